@@ -1,0 +1,97 @@
+"""Errors meant for people, in one form, and the source lines they point at.
+
+Every error that a user's mistake can cause is a ValueError whose text says what is wrong, what was found and what is
+needed, and what to do. Errors of ranks (a peer failed, stopped or disagreed) are RuntimeErrors.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from dataclasses import dataclass
+from types import FrameType
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_GENERATED = "<meshfuse"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of a user's script. Its text is read from the file only when asked for (`given` overrides the file)."""
+
+    file: str
+    line: int
+    function: str = ""
+    given: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The source text of the line, stripped; empty where the file cannot be read."""
+        if self.given is not None:
+            return self.given
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+def caller_line() -> SourceLine:
+    """The innermost line of the stack that is not meshfuse's own. Cheap enough to call for every defined op."""
+    frame: FrameType | None = sys._getframe(1)
+    last = frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and not name.startswith(_GENERATED):
+            return _line_of(frame)
+        last, frame = frame, frame.f_back
+    assert last is not None
+    return _line_of(last)
+
+
+def _line_of(frame: FrameType) -> SourceLine:
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+class MeshfuseError(Exception):
+    """Base of meshfuse's errors. `where`, a line of the user's script, may be set later and is part of the text."""
+
+    def __init__(self, message: str = "", where: SourceLine | None = None):
+        super().__init__(message)
+        self.where = where
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if self.where is None else f"{message} (at {self.where})"
+
+
+class DefinitionError(MeshfuseError, ValueError):
+    """A wrong op argument or annotation, found while a program is defined or compiled."""
+
+
+class ArgumentError(MeshfuseError, ValueError):
+    """A wrong tensor or scalar given to a program when it is called."""
+
+
+class RankError(MeshfuseError, RuntimeError):
+    """A peer rank failed, stopped answering, or disagrees with this one."""
+
+
+class RankTimeout(RankError, TimeoutError):
+    """A wait for peer ranks reached its time limit (MESHFUSE_TIMEOUT)."""
+
+
+def user_error(
+    wrong: str,
+    found: str = "",
+    needed: str = "",
+    do: str = "",
+    where: SourceLine | None = None,
+    cls: type[MeshfuseError] = DefinitionError,
+) -> MeshfuseError:
+    """The error `{wrong}: found {found}, needed {needed}. {do} (at file:line)`; parts that are empty are left out."""
+    facts = [f"found {found}"] if found else []
+    facts += [f"needed {needed}"] if needed else []
+    sentence = f"{wrong}: {', '.join(facts)}" if facts else wrong
+    sentence = sentence.rstrip(".") + "."
+    return cls(f"{sentence} {do}".rstrip(), where)
