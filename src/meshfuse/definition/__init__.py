@@ -1,0 +1,1 @@
+"""Defining and annotating programs."""

@@ -1,0 +1,150 @@
+"""The loop domain of a tensor as nvFuser's scripts edit it: splits, order and parallel types of its dims."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import user_error
+from ..mesh import STREAM, ParallelType
+from ..sharding.layout import Layout, Split
+
+
+@dataclass(eq=False, slots=True)
+class Leaf:
+    """One axis of a loop domain. A size of None is what remains of its dim."""
+
+    size: int | None
+    axis: str | None = None
+    reduction: bool = False
+    swizzled: bool = False
+    pre: int = 1
+
+    def __str__(self) -> str:
+        kind = "r" if self.reduction else "i"
+        return f"{kind}{self.axis or ''}{{{self.size if self.size is not None else '?'}}}"
+
+
+@dataclass(eq=False, slots=True)
+class LoopDomain:
+    """Leaves of every root dim in major to minor order, and all leaves in loop order (what axis(i) counts)."""
+
+    roots: list[list[Leaf]]
+    order: list[Leaf]
+    reductions: int = 0
+
+    @classmethod
+    def whole(cls, reduction_flags: Sequence[bool]) -> LoopDomain:
+        """One leaf for every dim; the flags tell which dims are reductions of the op that makes the tensor."""
+        leaves = [Leaf(None, reduction=flag) for flag in reduction_flags]
+        return cls([[leaf] for leaf in leaves], list(leaves), sum(reduction_flags))
+
+    @classmethod
+    def of_layouts(cls, dims: Sequence[Layout], reduction_flags: Sequence[bool]) -> LoopDomain:
+        """The loop domain that says the same as these layouts of the dims that are no reductions."""
+        rest = iter(dims)
+        roots = [[Leaf(None, reduction=True)] if flag else _leaves(next(rest)) for flag in reduction_flags]
+        return cls(roots, [leaf for root in roots for leaf in root], sum(reduction_flags))
+
+    def place(self, axis: int, what: str) -> int:
+        """The axis counted from the front. Raises DefinitionError where there is none."""
+        if not -len(self.order) <= axis < len(self.order):
+            raise user_error(
+                f"{what}: axis out of range", f"axis {axis} of the loop domain {self}",
+                f"{-len(self.order)} to {len(self.order) - 1}", "Count the axes after the splits made so far.",
+            )  # fmt: skip
+        return axis % len(self.order)
+
+    def split(self, axis: int, factor: int, inner: bool) -> None:
+        """Split an axis in two, `factor` being the size of the inner (or else the outer) one."""
+        what = "inner_split" if inner else "outer_split"
+        if not isinstance(factor, int) or factor < 1:
+            raise user_error(f"{what}: factor", repr(factor), "an int >= 1", "Pass how many parts to cut the axis into.")
+        place = self.place(axis, what)
+        leaf = self.order[place]
+        if leaf.axis is not None:
+            raise user_error(f"{what}: the axis is parallelized", str(leaf), "an axis that is not", "Split it before parallelizing.")
+        parts = _halves(leaf, factor, inner, what)
+        self.order[place : place + 1] = parts
+        root = next(root for root in self.roots if any(other is leaf for other in root))
+        at = next(i for i, other in enumerate(root) if other is leaf)
+        root[at : at + 1] = parts
+
+    def reorder(self, moves: Mapping[int, int]) -> None:
+        """Move axes: old position to new position; the others keep their order (nvFuser's reorder)."""
+        placed = {self.place(new, "reorder"): self.order[self.place(old, "reorder")] for old, new in moves.items()}
+        rest = iter([leaf for leaf in self.order if not any(leaf is moved for moved in placed.values())])
+        self.order = [placed[i] if i in placed else next(rest) for i in range(len(self.order))]
+
+    def layouts(self, reduction: bool = False) -> tuple[Layout, ...]:
+        """The layout of every dim (or of every reduction dim)."""
+        return tuple(
+            tuple(Split(leaf.size, leaf.axis, leaf.pre) for leaf in root)
+            for root in self.roots
+            if root[0].reduction == reduction
+        )
+
+    def copy(self) -> LoopDomain:
+        twins = {id(leaf): dataclasses.replace(leaf) for leaf in self.order}
+        roots = [[twins[id(leaf)] for leaf in root] for root in self.roots]
+        return LoopDomain(roots, [twins[id(leaf)] for leaf in self.order], self.reductions)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(map(str, self.order)) + "]"
+
+
+def _leaves(layout: Layout) -> list[Leaf]:
+    leaves = [Leaf(split.size, split.axis, pre=split.pre) for split in layout]
+    return leaves if any(leaf.size is None for leaf in leaves) else [*leaves, Leaf(None)]
+
+
+def _halves(leaf: Leaf, factor: int, inner: bool, what: str) -> list[Leaf]:
+    rest = None
+    if leaf.size is not None:
+        if leaf.size % factor:
+            raise user_error(
+                f"{what}: an axis of known size must split evenly", f"size {leaf.size} by {factor}",
+                f"a divisor of {leaf.size}", "Split the dim by the product first.",
+            )  # fmt: skip
+        rest = leaf.size // factor
+    sizes = (rest, factor) if inner else (factor, rest)
+    return [Leaf(size, None, leaf.reduction) for size in sizes]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisView:
+    """One axis of a tensor's loop domain, as `tv.axis(i)` gives it."""
+
+    domain: LoopDomain
+    leaf: Leaf
+
+    def parallelize(self, kind: ParallelType) -> None:
+        """Bind the axis to a mesh axis or a stream; `ParallelType.serial` unbinds it."""
+        self.leaf.axis = _axis_name(kind)
+        self.leaf.pre = WHOLE_AXIS if self.is_device_dim() else 1
+
+    def is_parallelized(self) -> bool:
+        return self.leaf.axis is not None
+
+    def is_device_dim(self) -> bool:
+        return self.leaf.axis not in (None, STREAM)
+
+    def is_reduction(self) -> bool:
+        return self.leaf.reduction
+
+    def __str__(self) -> str:
+        return str(self.leaf)
+
+
+# In the place of a sub-axis' `pre`: the factor must be as large as the axis.
+WHOLE_AXIS = 0
+# Until a tensor's mesh is known, nvFuser's parallel types stand in the axis' place.
+PARALLEL_NAMES = {ParallelType.mesh_x: "DIDx", ParallelType.mesh_y: "DIDy", ParallelType.mesh_z: "DIDz"}
+KIND_OF_NAME = {name: kind for kind, name in PARALLEL_NAMES.items()}
+
+
+def _axis_name(kind: ParallelType) -> str | None:
+    if kind is ParallelType.serial:
+        return None
+    return STREAM if kind is ParallelType.stream else PARALLEL_NAMES[kind]

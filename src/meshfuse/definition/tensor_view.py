@@ -1,0 +1,187 @@
+"""`TensorView` and `Val`: what the ops of a definition take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..dtypes import DataType
+from ..errors import user_error
+from ..mesh import DeviceMesh, ParallelType
+from ..ops.base import ScalarRef, TensorRef, TensorType
+from .loop import AxisView, LoopDomain
+
+if TYPE_CHECKING:
+    from .fusion import FusionDefinition
+
+
+class Arithmetic:
+    """Python's operators as ops of the definition."""
+
+    __slots__ = ("fd",)
+    fd: FusionDefinition
+    __hash__ = object.__hash__
+
+    def _op(self, name: str, *operands: Any) -> Any:
+        return self.fd.call(name, operands)
+
+
+def _operator(op: str, swapped: bool) -> Callable[..., Any]:
+    if swapped:
+        return lambda self, other: self._op(op, other, self)
+    return lambda self, *others: self._op(op, self, *others)
+
+
+for _python, _name in {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "floordiv": "div", "mod": "mod", "pow": "pow",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+}.items():  # fmt: skip
+    setattr(Arithmetic, f"__{_python}__", _operator(_name, False))
+    setattr(Arithmetic, f"__r{_python}__", _operator(_name, True))
+for _python, _name in {"lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "neg": "neg", "invert": "bitwise_not", "abs": "abs"}.items():
+    setattr(Arithmetic, f"__{_python}__", _operator(_name, False))
+
+
+class Val(Arithmetic):
+    """A scalar of the definition: an input, the size of a dim, or arithmetic on them."""
+
+    __slots__ = ("ref",)
+
+    def __init__(self, fd: FusionDefinition, ref: ScalarRef):
+        self.fd, self.ref = fd, ref
+
+    @property
+    def dtype(self) -> DataType:
+        return self.fd.scalars[self.ref.id].dtype
+
+    def __repr__(self) -> str:
+        return f"Val(s{self.ref.id}: {self.dtype.name})"
+
+
+class TensorView(Arithmetic):
+    """A tensor of the definition: its type, and (as in nvFuser) its mesh and loop domain, which are edited in place."""
+
+    __slots__ = ("_rfactored", "ref")
+
+    def __init__(self, fd: FusionDefinition, ref: TensorRef, rfactored: LoopDomain | None = None):
+        self.fd, self.ref, self._rfactored = fd, ref, rfactored
+
+    @property
+    def id(self) -> int:
+        return self.ref.id
+
+    @property
+    def type(self) -> TensorType:
+        return self.fd.tensors[self.ref.id].type
+
+    @property
+    def name(self) -> str:
+        return self.fd.tensors[self.ref.id].name
+
+    @property
+    def ndim(self) -> int:
+        """The number of (logical) dims."""
+        return self.type.ndim
+
+    @property
+    def dtype(self) -> DataType:
+        return self.type.dtype
+
+    def shape(self) -> list[Val]:
+        """The size of every dim, as scalars of the definition."""
+        return [self.size(dim) for dim in range(self.ndim)]
+
+    def size(self, dim: int) -> Val:
+        return self.fd.size(self, dim)
+
+    def __len__(self) -> int:
+        return self.ndim
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(f"a TensorView is not iterable; {self.name} has {self.ndim} dims: use fd.ops.slice or select")
+
+    def __repr__(self) -> str:
+        return f"TensorView({self.name}: {self.type})"
+
+    # nvFuser's scheduling calls --------------------------------------------------------------------------------
+
+    @property
+    def _domain(self) -> LoopDomain:
+        return self._rfactored if self._rfactored is not None else self.fd.annotation(self).domain
+
+    def set_device_mesh(self, mesh: DeviceMesh) -> None:
+        """Put the tensor on a mesh. Without parallelized axes it is replicated there."""
+        self.fd.annotate_mesh(self, mesh)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        return self.fd.annotation(self).mesh
+
+    def has_device_mesh(self) -> bool:
+        return self.fd.is_annotated(self)
+
+    def axis(self, index: int) -> AxisView:
+        """An axis of the loop domain, to parallelize or ask."""
+        self.fd.check_open()
+        domain = self._domain
+        return AxisView(domain, domain.order[domain.place(index, "axis")])
+
+    def split(self, axis: int, factor: int, inner_split: bool = True) -> TensorView:
+        """Split a loop axis; the inner part has size `factor` (the outer one with inner_split=False)."""
+        self.fd.check_open()
+        self._domain.split(axis, factor, inner_split)
+        return self
+
+    def outer_split(self, axis: int, factor: int) -> TensorView:
+        """Split a loop axis into `factor` parts: the outer axis has size `factor`."""
+        return self.split(axis, factor, False)
+
+    def inner_split(self, axis: int, factor: int) -> TensorView:
+        """Split a loop axis into parts of size `factor`: the inner axis has size `factor`."""
+        return self.split(axis, factor, True)
+
+    def reorder(self, moves: Mapping[int, int] | Sequence[int]) -> TensorView:
+        """Move loop axes; a mapping old → new, or for every new position the old one."""
+        self.fd.check_open()
+        mapping = moves if isinstance(moves, Mapping) else {old: new for new, old in enumerate(moves)}
+        self._domain.reorder(mapping)
+        return self
+
+    def swizzle1d(self, axis: int, kind: ParallelType) -> TensorView:
+        """Let every rank begin its loop over the axis at its own place (a ring); the layout stays as it is."""
+        self.fd.check_open()
+        self._domain.order[self._domain.place(axis, "swizzle1d")].swizzled = True
+        return self
+
+    def rfactor(self, axes: Sequence[int]) -> TensorView:
+        """The tensor of unreduced terms: its reduction axes named in `axes` are reduced first, the others later.
+
+        Annotating the result's remaining axes says over which mesh axis the later reduction runs.
+        """
+        self.fd.check_open()
+        domain = self._domain
+        chosen = [domain.order[domain.place(axis, "rfactor")] for axis in axes]
+        if not chosen or not all(leaf.reduction for leaf in chosen):
+            raise user_error(
+                f"rfactor of {self.name}: only reduction axes can be factored out", f"axes {list(axes)} of {domain}",
+                "axes shown as r{...}", "Pass the positions of reduction axes.",
+            )  # fmt: skip
+        return TensorView(self.fd, self.ref, domain)
+
+    def set_allocation_domain(self, loop: Sequence[Any], contiguity: Any = True) -> None:
+        """Lay the tensor out in memory in the order of these loop axes, major to minor."""
+        self.fd.set_allocation(self, loop)
+
+    def get_loop_domain(self) -> list[AxisView]:
+        domain = self._domain
+        return [AxisView(domain, leaf) for leaf in domain.order]
+
+    def get_logical_domain(self) -> list[AxisView]:
+        """The first loop axis of every dim that is no reduction."""
+        domain = self._domain
+        return [AxisView(domain, root[0]) for root in domain.roots if not root[0].reduction]
+
+    def set_memory_type(self, kind: Any) -> None:
+        """Accepted for nvFuser's symmetric memory; a hint that changes no value."""
+        self.fd.annotation(self).memory = str(kind)

@@ -1,0 +1,100 @@
+"""Element types under nvFuser's names, and how they promote."""
+
+from __future__ import annotations
+
+import enum
+
+
+class DataType(enum.Enum):
+    """An element type; the value is torch's name of it."""
+
+    Double = "float64"
+    Float = "float32"
+    Half = "float16"
+    BFloat16 = "bfloat16"
+    Float8_e4m3fn = "float8_e4m3fn"
+    Float8_e5m2 = "float8_e5m2"
+    Float8_e8m0fnu = "float8_e8m0fnu"
+    Float4_e2m1fn = "float4_e2m1fn_x2"
+    Int = "int64"
+    Int32 = "int32"
+    Int16 = "int16"
+    Char = "int8"
+    Byte = "uint8"
+    UInt64 = "uint64"
+    Bool = "bool"
+    ComplexFloat = "complex64"
+    ComplexDouble = "complex128"
+    Null = "null"
+
+    def __repr__(self) -> str:
+        return f"DataType.{self.name}"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def category(self) -> int:
+        """0 bool, 1 integer, 2 floating point, 3 complex: the order in which types promote."""
+        return _CATEGORY[self]
+
+    @property
+    def is_reduced_float(self) -> bool:
+        return self.category == 2 and self.itemsize < 4
+
+    @property
+    def real(self) -> DataType:
+        """The type of the real part: itself unless complex."""
+        return {DataType.ComplexFloat: DataType.Float, DataType.ComplexDouble: DataType.Double}.get(self, self)
+
+
+_ITEMSIZE = {
+    DataType.Double: 8, DataType.Float: 4, DataType.Half: 2, DataType.BFloat16: 2,
+    DataType.Float8_e4m3fn: 1, DataType.Float8_e5m2: 1, DataType.Float8_e8m0fnu: 1, DataType.Float4_e2m1fn: 1,
+    DataType.Int: 8, DataType.Int32: 4, DataType.Int16: 2, DataType.Char: 1, DataType.Byte: 1,
+    DataType.UInt64: 8, DataType.Bool: 1, DataType.ComplexFloat: 8, DataType.ComplexDouble: 16, DataType.Null: 0,
+}  # fmt: skip
+
+_INTEGERS = (DataType.Byte, DataType.Char, DataType.Int16, DataType.Int32, DataType.Int, DataType.UInt64)
+_COMPLEX = (DataType.ComplexFloat, DataType.ComplexDouble)
+_CATEGORY = {
+    dtype: 0 if dtype is DataType.Bool else 1 if dtype in _INTEGERS else 3 if dtype in _COMPLEX else 2
+    for dtype in DataType
+}
+_RANK = {dtype: place for place, dtype in enumerate((
+    DataType.Bool, *_INTEGERS, DataType.Float4_e2m1fn, DataType.Float8_e8m0fnu, DataType.Float8_e5m2,
+    DataType.Float8_e4m3fn, DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double, *_COMPLEX,
+))}  # fmt: skip
+
+
+def promote(a: DataType, b: DataType) -> DataType:
+    """The type that holds both, as torch promotes two tensors of these types."""
+    if a is b:
+        return a
+    low, high = sorted((a, b), key=_RANK.__getitem__)
+    if low.category == high.category == 2 and low.itemsize == high.itemsize == 2:
+        return DataType.Float
+    if high is DataType.ComplexFloat and low is DataType.Double:
+        return DataType.ComplexDouble
+    return high
+
+
+def scalar_dtype(value: object) -> DataType:
+    """The type of a Python number: Bool, Int, Double or ComplexDouble."""
+    if isinstance(value, bool):
+        return DataType.Bool
+    if isinstance(value, int):
+        return DataType.Int
+    return DataType.ComplexDouble if isinstance(value, complex) else DataType.Double
+
+
+def from_torch(dtype: object) -> DataType:
+    """The DataType of a `torch.dtype` (or of a DataType). Raises ValueError for a type meshfuse has no name for."""
+    if isinstance(dtype, DataType):
+        return dtype
+    try:
+        return DataType(str(dtype).removeprefix("torch."))
+    except ValueError:
+        raise ValueError(f"dtype: found {dtype}, needed one of {[d.value for d in DataType]}") from None

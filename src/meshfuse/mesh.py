@@ -1,0 +1,183 @@
+"""The mesh of ranks a program runs on, its named axes and its groups."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .errors import user_error
+
+_DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
+STREAM = "stream"
+
+
+class ParallelType(enum.Enum):
+    """What a factor of a dim is bound to, in nvFuser's words; mesh_x is the last axis of a mesh."""
+
+    serial = 0
+    mesh_x = 1
+    mesh_y = 2
+    mesh_z = 3
+    stream = 4
+
+    def __repr__(self) -> str:
+        return f"ParallelType.{self.name}"
+
+
+class DeviceMesh:
+    """Ranks in a grid with one name per axis. Immutable; meshes of equal ranks, shape and names are equal.
+
+    `DeviceMesh((2, 4), ("dp", "tp"))` is ranks 0..7 in that shape; `DeviceMesh(array)` and
+    `DeviceMesh(array, names)` take the ranks themselves from a list, a range or a torch tensor (nvFuser's form).
+    Unnamed axes are called x (the last), y, z. Raises DefinitionError for ranks or names that occur twice.
+    """
+
+    __slots__ = ("_coordinates", "_hash", "names", "ranks", "shape")
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+    def __init__(self, devices: Any, names: Sequence[str] | None = None, *, ranks: Iterable[int] | None = None):
+        names = (names,) if isinstance(names, str) else names
+        shape, flat = _read_devices(devices, names, ranks)
+        names = tuple(names) if names is not None else _DEFAULT_NAMES[-len(shape) :]
+        _check_mesh(shape, names, flat)
+        self.shape, self.names, self.ranks = shape, names, flat
+        self._hash = hash((shape, names, flat))
+        self._coordinates = {rank: _unravel(place, shape) for place, rank in enumerate(flat)}
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, "_coordinates"):
+            raise AttributeError(f"DeviceMesh is immutable: cannot set {name!r}")
+        object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, DeviceMesh) and (self.shape, self.names, self.ranks) == (
+            other.shape, other.names, other.ranks)  # fmt: skip
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild_mesh, (self.shape, self.names, self.ranks))
+
+    def __repr__(self) -> str:
+        plain = self.ranks == tuple(range(self.size))
+        return f"DeviceMesh({self.shape}, {self.names}{'' if plain else f', ranks={list(self.ranks)}'})"
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def axis_size(self, name: str) -> int:
+        return self.shape[self.names.index(name)]
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """The place of a rank along every axis."""
+        return self._coordinates[rank]
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._coordinates
+
+    def digit(self, rank: int, axis: str, pre: int, size: int) -> int:
+        """The place of a rank along a sub-axis: `size` steps, after `pre` more major ones, of a mesh axis."""
+        place = self.names.index(axis)
+        return self._coordinates[rank][place] // (self.shape[place] // (pre * size)) % size
+
+    def parallel_axis(self, kind: ParallelType) -> str:
+        """The name of the axis that nvFuser's DIDx, DIDy or DIDz means."""
+        place = {ParallelType.mesh_x: 1, ParallelType.mesh_y: 2, ParallelType.mesh_z: 3}[kind]
+        if place > self.ndim:
+            raise user_error(
+                f"{kind} on a mesh of {self.ndim} axes", f"axes {self.names}", f"a mesh of at least {place} axes",
+                "Use a mesh with more axes or another parallel type.",
+            )  # fmt: skip
+        return self.names[-place]
+
+    @functools.lru_cache(maxsize=65536)  # noqa: B019 - meshes are few and live as long as the program
+    def group(self, rank: int, axes: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along (axis, pre, size) sub-axes, first axis major."""
+        return tuple(r for _, r in sorted(self._groups(axes)[self._group_key(rank, axes)]))
+
+    def _group_key(self, rank: int, axes: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
+        coordinate = list(self._coordinates[rank])
+        for axis, pre, size in axes:
+            place = self.names.index(axis)
+            step = self.shape[place] // (pre * size)
+            coordinate[place] -= self.digit(rank, axis, pre, size) * step
+        return tuple(coordinate)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def _groups(self, axes: tuple[tuple[str, int, int], ...]) -> dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]:
+        groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+        for rank in self.ranks:
+            digits = tuple(self.digit(rank, *axis) for axis in axes)
+            groups.setdefault(self._group_key(rank, axes), []).append((digits, rank))
+        return groups
+
+
+def _rebuild_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:
+    return DeviceMesh(shape, names, ranks=ranks)
+
+
+def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    digits = []
+    for size in reversed(shape):
+        place, digit = divmod(place, size)
+        digits.append(digit)
+    return tuple(reversed(digits))
+
+
+def _read_devices(
+    devices: Any, names: Sequence[str] | None, ranks: Iterable[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, ranks in row-major order) from any of the forms a mesh may be given in."""
+    nested = devices.tolist() if hasattr(devices, "tolist") else devices
+    nested = [nested] if isinstance(nested, int) else list(nested)
+    flat_ints = all(isinstance(entry, int) for entry in nested)
+    is_shape = names is not None and flat_ints and len(names) == len(nested) and not hasattr(devices, "tolist")
+    if is_shape or ranks is not None:
+        shape = tuple(nested)
+        flat = tuple(range(math.prod(shape))) if ranks is None else tuple(int(r) for r in ranks)
+        return shape, flat
+    return _flatten(nested)
+
+
+def _flatten(nested: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if isinstance(nested, int):
+        return (), (nested,)
+    rows = [_flatten(list(row) if not isinstance(row, int) else row) for row in nested]
+    if len({shape for shape, _ in rows}) > 1:
+        raise user_error("a mesh must be a full grid", "rows of different lengths", "equal rows", "Pad or split the mesh.")
+    inner = rows[0][0] if rows else ()
+    return (len(rows), *inner), tuple(rank for _, flat in rows for rank in flat)
+
+
+def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+    if not ranks or any(size < 1 for size in shape) or math.prod(shape) != len(ranks):
+        raise user_error(
+            "a mesh needs as many ranks as its shape holds, at least one", f"shape {shape} with {len(ranks)} ranks",
+            f"{math.prod(shape)} ranks", "Give a shape of positive sizes.",
+        )  # fmt: skip
+    if len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
+        raise user_error(
+            "a mesh needs one name per axis, each once, none of them 'stream'", f"names {names} for shape {shape}",
+            f"{len(shape)} different names", "Name every axis.",
+        )  # fmt: skip
+    repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) != len(ranks) else []
+    if repeated or min(ranks) < 0:
+        raise user_error(
+            "a mesh holds each rank once, none negative", f"ranks {list(ranks)}",
+            "different ranks >= 0", f"Remove the repeated ranks {repeated}." if repeated else "Remove the negative ranks.",
+        )  # fmt: skip

@@ -1,0 +1,261 @@
+"""What every op is made of: one `OpDef` holds all of an op's facts, and passes read facts, never names."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from ..dtypes import DataType
+
+
+class TensorType(NamedTuple):
+    """Shape (global; -1 where it is not known before the arguments come) and element type."""
+
+    shape: tuple[int, ...]
+    dtype: DataType
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{', '.join('?' if n < 0 else str(n) for n in self.shape)}]"
+
+
+class TensorRef(NamedTuple):
+    """A tensor of the definition, by number."""
+
+    id: int
+
+
+class ScalarRef(NamedTuple):
+    """A scalar (nvFuser's Val) of the definition, by number."""
+
+    id: int
+
+
+class ParamKind(enum.Enum):
+    """What an op's parameter takes, and so how a call is bound, concretised and printed."""
+
+    TENSOR = "tensor"
+    OPTIONAL_TENSOR = "tensor or None"
+    TENSORS = "list of tensors"
+    TENSOR_OR_SCALAR = "tensor or scalar"
+    SCALAR = "scalar"
+    OPTIONAL_SCALAR = "scalar or None"
+    INT = "int"
+    DIM = "dim"
+    DIMS = "dim or list of dims"
+    OPTIONAL_DIMS = "dim, list of dims or None"
+    INTS = "list of ints"
+    SIZE = "int or scalar"
+    SHAPE = "list of ints or scalars"
+    BOOL = "bool"
+    BOOLS = "list of bools"
+    DTYPE = "DataType"
+    SHARDING = "Sharding"
+
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter of an op. `alias` is another keyword it goes by."""
+
+    name: str
+    kind: ParamKind
+    default: Any = REQUIRED
+    alias: str = ""
+
+
+class FactorKind(enum.Enum):
+    """What sharding a factor of an op does to it."""
+
+    PASS = "pass-through"
+    REDUCE = "reduction"
+    BLOCK = "blocked"
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A dimension of an op's iteration space: its size, its kind and, for a reduction, by which operation."""
+
+    size: int
+    kind: FactorKind = FactorKind.PASS
+    reduce: str = "sum"
+
+
+# For every dim of a tensor the factors that it is made of, major to minor; () for a dim of size 1.
+DimFactors = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An op's factor rule: which factors stand in which dims of its operands and results (as in GSPMD and Shardy)."""
+
+    factors: tuple[Factor, ...]
+    operands: tuple[DimFactors, ...]
+    results: tuple[DimFactors, ...]
+
+    def __str__(self) -> str:
+        def side(tensors: Sequence[DimFactors]) -> str:
+            return ", ".join(" ".join("".join(map(_letter, dim)) or "1" for dim in dims) or "()" for dims in tensors)
+
+        marks = [f"{_letter(i)}:{f.kind.value}" for i, f in enumerate(self.factors) if f.kind is not FactorKind.PASS]
+        return f"{side(self.operands)} -> {side(self.results)}" + (f"  ({', '.join(marks)})" if marks else "")
+
+
+def _letter(factor: int) -> str:
+    return chr(ord("a") + factor) if factor < 26 else f"f{factor}"
+
+
+class RuleBuilder:
+    """Collects the factors of a rule."""
+
+    def __init__(self) -> None:
+        self._factors: list[Factor] = []
+
+    def factor(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
+        """A new factor, as the factors of a dim: none at all where the size is 1 and there is nothing to shard."""
+        if size == 1 and kind is not FactorKind.BLOCK:
+            return ()
+        self._factors.append(Factor(size, kind, reduce))
+        return (len(self._factors) - 1,)
+
+    def blocked(self, size: int) -> tuple[int, ...]:
+        return self.factor(size, FactorKind.BLOCK)
+
+    def reduction(self, size: int, reduce: str = "sum") -> tuple[int, ...]:
+        return self.factor(size, FactorKind.REDUCE, reduce)
+
+    def dims(self, shape: Sequence[int]) -> DimFactors:
+        """One pass-through factor per dim."""
+        return tuple(self.factor(n) for n in shape)
+
+    def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
+        return Rule(tuple(self._factors), tuple(operands), tuple(results))
+
+
+class Partial(enum.Enum):
+    """How an op carries an unreduced sum in its operands to its result."""
+
+    NONE = "needs its operands reduced"
+    MOVE = "moves elements: any one partial operand passes, whatever the reduction"
+    CAST = "linear as long as the cast neither narrows nor rounds"
+    JOINT = "linear in all tensor operands together: all must be partial"
+    FIRST = "linear in the first tensor operand, floating point only"
+    EACH = "linear in each tensor operand: exactly one may be partial"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One use of an op, with concrete or symbolic types: what rules, lowerings and costs are computed from."""
+
+    op: OpDef
+    args: tuple[Any, ...]
+    types: tuple[TensorType, ...]
+    results: tuple[TensorType, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[self.op.places[name]]
+
+    def type_of(self, name: str) -> TensorType | None:
+        """The type of the tensor passed as this parameter, None where something else was passed."""
+        place = self.op.places[name]
+        if not isinstance(self.args[place], TensorRef):
+            return None
+        return self.types[sum(count_tensors(arg) for arg in self.args[:place])]
+
+
+def count_tensors(arg: object) -> int:
+    """How many tensor operands an argument contributes."""
+    if isinstance(arg, TensorRef):
+        return 1
+    is_list = isinstance(arg, tuple) and bool(arg) and isinstance(arg[0], TensorRef)
+    return len(arg) if is_list else 0  # type: ignore[arg-type]
+
+
+class Emit(Protocol):
+    """What a lowering to torch sees of one call on one rank: names of local operands, and local geometry."""
+
+    call: Call
+    operands: Sequence[str]
+    operand_shapes: Sequence[tuple[int, ...]]
+    result_shapes: Sequence[tuple[int, ...]]
+
+    def scalar(self, name: str) -> str:
+        """Python text of a scalar argument."""
+        ...
+
+    def operand(self, name: str) -> str | None:
+        """The name of the tensor passed as a parameter, None where no tensor was passed."""
+        ...
+
+    def result_runs(self, result: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For every dim of a result the intervals of global indices that the rank computes."""
+        ...
+
+    def operand_runs(self, operand: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The same of an operand."""
+        ...
+
+    def leads(self) -> bool:
+        """True on the one rank, of those that compute terms of one partial result, that adds what is added once."""
+        ...
+
+
+Lowering = Callable[[Emit], "str | tuple[str, ...]"]
+
+
+def _elementwise_flops(call: Call) -> float:
+    return float(max((t.numel for t in (*call.results, *call.types)), default=0))
+
+
+def _no_samples() -> tuple[Sample, ...]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A call for tests: tensors as types, everything else as passed."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpDef:
+    """Everything about one op.
+
+    infer: the types of the results from a call whose `results` are not known yet (raises DefinitionError).
+    rule: the factor rule of a call with concrete types. emit: Python text of the result(s) in torch, on local tensors.
+    partial: what the op does with an unreduced operand. flops: operations on global tensors.
+    """
+
+    name: str
+    params: tuple[Param, ...]
+    infer: Callable[[Call], tuple[TensorType, ...]]
+    rule: Callable[[Call], Rule]
+    emit: Lowering
+    partial: Partial = Partial.NONE
+    flops: Callable[[Call], float] = _elementwise_flops
+    samples: Callable[[], Sequence[Sample]] = _no_samples
+    places: Mapping[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", {param.name: place for place, param in enumerate(self.params)})
+
+    def __repr__(self) -> str:
+        return f"OpDef({self.name})"

@@ -1,0 +1,158 @@
+"""From what a user passes to an op to the op's argument tuple: names, defaults, kinds, overloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..dtypes import DataType, from_torch
+from ..errors import user_error
+from .base import REQUIRED, OpDef, Param, ParamKind, ScalarRef, TensorRef
+
+K = ParamKind
+Resolve = Callable[[Any], Any]
+_NUMBERS = (bool, int, float, complex)
+
+
+def bind(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], resolve: Resolve) -> tuple[Any, ...]:
+    """The arguments in the order of `op.params`. `resolve` turns a TensorView or Val into its reference.
+
+    Raises DefinitionError for missing, unknown or repeated arguments and for values of the wrong kind.
+    """
+    given = _by_name(op, args, kwargs)
+    return tuple(_checked(op, param, given.get(param.name, param.default), resolve) for param in op.params)
+
+
+def _by_name(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    if len(args) > len(op.params):
+        raise user_error(f"{op.name}: too many arguments", str(len(args)), f"at most {len(op.params)}", signature(op))
+    given = {param.name: arg for param, arg in zip(op.params, _shift_dtype(op, args), strict=False) if arg is not REQUIRED}
+    names = {alias: param.name for param in op.params for alias in (param.name, param.alias) if alias}
+    for key, value in kwargs.items():
+        if key not in names or names[key] in given:
+            what = "is not a parameter" if key not in names else "is given twice"
+            raise user_error(f"{op.name}: {key!r} {what}", f"keywords {sorted(kwargs)}", signature(op), "Fix the call.")
+        given[names[key]] = value
+    return given
+
+
+def _shift_dtype(op: OpDef, args: Sequence[Any]) -> list[Any]:
+    """nvFuser overloads `sum(t, dtype)` beside `sum(t, dims, keepdim, dtype)`: move a type to the parameter it is for."""
+    out = list(args)
+    for place, arg in enumerate(args):
+        if isinstance(arg, DataType) and op.params[place].kind is not K.DTYPE:
+            wanted = next((i for i, p in enumerate(op.params) if p.kind is K.DTYPE), place)
+            out += [REQUIRED] * (wanted + 1 - len(out))
+            out[place], out[wanted] = REQUIRED, arg
+    return out
+
+
+def signature(op: OpDef) -> str:
+    """`sum(arg, dims=None, ...)`, for error texts and help."""
+    parts = [p.name if p.default is REQUIRED else f"{p.name}={p.default!r}" for p in op.params]
+    return f"{op.name}({', '.join(parts)})"
+
+
+def _checked(op: OpDef, param: Param, value: Any, resolve: Resolve) -> Any:
+    if value is REQUIRED:
+        raise user_error(f"{op.name}: argument {param.name!r} is missing", "", "", f"Call it as {signature(op)}.")
+    found = _CHECKS[param.kind](resolve, value) if value is not None else _none(param)
+    if found is REQUIRED:
+        raise user_error(
+            f"{op.name}: argument {param.name!r} is of the wrong kind", f"{value!r} ({type(value).__name__})",
+            param.kind.value, f"Call it as {signature(op)}.",
+        )  # fmt: skip
+    return found
+
+
+def _none(param: Param) -> Any:
+    allowed = (K.OPTIONAL_TENSOR, K.OPTIONAL_SCALAR, K.OPTIONAL_DIMS)
+    return None if param.kind in allowed or param.default is None else REQUIRED
+
+
+def _int(value: Any) -> Any:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return REQUIRED
+    return value.__index__()
+
+
+def _check_tensor(resolve: Resolve, value: Any) -> Any:
+    found = resolve(value)
+    return found if isinstance(found, TensorRef) else REQUIRED
+
+
+def _check_tensors(resolve: Resolve, value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or not value:
+        return REQUIRED
+    found = tuple(resolve(v) for v in value)
+    return found if all(isinstance(f, TensorRef) for f in found) else REQUIRED
+
+
+def _check_scalar(resolve: Resolve, value: Any) -> Any:
+    found = resolve(value)
+    return found if isinstance(found, (ScalarRef, *_NUMBERS)) else REQUIRED
+
+
+def _check_operand(resolve: Resolve, value: Any) -> Any:
+    found = resolve(value)
+    return found if isinstance(found, (TensorRef, ScalarRef, *_NUMBERS)) else REQUIRED
+
+
+def _check_ints(_: Resolve, value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return REQUIRED
+    found = tuple(_int(v) for v in value)
+    return REQUIRED if REQUIRED in found else found
+
+
+def _check_dims(resolve: Resolve, value: Any) -> Any:
+    found = _int(value)
+    return found if found is not REQUIRED else _check_ints(resolve, value)
+
+
+def _check_size(resolve: Resolve, value: Any) -> Any:
+    found = resolve(value)
+    return found if isinstance(found, ScalarRef) else _int(found)
+
+
+def _check_shape(resolve: Resolve, value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return REQUIRED
+    found = tuple(_check_size(resolve, v) for v in value)
+    return REQUIRED if REQUIRED in found else found
+
+
+def _check_bool(_: Resolve, value: Any) -> Any:
+    return value if isinstance(value, bool) else REQUIRED
+
+
+def _check_bools(_: Resolve, value: Any) -> Any:
+    is_list = isinstance(value, (list, tuple)) and all(isinstance(v, bool) for v in value)
+    return tuple(value) if is_list else REQUIRED
+
+
+def _check_dtype(_: Resolve, value: Any) -> Any:
+    try:
+        return from_torch(value)
+    except ValueError:
+        return REQUIRED
+
+
+_CHECKS: dict[ParamKind, Callable[[Resolve, Any], Any]] = {
+    K.TENSOR: _check_tensor,
+    K.OPTIONAL_TENSOR: _check_tensor,
+    K.TENSORS: _check_tensors,
+    K.TENSOR_OR_SCALAR: _check_operand,
+    K.SCALAR: _check_scalar,
+    K.OPTIONAL_SCALAR: _check_scalar,
+    K.INT: lambda _, value: _int(value),
+    K.DIM: lambda _, value: _int(value),
+    K.DIMS: _check_dims,
+    K.OPTIONAL_DIMS: _check_dims,
+    K.INTS: _check_ints,
+    K.SIZE: _check_size,
+    K.SHAPE: _check_shape,
+    K.BOOL: _check_bool,
+    K.BOOLS: _check_bools,
+    K.DTYPE: _check_dtype,
+}

@@ -1,0 +1,69 @@
+"""One op on one rank: the local geometry that its lowering to torch reads, and the text that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..sharding.layout import Runs
+from ..sharding.value import Sharding
+from .base import Call, ScalarRef, TensorRef, count_tensors
+
+ScalarText = Callable[[Any], str]
+
+
+def plain_text(value: Any) -> str:
+    """Python text of a number that is no reference to a scalar of the definition."""
+    assert not isinstance(value, ScalarRef)
+    if isinstance(value, float) and value != value or value in (float("inf"), float("-inf")):
+        return f'float("{value}")'
+    return repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """A call with the shardings it is computed in, on one rank. Implements `ops.base.Emit`."""
+
+    call: Call
+    operands: Sequence[str]
+    operand_shardings: Sequence[Sharding]
+    result_shardings: Sequence[Sharding]
+    rank: int
+    scalar_text: ScalarText = plain_text
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
+        pairs = zip(self.operand_shardings, self.call.types, strict=True)
+        return tuple(s.local_shape(t.shape, self.rank) for s, t in pairs)
+
+    @property
+    def result_shapes(self) -> tuple[tuple[int, ...], ...]:
+        pairs = zip(self.result_shardings, self.call.results, strict=True)
+        return tuple(s.local_shape(t.shape, self.rank) for s, t in pairs)
+
+    def scalar(self, name: str) -> str:
+        return self.scalar_text(self.call[name])
+
+    def operand(self, name: str) -> str | None:
+        place = self.call.op.places[name]
+        if not isinstance(self.call.args[place], TensorRef):
+            return None
+        return self.operands[sum(count_tensors(arg) for arg in self.call.args[:place])]
+
+    def operand_runs(self, operand: int) -> tuple[Runs, ...]:
+        return self.operand_shardings[operand].runs(self.call.types[operand].shape, self.rank)
+
+    def result_runs(self, result: int) -> tuple[Runs, ...]:
+        return self.result_shardings[result].runs(self.call.results[result].shape, self.rank)
+
+    def leads(self) -> bool:
+        mesh = self.result_shardings[0].mesh
+        partial = self.result_shardings[0].partial
+        return all(mesh.digit(self.rank, s.axis, s.pre, s.size) == 0 for s in partial)  # type: ignore[arg-type]
+
+    def text(self) -> tuple[str, ...]:
+        """Python text of every result."""
+        made = self.call.op.emit(self)
+        return (made,) if isinstance(made, str) else tuple(made)
+

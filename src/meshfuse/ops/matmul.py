@@ -1,0 +1,118 @@
+"""Matrix products: matmul and linear."""
+
+from __future__ import annotations
+
+import math
+
+from ..dtypes import DataType
+from ..errors import user_error
+from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .shapes import aligned_dims, broadcast_shapes, check_ndim, check_same_size
+
+K = ParamKind
+
+
+def _check_dtypes(call: Call) -> DataType:
+    found = {t.dtype for t in call.types}
+    if len(found) > 1:
+        raise user_error(
+            f"{call.op.name}: operands of different dtypes", ", ".join(t.dtype.name for t in call.types), "one dtype",
+            "Cast the operands with fd.ops.cast.",
+        )  # fmt: skip
+    return call.types[0].dtype
+
+
+def _matmul_infer(call: Call) -> tuple[TensorType, ...]:
+    a, b = call.types
+    check_ndim("matmul", "the first operand", a, 1)
+    check_ndim("matmul", "the second operand", b, 1)
+    check_same_size("matmul", "the contracted dims", a.shape[-1], b.shape[-2] if b.ndim > 1 else b.shape[0])
+    batch = broadcast_shapes("matmul", [a.shape[:-2], b.shape[:-2]])
+    rows, columns = a.shape[-2:-1] if a.ndim > 1 else (), b.shape[-1:] if b.ndim > 1 else ()
+    return (TensorType((*batch, *rows, *columns), _check_dtypes(call)),)
+
+
+def _matmul_rule(call: Call) -> Rule:
+    """b* m k, b* k n -> b* m n."""
+    (a, b), result, builder = call.types, call.results[0].shape, RuleBuilder()
+    kept = int(a.ndim > 1) + int(b.ndim > 1)
+    batch_shape = result[: len(result) - kept]
+    batch = builder.dims(batch_shape)
+    rows = (builder.factor(a.shape[-2]),) if a.ndim > 1 else ()
+    columns = (builder.factor(b.shape[-1]),) if b.ndim > 1 else ()
+    inner = builder.reduction(a.shape[-1])
+    left = (*aligned_dims(a.shape[:-2], batch_shape, batch), *rows, inner)
+    right = (*aligned_dims(b.shape[:-2], batch_shape, batch), inner, *columns)
+    return builder.build([left, right], [(*batch, *rows, *columns)])
+
+
+def _matmul_flops(call: Call) -> float:
+    return 2.0 * call.results[0].numel * call.types[0].shape[-1]
+
+
+def _matmul_emit(e: Emit) -> str:
+    return f"torch.matmul({e.operands[0]}, {e.operands[1]})"
+
+
+def _linear_infer(call: Call) -> tuple[TensorType, ...]:
+    x, w = call.types[:2]
+    check_ndim("linear", "the input", x, 1)
+    check_ndim("linear", "the weight", w, 1, 3)
+    check_same_size("linear", "the input's and the weight's last dims", x.shape[-1], w.shape[-1])
+    shape = (*w.shape[:-2], *x.shape[:-1], *w.shape[-2:-1])
+    if len(call.types) == 3:
+        _check_bias(call.types[2], w)
+    return (TensorType(shape, _check_dtypes(call)),)
+
+
+def _check_bias(bias: TensorType, w: TensorType) -> None:
+    check_ndim("linear", "the bias", bias, max(w.ndim - 1, 0), max(w.ndim - 1, 0))
+    for a, b in zip(bias.shape, w.shape, strict=False):
+        check_same_size("linear", "the bias' and the weight's dims", a, b)
+
+
+def _linear_rule(call: Call) -> Rule:
+    """b* k, d n k, d n -> d b* n, where d and n are there only if the weight has them."""
+    x, w = call.types[:2]
+    builder = RuleBuilder()
+    stacked = builder.dims(w.shape[:-2])
+    batch, columns = builder.dims(x.shape[:-1]), builder.dims(w.shape[-2:-1])
+    inner = (builder.reduction(x.shape[-1]),)
+    operands: list[DimFactors] = [(*batch, *inner), (*stacked, *columns, *inner)]
+    if len(call.types) == 3:
+        operands.append((*stacked, *columns))
+    return builder.build(operands, [(*stacked, *batch, *columns)])
+
+
+def _linear_emit(e: Emit) -> str:
+    bias = e.operands[2] if len(e.operands) == 3 and e.leads() else None
+    if e.call.types[1].ndim < 3:
+        return f"F.linear({e.operands[0]}, {e.operands[1]}{f', {bias}' if bias else ''})"
+    return f"K.stacked_linear({e.operands[0]}, {e.operands[1]}, {bias})"
+
+
+def _types(*shapes: tuple[int, ...]) -> tuple[TensorType, ...]:
+    return tuple(TensorType(shape, DataType.Float) for shape in shapes)
+
+
+def _matmul_samples() -> list[Sample]:
+    return [Sample(_types((6, 4), (4, 8))), Sample(_types((2, 6, 4), (2, 4, 8))), Sample(_types((3, 2, 6, 4), (1, 4, 8))),
+            Sample(_types((4,), (4, 8))), Sample(_types((6, 4), (4,)))]  # fmt: skip
+
+
+def _linear_samples() -> list[Sample]:
+    return [Sample(_types((6, 4), (8, 4))), Sample(_types((2, 6, 4), (8, 4), (8,))), Sample(_types((6, 4), (4,))),
+            Sample(_types((2, 6, 4), (3, 8, 4), (3, 8)))]  # fmt: skip
+
+
+def _linear_flops(call: Call) -> float:
+    return 2.0 * call.results[0].numel * call.types[0].shape[-1] + math.prod(call.results[0].shape)
+
+
+OPS = (
+    OpDef("matmul", (Param("a", K.TENSOR, alias="arg1"), Param("b", K.TENSOR, alias="arg2")),
+          _matmul_infer, _matmul_rule, _matmul_emit, Partial.EACH, _matmul_flops, _matmul_samples),
+    OpDef("linear", (Param("input", K.TENSOR, alias="arg1"), Param("weight", K.TENSOR, alias="arg2"),
+                     Param("bias", K.OPTIONAL_TENSOR, None)),
+          _linear_infer, _linear_rule, _linear_emit, Partial.EACH, _linear_flops, _linear_samples),
+)  # fmt: skip

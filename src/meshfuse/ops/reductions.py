@@ -1,0 +1,88 @@
+"""Reductions: sum, prod, max, min."""
+
+from __future__ import annotations
+
+from ..dtypes import DataType
+from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .pointwise import cast_text, torch_dtype
+from .shapes import check_dims
+
+K = ParamKind
+
+
+def reduced_dims(call: Call) -> tuple[int, ...]:
+    """The dims that a reduction removes, from the front, ascending."""
+    return check_dims(call.op.name, call["dims"], call.types[0].ndim)
+
+
+def reduced_shape(call: Call) -> tuple[int, ...]:
+    """The shape that is left, with 1 for the reduced dims where keepdim is asked for."""
+    dims, keep = reduced_dims(call), call["keepdim"]
+    return tuple(1 if d in dims else n for d, n in enumerate(call.types[0].shape) if keep or d not in dims)
+
+
+def _accumulated(op: str, dtype: DataType) -> DataType:
+    """Integers and booleans are summed as Int, like in torch; half precision stays half, as nvFuser returns it."""
+    return DataType.Int if op in ("sum", "prod") and dtype.category < 2 else dtype
+
+
+def _infer(call: Call) -> tuple[TensorType, ...]:
+    asked = call["dtype"]
+    dtype = asked if asked is not DataType.Null else _accumulated(call.op.name, call.types[0].dtype)
+    return (TensorType(reduced_shape(call), dtype),)
+
+
+def reduction_rule(call: Call, reduce: str) -> Rule:
+    """Kept dims pass through; reduced dims are reduction factors of the operand."""
+    dims, builder = reduced_dims(call), RuleBuilder()
+    operand = tuple(
+        builder.reduction(n, reduce) if d in dims else builder.factor(n) for d, n in enumerate(call.types[0].shape)
+    )
+    return builder.build([operand], [kept_factors(operand, dims, call["keepdim"])])
+
+
+def kept_factors(operand: DimFactors, dims: tuple[int, ...], keepdim: bool) -> DimFactors:
+    """The factors of a reduction's result, dim by dim."""
+    return tuple(() if d in dims else factors for d, factors in enumerate(operand) if keepdim or d not in dims)
+
+
+def _rule(call: Call) -> Rule:
+    return reduction_rule(call, call.op.name)
+
+
+def _emit_sum(e: Emit) -> str:
+    result, dims = e.call.results[0].dtype, list(reduced_dims(e.call))
+    if not dims:
+        return cast_text(e.operands[0], e.call.types[0].dtype, result)
+    return f"torch.sum({e.operands[0]}, {dims}, keepdim={e.call['keepdim']}, dtype={torch_dtype(result)})"
+
+
+def _emit_reduce(e: Emit) -> str:
+    """prod, max, min: helpers that know the neutral element, for shards with nothing in them."""
+    result, dims = e.call.results[0].dtype, list(reduced_dims(e.call))
+    operand = e.operands[0] if e.call.op.name != "prod" else cast_text(e.operands[0], e.call.types[0].dtype, result)
+    text = f"K.reduce_{e.call.op.name}({operand}, {dims}, {e.call['keepdim']})" if dims else operand
+    return text if e.call.op.name == "prod" else cast_text(text, e.call.types[0].dtype, result)
+
+
+REDUCTION_PARAMS = (
+    Param("arg", K.TENSOR),
+    Param("dims", K.OPTIONAL_DIMS, None, "dim"),
+    Param("keepdim", K.BOOL, False),
+    Param("dtype", K.DTYPE, DataType.Null),
+)
+_EXAMPLE = TensorType((4, 6, 5), DataType.Float)
+
+
+def _samples() -> list[Sample]:
+    return [Sample((_EXAMPLE, [1])), Sample((_EXAMPLE, [0, 2], True)), Sample((_EXAMPLE,)), Sample((_EXAMPLE, -1))]
+
+
+OPS = tuple(
+    OpDef(
+        name, REDUCTION_PARAMS, _infer, _rule, _emit_sum if name == "sum" else _emit_reduce,
+        Partial.FIRST if name == "sum" else Partial.NONE, samples=_samples,
+    )
+    for name in ("sum", "prod", "max", "min")
+)  # fmt: skip
+

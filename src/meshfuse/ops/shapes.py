@@ -1,0 +1,88 @@
+"""Shape arithmetic that op families share: symbolic sizes, broadcasting, dims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..errors import user_error
+from .base import DimFactors, RuleBuilder, TensorType
+
+UNKNOWN = -1
+
+
+def broadcast_size(a: int, b: int) -> int | None:
+    """The size of two dims broadcast together; None where they do not fit. Unknown sizes fit anything."""
+    if a == b:
+        return a
+    if a == 1 or b == 1:
+        return b if a == 1 else a
+    if a == UNKNOWN or b == UNKNOWN:
+        return max(a, b)
+    return None
+
+
+def broadcast_shapes(op: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape of operands aligned at their last dims. Raises DefinitionError where two sizes differ."""
+    ndim = max((len(shape) for shape in shapes), default=0)
+    out = [1] * ndim
+    for shape in shapes:
+        for back in range(1, len(shape) + 1):
+            size = broadcast_size(out[-back], shape[-back])
+            if size is None:
+                raise user_error(
+                    f"{op}: shapes do not fit together", " and ".join(str(list(s)) for s in shapes),
+                    f"equal sizes, or 1, in dim {-back}", "Broadcast or reshape one of them.",
+                )  # fmt: skip
+            out[-back] = size
+    return tuple(out)
+
+
+def aligned_dims(shape: Sequence[int], result: Sequence[int], factors: DimFactors) -> DimFactors:
+    """The factors of an operand broadcast to a result: those of the dim it meets; none where it is of size 1."""
+    offset = len(result) - len(shape)
+    return tuple(
+        factors[offset + d] if n == result[offset + d] else () for d, n in enumerate(shape)
+    )  # fmt: skip
+
+
+def check_dim(op: str, dim: int, ndim: int) -> int:
+    """The dim counted from the front. Raises DefinitionError where there is none."""
+    if not -ndim <= dim < ndim:
+        needed = f"a dim from {-ndim} to {ndim - 1}" if ndim else "a tensor with dims"
+        raise user_error(f"{op}: dim out of range", f"dim {dim} of a tensor of {ndim} dims", needed, "Pass an existing dim.")
+    return dim % ndim
+
+
+def check_dims(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[int, ...]:
+    """The dims counted from the front, ascending; all of them for None. Raises DefinitionError for one given twice."""
+    if dims is None:
+        return tuple(range(ndim))
+    listed = [dims] if isinstance(dims, int) else list(dims)
+    found = [check_dim(op, dim, ndim) for dim in listed]
+    if len(set(found)) != len(found):
+        raise user_error(f"{op}: a dim is given twice", f"dims {listed}", "each dim once", "Remove the repeated dim.")
+    return tuple(sorted(found))
+
+
+def check_ndim(op: str, name: str, tensor: TensorType, low: int, high: int | None = None) -> None:
+    """Raises DefinitionError where a tensor has too few or too many dims."""
+    if tensor.ndim < low or (high is not None and tensor.ndim > high):
+        wanted = f"{low}" if high == low else f"at least {low}" if high is None else f"{low} to {high}"
+        raise user_error(
+            f"{op}: {name} has the wrong number of dims", f"{tensor.ndim} ({tensor})", f"{wanted} dims",
+            "Reshape it, or add or squeeze dims.",
+        )  # fmt: skip
+
+
+def check_same_size(op: str, what: str, a: int, b: int) -> None:
+    """Raises DefinitionError where two known sizes differ."""
+    if UNKNOWN not in (a, b) and a != b:
+        raise user_error(f"{op}: {what} differ", f"{a} and {b}", "equal sizes", "Check the operands' shapes.")
+
+
+def pointwise_rule_dims(
+    builder: RuleBuilder, result: Sequence[int], shapes: Sequence[Sequence[int]]
+) -> tuple[list[DimFactors], DimFactors]:
+    """(factors of every operand, factors of the result) of an op that works element by element."""
+    factors = builder.dims(result)
+    return [aligned_dims(shape, result, factors) for shape in shapes], factors

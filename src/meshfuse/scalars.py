@@ -1,0 +1,111 @@
+"""Scalars of a definition: inputs, sizes of tensors and arithmetic on them, kept as expressions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .dtypes import DataType, promote, scalar_dtype
+from .ops.base import ScalarRef, TensorRef
+
+Operand = Any  # ScalarRef, TensorRef (of `size`) or a Python number
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarDef:
+    """One scalar: an input ("input"), a constant ("const"), the size of a tensor's dim ("size") or an op on others."""
+
+    op: str
+    operands: tuple[Operand, ...]
+    dtype: DataType
+
+
+def _c_div(a: Any, b: Any) -> Any:
+    """Division as in C: integers stay integers, rounded towards zero."""
+    return int(a / b) if isinstance(a, int) and isinstance(b, int) else a / b
+
+
+def _c_mod(a: Any, b: Any) -> Any:
+    return int(math.fmod(a, b)) if isinstance(a, int) and isinstance(b, int) else math.fmod(a, b)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "div": _c_div, "truediv": lambda a, b: a / b, "mod": _c_mod, "fmod": math.fmod,
+    "remainder": lambda a, b: a % b, "pow": lambda a, b: a**b, "maximum": max, "minimum": min,
+    "atan2": math.atan2, "gcd": math.gcd, "nextafter": math.nextafter,
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+    "logical_and": lambda a, b: bool(a) and bool(b), "logical_or": lambda a, b: bool(a) or bool(b),
+    "bitwise_and": lambda a, b: a & b, "bitwise_or": lambda a, b: a | b, "bitwise_xor": lambda a, b: a ^ b,
+    "bitwise_left_shift": lambda a, b: a << b, "bitwise_right_shift": lambda a, b: a >> b,
+    "neg": lambda a: -a, "abs": abs, "logical_not": lambda a: not a, "bitwise_not": lambda a: ~a,
+    "ceil": math.ceil, "floor": math.floor, "round": round, "trunc": math.trunc, "reciprocal": lambda a: 1.0 / a,
+    "sqrt": math.sqrt, "rsqrt": lambda a: 1.0 / math.sqrt(a), "relu": lambda a: max(a, 0), "sign": lambda a: (a > 0) - (a < 0),
+    "sigmoid": lambda a: 1.0 / (1.0 + math.exp(-a)), "silu": lambda a: a / (1.0 + math.exp(-a)),
+    **{name: getattr(math, name) for name in (
+        "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "exp", "expm1", "lgamma",
+        "log", "log10", "log1p", "log2", "sin", "sinh", "tan", "tanh", "isfinite", "isinf", "isnan")},
+    "where": lambda c, a, b: a if c else b, "clamp": lambda x, low, high: min(max(x, low), high),
+    "lerp": lambda a, b, w: a + w * (b - a), "addcmul": lambda a, b, c, v: a + v * b * c,
+    "threshold": lambda x, t, v: x if x > t else v,
+    "set": lambda a: a, "segment_set": lambda a: a, "real": lambda a: a.real, "imag": lambda a: a.imag,
+}  # fmt: skip
+_PREDICATES = frozenset("eq ne lt le gt ge logical_and logical_or logical_not isfinite isinf isnan".split())
+_INTEGRAL = frozenset(
+    "add sub mul div mod remainder pow maximum minimum gcd neg abs bitwise_and bitwise_or bitwise_xor bitwise_not "
+    "bitwise_left_shift bitwise_right_shift relu sign set segment_set where clamp".split()
+)
+
+
+def result_dtype(op: str, operands: list[DataType]) -> DataType:
+    """The type of a scalar op's result."""
+    if op in _PREDICATES:
+        return DataType.Bool
+    out = operands[0]
+    for dtype in operands[1:]:
+        out = promote(out, dtype)
+    return out if op in _INTEGRAL or out.category >= 2 else DataType.Double
+
+
+def evaluate(
+    ref: Operand, scalars: Mapping[int, ScalarDef], values: Mapping[int, Any], size: Callable[[TensorRef, int], int]
+) -> Any:
+    """The value of a scalar: `values` holds the inputs' by number; `size` tells the sizes of tensors.
+
+    Raises KeyError where an input has no value.
+    """
+    if not isinstance(ref, ScalarRef):
+        return ref
+    made = scalars[ref.id]
+    if made.op == "input":
+        return values[ref.id]
+    if made.op == "const":
+        return made.operands[0]
+    if made.op == "size":
+        return size(*made.operands)
+    found = [evaluate(operand, scalars, values, size) for operand in made.operands]
+    if made.op == "cast":
+        return _python_cast(found[0], made.dtype)
+    return FUNCTIONS[made.op](*found)
+
+
+def _python_cast(value: Any, dtype: DataType) -> Any:
+    return (bool, int, float, complex)[dtype.category](value)
+
+
+def inputs_of(ref: Operand, scalars: Mapping[int, ScalarDef]) -> frozenset[int]:
+    """The scalar inputs that a scalar depends on."""
+    if not isinstance(ref, ScalarRef):
+        return frozenset()
+    made = scalars[ref.id]
+    if made.op == "input":
+        return frozenset((ref.id,))
+    if made.op in ("const", "size"):
+        return frozenset()
+    return frozenset().union(*(inputs_of(operand, scalars) for operand in made.operands))
+
+
+__all__ = ["FUNCTIONS", "ScalarDef", "evaluate", "inputs_of", "result_dtype", "scalar_dtype"]

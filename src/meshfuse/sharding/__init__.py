@@ -1,0 +1,6 @@
+"""How a tensor lies on a mesh."""
+
+from .layout import WHOLE, Layout, Split
+from .value import Sharding
+
+__all__ = ["WHOLE", "Layout", "Sharding", "Split"]

@@ -1,0 +1,67 @@
+"""Cutting global tensors into shards and putting shards together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from . import layout as lay
+from .layout import Runs
+from .value import Sharding
+
+
+def take_runs(tensor: torch.Tensor, dim: int, part: Runs) -> torch.Tensor:
+    """The indices `part` of one dim; a view where they are one run."""
+    if len(part) == 1:
+        start, stop = part[0]
+        return tensor if stop - start == tensor.shape[dim] else tensor.narrow(dim, start, stop - start)
+    if not part:
+        return tensor.narrow(dim, 0, 0)
+    return torch.cat([tensor.narrow(dim, a, b - a) for a, b in part], dim)
+
+
+def shard(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
+    """The rank's shard of a global tensor, contiguous. Partial axes: the first rank holds the value, others the identity."""
+    out = tensor
+    for dim, part in enumerate(sharding.runs(tensor.shape, rank)):
+        out = take_runs(out, dim, part)
+    return out.contiguous()
+
+
+def unshard(shards: Mapping[int, torch.Tensor], sharding: Sharding, shape: Sequence[int]) -> torch.Tensor:
+    """The global tensor of shape `shape` from every rank's shard (one replica of each suffices)."""
+    assert not sharding.partial
+    first = next(iter(shards.values()))
+    out = torch.empty(tuple(shape), dtype=first.dtype, device=first.device)
+    done: set[tuple[int, ...]] = set()
+    for rank, local in shards.items():
+        coordinates = sharding.coordinates(rank)
+        if coordinates not in done:
+            done.add(coordinates)
+            _put(out, local, sharding.runs(shape, rank))
+    return out
+
+
+def _put(out: torch.Tensor, local: torch.Tensor, index: tuple[Runs, ...]) -> None:
+    """Write a shard into its place, dim by dim."""
+    if all(len(part) == 1 for part in index):
+        out[tuple(slice(a, b) for ((a, b),) in index)] = local
+    elif all(index):
+        grids = [torch.cat([torch.arange(a, b, device=out.device) for a, b in part]) for part in index]
+        out[torch.meshgrid(*grids, indexing="ij")] = local
+
+
+def identity(reduce: str, dtype: torch.dtype) -> bool | int | float:
+    """The neutral element of a reduction."""
+    if reduce in ("sum", "prod"):
+        return 0 if reduce == "sum" else 1
+    if dtype == torch.bool:
+        return reduce == "min"
+    if dtype.is_floating_point:
+        return float("inf") if reduce == "min" else float("-inf")
+    info = torch.iinfo(dtype)
+    return info.max if reduce == "min" else info.min
+
+
+__all__ = ["identity", "lay", "shard", "take_runs", "unshard"]

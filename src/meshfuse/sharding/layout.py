@@ -1,0 +1,260 @@
+"""The layout of one dim: a mixed-radix factorisation of its index, some digits of which are bound to mesh axes.
+
+A layout is a tuple of `Split`s, major to minor. Index i of a dim of size n is written in the radices of the splits;
+a rank holds the indices whose bound digits equal its own coordinates, in ascending order. The product of the sizes
+may exceed n: the indices from n on do not exist, which makes the last chunks short or empty, as `torch.chunk` does.
+Unbound minor digits that are no larger than they must be are left out of the canonical form, so that `((4, tp),)`
+means "four chunks" whatever the size, and a layout that is a prefix of another is coarser than it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from ..mesh import STREAM, DeviceMesh
+
+
+class Split(NamedTuple):
+    """One factor of a dim: `size` steps, bound to a mesh axis (or to a part of it), to a stream or to nothing.
+
+    `pre` is the product of the more major parts when only a part of the axis is meant (Shardy's sub-axes).
+    A size of None is the one that follows from the dim's size; only annotations hold it.
+    """
+
+    size: int | None
+    axis: str | None = None
+    pre: int = 1
+
+    @property
+    def bound(self) -> bool:
+        """True for a factor that spreads over ranks."""
+        return self.axis is not None and self.axis != STREAM
+
+    def __str__(self) -> str:
+        if self.axis is None:
+            return str(self.size if self.size is not None else "?")
+        part = f":({self.pre}){self.size}" if self.pre != 1 else ""
+        return f"{self.axis}{part}" if self.axis != STREAM else f"stream:{self.size}"
+
+
+Layout = tuple[Split, ...]
+WHOLE: Layout = ()
+
+
+def extent(layout: Layout) -> int:
+    """The product of the sizes of a layout without a free size."""
+    return math.prod(split.size for split in layout if split.size is not None)
+
+
+def resolve(layout: Layout, n: int) -> Layout:
+    """The layout with its free size (if any) made the smallest that reaches n."""
+    if not any(split.size is None for split in layout):
+        return layout
+    size = max(1, -(-n // extent(layout)))
+    return tuple(split if split.size is not None else split._replace(size=size) for split in layout)
+
+
+def _joined(a: Split, b: Split) -> Split | None:
+    """The one split that two neighbours amount to, or None."""
+    assert a.size is not None and b.size is not None
+    if a.axis is None and b.axis is None:
+        return Split(a.size * b.size)
+    if a.bound and a.axis == b.axis and b.pre == a.pre * a.size:
+        return Split(a.size * b.size, a.axis, a.pre)
+    return None
+
+
+def _merged(layout: Layout) -> list[Split]:
+    merged: list[Split] = []
+    for split in layout:
+        if split.size == 1:
+            continue
+        joined = _joined(merged[-1], split) if merged else None
+        if joined is not None:
+            merged[-1] = joined
+        else:
+            merged.append(split)
+    return merged
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def canonical(layout: Layout, n: int) -> Layout:
+    """The one form of all layouts of a dim of size n that give every rank the same indices."""
+    merged = _merged(resolve(layout, n))
+    if not any(split.bound or split.axis for split in merged):
+        return WHOLE
+    tail = merged[-1]
+    if tail.axis is None and tail.size == max(1, -(-n // extent(tuple(merged[:-1])))):
+        merged.pop()
+    return tuple(merged)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def padded(layout: Layout, n: int) -> Layout:
+    """The layout with its minor unbound digits written out, so that its sizes reach n."""
+    layout = resolve(layout, n)
+    tail = max(1, -(-n // extent(layout)))
+    return layout if tail == 1 else (*layout, Split(tail))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def without_streams(layout: Layout, n: int) -> Layout:
+    """Where the data lies: stream factors order work in time and move nothing."""
+    if not any(split.axis == STREAM for split in layout):
+        return layout
+    return canonical(tuple(Split(s.size) if s.axis == STREAM else s for s in padded(layout, n)), n)
+
+
+def axes(layout: Layout) -> tuple[Split, ...]:
+    """The bound splits of a layout."""
+    return tuple(split for split in layout if split.bound)
+
+
+def keep_axes(layout: Layout, n: int, keep: frozenset[Split]) -> Layout:
+    """The layout with every bound split that is not in `keep` unbound: the shards along it put together."""
+    if all(split in keep for split in layout if split.bound):
+        return layout
+    return canonical(tuple(s if not s.bound or s in keep else Split(s.size) for s in padded(layout, n)), n)
+
+
+def is_prefix(coarse: Layout, fine: Layout) -> bool:
+    """True where `fine` only splits further what `coarse` splits."""
+    return len(coarse) <= len(fine) and fine[: len(coarse)] == coarse
+
+
+# A run is a half-open interval of indices; the index set of a rank is an ascending tuple of runs.
+Runs = tuple[tuple[int, int], ...]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def runs(layout: Layout, n: int, digits: tuple[int, ...]) -> Runs:
+    """The indices of a dim of size n that the rank with these digits (one per bound split) holds."""
+    intervals: list[tuple[int, int]] = [(0, 1)]
+    remaining = list(digits)
+    for split in padded(layout, n):
+        assert split.size is not None
+        if split.bound:
+            digit = remaining.pop(0)
+            intervals = [(a * split.size + digit, a * split.size + digit + 1) for a, b in intervals for a in range(a, b)]
+        else:
+            intervals = [(a * split.size, b * split.size) for a, b in intervals]
+    return _clip(intervals, n)
+
+
+def _clip(intervals: list[tuple[int, int]], n: int) -> Runs:
+    """Neighbouring intervals joined, and all cut at n."""
+    joined: list[tuple[int, int]] = []
+    for a, b in intervals:
+        b = min(b, n)
+        if a >= b:
+            break
+        if joined and joined[-1][1] == a:
+            joined[-1] = (joined[-1][0], b)
+        else:
+            joined.append((a, b))
+    return tuple(joined)
+
+
+def digits(layout: Layout, mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
+    """The rank's coordinate along each bound split of a layout."""
+    return tuple(mesh.digit(rank, s.axis, s.pre, s.size) for s in layout if s.bound)  # type: ignore[arg-type]
+
+
+def count(intervals: Runs) -> int:
+    """How many indices the runs hold."""
+    return sum(b - a for a, b in intervals)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def intersect(a: Runs, b: Runs) -> Runs:
+    """The indices in both."""
+    out: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        low, high = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if low < high:
+            out.append((low, high))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(out)
+
+
+def positions(part: Runs, whole: Runs) -> Runs:
+    """Where the indices `part`, a subset of `whole`, stand within the ascending list of `whole`."""
+    out: list[tuple[int, int]] = []
+    offset = place = 0
+    for a, b in part:
+        while whole[place][1] <= a:
+            offset += whole[place][1] - whole[place][0]
+            place += 1
+        start = offset + a - whole[place][0]
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], start + b - a)
+        else:
+            out.append((start, start + b - a))
+    return tuple(out)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def project(layout: Layout, n: int, sizes: tuple[int, ...]) -> tuple[Layout, ...] | None:
+    """The layouts of the factors (major to minor) whose product is the dim, or None where a split straddles them.
+
+    Only the most major factor may be uneven: a short minor factor would leave holes inside the dim.
+    """
+    if len(sizes) == 1:
+        return (canonical(layout, sizes[0]),)
+    rest = list(padded(layout, n))
+    out: list[Layout] = []
+    for size in reversed(sizes[1:]):
+        minor = _take_minor(rest, size)
+        if minor is None:
+            return None
+        out.append(canonical(minor, size))
+    out.append(canonical(tuple(rest), sizes[0]))
+    return tuple(reversed(out))
+
+
+def _take_minor(rest: list[Split], size: int) -> Layout | None:
+    """Take the minor splits that make up exactly `size` off `rest`; None where that cannot be."""
+    taken: list[Split] = []
+    while size > 1:
+        if not rest:
+            return None
+        split = rest.pop()
+        assert split.size is not None
+        if size % split.size == 0:
+            taken.append(split)
+            size //= split.size
+        elif split.size % size == 0:
+            major = split.size // size
+            rest.append(Split(major, split.axis, split.pre))
+            taken.append(Split(size, split.axis, split.pre * major if split.axis is not None else 1))
+            size = 1
+        else:
+            return None
+    return tuple(reversed(taken))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def concat(layouts: tuple[Layout, ...], sizes: tuple[int, ...]) -> Layout | None:
+    """The layout of the dim that factors (major to minor) of these layouts merge to; the inverse of `project`.
+
+    None where a factor below the most major one is uneven.
+    """
+    if len(layouts) == 1:
+        return layouts[0]
+    full = [padded(layout, size) for layout, size in zip(layouts, sizes, strict=True)]
+    if any(extent(layout) != size for layout, size in zip(full[1:], sizes[1:], strict=True)):
+        return None
+    return canonical(tuple(split for layout in full for split in layout), math.prod(sizes))
+
+
+def text(layout: Layout) -> str:
+    """`–` for a whole dim, `tp` for one axis, `(3, tp)` and so on otherwise."""
+    if not layout:
+        return "-"
+    return str(layout[0]) if len(layout) == 1 else "(" + ", ".join(map(str, layout)) + ")"

@@ -1,0 +1,132 @@
+"""`Sharding`: the layout of every dim of a tensor on a mesh, and what is still to be reduced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..mesh import DeviceMesh
+from . import layout as lay
+from .layout import Layout, Runs, Split
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharding:
+    """Where the elements of a tensor are. Hashable; equal shardings give every rank the same elements.
+
+    `dims[d]` is the layout of dim d. `partial` are the axes over which the value on each rank is one term of a
+    reduction by `reduce` ("sum", "prod", "max" or "min") that has not been done.
+    """
+
+    mesh: DeviceMesh
+    dims: tuple[Layout, ...]
+    partial: tuple[Split, ...] = ()
+    reduce: str = ""
+    _hash: int = field(init=False, repr=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.partial, self.reduce)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Sharding)
+            and self._hash == other._hash
+            and (self.dims, self.partial, self.reduce, self.mesh)
+            == (other.dims, other.partial, other.reduce, other.mesh)
+        )
+
+    @classmethod
+    def replicated(cls, mesh: DeviceMesh, ndim: int) -> Sharding:
+        return cls(mesh, (lay.WHOLE,) * ndim)
+
+    @classmethod
+    def make(
+        cls, mesh: DeviceMesh, dims: Sequence[Layout], shape: Sequence[int], partial: Iterable[Split] = (), reduce: str = ""
+    ) -> Sharding:
+        """The canonical sharding of a tensor of this shape."""
+        terms = canonical_partial(partial)
+        layouts = tuple(lay.canonical(tuple(d), n) for d, n in zip(dims, shape, strict=True))
+        return cls(mesh, layouts, terms, reduce if terms else "")
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.partial and not any(self.dims)
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """Every bound split, dim by dim."""
+        return tuple(split for layout in self.dims for split in layout if split.bound)
+
+    def used(self) -> frozenset[Split]:
+        """Every bound split and every partial axis."""
+        return frozenset(self.splits) | frozenset(self.partial)
+
+    def with_dims(self, dims: Sequence[Layout]) -> Sharding:
+        return Sharding(self.mesh, tuple(dims), self.partial, self.reduce)
+
+    def reduced(self) -> Sharding:
+        """The same dims, with the reduction done and its result on every rank."""
+        return Sharding(self.mesh, self.dims) if self.partial else self
+
+    def placement(self, shape: Sequence[int]) -> Sharding:
+        """Without streams, which place nothing."""
+        dims = tuple(lay.without_streams(d, n) for d, n in zip(self.dims, shape, strict=True))
+        return self if dims == self.dims else self.with_dims(dims)
+
+    def runs(self, shape: Sequence[int], rank: int) -> tuple[Runs, ...]:
+        """For every dim, the intervals of global indices that the rank holds, ascending."""
+        return tuple(
+            lay.runs(d, n, lay.digits(d, self.mesh, rank)) if d else ((0, n),) if n else ()
+            for d, n in zip(self.dims, shape, strict=True)
+        )
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of the rank's shard; all zeros outside the mesh."""
+        if rank not in self.mesh:
+            return (0,) * len(shape)
+        return tuple(lay.count(r) for r in self.runs(shape, rank))
+
+    def max_local_numel(self, shape: Sequence[int]) -> int:
+        """Elements of the largest shard."""
+        return math.prod(
+            lay.count(lay.runs(d, n, (0,) * len(lay.axes(d)))) if d else n for d, n in zip(self.dims, shape, strict=True)
+        )
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """The rank's place along every bound split: ranks of equal coordinates hold replicas."""
+        return tuple(self.mesh.digit(rank, s.axis, s.pre, s.size) for s in self.splits)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        dims = ", ".join(map(lay.text, self.dims))
+        partial = f" partial({self.reduce}: {', '.join(map(str, self.partial))})" if self.partial else ""
+        return f"[{dims}]{partial}"
+
+
+def canonical_partial(partial: Iterable[Split]) -> tuple[Split, ...]:
+    """Sub-axes in order and joined; axes of size 1 have nothing to reduce."""
+    ordered = sorted({s for s in partial if s.size != 1}, key=lambda s: (s.axis or "", s.pre))
+    joined: list[Split] = []
+    for split in ordered:
+        last = joined[-1] if joined else None
+        if last and last.axis == split.axis and last.pre * (last.size or 1) == split.pre:
+            joined[-1] = Split((last.size or 1) * (split.size or 1), last.axis, last.pre)
+        else:
+            joined.append(split)
+    return tuple(joined)
+
+
+def overlap(a: Split, b: Split) -> bool:
+    """True where two bound splits share a part of a mesh axis."""
+    if a.axis != b.axis:
+        return False
+    return a.pre < b.pre * (b.size or 1) and b.pre < a.pre * (a.size or 1)
