@@ -74,7 +74,13 @@ class ArgumentError(MeshfuseError, ValueError):
 
 
 class RankError(MeshfuseError, RuntimeError):
-    """A peer rank failed, stopped answering, or disagrees with this one."""
+    """A peer rank failed, stopped answering, or disagrees with this one.
+
+    `peer` is the rank whose failure caused it, where it is known; `silent` are ranks that did not answer.
+    """
+
+    peer: int | None = None
+    silent: tuple[int, ...] = ()
 
 
 class RankTimeout(RankError, TimeoutError):

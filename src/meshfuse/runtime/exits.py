@@ -1,0 +1,61 @@
+"""How a rank ends when it fails: its peers learn why, and its process is gone at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import Protocol
+
+from ..errors import RankError
+
+# Set by `meshfuse run`: the exit code of ranks that only follow a failed peer, whose traceback they leave to it.
+FOLLOWER = "MESHFUSE_FOLLOWER_CODE"
+
+
+class Publisher(Protocol):
+    """The part of World that a dying rank needs."""
+
+    rank: int
+
+    def publish_failure(self, error: BaseException) -> None: ...
+    def depart(self) -> None: ...
+
+
+def install_hook(world: Publisher) -> None:
+    """Make an uncaught exception reach the peers and end the process, whatever threads gloo still has.
+
+    Nothing that was registered with `atexit` runs then. An interactive interpreter keeps its own hook.
+    """
+    if hasattr(sys, "ps1"):
+        return
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        follows = FOLLOWER in os.environ and isinstance(error, RankError)
+        try:
+            world.publish_failure(error)
+            if follows:
+                _print_short(world.rank, error)
+            else:
+                previous(kind, error, trace)
+            _flush()
+            world.depart()
+        finally:
+            os._exit(int(os.environ[FOLLOWER]) if follows else 1)
+
+    sys.excepthook = hook
+
+
+def _print_short(rank: int, error: BaseException) -> None:
+    peer = getattr(error, "peer", None)
+    text = str(error) if peer is None else f"stopped, because rank {peer} failed"
+    print(f"rank {rank}: {text}", file=sys.stderr)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # The reader has gone; there is nothing left to tell it.

@@ -1,0 +1,141 @@
+"""Collectives of CPU tensors over gloo, with its gaps filled: dtypes, NaN in max, reduce-scatter, small reductions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .environment import LOOPBACK
+from .reductions import check_reducible, fold, movable, move_scale, native_form
+from .work import Work
+
+if TYPE_CHECKING:
+    from .group import Group
+
+# Up to this many bytes one exchange of everything beats the many steps of a ring.
+_SMALL_BYTES = 65536
+_THREADS = 2
+_TAG = 0
+_REDUCE = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class Gloo:
+    """A gloo process group of exactly one Group's ranks; making it connects every rank with every other."""
+
+    def __init__(self, group: Group, store: dist.Store):
+        self._group = group
+        self._pg = dist.ProcessGroupGloo(store, group.index, group.size, _options(group.world))
+        self._limit = timedelta(seconds=group.world.limit)
+        self._all_to_all_options = dist.AllToAllOptions()
+        self._reduce_options = {op: _reduce_option(code) for op, code in _REDUCE.items()}
+        self._broadcast_options = [_broadcast_option(index) for index in range(group.size)]
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+        """In place. Small tensors and ops that gloo lacks are gathered and folded here, in the ranks' order."""
+        check_reducible(tensor.dtype, op)
+        native = native_form(tensor, op) if self._group.size == 2 or tensor.nbytes > _SMALL_BYTES else None
+        if native is None:
+            return self._gather_and_fold(tensor, op)
+        return self._issue(
+            "all_reduce", self._pg.allreduce, ([native.tensor], self._reduce_options[native.op]), native.finish
+        )
+
+    def _gather_and_fold(self, tensor: torch.Tensor, op: str) -> Work:
+        stack = tensor.new_empty((self._group.size, tensor.numel()))
+        return self._issue(
+            "all_reduce",
+            self._pg._allgather_base,
+            (movable(stack), movable(tensor)),
+            lambda: fold(stack, op, tensor.view(-1)),
+        )
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`out` is flat blocks in the ranks' order."""
+        return self._issue("all_gather", self._pg._allgather_base, (movable(out), movable(tensor)))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> Work:
+        """As an exchange of blocks and a local fold: gloo's own moves the bytes of an all-reduce."""
+        check_reducible(tensor.dtype, op)
+        stack = tensor.new_empty((self._group.size, out.numel()))
+        return self._issue(
+            "reduce_scatter",
+            self._pg.alltoall_base,
+            (movable(stack), movable(tensor), [], [], self._all_to_all_options),
+            lambda: fold(stack, op, out.view(-1)),
+        )
+
+    def all_to_all(
+        self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
+    ) -> Work:
+        """Counts are of elements, in the ranks' order."""
+        scale = move_scale(tensor.dtype)
+        if scale != 1:
+            out_sizes, in_sizes = [n * scale for n in out_sizes], [n * scale for n in in_sizes]
+        return self._issue(
+            "all_to_all",
+            self._pg.alltoall_base,
+            (movable(out), movable(tensor), list(out_sizes), list(in_sizes), self._all_to_all_options),
+        )
+
+    def broadcast(self, tensor: torch.Tensor, src_index: int) -> Work:
+        """In place, from the rank at `src_index`."""
+        return self._issue(
+            "broadcast", self._pg.broadcast, ([movable(tensor)], self._broadcast_options[src_index])
+        )
+
+    def send(self, tensor: torch.Tensor, dst_index: int) -> Work:
+        """To the rank at `dst_index`."""
+        return self._issue("send", self._pg.send, ([movable(tensor)], dst_index, _TAG))
+
+    def recv(self, tensor: torch.Tensor, src_index: int) -> Work:
+        """From the rank at `src_index`."""
+        return self._issue("recv", self._pg.recv, ([movable(tensor)], src_index, _TAG))
+
+    def _issue(
+        self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], finish: Callable[[], object] | None = None
+    ) -> Work:
+        work = Work(self._group, name, arguments, finish)
+        try:
+            work.attach(call(*arguments))
+        except RuntimeError as error:
+            raise self._group.world.explain(work, error) from None
+        return work
+
+
+def _options(world: Any) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [_device(world.place.one_host)]
+    options._timeout = timedelta(seconds=world.limit)
+    options._threads = _THREADS
+    return options
+
+
+def _device(one_host: bool) -> Any:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    if one_host:
+        return dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def _reduce_option(code: Any) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = code
+    return options
+
+
+def _broadcast_option(index: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = index, 0
+    return options

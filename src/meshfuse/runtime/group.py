@@ -1,0 +1,91 @@
+"""The collectives of some ranks. Each issues and returns at once; its `wait()` is limited by MESHFUSE_TIMEOUT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .gloo import Gloo
+from .nccl import Nccl
+from .work import DONE, Done, Work
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class Group:
+    """`ranks` that communicate with each other, of which this process is `ranks[index]`.
+
+    All tensors are contiguous. All ranks of the group issue the same collectives in the same order. Any dtype works.
+    A group of one rank and tensors without elements do nothing. Errors are RankError (a peer failed) and RankTimeout
+    (a peer did not arrive), raised by `wait()` and sometimes at once.
+    """
+
+    def __init__(self, world: World, ranks: tuple[int, ...], label: str):
+        self.world, self.ranks, self.label = world, ranks, label
+        self.size, self.index = len(ranks), ranks.index(world.rank)
+        self.issued = 0
+        self._gloo: Gloo | None = None
+        self._nccl: Nccl | None = None
+
+    def __str__(self) -> str:
+        return f"group {self.label} (ranks {', '.join(map(str, self.ranks))})"
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Work | Done:
+        """Reduce `tensor` over the ranks, in place. op: sum, prod, max or min (of bools: or, and, or, and)."""
+        if self.size == 1 or not tensor.numel():
+            return DONE
+        return self._transport(tensor).all_reduce(tensor, op)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work | Done:
+        """Put the equal blocks of all ranks behind each other into `out`, which is as large as all of them."""
+        if self.size == 1:
+            out.view(-1).copy_(tensor.view(-1))
+            return DONE
+        return self._transport(tensor).all_gather(out, tensor) if tensor.numel() else DONE
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str = "sum") -> Work | Done:
+        """Reduce over the ranks the block that is this rank's, out of `tensor`, into `out`; equal blocks."""
+        if self.size == 1:
+            out.view(-1).copy_(tensor.view(-1))
+            return DONE
+        return self._transport(tensor).reduce_scatter(out, tensor, op) if tensor.numel() else DONE
+
+    def all_to_all(
+        self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
+    ) -> Work | Done:
+        """Send `in_sizes[r]` elements of flat `tensor` to each rank r and get `out_sizes[r]` from it. May be 0."""
+        if self.size == 1:
+            out.view(-1).copy_(tensor.view(-1))
+            return DONE
+        return self._transport(tensor).all_to_all(out, tensor, out_sizes, in_sizes)
+
+    def broadcast(self, tensor: torch.Tensor, src_index: int) -> Work | Done:
+        """Overwrite `tensor` by that of the group's rank number `src_index`."""
+        if self.size == 1 or not tensor.numel():
+            return DONE
+        return self._transport(tensor).broadcast(tensor, src_index)
+
+    def send(self, tensor: torch.Tensor, dst_index: int) -> Work | Done:
+        """Send to the group's rank number `dst_index`. The tensor must stay unchanged until `wait()`."""
+        return self._transport(tensor).send(tensor, dst_index) if tensor.numel() else DONE
+
+    def recv(self, tensor: torch.Tensor, src_index: int) -> Work | Done:
+        """Overwrite `tensor` by what the group's rank number `src_index` sends; messages keep their order."""
+        return self._transport(tensor).recv(tensor, src_index) if tensor.numel() else DONE
+
+    def _transport(self, tensor: torch.Tensor) -> Gloo | Nccl:
+        self.issued += 1
+        if tensor.is_cpu:
+            return self._gloo or self._connect_gloo()
+        return self._nccl or self._connect_nccl(tensor.device)
+
+    def _connect_gloo(self) -> Gloo:
+        self._gloo = self.world.meet(self, "gloo", lambda store: Gloo(self, store))
+        return self._gloo
+
+    def _connect_nccl(self, device: torch.device) -> Nccl:
+        self._nccl = self.world.meet(self, "nccl", lambda store: Nccl(self, store, device))
+        return self._nccl

@@ -1,0 +1,28 @@
+"""Ends what a launcher started, should the launcher be killed. Run by path as `keeper.py FD`; imports no meshfuse.
+
+The launcher holds the other end of the pipe FD: it writes the process group of each rank, one per line, and `done` once
+it has ended them itself. The end of the pipe without that word means that the launcher was killed.
+"""
+
+import os
+import signal
+import sys
+
+
+def main(fd: int) -> None:
+    os.setsid()
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
+    with os.fdopen(fd) as pipe:
+        lines = pipe.read().split()
+    if lines[-1:] == ["done"]:
+        return
+    for line in lines:
+        try:
+            os.killpg(int(line), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

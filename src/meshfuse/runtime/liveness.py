@@ -1,0 +1,140 @@
+"""Who failed, and where everyone else is: published tracebacks, and a roll call of the ranks.
+
+Each rank runs one thread that sleeps on the store until a peer calls it, and then answers where this rank's main
+thread is. A rank that is stopped or gone is thus told from one that is only slow.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ..errors import RankError
+from .store import await_keys
+
+_LOOK = 2.0
+_LONG = timedelta(days=20)  # As milliseconds it must fit 31 bits.
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank published before it died: its traceback. `primary` unless it died of a peer's failure."""
+
+    rank: int
+    text: str
+    primary: bool
+
+
+def within(seconds: float, action: Callable[[], T], default: T) -> T:
+    """The action's result, or `default` where it fails or takes too long, as calls to a stopped store's host do."""
+    result = [default]
+
+    def attempt() -> None:
+        try:
+            result[0] = action()
+        except RuntimeError:
+            pass  # The store's host is gone; `default` says so.
+
+    thread = threading.Thread(target=attempt, name="meshfuse-within", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        attempt()  # An exiting interpreter starts no threads.
+    else:
+        thread.join(seconds)
+    return result[0]
+
+
+def publish(store: dist.Store, rank: int, error: BaseException) -> None:
+    """Make this rank's failure known. The first primary failure and the first secondary one are kept."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    key = "failure/secondary" if isinstance(error, RankError) else "failure/primary"
+    store.compare_set(key, "", json.dumps([rank, text]))
+
+
+def published(store: dist.Store) -> Failure | None:
+    """The failure that a rank published, the primary one if there is one."""
+    for key in ("failure/primary", "failure/secondary"):
+        if store.check([key]):
+            rank, text = json.loads(store.get(key))
+            return Failure(rank, text, key == "failure/primary")
+    return None
+
+
+def look_for_failure(store: dist.Store, seconds: float = _LOOK) -> Failure | None:
+    """Wait a while for a primary failure; a peer's connection breaks a moment before or after it publishes one."""
+    within(seconds + 1, lambda: await_keys(store, ["failure/primary"], seconds, lambda: None), [])
+    return within(1.0, lambda: published(store), None)
+
+
+def roll_call(store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK) -> dict[int, str | None] | None:
+    """What each rank says it is doing, None for one that does not answer; None if the store does not answer."""
+    ranks = tuple(ranks)
+    return within(seconds + 2, lambda: _call(store, ranks, seconds), None)
+
+
+def _call(store: dist.Store, ranks: tuple[int, ...], seconds: float) -> dict[int, str | None]:
+    finished = [rank for rank in ranks if store.check([f"done/{rank}"])]
+    replies = {rank: _ring(store, rank) for rank in ranks if rank not in finished}
+    silent = await_keys(store, list(replies.values()), seconds, lambda: None)
+    answers = {rank: None if key in silent else store.get(key).decode() for rank, key in replies.items()}
+    return answers | dict.fromkeys(finished, "has finished")
+
+
+def _ring(store: dist.Store, rank: int) -> str:
+    number = store.add(f"calls/{rank}", 1)
+    store.set(f"call/{rank}/{number}", "where")
+    return f"reply/{rank}/{number}"
+
+
+class Responder:
+    """The thread that answers roll calls for this rank, on its own connection to the store."""
+
+    def __init__(self, store: dist.Store, rank: int, doing: Callable[[], str]):
+        self._store, self._own, self._rank, self._doing = store, store.clone(), rank, doing
+        self._thread = threading.Thread(target=self._answer, name="meshfuse-responder", daemon=True)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        number = 1
+        try:
+            while self._await_call(number):
+                self._own.set(f"reply/{self._rank}/{number}", self._doing())
+                number += 1
+        except RuntimeError:
+            pass  # The store is gone, so nobody can call any more.
+
+    def _await_call(self, number: int) -> bool:
+        key = f"call/{self._rank}/{number}"
+        while True:
+            try:
+                self._own.wait([key], _LONG)
+                return self._own.get(key) != b"stop"
+            except dist.DistStoreError:
+                continue
+
+    def stop(self) -> None:
+        """End the thread before the interpreter does: it must not wake up in a finalising one."""
+        within(1.0, self._send_stop, None)
+        self._thread.join(1.0)
+
+    def _send_stop(self) -> None:
+        number = self._store.add(f"calls/{self._rank}", 1)
+        self._store.set(f"call/{self._rank}/{number}", "stop")
+
+
+def main_thread_line() -> str:
+    """The line that the main thread executes, as `function at file:line`."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "is exiting"
+    return f"runs {frame.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,108 @@
+"""Collectives of CUDA tensors over NCCL. A wait orders the current stream after the collective and does not block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .reductions import check_reducible, fold, movable, move_scale
+from .work import Work
+
+if TYPE_CHECKING:
+    from .group import Group
+
+_REDUCE = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_NATIVE = (
+    torch.uint8, torch.int8, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+
+
+class Nccl:
+    """An NCCL process group of exactly one Group's ranks, on this rank's device.
+
+    Errors of peers are found by NCCL's watchdog, which ends the process after the group's time limit.
+    """
+
+    def __init__(self, group: Group, store: dist.Store, device: torch.device):
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=group.world.limit)
+        self._group = group
+        self._pg = dist.ProcessGroupNCCL(store, group.index, group.size, options)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+        """In place; dtypes that NCCL cannot reduce are gathered and folded."""
+        check_reducible(tensor.dtype, op)
+        if tensor.dtype not in _NATIVE:
+            stack = tensor.new_empty((self._group.size, tensor.numel()))
+            return self._issue(
+                "all_reduce",
+                lambda: self._pg._allgather_base(movable(stack), movable(tensor)),
+                lambda: fold(stack, op, tensor.view(-1)),
+            )
+        options = dist.AllreduceOptions()
+        options.reduceOp = _REDUCE[op]
+        return self._issue("all_reduce", lambda: self._pg.allreduce([tensor], options))
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`out` is flat blocks in the ranks' order."""
+        return self._issue("all_gather", lambda: self._pg._allgather_base(movable(out), movable(tensor)))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> Work:
+        """NCCL's own where it knows the dtype, else an exchange of blocks and a local fold."""
+        check_reducible(tensor.dtype, op)
+        if tensor.dtype not in _NATIVE:
+            stack = tensor.new_empty((self._group.size, out.numel()))
+            return self._issue(
+                "reduce_scatter",
+                lambda: self._pg.alltoall_base(movable(stack), movable(tensor), [], [], dist.AllToAllOptions()),
+                lambda: fold(stack, op, out.view(-1)),
+            )
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _REDUCE[op]
+        return self._issue(
+            "reduce_scatter", lambda: self._pg._reduce_scatter_base(out.view(-1), tensor.view(-1), options)
+        )
+
+    def all_to_all(
+        self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
+    ) -> Work:
+        """Counts are of elements, in the ranks' order."""
+        scale = move_scale(tensor.dtype)
+        outs, ins = [n * scale for n in out_sizes], [n * scale for n in in_sizes]
+        return self._issue(
+            "all_to_all",
+            lambda: self._pg.alltoall_base(movable(out), movable(tensor), outs, ins, dist.AllToAllOptions()),
+        )
+
+    def broadcast(self, tensor: torch.Tensor, src_index: int) -> Work:
+        """In place, from the rank at `src_index`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = src_index, 0
+        return self._issue("broadcast", lambda: self._pg.broadcast([movable(tensor)], options))
+
+    def send(self, tensor: torch.Tensor, dst_index: int) -> Work:
+        """To the rank at `dst_index`."""
+        return self._issue("send", lambda: self._pg.send([movable(tensor)], dst_index, 0))
+
+    def recv(self, tensor: torch.Tensor, src_index: int) -> Work:
+        """From the rank at `src_index`."""
+        return self._issue("recv", lambda: self._pg.recv([movable(tensor)], src_index, 0))
+
+    def _issue(self, name: str, call: Callable[[], Any], finish: Callable[[], object] | None = None) -> Work:
+        work = Work(self._group, name, call, finish)
+        try:
+            work.attach(call())
+        except RuntimeError as error:
+            raise self._group.world.explain(work, error) from None
+        return work

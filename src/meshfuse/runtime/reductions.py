@@ -1,0 +1,134 @@
+"""Reductions of stacked blocks, and the dtypes in which a backend can move or reduce a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ArgumentError, user_error
+
+OPS = ("sum", "prod", "max", "min")
+
+# A dtype that no backend refuses and that has the same bytes; counts grow by the factor.
+_SAME_BYTES: dict[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.bool: (torch.uint8, 1),
+    torch.int16: (torch.float16, 1),
+    torch.uint16: (torch.float16, 1),
+    torch.bfloat16: (torch.float16, 1),
+    torch.uint32: (torch.int32, 1),
+    torch.uint64: (torch.int64, 1),
+    torch.complex32: (torch.int32, 1),
+    torch.complex64: (torch.int64, 1),
+    torch.complex128: (torch.float64, 2),
+    torch.float8_e4m3fn: (torch.uint8, 1),
+    torch.float8_e5m2: (torch.uint8, 1),
+}
+_DIRECT = (
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
+)  # fmt: skip
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat view of the same bytes in a dtype that every backend can move. The tensor must be contiguous."""
+    flat = tensor.view(-1)
+    way = _SAME_BYTES.get(flat.dtype)
+    if way is None:
+        return flat if flat.dtype in _DIRECT else flat.view(torch.uint8)
+    return flat.view(way[0])
+
+
+def move_scale(dtype: torch.dtype) -> int:
+    """Elements of `movable(t)` per element of t."""
+    way = _SAME_BYTES.get(dtype)
+    if way is not None:
+        return way[1]
+    return 1 if dtype in _DIRECT else dtype.itemsize
+
+
+def fold(stack: torch.Tensor, op: str, out: torch.Tensor) -> None:
+    """Reduce `stack` [ranks, n] over ranks into `out` [n]. Half types accumulate in float32; NaN stays NaN."""
+    if stack.dtype == torch.bool:
+        (torch.any if op in ("sum", "max") else torch.all)(stack, 0, out=out)
+    elif op == "sum":
+        torch.sum(stack, 0, dtype=out.dtype, out=out)
+    elif op == "prod":
+        torch.prod(stack, 0, dtype=out.dtype, out=out)
+    else:
+        (torch.amax if op == "max" else torch.amin)(stack, 0, out=out)
+
+
+def check_reducible(dtype: torch.dtype, op: str) -> None:
+    """ArgumentError for a reduction that does not exist."""
+    if op not in OPS:
+        raise user_error("an unknown reduction", repr(op), f"one of {', '.join(OPS)}", cls=ArgumentError)
+    if dtype.is_complex and op in ("max", "min"):
+        raise user_error(
+            f"complex numbers have no {op}", str(dtype), "sum or prod, or a real dtype", cls=ArgumentError
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """An all-reduce in a form that the backend gets right: its tensor, its op, and how to take the result back."""
+
+    tensor: torch.Tensor
+    op: str
+    finish: Callable[[], object] | None = None
+
+
+def native_form(tensor: torch.Tensor, op: str) -> Native | None:
+    """How gloo can reduce `tensor` in place; None where it has no way."""
+    make = _WAYS.get((tensor.dtype, op))
+    return None if make is None else make(tensor, op)
+
+
+def _same(tensor: torch.Tensor, op: str) -> Native:
+    return Native(tensor, op)
+
+
+def _logical(tensor: torch.Tensor, op: str) -> Native:
+    return Native(tensor.view(torch.uint8), "max" if op in ("sum", "max") else "min")
+
+
+def _as_real(tensor: torch.Tensor, op: str) -> Native:
+    return Native(torch.view_as_real(tensor), op)
+
+
+def _widened(tensor: torch.Tensor, op: str) -> Native:
+    wide = tensor.to(torch.int32)
+    return Native(wide, op, lambda: tensor.copy_(wide))
+
+
+def _ordered(tensor: torch.Tensor, op: str) -> Native:
+    # gloo compares floats with std::max, which loses a NaN depending on the ranks' order. Integers do not.
+    keys = order_keys(tensor, op)
+    return Native(keys, op, lambda: tensor.copy_(from_order_keys(keys)))
+
+
+def order_keys(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    """Integers in the order of the floats, NaN being the largest for max and the smallest for min."""
+    values = tensor if tensor.itemsize >= 4 else tensor.float()
+    bits = values.view(torch.int32 if values.itemsize == 4 else torch.int64)
+    limits = torch.iinfo(bits.dtype)
+    keys = torch.where(bits < 0, bits ^ limits.max, bits)
+    return keys.masked_fill_(values.isnan(), limits.max if op == "max" else limits.min)
+
+
+def from_order_keys(keys: torch.Tensor) -> torch.Tensor:
+    """The floats of `order_keys`; its two extreme keys are the bits of NaNs."""
+    bits = torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys)
+    return bits.view(torch.float32 if keys.itemsize == 4 else torch.float64)
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOAT = (*_HALF, torch.float32, torch.float64)
+_WAYS: dict[tuple[torch.dtype, str], Callable[[torch.Tensor, str], Native]] = (
+    {(d, op): _same for d in (torch.uint8, torch.int8, torch.int32, torch.int64) for op in OPS}
+    | {(d, op): _same for d in _FLOAT for op in ("sum", "prod")}
+    | {(d, op): _ordered for d in _FLOAT for op in ("max", "min")}
+    | {(torch.bool, op): _logical for op in OPS}
+    | {(torch.int16, op): _widened for op in OPS}
+    | {(d, "sum"): _as_real for d in (torch.complex64, torch.complex128)}
+)

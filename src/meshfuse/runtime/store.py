@@ -1,0 +1,110 @@
+"""The key-value store through which the ranks of a job find each other; separate keys from any other user of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..errors import RankError, RankTimeout, user_error
+from .environment import DEFAULT_GROUP, LOOPBACK, Environment
+
+_BACKLOG = 512
+
+
+def connect(place: Environment, limit: float) -> dist.Store:
+    """Join the job's store, or serve it where no one else does and this is rank 0.
+
+    Raises RankTimeout where the store does not answer within `limit` seconds.
+    """
+    if place.source == DEFAULT_GROUP:
+        store = dist.distributed_c10d._get_default_store()
+    else:
+        store = _serve(place) if hosts_store(place) else _join(place, limit)
+    return dist.PrefixStore(f"meshfuse/{place.attempt}", store)
+
+
+def hosts_store(place: Environment) -> bool:
+    """Whether the store lives in this process, which must then outlive its peers."""
+    return place.rank == 0 and not place.agent_store and place.source != DEFAULT_GROUP
+
+
+def _join(place: Environment, limit: float) -> dist.Store:
+    try:
+        return dist.TCPStore(
+            place.address, place.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)
+        )
+    except RuntimeError as error:
+        raise RankTimeout(
+            f"rank {place.rank} cannot reach the store of its job: found no answer at {place.address}:{place.port} "
+            f"within {limit:g} s, needed rank 0 to serve it there. See whether rank 0 runs and got as far as "
+            "meshfuse, or raise MESHFUSE_TIMEOUT."
+        ) from error
+
+
+def _serve(place: Environment) -> dist.Store:
+    """A store at the job's port, shared with torch's default process group should the script make one there."""
+    if place.listen_fd is not None:
+        return _start(place, _adopt(place.listen_fd))
+    try:
+        listener = _listen(place)
+    except OSError as error:
+        return _share(place, error)
+    return _start(place, listener)
+
+
+def _adopt(fd: int) -> socket.socket:
+    os.set_inheritable(fd, False)
+    return socket.socket(fileno=fd)
+
+
+def _listen(place: Environment) -> socket.socket:
+    # TCPStore by itself listens on every interface; a socket bound beforehand keeps it to one.
+    host = LOOPBACK if place.address == "localhost" else place.address
+    listener = socket.create_server((host, place.port), backlog=_BACKLOG)
+    return listener
+
+
+def _start(place: Environment, listener: socket.socket) -> dist.Store:
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        place.address, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+def _share(place: Environment, error: OSError) -> dist.Store:
+    """The store that this process already serves at the port, because the script called init_process_group first."""
+    try:
+        return dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError:
+        raise user_error(
+            "rank 0 cannot serve the store of its job",
+            f"{place.address}:{place.port} unusable ({error.strerror})",
+            "a free port of this machine",
+            "Export another MASTER_PORT to all ranks.",
+            cls=RankError,
+        ) from error
+
+
+def await_keys(store: dist.Store, keys: list[str], limit: float, check: Callable[[], None]) -> list[str]:
+    """Wait until all keys are set; returns those still missing after `limit` seconds.
+
+    Calls `check` now and then, which may raise. Polls, because a timed-out TCPStore.wait writes to stderr.
+    """
+    deadline = time.monotonic() + limit
+    pause, next_check = 0.0005, 0.0
+    while not store.check(keys):
+        now = time.monotonic()
+        if now >= deadline:
+            return [key for key in keys if not store.check([key])]
+        if now >= next_check:
+            check()
+            next_check = now + 0.1
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.02)
+    return []

@@ -1,0 +1,203 @@
+"""This process among its peers: its rank, its store, its groups, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import ArgumentError, RankError, user_error
+from .diagnosis import connection_lost, disagreement, peer_failed, seconds_since, timed_out
+from .environment import DEFAULT_GROUP, Environment, read_environment, time_limit
+from .exits import install_hook
+from .group import Group
+from .liveness import Responder, main_thread_line, publish, published, within
+from .store import await_keys, connect, hosts_store
+from .work import Work
+
+T = TypeVar("T")
+_LINGER = 3.0
+
+
+@dataclass(slots=True)
+class _Counters:
+    """How often the ranks of a tuple have met; equal on all of them, as they run the same program."""
+
+    meetings: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def next(self, ranks: tuple[int, ...]) -> int:
+        self.meetings[ranks] = self.meetings.get(ranks, 0) + 1
+        return self.meetings[ranks]
+
+
+class World:
+    """The ranks of this job. `World.current()` is the process's own; alone, it opens no socket.
+
+    Everything lives in a store and process groups of meshfuse's own: whether the script uses torch's default process
+    group, before or after, makes no difference. Every wait ends after `limit` seconds (MESHFUSE_TIMEOUT).
+    """
+
+    _current: ClassVar[World | None] = None
+
+    def __init__(self, place: Environment, limit: float):
+        self.place, self.limit = place, limit
+        self.rank, self.size = place.rank, place.size
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.waiting: Work | None = None
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._counters = _Counters()
+        self._store: dist.Store | None = None
+        self._responder: Responder | None = None
+        if self.size > 1:
+            self._join()
+
+    @classmethod
+    def current(cls) -> World:
+        """This process's world, joined at the first call. Raises RankTimeout where rank 0 is not to be found."""
+        if cls._current is None:
+            cls._current = World(_place(), time_limit())
+        return cls._current
+
+    @property
+    def store(self) -> dist.Store:
+        """The store of the job; a world of one rank has none."""
+        assert self._store is not None, "a world of one rank has no store"
+        return self._store
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """0, 1, … size - 1."""
+        return tuple(range(self.size))
+
+    def _join(self) -> None:
+        self._store = connect(self.place, self.limit)
+        self._store.set(f"joined/{self.rank}", "")
+        self._responder = Responder(self._store, self.rank, self._doing)
+        install_hook(self)
+        atexit.register(self.leave)
+
+    def _doing(self) -> str:
+        waiting = self.waiting
+        return main_thread_line() if waiting is None else f"waits in {waiting}"
+
+    def group(self, ranks: Sequence[int], label: str = "") -> Group:
+        """The group of `ranks`, of which this rank is one; made at the first call and the same object ever after.
+
+        Its members connect at their first collective. Raises ArgumentError for ranks that are not in this world.
+        """
+        ranks = tuple(ranks)
+        group = self._groups.get(ranks)
+        if group is None:
+            self._check_ranks(ranks)
+            group = self._groups[ranks] = Group(self, ranks, label or "of ranks")
+        return group
+
+    def _check_ranks(self, ranks: tuple[int, ...]) -> None:
+        if len(set(ranks)) != len(ranks) or self.rank not in ranks:
+            raise user_error(
+                "no group for this rank", f"rank {self.rank} and a group of ranks {list(ranks)}",
+                "distinct ranks, this one among them", cls=ArgumentError,
+            )  # fmt: skip
+        if not 0 <= min(ranks) <= max(ranks) < self.size:
+            raise user_error(
+                "the group has ranks that do not exist",
+                f"ranks {list(ranks)} in a world of {self.size}",
+                f"ranks below {self.size}",
+                f"Start more ranks: meshfuse run --ranks {max(ranks) + 1} SCRIPT, or run on simulated ranks.",
+                cls=ArgumentError,
+            )
+
+    def meet(self, group: Group, kind: str, make: Callable[[dist.Store], T]) -> T:
+        """Make a backend's process group once all of the group's ranks have come to make it."""
+        name = f"group/{kind}/{'-'.join(map(str, group.ranks))}"
+        start = time.monotonic()
+        self._arrive(name, group.ranks, f"connecting {group}")
+        try:
+            return make(dist.PrefixStore(name, self.store))
+        except RuntimeError as error:
+            raise self._explain(f"connecting {group}", group.ranks, error, start) from None
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the world."""
+        if self.size > 1:
+            self._arrive(f"barrier/{self._counters.next(self.all_ranks)}", self.all_ranks, "barrier")
+
+    def check_same(self, value: str, what: str, ranks: Sequence[int]) -> None:
+        """Compare a short text over `ranks`, which all call this. RankError on every one of them if it differs."""
+        ranks = tuple(ranks)
+        if len(ranks) == 1:
+            return
+        name = f"same/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
+        self._arrive(name, ranks, f"comparing {what}", value)
+        values = [data.decode() for data in self.store.multi_get([f"{name}/{rank}" for rank in ranks])]
+        if len(set(values)) > 1:
+            raise disagreement(what, values, ranks)
+
+    def _arrive(self, name: str, ranks: tuple[int, ...], what: str, value: str = "") -> None:
+        start = time.monotonic()
+        self.store.set(f"{name}/{self.rank}", value)
+        keys = [f"{name}/{rank}" for rank in ranks]
+        missing = await_keys(self.store, keys, self.limit, lambda: self._raise_if_failed(what))
+        if missing:
+            absent = [rank for rank, key in zip(ranks, keys, strict=True) if key in missing]
+            raise timed_out(what, self.rank, absent, self.store, self.limit, seconds_since(start))
+
+    def _raise_if_failed(self, what: str = "leaving") -> None:
+        failure = published(self.store)
+        if failure is not None and failure.rank != self.rank:
+            raise peer_failed(what, self.rank, failure)
+
+    def explain(self, work: Work, error: BaseException) -> RankError:
+        """The error to raise for a backend's error in `work`: says who failed or did not arrive, as far as known."""
+        return self._explain(str(work), work.group.ranks, error, work.start)
+
+    def _explain(self, what: str, ranks: tuple[int, ...], error: BaseException, start: float) -> RankError:
+        after = seconds_since(start)
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            return timed_out(what, self.rank, ranks, self.store, self.limit, after)
+        return connection_lost(what, self.rank, ranks, self.store, str(error), after)
+
+    def publish_failure(self, error: BaseException) -> None:
+        """Let the peers know why this rank is about to die: its traceback will be in their errors."""
+        if self._store is not None:
+            within(1.0, lambda: publish(self.store, self.rank, error), None)
+
+    def depart(self) -> None:
+        """After a failure: say that this rank is gone, and keep a store of its own up while peers read from it."""
+        self._say_done()
+        if hosts_store(self.place):
+            within(_LINGER, lambda: self._await_others(_LINGER, lambda: None), None)
+
+    def leave(self) -> None:
+        """At a normal exit: the rank that holds the store waits for the others to finish with it."""
+        if self._responder is None:
+            return
+        self._responder.stop()
+        self._responder = None
+        self._say_done()
+        if hosts_store(self.place):
+            within(self.limit, lambda: self._await_others(self.limit, self._raise_if_failed), None)
+
+    def _say_done(self) -> None:
+        within(1.0, lambda: self.store.set(f"done/{self.rank}", ""), None)
+
+    def _await_others(self, limit: float, check: Callable[[], None]) -> None:
+        joined = [rank for rank in self.all_ranks if self.store.check([f"joined/{rank}"])]
+        await_keys(self.store, [f"done/{rank}" for rank in joined], limit, check)
+
+
+def _place() -> Environment:
+    place = read_environment()
+    if place.source == "none" and dist.is_available() and dist.is_initialized():
+        return _default_group_place()
+    return place
+
+
+def _default_group_place() -> Environment:
+    """For ranks that know each other by a call of init_process_group alone."""
+    size = dist.get_world_size()
+    return Environment(DEFAULT_GROUP, dist.get_rank(), size, dist.get_rank(), size)

@@ -1,0 +1,52 @@
+"""Fixtures of real ranks: `ranks2` and `ranks4` are pools, `job` runs scripts as whole jobs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rank_pool import RankPool, base_environment  # noqa: E402
+
+_GUARD = 60
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks: starts real processes that communicate over gloo")
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    """Two ranks, started once per session."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    """Four ranks, started once per session."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`job(script_text, "-m", "meshfuse.runtime", ..., **variables)`: a launcher's run of a script, captured."""
+
+    def run(script: str, *launcher: str, args: tuple[str, ...] = (), **variables: str):
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(script))
+        return subprocess.run(
+            [sys.executable, *launcher, str(path), *args],
+            env=base_environment(**variables), capture_output=True, text=True, timeout=_GUARD,
+        )  # fmt: skip
+
+    return run

@@ -1,0 +1,112 @@
+"""Real ranks for tests: processes started once and reused, killed when they hang."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE.parents[1] / "src"
+
+
+def base_environment(**changes: str) -> dict[str, str]:
+    """This process's variables, without those of any launcher, and with meshfuse importable."""
+    prefixes = ("RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHELASTIC", "OMPI_", "SLURM_", "MESHFUSE_", "GROUP_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | changes
+
+
+class RankFailed(AssertionError):
+    """A rank of the pool raised, died or hung; the text has what every rank says."""
+
+
+class RankPool:
+    """`size` processes that are ranks of one World. `run` is SPMD: every rank runs the same function."""
+
+    def __init__(self, size: int, timeout: float = 20.0):
+        self.size, self.timeout = size, timeout
+        self.logs = Path(tempfile.mkdtemp(prefix="meshfuse-ranks-"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, target: Callable[..., Any] | str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """The results of `target(*args)` on every rank. A function (of an importable file), `module:name` or source
+        text that defines `main`. Arguments and results are pickled. After a failure the ranks are started anew."""
+        self._ensure_started()
+        message = pickle.dumps((_name(target), args))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        replies = self._collect(timeout or self.timeout + 30)
+        if all(worked for worked, _ in replies):
+            return [result for _, result in replies]
+        self.close()
+        said = "\n".join(f"--- rank {rank}\n{text}" for rank, (worked, text) in enumerate(replies) if not worked)
+        raise RankFailed(f"ranks failed (logs in {self.logs}):\n{said}")
+
+    def _collect(self, limit: float) -> list[tuple[bool, Any]]:
+        deadline = time.monotonic() + limit
+        replies: list[tuple[bool, Any]] = [(False, "did not answer: hung and was killed")] * self.size
+        pending = dict(enumerate(self._pipes))
+        while pending and (left := deadline - time.monotonic()) > 0:
+            ready = wait(list(pending.values()), left)
+            for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
+                replies[rank] = self._receive(rank, pending.pop(rank))
+        return replies
+
+    def _receive(self, rank: int, pipe: Connection) -> tuple[bool, Any]:
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            return False, f"died:\n{(self.logs / f'rank{rank}.log').read_text()[-2000:]}"
+
+    def _ensure_started(self) -> None:
+        if self._processes:
+            return
+        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+            for rank in range(self.size):
+                self._start(rank, listener)
+
+    def _start(self, rank: int, listener: socket.socket) -> None:
+        ours, theirs = socket.socketpair()
+        handed = [theirs.fileno()]
+        variables = base_environment(
+            RANK=str(rank), WORLD_SIZE=str(self.size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(self.size),
+            MESHFUSE_STORE_PORT=str(listener.getsockname()[1]), MESHFUSE_TIMEOUT=str(self.timeout),
+        )  # fmt: skip
+        if rank == 0:
+            variables["MESHFUSE_STORE_FD"] = str(listener.fileno())
+            handed.append(listener.fileno())
+        with open(self.logs / f"rank{rank}.log", "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "rank_worker.py"), str(theirs.fileno())],
+                env=variables, pass_fds=handed, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        theirs.close()
+        self._processes.append(process)
+        self._pipes.append(Connection(ours.detach()))
+
+    def close(self) -> None:
+        """Kill the ranks; the next `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def _name(target: Callable[..., Any] | str) -> str:
+    if isinstance(target, str):
+        return target
+    return f"{Path(target.__code__.co_filename).resolve()}:{target.__qualname__}"
