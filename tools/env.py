@@ -31,6 +31,7 @@ import tomllib
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("MESHFUSE_CACHE") or Path.home() / ".cache" / "meshfuse")
 PAUSES = (5, 20, None)
+LIMIT = 1800  # seconds for one command; a lock is held for a few commands at most
 UNAVAILABLE = 3
 
 
@@ -38,7 +39,7 @@ class EnvError(Exception):
     """The environment cannot be made; the text is for the user."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Spec:
     """An environment: the folder in the checkout, the base interpreter and pip's arguments."""
 
@@ -188,7 +189,10 @@ def _run(*command: str) -> str:
     """The stdout of a command. The caller's PYTHONPATH must not reach another Python version."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    return subprocess.run(command, env=env, check=True, **quiet).stdout.strip()
+    try:
+        return subprocess.run(command, env=env, check=True, timeout=LIMIT, **quiet).stdout.strip()
+    except subprocess.TimeoutExpired as e:
+        raise EnvError(f"not done after {LIMIT} s: {' '.join(command[:5])}") from e
 
 
 def main() -> int:
