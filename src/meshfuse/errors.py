@@ -62,7 +62,10 @@ class MeshfuseError(Exception):
 
     def __str__(self) -> str:
         message = super().__str__()
-        return message if self.where is None else f"{message} (at {self.where})"
+        if self.where is None:
+            return message
+        first, newline, rest = message.partition("\n")
+        return f"{first} (at {self.where}){newline}{rest}"
 
 
 class DefinitionError(MeshfuseError, ValueError):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -12,52 +14,73 @@ from ..errors import RankError, RankTimeout
 from .liveness import Failure, look_for_failure, published, roll_call, within
 
 
-def peer_failed(what: str, rank: int, failure: Failure) -> RankError:
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Who asks: this rank, the store it asks through, who serves that (None: no rank), and the limit of waits."""
+
+    rank: int
+    store: dist.Store
+    host: int | None
+    limit: float
+
+
+def peer_failed(scene: Scene, what: str, failure: Failure) -> RankError:
     """The error of a rank whose peer published a failure."""
     error = RankError(
-        f"{what} cannot finish on rank {rank}: found rank {failure.rank} failed, needed all ranks running. "
+        f"{what} cannot finish on rank {scene.rank}: found rank {failure.rank} failed, needed all ranks running. "
         f"Rank {failure.rank} says:\n{textwrap.indent(failure.text, '    ')}"
     )
     error.peer = failure.rank
     return error
 
 
-def connection_lost(what: str, rank: int, peers: Iterable[int], store: dist.Store, cause: str, after: float) -> RankError:
+def connection_lost(scene: Scene, what: str, peers: Iterable[int], cause: str, after: float) -> RankError:
     """The error of a collective whose connection broke: with the failed peer's traceback if it left one."""
-    failure = look_for_failure(store)
-    if failure is not None and failure.rank != rank:
-        return peer_failed(what, rank, failure)
-    first = cause.strip().splitlines()[0] if cause.strip() else "no message"
-    silent, report = _report(store, rank, peers)
+    failure = look_for_failure(scene.store)
+    if failure is not None and failure.rank != scene.rank:
+        return peer_failed(scene, what, failure)
+    silent, report = _report(scene, peers)
     error = RankError(
-        f"{what} failed on rank {rank} after {after:.1f} s: found a connection broken ({first}), needed all ranks of the "
-        f"group running. See why the silent ranks ended.\n{report}"
+        f"{what} failed on rank {scene.rank} after {after:.1f} s: found a lost connection ({_brief(cause)}), needed "
+        f"all ranks of the group running. See why the silent ranks ended.\n{report}"
     )
     error.silent = silent
     return error
 
 
-def timed_out(what: str, rank: int, peers: Iterable[int], store: dist.Store, limit: float, after: float) -> RankError:
+def timed_out(scene: Scene, what: str, peers: Iterable[int], after: float) -> RankError:
     """The error of a wait that reached MESHFUSE_TIMEOUT: says which peers do not answer and where the others are."""
-    failure = within(1.0, lambda: published(store), None)
-    if failure is not None and failure.rank != rank:
-        return peer_failed(what, rank, failure)
-    silent, report = _report(store, rank, peers)
+    failure = within(1.0, lambda: published(scene.store), None)
+    if failure is not None and failure.rank != scene.rank:
+        return peer_failed(scene, what, failure)
+    silent, report = _report(scene, peers)
     error = RankTimeout(
-        f"{what} timed out on rank {rank}: found no end after {after:.1f} s, needed all ranks to arrive within "
-        f"{limit:g} s. See the ranks below, or raise MESHFUSE_TIMEOUT if they are only slow.\n{report}"
+        f"{what} timed out on rank {scene.rank}: found no end after {after:.1f} s, needed all ranks to arrive within "
+        f"{scene.limit:g} s. See the ranks below, or raise MESHFUSE_TIMEOUT if they are only slow.\n{report}"
     )
     error.silent = silent
     return error
 
 
-def _report(store: dist.Store, rank: int, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:
-    others = [peer for peer in peers if peer != rank]
-    answers = roll_call(store, others)
+def _brief(cause: str) -> str:
+    """gloo's message without its source position and advice."""
+    text = re.sub(r"^\[[^\]]*\]\s*", "", cause.strip())
+    return text.split(". ")[0].splitlines()[0] if text else "no message"
+
+
+def _report(scene: Scene, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:
+    others = [peer for peer in peers if peer != scene.rank]
+    answers = roll_call(scene.store, others)
     if answers is None:
-        return (), "    The store of the job, which rank 0 or torchrun's agent serves, does not answer."
+        return _no_store(scene)
     silent = tuple(peer for peer in others if answers[peer] is None)
     return silent, "\n".join(f"    rank {peer} {_state(answers[peer])}" for peer in others)
+
+
+def _no_store(scene: Scene) -> tuple[tuple[int, ...], str]:
+    if scene.host is None:
+        return (), "    the launcher's agent, which serves the store of the job, does not answer"
+    return (scene.host,), f"    rank {scene.host} {_state(None)} (and with it the store of the job, so ask no others)"
 
 
 def _state(answer: str | None) -> str:

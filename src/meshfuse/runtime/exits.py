@@ -35,7 +35,7 @@ def install_hook(world: Publisher) -> None:
         follows = FOLLOWER in os.environ and isinstance(error, RankError)
         try:
             world.publish_failure(error)
-            if follows:
+            if follows and _is_told_elsewhere(error):
                 _print_short(world.rank, error)
             else:
                 previous(kind, error, trace)
@@ -45,6 +45,11 @@ def install_hook(world: Publisher) -> None:
             os._exit(int(os.environ[FOLLOWER]) if follows else 1)
 
     sys.excepthook = hook
+
+
+def _is_told_elsewhere(error: BaseException) -> bool:
+    """Whether a failed peer's traceback, or the user's line in the message, makes this rank's traceback noise."""
+    return getattr(error, "peer", None) is not None or getattr(error, "where", None) is not None
 
 
 def _print_short(rank: int, error: BaseException) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .environment import LOOPBACK
+from .liveness import within
 from .reductions import check_reducible, fold, movable, move_scale, native_form
 from .work import Work
 
@@ -35,7 +36,6 @@ class Gloo:
     def __init__(self, group: Group, store: dist.Store):
         self._group = group
         self._pg = dist.ProcessGroupGloo(store, group.index, group.size, _options(group.world))
-        self._limit = timedelta(seconds=group.world.limit)
         self._all_to_all_options = dist.AllToAllOptions()
         self._reduce_options = {op: _reduce_option(code) for op, code in _REDUCE.items()}
         self._broadcast_options = [_broadcast_option(index) for index in range(group.size)]
@@ -95,18 +95,27 @@ class Gloo:
 
     def send(self, tensor: torch.Tensor, dst_index: int) -> Work:
         """To the rank at `dst_index`."""
-        return self._issue("send", self._pg.send, ([movable(tensor)], dst_index, _TAG))
+        return self._issue("send", self._pg.send, ([movable(tensor)], dst_index, _TAG), sliced=False)
 
     def recv(self, tensor: torch.Tensor, src_index: int) -> Work:
         """From the rank at `src_index`."""
-        return self._issue("recv", self._pg.recv, ([movable(tensor)], src_index, _TAG))
+        return self._issue("recv", self._pg.recv, ([movable(tensor)], src_index, _TAG), sliced=False)
+
+    def abort(self) -> None:
+        """Break the connections to all peers; unless work is under way, which keeps them."""
+        within(1.0, lambda: delattr(self, "_pg"), None)
 
     def _issue(
-        self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], finish: Callable[[], object] | None = None
+        self,
+        name: str,
+        call: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        finish: Callable[[], object] | None = None,
+        sliced: bool = True,
     ) -> Work:
         work = Work(self._group, name, arguments, finish)
         try:
-            work.attach(call(*arguments))
+            work.attach(call(*arguments), sliced)
         except RuntimeError as error:
             raise self._group.world.explain(work, error) from None
         return work

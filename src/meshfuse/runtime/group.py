@@ -89,3 +89,9 @@ class Group:
     def _connect_nccl(self, device: torch.device) -> Nccl:
         self._nccl = self.world.meet(self, "nccl", lambda store: Nccl(self, store, device))
         return self._nccl
+
+    def abort(self) -> None:
+        """Break the connections, so that peers that wait for this rank notice at once."""
+        for transport in (self._gloo, self._nccl):
+            if transport is not None:
+                transport.abort()

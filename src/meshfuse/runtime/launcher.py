@@ -106,6 +106,8 @@ def _job_variables(ranks: int, attempt: int, store_port: int) -> dict[str, str]:
     variables = dict(os.environ)
     variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     variables.setdefault("OMP_NUM_THREADS", "1")
+    # When the rank that serves the store dies, torch logs C++ stacks in all others, on top of the error itself.
+    variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return variables | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),

@@ -99,6 +99,10 @@ class Nccl:
         """From the rank at `src_index`."""
         return self._issue("recv", lambda: self._pg.recv([movable(tensor)], src_index, 0))
 
+    def abort(self) -> None:
+        """Break the connections to all peers."""
+        self._pg.abort()
+
     def _issue(self, name: str, call: Callable[[], Any], finish: Callable[[], object] | None = None) -> Work:
         work = Work(self._group, name, call, finish)
         try:

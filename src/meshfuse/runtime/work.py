@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
+
+from ..errors import RankError
+
+_SLICE = timedelta(seconds=0.5)
 
 
 class Reporter(Protocol):
     """What turns a backend's error into one that names the failed rank."""
 
     waiting: Work | None
+    limit: float
 
     def explain(self, work: Work, error: BaseException) -> BaseException: ...
+    def raise_if_failed(self, what: str) -> None: ...
 
 
 class Work:
     """An issued collective. `wait()` returns once its result is in place, or raises RankError or RankTimeout."""
 
-    __slots__ = ("_finish", "_handle", "_keep", "group", "name", "number", "reporter", "start")
+    __slots__ = ("_finish", "_handle", "_keep", "_sliced", "group", "name", "number", "reporter", "start")
 
-    def __init__(self, group: Any, name: str, keep: Any, finish: Callable[[], object] | None):
+    def __init__(self, group: Any, name: str, keep: Any, finish: Callable[[], object] | None = None):
         self.group, self.name, self.number = group, name, group.issued
         self.reporter: Reporter = group.world
         self.start = time.monotonic()
         # The backend does not own the tensors that it reads and writes.
-        self._handle, self._keep, self._finish = None, keep, finish
+        self._handle, self._keep, self._finish, self._sliced = None, keep, finish, False
 
-    def attach(self, handle: Any) -> None:
-        """Take the backend's own handle, which it gave on issue."""
-        self._handle = handle
+    def attach(self, handle: Any, sliced: bool = False) -> None:
+        """Take the backend's handle of the issued work. `sliced` says that its wait may be given up and repeated."""
+        self._handle, self._sliced = handle, sliced
 
     def wait(self) -> None:
         """Wait at most MESHFUSE_TIMEOUT seconds. A second wait does nothing."""
@@ -38,7 +45,9 @@ class Work:
             return
         self.reporter.waiting = self
         try:
-            handle.wait()
+            self._wait_sliced(handle) if self._sliced else handle.wait()
+        except RankError:
+            raise
         except RuntimeError as error:
             raise self.reporter.explain(self, error) from None
         finally:
@@ -47,6 +56,18 @@ class Work:
         if self._finish is not None:
             self._finish()
         self._finish = self._keep = None
+
+    def _wait_sliced(self, handle: Any) -> None:
+        # A failed peer may keep its connections open for seconds, or be a member of other groups only.
+        end = time.monotonic() + self.reporter.limit + _SLICE.total_seconds()
+        while True:
+            try:
+                handle.wait(_SLICE)
+                return
+            except RuntimeError:
+                if handle.is_completed() or time.monotonic() > end:
+                    raise
+            self.reporter.raise_if_failed(str(self))
 
     def __str__(self) -> str:
         return f"{self.name} #{self.number} of {self.group}"

@@ -11,7 +11,7 @@ from typing import ClassVar, TypeVar
 import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, user_error
-from .diagnosis import connection_lost, disagreement, peer_failed, seconds_since, timed_out
+from .diagnosis import Scene, connection_lost, disagreement, peer_failed, seconds_since, timed_out
 from .environment import DEFAULT_GROUP, Environment, read_environment, time_limit
 from .exits import install_hook
 from .group import Group
@@ -141,15 +141,16 @@ class World:
         start = time.monotonic()
         self.store.set(f"{name}/{self.rank}", value)
         keys = [f"{name}/{rank}" for rank in ranks]
-        missing = await_keys(self.store, keys, self.limit, lambda: self._raise_if_failed(what))
+        missing = await_keys(self.store, keys, self.limit, lambda: self.raise_if_failed(what))
         if missing:
             absent = [rank for rank, key in zip(ranks, keys, strict=True) if key in missing]
-            raise timed_out(what, self.rank, absent, self.store, self.limit, seconds_since(start))
+            raise timed_out(self._scene(), what, absent, seconds_since(start))
 
-    def _raise_if_failed(self, what: str = "leaving") -> None:
-        failure = published(self.store)
+    def raise_if_failed(self, what: str = "leaving") -> None:
+        """RankError if a peer has published a failure; `what` is what this rank was about to do."""
+        failure = within(1.0, lambda: published(self.store), None)
         if failure is not None and failure.rank != self.rank:
-            raise peer_failed(what, self.rank, failure)
+            raise peer_failed(self._scene(), what, failure)
 
     def explain(self, work: Work, error: BaseException) -> RankError:
         """The error to raise for a backend's error in `work`: says who failed or did not arrive, as far as known."""
@@ -158,8 +159,12 @@ class World:
     def _explain(self, what: str, ranks: tuple[int, ...], error: BaseException, start: float) -> RankError:
         after = seconds_since(start)
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            return timed_out(what, self.rank, ranks, self.store, self.limit, after)
-        return connection_lost(what, self.rank, ranks, self.store, str(error), after)
+            return timed_out(self._scene(), what, ranks, after)
+        return connection_lost(self._scene(), what, ranks, str(error), after)
+
+    def _scene(self) -> Scene:
+        host = None if self.place.agent_store or self.place.source == DEFAULT_GROUP else 0
+        return Scene(self.rank, self.store, host, self.limit)
 
     def publish_failure(self, error: BaseException) -> None:
         """Let the peers know why this rank is about to die: its traceback will be in their errors."""
@@ -169,6 +174,8 @@ class World:
     def depart(self) -> None:
         """After a failure: say that this rank is gone, and keep a store of its own up while peers read from it."""
         self._say_done()
+        for group in self._groups.values():
+            group.abort()
         if hosts_store(self.place):
             within(_LINGER, lambda: self._await_others(_LINGER, lambda: None), None)
 
@@ -180,7 +187,7 @@ class World:
         self._responder = None
         self._say_done()
         if hosts_store(self.place):
-            within(self.limit, lambda: self._await_others(self.limit, self._raise_if_failed), None)
+            within(self.limit, lambda: self._await_others(self.limit, self.raise_if_failed), None)
 
     def _say_done(self) -> None:
         within(1.0, lambda: self.store.set(f"done/{self.rank}", ""), None)
