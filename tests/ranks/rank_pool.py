@@ -20,7 +20,7 @@ SOURCE = HERE.parents[1] / "src"
 
 def base_environment(**changes: str) -> dict[str, str]:
     """This process's variables, without those of any launcher, and with meshfuse importable."""
-    prefixes = ("RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHELASTIC", "OMPI_", "SLURM_", "MESHFUSE_", "GROUP_")
+    prefixes = ("RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMIX_", "SLURM_", "MESHFUSE_", "GROUP_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | changes

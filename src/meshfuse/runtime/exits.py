@@ -19,7 +19,7 @@ class Publisher(Protocol):
     rank: int
 
     def publish_failure(self, error: BaseException) -> None: ...
-    def depart(self) -> None: ...
+    def depart(self, error: BaseException) -> None: ...
 
 
 def install_hook(world: Publisher) -> None:
@@ -40,7 +40,7 @@ def install_hook(world: Publisher) -> None:
             else:
                 previous(kind, error, trace)
             _flush()
-            world.depart()
+            world.depart(error)
         finally:
             os._exit(int(os.environ[FOLLOWER]) if follows else 1)
 

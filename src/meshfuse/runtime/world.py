@@ -171,13 +171,14 @@ class World:
         if self._store is not None:
             within(1.0, lambda: publish(self.store, self.rank, error), None)
 
-    def depart(self) -> None:
+    def depart(self, error: BaseException) -> None:
         """After a failure: say that this rank is gone, and keep a store of its own up while peers read from it."""
         self._say_done()
         for group in self._groups.values():
             group.abort()
         if hosts_store(self.place):
-            within(_LINGER, lambda: self._await_others(_LINGER, lambda: None), None)
+            gone = getattr(error, "silent", ())
+            within(_LINGER, lambda: self._await_others(_LINGER, lambda: None, gone), None)
 
     def leave(self) -> None:
         """At a normal exit: the rank that holds the store waits for the others to finish with it."""
@@ -192,8 +193,8 @@ class World:
     def _say_done(self) -> None:
         within(1.0, lambda: self.store.set(f"done/{self.rank}", ""), None)
 
-    def _await_others(self, limit: float, check: Callable[[], None]) -> None:
-        joined = [rank for rank in self.all_ranks if self.store.check([f"joined/{rank}"])]
+    def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> None:
+        joined = [rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])]
         await_keys(self.store, [f"done/{rank}" for rank in joined], limit, check)
 
 

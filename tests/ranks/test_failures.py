@@ -1,0 +1,190 @@
+"""A rank that raises, dies or stops: every other rank ends soon, saying which one and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rank_pool import base_environment
+
+pytestmark = pytest.mark.ranks
+
+START = """
+import os, signal, sys, time
+import torch
+from meshfuse.runtime.world import World
+world = World.current()
+group = world.group(world.all_ranks, "tp")
+tensor = torch.ones(100_000)
+group.all_reduce(tensor).wait()
+"""
+
+
+def run_bare(script: str, tmp_path: Path, size: int = 3, limit: float = 30) -> list[tuple[int, str]]:
+    """Exit code and stderr of each rank, started by RANK and WORLD_SIZE alone: nobody ends them but themselves.
+
+    A rank that is still there when all others have ended is killed and has no code of its own.
+    """
+    path = tmp_path / "script.py"
+    path.write_text(START + script)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(path)], stderr=subprocess.PIPE, text=True,
+            env=base_environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                                 MESHFUSE_TIMEOUT=str(limit), TORCH_CPP_LOG_LEVEL="ERROR"),
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        return [(rank.returncode, text) for rank in ranks for text in [_stderr(rank)]]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def _stderr(rank: subprocess.Popen[str]) -> str:
+    try:
+        return rank.communicate(timeout=40)[1]
+    except subprocess.TimeoutExpired:
+        return "HUNG"
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_raise_reaches_every_rank(tmp_path, failing):
+    script = f"""
+def mistake():
+    raise KeyError("the user's mistake")
+if world.rank == {failing}:
+    mistake()
+group.all_reduce(tensor).wait()
+"""
+    results = run_bare(script, tmp_path)
+    assert [code for code, _ in results] == [1, 1, 1]
+    for rank, (_, text) in enumerate(results):
+        assert "KeyError: \"the user's mistake\"" in text and "in mistake" in text
+        if rank != failing:
+            assert f"all_reduce #2 of group tp (ranks 0, 1, 2) cannot finish on rank {rank}" in text
+            assert f"found rank {failing} failed" in text
+
+
+def test_a_raise_reaches_ranks_of_other_groups(tmp_path):
+    """Rank 0 waits for rank 1, which waits for rank 2, which fails."""
+    script = """
+first, second = (world.group(ranks, "pair") if world.rank in ranks else None for ranks in ((0, 1), (1, 2)))
+if world.rank == 2:
+    raise KeyError("the user's mistake")
+if world.rank == 1:
+    second.all_reduce(tensor).wait()
+first.all_reduce(tensor).wait()
+"""
+    results = run_bare(script, tmp_path)
+    assert [code for code, _ in results] == [1, 1, 1]
+    assert all("KeyError: \"the user's mistake\"" in text for _, text in results)
+    assert "found rank 2 failed" in results[0][1] and "found rank 2 failed" in results[1][1]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_killed_rank_is_named(tmp_path, failing):
+    script = f"""
+if world.rank == {failing}:
+    os.kill(os.getpid(), signal.SIGKILL)
+group.all_reduce(tensor).wait()
+"""
+    results = run_bare(script, tmp_path)
+    for rank, (code, text) in enumerate(results):
+        if rank == failing:
+            assert code == -signal.SIGKILL
+            continue
+        assert code == 1
+        assert "RankError: all_reduce #2 of group tp (ranks 0, 1, 2) failed on rank" in text
+        assert "found a lost connection" in text and f"rank {failing} does not answer" in text
+
+
+def test_a_stopped_rank_is_named(tmp_path):
+    """The stopped rank is killed by the watching one once that has its error."""
+    script = """
+from meshfuse.errors import RankTimeout
+world.store.set(f"pid/{world.rank}", str(os.getpid()))
+world.barrier()
+if world.rank == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    group.all_reduce(tensor).wait()
+finally:
+    if world.rank == 0:
+        time.sleep(2)
+        os.kill(int(world.store.get("pid/2")), signal.SIGKILL)
+"""
+    results = run_bare(script, tmp_path, limit=5)
+    assert [code for code, _ in results] == [1, 1, -signal.SIGKILL]
+    for rank in (0, 1):
+        text = results[rank][1]
+        assert f"RankTimeout: all_reduce #2 of group tp (ranks 0, 1, 2) timed out on rank {rank}" in text
+        assert "needed all ranks to arrive within 5 s" in text
+        assert "rank 2 does not answer: it is stopped or was killed" in text
+        assert f"rank {1 - rank} does not answer" not in text
+
+
+def test_a_rank_that_is_elsewhere_is_told_from_a_stopped_one(tmp_path):
+    script = """
+def long_loop():
+    time.sleep(4)
+world.limit = 1  # From here on only: ranks that start late would time out before.
+if world.rank == 1:
+    long_loop()
+group.all_reduce(tensor).wait()
+"""
+    text = run_bare(script, tmp_path, size=2)[0][1]
+    assert "RankTimeout" in text and "rank 1 runs long_loop at" in text
+
+
+def test_a_rank_that_ended_early_is_named(tmp_path):
+    script = """
+if world.rank == 1:
+    sys.exit(0)
+group.all_reduce(tensor).wait()
+"""
+    results = run_bare(script, tmp_path)
+    assert [code for code, _ in results] == [1, 0, 1]
+    assert "rank 1 has finished" in results[0][1]
+
+
+def test_a_missing_rank_of_a_barrier_is_named(tmp_path):
+    script = """
+world.limit = 1
+if world.rank == 1:
+    time.sleep(4)
+world.barrier()
+"""
+    text = run_bare(script, tmp_path, size=3)[2][1]
+    assert "barrier timed out on rank 2" in text and "rank 1 runs <module> at" in text
+    assert "rank 0" not in text.split("timed out on rank 2")[1].splitlines()[1]
+
+
+def test_no_rank_0(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("from meshfuse.runtime.world import World; World.current()")
+    environment = base_environment(
+        RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1", MESHFUSE_TIMEOUT="1",
+        TORCH_CPP_LOG_LEVEL="ERROR",
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert "RankTimeout: rank 1 cannot reach the store of its job: found no answer at 127.0.0.1:1" in done.stderr
+
+
+def test_errors_carry_the_users_line():
+    from meshfuse.errors import RankError, SourceLine
+
+    error = RankError("all_reduce failed: found this.\n    rank 1 says that")
+    error.where = SourceLine("/a/b/script.py", 12)
+    assert str(error) == "all_reduce failed: found this. (at script.py:12)\n    rank 1 says that"
+    assert os.path.basename(error.where.file) == "script.py"

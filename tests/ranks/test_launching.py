@@ -1,0 +1,295 @@
+"""`meshfuse run`, torchrun and scripts that use torch.distributed themselves; no process stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from rank_pool import base_environment
+
+pytestmark = pytest.mark.ranks
+
+LAUNCHER = ("-m", "meshfuse.runtime.launcher")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1")
+SUM = """
+import torch
+from meshfuse.runtime.world import World
+world = World.current()
+tensor = torch.tensor([float(world.rank + 1)])
+world.group(world.all_ranks, "all").all_reduce(tensor).wait()
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, limit: float = 30) -> bool:
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
+
+
+def test_launcher_runs_ranks(job):
+    script = SUM + "import sys; print(world.place.source, world.rank, world.size, tensor.item(), sys.argv[1:])"
+    done = job(script, *LAUNCHER, "--ranks", "2", args=("--mesh", "tp=2"))
+    assert done.stdout == "meshfuse run 0 2 3.0 ['--mesh', 'tp=2']\n", done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_launcher_shows_all_output_when_asked(job):
+    script = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
+    quiet = job(script, *LAUNCHER, "--ranks", "3")
+    assert quiet.stdout == "out 0\n"
+    assert sorted(quiet.stderr.splitlines()) == ["[rank 1] err 1", "[rank 2] err 2", "err 0"]
+    loud = job(script, *LAUNCHER, "--ranks", "3", "--all-output")
+    assert sorted(loud.stdout.splitlines()) == ["[rank 1] out 1", "[rank 2] out 2", "out 0"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_launcher_shows_the_first_traceback_once(job, failing):
+    script = SUM + f"\nassert world.rank != {failing}, 'bad weights'\nworld.barrier()"
+    done = job(script, *LAUNCHER, "--ranks", "2")
+    assert done.returncode == 1
+    assert done.stderr.count("AssertionError: bad weights") == 1
+    assert f"meshfuse run: rank {failing} exited with code 1; stopped the other ranks" in done.stderr
+
+
+def test_launcher_ends_ranks_that_ignore_a_failure(job):
+    script = """
+    import os, signal, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.environ["RANK"] == "1":
+        sys.exit(7)
+    time.sleep(600)
+    """
+    done = job(script, *LAUNCHER, "--ranks", "3")
+    assert done.returncode == 7
+    assert "rank 1 exited with code 7" in done.stderr
+
+
+def test_launcher_names_a_signal_and_a_time_limit(job):
+    killed = job("import os; os.environ['RANK'] == '1' and os.abort()", *LAUNCHER, "--ranks", "2")
+    assert killed.returncode == 128 + signal.SIGABRT
+    assert "rank 1 was killed by SIGABRT" in killed.stderr
+    late = job("import time; time.sleep(600)", *LAUNCHER, "--ranks", "2", "--timeout", "0.5")
+    assert late.returncode == 124 and "ranks [0, 1] still run" in late.stderr
+
+
+def test_launcher_restarts_a_failed_job(job):
+    script = SUM + """
+import os
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+assert attempt != "0" or world.rank == 0, "first attempt"
+world.barrier()
+print("attempt", attempt, tensor.item())
+"""
+    done = job(script, *LAUNCHER, "--ranks", "2", "--max-restarts", "1")
+    assert (done.returncode, done.stdout) == (0, "attempt 1 3.0\n"), done.stderr
+
+
+FAMILY = """
+import json, os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+path = pathlib.Path(sys.argv[1]) / os.environ["RANK"]
+path.with_suffix(".part").write_text(json.dumps([os.getpid(), child.pid]))
+path.with_suffix(".part").rename(path.with_suffix(".json"))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_launcher_leaves_no_process_behind(tmp_path, number):
+    """Ranks that do not even use meshfuse, and the processes that they started."""
+    script = tmp_path / "script.py"
+    script.write_text(FAMILY)
+    launcher = subprocess.Popen(
+        [sys.executable, *LAUNCHER, "--ranks", "2", str(script), str(tmp_path)],
+        env=base_environment(), stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert wait_until(lambda: len(list(tmp_path.glob("*.json"))) == 2)
+        family = [pid for path in tmp_path.glob("*.json") for pid in json.loads(path.read_text())]
+        assert len(family) == 4 and all(alive(pid) for pid in family)
+        launcher.send_signal(number)
+        launcher.wait(30)
+        assert wait_until(lambda: not any(alive(pid) for pid in family))
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert launcher.returncode == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def test_ranks_listen_on_the_loopback_interface_only(job):
+    script = SUM + """
+import os
+mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+def listening(path, loopback):
+    rows = [line.split() for line in open(path).readlines()[1:]]
+    sockets = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    assert all(row[1].split(":")[0] == loopback for row in sockets), sockets
+    return len(sockets)
+count = listening("/proc/net/tcp", "0100007F") + listening("/proc/net/tcp6", "0" * 24 + "01000000")
+assert count >= 1
+world.barrier()
+print("listening sockets:", count)
+"""
+    done = job(script, *LAUNCHER, "--ranks", "2")
+    assert done.stdout.startswith("listening sockets: "), done.stderr
+
+
+def test_torchrun(job):
+    script = SUM + "world.rank or print(world.place.source, tensor.item())"
+    done = job(script, *TORCHRUN, f"--master-port={free_port()}")
+    assert (done.returncode, done.stdout) == (0, "torchrun 3.0\n"), done.stderr
+
+
+def test_torchrun_standalone_restarts(job):
+    script = SUM + """
+import os
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+assert attempt != "0" or world.rank == 0, "first attempt"
+world.barrier()
+world.rank or print("attempt", attempt, tensor.item())
+"""
+    done = job(script, *TORCHRUN[:3], "--standalone", "--max-restarts=1")
+    assert (done.returncode, done.stdout) == (0, "attempt 1 3.0\n"), done.stderr
+    assert "AssertionError: first attempt" in done.stderr
+
+
+BEFORE = "import torch.distributed as dist; dist.init_process_group('gloo')\n"
+AFTER = """
+import torch.distributed as dist
+dist.is_initialized() or dist.init_process_group("gloo")
+dist.all_reduce(tensor)
+world.group(world.all_ranks, "all").all_reduce(tensor).wait()
+world.rank or print(world.place.source, tensor.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("how", ["launcher", "torchrun", "variables"])
+def test_the_script_has_a_default_group_too(job, tmp_path, before, how):
+    script = (BEFORE if before else "") + SUM + AFTER
+    if how == "variables":
+        assert run_with_variables(script, tmp_path) == "RANK/WORLD_SIZE 12.0\n"
+        return
+    command = (*LAUNCHER, "--ranks", "2") if how == "launcher" else (*TORCHRUN, f"--master-port={free_port()}")
+    done = job(script, *command)
+    source = "meshfuse run" if how == "launcher" else "torchrun"
+    assert (done.returncode, done.stdout) == (0, f"{source} 12.0\n"), done.stderr
+
+
+def run_with_variables(script: str, tmp_path: Path, **extra: str) -> str:
+    """Rank 0's output of two ranks that only the variables tell of each other."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=base_environment(RANK=str(rank), **common, **extra),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    return outputs[0][0]
+
+
+def test_ranks_that_only_the_default_group_knows(tmp_path):
+    """As torch.multiprocessing.spawn makes them: no variables, a store of the script's own."""
+    script = textwrap.dedent("""
+    import sys
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+    """) + SUM + "\nprint(world.place.source, tensor.item())"
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(path), str(tmp_path / "store"), str(rank)],
+            stdout=subprocess.PIPE, text=True, env=base_environment(),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["torch.distributed 3.0\n"] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.parametrize("launcher", ["Open MPI", "Slurm"])
+def test_variables_of_other_launchers(tmp_path, launcher):
+    """No MASTER_ADDR or MASTER_PORT: the job's name gives the port."""
+    path = tmp_path / "script.py"
+    path.write_text(SUM + "print(world.place.source, world.local_rank, tensor.item())")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(path)], stdout=subprocess.PIPE, text=True,
+            env=base_environment(**other_variables(launcher, str(rank), f"{os.getpid()}{launcher}")),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert outputs == [f"{launcher} {rank} 3.0\n" for rank in range(2)]
+
+
+def other_variables(launcher: str, rank: str, job_name: str) -> dict[str, str]:
+    if launcher == "Slurm":
+        return {
+            "SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_LOCALID": rank, "SLURM_JOB_ID": job_name,
+            "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node1",
+        }  # fmt: skip
+    return {
+        "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": job_name,
+    }  # fmt: skip
+
+
+def test_one_process_opens_no_socket(job):
+    script = """
+    import socket, torch
+    from meshfuse.runtime import store
+    store.connect = None
+    from meshfuse.runtime.world import World
+    world = World.current()
+    group = world.group((0,), "all")
+    tensor = torch.ones(3)
+    group.all_reduce(tensor).wait()
+    world.barrier()
+    world.check_same("a", "the program", (0,))
+    print(world.rank, world.size, tensor.tolist())
+    """
+    done = job(script)
+    assert done.stdout == "0 1 [1.0, 1.0, 1.0]\n", done.stderr
