@@ -1,7 +1,7 @@
 """Errors meant for people, in one form, and the source lines they point at.
 
-Every error that a user's mistake can cause is a ValueError whose text says what is wrong, what was found and what is
-needed, and what to do. Errors of ranks (a peer failed, stopped or disagreed) are RuntimeErrors.
+Every error that a user's mistake can cause is a ValueError whose text says what is wrong, what was found and
+what is needed, and what to do. Errors of ranks (a peer failed, stopped or disagreed) are RuntimeErrors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GENERATED = "<meshfuse"
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of a user's script. Its text is read from the file only when asked for (`given` overrides the file)."""
+    """A line of a user's script. Its text is read only when asked for; `given` overrides the file."""
 
     file: str
     line: int
@@ -37,7 +37,7 @@ class SourceLine:
 
 
 def caller_line() -> SourceLine:
-    """The innermost line of the stack that is not meshfuse's own. Cheap enough to call for every defined op."""
+    """The innermost line of the stack that is not meshfuse's own; cheap enough for every defined op."""
     frame: FrameType | None = sys._getframe(1)
     last = frame
     while frame is not None:
@@ -54,7 +54,7 @@ def _line_of(frame: FrameType) -> SourceLine:
 
 
 class MeshfuseError(Exception):
-    """Base of meshfuse's errors. `where`, a line of the user's script, may be set later and is part of the text."""
+    """Base of meshfuse's errors. `where`, a line of the script, may be set later; the text has it."""
 
     def __init__(self, message: str = "", where: SourceLine | None = None):
         super().__init__(message)
@@ -98,7 +98,7 @@ def user_error(
     where: SourceLine | None = None,
     cls: type[MeshfuseError] = DefinitionError,
 ) -> MeshfuseError:
-    """The error `{wrong}: found {found}, needed {needed}. {do} (at file:line)`; parts that are empty are left out."""
+    """The error `{wrong}: found {found}, needed {needed}. {do} (at file:line)`, less its empty parts."""
     facts = [f"found {found}"] if found else []
     facts += [f"needed {needed}"] if needed else []
     sentence = f"{wrong}: {', '.join(facts)}" if facts else wrong

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-Runs = tuple[tuple[int, int], ...]
+from .indices import Runs, global_index, linear_index
+from .lookup import embedding, index_select, limit_norm, scatter, select, take, take_rows, triu
+from .random import normal, uniform
 
 
 def tensor_like(value: Any, like: Any) -> torch.Tensor:
@@ -109,13 +112,6 @@ def imag(x: torch.Tensor) -> torch.Tensor:
     return torch.imag(x).contiguous() if x.is_complex() else torch.zeros_like(x)
 
 
-def global_index(index: Runs, device: Any = None) -> torch.Tensor:
-    """The global indices of a dim that a rank holds, int64, from their runs."""
-    if not index:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.cat([torch.arange(a, b, device=device) for a, b in index])
-
-
 def _reduced_empty(x: torch.Tensor, dims: list[int], keepdim: bool, fill: Any) -> torch.Tensor:
     """The neutral element in the shape of a reduction over nothing."""
     sizes = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
@@ -167,3 +163,51 @@ def in_stride_order(x: torch.Tensor, order: list[int]) -> torch.Tensor:
     by_stride = sorted(range(x.ndim), key=lambda d: -order[d])
     back = [by_stride.index(d) for d in range(x.ndim)]
     return x.permute(by_stride).contiguous().permute(back)
+
+
+positions = global_index
+
+
+def grid(*index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Index tensors that together name every element of a box."""
+    return torch.meshgrid(*index, indexing="ij")
+
+
+def combine(a: torch.Tensor, b: torch.Tensor, reduce: str) -> torch.Tensor:
+    """Two terms of a reduction."""
+    if a.dtype == torch.bool:
+        return torch.logical_or(a, b) if reduce in ("sum", "max") else torch.logical_and(a, b)
+    return {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}[reduce](a, b)
+
+
+def iota(length: Runs, start: Any, step: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """The rank's part of start, start + step, ...; worked out in float64 for floating point types."""
+    index = global_index(length, device)
+    return ((index.double() if dtype.is_floating_point else index) * step + start).to(dtype)
+
+
+def topk(x: torch.Tensor, k: int, dim: int, largest: bool, in_order: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and indices, equal values in the order of their indices, so that the choice is the same on every mesh."""
+    order = torch.argsort(x, dim, descending=largest, stable=True).narrow(dim, 0, k)
+    return x.gather(dim, order), order
+
+
+def scan(name: str, x: torch.Tensor, dim: int, init: Any) -> torch.Tensor:
+    """cumsum, cumprod, cummax or cummin along a dim, begun with `init`, in the type of the operand."""
+    wide = x.long() if x.dtype == torch.bool else x
+    found = getattr(torch, name)(wide, dim)
+    out = found.values if name in ("cummax", "cummin") else found
+    if init is not None:
+        out = _BEGIN[name](out, tensor_like(init, wide))
+    return out.to(x.dtype)
+
+
+_BEGIN = {"cumsum": torch.add, "cumprod": torch.mul, "cummax": torch.maximum, "cummin": torch.minimum}
+
+
+def welford(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(mean, sum of squared differences from it, count) over the dims."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    var, mean = torch.var_mean(wide, dims, correction=0)
+    count = math.prod(x.shape[d] for d in dims)
+    return mean.to(x.dtype), (var * count).to(x.dtype), torch.full(mean.shape, count, device=x.device)

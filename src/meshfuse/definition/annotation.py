@@ -37,6 +37,10 @@ class Annotation:
         """The layouts of the reduction dims of the op that makes the tensor."""
         return [self._named(layout) for layout in self.domain.layouts(reduction=True)]
 
+    def named_layouts(self, layouts: Sequence[Layout]) -> list[Layout]:
+        """Layouts with the mesh's axes in the place of nvFuser's parallel types."""
+        return [self._named(layout) for layout in layouts]
+
     def _layout(self, layout: Layout, n: int) -> Layout:
         return canonical(self._named(layout), n)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import matmul, pointwise, reductions, reshape, shape
+from . import factories, indexing, matmul, pointwise, reductions, reshape, scans, shape, statistics
 from .base import OpDef
 
-OPS: dict[str, OpDef] = {
-    op.name: op for family in (pointwise, reductions, matmul, reshape, shape) for op in family.OPS
-}
+_FAMILIES = (pointwise, reductions, statistics, scans, matmul, reshape, shape, indexing, factories)
+OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
 COMPOSITES: dict[str, Callable[..., Any]] = {}

@@ -211,11 +211,16 @@ class Emit(Protocol):
         """The same of an operand."""
         ...
 
+    def salt(self) -> int:
+        """A number of this call's own, the same on every rank and mesh, for ops that draw random numbers."""
+        ...
+
     def leads(self) -> bool:
         """True on the one rank, of those that compute terms of one partial result, that adds what is added once."""
         ...
 
 
+# One Python expression: of the result, or of a tuple of all results; or one expression per result.
 Lowering = Callable[[Emit], "str | tuple[str, ...]"]
 
 
@@ -229,10 +234,15 @@ def _no_samples() -> tuple[Sample, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A call for tests: tensors as types, everything else as passed."""
+    """A call for tests: tensors as types, everything else as passed.
+
+    `values` gives tensors (by their place among the operands) that cannot be any numbers, such as indices: the numbers
+    in row-major order, repeated until the tensor is full.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

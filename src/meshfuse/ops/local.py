@@ -31,6 +31,7 @@ class LocalCall:
     result_shardings: Sequence[Sharding]
     rank: int
     scalar_text: ScalarText = plain_text
+    number: int = 0
 
     @property
     def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -57,13 +58,23 @@ class LocalCall:
     def result_runs(self, result: int) -> tuple[Runs, ...]:
         return self.result_shardings[result].runs(self.call.results[result].shape, self.rank)
 
+    def salt(self) -> int:
+        return self.number
+
     def leads(self) -> bool:
         mesh = self.result_shardings[0].mesh
         partial = self.result_shardings[0].partial
         return all(mesh.digit(self.rank, s.axis, s.pre, s.size) == 0 for s in partial)  # type: ignore[arg-type]
 
+    def statements(self, targets: Sequence[str]) -> list[str]:
+        """Python statements that assign the results to these names."""
+        texts = self.text()
+        if len(texts) == len(targets):
+            return [f"{target} = {text}" for target, text in zip(targets, texts, strict=True)]
+        return [f"{', '.join(targets)} = {texts[0]}"]
+
     def text(self) -> tuple[str, ...]:
-        """Python text of every result."""
+        """Python text of every result, or one that gives a tuple of them all."""
         made = self.call.op.emit(self)
         return (made,) if isinstance(made, str) else tuple(made)
 

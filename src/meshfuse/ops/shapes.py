@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..errors import user_error
-from .base import DimFactors, RuleBuilder, TensorType
+from .base import DimFactors, RuleBuilder, ScalarRef, TensorType
 
 UNKNOWN = -1
+
+
+def known_size(n: object) -> int:
+    """A size as passed to an op; a scalar of the definition is not known yet."""
+    return UNKNOWN if isinstance(n, ScalarRef) else int(n)  # type: ignore[call-overload]
 
 
 def broadcast_size(a: int, b: int) -> int | None:

@@ -16,7 +16,7 @@ from .liveness import Failure, look_for_failure, published, roll_call, within
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Who asks: this rank, the store it asks through, who serves that (None: no rank), and the limit of waits."""
+    """The rank that asks, its store, the rank that serves that (None: none), and the limit of waits."""
 
     rank: int
     store: dist.Store
@@ -27,8 +27,8 @@ class Scene:
 def peer_failed(scene: Scene, what: str, failure: Failure) -> RankError:
     """The error of a rank whose peer published a failure."""
     error = RankError(
-        f"{what} cannot finish on rank {scene.rank}: found rank {failure.rank} failed, needed all ranks running. "
-        f"Rank {failure.rank} says:\n{textwrap.indent(failure.text, '    ')}"
+        f"{what} cannot finish on rank {scene.rank}: found rank {failure.rank} failed, needed all ranks "
+        f"running. Rank {failure.rank} says:\n{textwrap.indent(failure.text, '    ')}"
     )
     error.peer = failure.rank
     return error
@@ -41,22 +41,22 @@ def connection_lost(scene: Scene, what: str, peers: Iterable[int], cause: str, a
         return peer_failed(scene, what, failure)
     silent, report = _report(scene, peers)
     error = RankError(
-        f"{what} failed on rank {scene.rank} after {after:.1f} s: found a lost connection ({_brief(cause)}), needed "
-        f"all ranks of the group running. See why the silent ranks ended.\n{report}"
+        f"{what} failed on rank {scene.rank} after {after:.1f} s: found a lost connection ({_brief(cause)}), "
+        f"needed all ranks of the group running. See why the silent ranks ended.\n{report}"
     )
     error.silent = silent
     return error
 
 
 def timed_out(scene: Scene, what: str, peers: Iterable[int], after: float) -> RankError:
-    """The error of a wait that reached MESHFUSE_TIMEOUT: says which peers do not answer and where the others are."""
+    """The error of a wait that reached its limit: who does not answer, and where the others are."""
     failure = within(1.0, lambda: published(scene.store), None)
     if failure is not None and failure.rank != scene.rank:
         return peer_failed(scene, what, failure)
     silent, report = _report(scene, peers)
     error = RankTimeout(
-        f"{what} timed out on rank {scene.rank}: found no end after {after:.1f} s, needed all ranks to arrive within "
-        f"{scene.limit:g} s. See the ranks below, or raise MESHFUSE_TIMEOUT if they are only slow.\n{report}"
+        f"{what} timed out on rank {scene.rank}: found no end after {after:.1f} s, needed all ranks to arrive "
+        f"within {scene.limit:g} s. See the ranks below, or raise MESHFUSE_TIMEOUT if they are only slow.\n{report}"
     )
     error.silent = silent
     return error
@@ -80,7 +80,8 @@ def _report(scene: Scene, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:
 def _no_store(scene: Scene) -> tuple[tuple[int, ...], str]:
     if scene.host is None:
         return (), "    the launcher's agent, which serves the store of the job, does not answer"
-    return (scene.host,), f"    rank {scene.host} {_state(None)} (and with it the store of the job, so ask no others)"
+    report = f"    rank {scene.host} {_state(None)}, and with it the store through which the others would"
+    return (scene.host,), report
 
 
 def _state(answer: str | None) -> str:
@@ -94,8 +95,8 @@ def disagreement(what: str, values: Sequence[str], ranks: Sequence[int]) -> Rank
         by_value.setdefault(value, []).append(rank)
     have = "; ".join(f"{_ranks(members)} {_shorten(value)}" for value, members in by_value.items())
     return RankError(
-        f"ranks disagree on {what}: found {have}, needed one value on all of them. Make every rank run the same "
-        "definition with the same shapes; let nothing in it depend on the rank."
+        f"ranks disagree on {what}: found {have}, needed one value on all of them. Make every rank run the "
+        "same definition with the same shapes; let nothing in it depend on the rank."
     )
 
 

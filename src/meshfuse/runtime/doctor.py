@@ -28,12 +28,12 @@ class Finding:
 
 
 def report() -> str:
-    """A table of Python, torch, CUDA, gloo, NCCL, nvFuser, Thunder and the launcher, each with what it means."""
+    """A table of Python, torch, CUDA, gloo, NCCL, nvFuser, Thunder and the launcher."""
     return table(findings())
 
 
 def findings() -> list[Finding]:
-    """The rows of `report`. Imports torch if it is there, and nvFuser never: a broken one would end the process."""
+    """The rows of `report`. Never imports nvFuser: a broken one would end the process."""
     torch = _torch()
     rows = [_python(), _cpu(), _torch_row(torch)]
     if torch is not None:
@@ -60,20 +60,22 @@ def _torch() -> Any:
 def _python() -> Finding:
     enough = sys.version_info >= _OLDEST_PYTHON
     oldest = ".".join(map(str, _OLDEST_PYTHON))
-    return Finding("Python", platform.python_version(), "fine" if enough else f"too old: meshfuse needs {oldest}")
+    meaning = "fine" if enough else f"too old: meshfuse needs {oldest}"
+    return Finding("Python", platform.python_version(), meaning)
 
 
 def _cpu() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Finding("CPU cores", str(cores), f"`meshfuse run --ranks {cores}` keeps one core per rank; more work, slower")
+    return Finding("CPU cores", str(cores), f"more real ranks than {cores} work, but share cores")
 
 
 def _torch_row(torch: Any) -> Finding:
     if torch is not None:
         return Finding("torch", torch.__version__, "programs run in eager torch or Inductor")
     broken = importlib.util.find_spec("torch") is not None
-    meaning = "its import fails: reinstall it" if broken else "only planning, bills and explanations work: install it"
-    return Finding("torch", "broken" if broken else "none", meaning)
+    if broken:
+        return Finding("torch", "broken", "its import fails: reinstall it")
+    return Finding("torch", "none", "programs can be planned but not run: install it")
 
 
 def _cuda(torch: Any) -> Finding:
@@ -83,13 +85,15 @@ def _cuda(torch: Any) -> Finding:
         return Finding("CUDA", f"{torch.version.cuda}, no device", "tensors and ranks live on the CPU")
     count = torch.cuda.device_count()
     names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(count)}))
-    return Finding("CUDA", f"{torch.version.cuda}, {count} × {names}", f"up to {count} CUDA ranks on this machine")
+    state = f"{torch.version.cuda}, {count} × {names}"
+    return Finding("CUDA", state, f"up to {count} CUDA ranks on this machine")
 
 
 def _gloo(torch: Any) -> Finding:
     there = _backend(lambda: torch.distributed.is_gloo_available())
-    meaning = "real ranks on CPUs: `meshfuse run` and torchrun" if there else "no CPU ranks: simulated ranks only"
-    return Finding("gloo", "yes" if there else "none", meaning)
+    if there:
+        return Finding("gloo", "yes", "real ranks on CPUs: `meshfuse run` and torchrun")
+    return Finding("gloo", "none", "no CPU ranks: simulated ranks only")
 
 
 def _nccl(torch: Any) -> Finding:
@@ -97,8 +101,9 @@ def _nccl(torch: Any) -> Finding:
     if not there:
         return Finding("NCCL", "none", "no real ranks on CUDA devices")
     version = ".".join(map(str, torch.cuda.nccl.version()))
-    usable = torch.cuda.is_available()
-    return Finding("NCCL", version, "real ranks on CUDA devices" if usable else "unused, as there is no device")
+    if torch.cuda.is_available():
+        return Finding("NCCL", version, "real ranks on CUDA devices")
+    return Finding("NCCL", version, "unused, as there is no device")
 
 
 def _backend(question: Callable[[], bool]) -> bool:
@@ -138,7 +143,8 @@ def _launched() -> Finding:
         return Finding("launcher", "wrong variables", str(error))
     if place.size == 1:
         return Finding("launcher", "none", "one rank; meshes run on simulated ranks in this process")
-    return Finding("launcher", place.source, f"rank {place.rank} of {place.size}, store at {place.address}:{place.port}")
+    where = f"rank {place.rank} of {place.size}, store at {place.address}:{place.port}"
+    return Finding("launcher", place.source, where)
 
 
 def _limit() -> Finding:

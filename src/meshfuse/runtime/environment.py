@@ -20,8 +20,8 @@ class Environment:
     """One process's place among its peers and where their store is.
 
     `source` is the launcher's name. `agent_store` says that torchrun's agent already serves a store at
-    `address:port`; `listen_fd` is a listening socket that `meshfuse run` gave to rank 0; `attempt` differs between
-    restarts of one job.
+    `address:port`; `listen_fd` is a listening socket that `meshfuse run` gave to rank 0; `attempt` differs
+    between restarts of one job.
     """
 
     source: str = "none"
@@ -114,8 +114,8 @@ def _open_mpi(env: Mapping[str, str]) -> Environment:
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    # A batch or interactive shell has SLURM_PROCID=0 and SLURM_NTASKS=n too, but it is one process: only srun's
-    # tasks have a step.
+    # A batch or interactive shell has SLURM_PROCID=0 and SLURM_NTASKS=n too, but it is one process: only
+    # srun's tasks have a step.
     shell = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env
     return "SLURM_PROCID" in env and "SLURM_NTASKS" in env and not shell
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from types import TracebackType
@@ -9,7 +10,8 @@ from typing import Protocol
 
 from ..errors import RankError
 
-# Set by `meshfuse run`: the exit code of ranks that only follow a failed peer, whose traceback they leave to it.
+# Set by `meshfuse run`: the exit code of ranks that only follow a failed peer, whose traceback they leave to
+# it.
 FOLLOWER = "MESHFUSE_FOLLOWER_CODE"
 
 
@@ -48,7 +50,7 @@ def install_hook(world: Publisher) -> None:
 
 
 def _is_told_elsewhere(error: BaseException) -> bool:
-    """Whether a failed peer's traceback, or the user's line in the message, makes this rank's traceback noise."""
+    """Whether this rank's traceback would only repeat a failed peer's or the line in its message."""
     return getattr(error, "peer", None) is not None or getattr(error, "where", None) is not None
 
 
@@ -60,7 +62,5 @@ def _print_short(rank: int, error: BaseException) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # The reader may have gone.
             stream.flush()
-        except (OSError, ValueError):
-            pass  # The reader has gone; there is nothing left to tell it.

@@ -1,4 +1,4 @@
-"""Collectives of CPU tensors over gloo, with its gaps filled: dtypes, NaN in max, reduce-scatter, small reductions."""
+"""Collectives of CPU tensors over gloo, and what it lacks: dtypes, NaN in max, reduce-scatter."""
 
 from __future__ import annotations
 
@@ -35,19 +35,23 @@ class Gloo:
 
     def __init__(self, group: Group, store: dist.Store):
         self._group = group
-        self._pg = dist.ProcessGroupGloo(store, group.index, group.size, _options(group.world))
+        # torch's stubs lack the backend's methods.
+        self._pg: Any = dist.ProcessGroupGloo(store, group.index, group.size, _options(group.world))
         self._all_to_all_options = dist.AllToAllOptions()
         self._reduce_options = {op: _reduce_option(code) for op, code in _REDUCE.items()}
         self._broadcast_options = [_broadcast_option(index) for index in range(group.size)]
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
-        """In place. Small tensors and ops that gloo lacks are gathered and folded here, in the ranks' order."""
+        """In place. Small tensors and ops that gloo lacks are gathered and folded in the ranks' order."""
         check_reducible(tensor.dtype, op)
         native = native_form(tensor, op) if self._group.size == 2 or tensor.nbytes > _SMALL_BYTES else None
         if native is None:
             return self._gather_and_fold(tensor, op)
         return self._issue(
-            "all_reduce", self._pg.allreduce, ([native.tensor], self._reduce_options[native.op]), native.finish
+            "all_reduce",
+            self._pg.allreduce,
+            ([native.tensor], self._reduce_options[native.op]),
+            native.finish,
         )
 
     def _gather_and_fold(self, tensor: torch.Tensor, op: str) -> Work:
@@ -122,7 +126,7 @@ class Gloo:
 
 
 def _options(world: Any) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [_device(world.place.one_host)]
     options._timeout = timedelta(seconds=world.limit)
     options._threads = _THREADS
@@ -139,7 +143,7 @@ def _device(one_host: bool) -> Any:
 
 
 def _reduce_option(code: Any) -> Any:
-    options = dist.AllreduceOptions()
+    options: Any = dist.AllreduceOptions()
     options.reduceOp = code
     return options
 

@@ -1,4 +1,4 @@
-"""The collectives of some ranks. Each issues and returns at once; its `wait()` is limited by MESHFUSE_TIMEOUT."""
+"""The collectives of some ranks: issued at once, waited for at most MESHFUSE_TIMEOUT seconds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Group:
     """`ranks` that communicate with each other, of which this process is `ranks[index]`.
 
-    All tensors are contiguous. All ranks of the group issue the same collectives in the same order. Any dtype works.
-    A group of one rank and tensors without elements do nothing. Errors are RankError (a peer failed) and RankTimeout
-    (a peer did not arrive), raised by `wait()` and sometimes at once.
+    All tensors are contiguous. All ranks of the group issue the same collectives in the same order. Any dtype
+    works. A group of one rank and tensors without elements do nothing. Errors are RankError (a peer failed)
+    and RankTimeout (a peer did not arrive), raised by `wait()` and sometimes at once.
     """
 
     def __init__(self, world: World, ranks: tuple[int, ...], label: str):
@@ -34,13 +34,13 @@ class Group:
         return f"group {self.label} (ranks {', '.join(map(str, self.ranks))})"
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Work | Done:
-        """Reduce `tensor` over the ranks, in place. op: sum, prod, max or min (of bools: or, and, or, and)."""
+        """Reduce over the ranks, in place. op: sum, prod, max, min (of bools: or, and, or, and)."""
         if self.size == 1 or not tensor.numel():
             return DONE
         return self._transport(tensor).all_reduce(tensor, op)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work | Done:
-        """Put the equal blocks of all ranks behind each other into `out`, which is as large as all of them."""
+        """Put the equal blocks of all ranks behind each other into `out`, in the group's order."""
         if self.size == 1:
             out.view(-1).copy_(tensor.view(-1))
             return DONE
@@ -56,7 +56,7 @@ class Group:
     def all_to_all(
         self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
     ) -> Work | Done:
-        """Send `in_sizes[r]` elements of flat `tensor` to each rank r and get `out_sizes[r]` from it. May be 0."""
+        """Send `in_sizes[r]` elements of `tensor` to each rank r and get `out_sizes[r]` from it; 0 is fine."""
         if self.size == 1:
             out.view(-1).copy_(tensor.view(-1))
             return DONE

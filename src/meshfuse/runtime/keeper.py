@@ -1,9 +1,12 @@
-"""Ends what a launcher started, should the launcher be killed. Run by path as `keeper.py FD`; imports no meshfuse.
+"""Ends what a launcher started, should the launcher be killed. Run by path as `keeper.py FD`; imports no
+meshfuse.
 
-The launcher holds the other end of the pipe FD: it writes the process group of each rank, one per line, and `done` once
-it has ended them itself. The end of the pipe without that word means that the launcher was killed.
+The launcher holds the other end of the pipe FD: it writes the process group of each rank, one per line, and
+`done` once it has ended them itself. The end of the pipe without that word means that the launcher was
+killed.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,10 +21,8 @@ def main(fd: int) -> None:
     if lines[-1:] == ["done"]:
         return
     for line in lines:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(int(line), signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 if __name__ == "__main__":

@@ -53,9 +53,10 @@ def run(
 ) -> int:
     """Run `python argv...` as `ranks` processes of this machine and return the exit code of the job.
 
-    Rank 0's output passes through; the other ranks' stderr is prefixed with their number, and so is their stdout with
-    `all_output` (else dropped). The first rank to fail ends all; the code is its own, 128 + n for signal n, and 124
-    after `timeout` seconds. Up to `max_restarts` times a failed job starts anew, TORCHELASTIC_RESTART_COUNT telling.
+    Rank 0's output passes through; the other ranks' stderr is prefixed with their number, and so is their
+    stdout with `all_output` (else dropped). The first rank to fail ends all; the code is its own, 128 + n for
+    signal n, and 124 after `timeout` seconds. Up to `max_restarts` times a failed job starts anew,
+    TORCHELASTIC_RESTART_COUNT telling.
     """
     if ranks < 1:
         raise ValueError(f"wrong number of ranks: found {ranks}, needed 1 or more.")
@@ -102,11 +103,12 @@ def _free_port() -> int:
 
 
 def _job_variables(ranks: int, attempt: int, store_port: int) -> dict[str, str]:
-    """The variables of torchrun, with a store of meshfuse's own beside MASTER_PORT, which stays the script's."""
+    """torchrun's variables, and a store of meshfuse's own beside MASTER_PORT, the script's."""
     variables = dict(os.environ)
     variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     variables.setdefault("OMP_NUM_THREADS", "1")
-    # When the rank that serves the store dies, torch logs C++ stacks in all others, on top of the error itself.
+    # When the rank that serves the store dies, torch logs C++ stacks in all others, on top of the error
+    # itself.
     variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return variables | {
         "WORLD_SIZE": str(ranks),
@@ -119,7 +121,9 @@ def _job_variables(ranks: int, attempt: int, store_port: int) -> dict[str, str]:
     }
 
 
-def _start(rank: int, argv: list[str], base: Mapping[str, str], listener: socket.socket, all_output: bool) -> Rank:
+def _start(
+    rank: int, argv: list[str], base: Mapping[str, str], listener: socket.socket, all_output: bool
+) -> Rank:
     variables = dict(base) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     handed: tuple[int, ...] = ()
     if rank == 0:
@@ -182,13 +186,15 @@ def _watch(started: list[Rank], deadline: float | None) -> int:
 
 
 def _first_failure(started: list[Rank], failed: dict[int, int]) -> tuple[int, int]:
-    """The rank that failed by itself. One that followed a peer's failure may have ended before that peer has."""
+    """The rank that failed by itself; those that follow a peer's failure may have ended before it."""
     until = time.monotonic() + _GRACE
     while set(failed.values()) == {FOLLOWER_CODE} and time.monotonic() < until:
         time.sleep(_POLL)
         codes = {r.rank: r.process.poll() for r in started}
         failed = {rank: code for rank, code in codes.items() if code}
-    return next(((rank, code) for rank, code in failed.items() if code != FOLLOWER_CODE), next(iter(failed.items())))
+    return next(
+        ((rank, code) for rank, code in failed.items() if code != FOLLOWER_CODE), next(iter(failed.items()))
+    )
 
 
 def _report(failure: tuple[int, int]) -> int:
@@ -254,7 +260,7 @@ def _signals() -> Iterator[None]:
 
 @contextmanager
 def _keeper() -> Iterator[Callable[[int], None]]:
-    """A process that outlives the launcher only to end the ranks' process groups if the launcher is killed."""
+    """A process that outlives the launcher only to end the ranks if the launcher is killed."""
     read, write = os.pipe()
     keeper = subprocess.Popen([sys.executable, "-S", "-I", _KEEPER, str(read)], pass_fds=(read,))
     os.close(read)
@@ -272,13 +278,19 @@ def _write_line(fd: int, text: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `meshfuse run`."""
-    parser.add_argument("--ranks", "-n", type=int, required=True, help="number of processes to start on this machine")
+    parser.add_argument(
+        "--ranks", "-n", type=int, required=True, help="number of processes to start on this machine"
+    )
     parser.add_argument("--timeout", type=float, help="end the job after this many seconds (exit code 124)")
-    parser.add_argument("--max-restarts", type=int, default=0, help="start a failed job anew, this often at most")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, help="start a failed job anew, this often at most"
+    )
     parser.add_argument(
         "--all-output", action="store_true", help="show every rank's stdout, prefixed (else rank 0's alone)"
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m"
+    )
     parser.add_argument("script", help="the Python script that every rank runs")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
 

@@ -1,11 +1,12 @@
 """Who failed, and where everyone else is: published tracebacks, and a roll call of the ranks.
 
-Each rank runs one thread that sleeps on the store until a peer calls it, and then answers where this rank's main
-thread is. A rank that is stopped or gone is thus told from one that is only slow.
+Each rank runs one thread that sleeps on the store until a peer calls it, and then answers where this rank's
+main thread is. A rank that is stopped or gone is thus told from one that is only slow.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -35,14 +36,12 @@ class Failure:
 
 
 def within(seconds: float, action: Callable[[], T], default: T) -> T:
-    """The action's result, or `default` where it fails or takes too long, as calls to a stopped store's host do."""
+    """The action's result, or `default` if it fails or takes too long, as a stopped store does."""
     result = [default]
 
     def attempt() -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # The store's host is gone.
             result[0] = action()
-        except RuntimeError:
-            pass  # The store's host is gone; `default` says so.
 
     thread = threading.Thread(target=attempt, name="meshfuse-within", daemon=True)
     try:
@@ -71,13 +70,15 @@ def published(store: dist.Store) -> Failure | None:
 
 
 def look_for_failure(store: dist.Store, seconds: float = _LOOK) -> Failure | None:
-    """Wait a while for a primary failure; a peer's connection breaks a moment before or after it publishes one."""
+    """Wait a while for a primary failure: connections break just before or after it is published."""
     within(seconds + 1, lambda: await_keys(store, ["failure/primary"], seconds, lambda: None), [])
     return within(1.0, lambda: published(store), None)
 
 
-def roll_call(store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK) -> dict[int, str | None] | None:
-    """What each rank says it is doing, None for one that does not answer; None if the store does not answer."""
+def roll_call(
+    store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK
+) -> dict[int, str | None] | None:
+    """What each rank says it is doing, None where it does not answer; None if the store does not."""
     ranks = tuple(ranks)
     return within(seconds + 2, lambda: _call(store, ranks, seconds), None)
 
@@ -100,7 +101,8 @@ class Responder:
     """The thread that answers roll calls for this rank, on its own connection to the store."""
 
     def __init__(self, store: dist.Store, rank: int, doing: Callable[[], str]):
-        self._store, self._own, self._rank, self._doing = store, store.clone(), rank, doing
+        self._store, self._rank, self._doing = store, rank, doing
+        self._own: dist.Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._thread = threading.Thread(target=self._answer, name="meshfuse-responder", daemon=True)
         self._thread.start()
 

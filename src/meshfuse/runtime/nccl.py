@@ -1,4 +1,4 @@
-"""Collectives of CUDA tensors over NCCL. A wait orders the current stream after the collective and does not block."""
+"""Collectives of CUDA tensors over NCCL. A wait orders the current stream; it does not block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Nccl:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=group.world.limit)
         self._group = group
-        self._pg = dist.ProcessGroupNCCL(store, group.index, group.size, options)
+        # torch's stubs lack the backend's methods.
+        self._pg: Any = dist.ProcessGroupNCCL(store, group.index, group.size, options)
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         """In place; dtypes that NCCL cannot reduce are gathered and folded."""
@@ -50,7 +51,7 @@ class Nccl:
                 lambda: self._pg._allgather_base(movable(stack), movable(tensor)),
                 lambda: fold(stack, op, tensor.view(-1)),
             )
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = _REDUCE[op]
         return self._issue("all_reduce", lambda: self._pg.allreduce([tensor], options))
 
@@ -65,10 +66,12 @@ class Nccl:
             stack = tensor.new_empty((self._group.size, out.numel()))
             return self._issue(
                 "reduce_scatter",
-                lambda: self._pg.alltoall_base(movable(stack), movable(tensor), [], [], dist.AllToAllOptions()),
+                lambda: self._pg.alltoall_base(
+                    movable(stack), movable(tensor), [], [], dist.AllToAllOptions()
+                ),
                 lambda: fold(stack, op, out.view(-1)),
             )
-        options = dist.ReduceScatterOptions()
+        options: Any = dist.ReduceScatterOptions()
         options.reduceOp = _REDUCE[op]
         return self._issue(
             "reduce_scatter", lambda: self._pg._reduce_scatter_base(out.view(-1), tensor.view(-1), options)

@@ -48,7 +48,7 @@ def move_scale(dtype: torch.dtype) -> int:
 
 
 def fold(stack: torch.Tensor, op: str, out: torch.Tensor) -> None:
-    """Reduce `stack` [ranks, n] over ranks into `out` [n]. Half types accumulate in float32; NaN stays NaN."""
+    """Reduce `stack` [ranks, n] into `out` [n]. Half types accumulate in float32; NaN stays NaN."""
     if stack.dtype == torch.bool:
         (torch.any if op in ("sum", "max") else torch.all)(stack, 0, out=out)
     elif op == "sum":
@@ -71,7 +71,7 @@ def check_reducible(dtype: torch.dtype, op: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """An all-reduce in a form that the backend gets right: its tensor, its op, and how to take the result back."""
+    """An all-reduce as the backend gets it right: tensor, op, and how to take the result back."""
 
     tensor: torch.Tensor
     op: str

@@ -1,4 +1,4 @@
-"""The key-value store through which the ranks of a job find each other; separate keys from any other user of it."""
+"""The store through which a job's ranks find each other; no keys shared with other users of it."""
 
 from __future__ import annotations
 
@@ -36,18 +36,22 @@ def hosts_store(place: Environment) -> bool:
 def _join(place: Environment, limit: float) -> dist.Store:
     try:
         return dist.TCPStore(
-            place.address, place.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)
+            place.address,
+            place.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=limit),
         )
     except RuntimeError as error:
         raise RankTimeout(
-            f"rank {place.rank} cannot reach the store of its job: found no answer at {place.address}:{place.port} "
-            f"within {limit:g} s, needed rank 0 to serve it there. See whether rank 0 runs and got as far as "
+            f"rank {place.rank} cannot reach the store of its job: found no answer at "
+            f"{place.address}:{place.port} within {limit:g} s, needed rank 0 to serve it there. See whether rank 0 runs and got as far as "
             "meshfuse, or raise MESHFUSE_TIMEOUT."
         ) from error
 
 
 def _serve(place: Environment) -> dist.Store:
-    """A store at the job's port, shared with torch's default process group should the script make one there."""
+    """A store at the job's port, shared with a default process group that the script makes there."""
     if place.listen_fd is not None:
         return _start(place, _adopt(place.listen_fd))
     try:
@@ -78,9 +82,11 @@ def _start(place: Environment, listener: socket.socket) -> dist.Store:
 
 
 def _share(place: Environment, error: OSError) -> dist.Store:
-    """The store that this process already serves at the port, because the script called init_process_group first."""
+    """The store that this process serves already, as the script called init_process_group first."""
     try:
-        return dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return dist.TCPStore(
+            place.address, place.port, is_master=True, wait_for_workers=False, multi_tenant=True
+        )
     except RuntimeError:
         raise user_error(
             "rank 0 cannot serve the store of its job",

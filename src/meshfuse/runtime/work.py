@@ -23,7 +23,7 @@ class Reporter(Protocol):
 
 
 class Work:
-    """An issued collective. `wait()` returns once its result is in place, or raises RankError or RankTimeout."""
+    """An issued collective. `wait()` puts its result in place or raises RankError or RankTimeout."""
 
     __slots__ = ("_finish", "_handle", "_keep", "_sliced", "group", "name", "number", "reporter", "start")
 
@@ -35,7 +35,7 @@ class Work:
         self._handle, self._keep, self._finish, self._sliced = None, keep, finish, False
 
     def attach(self, handle: Any, sliced: bool = False) -> None:
-        """Take the backend's handle of the issued work. `sliced` says that its wait may be given up and repeated."""
+        """Take the backend's handle. `sliced`: its wait may be given up and repeated."""
         self._handle, self._sliced = handle, sliced
 
     def wait(self) -> None:
@@ -45,7 +45,10 @@ class Work:
             return
         self.reporter.waiting = self
         try:
-            self._wait_sliced(handle) if self._sliced else handle.wait()
+            if self._sliced:
+                self._wait_sliced(handle)
+            else:
+                handle.wait()
         except RankError:
             raise
         except RuntimeError as error:

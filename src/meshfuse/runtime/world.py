@@ -37,8 +37,9 @@ class _Counters:
 class World:
     """The ranks of this job. `World.current()` is the process's own; alone, it opens no socket.
 
-    Everything lives in a store and process groups of meshfuse's own: whether the script uses torch's default process
-    group, before or after, makes no difference. Every wait ends after `limit` seconds (MESHFUSE_TIMEOUT).
+    Everything lives in a store and process groups of meshfuse's own: whether the script uses torch's default
+    process group, before or after, makes no difference. Every wait ends after `limit` seconds
+    (MESHFUSE_TIMEOUT).
     """
 
     _current: ClassVar[World | None] = None
@@ -57,7 +58,7 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """This process's world, joined at the first call. Raises RankTimeout where rank 0 is not to be found."""
+        """This process's world, joined at the first call. RankTimeout if rank 0 is not to be found."""
         if cls._current is None:
             cls._current = World(_place(), time_limit())
         return cls._current
@@ -85,9 +86,11 @@ class World:
         return main_thread_line() if waiting is None else f"waits in {waiting}"
 
     def group(self, ranks: Sequence[int], label: str = "") -> Group:
-        """The group of `ranks`, of which this rank is one; made at the first call and the same object ever after.
+        """The group of `ranks`, of which this rank is one; made at the first call and the same object ever
+        after.
 
-        Its members connect at their first collective. Raises ArgumentError for ranks that are not in this world.
+        Its members connect at their first collective. Raises ArgumentError for ranks that are not in this
+        world.
         """
         ranks = tuple(ranks)
         group = self._groups.get(ranks)
@@ -127,7 +130,7 @@ class World:
             self._arrive(f"barrier/{self._counters.next(self.all_ranks)}", self.all_ranks, "barrier")
 
     def check_same(self, value: str, what: str, ranks: Sequence[int]) -> None:
-        """Compare a short text over `ranks`, which all call this. RankError on every one of them if it differs."""
+        """Compare a short text over `ranks`, which all call this. RankError on every one if it differs."""
         ranks = tuple(ranks)
         if len(ranks) == 1:
             return
@@ -153,7 +156,7 @@ class World:
             raise peer_failed(self._scene(), what, failure)
 
     def explain(self, work: Work, error: BaseException) -> RankError:
-        """The error to raise for a backend's error in `work`: says who failed or did not arrive, as far as known."""
+        """The error to raise for a backend's error in `work`: who failed or did not arrive, if known."""
         return self._explain(str(work), work.group.ranks, error, work.start)
 
     def _explain(self, what: str, ranks: tuple[int, ...], error: BaseException, start: float) -> RankError:
@@ -172,7 +175,7 @@ class World:
             within(1.0, lambda: publish(self.store, self.rank, error), None)
 
     def depart(self, error: BaseException) -> None:
-        """After a failure: say that this rank is gone, and keep a store of its own up while peers read from it."""
+        """After a failure: tell the peers, and keep a store of its own up while they read from it."""
         self._say_done()
         for group in self._groups.values():
             group.abort()
@@ -194,7 +197,9 @@ class World:
         within(1.0, lambda: self.store.set(f"done/{self.rank}", ""), None)
 
     def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> None:
-        joined = [rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])]
+        joined = [
+            rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])
+        ]
         await_keys(self.store, [f"done/{rank}" for rank in joined], limit, check)
 
 

@@ -1,0 +1,52 @@
+"""meshfuse: write the math of a model once, say how a few tensors split over a device mesh, run it on every rank.
+
+The names below are loaded when they are first used: importing meshfuse loads neither torch nor nvFuser.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "FusionDefinition": "fusion_definition",
+    "shard_tensor": "fusion_definition",
+    "TensorView": "definition.tensor_view",
+    "Val": "definition.tensor_view",
+    "DeviceMesh": "mesh",
+    "ParallelType": "mesh",
+    "DataType": "dtypes",
+    "Sharding": "sharding.value",
+    "Split": "sharding.layout",
+    "World": "runtime.world",
+    "MeshfuseError": "errors",
+    "DefinitionError": "errors",
+    "ArgumentError": "errors",
+    "RankError": "errors",
+    "RankTimeout": "errors",
+}
+__all__ = sorted(_HOME)  # noqa: PLE0605 - the names are those of _HOME
+
+if TYPE_CHECKING:
+    from .definition.tensor_view import TensorView, Val
+    from .dtypes import DataType
+    from .errors import ArgumentError, DefinitionError, MeshfuseError, RankError, RankTimeout
+    from .fusion_definition import FusionDefinition, shard_tensor
+    from .mesh import DeviceMesh, ParallelType
+    from .runtime.world import World
+    from .sharding.layout import Split
+    from .sharding.value import Sharding
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'meshfuse' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,70 @@
+"""The stages in their order: the page to open first.
+
+definition → `concretize` → `propagate` → `insert_resharding` → `segment` → `lower_to_host_ir` → executor.
+Every stage is a function from one printable value to the next and changes nothing of what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .definition.fusion import DefinitionBuilder
+from .graph import Graph, concretize
+from .host_ir.lower import lower_to_host_ir
+from .host_ir.program import HostProgram, digest_of
+from .host_ir.verify import verify, verify_together
+from .mesh import DeviceMesh
+from .propagation.propagate import propagate
+from .propagation.sharded import ShardedDefinition
+from .resharding.insert import ReshardedDefinition, insert_resharding
+from .segmentation import SegmentedDefinition, segment
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """All stages of one definition for one set of shapes. Host programs are made per rank, when asked for."""
+
+    sharded: ShardedDefinition
+    resharded: ReshardedDefinition
+    segmented: SegmentedDefinition
+    digest: str
+    ranks: tuple[int, ...]
+    _programs: dict[int, HostProgram] = field(default_factory=dict, repr=False)
+
+    @property
+    def graph(self) -> Graph:
+        return self.sharded.graph
+
+    def host_program(self, rank: int) -> HostProgram:
+        """The verified program of a rank."""
+        if rank not in self._programs:
+            program = lower_to_host_ir(self.segmented, rank, self.digest)
+            verify(program)
+            self._programs[rank] = program
+        return self._programs[rank]
+
+    def verify(self) -> None:
+        """Check all ranks' programs against each other."""
+        verify_together([self.host_program(rank) for rank in self.ranks])
+
+    def output_shardings(self) -> list[Any]:
+        """The sharding of every output."""
+        return [self.resharded.values[v].sharding for v in self.resharded.outputs]
+
+
+def compile_definition(
+    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh
+) -> CompiledProgram:
+    """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one."""
+    graph = concretize(fd, shapes, scalars)
+    sharded = propagate(graph, world)
+    resharded = insert_resharding(sharded)
+    segmented = segment(resharded)
+    digest = digest_of(str(segmented) + str(resharded) + str(sharded))
+    return CompiledProgram(sharded, resharded, segmented, digest, _ranks(resharded))
+
+
+def _ranks(resharded: ReshardedDefinition) -> tuple[int, ...]:
+    return tuple(sorted({rank for value in resharded.values for rank in value.sharding.mesh.ranks}))

@@ -1,0 +1,1 @@
+"""Running host programs: on simulated ranks in this process, or on real ones."""

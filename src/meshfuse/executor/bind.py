@@ -1,0 +1,63 @@
+"""A host program as a Python function: its text compiled once, its groups and helpers bound."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .. import kernels
+from ..host_ir.instructions import Collective, Instruction, Launch, SendRecv, Wait, group_name
+from ..host_ir.program import HostProgram
+from ..scalars import FUNCTIONS
+
+GroupOf = Callable[[tuple[int, ...]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProgram:
+    """`main` is the function that runs the program; `where` names the instruction of each of its lines."""
+
+    main: Callable[..., Any]
+    where: Mapping[int, Instruction]
+    file: str
+
+
+def bind_program(program: HostProgram, group_of: GroupOf, device: torch.device, simulated: bool = False) -> BoundProgram:
+    """Compile a program. `group_of` gives the communication group of some ranks."""
+    lines, where = program.lines(simulated)
+    text = "\n".join(lines) + "\n"
+    file = f"<meshfuse rank {program.rank} {program.digest}{' simulated' if simulated else ''}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": FUNCTIONS, "device": device}
+    scope.update({group_name(group): group_of(group) for group in program.groups})
+    exec(compile(text, file, "exec"), scope)
+    return BoundProgram(scope["main"], where, file)
+
+
+def instruction_at(bound: BoundProgram, trace: TracebackType | None) -> Instruction | None:
+    """The instruction of the program in which an error was raised."""
+    found: Instruction | None = None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == bound.file and trace.tb_lineno in bound.where:
+            found = bound.where[trace.tb_lineno]
+        trace = trace.tb_next
+    return found
+
+
+def described(program: HostProgram, instruction: Instruction | None) -> str:
+    """What an instruction is about, for error texts: the collective, its tensor and who asked for it."""
+    if isinstance(instruction, Wait):
+        works = (i for i in program.instructions if isinstance(i, (Collective, SendRecv)))
+        instruction = next((i for i in works if i.work == instruction.work), instruction)
+    if isinstance(instruction, (Collective, SendRecv)):
+        about = instruction.about
+        return f"{about.kind} of {about.tensor} over {about.axes or 'two meshes'} ({about.why})"
+    if isinstance(instruction, Launch):
+        return f"kernel {instruction.kernel.name}"
+    return instruction.source() if instruction is not None else "the program"

@@ -1,0 +1,168 @@
+"""All ranks in one process: the ranks' own programs, taking turns at their waits, over a transport of plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+
+from .. import kernels
+from ..errors import RankError
+from ..host_ir.program import HostProgram
+from .bind import BoundProgram, bind_program
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedWork:
+    """A collective that is done once all ranks of its group have issued it."""
+
+    what: str
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """The calls of one collective that have arrived, by rank."""
+
+    size: int
+    calls: dict[int, tuple[str, tuple[Any, ...], SimulatedWork]] = field(default_factory=dict)
+
+
+class Hub:
+    """The transport: matches the n-th collective of each rank in each group, and messages in their order."""
+
+    def __init__(self) -> None:
+        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self._sent: dict[tuple[tuple[int, ...], int, int], list[torch.Tensor]] = {}
+        self._expected: dict[tuple[tuple[int, ...], int, int], list[tuple[torch.Tensor, SimulatedWork]]] = {}
+
+    def arrive(self, group: SimulatedGroup, number: int, kind: str, arguments: tuple[Any, ...]) -> SimulatedWork:
+        work = SimulatedWork(f"{kind} #{number} of ranks {group.ranks}")
+        meeting = self._meetings.setdefault((group.ranks, number), _Meeting(group.size))
+        meeting.calls[group.index] = (kind, arguments, work)
+        if len(meeting.calls) == meeting.size:
+            del self._meetings[group.ranks, number]
+            _complete([meeting.calls[i] for i in range(meeting.size)])
+        return work
+
+    def send(self, group: SimulatedGroup, tensor: torch.Tensor, target: int) -> SimulatedWork:
+        self._sent.setdefault((group.ranks, group.index, target), []).append(tensor.clone())
+        self._match((group.ranks, group.index, target))
+        return SimulatedWork("send", True)
+
+    def receive(self, group: SimulatedGroup, tensor: torch.Tensor, source: int) -> SimulatedWork:
+        work = SimulatedWork(f"message from rank {group.ranks[source]} to rank {group.ranks[group.index]}")
+        self._expected.setdefault((group.ranks, source, group.index), []).append((tensor, work))
+        self._match((group.ranks, source, group.index))
+        return work
+
+    def _match(self, key: tuple[tuple[int, ...], int, int]) -> None:
+        sent, expected = self._sent.get(key, []), self._expected.get(key, [])
+        while sent and expected:
+            tensor, work = expected.pop(0)
+            tensor.copy_(sent.pop(0))
+            work.done = True
+
+
+def _complete(calls: Sequence[tuple[str, tuple[Any, ...], SimulatedWork]]) -> None:
+    kinds = {kind for kind, _, _ in calls}
+    assert len(kinds) == 1, f"ranks of one group issue different collectives: {sorted(kinds)}"
+    _COLLECTIVES[kinds.pop()]([arguments for _, arguments, _ in calls])
+    for _, _, work in calls:
+        work.done = True
+
+
+def _all_reduce(calls: Sequence[tuple[Any, ...]]) -> None:
+    op = calls[0][1]
+    total = reduce(lambda a, b: kernels.combine(a, b, op), [tensor for tensor, _ in calls])
+    for tensor, _ in calls:
+        tensor.copy_(total)
+
+
+def _all_gather(calls: Sequence[tuple[Any, ...]]) -> None:
+    gathered = torch.cat([tensor.reshape(-1) for _, tensor in calls])
+    for out, _ in calls:
+        out.view(-1).copy_(gathered)
+
+
+def _all_to_all(calls: Sequence[tuple[Any, ...]]) -> None:
+    blocks = [tensor.split(list(in_sizes)) for _, tensor, _, in_sizes in calls]
+    for place, (out, _, out_sizes, _) in enumerate(calls):
+        for target, source in zip(out.split(list(out_sizes)), blocks, strict=True):
+            target.copy_(source[place])
+
+
+_COLLECTIVES: Mapping[str, Callable[[Sequence[tuple[Any, ...]]], None]] = {
+    "all_reduce": _all_reduce, "all_gather": _all_gather, "all_to_all": _all_to_all,
+}  # fmt: skip
+
+
+class SimulatedGroup:
+    """A group as one simulated rank has it; the interface of `runtime.group.Group` that programs use."""
+
+    def __init__(self, hub: Hub, ranks: tuple[int, ...], rank: int):
+        self.hub, self.ranks, self.size, self.index = hub, ranks, len(ranks), ranks.index(rank)
+        self._issued = 0
+
+    def _issue(self, kind: str, *arguments: Any) -> SimulatedWork:
+        self._issued += 1
+        return self.hub.arrive(self, self._issued, kind, arguments)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> SimulatedWork:
+        return self._issue("all_reduce", tensor, op)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> SimulatedWork:
+        return self._issue("all_gather", out, tensor)
+
+    def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Any, in_sizes: Any) -> SimulatedWork:
+        return self._issue("all_to_all", out, tensor, out_sizes, in_sizes)
+
+    def send(self, tensor: torch.Tensor, target: int) -> SimulatedWork:
+        return self.hub.send(self, tensor, target)
+
+    def recv(self, tensor: torch.Tensor, source: int) -> SimulatedWork:
+        return self.hub.receive(self, tensor, source)
+
+
+Arguments = Sequence[Any]
+
+
+class Simulation:
+    """The programs of all ranks, bound once; `run` may be called any number of times."""
+
+    def __init__(self, programs: Sequence[HostProgram], device: torch.device):
+        self.hub = Hub()
+        self.programs = {program.rank: program for program in programs}
+        self.bound: dict[int, BoundProgram] = {p.rank: self._bind(p, device) for p in programs}
+
+    def _bind(self, program: HostProgram, device: torch.device) -> BoundProgram:
+        return bind_program(program, lambda ranks: SimulatedGroup(self.hub, ranks, program.rank), device, True)
+
+    def run(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
+        """Every rank's results from every rank's arguments. Raises RankError where the ranks wait for each other."""
+        running = {rank: bound.main(*arguments[rank], seed, offset) for rank, bound in self.bound.items()}
+        waiting: dict[int, SimulatedWork | None] = dict.fromkeys(running)
+        results: dict[int, tuple[Any, ...]] = {}
+        while waiting:
+            ready = [rank for rank, work in waiting.items() if work is None or work.done]
+            if not ready:
+                stuck = "; ".join(f"rank {rank} waits for {work.what}" for rank, work in waiting.items() if work)
+                raise RankError(f"the simulated ranks wait for each other: {stuck}")
+            for rank in ready:
+                _advance(rank, running[rank], waiting, results)
+        return results
+
+
+def _advance(
+    rank: int, program: Generator[SimulatedWork, None, tuple[Any, ...]],
+    waiting: dict[int, SimulatedWork | None], results: dict[int, tuple[Any, ...]],
+) -> None:  # fmt: skip
+    """Run a rank to its next wait, or to its end."""
+    try:
+        waiting[rank] = next(program)
+    except StopIteration as end:
+        results[rank] = end.value
+        del waiting[rank]

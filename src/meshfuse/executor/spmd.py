@@ -1,0 +1,100 @@
+"""One rank's program on the real group of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..compiler import CompiledProgram
+from ..errors import RankError, SourceLine, user_error
+from ..host_ir.instructions import Collective, SendRecv, Wait
+from ..runtime.world import World
+from ..sharding.data import unshard
+from ..sharding.value import Sharding
+from .bind import bind_program, described, instruction_at
+
+if TYPE_CHECKING:
+    from ..definition.fusion import DefinitionBuilder
+
+
+def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: SourceLine) -> None:
+    """Raises DefinitionError where the meshes do not fit the ranks that there are."""
+    meshes = [a.mesh for a in fd.annotations.values() if a.mesh is not None]
+    ranks = {rank for mesh in meshes for rank in mesh.ranks}
+    if not ranks:
+        return
+    if max(ranks) >= size:
+        raise user_error(
+            f"the mesh is larger than the world: {meshes[0]}", f"{size} rank{'s' if size > 1 else ''}",
+            f"{max(ranks) + 1} ranks",
+            f"Start them with 'meshfuse run --ranks {max(ranks) + 1} script.py', or use fd.simulate.", line,
+        )  # fmt: skip
+    if len(ranks) < size and not idle_ranks:
+        raise user_error(
+            "the world is larger than the mesh", f"{size} ranks, of which the meshes use {sorted(ranks)}",
+            "a mesh of all ranks", f"Start {len(ranks)} ranks, or pass idle_ranks=True to leave the others idle.", line,
+        )  # fmt: skip
+
+
+class RankProgram:
+    """A compiled program bound to this rank's process groups."""
+
+    def __init__(self, compiled: CompiledProgram, world: World, device: torch.device):
+        self.compiled, self.world, self.device = compiled, world, device
+        self.active = world.rank in compiled.ranks
+        if world.size > 1:
+            world.check_same(compiled.digest, "the compiled program (definition, shapes or annotations differ)", world.all_ranks)
+        if self.active:
+            self.program = compiled.host_program(world.rank)
+            self.bound = bind_program(self.program, lambda ranks: world.group(ranks), device)
+            self._main = self.bound.main
+
+    def run(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
+        """The rank's results. A failing collective's error names its tensor and the user's line."""
+        if not self.active:
+            return [None] * len(self.compiled.graph.outputs)
+        try:
+            return list(self._main(*arguments, seed, offset))
+        except RankError as error:
+            self._locate(error)
+            raise
+
+    def _locate(self, error: RankError) -> None:
+        instruction = instruction_at(self.bound, error.__traceback__)
+        if error.where is not None or instruction is None:
+            return
+        if isinstance(instruction, Wait):
+            works = (i for i in self.program.instructions if isinstance(i, (Collective, SendRecv)))
+            instruction = next(i for i in works if i.work == instruction.work)
+        if isinstance(instruction, (Collective, SendRecv)):
+            error.where = instruction.about.line
+            error.args = (f"{described(self.program, instruction)}: {error.args[0]}", *error.args[1:])
+
+    def gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The global outputs on every rank, from every rank's shards."""
+        graph, out = self.compiled.graph, []
+        for tensor, sharding, local in zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True):
+            kind = graph.tensors[tensor].type
+            dtype = getattr(torch, kind.dtype.value)
+            out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
+        return out
+
+
+def gather_output(
+    world: World, local: torch.Tensor | None, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A global tensor on every rank of the world from the shards of its mesh, padded to one size for the gather."""
+    count = sharding.max_local_numel(shape)
+    mine = torch.zeros(count, dtype=dtype, device=device)
+    if local is not None:
+        mine[: local.numel()] = local.reshape(-1)
+    everyone = torch.empty(count * world.size, dtype=dtype, device=device)
+    world.group(world.all_ranks, "outputs").all_gather(everyone, mine).wait()
+    shards: dict[int, torch.Tensor] = {}
+    for rank in sharding.mesh.ranks:
+        part = sharding.local_shape(shape, rank)
+        shards[rank] = everyone[rank * count : rank * count + math.prod(part)].view(part)
+    return unshard(shards, sharding, shape)

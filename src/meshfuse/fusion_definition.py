@@ -1,0 +1,240 @@
+"""`FusionDefinition`: define, annotate, compile (once per set of shapes), run, and ask what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .arguments import Inputs, check_global_shapes, global_shapes, split_arguments
+from .compiler import CompiledProgram, compile_definition
+from .definition.fusion import DefinitionBuilder
+from .definition.tensor_view import TensorView
+from .errors import SourceLine, caller_line, user_error
+from .executor.dtensor import dtensor_shapes, local_parts, wrap_outputs
+from .executor.simulate import Simulation
+from .executor.spmd import RankProgram, check_world
+from .graph import shape_scalars
+from .host_ir.program import HostProgram
+from .mesh import DeviceMesh
+from .ops.base import TensorRef
+from .report.bill import Bill, bill_of
+from .report.explain import explain_tensor
+from .report.reprint import definition_source
+from .runtime.world import World
+from .sharding.data import shard, unshard
+from .sharding.value import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    """A compiled program with all its ranks' programs bound."""
+
+    compiled: CompiledProgram
+    simulation: Simulation
+
+
+class FusionDefinition(DefinitionBuilder):
+    """A program for one big imaginary device, and how a few of its tensors split over a mesh.
+
+    Use it as a context manager, define inputs, apply `fd.ops`, mark outputs and annotate; then `execute` runs it on
+    this process' rank (shards in, shards out) and `simulate` on all ranks in this process (global tensors in and
+    out). Compiling happens at the first call for a set of shapes; later calls with the same shapes plan nothing.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.seed = seed
+        self._steps = 0
+        self._compiled: dict[Any, CompiledProgram] = {}
+        self._simulated: dict[Any, _Simulated] = {}
+        self._bound: dict[Any, RankProgram] = {}
+        self._shape_scalars: frozenset[int] | None = None
+
+    def __enter__(self) -> FusionDefinition:
+        return self
+
+    def __repr__(self) -> str:
+        return definition_source(self)
+
+    # running --------------------------------------------------------------------------------------------------
+
+    def execute(self, inputs: Sequence[Any], *, idle_ranks: bool = False) -> list[Any]:
+        """Run on this rank: `inputs` are the rank's shards (or DTensors), in the order of definition.
+
+        Returns the rank's shards of the outputs, DTensors if an input was one; None for an output on a mesh that the
+        rank is not part of. Raises ArgumentError for arguments that do not fit, RankError where a peer fails or
+        disagrees and RankTimeout where one does not answer. `idle_ranks` allows a mesh smaller than the world.
+        """
+        line = caller_line()
+        locals_, dtensors = local_parts(inputs), dtensor_shapes(self, inputs)
+        found = split_arguments(self, locals_, line)
+        key = self._key(found, idle_ranks)
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line)
+        outputs = bound.run(locals_, self.seed, self._next_step())
+        return wrap_outputs(self, bound.compiled, outputs, inputs) if dtensors else outputs
+
+    def simulate(self, inputs: Sequence[Any], *, check_replicas: bool = False) -> list[torch.Tensor]:
+        """Run all ranks in this process: `inputs` and the results are global tensors.
+
+        With `check_replicas` every replica of every output is compared with the first. Raises ArgumentError for
+        arguments that do not fit.
+        """
+        line = caller_line()
+        found = split_arguments(self, inputs, line)
+        key = self._key(found)
+        if key not in self._simulated:
+            compiled = self._compile(found, check_global_shapes(self, found, line), DeviceMesh([0]))
+            programs = [compiled.host_program(rank) for rank in compiled.ranks]
+            compiled.verify()
+            self._simulated[key] = _Simulated(compiled, Simulation(programs, found.device))
+        return self._run_simulation(self._simulated[key], found, check_replicas)
+
+    def __call__(self, *inputs: Any) -> list[torch.Tensor]:
+        """Global tensors in and out, on the ranks that there are: simulated ones unless a launcher started several."""
+        world = World.current()
+        if world.size == 1:
+            return self.simulate(inputs)
+        line = caller_line()
+        found = split_arguments(self, inputs, line)
+        shapes = check_global_shapes(self, found, line)
+        shardings = self._input_shardings(shapes)
+        args = [self._local(ref, value, shardings, world.rank) for ref, value in zip(self.inputs, inputs, strict=True)]
+        key = (self._key(found), "global")
+        if key not in self._bound:
+            self._bound[key] = self._bind_rank(found, shapes, False, line)
+        outputs = self._bound[key].run(args, self.seed, self._next_step())
+        return self._bound[key].gather(outputs)
+
+    def _local(self, ref: Any, value: Any, shardings: Mapping[int, Sharding], rank: int) -> Any:
+        if not isinstance(ref, TensorRef) or ref.id not in shardings:
+            return value
+        return shard(value, shardings[ref.id], rank)
+
+    def _input_shardings(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Sharding]:
+        return {i: self.annotations[i].sharding(self.tensors[i].name, shape).placement(shape)
+                for i, shape in shapes.items() if i in self.annotations}  # fmt: skip
+
+    def _run_simulation(self, made: _Simulated, found: Inputs, check: bool) -> list[torch.Tensor]:
+        compiled = made.compiled
+        arguments = {rank: self._simulated_arguments(compiled, found, rank) for rank in compiled.ranks}
+        results = made.simulation.run(arguments, self.seed, self._next_step())
+        graph = compiled.graph
+        out = []
+        for place, sharding in enumerate(compiled.output_shardings()):
+            shape = graph.shape(graph.outputs[place])
+            shards = {rank: results[rank][place] for rank in sharding.mesh.ranks}
+            out.append(unshard(shards, sharding, shape))
+            if check:
+                check_equal_replicas(graph.tensors[graph.outputs[place]].label, shards, sharding)
+        return out
+
+    def _simulated_arguments(self, compiled: CompiledProgram, found: Inputs, rank: int) -> list[Any]:
+        homes = compiled.sharded.homes
+        out: list[Any] = []
+        for ref in self.inputs:
+            if not isinstance(ref, TensorRef):
+                out.append(found.scalars[ref.id])
+            elif ref.id in self.annotations and rank in homes[ref.id].mesh:
+                out.append(shard(found.tensors[ref.id], homes[ref.id], rank))
+            else:
+                out.append(found.tensors[ref.id])
+        return out
+
+    def _next_step(self) -> int:
+        self._steps += 1
+        return self._steps - 1
+
+    # compiling ------------------------------------------------------------------------------------------------
+
+    def _key(self, found: Inputs, *more: Any) -> Any:
+        if self._shape_scalars is None:
+            self._shape_scalars = shape_scalars(self)
+        sizes = tuple(found.scalars[i] for i in sorted(self._shape_scalars))
+        return (tuple(t.shape for t in found.tensors.values()), sizes, found.device, more)
+
+    def _compile(self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh) -> CompiledProgram:
+        self._open = False
+        scalars = {i: found.scalars[i] for i in self._shape_scalars or ()}
+        key = (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
+        if key not in self._compiled:
+            self._compiled[key] = compile_definition(self, shapes, scalars, world)
+        return self._compiled[key]
+
+    def _bind_rank(
+        self, found: Inputs, known: Mapping[int, tuple[int, ...]], idle_ranks: bool, line: SourceLine
+    ) -> RankProgram:
+        world = World.current()
+        check_world(self, world.size, idle_ranks, line)
+        shapes = global_shapes(self, found, world.rank, known, line) if len(known) < len(found.tensors) else dict(known)
+        compiled = self._compile(found, shapes, DeviceMesh(list(range(world.size))))
+        return RankProgram(compiled, world, found.device)
+
+    def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
+        """Compile for global shapes, one per input tensor; without arguments for the shapes as defined.
+
+        Raises DefinitionError where a shape is left open.
+        """
+        line = caller_line()
+        tensors = [ref.id for ref in self.inputs if isinstance(ref, TensorRef)]
+        given = [tuple(s) for s in shapes] if shapes else [self.tensors[i].type.shape for i in tensors]
+        if len(given) != len(tensors) or any(n < 0 for shape in given for n in shape):
+            raise user_error(
+                "compile needs the size of every dim", f"{[list(s) for s in given]}", f"{len(tensors)} shapes without -1",
+                "Pass one global shape per input tensor.", line,
+            )  # fmt: skip
+        found = Inputs({}, dict(scalars or {}), torch.device("cpu"))
+        self._key(found) if not scalars else None
+        self._shape_scalars = shape_scalars(self)
+        return self._compile(found, dict(zip(tensors, given, strict=True)), DeviceMesh([0]))
+
+    # asking ---------------------------------------------------------------------------------------------------
+
+    def _latest(self, shapes: Sequence[Sequence[int]] = ()) -> CompiledProgram:
+        if shapes or not self._compiled:
+            return self.compile(*shapes)
+        return next(reversed(self._compiled.values()))
+
+    def explain(self, tensor: TensorView, *shapes: Sequence[int]) -> str:
+        """Why a tensor is sharded as it is and what is communicated for it, for the latest (or the given) shapes."""
+        return explain_tensor(self._latest(shapes), tensor.id)
+
+    def bill(self, *shapes: Sequence[int]) -> Bill:
+        """The bytes that each rank puts on the wire, by collective, axis and source line."""
+        return bill_of(self._latest(shapes))
+
+    def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
+        """The program of a rank for the latest (or the given) shapes."""
+        return self._latest(shapes).host_program(rank)
+
+    def output_shardings(self, *shapes: Sequence[int]) -> list[Sharding]:
+        """The sharding of every output."""
+        return self._latest(shapes).output_shardings()
+
+
+def check_equal_replicas(name: str, shards: Mapping[int, torch.Tensor], sharding: Sharding) -> None:
+    """Raises AssertionError where two replicas of a shard differ."""
+    first: dict[tuple[int, ...], tuple[int, torch.Tensor]] = {}
+    for rank, local in shards.items():
+        held = first.setdefault(sharding.coordinates(rank), (rank, local))
+        same = torch.equal(held[1], local) or torch.allclose(held[1], local, equal_nan=True)
+        assert same, f"{name}: rank {rank} and rank {held[0]} hold different replicas"
+
+
+def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) -> torch.Tensor:
+    """The shard of a global tensor that a rank (this process' by default) holds of an annotated tensor view.
+
+    Empty, with the same number of dims, on a rank outside the mesh; the whole tensor where `tv` has no mesh.
+    """
+    place = World.current().rank if rank is None else rank
+    annotation = tv.fd.annotations.get(tv.id)
+    if annotation is None:
+        return tensor
+    assert annotation.mesh is not None
+    if place not in annotation.mesh:
+        return tensor.new_empty((0,) * tensor.dim())
+    return shard(tensor, annotation.sharding(tv.name, tuple(tensor.shape)).placement(tuple(tensor.shape)), place)

@@ -1,0 +1,168 @@
+"""A definition with every size known: what the compiler's passes work on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import SourceLine, user_error
+from .ops.base import Call, ParamKind, Rule, ScalarRef, TensorRef, TensorType
+from .scalars import ScalarDef, evaluate, inputs_of
+from .sharding.layout import Layout
+from .sharding.value import Sharding
+
+if TYPE_CHECKING:
+    from .definition.fusion import DefinitionBuilder, OpNode
+
+_SIZES = (ParamKind.SIZE, ParamKind.SHAPE)
+_ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the graph: its concrete type, its number as text and the user's line that made it."""
+
+    id: int
+    type: TensorType
+    line: SourceLine
+
+    @property
+    def name(self) -> str:
+        return f"t{self.id}"
+
+    @property
+    def label(self) -> str:
+        """The user's own variable name where the source line shows one, with the number."""
+        found = _ASSIGNED.match(self.line.text)
+        return f"{found.group(1)} ({self.name})" if found and found.group(1) != self.name else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op: the call with concrete types, its factor rule, and the tensors it takes and makes."""
+
+    id: int
+    call: Call
+    rule: Rule
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    line: SourceLine
+
+    @property
+    def name(self) -> str:
+        return self.call.op.name
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Ops in an order in which each comes after what it reads, and the user's annotations.
+
+    `reductions[node]` are layouts that the user gave reduction dims of the op's result, in the rule's order.
+    """
+
+    tensors: tuple[Tensor, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[TensorRef | ScalarRef, ...]
+    outputs: tuple[int, ...]
+    annotations: Mapping[int, Sharding]
+    reductions: Mapping[int, tuple[Layout, ...]]
+    annotation_lines: Mapping[int, SourceLine]
+    scalars: Mapping[int, ScalarDef]
+
+    def shape(self, tensor: int) -> tuple[int, ...]:
+        return self.tensors[tensor].type.shape
+
+    @property
+    def input_tensors(self) -> tuple[int, ...]:
+        return tuple(ref.id for ref in self.inputs if isinstance(ref, TensorRef))
+
+    def __str__(self) -> str:
+        lines = [f"inputs: {', '.join(f'{self.tensors[i].label}: {self.tensors[i].type}' for i in self.input_tensors)}"]
+        for node in self.nodes:
+            made = ", ".join(f"t{i}: {self.tensors[i].type}" for i in node.outputs)
+            taken = ", ".join(f"t{i}" for i in node.inputs)
+            lines.append(f"  {made} = {node.name}({taken})  # {node.rule}  {node.line}")
+        lines.append("outputs: " + ", ".join(f"t{i}" for i in self.outputs))
+        return "\n".join(lines)
+
+
+def shape_scalars(fd: DefinitionBuilder) -> frozenset[int]:
+    """The scalar inputs that sizes depend on: their values are part of what a plan is made for."""
+    found: set[int] = set()
+    for node in fd.nodes:
+        for param, arg in zip(node.op.params, node.args, strict=True):
+            if param.kind in _SIZES:
+                for entry in arg if isinstance(arg, tuple) else (arg,):
+                    found |= inputs_of(entry, fd.scalars)
+    return frozenset(found)
+
+
+def concretize(
+    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], rank_count: int | None = None
+) -> Graph:
+    """The graph of a definition for inputs of these shapes and (where sizes need them) scalars of these values.
+
+    Raises DefinitionError, at the user's line, where an op cannot take the sizes that come out.
+    """
+    if not fd.outputs:
+        raise user_error(
+            "the definition has no outputs", "no add_output call", "at least one", "Call fd.add_output(t) for each result."
+        )
+    types: dict[int, TensorType] = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
+    nodes = [_concrete_node(fd, number, node, types, scalars) for number, node in enumerate(fd.nodes)]
+    tensors = tuple(Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors))
+    producer = {out: node.id for node in nodes for out in node.outputs}
+    annotations, reductions, lines = {}, {}, {}
+    for i, annotation in fd.annotations.items():
+        annotations[i] = annotation.sharding(tensors[i].label, types[i].shape).placement(types[i].shape)
+        lines[i] = annotation.line
+        layouts = tuple(annotation.reduction_layouts())
+        if any(split.bound for layout in layouts for split in layout):
+            reductions[producer[i]] = layouts
+    return Graph(tensors, tuple(nodes), tuple(fd.inputs), tuple(fd.outputs), annotations, reductions, lines, fd.scalars)
+
+
+def _concrete_node(
+    fd: DefinitionBuilder, number: int, node: OpNode, types: dict[int, TensorType], scalars: Mapping[int, Any]
+) -> Node:
+    try:
+        args = _concrete_args(fd, node, types, scalars)
+        operand_types = tuple(types[i] for i in node.inputs)
+        results = node.op.infer(Call(node.op, args, operand_types))
+        call = Call(node.op, args, operand_types, results)
+        for out, made in zip(node.outputs, results, strict=True):
+            types[out] = made
+        return Node(number, call, node.op.rule(call), node.inputs, node.outputs, node.line)
+    except ValueError as error:
+        if getattr(error, "where", node.line) is None:
+            error.where = node.line  # type: ignore[attr-defined]
+        raise
+
+
+def _concrete_args(
+    fd: DefinitionBuilder, node: OpNode, types: Mapping[int, TensorType], scalars: Mapping[int, Any]
+) -> tuple[Any, ...]:
+    """Sizes as ints; scalar constants as numbers; scalars that follow inputs stay references."""
+
+    def value(ref: Any) -> Any:
+        return evaluate(ref, fd.scalars, scalars, lambda tensor, dim: types[tensor.id].shape[dim])
+
+    def concrete(kind: ParamKind, arg: Any) -> Any:
+        if kind in _SIZES:
+            return tuple(map(value, arg)) if isinstance(arg, tuple) else value(arg)
+        if isinstance(arg, ScalarRef) and not inputs_of(arg, fd.scalars):
+            return value(arg)
+        return arg
+
+    return tuple(concrete(param.kind, arg) for param, arg in zip(node.op.params, node.args, strict=True))
+
+
+def users(nodes: Sequence[Node]) -> dict[int, list[int]]:
+    """For every tensor the nodes that read it."""
+    found: dict[int, list[int]] = {}
+    for node in nodes:
+        for tensor in dict.fromkeys(node.inputs):
+            found.setdefault(tensor, []).append(node.id)
+    return found

@@ -1,0 +1,153 @@
+"""From segments and moves to the program of one rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..graph import Graph
+from ..ops.base import FactorKind, ScalarRef
+from ..ops.local import LocalCall, plain_text
+from ..resharding.insert import Compute, Set, Value
+from ..resharding.moves import wire_elements
+from ..scalars import inputs_of
+from ..segmentation import Segment, SegmentedDefinition
+from ..sharding import layout as lay
+from .communicate import MoveContext, lower_move
+from .instructions import Communication, Instruction, Kernel, Launch
+from .liveness import with_frees
+from .program import HostProgram
+
+
+def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str) -> HostProgram:
+    """The program of a rank: its kernels, its part in every collective, and where each buffer's life ends."""
+    return _Lowering(segmented, rank, digest).run()
+
+
+@dataclass(slots=True)
+class _Lowering:
+    segmented: SegmentedDefinition
+    rank: int
+    digest: str
+    instructions: list[Instruction] = field(default_factory=list)
+    works: int = 0
+
+    @property
+    def graph(self) -> Graph:
+        return self.segmented.resharded.graph
+
+    @property
+    def values(self) -> Sequence[Value]:
+        return self.segmented.resharded.values
+
+    def run(self) -> HostProgram:
+        readers = _reader_counts(self.segmented)
+        fresh = _fresh_values(self.segmented)
+        for part in self.segmented.parts:
+            if isinstance(part, Segment):
+                self._launch(part)
+            else:
+                self._communicate(part, part.source in fresh and readers[part.source] == 1)
+        resharded = self.segmented.resharded
+        outputs = tuple(f"v{v}" if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
+        body = with_frees(self.instructions, keep={*filter(None, outputs)})
+        return HostProgram(self.rank, self._params(), tuple(body), outputs, self.digest)
+
+    def _params(self) -> tuple[str, ...]:
+        graph = self.graph
+        values = iter(self.segmented.resharded.inputs)
+        return tuple(f"s{ref.id}" if isinstance(ref, ScalarRef) else f"v{next(values)}" for ref in graph.inputs)
+
+    # kernels --------------------------------------------------------------------------------------------------
+
+    def _launch(self, part: Segment) -> None:
+        if self.rank not in part.computes[0].placement.results[0].mesh:
+            return
+        lines = [line for compute in part.computes for line in self._op_lines(compute)]
+        scalars = [f"s{i}" for i in sorted({i for c in part.computes for i in self._scalars(c)})]
+        inputs = tuple(f"v{v}" for v in part.inputs)
+        outputs = tuple(f"v{v}" for v in part.outputs)
+        params = (*inputs, *scalars, *(name for name in ("seed", "offset") if _mentions(lines, name)))
+        self.instructions.append(Launch(Kernel(part.name, params, tuple(lines), outputs), params, outputs))
+
+    def _op_lines(self, compute: Compute) -> list[str]:
+        node = self.graph.nodes[compute.node]
+        local = LocalCall(
+            node.call, [f"v{v}" for v in compute.inputs], compute.placement.operands, compute.placement.results,
+            self.rank, functools.partial(scalar_text, self.graph), node.id,
+        )  # fmt: skip
+        texts = local.text()
+        return [f"v{out} = {text}" for out, text in zip(compute.outputs, texts, strict=True)]
+
+    def _scalars(self, compute: Compute) -> set[int]:
+        found: set[int] = set()
+        for arg in self.graph.nodes[compute.node].call.args:
+            if isinstance(arg, ScalarRef):
+                found |= inputs_of(arg, self.graph.scalars)
+        return found
+
+    # moves ----------------------------------------------------------------------------------------------------
+
+    def _communicate(self, step: Set, fresh: bool) -> None:
+        value = self.values[step.source]
+        tensor = self.graph.tensors[value.tensor]
+        if self.rank not in step.move.src.mesh and self.rank not in step.move.dst.mesh:
+            return
+        wire = wire_elements(step.move, tensor.type.shape, self.rank) * tensor.type.dtype.itemsize
+        about = Communication(
+            step.move.kind.value, ",".join(map(str, step.move.axes)), tensor.label, wire, step.why, step.line, str(step.move)
+        )
+        context = MoveContext(
+            self.rank, step.move, tensor.type, f"v{step.source}", f"v{step.target}", about, fresh, f"w{self.works}"
+        )
+        self.works += 1
+        self.instructions.extend(lower_move(context))
+
+
+def scalar_text(graph: Graph, value: Any) -> str:
+    """Python text of a scalar: a number, an input's name or an expression of them."""
+    if not isinstance(value, ScalarRef):
+        return plain_text(value)
+    made = graph.scalars[value.id]
+    if made.op == "input":
+        return f"s{value.id}"
+    if made.op == "const":
+        return plain_text(made.operands[0])
+    if made.op == "size":
+        tensor, dim = made.operands
+        return str(graph.shape(tensor.id)[dim])
+    operands = ", ".join(scalar_text(graph, operand) for operand in made.operands)
+    if made.op == "cast":
+        return f"{('bool', 'int', 'float', 'complex')[made.dtype.category]}({operands})"
+    return f"S[{made.op!r}]({operands})"
+
+
+def _mentions(lines: Sequence[str], name: str) -> bool:
+    return any(name in line for line in lines)
+
+
+def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:
+    counts: dict[int, int] = dict.fromkeys(segmented.resharded.outputs, 1)
+    for part in segmented.parts:
+        for v in part.inputs if isinstance(part, Segment) else (part.source,):
+            counts[v] = counts.get(v, 0) + 1
+    return counts
+
+
+def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
+    """Values in memory of their own: results that an op has summed over."""
+    graph, found = segmented.resharded.graph, set()
+    for part in segmented.parts:
+        for compute in part.computes if isinstance(part, Segment) else ():
+            if _sums_locally(graph, compute):
+                found.update(compute.outputs)
+    return found
+
+
+def _sums_locally(graph: Graph, compute: Compute) -> bool:
+    rule = graph.nodes[compute.node].rule
+    layouts = compute.placement.layouts
+    return any(f.kind is FactorKind.REDUCE and lay.axes(layout) for f, layout in zip(rule.factors, layouts, strict=True))
+

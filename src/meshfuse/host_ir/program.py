@@ -1,0 +1,86 @@
+"""`HostProgram`: everything one rank does, in order; its text is the Python that is run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .instructions import Collective, Communication, Instruction, Kernel, Launch, SendRecv, Wait, group_name
+
+
+@dataclass(frozen=True, slots=True)
+class HostProgram:
+    """The program of one rank.
+
+    `params` are the inputs' names; `outputs` the names returned, None for outputs that this rank has no part of.
+    `digest` names the definition and shapes that it was made from, equal on all ranks.
+    """
+
+    rank: int
+    params: tuple[str, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[str | None, ...]
+    digest: str
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(i.kernel for i in self.instructions if isinstance(i, Launch))
+
+    @property
+    def communications(self) -> tuple[Communication, ...]:
+        """What this rank takes part in, in order; messages of one transfer once."""
+        return tuple(i.about for i in self.instructions if isinstance(i, (Collective, SendRecv)))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups that the program communicates in, in the order of their first use."""
+        return tuple(dict.fromkeys(i.group for i in self.instructions if isinstance(i, (Collective, SendRecv))))
+
+    def source(self, simulated: bool = False) -> str:
+        """Python text of a function `main`; with `simulated`, a generator that yields at every wait."""
+        return "\n".join(self.lines(simulated)[0])
+
+    def lines(self, simulated: bool = False) -> tuple[list[str], Mapping[int, Instruction]]:
+        """The lines of `source`, and for each line number (from 1) the instruction that it belongs to."""
+        out: list[str] = []
+        where: dict[int, Instruction] = {}
+        for kernel in self.kernels:
+            out += [*kernel.source(), ""]
+        out.append(f"def main({', '.join([*self.params, 'seed=0', 'offset=0'])}):")
+        for instruction in self.instructions:
+            out.append("    " + _text(instruction, simulated))
+            where[len(out)] = instruction
+        out.append(f"    return ({''.join(f'{name}, ' for name in self.outputs)})")
+        if simulated and not any(isinstance(i, Wait) for i in self.instructions):
+            out.append("    yield")
+        return out, where
+
+    def __str__(self) -> str:
+        out = [f"# rank {self.rank}", "import torch", "import torch.nn.functional as F", "import meshfuse.kernels as K"]
+        for group in self.groups:
+            out.append(f"{group_name(group)} = world.group({group})")
+        out.append("")
+        lines, where = self.lines()
+        for number, line in enumerate(lines, 1):
+            out.append(line + _comment(where.get(number)))
+        return "\n".join(out)
+
+
+def _text(instruction: Instruction, simulated: bool) -> str:
+    if simulated and isinstance(instruction, Wait):
+        return f"yield {instruction.work}"
+    return instruction.source()
+
+
+def _comment(instruction: Instruction | None) -> str:
+    if not isinstance(instruction, (Collective, SendRecv)):
+        return ""
+    about = instruction.about
+    return f"  # {about.tensor}: {about.move}; {about.wire:.0f} bytes; {about.why} {about.line}"
+
+
+def digest_of(text: str) -> str:
+    """A short name for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+

@@ -1,0 +1,50 @@
+"""Global indices of what a rank holds, and the places of global indices in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Runs = tuple[tuple[int, int], ...]
+
+
+def global_index(index: Runs, device: Any = None) -> torch.Tensor:
+    """The global indices of a dim that a rank holds, int64, from their runs."""
+    if not index:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.cat([torch.arange(a, b, device=device) for a, b in index])
+
+
+def linear_index(runs: Sequence[Runs], shape: Sequence[int], device: Any = None) -> torch.Tensor:
+    """For every element that a rank holds its row-major number in the global tensor of this shape."""
+    out = torch.zeros((1,) * len(shape), dtype=torch.int64, device=device)
+    stride = 1
+    for d in reversed(range(len(shape))):
+        sizes = [-1 if other == d else 1 for other in range(len(shape))]
+        out = out + (global_index(runs[d], device) * stride).reshape(sizes)
+        stride *= shape[d]
+    return out
+
+
+def local_places(index: torch.Tensor, runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(place of each global index among those of the runs, whether it is one of them); place 0 for the others."""
+    index = index.long()
+    if len(runs) == 1:
+        start, stop = runs[0]
+        inside = (index >= start) & (index < stop)
+        return torch.where(inside, index - start, 0), inside
+    if not runs:
+        return torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
+    starts, stops, offsets = (torch.tensor(column, device=index.device) for column in _columns(runs))
+    run = torch.searchsorted(starts, index.contiguous(), right=True) - 1
+    inside = (run >= 0) & (index < stops[run])
+    return torch.where(inside, offsets[run] + index - starts[run], 0), inside
+
+
+def _columns(runs: Runs) -> tuple[list[int], list[int], list[int]]:
+    """Starts, stops, and how many indices come before each run."""
+    sizes = itertools.accumulate((b - a for a, b in runs), initial=0)
+    return [a for a, _ in runs], [b for _, b in runs], list(sizes)[:-1]

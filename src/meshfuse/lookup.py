@@ -1,0 +1,75 @@
+"""Lookups by index in a dim of which a rank holds some indices: what it does not hold counts as zero.
+
+The sum of the ranks' results is the result of the lookup in the whole dim (masked local access, as Megatron-LM looks
+up a vocabulary-parallel embedding: Shoeybi et al. 2019).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .indices import Runs, global_index, local_places
+
+
+def _sized(n: int, dim: int, ndim: int) -> list[int]:
+    return [n if d == dim else 1 for d in range(ndim)]
+
+
+def take(x: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
+    """`torch.take_along_dim` of the indices in `runs`, zero for the others. The other dims broadcast."""
+    places, inside = local_places(index, runs)
+    if x.shape[dim] == 0:
+        x = x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])
+    return torch.where(inside, torch.take_along_dim(x, places, dim), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def take_rows(x: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
+    """These indices of a dim of a whole tensor."""
+    return x.index_select(dim, global_index(runs, x.device))
+
+
+def index_select(x: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
+    """`torch.index_select` of the indices in `runs`, zero for the others."""
+    places, inside = local_places(index.reshape(-1), runs)
+    if x.shape[dim] == 0:
+        return x.new_zeros([len(places) if d == dim else n for d, n in enumerate(x.shape)])
+    return x.index_select(dim, places).masked_fill(~inside.reshape(_sized(-1, dim, x.ndim)), 0)
+
+
+def select(x: torch.Tensor, index: int, dim: int, runs: Runs, size: int) -> torch.Tensor:
+    """`torch.select` where the rank holds the index, zeros elsewhere. `size` is that of the whole dim."""
+    index += size if index < 0 else 0
+    place = 0
+    for start, stop in runs:
+        if start <= index < stop:
+            return x.select(dim, place + index - start)
+        place += stop - start
+    return x.new_zeros([n for d, n in enumerate(x.shape) if d != dim])
+
+
+def embedding(index: torch.Tensor, weight: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """Rows of a table of which the rank holds those in `runs`, zeros for the others."""
+    return index_select(weight, index, 0, runs).reshape(*index.shape, weight.shape[1])
+
+
+def limit_norm(rows: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Rows whose norm is above `max_norm` scaled down to it, with torch's 1e-7 in the divisor."""
+    norm = torch.linalg.vector_norm(rows, norm_type, -1, keepdim=True)
+    return torch.where(norm > max_norm, rows * (max_norm / (norm + 1e-7)), rows)
+
+
+def scatter(x: torch.Tensor, index: torch.Tensor, src: Any, dim: int, runs: Runs) -> torch.Tensor:
+    """`torch.scatter` into the part of a dim that the rank holds; writes elsewhere go to a row that is cut off."""
+    places, inside = local_places(index, runs)
+    n = x.shape[dim]
+    spare = x.new_zeros([1 if d == dim else size for d, size in enumerate(x.shape)])
+    source = src.to(x.dtype) if isinstance(src, torch.Tensor) else src
+    return torch.cat([x, spare], dim).scatter(dim, torch.where(inside, places, n), source).narrow(dim, 0, n)
+
+
+def triu(x: torch.Tensor, diagonal: int, rows: Runs, columns: Runs) -> torch.Tensor:
+    """The upper triangle of a matrix of which the rank holds these rows and columns."""
+    row, column = global_index(rows, x.device), global_index(columns, x.device)
+    return x.masked_fill(column - row[:, None] < diagonal, 0)

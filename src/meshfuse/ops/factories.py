@@ -1,0 +1,139 @@
+"""Ops that make tensors from numbers: full, iota, uniform, normal and their like; and triu, which reads positions.
+
+Their values depend on global positions alone, so every rank makes its own part of the one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..dtypes import DataType
+from ..errors import user_error
+from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .pointwise import torch_dtype
+from .shape import same_rule
+from .shapes import check_ndim, known_size
+
+K = ParamKind
+# What generated programs have in scope: the random state of the run, and the device for tensors made from nothing.
+SEED, OFFSET, DEVICE = "seed", "offset", "device"
+
+
+def made_rule(call: Call) -> Rule:
+    """No operands; every dim of the result passes through."""
+    builder = RuleBuilder()
+    return builder.build([], [builder.dims(call.results[0].shape)])
+
+
+def _shape_infer(call: Call) -> tuple[TensorType, ...]:
+    return (TensorType(tuple(map(known_size, call["shape"])), call["dtype"]),)
+
+
+def _full_infer(call: Call) -> tuple[TensorType, ...]:
+    if isinstance(call["fill_value"], complex) and call["dtype"].category < 3:
+        raise user_error("full: a complex number in a real tensor", f"{call['fill_value']} as {call['dtype'].name}",
+                         "a complex dtype", "Pass DataType.ComplexFloat.")  # fmt: skip
+    return _shape_infer(call)
+
+
+def _full_emit(e: Emit) -> str:
+    dtype = torch_dtype(e.call["dtype"])
+    return f"torch.full({list(e.result_shapes[0])}, {e.scalar('fill_value')}, dtype={dtype}, device={DEVICE})"
+
+
+def _iota_infer(call: Call) -> tuple[TensorType, ...]:
+    if call["dtype"].category not in (1, 2):
+        raise user_error("iota: dtype", call["dtype"].name, "an integer or floating point type", "Cast its result.")
+    return (TensorType((known_size(call["length"]),), call["dtype"]),)
+
+
+def _iota_emit(e: Emit) -> str:
+    start = "0" if e.call["start"] is None else e.scalar("start")
+    step = "1" if e.call["step"] is None else e.scalar("step")
+    return f"K.iota({e.result_runs(0)[0]}, {start}, {step}, {torch_dtype(e.call['dtype'])}, {DEVICE})"
+
+
+def _check_real(call: Call, dtype: DataType) -> DataType:
+    if dtype.category != 2:
+        raise user_error(f"{call.op.name}: dtype", dtype.name, "a floating point type", "Cast the result.")
+    return dtype
+
+
+def _random_infer(call: Call) -> tuple[TensorType, ...]:
+    _check_real(call, call["dtype"])
+    return _shape_infer(call)
+
+
+def stream_text(e: Emit) -> str:
+    """(seed, offset, salt) of an op that draws random numbers; a seed and offset of the user's own need no salt."""
+    given = [e.call[name] is not None for name in ("rng_seed", "rng_offset")] if "rng_seed" in e.call.op.places else [False]
+    if not all(given):
+        return f"({SEED}, {OFFSET}, {e.salt()})"
+    return f"({e.scalar('rng_seed')}, {e.scalar('rng_offset')}, 0)"
+
+
+def _draw(e: Emit, name: str, a: str, b: str, device: str) -> str:
+    made = e.call.results[0]
+    return (f"K.{name}({a}, {b}, {e.result_runs(0)}, {list(made.shape)}, {stream_text(e)}, "
+            f"{torch_dtype(made.dtype)}, {device})")  # fmt: skip
+
+
+def _random_emit(e: Emit) -> str:
+    first, second = e.call.op.params[:2]
+    return _draw(e, e.call.op.name, e.scalar(first.name), e.scalar(second.name), DEVICE)
+
+
+def _like_infer(call: Call) -> tuple[TensorType, ...]:
+    _check_real(call, call.types[0].dtype)
+    return call.types
+
+
+def _like_emit(name: str) -> Callable[[Emit], str]:
+    return lambda e: _draw(e, name, "0.0", "1.0", f"{e.operands[0]}.device")
+
+
+def _triu_infer(call: Call) -> tuple[TensorType, ...]:
+    check_ndim("triu", "the operand", call.types[0], 2)
+    return call.types
+
+
+def _triu_emit(e: Emit) -> str:
+    rows, columns = e.result_runs(0)[-2:]
+    if e.result_shapes[0][-2:] == e.call.results[0].shape[-2:]:
+        return f"torch.triu({e.operands[0]}, {e.call['diagonal']})"
+    return f"K.triu({e.operands[0]}, {e.call['diagonal']}, {rows}, {columns})"
+
+
+_SHAPE = Param("shape", K.SHAPE)
+_ARG = Param("arg", K.TENSOR)
+_RANDOM = (_SHAPE, Param("rng_seed", K.OPTIONAL_SCALAR, None), Param("rng_offset", K.OPTIONAL_SCALAR, None),
+           Param("dtype", K.DTYPE, DataType.Float))  # fmt: skip
+
+
+def _random_samples() -> list[Sample]:
+    return [Sample((0.0, 1.0, [6, 8])), Sample((-1.0, 2.0, [6, 8]), {"rng_seed": 7, "rng_offset": 3}),
+            Sample((0.0, 1.0, [3, 4]), {"dtype": DataType.Double})]  # fmt: skip
+
+
+def _matrix_samples() -> list[Sample]:
+    shapes = [((6, 8), 0), ((2, 6, 5), 1), ((6, 8), -2)]
+    return [Sample((TensorType(shape, DataType.Float), diagonal)) for shape, diagonal in shapes]
+
+
+OPS = (
+    OpDef("full", (_SHAPE, Param("fill_value", K.SCALAR), Param("dtype", K.DTYPE)), _full_infer, made_rule, _full_emit,
+          samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))]),
+    OpDef("iota", (Param("length", K.SIZE), Param("start", K.OPTIONAL_SCALAR, None), Param("step", K.OPTIONAL_SCALAR, None),
+                   Param("dtype", K.DTYPE, DataType.Int)), _iota_infer, made_rule, _iota_emit,
+          samples=lambda: [Sample((8,)), Sample((6, 2, 3)), Sample((6, 0.0, 0.5, DataType.Float))]),
+    OpDef("uniform", (Param("minval", K.SCALAR), Param("maxval", K.SCALAR), *_RANDOM), _random_infer, made_rule,
+          _random_emit, samples=_random_samples),
+    OpDef("normal", (Param("mean", K.SCALAR), Param("std", K.SCALAR), *_RANDOM), _random_infer, made_rule,
+          _random_emit, samples=_random_samples),
+    OpDef("rand_like", (_ARG,), _like_infer, same_rule, _like_emit("uniform"),
+          samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))]),
+    OpDef("randn_like", (_ARG,), _like_infer, same_rule, _like_emit("normal"),
+          samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))]),
+    OpDef("triu", (_ARG, Param("diagonal", K.INT, 0)), _triu_infer, same_rule, _triu_emit, Partial.MOVE,
+          samples=_matrix_samples),
+)  # fmt: skip

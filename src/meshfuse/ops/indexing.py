@@ -1,0 +1,283 @@
+"""Lookups by index and sorts: take_along_axis, gather, index_select, select, embedding_fwd, scatter, argsort, topk.
+
+The dim that is looked up in is a reduction factor: a rank finds the indices that it holds, the others count as zero,
+and the result is a partial sum of the result's size, however large the dim (see `meshfuse.lookup`).
+"""
+
+from __future__ import annotations
+
+from ..dtypes import DataType
+from ..errors import user_error
+from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorRef, TensorType
+from .scans import whole_dim_rule
+from .shapes import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_ndim, known_size
+
+K = ParamKind
+
+
+def _dim(call: Call) -> int:
+    return check_dim(call.op.name, call["dim"], call.types[0].ndim)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], 1, *shape[dim + 1 :])
+
+
+def _is_whole(e: Emit, operand: int, dim: int) -> bool:
+    return e.operand_shapes[operand][dim] == e.call.types[operand].shape[dim]
+
+
+def _check_index(call: Call, index: TensorType) -> None:
+    if index.dtype.category != 1:
+        raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.")
+
+
+def _same_ndim(call: Call, *others: TensorType) -> None:
+    for other in others:
+        check_ndim(call.op.name, "the index" if other is others[0] else "the source", other, *[call.types[0].ndim] * 2)
+
+
+def _take_infer(call: Call) -> tuple[TensorType, ...]:
+    arg, index = call.types
+    _same_ndim(call, index)
+    _check_index(call, index)
+    dim = _dim(call)
+    shape = list(broadcast_shapes(call.op.name, [_without(arg.shape, dim), _without(index.shape, dim)]))
+    shape[dim] = index.shape[dim]
+    return (TensorType(tuple(shape), arg.dtype),)
+
+
+def _take_rule(call: Call) -> Rule:
+    """b* n, b* m -> b* m, summed over n."""
+    arg, index = call.types
+    dim, result, builder = _dim(call), call.results[0].shape, RuleBuilder()
+    factors = builder.dims(result)
+    looked_up = list(aligned_dims(_without(arg.shape, dim), result, factors))
+    looked_up[dim] = builder.reduction(arg.shape[dim])
+    return builder.build([tuple(looked_up), aligned_dims(index.shape, result, factors)], [factors])
+
+
+def _take_emit(e: Emit) -> str:
+    dim = _dim(e.call)
+    if _is_whole(e, 0, dim):
+        return f"torch.take_along_dim({e.operands[0]}, {e.operands[1]}.long(), {dim})"
+    return f"K.take({e.operands[0]}, {e.operands[1]}, {dim}, {e.operand_runs(0)[dim]})"
+
+
+def _gather_infer(call: Call) -> tuple[TensorType, ...]:
+    arg, index = call.types
+    _same_ndim(call, index)
+    _check_index(call, index)
+    dim = _dim(call)
+    for d, (n, m) in enumerate(zip(arg.shape, index.shape, strict=True)):
+        if d != dim and UNKNOWN not in (n, m) and m > n:
+            raise user_error(f"gather: the index is larger than the operand in dim {d}", f"{index} for {arg}",
+                             f"at most {n}", "Slice the index.")  # fmt: skip
+    return (TensorType(index.shape, arg.dtype),)
+
+
+def _gather_rule(call: Call) -> Rule:
+    """As take_along_axis; of a dim in which the index is shorter the operand is whole."""
+    arg, index = call.types
+    dim, builder = _dim(call), RuleBuilder()
+    factors = builder.dims(index.shape)
+    looked_up = tuple(
+        builder.reduction(n) if d == dim else factors[d] if n == index.shape[d] else builder.blocked(n)
+        for d, n in enumerate(arg.shape)
+    )
+    return builder.build([looked_up, factors], [factors])
+
+
+def _gather_emit(e: Emit) -> str:
+    (arg, index), dim, text = e.call.types, _dim(e.call), e.operands[0]
+    for d, (n, m) in enumerate(zip(arg.shape, index.shape, strict=True)):
+        if d != dim and n != m:
+            text = f"K.take_rows({text}, {d}, {e.operand_runs(1)[d]})"
+    if _is_whole(e, 0, dim):
+        return f"{text}.gather({dim}, {e.operands[1]}.long())"
+    return f"K.take({text}, {e.operands[1]}, {dim}, {e.operand_runs(0)[dim]})"
+
+
+def _index_select_infer(call: Call) -> tuple[TensorType, ...]:
+    arg, index = call.types
+    check_ndim("index_select", "the index", index, 0, 1)
+    _check_index(call, index)
+    dim = _dim(call)
+    return (TensorType((*arg.shape[:dim], index.shape[0] if index.ndim else 1, *arg.shape[dim + 1 :]), arg.dtype),)
+
+
+def _index_select_rule(call: Call) -> Rule:
+    """a* n b*, m -> a* m b*, summed over n."""
+    (arg, index), dim, builder = call.types, _dim(call), RuleBuilder()
+    kept = tuple(builder.reduction(n) if d == dim else builder.factor(n) for d, n in enumerate(arg.shape))
+    places = builder.dims(index.shape)
+    result = (*kept[:dim], places[0] if places else (), *kept[dim + 1 :])
+    return builder.build([kept, places], [result])
+
+
+def _index_select_emit(e: Emit) -> str:
+    dim = _dim(e.call)
+    if _is_whole(e, 0, dim):
+        return f"{e.operands[0]}.index_select({dim}, {e.operands[1]}.long())"
+    return f"K.index_select({e.operands[0]}, {e.operands[1]}, {dim}, {e.operand_runs(0)[dim]})"
+
+
+def _select_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,), dim = call.types, _dim(call)
+    return (TensorType((*arg.shape[:dim], *arg.shape[dim + 1 :]), arg.dtype),)
+
+
+def _select_rule(call: Call) -> Rule:
+    (arg,), dim, builder = call.types, _dim(call), RuleBuilder()
+    operand = tuple(builder.reduction(n) if d == dim else builder.factor(n) for d, n in enumerate(arg.shape))
+    return builder.build([operand], [(*operand[:dim], *operand[dim + 1 :])])
+
+
+def _select_emit(e: Emit) -> str:
+    dim, index = _dim(e.call), e.scalar("index")
+    if _is_whole(e, 0, dim):
+        return f"{e.operands[0]}.select({dim}, {index})"
+    return f"K.select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]}, {e.call.types[0].shape[dim]})"
+
+
+def _embedding_infer(call: Call) -> tuple[TensorType, ...]:
+    index, weight = call.types
+    check_ndim("embedding_fwd", "the weight", weight, 2, 2)
+    _check_index(call, index)
+    return (TensorType((*index.shape, weight.shape[1]), weight.dtype),)
+
+
+def _embedding_rule(call: Call) -> Rule:
+    """b*, v e -> b* e, summed over v; a norm limit needs the rows whole."""
+    (index, weight), builder = call.types, RuleBuilder()
+    places, rows = builder.dims(index.shape), builder.reduction(weight.shape[0])
+    row = builder.factor(weight.shape[1]) if call["max_norm"] is None else builder.blocked(weight.shape[1])
+    return builder.build([places, (rows, row)], [(*places, row)])
+
+
+def _embedding_emit(e: Emit) -> str:
+    """padding_idx, scale_grad_by_freq and sparse say something of gradients only."""
+    index, weight = e.operands
+    text = f"F.embedding({index}.long(), {weight})"
+    if not _is_whole(e, 1, 0):
+        text = f"K.embedding({index}, {weight}, {e.operand_runs(1)[0]})"
+    if e.call["max_norm"] is None:
+        return text
+    norm_type = "2.0" if e.call["norm_type"] is None else e.scalar("norm_type")
+    return f"K.limit_norm({text}, {e.scalar('max_norm')}, {norm_type})"
+
+
+def _scatter_infer(call: Call) -> tuple[TensorType, ...]:
+    arg, *others = call.types
+    _same_ndim(call, *others)
+    _check_index(call, others[0])
+    _dim(call)
+    return (arg,)
+
+
+def _scatter_rule(call: Call) -> Rule:
+    """Written dim by dim: the index is whole along the dim that it names; the others are shared where they are equal."""
+    dim, builder, shape = _dim(call), RuleBuilder(), call.types[0].shape
+    written: list[tuple[int, ...]] = []
+    sources: list[list[tuple[int, ...]]] = [[] for _ in call.types[1:]]
+    for d, n in enumerate(shape):
+        equal = all(t.shape[d] == n for t in call.types[1:])
+        written.append(builder.factor(n) if d == dim or equal else builder.blocked(n))
+        for t, dims in zip(call.types[1:], sources, strict=True):
+            dims.append(written[d] if d != dim and equal else builder.blocked(t.shape[d]))
+    target: DimFactors = tuple(written)
+    return builder.build([target, *map(tuple, sources)], [target])
+
+
+def _scatter_emit(e: Emit) -> str:
+    dim, source = _dim(e.call), e.operand("src") or e.scalar("src")
+    arg = e.call.types[0]
+    if not _is_whole(e, 0, dim):
+        return f"K.scatter({e.operands[0]}, {e.operands[1]}, {source}, {dim}, {e.operand_runs(0)[dim]})"
+    if isinstance(e.call["src"], TensorRef) and e.call.types[2].dtype is not arg.dtype:
+        source = f"{source}.to({e.operands[0]}.dtype)"
+    return f"{e.operands[0]}.scatter({dim}, {e.operands[1]}.long(), {source})"
+
+
+def _argsort_infer(call: Call) -> tuple[TensorType, ...]:
+    _dim(call)
+    return (TensorType(call.types[0].shape, DataType.Int),)
+
+
+def _argsort_emit(e: Emit) -> str:
+    """Always stable: the order of equal elements must not depend on the mesh."""
+    return f"torch.argsort({e.operands[0]}, {_dim(e.call)}, descending={e.call['descending']}, stable=True)"
+
+
+def _topk_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,), dim, k = call.types, _dim(call), known_size(call["k"])
+    if UNKNOWN not in (k, arg.shape[dim]) and not 0 <= k <= arg.shape[dim]:
+        raise user_error("topk: k", str(k), f"at most {arg.shape[dim]}, the size of dim {dim}", "Ask for fewer.")
+    shape = (*arg.shape[:dim], k, *arg.shape[dim + 1 :])
+    return (TensorType(shape, arg.dtype), TensorType(shape, DataType.Int))
+
+
+def _topk_rule(call: Call) -> Rule:
+    dim, builder = _dim(call), RuleBuilder()
+    operand = tuple(builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(call.types[0].shape))
+    result = (*operand[:dim], builder.blocked(call.results[0].shape[dim]), *operand[dim + 1 :])
+    return builder.build([operand], [result, result])
+
+
+def _topk_emit(e: Emit) -> str:
+    k = e.call.results[0].shape[_dim(e.call)]
+    return f"K.topk({e.operands[0]}, {k}, {_dim(e.call)}, {e.call['largest']})"
+
+
+def _t(*shape: int, dtype: DataType = DataType.Float) -> TensorType:
+    return TensorType(shape, dtype)
+
+
+def _lookup(arg: TensorType, index: tuple[int, ...], dim: int, *values: int) -> Sample:
+    return Sample((arg, _t(*index, dtype=DataType.Int), dim), values={1: values})
+
+
+def _take_samples() -> list[Sample]:
+    return [_lookup(_t(6, 8), (6, 3), 1, 0, 7, 3, 5, 2), _lookup(_t(6, 8), (4, 8), -2, 5, 0, 2, 4, 1),
+            _lookup(_t(8), (8,), 0, 7, 1, 4), _lookup(_t(4, 6, dtype=DataType.Int), (4, 1), 1, 5, 0, 3)]  # fmt: skip
+
+
+def _scatter_samples() -> list[Sample]:
+    index = _t(3, 8, dtype=DataType.Int)
+    values = {1: [5] * 8 + [0] * 8 + [2] * 8}
+    return [Sample((_t(6, 8), index, _t(3, 8), 0), values=values), Sample((_t(6, 8), index, 1.5, 0), values=values),
+            Sample((_t(6, 9), index, _t(4, 8), 0), values=values)]  # fmt: skip
+
+
+def _embedding_samples() -> list[Sample]:
+    index, weight, values = _t(2, 6, dtype=DataType.Int), _t(10, 8), {0: (9, 0, 4, 7, 2)}
+    return [Sample((index, weight), values=values), Sample((index, weight, None, 1.5), values=values)]
+
+
+def _topk_samples() -> list[Sample]:
+    return [Sample((_t(6, 8), 3)), Sample((_t(6, 8), 2, 0, False)), Sample((_t(6, 8, dtype=DataType.Int), 4, 1))]
+
+
+_ARG, _INDEX, _DIM = Param("arg", K.TENSOR), Param("index", K.TENSOR), Param("dim", K.DIM)
+_EMBEDDING = tuple(
+    Param(name, K.OPTIONAL_SCALAR, None) for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+)
+OPS = (
+    OpDef("take_along_axis", (_ARG, _INDEX, _DIM), _take_infer, _take_rule, _take_emit, Partial.FIRST,
+          samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)]),
+    OpDef("gather", (_ARG, _INDEX, _DIM), _gather_infer, _gather_rule, _gather_emit, Partial.FIRST,
+          samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)]),
+    OpDef("index_select", (_ARG, _INDEX, _DIM), _index_select_infer, _index_select_rule, _index_select_emit, Partial.FIRST,
+          samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)]),
+    OpDef("select", (_ARG, Param("index", K.SCALAR), _DIM), _select_infer, _select_rule, _select_emit, Partial.MOVE,
+          samples=lambda: [Sample((_t(6, 8), 5, 1)), Sample((_t(6, 8), -1, 0))]),
+    OpDef("embedding_fwd", (Param("input", K.TENSOR), Param("weight", K.TENSOR), *_EMBEDDING), _embedding_infer,
+          _embedding_rule, _embedding_emit, samples=_embedding_samples),
+    OpDef("scatter", (_ARG, _INDEX, Param("src", K.TENSOR_OR_SCALAR), _DIM), _scatter_infer, _scatter_rule, _scatter_emit,
+          samples=_scatter_samples),
+    OpDef("argsort", (_ARG, _DIM, Param("descending", K.BOOL, False), Param("stable", K.BOOL, False)), _argsort_infer,
+          lambda call: whole_dim_rule(call, _dim(call)), _argsort_emit,
+          samples=lambda: [Sample((_t(6, 8), 1)), Sample((_t(6, 8, dtype=DataType.Int), 0, True))]),
+    OpDef("topk", (_ARG, Param("k", K.SIZE), Param("dim", K.DIM, -1), Param("largest", K.BOOL, True),
+                   Param("sorted", K.BOOL, False)), _topk_infer, _topk_rule, _topk_emit, samples=_topk_samples),
+)  # fmt: skip

@@ -1,0 +1,53 @@
+"""Scans along a dim: cumsum, cumprod, cummax, cummin."""
+
+from __future__ import annotations
+
+from ..dtypes import DataType
+from ..errors import user_error
+from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .shapes import check_dim
+
+K = ParamKind
+
+
+def _infer(call: Call) -> tuple[TensorType, ...]:
+    """The operand's type: unlike torch, nvFuser keeps Int32 and Bool."""
+    check_dim(call.op.name, call["dim"], call.types[0].ndim)
+    if call.types[0].dtype.category == 3 and call.op.name in ("cummax", "cummin"):
+        raise user_error(f"{call.op.name}: complex numbers have no order", str(call.types[0]), "a real type", "")
+    return call.types
+
+
+def whole_dim_rule(call: Call, dim: int) -> Rule:
+    """One operand and results of its shape; the op needs one dim whole."""
+    builder, shape = RuleBuilder(), call.types[0].shape
+    dims = tuple(builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(shape))
+    return builder.build([dims], [dims] * len(call.results))
+
+
+def _rule(call: Call) -> Rule:
+    return whole_dim_rule(call, call["dim"] % call.types[0].ndim)
+
+
+def _emit(e: Emit) -> str:
+    """Of the terms of a partial operand only one begins with `init`."""
+    name, dim = e.call.op.name, e.call["dim"] % e.call.types[0].ndim
+    init = e.scalar("init") if e.call["init"] is not None and (name != "cumsum" or e.leads()) else None
+    if init is None and e.call.types[0].dtype.category > 1:
+        return f"torch.{name}({e.operands[0]}, {dim})" + (".values" if name in ("cummax", "cummin") else "")
+    return f"K.scan({name!r}, {e.operands[0]}, {dim}, {init})"
+
+
+def _samples() -> list[Sample]:
+    example = TensorType((6, 8), DataType.Float)
+    return [Sample((example, 1)), Sample((example, -2, 0.5)), Sample((TensorType((6, 4), DataType.Int32), 0)),
+            Sample((TensorType((6, 4), DataType.Bool), 0))]  # fmt: skip
+
+
+OPS = tuple(
+    OpDef(
+        name, (Param("arg", K.TENSOR), Param("dim", K.DIM), Param("init", K.OPTIONAL_SCALAR, None)), _infer, _rule, _emit,
+        Partial.FIRST if name == "cumsum" else Partial.NONE, samples=_samples,
+    )
+    for name in ("cumsum", "cumprod", "cummax", "cummin")
+)  # fmt: skip

@@ -1,0 +1,94 @@
+"""Mean and variance over dims: var, var_mean, welford."""
+
+from __future__ import annotations
+
+from ..dtypes import DataType
+from ..errors import user_error
+from .base import Call, Emit, OpDef, Param, ParamKind, Rule, RuleBuilder, Sample, TensorType
+from .pointwise import cast_text, widen
+from .reductions import kept_factors, reduced_dims
+
+K = ParamKind
+
+
+def _keepdim(call: Call) -> bool:
+    return "keepdim" in call.op.places and call["keepdim"]
+
+
+def _reduced(call: Call) -> tuple[int, ...]:
+    dims, keep = reduced_dims(call), _keepdim(call)
+    return tuple(1 if d in dims else n for d, n in enumerate(call.types[0].shape) if keep or d not in dims)
+
+
+def _variance_dtype(dtype: DataType) -> DataType:
+    """At least float32; of integers float64, as nvFuser does it."""
+    return DataType.Double if dtype.category < 2 else widen(dtype)
+
+
+def _var_infer(call: Call) -> tuple[TensorType, ...]:
+    return (TensorType(_reduced(call), _variance_dtype(call.types[0].dtype)),)
+
+
+def _floating_only(call: Call) -> DataType:
+    dtype = call.types[0].dtype
+    if dtype.category < 2:
+        raise user_error(f"{call.op.name}: the mean of integers is no integer", str(call.types[0]),
+                         "a floating point type", "Cast the operand with fd.ops.cast.")  # fmt: skip
+    return dtype
+
+
+def _var_mean_infer(call: Call) -> tuple[TensorType, ...]:
+    dtype = _floating_only(call)
+    if dtype.is_reduced_float:
+        raise user_error("var_mean: half precision", str(call.types[0]), "Float or Double", "Cast the operand to Float.")
+    return (TensorType(_reduced(call), dtype.real), TensorType(_reduced(call), dtype))
+
+
+def _welford_infer(call: Call) -> tuple[TensorType, ...]:
+    moment = TensorType(_reduced(call), _floating_only(call))
+    return (moment, moment, TensorType(moment.shape, DataType.Int))
+
+
+def _rule(call: Call) -> Rule:
+    """Kept dims pass through; the op needs the reduced dims whole."""
+    dims, builder = reduced_dims(call), RuleBuilder()
+    operand = tuple(builder.blocked(n) if d in dims else builder.factor(n) for d, n in enumerate(call.types[0].shape))
+    result = kept_factors(operand, dims, _keepdim(call))
+    return builder.build([operand], [result] * len(call.results))
+
+
+def _options(call: Call) -> str:
+    return f"{list(reduced_dims(call))}, correction={call['correction']}, keepdim={call['keepdim']}"
+
+
+def _var_emit(e: Emit) -> str:
+    wanted = e.call.results[0].dtype
+    text = f"torch.var({cast_text(e.operands[0], e.call.types[0].dtype, wanted)}, {_options(e.call)})"
+    return cast_text(text, wanted.real, wanted)
+
+
+def _var_mean_emit(e: Emit) -> str:
+    return f"torch.var_mean({e.operands[0]}, {_options(e.call)})"
+
+
+def _welford_emit(e: Emit) -> str:
+    return f"K.welford({e.operands[0]}, {list(reduced_dims(e.call))})"
+
+
+_ARG = Param("arg", K.TENSOR)
+_DIMS = Param("dims", K.OPTIONAL_DIMS, alias="dim")
+_MOMENTS = (_ARG, _DIMS, Param("correction", K.INT, 1), Param("keepdim", K.BOOL, False))
+_EXAMPLE = TensorType((4, 6, 5), DataType.Float)
+
+
+def _samples() -> list[Sample]:
+    return [Sample((_EXAMPLE, [1])), Sample((_EXAMPLE, [0, 2], 0, True))]
+
+
+OPS = (
+    OpDef("var", _MOMENTS, _var_infer, _rule, _var_emit,
+          samples=lambda: [*_samples(), Sample((TensorType((4, 6), DataType.Half), [0])),
+                           Sample((TensorType((4, 6), DataType.Int), [0]))]),
+    OpDef("var_mean", _MOMENTS, _var_mean_infer, _rule, _var_mean_emit, samples=_samples),
+    OpDef("welford", (_ARG, _DIMS), _welford_infer, _rule, _welford_emit, samples=lambda: [Sample((_EXAMPLE, [1]))]),
+)  # fmt: skip

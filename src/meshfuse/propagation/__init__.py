@@ -1,0 +1,1 @@
+"""Which sharding every tensor has, and in which every op is computed."""

@@ -1,0 +1,175 @@
+"""Between shardings of tensors and layouts of an op's factors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..graph import Node
+from ..mesh import DeviceMesh
+from ..ops.base import DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
+from ..sharding import layout as lay
+from ..sharding.layout import WHOLE, Layout, Split
+from ..sharding.value import Sharding, canonical_partial, overlap
+
+Layouts = tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Unreduced axes that pass through an op: on these operands, to all its results."""
+
+    axes: tuple[Split, ...]
+    reduce: str
+    operands: tuple[int, ...]
+
+
+NO_CARRY = Carry((), "", ())
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def layouts_of(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> Layouts:
+    """The factor layouts that a tensor's dims ask for; WHOLE for factors that it says nothing of or that are blocked."""
+    out = [WHOLE] * len(rule.factors)
+    for factors, n, layout in zip(dims, shape, layouts, strict=True):
+        if not layout or not factors:
+            continue
+        parts = lay.project(layout, n, tuple(rule.factors[f].size for f in factors))
+        for factor, part in zip(factors, parts or (), strict=False):
+            if rule.factors[factor].kind is not FactorKind.BLOCK:
+                out[factor] = part
+    return tuple(out)
+
+
+def merged(votes: Sequence[Layouts], taken: Sequence[Split] = ()) -> Layouts:
+    """Factor layouts from the votes in their order: later ones only refine, and no axis is used twice."""
+    out = list(votes[0]) if votes else []
+    used = list(taken)
+    for factor, layout in enumerate(out):
+        axes = lay.axes(layout)
+        if any(overlap(a, u) for a in axes for u in used):
+            out[factor] = WHOLE
+        else:
+            used.extend(axes)
+    for vote in votes[1:]:
+        for factor, layout in enumerate(vote):
+            old = out[factor]
+            if layout == old or not lay.is_prefix(old, layout):
+                continue
+            added = lay.axes(layout[len(old) :])
+            if not any(overlap(a, u) for a in added for u in used):
+                out[factor] = layout
+                used.extend(added)
+    return tuple(out)
+
+
+def tensor_layouts(rule: Rule, dims: DimFactors, layouts: Layouts) -> Layouts | None:
+    """The layouts of a tensor's dims; None where a merged dim cannot have them."""
+    out = []
+    for factors in dims:
+        if not factors:
+            out.append(WHOLE)
+            continue
+        joined = lay.concat(tuple(layouts[f] for f in factors), tuple(rule.factors[f].size for f in factors))
+        if joined is None:
+            return None
+        out.append(joined)
+    return tuple(out)
+
+
+def representable(rule: Rule, layouts: Layouts) -> Layouts:
+    """The layouts with factors below the most major one of a merged dim left whole where they are uneven."""
+    out = list(layouts)
+    for dims in (*rule.operands, *rule.results):
+        for factors in dims:
+            for factor in factors[1:]:
+                size = rule.factors[factor].size
+                if lay.extent(lay.padded(out[factor], size)) != size:
+                    out[factor] = WHOLE
+    return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where an op is computed: its factors' layouts and, following from them, its operands' and results' shardings."""
+
+    layouts: Layouts
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+    carry: Carry = NO_CARRY
+
+
+def placed(node: Node, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:
+    """The placement of a node on a mesh; None where some dim cannot be laid out so."""
+    rule = node.rule
+    operand_dims = [tensor_layouts(rule, dims, layouts) for dims in rule.operands]
+    result_dims = [tensor_layouts(rule, dims, layouts) for dims in rule.results]
+    if None in operand_dims or None in result_dims:
+        return None
+    operands = [
+        Sharding(mesh, dims, carry.axes, carry.reduce) if i in carry.operands else Sharding(mesh, dims)
+        for i, dims in enumerate(operand_dims)
+        if dims is not None
+    ]
+    partial, reduce = _result_partial(rule, layouts, carry)
+    if reduce is None:
+        return None
+    results = [Sharding(mesh, dims, partial, reduce) for dims in result_dims if dims is not None]
+    return Placement(layouts, tuple(operands), tuple(results), carry)
+
+
+def _result_partial(rule: Rule, layouts: Layouts, carry: Carry) -> tuple[tuple[Split, ...], str | None]:
+    """(axes, reduction) left to do on the results; a reduction of None where two kinds would mix."""
+    found = list(carry.axes)
+    kinds = {carry.reduce} if carry.axes else set()
+    for factor, layout in zip(rule.factors, layouts, strict=True):
+        axes = lay.axes(layout)
+        if factor.kind is FactorKind.REDUCE and axes:
+            found.extend(axes)
+            kinds.add(factor.reduce)
+    if len(kinds) > 1:
+        return (), None
+    return canonical_partial(found), kinds.pop() if kinds else ""
+
+
+def carries(node: Node, operands: Sequence[Sharding]) -> Carry | None:
+    """What the op can carry of its operands' unreduced axes as they are; None where it needs them reduced."""
+    partial = [i for i, s in enumerate(operands) if s.partial]
+    if not partial:
+        return None
+    first = operands[partial[0]]
+    same = all((operands[i].partial, operands[i].reduce) == (first.partial, first.reduce) for i in partial)
+    if not same or not _passes(node, partial, first.reduce):
+        return None
+    return Carry(first.partial, first.reduce, tuple(partial))
+
+
+def _passes(node: Node, partial: list[int], reduce: str) -> bool:
+    kind, types = node.call.op.partial, node.call.types
+    if kind is Partial.MOVE:
+        return len(types) == 1
+    if reduce != "sum" or kind is Partial.NONE:
+        return False
+    if kind is Partial.JOINT:
+        return len(partial) == len(types) and _is_pure(node)
+    if kind is Partial.CAST:
+        return _widens(node)
+    if kind is Partial.FIRST:
+        return partial == [0] and (node.call.results[0].dtype.category >= 2 or _sums(node))
+    return len(partial) == 1 and partial[0] < 2
+
+
+def _is_pure(node: Node) -> bool:
+    """True where no operand is a number: t + 1 is not linear in t."""
+    pairs = zip(node.call.op.params, node.call.args, strict=True)
+    return all(isinstance(arg, TensorRef) for param, arg in pairs if param.kind is ParamKind.TENSOR_OR_SCALAR)
+
+
+def _sums(node: Node) -> bool:
+    return any(f.kind is FactorKind.REDUCE for f in node.rule.factors)
+
+
+def _widens(node: Node) -> bool:
+    old, new = node.call.types[0].dtype, node.call.results[0].dtype
+    return old is new or (old.category == new.category and new.itemsize > old.itemsize)

@@ -1,0 +1,51 @@
+"""What propagation gives: where every op is computed, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..graph import Graph
+from ..sharding.value import Sharding
+from .factors import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The placement of one op, what led to it, its modelled wire time, and the runner-up."""
+
+    placement: Placement
+    reason: str
+    seconds: float
+    runner_up: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedDefinition:
+    """A graph with a sharding for every tensor and a placement for every op.
+
+    `homes[t]` is the sharding a tensor has after its op (and, if it is annotated, its annotation): it may be partial.
+    """
+
+    graph: Graph
+    choices: tuple[Choice, ...]
+    homes: Mapping[int, Sharding]
+
+    def verify(self) -> None:
+        """Every tensor has a sharding, annotated ones theirs, and every placement fits its op."""
+        graph = self.graph
+        assert set(self.homes) == set(range(len(graph.tensors)))
+        assert all(self.homes[i] == sharding for i, sharding in graph.annotations.items())
+        for node, choice in zip(graph.nodes, self.choices, strict=True):
+            assert len(choice.placement.operands) == len(node.inputs)
+            assert len(choice.placement.results) == len(node.outputs)
+
+    def __str__(self) -> str:
+        lines = []
+        for i in self.graph.input_tensors:
+            lines.append(f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.homes[i]}")
+        for node, choice in zip(self.graph.nodes, self.choices, strict=True):
+            made = ", ".join(f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.homes[i]}" for i in node.outputs)
+            taken = ", ".join(f"t{i} {s}" for i, s in zip(node.inputs, choice.placement.operands, strict=True))
+            lines.append(f"{made} = {node.name}({taken})")
+        return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""Random numbers that are a function of (seed, offset, place in the program, global index) and of nothing else.
+
+The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a keyed
+bijection of a 128-bit counter. Element i of a tensor reads counter (i, salt, offset), so a rank that holds some of the
+elements draws exactly the numbers that one rank would draw for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .indices import Runs, linear_index
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+class Stream(NamedTuple):
+    """What the numbers of one op depend on beside the element's index."""
+
+    seed: int
+    offset: int
+    salt: int = 0
+
+
+def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The halves of a 64-bit product of unsigned 32-bit numbers: int64 wraps around, its bits are the right ones."""
+    product = a * b
+    return (product >> 32) & _MASK, product & _MASK
+
+
+def philox(counter: Sequence[torch.Tensor], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    """Four random 32-bit words (in int64) of four counter words, element by element."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _high_low(_MULTIPLIERS[0], c0)
+        high1, low1 = _high_low(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def words(index: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, ...]:
+    """Four random words for every global index."""
+    salt = torch.full_like(index, stream.salt & _MASK)
+    offset = torch.full_like(index, stream.offset & _MASK)
+    return philox((index & _MASK, index >> 32, salt, offset), (stream.seed & _MASK, (stream.seed >> 32) & _MASK))
+
+
+def _fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """A float64 in [0, 1) of 53 random bits."""
+    return ((high >> 6) * 2.0**27 + (low >> 5)) * 2.0**-53
+
+
+def fractions(index: torch.Tensor, stream: Stream, dtype: torch.dtype) -> torch.Tensor:
+    """Uniform numbers in [0, 1): 24 random bits in float32, 53 in float64."""
+    high, low, _, _ = words(index, stream)
+    return _fraction(high, low) if dtype == torch.float64 else (high >> 8).to(torch.float32) * 2.0**-24
+
+
+def normals(index: torch.Tensor, stream: Stream) -> torch.Tensor:
+    """Standard normal numbers in float64 by Box and Muller's transform, so that rounding to float32 hides the device."""
+    a, b, c, d = words(index, stream)
+    radius = torch.sqrt(-2.0 * torch.log1p(-_fraction(a, b)))
+    return radius * torch.cos(2.0 * math.pi * _fraction(c, d))
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def uniform(
+    low: Any, high: Any, runs: Sequence[Runs], shape: Sequence[int], stream: tuple[int, ...], dtype: torch.dtype, device: Any
+) -> torch.Tensor:
+    """The rank's part of a tensor of this shape with numbers from [low, high)."""
+    drawn = fractions(linear_index(runs, shape, device), Stream(*stream), _compute_dtype(dtype))
+    return (drawn * (high - low) + low).to(dtype)
+
+
+def normal(
+    mean: Any, std: Any, runs: Sequence[Runs], shape: Sequence[int], stream: tuple[int, ...], dtype: torch.dtype, device: Any
+) -> torch.Tensor:
+    """The rank's part of a tensor of this shape with normally distributed numbers."""
+    drawn = normals(linear_index(runs, shape, device), Stream(*stream)).to(_compute_dtype(dtype))
+    return (drawn * std + mean).to(dtype)

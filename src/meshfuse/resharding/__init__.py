@@ -1,0 +1,1 @@
+"""From one sharding to another: the moves, their costs and the cheapest path."""

@@ -1,0 +1,182 @@
+"""From a sharded definition to one with a `set` wherever a tensor must lie otherwise than it does."""
+
+from __future__ import annotations
+
+
+from dataclasses import dataclass, field
+
+from ..errors import SourceLine
+from ..graph import Graph
+from ..mesh import DeviceMesh
+from ..propagation.factors import Placement
+from ..propagation.sharded import ShardedDefinition
+from ..sharding.value import Sharding
+from .moves import Move
+from .planner import Plan, plan
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor in one of the shardings that it exists in."""
+
+    id: int
+    tensor: int
+    sharding: Sharding
+
+    @property
+    def name(self) -> str:
+        return f"v{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """One op in its placement: takes and makes values by number."""
+
+    node: int
+    placement: Placement
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """One move of a reshard, from a value to a value of the same tensor. `why` says who asked for it, and where."""
+
+    source: int
+    target: int
+    move: Move
+    why: str
+    line: SourceLine
+
+
+Step = Compute | Set
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardedDefinition:
+    """Ops and moves in order; every op reads and makes values in exactly the shardings of its placement."""
+
+    sharded: ShardedDefinition
+    values: tuple[Value, ...]
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def graph(self) -> Graph:
+        return self.sharded.graph
+
+    def verify(self) -> None:
+        """Every value is made once, before it is read; moves start from and end in the shardings of their values."""
+        known = set(self.inputs)
+        for step in self.steps:
+            taken = step.inputs if isinstance(step, Compute) else (step.source,)
+            made = step.outputs if isinstance(step, Compute) else (step.target,)
+            assert known.issuperset(taken) and known.isdisjoint(made)
+            known.update(made)
+            self._verify_shardings(step)
+        assert known.issuperset(self.outputs)
+        assert not any(self.values[v].sharding.partial for v in self.outputs)
+
+    def _verify_shardings(self, step: Step) -> None:
+        if isinstance(step, Set):
+            assert self.values[step.source].sharding == step.move.src
+            assert self.values[step.target].sharding == step.move.dst
+            return
+        assert tuple(self.values[v].sharding for v in step.inputs) == step.placement.operands
+        assert tuple(self.values[v].sharding for v in step.outputs) == step.placement.results
+
+    def __str__(self) -> str:
+        graph, lines = self.graph, []
+        for step in self.steps:
+            if isinstance(step, Set):
+                tensor = graph.tensors[self.values[step.source].tensor]
+                lines.append(f"v{step.target} = set v{step.source} {tensor.label}: {step.move}  # {step.why} {step.line}")
+            else:
+                made = ", ".join(f"v{v} {self.values[v].sharding}" for v in step.outputs)
+                node = graph.nodes[step.node]
+                lines.append(f"{made} = {node.name}({', '.join(f'v{v}' for v in step.inputs)})  # {node.line}")
+        return "\n".join([*lines, "return " + ", ".join(f"v{v}" for v in self.outputs)])
+
+
+@dataclass(slots=True)
+class _Inserter:
+    sharded: ShardedDefinition
+    values: list[Value] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    by_tensor: dict[int, list[Value]] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+
+    def run(self) -> ReshardedDefinition:
+        graph = self.sharded.graph
+        for i in graph.input_tensors:
+            self.inputs.append(self._new(i, self.sharded.homes[i]).id)
+        for node, choice in zip(graph.nodes, self.sharded.choices, strict=True):
+            self._compute(node.id, choice.placement)
+        outputs = [self._output(i) for i in graph.outputs]
+        done = ReshardedDefinition(self.sharded, tuple(self.values), tuple(self.steps), tuple(self.inputs), tuple(outputs))
+        done.verify()
+        return done
+
+    def _new(self, tensor: int, sharding: Sharding) -> Value:
+        value = Value(len(self.values), tensor, sharding)
+        self.values.append(value)
+        self.by_tensor.setdefault(tensor, []).append(value)
+        return value
+
+    def _compute(self, number: int, placement: Placement) -> None:
+        graph = self.sharded.graph
+        node = graph.nodes[number]
+        inputs = [
+            self.need(i, sharding, f"operand {place} of {node.name}", node.line)
+            for place, (i, sharding) in enumerate(zip(node.inputs, placement.operands, strict=True))
+        ]
+        outputs = [self._new(i, sharding) for i, sharding in zip(node.outputs, placement.results, strict=True)]
+        self.steps.append(Compute(number, placement, tuple(inputs), tuple(v.id for v in outputs)))
+        for i in node.outputs:
+            if i in graph.annotations:
+                self.need(i, graph.annotations[i], "its annotation", graph.annotation_lines[i])
+
+    def _output(self, tensor: int) -> int:
+        target = self.sharded.homes[tensor].reduced()
+        return self.need(tensor, target, "output", self.sharded.graph.tensors[tensor].line)
+
+    def need(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
+        """The value of a tensor in a sharding, made from the nearest one that there is."""
+        for value in self.by_tensor[tensor]:
+            if value.sharding == sharding:
+                return value.id
+        if self._whole_everywhere(tensor, sharding.mesh):
+            self._reuse_input(tensor, sharding.mesh)
+        value, found = self._nearest(tensor, sharding)
+        return self._move(value, found, why, line)
+
+    def _nearest(self, tensor: int, sharding: Sharding) -> tuple[Value, Plan]:
+        kind = self.sharded.graph.tensors[tensor].type
+        plans = [(v, plan(v.sharding, sharding, kind.shape, kind.dtype.itemsize)) for v in self.by_tensor[tensor]]
+        return min(((v, p) for v, p in plans if p is not None), key=lambda entry: entry[1].seconds)
+
+    def _move(self, value: Value, found: Plan, why: str, line: SourceLine) -> int:
+        for move in found.moves:
+            existing = next((v for v in self.by_tensor[value.tensor] if v.sharding == move.dst), None)
+            if existing is None:
+                existing = self._new(value.tensor, move.dst)
+                self.steps.append(Set(value.id, existing.id, move, why, line))
+            value = existing
+        return value.id
+
+    def _whole_everywhere(self, tensor: int, mesh: DeviceMesh) -> bool:
+        graph = self.sharded.graph
+        unplaced = tensor in graph.input_tensors and tensor not in graph.annotations
+        return unplaced and all(v.sharding.mesh != mesh for v in self.by_tensor[tensor])
+
+    def _reuse_input(self, tensor: int, mesh: DeviceMesh) -> None:
+        """An input that no annotation places is passed whole on every rank: it is there on this mesh as well."""
+        self.inputs.append(self._new(tensor, Sharding.replicated(mesh, len(self.sharded.graph.shape(tensor)))).id)
+
+
+def insert_resharding(sharded: ShardedDefinition) -> ReshardedDefinition:
+    """Put in the moves that the placements need, each planned as the cheapest path from what exists; equal ones once."""
+    return _Inserter(sharded).run()
+
+

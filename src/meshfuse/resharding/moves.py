@@ -1,0 +1,133 @@
+"""One step of a reshard, and what it puts on the wire."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..mesh import DeviceMesh
+from ..sharding import layout as lay
+from ..sharding.layout import Split
+from ..sharding.value import Sharding
+
+
+class MoveKind(enum.Enum):
+    """What a step does. Only SLICE is free."""
+
+    SLICE = "slice"
+    ALL_REDUCE = "all-reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_GATHER = "all-gather"
+    ALL_TO_ALL = "all-to-all"
+    EXCHANGE = "permute"
+    TRANSFER = "send-recv"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A step from `src` to `dst` among the ranks that differ along `axes` only (TRANSFER: between two meshes)."""
+
+    kind: MoveKind
+    axes: tuple[Split, ...]
+    src: Sharding
+    dst: Sharding
+
+    def __str__(self) -> str:
+        over = f"[{', '.join(map(str, self.axes))}]" if self.axes else ""
+        return f"{self.kind.value}{over} {self.src} -> {self.dst}"
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that take part together with this one, in order."""
+        if self.kind is MoveKind.TRANSFER:
+            return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
+        return self.src.mesh.group(rank, axis_keys(self.axes))
+
+
+def axis_keys(axes: Sequence[Split]) -> tuple[tuple[str, int, int], ...]:
+    """Splits as (axis, pre, size), as meshes name sub-axes."""
+    return tuple((s.axis, s.pre, s.size) for s in axes)  # type: ignore[misc]
+
+
+def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
+    """Elements that the rank puts on the wire, collectives counted as rings.
+
+    All-gather and reduce-scatter (n-1)/n of the gathered local tensor, all-reduce twice that, otherwise what leaves.
+    """
+    group = move.group(rank)
+    n = len(group)
+    if move.kind is MoveKind.SLICE or n == 1:
+        return 0.0
+    if move.kind is MoveKind.ALL_REDUCE:
+        return 2.0 * (n - 1) / n * math.prod(move.src.local_shape(shape, rank))
+    if move.kind is MoveKind.REDUCE_SCATTER:
+        return (n - 1) / n * math.prod(move.src.local_shape(shape, rank))
+    if move.kind is MoveKind.ALL_GATHER:
+        return (n - 1) / n * math.prod(move.dst.local_shape(shape, rank))
+    return float(sum(piece.numel for piece in pieces(move, tuple(shape)) if piece.source == rank != piece.target))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements that go from one rank to another: a box of index runs, one per dim."""
+
+    source: int
+    target: int
+    box: tuple[lay.Runs, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(lay.count(part) for part in self.box)
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces(move: Move, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Every piece of a move that gives each rank exactly the elements of its new shard, each from one holder.
+
+    A rank keeps what it holds; the rest comes from the replica nearest to it in mesh coordinates, replicas of one
+    shard being shared evenly among those who need it.
+    """
+    if move.kind is MoveKind.TRANSFER:
+        return _transfer_pieces(move, shape)
+    seen: set[tuple[int, ...]] = set()
+    found: list[Piece] = []
+    for rank in move.src.mesh.ranks:
+        group = move.group(rank)
+        if group not in seen:
+            seen.add(group)
+            found.extend(_group_pieces(move.src, move.dst, shape, group, group))
+    return tuple(found)
+
+
+def _transfer_pieces(move: Move, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    return tuple(_group_pieces(move.src, move.dst, shape, move.src.mesh.ranks, move.dst.mesh.ranks))
+
+
+def _group_pieces(
+    src: Sharding, dst: Sharding, shape: tuple[int, ...], sources: Sequence[int], targets: Sequence[int]
+) -> list[Piece]:
+    holders: dict[tuple[lay.Runs, ...], list[int]] = {}
+    for rank in sources:
+        holders.setdefault(src.runs(shape, rank), []).append(rank)
+    found: list[Piece] = []
+    for place, target in enumerate(targets):
+        wanted = dst.runs(shape, target)
+        for held, ranks in holders.items():
+            box = tuple(lay.intersect(a, b) for a, b in zip(held, wanted, strict=True))
+            if all(box):
+                found.append(Piece(_nearest(src.mesh, ranks, target, place), target, box))
+    return found
+
+
+def _nearest(mesh: DeviceMesh, ranks: Sequence[int], target: int, place: int) -> int:
+    """The rank itself, else the holder that shares most coordinates with it, taking turns among equals."""
+    if target in ranks:
+        return target
+    if target not in mesh:
+        return ranks[place % len(ranks)]
+    here = mesh.coordinate(target)
+    shared = [sum(a == b for a, b in zip(mesh.coordinate(r), here, strict=True)) for r in ranks]
+    best = [r for r, n in zip(ranks, shared, strict=True) if n == max(shared)]
+    return best[place % len(best)]

@@ -1,0 +1,217 @@
+"""The cheapest path of moves from one sharding to another (Dijkstra's search over layouts)."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..sharding import layout as lay
+from ..sharding.layout import Layout, Split
+from ..sharding.value import Sharding, overlap
+from .moves import Move, MoveKind
+
+# Seconds per byte and per collective of the default link. The start of a collective counts as 500 bytes: bytes decide.
+BETA = 1 / 50e9
+ALPHA = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The moves of a reshard in order, their modelled time in seconds and the bytes per rank on the wire."""
+
+    moves: tuple[Move, ...]
+    seconds: float
+    wire: float
+
+    def __str__(self) -> str:
+        return " ; ".join(map(str, self.moves)) or "nothing"
+
+
+NOTHING = Plan((), 0.0, 0.0)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Plan | None:
+    """The cheapest plan; None where there is none (the target is partial in a way the source is not)."""
+    if src == dst:
+        return NOTHING
+    if src.mesh != dst.mesh:
+        return _between_meshes(src, dst, shape, itemsize)
+    if not set(dst.partial) <= set(src.partial) or (dst.partial and src.reduce != dst.reduce):
+        return None
+    return _Search(src, dst, shape, itemsize).run()
+
+
+def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Plan | None:
+    """Reduce on the old mesh, then send every rank of the new one what it needs."""
+    if dst.partial:
+        return None
+    first = plan(src, src.reduced(), shape, itemsize)
+    assert first is not None
+    move = Move(MoveKind.TRANSFER, (), src.reduced(), dst)
+    wire = itemsize * max((dst.max_local_numel(shape), 1))
+    return Plan((*first.moves, move), first.seconds + ALPHA + BETA * wire, first.wire + wire)
+
+
+def _cut_points(shardings: Iterable[Sharding]) -> dict[str, tuple[int, ...]]:
+    """For every axis the sub-axis boundaries that any of the shardings uses."""
+    cuts: dict[str, set[int]] = {}
+    for sharding in shardings:
+        for split in sharding.used():
+            assert split.axis is not None and split.size is not None
+            cuts.setdefault(split.axis, set()).update((split.pre, split.pre * split.size))
+    return {axis: tuple(sorted(points)) for axis, points in cuts.items()}
+
+
+class _Search:
+    """Dijkstra from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms."""
+
+    def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int):
+        self.src, self.dst, self.shape, self.itemsize = src, dst, shape, itemsize
+        self.cuts = _cut_points((src, dst))
+        self.wanted = [self._atoms(layout) for layout in dst.dims]
+        self.kept_partial = frozenset(self._parts(dst.partial))
+
+    def run(self) -> Plan | None:
+        order = itertools.count()
+        queue: list[tuple[float, int, Sharding]] = [(0.0, next(order), self.src)]
+        best: dict[Sharding, tuple[float, float, tuple[Move, ...]]] = {self.src: (0.0, 0.0, ())}
+        done: set[Sharding] = set()
+        while queue:
+            seconds, _, state = heapq.heappop(queue)
+            if state in done:
+                continue
+            done.add(state)
+            _, wire, path = best[state]
+            if state == self.dst:
+                return Plan(path, seconds, wire)
+            for move in self._moves(state):
+                added = self.itemsize * self._wire(move)
+                total = seconds + _seconds(move.kind, added)
+                if move.dst not in best or total < best[move.dst][0] - 1e-15:
+                    best[move.dst] = (total, wire + added, (*path, move))
+                    heapq.heappush(queue, (total, next(order), move.dst))
+        return None
+
+    # states ---------------------------------------------------------------------------------------------------
+
+    def _parts(self, splits: Iterable[Split]) -> list[Split]:
+        """Bound splits cut at every boundary that the search uses."""
+        out: list[Split] = []
+        for split in splits:
+            assert split.axis is not None and split.size is not None
+            inside = [c for c in self.cuts[split.axis] if split.pre < c < split.pre * split.size]
+            bounds = [split.pre, *inside, split.pre * split.size]
+            out.extend(Split(b // a, split.axis, a) for a, b in itertools.pairwise(bounds))
+        return out
+
+    def _atoms(self, layout: Layout) -> frozenset[Split]:
+        return frozenset(self._parts(lay.axes(layout)))
+
+    def _keep(self, dim: int, layout: Layout, keep: frozenset[Split]) -> Layout:
+        """The layout with the atoms outside `keep` unbound."""
+        n = self.shape[dim]
+        fine = [part for s in lay.padded(layout, n) for part in (self._parts([s]) if s.bound else [s])]
+        return lay.canonical(tuple(s if not s.bound or s in keep else Split(s.size) for s in fine), n)
+
+    def _with(self, state: Sharding, changes: dict[int, Layout], partial: Iterable[Split] | None = None) -> Sharding:
+        dims = [changes.get(d, layout) for d, layout in enumerate(state.dims)]
+        kept = state.partial if partial is None else tuple(partial)
+        return Sharding.make(state.mesh, dims, self.shape, kept, state.reduce)
+
+    def _grown(self, state: Sharding, dim: int, atoms: frozenset[Split]) -> Layout | None:
+        """The dim with these atoms bound as the target has them; None where it is not a part of the target's layout."""
+        target, bound = self.dst.dims[dim], self._atoms(state.dims[dim])
+        if self._keep(dim, target, bound) != state.dims[dim]:
+            return None
+        return self._keep(dim, target, bound | atoms)
+
+    # moves ----------------------------------------------------------------------------------------------------
+
+    def _moves(self, state: Sharding) -> Iterator[Move]:
+        to_reduce = [p for p in self._parts(state.partial) if p not in self.kept_partial]
+        yield from self._reductions(state, to_reduce)
+        yield from self._slices(state)
+        yield from self._gathers(state)
+        if not to_reduce:
+            yield self._exchange(state)
+
+    def _reductions(self, state: Sharding, to_reduce: list[Split]) -> Iterator[Move]:
+        others = [p for p in self._parts(state.partial) if p in self.kept_partial]
+        if not to_reduce:
+            return
+        yield Move(MoveKind.ALL_REDUCE, tuple(to_reduce), state, self._with(state, {}, others))
+        for atom in to_reduce:
+            rest = [*others, *(p for p in to_reduce if p != atom)]
+            if len(to_reduce) > 1:
+                yield Move(MoveKind.ALL_REDUCE, (atom,), state, self._with(state, {}, rest))
+            for dim, wanted in enumerate(self.wanted):
+                grown = self._grown(state, dim, frozenset((atom,))) if atom in wanted else None
+                if grown is not None:
+                    yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, {dim: grown}, rest))
+
+    def _slices(self, state: Sharding) -> Iterator[Move]:
+        used = [*state.splits, *state.partial]
+        for dim, wanted in enumerate(self.wanted):
+            free = frozenset(a for a in wanted if not any(overlap(a, u) for u in used))
+            grown = self._grown(state, dim, free) if free else None
+            if grown is not None:
+                yield Move(MoveKind.SLICE, tuple(sorted(free)), state, self._with(state, {dim: grown}))
+
+    def _gathers(self, state: Sharding) -> Iterator[Move]:
+        for dim, layout in enumerate(state.dims):
+            if layout == self.dst.dims[dim]:
+                continue
+            bound = self._atoms(layout)
+            for atom in sorted(bound):
+                left = self._keep(dim, layout, bound - {atom})
+                yield Move(MoveKind.ALL_GATHER, (atom,), state, self._with(state, {dim: left}))
+                yield from self._all_to_alls(state, dim, atom, left)
+            if len(bound) > 1:
+                whole = self._with(state, {dim: lay.WHOLE})
+                yield Move(MoveKind.ALL_GATHER, lay.axes(layout), state, whole)
+
+    def _all_to_alls(self, state: Sharding, dim: int, atom: Split, left: Layout) -> Iterator[Move]:
+        for other, wanted in enumerate(self.wanted):
+            grown = self._grown(state, other, frozenset((atom,))) if other != dim and atom in wanted else None
+            if grown is not None:
+                yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, other: grown}))
+
+    def _exchange(self, state: Sharding) -> Move:
+        """Everything at once: each rank gets exactly what it lacks."""
+        axes = [s for s in self._parts([*state.splits, *self.dst.splits]) if s not in self.kept_partial]
+        return Move(MoveKind.EXCHANGE, tuple(sorted(set(axes))), state, self.dst)
+
+    def _wire(self, move: Move) -> float:
+        """Elements per rank on the wire, from the largest shards (exact where sizes divide)."""
+        n = math.prod(s.size or 1 for s in move.axes)
+        if move.kind is MoveKind.SLICE:
+            return 0.0
+        if move.kind in (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.ALL_TO_ALL):
+            factor = 2 if move.kind is MoveKind.ALL_REDUCE else 1
+            return factor * (n - 1) / n * move.src.max_local_numel(self.shape)
+        if move.kind is MoveKind.ALL_GATHER:
+            return (n - 1) / n * move.dst.max_local_numel(self.shape)
+        return _received(move.src, move.dst, self.shape)
+
+
+def _seconds(kind: MoveKind, wire: float) -> float:
+    """Time of a move; an exchange of odd pieces is dearer to start than a named collective."""
+    if kind is MoveKind.SLICE:
+        return 1e-13
+    return BETA * wire + (2 * ALPHA if kind is MoveKind.EXCHANGE else ALPHA)
+
+
+def _received(src: Sharding, dst: Sharding, shape: tuple[int, ...], sample: int = 16) -> float:
+    """Elements that a rank gets from others when everything moves at once: the mean over up to 16 ranks."""
+    ranks = src.mesh.ranks[:: max(1, src.mesh.size // sample)]
+    lacking = 0
+    for rank in ranks:
+        held, wanted = src.runs(shape, rank), dst.runs(shape, rank)
+        common = math.prod(lay.count(lay.intersect(a, b)) for a, b in zip(held, wanted, strict=True))
+        lacking += math.prod(map(lay.count, wanted)) - common
+    return lacking / len(ranks)
