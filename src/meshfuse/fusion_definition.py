@@ -151,15 +151,19 @@ class FusionDefinition(DefinitionBuilder):
 
     # compiling ------------------------------------------------------------------------------------------------
 
-    def _key(self, found: Inputs, *more: Any) -> Any:
+    def _sized_by(self) -> frozenset[int]:
+        """The scalar inputs whose values sizes depend on. Asking for them closes the definition."""
         if self._shape_scalars is None:
+            self._open = False
             self._shape_scalars = shape_scalars(self)
-        sizes = tuple(found.scalars[i] for i in sorted(self._shape_scalars))
+        return self._shape_scalars
+
+    def _key(self, found: Inputs, *more: Any) -> Any:
+        sizes = tuple(found.scalars[i] for i in sorted(self._sized_by()))
         return (tuple(t.shape for t in found.tensors.values()), sizes, found.device, more)
 
     def _compile(self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh) -> CompiledProgram:
-        self._open = False
-        scalars = {i: found.scalars[i] for i in self._shape_scalars or ()}
+        scalars = {i: found.scalars[i] for i in self._sized_by()}
         key = (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
         if key not in self._compiled:
             self._compiled[key] = compile_definition(self, shapes, scalars, world)
@@ -188,8 +192,6 @@ class FusionDefinition(DefinitionBuilder):
                 "Pass one global shape per input tensor.", line,
             )  # fmt: skip
         found = Inputs({}, dict(scalars or {}), torch.device("cpu"))
-        self._key(found) if not scalars else None
-        self._shape_scalars = shape_scalars(self)
         return self._compile(found, dict(zip(tensors, given, strict=True)), DeviceMesh([0]))
 
     # asking ---------------------------------------------------------------------------------------------------

@@ -65,12 +65,24 @@ class _Lowering:
     def _launch(self, part: Segment) -> None:
         if self.rank not in part.computes[0].placement.results[0].mesh:
             return
-        lines = [line for compute in part.computes for line in self._op_lines(compute)]
+        lines = self._kernel_lines(part)
         scalars = [f"s{i}" for i in sorted({i for c in part.computes for i in self._scalars(c)})]
         inputs = tuple(f"v{v}" for v in part.inputs)
         outputs = tuple(f"v{v}" for v in part.outputs)
         params = (*inputs, *scalars, *(name for name in ("seed", "offset") if _mentions(lines, name)))
         self.instructions.append(Launch(Kernel(part.name, params, tuple(lines), outputs), params, outputs))
+
+    def _kernel_lines(self, part: Segment) -> list[str]:
+        """The ops' lines, with intermediate values dropped after their last use."""
+        last = {v: place for place, compute in enumerate(part.computes) for v in (*compute.inputs, *compute.outputs)}
+        kept = {*part.inputs, *part.outputs}
+        lines: list[str] = []
+        for place, compute in enumerate(part.computes):
+            lines += self._op_lines(compute)
+            dead = [f"v{v}" for v, end in last.items() if end == place and v not in kept]
+            if dead and place + 1 < len(part.computes):
+                lines.append(f"del {', '.join(dead)}")
+        return lines
 
     def _op_lines(self, compute: Compute) -> list[str]:
         node = self.graph.nodes[compute.node]
@@ -129,9 +141,10 @@ def _mentions(lines: Sequence[str], name: str) -> bool:
 
 
 def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:
+    """How many ops, moves and outputs read each value."""
     counts: dict[int, int] = dict.fromkeys(segmented.resharded.outputs, 1)
-    for part in segmented.parts:
-        for v in part.inputs if isinstance(part, Segment) else (part.source,):
+    for step in segmented.resharded.steps:
+        for v in step.inputs if isinstance(step, Compute) else (step.source,):
             counts[v] = counts.get(v, 0) + 1
     return counts
 
