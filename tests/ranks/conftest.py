@@ -12,13 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rank_pool import RankPool, base_environment  # noqa: E402
+from rank_pool import RankPool, base_environment
 
 _GUARD = 60
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks: starts real processes that communicate over gloo")
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +35,7 @@ def ranks4() -> Iterator[RankPool]:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`job(script_text, "-m", "meshfuse.runtime", ..., **variables)`: a launcher's run of a script, captured."""
+    """`job(script, *launcher_words, args=..., **variables)`: a finished run of a script."""
 
     def run(script: str, *launcher: str, args: tuple[str, ...] = (), **variables: str):
         path = tmp_path / "script.py"

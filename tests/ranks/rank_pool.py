@@ -20,7 +20,18 @@ SOURCE = HERE.parents[1] / "src"
 
 def base_environment(**changes: str) -> dict[str, str]:
     """This process's variables, without those of any launcher, and with meshfuse importable."""
-    prefixes = ("RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMIX_", "SLURM_", "MESHFUSE_", "GROUP_")
+    prefixes = (
+        "RANK",
+        "LOCAL_",
+        "WORLD_",
+        "MASTER_",
+        "TORCHELASTIC",
+        "OMPI_",
+        "PMIX_",
+        "SLURM_",
+        "MESHFUSE_",
+        "GROUP_",
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | changes
@@ -40,8 +51,10 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def run(self, target: Callable[..., Any] | str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """The results of `target(*args)` on every rank. A function (of an importable file), `module:name` or source
-        text that defines `main`. Arguments and results are pickled. After a failure the ranks are started anew."""
+        """The results of `target(*args)` on every rank. A function (of an importable file), `module:name` or
+        source text that defines `main`. Arguments and results are pickled. After a failure the ranks are
+        started anew.
+        """
         self._ensure_started()
         message = pickle.dumps((_name(target), args))
         for pipe in self._pipes:
@@ -50,7 +63,9 @@ class RankPool:
         if all(worked for worked, _ in replies):
             return [result for _, result in replies]
         self.close()
-        said = "\n".join(f"--- rank {rank}\n{text}" for rank, (worked, text) in enumerate(replies) if not worked)
+        said = "\n".join(
+            f"--- rank {rank}\n{text}" for rank, (worked, text) in enumerate(replies) if not worked
+        )
         raise RankFailed(f"ranks failed (logs in {self.logs}):\n{said}")
 
     def _collect(self, limit: float) -> list[tuple[bool, Any]]:

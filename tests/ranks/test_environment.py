@@ -20,7 +20,13 @@ def test_torchrun():
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     place = read_environment(variables)
-    assert (place.source, place.rank, place.size, place.local_rank, place.local_size) == ("torchrun", 5, 8, 1, 4)
+    assert (place.source, place.rank, place.size, place.local_rank, place.local_size) == (
+        "torchrun",
+        5,
+        8,
+        1,
+        4,
+    )
     assert (place.address, place.port, place.attempt, place.agent_store) == ("node1", 4711, "job7/2", True)
     assert not place.one_host
 
@@ -37,7 +43,13 @@ def test_open_mpi():
         "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "10.0.0.1",
     }  # fmt: skip
     place = read_environment(variables)
-    assert (place.source, place.rank, place.size, place.local_rank, place.local_size) == ("Open MPI", 3, 4, 1, 2)
+    assert (place.source, place.rank, place.size, place.local_rank, place.local_size) == (
+        "Open MPI",
+        3,
+        4,
+        1,
+        2,
+    )
     assert place.address == "10.0.0.1"
 
 
@@ -49,8 +61,8 @@ def test_open_mpi_over_hosts_needs_an_address():
 
 def test_slurm_step():
     variables = {
-        "SLURM_PROCID": "2", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "99", "SLURM_STEP_ID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "gpu[03-05]",
+        "SLURM_PROCID": "2", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "99",
+        "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "gpu[03-05]",
     }  # fmt: skip
     place = read_environment(variables)
     assert (place.source, place.rank, place.size, place.local_rank, place.local_size) == ("Slurm", 2, 6, 0, 2)
@@ -80,7 +92,10 @@ def test_first_host(hosts, first):
     [
         ({"RANK": "0"}, "the environment variable WORLD_SIZE is no number: found nothing, needed a number"),
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK is no number: found 'x'"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "found rank 2 of 2, needed a rank from 0 to 1"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"},
+            "found rank 2 of 2, needed a rank from 0 to 1",
+        ),
     ],
 )
 def test_wrong_variables(variables, text):

@@ -26,7 +26,8 @@ group.all_reduce(tensor).wait()
 
 
 def run_bare(script: str, tmp_path: Path, size: int = 3, limit: float = 30) -> list[tuple[int, str]]:
-    """Exit code and stderr of each rank, started by RANK and WORLD_SIZE alone: nobody ends them but themselves.
+    """Exit code and stderr of each rank, started by RANK and WORLD_SIZE alone: nobody ends them but
+    themselves.
 
     A rank that is still there when all others have ended is killed and has no code of its own.
     """
@@ -37,8 +38,8 @@ def run_bare(script: str, tmp_path: Path, size: int = 3, limit: float = 30) -> l
     ranks = [
         subprocess.Popen(
             [sys.executable, str(path)], stderr=subprocess.PIPE, text=True,
-            env=base_environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                                 MESHFUSE_TIMEOUT=str(limit), TORCH_CPP_LOG_LEVEL="ERROR"),
+            env=base_environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
+                                 MASTER_PORT=port, MESHFUSE_TIMEOUT=str(limit), TORCH_CPP_LOG_LEVEL="ERROR"),
         )
         for rank in range(size)
     ]  # fmt: skip
@@ -69,7 +70,7 @@ group.all_reduce(tensor).wait()
     results = run_bare(script, tmp_path)
     assert [code for code, _ in results] == [1, 1, 1]
     for rank, (_, text) in enumerate(results):
-        assert "KeyError: \"the user's mistake\"" in text and "in mistake" in text
+        assert 'KeyError: "the user\'s mistake"' in text and "in mistake" in text
         if rank != failing:
             assert f"all_reduce #2 of group tp (ranks 0, 1, 2) cannot finish on rank {rank}" in text
             assert f"found rank {failing} failed" in text
@@ -87,7 +88,7 @@ first.all_reduce(tensor).wait()
 """
     results = run_bare(script, tmp_path)
     assert [code for code, _ in results] == [1, 1, 1]
-    assert all("KeyError: \"the user's mistake\"" in text for _, text in results)
+    assert all('KeyError: "the user\'s mistake"' in text for _, text in results)
     assert "found rank 2 failed" in results[0][1] and "found rank 2 failed" in results[1][1]
 
 
@@ -150,10 +151,11 @@ def test_a_rank_that_ended_early_is_named(tmp_path):
     script = """
 if world.rank == 1:
     sys.exit(0)
-group.all_reduce(tensor).wait()
+group.recv(tensor, 1).wait()
 """
     results = run_bare(script, tmp_path)
     assert [code for code, _ in results] == [1, 0, 1]
+    assert "RankError: recv #2 of group tp (ranks 0, 1, 2) failed on rank 0" in results[0][1]
     assert "rank 1 has finished" in results[0][1]
 
 
@@ -176,9 +178,13 @@ def test_no_rank_0(tmp_path):
         RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1", MESHFUSE_TIMEOUT="1",
         TORCH_CPP_LOG_LEVEL="ERROR",
     )  # fmt: skip
-    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=50
+    )
     assert done.returncode == 1
-    assert "RankTimeout: rank 1 cannot reach the store of its job: found no answer at 127.0.0.1:1" in done.stderr
+    assert (
+        "RankTimeout: rank 1 cannot reach the store of its job: found no answer at 127.0.0.1:1" in done.stderr
+    )
 
 
 def test_errors_carry_the_users_line():

@@ -51,14 +51,18 @@ def free_port() -> str:
 
 
 def test_launcher_runs_ranks(job):
-    script = SUM + "import sys; print(world.place.source, world.rank, world.size, tensor.item(), sys.argv[1:])"
+    script = (
+        SUM + "import sys; print(world.place.source, world.rank, world.size, tensor.item(), sys.argv[1:])"
+    )
     done = job(script, *LAUNCHER, "--ranks", "2", args=("--mesh", "tp=2"))
     assert done.stdout == "meshfuse run 0 2 3.0 ['--mesh', 'tp=2']\n", done.stderr
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_launcher_shows_all_output_when_asked(job):
-    script = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
+    script = (
+        "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
+    )
     quiet = job(script, *LAUNCHER, "--ranks", "3")
     assert quiet.stdout == "out 0\n"
     assert sorted(quiet.stderr.splitlines()) == ["[rank 1] err 1", "[rank 2] err 2", "err 0"]
@@ -97,13 +101,16 @@ def test_launcher_names_a_signal_and_a_time_limit(job):
 
 
 def test_launcher_restarts_a_failed_job(job):
-    script = SUM + """
+    script = (
+        SUM
+        + """
 import os
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 assert attempt != "0" or world.rank == 0, "first attempt"
 world.barrier()
 print("attempt", attempt, tensor.item())
 """
+    )
     done = job(script, *LAUNCHER, "--ranks", "2", "--max-restarts", "1")
     assert (done.returncode, done.stdout) == (0, "attempt 1 3.0\n"), done.stderr
 
@@ -141,9 +148,12 @@ def test_launcher_leaves_no_process_behind(tmp_path, number):
 
 
 def test_ranks_listen_on_the_loopback_interface_only(job):
-    script = SUM + """
+    script = (
+        SUM
+        + """
 import os
-mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+mine = {os.readlink(fd) for fd in fds if os.path.exists(fd)}
 def listening(path, loopback):
     rows = [line.split() for line in open(path).readlines()[1:]]
     sockets = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
@@ -154,6 +164,7 @@ assert count >= 1
 world.barrier()
 print("listening sockets:", count)
 """
+    )
     done = job(script, *LAUNCHER, "--ranks", "2")
     assert done.stdout.startswith("listening sockets: "), done.stderr
 
@@ -165,13 +176,16 @@ def test_torchrun(job):
 
 
 def test_torchrun_standalone_restarts(job):
-    script = SUM + """
+    script = (
+        SUM
+        + """
 import os
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 assert attempt != "0" or world.rank == 0, "first attempt"
 world.barrier()
 world.rank or print("attempt", attempt, tensor.item())
 """
+    )
     done = job(script, *TORCHRUN[:3], "--standalone", "--max-restarts=1")
     assert (done.returncode, done.stdout) == (0, "attempt 1 3.0\n"), done.stderr
     assert "AssertionError: first attempt" in done.stderr
@@ -195,9 +209,9 @@ def test_the_script_has_a_default_group_too(job, tmp_path, before, how):
     if how == "variables":
         assert run_with_variables(script, tmp_path) == "RANK/WORLD_SIZE 12.0\n"
         return
-    command = (*LAUNCHER, "--ranks", "2") if how == "launcher" else (*TORCHRUN, f"--master-port={free_port()}")
-    done = job(script, *command)
-    source = "meshfuse run" if how == "launcher" else "torchrun"
+    torchrun = (*TORCHRUN, f"--master-port={free_port()}")
+    done = job(script, *(torchrun if how == "torchrun" else (*LAUNCHER, "--ranks", "2")))
+    source = "torchrun" if how == "torchrun" else "meshfuse run"
     assert (done.returncode, done.stdout) == (0, f"{source} 12.0\n"), done.stderr
 
 
@@ -224,11 +238,15 @@ def run_with_variables(script: str, tmp_path: Path, **extra: str) -> str:
 
 def test_ranks_that_only_the_default_group_knows(tmp_path):
     """As torch.multiprocessing.spawn makes them: no variables, a store of the script's own."""
-    script = textwrap.dedent("""
+    script = (
+        textwrap.dedent("""
     import sys
     import torch.distributed as dist
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-    """) + SUM + "\nprint(world.place.source, tensor.item())"
+    """)
+        + SUM
+        + "\nprint(world.place.source, tensor.item())"
+    )
     path = tmp_path / "script.py"
     path.write_text(script)
     ranks = [

@@ -55,8 +55,9 @@ def timed_out(scene: Scene, what: str, peers: Iterable[int], after: float) -> Ra
         return peer_failed(scene, what, failure)
     silent, report = _report(scene, peers)
     error = RankTimeout(
-        f"{what} timed out on rank {scene.rank}: found no end after {after:.1f} s, needed all ranks to arrive "
-        f"within {scene.limit:g} s. See the ranks below, or raise MESHFUSE_TIMEOUT if they are only slow.\n{report}"
+        f"{what} timed out on rank {scene.rank}: found no end after {after:.1f} s, needed all ranks to "
+        f"arrive within {scene.limit:g} s. See the ranks below, or raise MESHFUSE_TIMEOUT if they are slow.\n"
+        f"{report}"
     )
     error.silent = silent
     return error

@@ -31,9 +31,12 @@ def install_hook(world: Publisher) -> None:
     """
     if hasattr(sys, "ps1"):
         return
-    previous = sys.excepthook
+    previous, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != process:
+            previous(kind, error, trace)  # A forked child is no rank.
+            return
         follows = FOLLOWER in os.environ and isinstance(error, RankError)
         try:
             world.publish_failure(error)

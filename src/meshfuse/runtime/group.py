@@ -34,7 +34,10 @@ class Group:
         return f"group {self.label} (ranks {', '.join(map(str, self.ranks))})"
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Work | Done:
-        """Reduce over the ranks, in place. op: sum, prod, max, min (of bools: or, and, or, and)."""
+        """Reduce over the ranks, in place. op: sum, prod, max, min (of bools: or, and, or, and).
+
+        All ranks get the same bits. Large float16 and bfloat16 sums are rounded at each step, as NCCL does.
+        """
         if self.size == 1 or not tensor.numel():
             return DONE
         return self._transport(tensor).all_reduce(tensor, op)
@@ -56,7 +59,7 @@ class Group:
     def all_to_all(
         self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
     ) -> Work | Done:
-        """Send `in_sizes[r]` elements of `tensor` to each rank r and get `out_sizes[r]` from it; 0 is fine."""
+        """Send `in_sizes[r]` elements of `tensor` to each rank r, get `out_sizes[r]` from it; 0 is fine."""
         if self.size == 1:
             out.view(-1).copy_(tensor.view(-1))
             return DONE

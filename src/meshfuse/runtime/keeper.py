@@ -1,9 +1,7 @@
-"""Ends what a launcher started, should the launcher be killed. Run by path as `keeper.py FD`; imports no
-meshfuse.
+"""Ends what a launcher started, should the launcher be killed. Run by path: `keeper.py FD`.
 
 The launcher holds the other end of the pipe FD: it writes the process group of each rank, one per line, and
-`done` once it has ended them itself. The end of the pipe without that word means that the launcher was
-killed.
+`done` once it has ended them itself. An end without that word means that the launcher was killed.
 """
 
 import contextlib

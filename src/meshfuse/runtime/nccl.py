@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .liveness import within
 from .reductions import check_reducible, fold, movable, move_scale
 from .work import Work
 
@@ -104,7 +105,7 @@ class Nccl:
 
     def abort(self) -> None:
         """Break the connections to all peers."""
-        self._pg.abort()
+        within(1.0, self._pg.abort, None)
 
     def _issue(self, name: str, call: Callable[[], Any], finish: Callable[[], object] | None = None) -> Work:
         work = Work(self._group, name, call, finish)

@@ -45,8 +45,8 @@ def _join(place: Environment, limit: float) -> dist.Store:
     except RuntimeError as error:
         raise RankTimeout(
             f"rank {place.rank} cannot reach the store of its job: found no answer at "
-            f"{place.address}:{place.port} within {limit:g} s, needed rank 0 to serve it there. See whether rank 0 runs and got as far as "
-            "meshfuse, or raise MESHFUSE_TIMEOUT."
+            f"{place.address}:{place.port} within {limit:g} s, needed rank 0 to serve it there. "
+            "See whether rank 0 runs and got as far as meshfuse, or raise MESHFUSE_TIMEOUT."
         ) from error
 
 

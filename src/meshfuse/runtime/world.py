@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +39,7 @@ class World:
     """The ranks of this job. `World.current()` is the process's own; alone, it opens no socket.
 
     Everything lives in a store and process groups of meshfuse's own: whether the script uses torch's default
-    process group, before or after, makes no difference. Every wait ends after `limit` seconds
-    (MESHFUSE_TIMEOUT).
+    process group, before or after, makes no difference. Every wait ends after `limit` seconds.
     """
 
     _current: ClassVar[World | None] = None
@@ -49,6 +49,7 @@ class World:
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.waiting: Work | None = None
+        self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
         self._counters = _Counters()
         self._store: dist.Store | None = None
@@ -86,11 +87,9 @@ class World:
         return main_thread_line() if waiting is None else f"waits in {waiting}"
 
     def group(self, ranks: Sequence[int], label: str = "") -> Group:
-        """The group of `ranks`, of which this rank is one; made at the first call and the same object ever
-        after.
+        """The group of `ranks`, of which this rank is one; the same object at every call.
 
-        Its members connect at their first collective. Raises ArgumentError for ranks that are not in this
-        world.
+        Its members connect at their first collective. Raises ArgumentError for ranks outside this world.
         """
         ranks = tuple(ranks)
         group = self._groups.get(ranks)
@@ -185,7 +184,7 @@ class World:
 
     def leave(self) -> None:
         """At a normal exit: the rank that holds the store waits for the others to finish with it."""
-        if self._responder is None:
+        if self._responder is None or os.getpid() != self._process:
             return
         self._responder.stop()
         self._responder = None
