@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from .indices import Runs, global_index, linear_index
-from .lookup import embedding, index_select, limit_norm, scatter, select, take, take_rows, triu
-from .random import normal, uniform
+# Generated programs call these as K.name.
+from .attention import sdpfa_bwd, sdpfa_fwd  # noqa: F401
+from .grouped import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, scaled_mm  # noqa: F401
+from .indices import Runs, global_index
+from .lookup import embedding, index_select, limit_norm, scatter, select, take, take_rows, triu  # noqa: F401
+from .random import normal, uniform  # noqa: F401
 
 
 def tensor_like(value: Any, like: Any) -> torch.Tensor:

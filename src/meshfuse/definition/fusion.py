@@ -308,7 +308,7 @@ class DefinitionBuilder:
         return TensorView(self, ref)  # type: ignore[arg-type]
 
     def _new_scalar(self, made: ScalarDef) -> Val:
-        ref = ScalarRef(len(self.scalars))
+        ref = ScalarRef(len(self.scalars), made.dtype)
         self.scalars[ref.id] = made
         return Val(self, ref)  # type: ignore[arg-type]
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from . import factories, indexing, matmul, pointwise, reductions, reshape, scans, shape, statistics
+from . import (
+    attention,
+    factories,
+    indexing,
+    matmul,
+    pointwise,
+    products,
+    reductions,
+    reshape,
+    scans,
+    shape,
+    statistics,
+)
 from .base import OpDef
+from .composite import COMPOSITES
 
-_FAMILIES = (pointwise, reductions, statistics, scans, matmul, reshape, shape, indexing, factories)
+_FAMILIES = (pointwise, reductions, statistics, scans, matmul, reshape, shape, indexing, factories, attention, products)
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
-COMPOSITES: dict[str, Callable[..., Any]] = {}
+
+__all__ = ["COMPOSITES", "OPS"]

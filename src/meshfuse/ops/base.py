@@ -40,9 +40,10 @@ class TensorRef(NamedTuple):
 
 
 class ScalarRef(NamedTuple):
-    """A scalar (nvFuser's Val) of the definition, by number."""
+    """A scalar (nvFuser's Val) of the definition, by number, and its type where it is known."""
 
     id: int
+    dtype: DataType | None = None
 
 
 class ParamKind(enum.Enum):

@@ -8,7 +8,20 @@ from __future__ import annotations
 
 from ..dtypes import DataType
 from ..errors import user_error
-from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorRef, TensorType
+from .base import (
+    Call,
+    DimFactors,
+    Emit,
+    OpDef,
+    Param,
+    ParamKind,
+    Partial,
+    Rule,
+    RuleBuilder,
+    Sample,
+    TensorRef,
+    TensorType,
+)
 from .scans import whole_dim_rule
 from .shapes import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_ndim, known_size
 

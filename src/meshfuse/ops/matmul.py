@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 
 from ..dtypes import DataType
-from ..errors import user_error
-from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
-from .shapes import aligned_dims, broadcast_shapes, check_ndim, check_same_size
+from .base import (
+    Call,
+    DimFactors,
+    Emit,
+    OpDef,
+    Param,
+    ParamKind,
+    Partial,
+    Rule,
+    RuleBuilder,
+    Sample,
+    TensorType,
+)
+from .shapes import aligned_dims, broadcast_shapes, check_dtypes, check_ndim, check_same_size
 
 K = ParamKind
-
-
-def _check_dtypes(call: Call) -> DataType:
-    found = {t.dtype for t in call.types}
-    if len(found) > 1:
-        raise user_error(
-            f"{call.op.name}: operands of different dtypes", ", ".join(t.dtype.name for t in call.types), "one dtype",
-            "Cast the operands with fd.ops.cast.",
-        )  # fmt: skip
-    return call.types[0].dtype
 
 
 def _matmul_infer(call: Call) -> tuple[TensorType, ...]:
@@ -29,7 +30,7 @@ def _matmul_infer(call: Call) -> tuple[TensorType, ...]:
     check_same_size("matmul", "the contracted dims", a.shape[-1], b.shape[-2] if b.ndim > 1 else b.shape[0])
     batch = broadcast_shapes("matmul", [a.shape[:-2], b.shape[:-2]])
     rows, columns = a.shape[-2:-1] if a.ndim > 1 else (), b.shape[-1:] if b.ndim > 1 else ()
-    return (TensorType((*batch, *rows, *columns), _check_dtypes(call)),)
+    return (TensorType((*batch, *rows, *columns), check_dtypes(call)),)
 
 
 def _matmul_rule(call: Call) -> Rule:
@@ -62,7 +63,7 @@ def _linear_infer(call: Call) -> tuple[TensorType, ...]:
     shape = (*w.shape[:-2], *x.shape[:-1], *w.shape[-2:-1])
     if len(call.types) == 3:
         _check_bias(call.types[2], w)
-    return (TensorType(shape, _check_dtypes(call)),)
+    return (TensorType(shape, check_dtypes(call)),)
 
 
 def _check_bias(bias: TensorType, w: TensorType) -> None:

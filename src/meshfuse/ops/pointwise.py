@@ -9,7 +9,20 @@ from typing import Any
 
 from ..dtypes import DataType, promote, scalar_dtype
 from ..errors import user_error
-from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorRef, TensorType
+from .base import (
+    Call,
+    Emit,
+    OpDef,
+    Param,
+    ParamKind,
+    Partial,
+    Rule,
+    RuleBuilder,
+    Sample,
+    ScalarRef,
+    TensorRef,
+    TensorType,
+)
 from .shapes import broadcast_shapes, pointwise_rule_dims
 
 K = ParamKind
@@ -21,14 +34,19 @@ def widen(dtype: DataType) -> DataType:
     return DataType.Float if dtype.is_reduced_float else dtype
 
 
+def promoted(dtypes: Sequence[DataType]) -> DataType:
+    """The type that holds them all; half precision stays half."""
+    return functools.reduce(promote, dtypes)
+
+
 def keep(dtypes: Sequence[DataType]) -> DataType:
-    """The promoted type: integers stay integers."""
-    return widen(_promoted(dtypes))
+    """The promoted type, at least float32 where it is floating point: integers stay integers."""
+    return widen(promoted(dtypes))
 
 
 def floating(dtypes: Sequence[DataType]) -> DataType:
     """The promoted type, but at least float32: for functions of a real number."""
-    dtype = _promoted(dtypes)
+    dtype = promoted(dtypes)
     return DataType.Float if dtype.category < 2 else widen(dtype)
 
 
@@ -36,42 +54,58 @@ def predicate(_: Sequence[DataType]) -> DataType:
     return DataType.Bool
 
 
-def _promoted(dtypes: Sequence[DataType]) -> DataType:
-    out = dtypes[0]
-    for dtype in dtypes[1:]:
-        out = promote(out, dtype)
-    return out
+def _complex_of(dtypes: Sequence[DataType]) -> DataType:
+    return DataType.ComplexDouble if promoted(dtypes) is DataType.Double else DataType.ComplexFloat
 
 
 def operand_dtypes(call: Call) -> list[DataType]:
-    """The types that take part in promotion. A scalar counts only where its category is above the tensors'."""
-    tensors = [t.dtype for t in call.types[isinstance(call.args[0], TensorRef) and call.op.name == "where":]]
-    top = max((d.category for d in tensors), default=-1)
-    return tensors + [d for d in _scalar_dtypes(call) if d.category > top]
+    """The types that take part in promotion: those of tensors; of 0-d tensors, and then of scalars, only the ones of a
+    higher category (bool, integer, floating point, complex) than all before."""
+    names = [p.name for p in call.op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"]
+    types = [t for name in names if (t := call.type_of(name)) is not None]
+    scalars = [_scalar_type(call[name]) for name in names if not isinstance(call[name], TensorRef)]
+    out = [t.dtype for t in types if t.ndim]
+    for group in ([t.dtype for t in types if not t.ndim], scalars):
+        top = max((d.category for d in out), default=-1)
+        out += [_beside(d, out) for d in group if d.category > top]
+    return out
 
 
-def _scalar_dtypes(call: Call) -> list[DataType]:
-    kinds = (K.TENSOR_OR_SCALAR, K.SCALAR, K.OPTIONAL_SCALAR)
-    values = [arg for param, arg in zip(call.op.params, call.args, strict=True) if param.kind in kinds]
-    return [_default(scalar_dtype(v)) for v in values if v is not None and not isinstance(v, TensorRef)]
+def _scalar_type(value: Any) -> DataType:
+    """A Python bool counts as an integer, as nvFuser takes it."""
+    found = value.dtype if isinstance(value, ScalarRef) and value.dtype is not None else scalar_dtype(value)
+    return DataType.Int if found is DataType.Bool and not isinstance(value, ScalarRef) else found
 
 
-def _default(dtype: DataType) -> DataType:
-    """A Python number beside a tensor is of the default precision of its category."""
-    return {DataType.Double: DataType.Float, DataType.ComplexDouble: DataType.ComplexFloat}.get(dtype, dtype)
+def _beside(dtype: DataType, others: Sequence[DataType]) -> DataType:
+    """A complex number beside tensors in single precision is of single precision."""
+    single = any(d.category == 2 for d in others) and DataType.Double not in others
+    return DataType.ComplexFloat if dtype is DataType.ComplexDouble and single else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Infer:
     promotion: Promotion
     real_result: bool = False
+    accepts: tuple[int, ...] = (0, 1, 2, 3)
 
     def __call__(self, call: Call) -> tuple[TensorType, ...]:
         if not call.types:
             raise user_error(f"{call.op.name}: no tensor operand", "scalars only", "at least one tensor", "Pass a tensor.")
         shape = broadcast_shapes(call.op.name, [t.shape for t in call.types])
-        dtype = self.promotion(operand_dtypes(call))
+        found = operand_dtypes(call)
+        self._check(call, found)
+        dtype = self.promotion(found)
         return (TensorType(shape, dtype.real if self.real_result else dtype),)
+
+    def _check(self, call: Call, found: Sequence[DataType]) -> None:
+        condition = call.type_of("condition") if "condition" in call.op.places else None
+        if condition is not None and condition.dtype is not DataType.Bool:
+            raise user_error("where: condition", str(condition), "a Bool tensor", "Compare it: fd.ops.ne(condition, 0).")
+        wrong = [d for d in found if d.category not in self.accepts]
+        if wrong:
+            kinds = " or ".join(("Bool", "integer", "floating point", "complex")[c] for c in self.accepts)
+            raise user_error(f"{call.op.name}: operand type", wrong[0].name, f"{kinds} operands", "Cast the operand.")
 
 
 def pointwise_rule(call: Call) -> Rule:
@@ -97,12 +131,21 @@ class _Emit:
 
     template: str
     compute: Promotion
+    changes_type: bool = False
 
     def __call__(self, e: Emit) -> str:
         wanted = self.compute(operand_dtypes(e.call))
         texts = {param.name: _operand_text(e, param.name, wanted) for param in e.call.op.params}
         text, result = self.template.format(**texts), e.call.results[0].dtype
-        return text if result in (wanted, wanted.real, DataType.Bool) else cast_text(f"({text})", wanted, result)
+        if _raised(e.call, wanted):
+            return f"({text}).to({torch_dtype(result)})"
+        return text if self.changes_type or result is wanted else cast_text(f"({text})", wanted, result)
+
+
+def _raised(call: Call, wanted: DataType) -> bool:
+    """Whether a number that takes no part in promotion would raise the type that torch gives."""
+    numbers = [arg for param, arg in zip(call.op.params, call.args, strict=True) if param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)]
+    return any(_scalar_type(n).category > wanted.category for n in numbers if n is not None)
 
 
 def _operand_text(e: Emit, name: str, wanted: DataType) -> str:
@@ -114,27 +157,31 @@ def _operand_text(e: Emit, name: str, wanted: DataType) -> str:
 
 def widened(dtypes: Sequence[DataType]) -> DataType:
     """The type that operands of a predicate are compared in."""
-    return widen(_promoted(dtypes))
+    return widen(promoted(dtypes))
 
 
 def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) -> Sequence[Sample]:
     full, thin = TensorType((6, 8), dtype), TensorType((1, 8), dtype)
-    tensors = sum(param.kind is K.TENSOR_OR_SCALAR for param in table)
-    rows = [(full,) * tensors, (full, *(thin,) * (tensors - 1))] if tensors > 1 else [(full,)]
+    flags = TensorType((6, 8), DataType.Bool)
+    names = [param.name for param in table if param.kind is K.TENSOR_OR_SCALAR]
+    rows = [[full] * len(names), [full, *[thin] * (len(names) - 1)]] if len(names) > 1 else [[full]]
+    rows = [[flags if name == "condition" else t for name, t in zip(names, row, strict=True)] for row in rows]
     return [Sample((*row, *numbers)) for row in rows]
 
 
 def _op(
     name: str, params: str, template: str, promotion: Promotion = keep, *, compute: Promotion | None = None,
     partial: Partial = Partial.NONE, dtype: DataType = DataType.Float, numbers: Sequence[Any] = (), real: bool = False,
+    accepts: tuple[int, ...] = (0, 1, 2, 3),
 ) -> OpDef:  # fmt: skip
     """A pointwise op; its last parameters, one for each of the example `numbers`, take no tensor."""
     compute = compute or (widened if promotion is predicate else promotion)
     names = params.split()
     tensors = len(names) - len(numbers)
-    table = tuple(Param(p, K.TENSOR_OR_SCALAR if i < tensors else K.SCALAR) for i, p in enumerate(names))
+    table = tuple(Param(p, K.TENSOR_OR_SCALAR if i < tensors else K.OPTIONAL_SCALAR) for i, p in enumerate(names))
     return OpDef(
-        name, table, _Infer(promotion, real), pointwise_rule, _Emit(template, compute), partial,
+        name, table, _Infer(promotion, real, accepts), pointwise_rule,
+        _Emit(template, compute, changes_type=promotion in (predicate, _complex_of) or real), partial,
         samples=functools.partial(_samples, table, numbers, dtype),
     )  # fmt: skip
 
@@ -147,24 +194,25 @@ def _binary(name: str, template: str, promotion: Promotion = keep, **options: An
     return _op(name, "a b", template, promotion, **options)
 
 
-_COMPLEX, _INT, _BOOL = DataType.ComplexFloat, DataType.Int, DataType.Bool
+_COMPLEX, _INT = DataType.ComplexFloat, DataType.Int
+_INTEGERS, _BITS = (1,), (0, 1)
 _FLOATING = (
-    "acos acosh asin asinh atan atanh cos cosh erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p log2 rsqrt "
+    "acos acosh asin asinh atan atanh cos cosh erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p log2 reciprocal rsqrt "
     "sigmoid sin sinh sqrt tan tanh"
 )
 UNARY = (
     *(_unary(name) for name in _FLOATING.split()),
     _unary("erfcinv", "torch.special.erfinv(1.0 - {x})"),
-    _unary("reciprocal", "torch.reciprocal({x})"),
-    _unary("silu", "F.silu({x})"),
-    _unary("abs", promotion=keep, real=True),
-    *(_unary(name, promotion=keep) for name in ("ceil", "floor", "frac", "round", "sign", "trunc", "relu")),
+    _unary("silu", "F.silu({x})", promoted, compute=floating),
+    _unary("abs", promotion=promoted, real=True),
+    *(_unary(name, promotion=promoted) for name in ("ceil", "floor", "round", "sign", "trunc", "relu")),
+    _unary("frac", "({x} - torch.trunc({x}))", promoted),
     _unary("neg", promotion=keep, partial=Partial.JOINT),
-    _unary("bitwise_not", promotion=keep, dtype=_INT),
+    _unary("bitwise_not", promotion=promoted, dtype=_INT, accepts=_BITS),
     _unary("logical_not", promotion=predicate),
-    *(_unary(name, promotion=predicate) for name in "isfinite isinf isnan isneginf isposinf isreal signbit".split()),
-    _unary("real", "K.real({x})", keep, dtype=_COMPLEX, real=True, partial=Partial.JOINT),
-    _unary("imag", "K.imag({x})", keep, dtype=_COMPLEX, real=True, partial=Partial.JOINT),
+    *(_unary(name, promotion=predicate) for name in ["isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "signbit"]),
+    _unary("real", "K.real({x})", promoted, dtype=_COMPLEX, real=True, partial=Partial.JOINT),
+    _unary("imag", "K.imag({x})", promoted, dtype=_COMPLEX, real=True, partial=Partial.JOINT, accepts=(3,)),
 )
 BINARY = (
     _binary("add", "({a} + {b})", partial=Partial.JOINT),
@@ -174,24 +222,25 @@ BINARY = (
     _binary("truediv", "({a} / {b})", floating, partial=Partial.FIRST),
     *(_binary(name, f"K.{name}({{a}}, {{b}})") for name in ("maximum", "minimum", "pow", "remainder", "fmod")),
     _binary("mod", "K.mod({a}, {b})", dtype=_INT),
-    _binary("gcd", "K.gcd({a}, {b})", dtype=_INT),
-    *(_binary(name, f"K.{name}({{a}}, {{b}})", floating) for name in ("atan2", "nextafter")),
-    *(_binary(f"bitwise_{name}", f"({{a}} {sign} {{b}})", dtype=_INT) for name, sign in
+    _binary("gcd", "K.gcd({a}, {b})", dtype=_INT, accepts=_INTEGERS),
+    _binary("atan2", "K.atan2({a}, {b})", floating),
+    _binary("nextafter", "K.nextafter({a}, {b})", promoted, accepts=(2,)),
+    *(_binary(f"bitwise_{name}", f"({{a}} {sign} {{b}})", dtype=_INT, accepts=_BITS) for name, sign in
       (("and", "&"), ("or", "|"), ("xor", "^"))),
-    *(_binary(f"bitwise_{name}_shift", f"K.shift_{name}({{a}}, {{b}})", dtype=_INT) for name in ("left", "right")),
-    _binary("logical_right_shift", "K.logical_right_shift({a}, {b})", dtype=_INT),
+    *(_binary(f"bitwise_{name}_shift", f"K.shift_{name}({{a}}, {{b}})", dtype=_INT, accepts=_INTEGERS)
+      for name in ("left", "right")),
+    _binary("logical_right_shift", "K.logical_right_shift({a}, {b})", dtype=_INT, accepts=_INTEGERS),
     *(_binary(f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate) for name in ("and", "or")),
     *(_binary(name, f"({{a}} {sign} {{b}})", predicate) for name, sign in
       (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))),
-    _binary("complex", "torch.complex({a}, {b})", compute=keep, promotion=lambda d: (
-        DataType.ComplexDouble if _promoted(d) is DataType.Double else DataType.ComplexFloat)),
+    _binary("complex", "torch.complex({a}, {b})", _complex_of, compute=keep, accepts=(2,)),
 )  # fmt: skip
 TERNARY = (
-    _op("where", "condition a b", "K.where({condition}, {a}, {b})"),
+    _op("where", "condition a b", "K.where({condition}, {a}, {b})", promoted),
     _op("addcmul", "a b c value", "({a} + {value} * ({b} * {c}))", numbers=(0.5,)),
-    _op("clamp", "x min max", "torch.clamp({x}, {min}, {max})", numbers=(-0.5, 0.5)),
+    _op("clamp", "x min max", "torch.clamp({x}, {min}, {max})", promoted, numbers=(-0.5, 0.5)),
     _op("lerp", "start end weight", "K.lerp({start}, {end}, {weight})"),
-    _op("threshold", "x threshold value", "F.threshold({x}, {threshold}, {value})", numbers=(0.1, 2.0)),
+    _op("threshold", "x threshold value", "K.where({x} <= {threshold}, {value}, {x})", promoted, numbers=(0.1, 2.0)),
 )
 
 

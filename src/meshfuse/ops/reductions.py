@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from ..dtypes import DataType
-from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from ..errors import user_error
+from .base import (
+    Call,
+    DimFactors,
+    Emit,
+    OpDef,
+    Param,
+    ParamKind,
+    Partial,
+    Rule,
+    RuleBuilder,
+    Sample,
+    TensorType,
+)
 from .pointwise import cast_text, torch_dtype
 from .shapes import check_dims
 
@@ -28,8 +41,19 @@ def _accumulated(op: str, dtype: DataType) -> DataType:
 
 def _infer(call: Call) -> tuple[TensorType, ...]:
     asked = call["dtype"]
+    _check_order(call, asked)
     dtype = asked if asked is not DataType.Null else _accumulated(call.op.name, call.types[0].dtype)
     return (TensorType(reduced_shape(call), dtype),)
+
+
+def _check_order(call: Call, asked: DataType) -> None:
+    """max and min keep the operand's type, which must have an order."""
+    if call.op.name not in ("max", "min"):
+        return
+    if asked is not DataType.Null:
+        raise user_error(f"{call.op.name}: a result type", asked.name, "none", "Cast the result with fd.ops.cast.")
+    if call.types[0].dtype.category == 3:
+        raise user_error(f"{call.op.name}: complex numbers have no order", str(call.types[0]), "a real type", "")
 
 
 def reduction_rule(call: Call, reduce: str) -> Rule:
@@ -61,8 +85,7 @@ def _emit_reduce(e: Emit) -> str:
     """prod, max, min: helpers that know the neutral element, for shards with nothing in them."""
     result, dims = e.call.results[0].dtype, list(reduced_dims(e.call))
     operand = e.operands[0] if e.call.op.name != "prod" else cast_text(e.operands[0], e.call.types[0].dtype, result)
-    text = f"K.reduce_{e.call.op.name}({operand}, {dims}, {e.call['keepdim']})" if dims else operand
-    return text if e.call.op.name == "prod" else cast_text(text, e.call.types[0].dtype, result)
+    return f"K.reduce_{e.call.op.name}({operand}, {dims}, {e.call['keepdim']})" if dims else operand
 
 
 REDUCTION_PARAMS = (

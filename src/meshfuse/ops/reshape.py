@@ -7,7 +7,19 @@ from collections.abc import Sequence
 
 from ..dtypes import DataType
 from ..errors import user_error
-from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, ScalarRef, TensorType
+from .base import (
+    Call,
+    Emit,
+    OpDef,
+    Param,
+    ParamKind,
+    Partial,
+    Rule,
+    RuleBuilder,
+    Sample,
+    ScalarRef,
+    TensorType,
+)
 from .shapes import UNKNOWN
 
 K = ParamKind
@@ -78,7 +90,7 @@ class _Matcher:
         while 0 <= i < len(a) and 0 <= j < len(b):
             common = math.gcd(a[i], b[j])
             fits = common in (a[i], b[j]) if minor else True
-            if not fits or common == 1 and a[i] > 1 and b[j] > 1:
+            if not fits or (common == 1 and a[i] > 1 and b[j] > 1):
                 return
             self._take(i, j, common, minor)
             if not minor and a[i] > 1 and b[j] > 1:

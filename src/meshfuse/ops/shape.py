@@ -6,15 +6,30 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
-from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, ScalarRef, TensorType
-from .pointwise import cast_text, keep
-from .shapes import UNKNOWN, broadcast_shapes, check_dim, check_dims, check_same_size
+from .base import (
+    Call,
+    DimFactors,
+    Emit,
+    OpDef,
+    Param,
+    ParamKind,
+    Partial,
+    Rule,
+    RuleBuilder,
+    Sample,
+    ScalarRef,
+    TensorType,
+)
+from .shapes import (
+    UNKNOWN,
+    broadcast_shapes,
+    check_dim,
+    check_dims,
+    check_dtypes,
+    known_size,
+)
 
 K = ParamKind
-
-
-def _size(n: Any) -> int:
-    return UNKNOWN if isinstance(n, ScalarRef) else int(n)
 
 
 def _broadcast_infer(call: Call) -> tuple[TensorType, ...]:
@@ -46,7 +61,7 @@ def _in_dim_infer(call: Call) -> tuple[TensorType, ...]:
             "broadcast_in_dim: broadcast_dims", f"{list(dims)} for {arg}", f"{arg.ndim} ascending dims",
             "Name for each dim of the operand its dim in the result.",
         )  # fmt: skip
-    sizes = [_size(n) for n in shape]
+    sizes = [known_size(n) for n in shape]
     for source, dim in enumerate(dims):
         place = check_dim("broadcast_in_dim", dim, len(shape))
         check_same_size("broadcast_in_dim", "an operand's size and its result's", arg.shape[source], sizes[place]) if (
@@ -85,7 +100,7 @@ def _expand_infer(call: Call) -> tuple[TensorType, ...]:
     if offset < 0:
         raise user_error("expand: fewer sizes than dims", f"{list(shape)} for {arg}", f"at least {arg.ndim}", "")
     kept = (1,) * offset + arg.shape
-    sizes = tuple(old if n == -1 else _size(n) for old, n in zip(kept, shape, strict=True))
+    sizes = tuple(old if n == -1 else known_size(n) for old, n in zip(kept, shape, strict=True))
     return (TensorType(broadcast_shapes("expand", [kept, sizes]), arg.dtype),)
 
 
@@ -173,7 +188,7 @@ def slice_bounds(call: Call) -> list[tuple[int, int, int]]:
 
 
 def _bounds(n: int, start: Any, stop: Any, step: Any) -> tuple[int, int, int]:
-    start, stop, step = _size(start), stop if isinstance(stop, ScalarRef) else int(stop), _size(step)
+    start, stop, step = known_size(start), stop if isinstance(stop, ScalarRef) else int(stop), known_size(step)
     if step < 1 and step != UNKNOWN:
         raise user_error("slice: stride", str(step), "a stride >= 1", "Slice forwards.")
     if n == UNKNOWN or isinstance(stop, ScalarRef):
@@ -210,7 +225,7 @@ def _slice_emit(e: Emit) -> str:
 
 def pad_widths(call: Call) -> dict[int, tuple[int, int]]:
     """(before, after) of every padded dim; widths come from the last dim backwards, as in torch."""
-    widths, ndim = [_size(w) for w in call["pad_widths"]], call.types[0].ndim
+    widths, ndim = [known_size(w) for w in call["pad_widths"]], call.types[0].ndim
     if len(widths) % 2 or len(widths) > 2 * ndim:
         raise user_error("pad: widths", str(widths), f"pairs, at most {ndim}", "Give (before, after) from the last dim on.")
     pairs = [(widths[i], widths[i + 1]) for i in range(0, len(widths), 2)]
@@ -231,7 +246,7 @@ def _pad_rule(call: Call) -> Rule:
 
 def _pad_emit(e: Emit) -> str:
     value = "0" if e.call["value"] is None else e.scalar("value")
-    return f"F.pad({e.operands[0]}, {[_size(w) for w in e.call['pad_widths']]}, value={value})"
+    return f"F.pad({e.operands[0]}, {[known_size(w) for w in e.call['pad_widths']]}, value={value})"
 
 
 def _cat_infer(call: Call) -> tuple[TensorType, ...]:
@@ -247,8 +262,7 @@ def _cat_infer(call: Call) -> tuple[TensorType, ...]:
                 sizes[d] = max(sizes[d], n)
     joined = [t.shape[dim] for t in call.types]
     sizes[dim] = UNKNOWN if UNKNOWN in joined else sum(joined)
-    dtypes = [t.dtype for t in call.types]
-    return (TensorType(tuple(sizes), dtypes[0] if len(set(dtypes)) == 1 else keep(dtypes)),)
+    return (TensorType(tuple(sizes), check_dtypes(call)),)
 
 
 def _cat_rule(call: Call) -> Rule:
@@ -260,9 +274,7 @@ def _cat_rule(call: Call) -> Rule:
 
 
 def _cat_emit(e: Emit) -> str:
-    wanted = e.call.results[0].dtype
-    parts = [cast_text(name, t.dtype, wanted) for name, t in zip(e.operands, e.call.types, strict=True)]
-    return f"torch.cat([{', '.join(parts)}], {e.call['dim'] % e.call.types[0].ndim})"
+    return f"torch.cat([{', '.join(e.operands)}], {e.call['dim'] % e.call.types[0].ndim})"
 
 
 def _sample(*args: Any) -> Sample:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..dtypes import DataType
 from ..errors import user_error
-from .base import DimFactors, RuleBuilder, ScalarRef, TensorType
+from .base import Call, DimFactors, RuleBuilder, ScalarRef, TensorType
 
 UNKNOWN = -1
 
@@ -83,6 +84,17 @@ def check_same_size(op: str, what: str, a: int, b: int) -> None:
     """Raises DefinitionError where two known sizes differ."""
     if UNKNOWN not in (a, b) and a != b:
         raise user_error(f"{op}: {what} differ", f"{a} and {b}", "equal sizes", "Check the operands' shapes.")
+
+
+def check_dtypes(call: Call) -> DataType:
+    """The one dtype of the operands. Raises DefinitionError where they differ."""
+    found = {t.dtype for t in call.types}
+    if len(found) > 1:
+        raise user_error(
+            f"{call.op.name}: operands of different dtypes", ", ".join(t.dtype.name for t in call.types), "one dtype",
+            "Cast the operands with fd.ops.cast.",
+        )  # fmt: skip
+    return call.types[0].dtype
 
 
 def pointwise_rule_dims(

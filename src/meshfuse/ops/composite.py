@@ -1,0 +1,212 @@
+"""Functions on `fd.ops` that are written in ops of the table, so that the passes see nothing new.
+
+Half precision is computed in float32 and comes back in the operand's type, as in torch. A statistic over a sharded dim
+is a local reduction and one small collective: maxima and sums here are two-step, never a gather.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..dtypes import DataType
+from ..errors import user_error
+from .shapes import check_dim, check_dims
+
+Dims = int | Sequence[int] | None
+
+
+def _wide(fd: Any, x: Any) -> Any:
+    """At least float32."""
+    dtype = x.dtype
+    if dtype.category >= 2 and not dtype.is_reduced_float:
+        return x
+    return fd.ops.cast(x, DataType.Float)
+
+
+def _back(fd: Any, x: Any, like: Any) -> Any:
+    """In the operand's type where that is floating point."""
+    return x if x.dtype is like.dtype or like.dtype.category < 2 else fd.ops.cast(x, like.dtype)
+
+
+def _as_type(fd: Any, x: Any, dtype: DataType | None) -> Any:
+    return x if dtype is None or x.dtype is dtype else fd.ops.cast(x, dtype)
+
+
+def size(fd: Any, arg: Any, dim: int) -> Any:
+    """The size of a dim, a scalar of the definition."""
+    return fd.size(arg, dim)
+
+
+def shape(fd: Any, arg: Any) -> list[Any]:
+    """The sizes of all dims, scalars of the definition."""
+    return arg.shape()
+
+
+def gelu(fd: Any, x: Any, approximate: str = "none") -> Any:
+    """The Gaussian error linear unit, exact or by tanh (Hendrycks & Gimpel 2016)."""
+    if approximate not in ("none", "tanh"):
+        raise user_error("gelu: approximate", repr(approximate), "'none' or 'tanh'", "")
+    ops, wide = fd.ops, _wide(fd, x)
+    if approximate == "none":
+        gate = ops.erf(ops.mul(wide, math.sqrt(0.5)))
+    else:
+        cubic = ops.mul(ops.mul(ops.mul(wide, wide), wide), 0.044715)
+        gate = ops.tanh(ops.mul(ops.add(wide, cubic), math.sqrt(2.0 / math.pi)))
+    return _back(fd, ops.mul(ops.mul(wide, 0.5), ops.add(gate, 1.0)), x)
+
+
+def _finite_max(fd: Any, x: Any, dims: Dims) -> Any:
+    """The maximum, 0 where it is infinite: what may be taken off before exp."""
+    top = fd.ops.max(x, dims, True)
+    return fd.ops.where(fd.ops.isfinite(top), top, 0.0)
+
+
+def softmax(fd: Any, x: Any, dim: int = -1, dtype: DataType | None = None) -> Any:
+    """exp(x) over its sum along a dim."""
+    wide = _wide(fd, _as_type(fd, x, dtype))
+    numerator = fd.ops.exp(fd.ops.sub(wide, _finite_max(fd, wide, dim)))
+    return _back(fd, fd.ops.truediv(numerator, fd.ops.sum(numerator, dim, True)), _as_type(fd, x, dtype))
+
+
+def log_softmax(fd: Any, x: Any, dim: int = -1, dtype: DataType | None = None) -> Any:
+    """The logarithm of softmax."""
+    x = _as_type(fd, x, dtype)
+    wide = _wide(fd, x)
+    shifted = fd.ops.sub(wide, _finite_max(fd, wide, dim))
+    return _back(fd, fd.ops.sub(shifted, fd.ops.log(fd.ops.sum(fd.ops.exp(shifted), dim, True))), x)
+
+
+def logsumexp(fd: Any, x: Any, dims: Dims, keepdim: bool = False) -> Any:
+    """The logarithm of the sum of exp(x) over dims."""
+    wide = _wide(fd, x)
+    top = _finite_max(fd, wide, dims)
+    found = fd.ops.add(fd.ops.log(fd.ops.sum(fd.ops.exp(fd.ops.sub(wide, top)), dims, True)), top)
+    return _back(fd, found if keepdim else fd.ops.squeeze(found, list(check_dims("logsumexp", dims, x.ndim))), x)
+
+
+def _count(x: Any, dims: Sequence[int]) -> Any:
+    """The number of elements along dims, a scalar of the definition."""
+    found: Any = 1
+    for d in dims:
+        found = x.size(d) * found
+    return found
+
+
+def mean(fd: Any, x: Any, dims: Dims = None, keepdim: bool = False, dtype: DataType | None = None) -> Any:
+    """The mean over dims (all of them for None)."""
+    x = _as_type(fd, x, dtype)
+    found = check_dims("mean", dims, x.ndim)
+    return _back(fd, fd.ops.truediv(fd.ops.sum(_wide(fd, x), list(found), keepdim), _count(x, found)), x)
+
+
+def _last_dims(x: Any, normalized_shape: Sequence[int]) -> list[int]:
+    count = len(normalized_shape)
+    if not 0 < count <= x.ndim:
+        raise user_error("normalized_shape", str(list(normalized_shape)), f"1 to {x.ndim} sizes", "Name the last dims.")
+    return list(range(x.ndim - count, x.ndim))
+
+
+def _affine(fd: Any, x: Any, weight: Any, bias: Any) -> Any:
+    x = x if weight is None else fd.ops.mul(x, weight)
+    return x if bias is None else fd.ops.add(x, bias)
+
+
+def layer_norm(
+    fd: Any, x: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    """(x - mean) / sqrt(variance + eps) over the last dims, times weight, plus bias (Ba et al. 2016).
+
+    Two small reductions, so that a sharded hidden dim needs two small collectives.
+    """
+    ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
+    centred = ops.sub(wide, mean(fd, wide, dims, True))
+    variance = mean(fd, ops.mul(centred, centred), dims, True)
+    return _back(fd, _affine(fd, ops.mul(centred, ops.rsqrt(ops.add(variance, eps))), weight, bias), x)
+
+
+def rms_norm(fd: Any, x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    """x / sqrt(mean(x²) + eps) over the last dims, times weight (Zhang & Sennrich 2019). eps: the type's own for None."""
+    ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
+    eps = eps if eps is not None else 2.0**-52 if wide.dtype is DataType.Double else 2.0**-23
+    square = mean(fd, ops.mul(wide, wide), dims, True)
+    return _back(fd, _affine(fd, ops.mul(wide, ops.rsqrt(ops.add(square, eps))), weight, None), x)
+
+
+def cross_entropy(
+    fd: Any, logits: Any, targets: Any, reduction: str = "mean", ignore_index: int | None = None
+) -> Any:
+    """-log softmax(logits)[target]; logits [.., V] and integer targets [..], reduced by "mean", "sum" or "none".
+
+    With V sharded: a maximum, a sum of exp and a masked lookup, each reduced at the size of the targets (the
+    vocabulary-parallel loss of Megatron-LM). `ignore_index` leaves targets out of the loss and of the mean's count.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise user_error("cross_entropy: reduction", repr(reduction), "'mean', 'sum' or 'none'", "")
+    ops, wide, last = fd.ops, _wide(fd, logits), logits.ndim - 1
+    valid = None if ignore_index is None else ops.ne(targets, ignore_index)
+    index = targets if valid is None else ops.where(valid, targets, 0)
+    top = _finite_max(fd, wide, last)
+    total = ops.sum(ops.exp(ops.sub(wide, top)), last, True)
+    picked = ops.take_along_axis(wide, ops.broadcast(index, [False] * last + [True]), last)
+    loss = ops.squeeze(ops.sub(ops.add(ops.log(total), top), picked), [last])
+    return _back(fd, _reduced_loss(fd, loss, valid, reduction), logits)
+
+
+def _reduced_loss(fd: Any, loss: Any, valid: Any, reduction: str) -> Any:
+    loss = loss if valid is None else fd.ops.where(valid, loss, 0.0)
+    if reduction == "none" or loss.ndim == 0:
+        return loss
+    total = fd.ops.sum(loss)
+    if reduction == "sum":
+        return total
+    return fd.ops.truediv(total, _count(loss, range(loss.ndim)) if valid is None else fd.ops.sum(valid))
+
+
+def dropout(fd: Any, x: Any, p: float = 0.5, training: bool = True) -> Any:
+    """Zeros with probability p, the others divided by 1 - p. The choice depends on global indices, not on the mesh."""
+    if not training or p == 0.0:
+        return fd.ops.set(x)
+    if not 0.0 < p <= 1.0:
+        raise user_error("dropout: p", str(p), "0 to 1", "")
+    keep = fd.ops.ge(fd.ops.uniform(0.0, 1.0, x.shape()), p)
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    return _back(fd, fd.ops.mul(fd.ops.mul(_wide(fd, x), keep), scale), x)
+
+
+def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The index of the first largest element along a dim; of the flattened tensor for None."""
+    if dim is None:
+        return argmax(fd, fd.ops.reshape(x, [_count(x, range(x.ndim))]), 0)
+    ops, place = fd.ops, check_dim("argmax", dim, x.ndim)
+    index = ops.broadcast(ops.iota(x.size(place)), [d != place for d in range(x.ndim)])
+    is_top = ops.eq(x, ops.max(x, place, True))
+    return ops.min(ops.where(is_top, index, x.size(place)), place, keepdim)
+
+
+def _three(made: Any) -> tuple[Any, Any, Any]:
+    """A product and, where asked for, its scales; None for those not asked for."""
+    found = made if isinstance(made, tuple) else (made,)
+    return (*found, None, None)[:3]  # type: ignore[return-value]
+
+
+def scaled_mm(fd: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """(product, scales of its blocks or None, its global scale or None)."""
+    return _three(fd.call("scaled_mm", args, kwargs))
+
+
+def grouped_mm(fd: Any, *args: Any, **kwargs: Any) -> Any:
+    """The plain form gives a tensor; with scales, three results as `scaled_mm`."""
+    if len(args) <= 3 and "scale1" not in kwargs:
+        return fd.call("grouped_mm", args, kwargs)
+    return _three(fd.call("scaled_grouped_mm", args, kwargs))
+
+
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        size, shape, gelu, softmax, log_softmax, logsumexp, mean, layer_norm, rms_norm, cross_entropy, dropout, argmax,
+        scaled_mm, grouped_mm,
+    )
+}  # fmt: skip

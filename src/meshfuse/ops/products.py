@@ -1,0 +1,246 @@
+"""Grouped and block-scaled matrix products, and nvFuser's nvfp4 ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from ..dtypes import DataType
+from ..errors import user_error
+from .base import (
+    Call,
+    DimFactors,
+    Emit,
+    OpDef,
+    Param,
+    ParamKind,
+    Partial,
+    Rule,
+    RuleBuilder,
+    Sample,
+    TensorType,
+)
+from .pointwise import torch_dtype
+from .shapes import UNKNOWN, check_dtypes, check_ndim, check_same_size
+
+K = ParamKind
+
+
+def _kind(call: Call) -> str:
+    """Which of rows (2-D @ 3-D), columns (3-D @ 2-D) and inner indices (2-D @ 2-D) are grouped."""
+    dims = tuple(t.ndim for t in call.types[:2])
+    kinds = {(2, 3): "rows", (3, 2): "columns", (2, 2): "inner"}
+    if dims not in kinds:
+        raise user_error("grouped_mm: operands", f"{call.types[0]} and {call.types[1]}", "2-D and 3-D, 3-D and 2-D, or two 2-D",
+                         "Use matmul for a product without groups.")  # fmt: skip
+    return kinds[dims]  # type: ignore[index]
+
+
+def _grouped_infer(call: Call) -> tuple[TensorType, ...]:
+    kind, (a, b, offsets) = _kind(call), call.types
+    check_ndim("grouped_mm", "the offsets", offsets, 1, 1)
+    check_same_size("grouped_mm", "the contracted dims", a.shape[-1], b.shape[-2])
+    check_dtypes(Call(call.op, call.args, (a, b)))
+    groups = {"rows": b.shape[0], "columns": a.shape[0], "inner": offsets.shape[0]}[kind]
+    check_same_size("grouped_mm", "the numbers of groups", groups, offsets.shape[0])
+    shape = (a.shape[-2], b.shape[-1])
+    return (TensorType((offsets.shape[0], *shape) if kind == "inner" else shape, a.dtype),)
+
+
+def _grouped_rule(call: Call) -> Rule:
+    """m k, g k n -> m n, summed over k and g: a rank multiplies the rows of the groups that it holds."""
+    kind, (a, b, offsets), builder = _kind(call), call.types, RuleBuilder()
+    rows, columns = builder.factor(a.shape[-2]), builder.factor(b.shape[-1])
+    inner = builder.reduction(a.shape[-1])
+    ends = (builder.blocked(offsets.shape[0]),)
+    group = builder.factor(offsets.shape[0]) if kind == "inner" else builder.reduction(offsets.shape[0])
+    left = (group, rows, inner) if kind == "columns" else (rows, inner)
+    right = (group, inner, columns) if kind == "rows" else (inner, columns)
+    return builder.build([left, right, ends], [(group, rows, columns) if kind == "inner" else (rows, columns)])
+
+
+def _grouped_emit(e: Emit) -> str:
+    kind = _kind(e.call)
+    index = {"rows": (0, 0), "columns": (1, 1), "inner": (0, 1)}[kind]
+    along = e.operand_runs(index[0])[index[1]]
+    groups = e.result_runs(0)[0] if kind == "inner" else e.operand_runs(1 if kind == "rows" else 0)[0]
+    return f"K.grouped_{kind}({', '.join(e.operands)}, {along}, {groups})"
+
+
+def _grouped_flops(call: Call) -> float:
+    """Every row, column or inner index takes part in one group's product."""
+    a, b = call.types[:2]
+    return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _grouped_samples() -> list[Sample]:
+    def sample(a: tuple[int, ...], b: tuple[int, ...], ends: Sequence[int]) -> Sample:
+        types = TensorType(a, DataType.Float), TensorType(b, DataType.Float), TensorType((len(ends),), DataType.Int32)
+        return Sample(types, values={2: ends})
+
+    return [sample((8, 6), (3, 6, 4), (2, 2, 8)), sample((3, 8, 6), (6, 5), (1, 4, 5)), sample((4, 8), (8, 6), (3, 5, 8))]
+
+
+# Block-scaled products ---------------------------------------------------------------------------------------------
+
+_SCALED = (*(Param(name, K.TENSOR) for name in ("mat1", "mat2", "scale1", "scale2")),
+           *(Param(name, K.OPTIONAL_TENSOR, None) for name in ("alpha", "bias", "beta")),
+           Param("dtype", K.DTYPE, DataType.BFloat16), Param("output_block_scale_size", K.INT, 0),
+           Param("output_block_scale_dtype", K.DTYPE, DataType.BFloat16), Param("output_gamma", K.BOOL, False))  # fmt: skip
+
+
+def _scaled_results(call: Call, out: tuple[int, ...]) -> tuple[TensorType, ...]:
+    """The product, and where asked for the scales of its blocks and its global scale."""
+    made, block = [TensorType(out, call["dtype"])], call["output_block_scale_size"]
+    if block:
+        columns = out[-1] if out[-1] == UNKNOWN else -(-out[-1] // block)
+        made.append(TensorType((*out[:-1], columns), call["output_block_scale_dtype"]))
+    if call["output_gamma"]:
+        made.append(TensorType((), DataType.Float))
+    return tuple(made)
+
+
+def _scaled_infer(call: Call) -> tuple[TensorType, ...]:
+    a, b = call.types[:2]
+    check_ndim("scaled_mm", "the first operand", a, 2, 2)
+    check_ndim("scaled_mm", "the second operand", b, 2, 2)
+    check_same_size("scaled_mm", "the contracted dims", a.shape[1], b.shape[0])
+    return _scaled_results(call, (a.shape[0], b.shape[1]))
+
+
+def _scaled_rule(call: Call) -> Rule:
+    """m k, k n and one scale per row or column follow m and n; blocks of scales along k keep k whole."""
+    (a, b), builder = call.types[:2], RuleBuilder()
+    if len(call.results) > 1 or not _runs_on_cpu(call):
+        return whole_rule(call)
+    rows, columns, inner = builder.factor(a.shape[0]), builder.factor(b.shape[1]), builder.blocked(a.shape[1])
+
+    def scale(t: TensorType, dim: int, n: int, factor: tuple[int, ...]) -> DimFactors:
+        return tuple(factor if d == dim and size == n and t.ndim == 2 else builder.blocked(size)
+                     for d, size in enumerate(t.shape))  # fmt: skip
+
+    scales = [scale(call.types[2], 0, a.shape[0], rows), scale(call.types[3], 1, b.shape[1], columns)]
+    others = [
+        (columns,) if name == "bias" and t.ndim == 1 and t.shape[0] == b.shape[1] else tuple(map(builder.blocked, t.shape))
+        for name in ("alpha", "bias", "beta")
+        if (t := call.type_of(name)) is not None
+    ]
+    return builder.build([(rows, inner), (inner, columns), *scales, *others], [(rows, columns)])
+
+
+def _runs_on_cpu(call: Call) -> bool:
+    packed = any(t.dtype is DataType.Float4_e2m1fn for t in call.types)
+    return not packed and len(call.results) == 1
+
+
+def _scaled_emit(e: Emit) -> str:
+    if not _runs_on_cpu(e.call):
+        return _missing_emit(e)
+    names = [str(e.operand(name)) for name in ("mat1", "mat2", "scale1", "scale2", "alpha", "bias", "beta")]
+    return f"K.scaled_mm({', '.join(names)}, {torch_dtype(e.call['dtype'])})"
+
+
+def _scaled_samples() -> list[Sample]:
+    def t(*shape: int) -> TensorType:
+        return TensorType(shape, DataType.Float)
+
+    kinds = {"dtype": DataType.Float}
+    return [Sample((t(6, 8), t(8, 4), t(6, 1), t(1, 4)), kinds), Sample((t(6, 8), t(8, 4), t(6, 2), t(2, 4)), kinds),
+            Sample((t(6, 8), t(8, 4), t(), t(), t(), t(4)), kinds)]  # fmt: skip
+
+
+# What only NVIDIA's kernels define -----------------------------------------------------------------------------------
+
+
+def whole_rule(call: Call) -> Rule:
+    """Every dim of every tensor is needed whole."""
+    builder = RuleBuilder()
+    tensors = [tuple(map(builder.blocked, t.shape)) for t in (*call.types, *call.results)]
+    return builder.build(tensors[: len(call.types)], tensors[len(call.types) :])
+
+
+def _missing_emit(e: Emit) -> str:
+    return f"K.needs_nvidia({e.call.op.name!r})"
+
+
+def _scaled_grouped_infer(call: Call) -> tuple[TensorType, ...]:
+    a, b = call.types[:2]
+    return _scaled_results(call, (a.shape[0], b.shape[-1]))
+
+
+def _cutlass_infer(call: Call) -> tuple[TensorType, ...]:
+    """[m, k] and [g, n, k] to [m, n]."""
+    a, b = call.types[:2]
+    check_ndim(call.op.name, "the second operand", b, 3, 3)
+    return (TensorType((a.shape[0], b.shape[1]), call["dtype"]),)
+
+
+def _blocks(n: int, size: int) -> int:
+    return n if n == UNKNOWN else -(-n // size)
+
+
+def _quantize_infer(call: Call) -> tuple[TensorType, ...]:
+    """The numbers in 4 bits, and one float8 scale per block of the last dim."""
+    x = call.types[0]
+    check_ndim(call.op.name, "the input", x, 1)
+    scales = (*x.shape[:-1], _blocks(x.shape[-1], call["block_size"]))
+    return (TensorType(x.shape, call["dtype"]), TensorType(scales, DataType.Float8_e4m3fn))
+
+
+_ROWS, _COLUMNS = 128, 4
+
+
+def _padded_scales(rows: int, columns: int, groups: int) -> tuple[int, int]:
+    """The tiles of 128 x 4 that tensor cores read scales in: at most 127 rows are added for each group."""
+    found = rows if UNKNOWN in (rows, groups) else rows + groups * (_ROWS - 1)
+    return (found, columns if columns == UNKNOWN else math.ceil(columns / _COLUMNS) * _COLUMNS)
+
+
+def _grouped_quantize_infer(call: Call) -> tuple[TensorType, ...]:
+    x, offsets = call.types[:2]
+    check_ndim(call.op.name, "the input", x, 2, 2)
+    scales = _padded_scales(x.shape[0], _blocks(x.shape[1], call["block_size"]), offsets.shape[0])
+    return (TensorType(x.shape, call["dtype"]), TensorType(scales, DataType.Float8_e4m3fn))
+
+
+def _preprocess_infer(call: Call) -> tuple[TensorType, ...]:
+    x, offsets = call.types[:2]
+    check_ndim(call.op.name, "the input", x, 2, 2)
+    return (TensorType(_padded_scales(*x.shape, offsets.shape[0]), x.dtype),)  # type: ignore[call-arg]
+
+
+def _types(*kinds: tuple[tuple[int, ...], DataType]) -> tuple[TensorType, ...]:
+    return tuple(TensorType(*kind) for kind in kinds)
+
+
+_INT, _FP4, _FP8 = DataType.Int32, DataType.Float4_e2m1fn, DataType.Float8_e4m3fn
+_ENDS = ((3,), _INT)
+
+
+def _missing(
+    name: str, params: tuple[Param, ...], infer: Callable[[Call], tuple[TensorType, ...]], sample: Sequence[TensorType]
+) -> OpDef:
+    """An op that is typed and propagated here, and runs with nvFuser on NVIDIA's GPUs only."""
+    return OpDef(name, params, infer, whole_rule, _missing_emit, samples=lambda: [Sample(tuple(sample))])
+
+
+_INPUT, _GLOBAL = Param("input", K.TENSOR), Param("global_scale", K.OPTIONAL_TENSOR, None)
+_OFFSETS = tuple(Param(name, K.TENSOR) for name in ("input_offsets", "output_offsets"))
+_BLOCK, _PACKED = Param("block_size", K.INT, 16), Param("dtype", K.DTYPE, _FP4)
+_MATS = tuple(Param(name, K.TENSOR) for name in ("mat1", "mat2", "offsets"))
+_CUTLASS = ("mat1", "mat2", "scale1", "scale2", "alpha", "problem_sizes", "expert_offsets", "sf_offsets")
+OPS = (
+    OpDef("grouped_mm", _MATS, _grouped_infer, _grouped_rule, _grouped_emit, Partial.EACH, _grouped_flops, _grouped_samples),
+    OpDef("scaled_mm", _SCALED, _scaled_infer, _scaled_rule, _scaled_emit, samples=_scaled_samples),
+    _missing("scaled_grouped_mm", (*_MATS, *_SCALED[2:]), _scaled_grouped_infer,
+             _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8))),
+    _missing("cutlass_nvfp4_grouped_mm", (*(Param(n, K.TENSOR) for n in _CUTLASS), _SCALED[7]), _cutlass_infer,
+             _types(((8, 32), _FP4), ((3, 16, 32), _FP4), ((8, 2), _FP8), ((3, 16, 2), _FP8), ((3,), DataType.Float),
+                    ((3, 3), _INT), _ENDS, _ENDS)),
+    _missing("nv_block_quantize", (_INPUT, _GLOBAL, Param("swizzle_block_scales", K.BOOL, False), _BLOCK, _PACKED),
+             _quantize_infer, _types(((8, 32), DataType.Float))),
+    _missing("nv_grouped_block_quantize", (_INPUT, *_OFFSETS, _GLOBAL, _BLOCK, _PACKED), _grouped_quantize_infer,
+             _types(((8, 32), DataType.Float), _ENDS, _ENDS)),
+    _missing("preprocess_grouped_matmul_input_sf", (_INPUT, *_OFFSETS), _preprocess_infer,
+             _types(((8, 4), _FP8), _ENDS, _ENDS)),
+)  # fmt: skip
