@@ -53,7 +53,8 @@ def test_wrong_variables_are_a_row(monkeypatch):
 
 @pytest.mark.parametrize("module", ["launcher", "doctor", "environment"])
 def test_launching_and_looking_import_no_torch(module):
-    code = f"import sys, meshfuse.runtime.{module}; print('torch' in sys.modules, 'nvfuser_direct' in sys.modules)"
+    loaded = "print('torch' in sys.modules, 'nvfuser_direct' in sys.modules)"
+    code = f"import sys, meshfuse.runtime.{module}; {loaded}"
     done = subprocess.run(
         [sys.executable, "-c", code], env=base_environment(), capture_output=True, text=True, timeout=60
     )

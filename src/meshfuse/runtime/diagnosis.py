@@ -51,7 +51,7 @@ def connection_lost(scene: Scene, what: str, peers: Iterable[int], cause: str, a
 def timed_out(scene: Scene, what: str, peers: Iterable[int], after: float) -> RankError:
     """The error of a wait that reached its limit: who does not answer, and where the others are."""
     failure = within(1.0, lambda: published(scene.store), None)
-    if failure is not None and failure.rank != scene.rank:
+    if failure is not None and failure.primary and failure.rank != scene.rank:
         return peer_failed(scene, what, failure)
     silent, report = _report(scene, peers)
     error = RankTimeout(
