@@ -94,9 +94,16 @@ def shape_scalars(fd: DefinitionBuilder) -> frozenset[int]:
     for node in fd.nodes:
         for param, arg in zip(node.op.params, node.args, strict=True):
             if param.kind in _SIZES:
-                for entry in arg if isinstance(arg, tuple) else (arg,):
+                for entry in _entries(param.kind, arg):
                     found |= inputs_of(entry, fd.scalars)
     return frozenset(found)
+
+
+def _entries(kind: ParamKind, arg: Any) -> tuple[Any, ...]:
+    """The sizes in an argument that is one (SIZE) or a list of them (SHAPE, perhaps absent)."""
+    if arg is None:
+        return ()
+    return arg if kind is ParamKind.SHAPE else (arg,)
 
 
 def concretize(
@@ -151,7 +158,8 @@ def _concrete_args(
 
     def concrete(kind: ParamKind, arg: Any) -> Any:
         if kind in _SIZES:
-            return tuple(map(value, arg)) if isinstance(arg, tuple) else value(arg)
+            found = tuple(map(value, _entries(kind, arg)))
+            return found if kind is ParamKind.SHAPE and arg is not None else found[0] if found else None
         if isinstance(arg, ScalarRef) and not inputs_of(arg, fd.scalars):
             return value(arg)
         return arg

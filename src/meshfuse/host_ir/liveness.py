@@ -13,7 +13,7 @@ _NAME = re.compile(r"\b(?:v|w)\d+(?:_\w+)?\b")
 def reads_of(instruction: Instruction) -> set[str]:
     """Every buffer or work that an instruction mentions."""
     if isinstance(instruction, Launch):
-        return {*instruction.inputs, *instruction.outputs}
+        return {name for name in (*instruction.inputs, *instruction.outputs) if name.startswith("v")}
     return set(_NAME.findall(instruction.source()))
 
 

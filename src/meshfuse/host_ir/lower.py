@@ -90,8 +90,7 @@ class _Lowering:
             node.call, [f"v{v}" for v in compute.inputs], compute.placement.operands, compute.placement.results,
             self.rank, functools.partial(scalar_text, self.graph), node.id,
         )  # fmt: skip
-        texts = local.text()
-        return [f"v{out} = {text}" for out, text in zip(compute.outputs, texts, strict=True)]
+        return local.statements([f"v{out}" for out in compute.outputs])
 
     def _scalars(self, compute: Compute) -> set[int]:
         found: set[int] = set()
