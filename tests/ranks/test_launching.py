@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from rank_pool import base_environment
 
+from meshfuse.errors import ArgumentError
+from meshfuse.runtime import launcher
+
 pytestmark = pytest.mark.ranks
 
 LAUNCHER = ("-m", "meshfuse.runtime.launcher")
@@ -92,6 +95,11 @@ def test_launcher_ends_ranks_that_ignore_a_failure(job):
     assert "rank 1 exited with code 7" in done.stderr
 
 
+def test_launcher_needs_a_rank():
+    with pytest.raises(ArgumentError, match="wrong number of ranks: found 0, needed 1 or more"):
+        launcher.run(0, ["script.py"])
+
+
 def test_launcher_names_a_signal_and_a_time_limit(job):
     killed = job("import os; os.environ['RANK'] == '1' and os.abort()", *LAUNCHER, "--ranks", "2")
     assert killed.returncode == 128 + signal.SIGABRT
@@ -130,7 +138,7 @@ def test_launcher_leaves_no_process_behind(tmp_path, number):
     """Ranks that do not even use meshfuse, and the processes that they started."""
     script = tmp_path / "script.py"
     script.write_text(FAMILY)
-    launcher = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *LAUNCHER, "--ranks", "2", str(script), str(tmp_path)],
         env=base_environment(), stderr=subprocess.PIPE,
     )  # fmt: skip
@@ -138,13 +146,13 @@ def test_launcher_leaves_no_process_behind(tmp_path, number):
         assert wait_until(lambda: len(list(tmp_path.glob("*.json"))) == 2)
         family = [pid for path in tmp_path.glob("*.json") for pid in json.loads(path.read_text())]
         assert len(family) == 4 and all(alive(pid) for pid in family)
-        launcher.send_signal(number)
-        launcher.wait(30)
+        process.send_signal(number)
+        process.wait(30)
         assert wait_until(lambda: not any(alive(pid) for pid in family))
     finally:
-        launcher.kill()
-        launcher.communicate()
-    assert launcher.returncode == (-number if number == signal.SIGKILL else 128 + number)
+        process.kill()
+        process.communicate()
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
 def test_ranks_listen_on_the_loopback_interface_only(job):

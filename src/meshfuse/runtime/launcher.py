@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO
 
+from ..errors import ArgumentError, user_error
 from .environment import LOOPBACK
 from .exits import FOLLOWER
 
@@ -59,7 +60,7 @@ def run(
     TORCHELASTIC_RESTART_COUNT telling.
     """
     if ranks < 1:
-        raise ValueError(f"wrong number of ranks: found {ranks}, needed 1 or more.")
+        raise user_error("wrong number of ranks", str(ranks), "1 or more", cls=ArgumentError)
     deadline = None if timeout is None else time.monotonic() + timeout
     with _signals(), _keeper() as register:
         try:
