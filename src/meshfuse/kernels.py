@@ -155,7 +155,7 @@ def reduce_prod(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor
 
 def stacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[b*, k] and [d, n, k] (and [d, n]) to [d, b*, n]."""
-    out = torch.matmul(x.reshape(1, -1, x.shape[-1]), weight.transpose(-1, -2))
+    out = torch.matmul(x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), weight.transpose(-1, -2))
     if bias is not None:
         out = out + bias.unsqueeze(1)
     return out.reshape(weight.shape[0], *x.shape[:-1], weight.shape[1])
@@ -189,9 +189,9 @@ def iota(length: Runs, start: Any, step: Any, dtype: torch.dtype, device: Any) -
     return ((index.double() if dtype.is_floating_point else index) * step + start).to(dtype)
 
 
-def topk(x: torch.Tensor, k: int, dim: int, largest: bool, in_order: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def topk(x: torch.Tensor, k: int, dim: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and indices, equal values in the order of their indices, so that the choice is the same on every mesh."""
-    order = torch.argsort(x, dim, descending=largest, stable=True).narrow(dim, 0, k)
+    order = torch.argsort(x, dim=dim, descending=largest, stable=True).narrow(dim, 0, k)
     return x.gather(dim, order), order
 
 

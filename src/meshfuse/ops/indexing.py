@@ -219,7 +219,7 @@ def _argsort_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _argsort_emit(e: Emit) -> str:
     """Always stable: the order of equal elements must not depend on the mesh."""
-    return f"torch.argsort({e.operands[0]}, {_dim(e.call)}, descending={e.call['descending']}, stable=True)"
+    return f"torch.argsort({e.operands[0]}, dim={_dim(e.call)}, descending={e.call['descending']}, stable=True)"
 
 
 def _topk_infer(call: Call) -> tuple[TensorType, ...]:

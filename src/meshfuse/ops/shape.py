@@ -26,6 +26,7 @@ from .shapes import (
     check_dim,
     check_dims,
     check_dtypes,
+    check_same_size,
     known_size,
 )
 

@@ -1,0 +1,247 @@
+"""For every op of the table what it means, in plain torch on whole tensors in float64, written without meshfuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_SAME = (
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf erfc erfinv exp exp2 expm1 floor frac imag isfinite "
+    "isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not neg real reciprocal relu round rsqrt "
+    "sigmoid sign signbit sin sinh sqrt tan tanh trunc"
+)
+_SAME_BINARY = (
+    "add sub mul atan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift eq fmod gcd ge gt le "
+    "logical_and logical_or lt maximum minimum ne nextafter pow remainder complex matmul"
+)
+# Open intervals that operands are drawn from where not all numbers will do.
+DOMAINS: dict[str, tuple[float, float]] = {
+    "acosh": (1.1, 4.0), "erfcinv": (0.1, 1.9), "lgamma": (0.1, 5.0), "pow": (0.2, 3.0), "reciprocal": (0.2, 3.0),
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-0.9, 0.9)),
+    **dict.fromkeys(("log", "log10", "log1p", "log2", "sqrt", "rsqrt", "div", "truediv", "mod", "fmod", "remainder"), (0.2, 4.0)),
+}  # fmt: skip
+
+
+def _dims(x: torch.Tensor, dims: Any) -> list[int]:
+    return list(range(x.ndim)) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+
+
+def _reduce(step: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """A reduction over many dims from one over a single dim."""
+
+    def reduce(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+        found = sorted((d % x.ndim for d in _dims(x, dims)), reverse=True)
+        for d in found:
+            x = step(x, d)
+        for d in reversed(found) if keepdim else ():
+            x = x.unsqueeze(d)
+        return x
+
+    return reduce
+
+
+def _slice(x: torch.Tensor, starts: Any, stops: Any, strides: Any, _: Any) -> torch.Tensor:
+    strides = strides or [1] * x.ndim
+    return x[tuple(slice(a, b, s) for a, b, s in zip(starts, stops, strides, strict=True))]
+
+
+def _expand(x: torch.Tensor, shape: Any) -> torch.Tensor:
+    return x.expand(*shape)
+
+
+def _in_dim(x: torch.Tensor, shape: Any, dims: Any) -> torch.Tensor:
+    view = [1] * len(shape)
+    for d, n in zip(dims, x.shape, strict=True):
+        view[d] = n
+    return torch.broadcast_to(x.view(view), tuple(shape))
+
+
+def _broadcast(x: torch.Tensor, flags: Any) -> torch.Tensor:
+    for d, new in enumerate(flags):
+        x = x.unsqueeze(d) if new else x
+    return x
+
+
+def _logical_right_shift(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    found = [(int(x) & (2**64 - 1)) >> int(s) for x, s in zip(*(t.flatten().tolist() for t in torch.broadcast_tensors(a, b)))]
+    return torch.tensor([f - 2**64 if f >= 2**63 else f for f in found]).reshape(a.shape)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+    if weight.ndim < 3:
+        return F.linear(x, weight, bias)
+    out = torch.einsum("bsk,dnk->dbsn", x, weight)
+    return out if bias is None else out + bias[:, None, None]
+
+
+def _scan(name: str) -> Callable[..., torch.Tensor]:
+    def scan(x: torch.Tensor, dim: int, init: Any) -> torch.Tensor:
+        wide = x.double()
+        parts = list(wide.unbind(dim))
+        steps = {"cumsum": torch.add, "cumprod": torch.mul, "cummax": torch.maximum, "cummin": torch.minimum}
+        last = None if init is None else torch.full_like(parts[0], init)
+        for i, part in enumerate(parts):
+            last = part if last is None else steps[name](last, part)
+            parts[i] = last
+        return torch.stack(parts, dim).to(x.dtype)
+
+    return scan
+
+
+def _variance(x: torch.Tensor, dims: Any, correction: int, keepdim: bool) -> torch.Tensor:
+    x = x.double()
+    centred = x - x.mean(_dims(x, dims), keepdim=True)
+    count = math.prod(x.shape[d] for d in _dims(x, dims))
+    return (centred**2).sum(_dims(x, dims), keepdim=keepdim) / (count - correction)
+
+
+def _welford(x: torch.Tensor, dims: Any) -> tuple[torch.Tensor, ...]:
+    mean = x.mean(_dims(x, dims))
+    count = math.prod(x.shape[d] for d in _dims(x, dims))
+    return mean, _variance(x, dims, 0, False) * count, torch.full(mean.shape, count)
+
+
+def _take(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+    sizes = list(torch.broadcast_shapes(*(t.select(dim, 0).unsqueeze(dim).shape for t in (x, index))))
+    sizes[dim] = x.shape[dim]
+    x, sizes[dim] = x.expand(sizes), index.shape[dim]
+    return torch.gather(x, dim, index.expand(sizes))
+
+
+def _index_select(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.stack([x.select(dim, int(i)) for i in index.flatten()], dim)
+
+
+def _embedding(index: torch.Tensor, weight: torch.Tensor, _: Any, max_norm: Any, norm_type: Any, *rest: Any) -> torch.Tensor:
+    return F.embedding(index, weight.clone(), None, max_norm, norm_type or 2.0)
+
+
+def _scatter(x: torch.Tensor, index: torch.Tensor, src: Any, dim: int) -> torch.Tensor:
+    out = x.clone()
+    for place in torch.cartesian_prod(*(torch.arange(n) for n in index.shape)).tolist():
+        target = list(place)
+        target[dim] = int(index[tuple(place)])
+        out[tuple(target)] = src[tuple(place)] if isinstance(src, torch.Tensor) else src
+    return out
+
+
+def _topk(x: torch.Tensor, k: int, dim: int, largest: bool, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    order = torch.sort(x, dim=dim, descending=largest, stable=True)
+    return order.values.narrow(dim, 0, k), order.indices.narrow(dim, 0, k)
+
+
+def _iota(length: int, start: Any, step: Any, _: Any) -> torch.Tensor:
+    return torch.tensor([(start or 0) + i * (1 if step is None else step) for i in range(length)])
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, is_causal: Any, scale: Any, kept: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Repeats the heads of k and v, and takes every row's softmax."""
+    groups = q.shape[-3] // k.shape[-3]
+    k, v = (t.repeat_interleave(groups, -3) for t in (k, v))
+    scores = torch.einsum("...se,...te->...st", q, k) * (scale if scale is not None else q.shape[-1] ** -0.5)
+    scores = scores if bias is None else scores + bias
+    if mask is not None:
+        scores = torch.where(mask, scores, -math.inf)
+    if is_causal:
+        scores = torch.where(torch.ones(scores.shape[-2:]).tril() > 0, scores, -math.inf)
+    # A row that sees nothing takes nothing.
+    weights = torch.nan_to_num(torch.softmax(scores, -1))
+    weights = weights if kept is None else weights * kept
+    return torch.einsum("...st,...te->...se", weights, v), torch.logsumexp(scores, -1)
+
+
+def attention_bwd(inputs: list[torch.Tensor], is_causal: Any, scale: Any, kept: Any) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k, v by autograd from [grad, q, k, v]."""
+    grad, *qkv = inputs
+    leaves = [t.detach().requires_grad_() for t in qkv]
+    out, _ = _attention(*leaves, None, None, is_causal, scale, kept)
+    return torch.autograd.grad(out, leaves, grad)
+
+
+def attention(inputs: list[Any], is_causal: Any, scale: Any, kept: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, log-sum-exp) from [q, k, v, bias, mask]."""
+    return _attention(*inputs, is_causal, scale, kept)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    starts, ends = [0, *offsets.tolist()[:-1]], offsets.tolist()
+    spans = list(enumerate(zip(starts, ends, strict=True)))
+    if b.ndim == 3:
+        return torch.cat([a[s:e] @ b[g] for g, (s, e) in spans])
+    if a.ndim == 3:
+        return torch.cat([a[g] @ b[:, s:e] for g, (s, e) in spans], 1)
+    return torch.stack([a[:, s:e] @ b[s:e] for _, (s, e) in spans])
+
+
+def _scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, alpha: Any, bias: Any, beta: Any, *_: Any) -> torch.Tensor:
+    for x in (0, 1):
+        scale, t = (scale_a, a) if x == 0 else (scale_b, b)
+        if scale.ndim == 2:
+            grid = [torch.arange(n) * m // n for n, m in zip(t.shape, scale.shape, strict=True)]
+            scale = scale[grid[0]][:, grid[1]]
+        a, b = (a * scale, b) if x == 0 else (a, b * scale)
+    out = (a @ b) * (1.0 if alpha is None else alpha)
+    return out if bias is None else out + bias * (1.0 if beta is None else beta)
+
+
+REFERENCES: dict[str, Callable[..., Any]] = {
+    **{name: getattr(torch, name) for name in (*_SAME.split(), *_SAME_BINARY.split())},
+    "erfcinv": lambda x: torch.erfinv(1 - x),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "div": lambda a, b: a / b,
+    "truediv": lambda a, b: a / b,
+    "mod": lambda a, b: a - b * torch.trunc(a / b).to(a.dtype),
+    "logical_right_shift": _logical_right_shift,
+    "where": torch.where,
+    "addcmul": lambda a, b, c, value: torch.addcmul(a, b, c, value=value),
+    "clamp": torch.clamp,
+    "lerp": torch.lerp,
+    "threshold": F.threshold,
+    "cast": lambda x, _: x,
+    "set": lambda x: x,
+    "segment_set": lambda x: x,
+    "sum": _reduce(torch.sum),
+    "prod": _reduce(torch.prod),
+    "max": _reduce(torch.amax),
+    "min": _reduce(torch.amin),
+    "var": _variance,
+    "var_mean": lambda x, dims, *rest: (_variance(x, dims, *rest), x.mean(_dims(x, dims), keepdim=rest[1])),
+    "welford": _welford,
+    **{name: _scan(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},
+    "linear": _linear,
+    "reshape": lambda x, shape: x.reshape(tuple(shape)),
+    "broadcast": _broadcast,
+    "broadcast_in_dim": _in_dim,
+    "expand": _expand,
+    "squeeze": lambda x, dims, _: x.squeeze(tuple(dims)),
+    "permute": lambda x, dims: x.permute(*dims),
+    "stride_order": lambda x, _: x,
+    "slice": _slice,
+    "pad": lambda x, widths, value: F.pad(x, list(widths), value=value or 0),
+    "cat": lambda tensors, dim, _: torch.cat(tensors, dim),
+    "take_along_axis": _take,
+    "gather": lambda x, index, dim: torch.gather(x, dim, index),
+    "index_select": _index_select,
+    "select": lambda x, index, dim: x.select(dim, index),
+    "embedding_fwd": _embedding,
+    "scatter": _scatter,
+    "argsort": lambda x, dim, descending, _: torch.sort(x, dim=dim, descending=descending, stable=True).indices,
+    "topk": _topk,
+    "full": lambda shape, value, _: torch.full(tuple(shape), value),
+    "iota": _iota,
+    "triu": torch.triu,
+    "grouped_mm": _grouped_mm,
+    "scaled_mm": _scaled_mm,
+}
+# Random numbers have no reference; test_random.py tests them. The others run with NVIDIA's kernels only.
+RANDOM = frozenset(("uniform", "normal", "rand_like", "randn_like"))
+NVIDIA_ONLY = frozenset(
+    ("scaled_grouped_mm", "cutlass_nvfp4_grouped_mm", "nv_block_quantize", "nv_grouped_block_quantize",
+     "preprocess_grouped_matmul_input_sf")
+)  # fmt: skip

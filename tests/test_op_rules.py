@@ -1,0 +1,176 @@
+"""Every op of the table: what it computes, along what it may be sharded, and what it does to unreduced operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import op_references as references
+import pytest
+import torch
+from op_harness import SALT, Sharded, cases, evaluate, make_call, operands_of, sample_ids, whole
+
+import meshfuse.kernels as K
+from meshfuse import DeviceMesh
+from meshfuse.errors import RankError
+from meshfuse.ops import OPS
+from meshfuse.ops.base import Call, FactorKind, OpDef, Partial, Sample, TensorRef
+from meshfuse.ops.local import LocalCall
+from meshfuse.sharding.layout import Split
+from meshfuse.sharding.value import Sharding
+
+SAMPLES = sample_ids()
+RUNNABLE = [pair for pair in SAMPLES if pair[0] not in references.NVIDIA_ONLY]
+
+
+def _sampled(name: str, place: int) -> tuple[Call, list[torch.Tensor]]:
+    op = OPS[name]
+    samples = op.samples()
+    assert samples, f"{name} has no samples"
+    call = make_call(op, samples[place])
+    operands = operands_of(call, samples[place], references.DOMAINS.get(name))
+    if name == "sdpfa_bwd":
+        _save_forward(call, operands)
+    return call, operands
+
+
+def _save_forward(call: Call, operands: list[torch.Tensor]) -> None:
+    """The output and log-sum-exp that the backward pass is given are those of its own forward pass."""
+    inputs = [t.double() for t in operands[1:4]]
+    out, lse = references.attention([*inputs, None, None], call["is_causal"], call["scale"], _kept(call, operands, inputs[1]))
+    operands[4], operands[5] = out.float(), lse.float()
+
+
+def _kept(call: Call, operands: list[torch.Tensor], key: torch.Tensor) -> torch.Tensor | None:
+    """Dropout's factors, of the random numbers that the op is given."""
+    p = call["dropout_p"]
+    if not p:
+        return None
+    query = operands[call.op.places["query"]]
+    shape = (*query.shape[:-1], key.shape[-2])
+    stream = (5, 2, SALT) if call.op.name == "sdpfa_fwd" else (5, 2, 1)
+    drawn = K.uniform(0.0, 1.0, [((0, n),) for n in shape], shape, stream, torch.float32, "cpu")
+    return (drawn >= p).double() / (1 - p)
+
+
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    return t.to(torch.complex128) if t.is_complex() else t.double() if t.is_floating_point() else t
+
+
+def _reference(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The results by the op's reference, in float64."""
+    wide = [_wide(t) for t in operands]
+    if call.op.name == "sdpfa_bwd":
+        return list(references.attention_bwd(wide[:4], call["is_causal"], call["scale"], _kept(call, operands, wide[2])))
+    args = [_argument(arg, wide) for arg in call.args]
+    if call.op.name == "sdpfa_fwd":
+        made = references.attention(args[:5], call["is_causal"], call["scale"], _kept(call, operands, wide[1]))
+        return [*made, torch.tensor([5, SALT]), torch.tensor(2)]
+    made = references.REFERENCES[call.op.name](*args)
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+def _argument(arg: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(arg, TensorRef):
+        return tensors[arg.id]
+    if isinstance(arg, tuple) and arg and isinstance(arg[0], TensorRef):
+        return [tensors[ref.id] for ref in arg]
+    return arg
+
+
+def _assert_equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        a, b = (t.long() if t.dtype == torch.uint64 else t for t in (a, b))
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _tolerance(call: Call) -> float:
+    return 2e-3 if any(t.dtype.is_reduced_float for t in (*call.types, *call.results)) else 2e-5
+
+
+@pytest.mark.parametrize(("name", "place"), [pair for pair in RUNNABLE if pair[0] not in references.RANDOM])
+def test_an_op_on_one_rank_computes_what_torch_does_in_float64(name: str, place: int) -> None:
+    call, operands = _sampled(name, place)
+    found = whole(call, operands)
+    for tensor, kind in zip(found, call.results, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (kind.shape, getattr(torch, kind.dtype.value))
+    _assert_equal(found, _reference(call, operands), _tolerance(call))
+
+
+@pytest.mark.parametrize("case", list(cases(6)))
+@pytest.mark.parametrize(("name", "place"), RUNNABLE)
+def test_shards_make_the_whole_result_along_every_factor(name: str, place: int, case: str) -> None:
+    call, operands = _sampled(name, place)
+    wanted = whole(call, operands)
+    rule = call.op.rule(call)
+    for factor, made in enumerate(rule.factors):
+        if made.kind is FactorKind.BLOCK:
+            continue
+        how = cases(made.size)[case]
+        found = Sharded(call, how.mesh, {factor: how.layout}).run(operands)
+        if found is None:
+            assert case in ("uneven", "empty", "two axes", "strided", "strided blocks", "sub-axis"), (rule, factor)
+            continue
+        _assert_equal(found, wanted, _tolerance(call))
+
+
+@pytest.mark.parametrize(("name", "place"), RUNNABLE)
+def test_two_factors_are_sharded_at_once(name: str, place: int) -> None:
+    call, operands = _sampled(name, place)
+    wanted, rule = whole(call, operands), call.op.rule(call)
+    free = [i for i, f in enumerate(rule.factors) if f.kind is not FactorKind.BLOCK]
+    mesh = DeviceMesh((2, 3), ("x", "y"))
+    for a, b in zip(free, free[1:], strict=False):
+        found = Sharded(call, mesh, {a: (Split(2, "x"),), b: (Split(3, "y"),)}).run(operands)
+        if found is not None:
+            _assert_equal(found, wanted, _tolerance(call))
+
+
+@pytest.mark.parametrize("name", sorted(references.NVIDIA_ONLY))
+def test_what_needs_nvidia_is_typed_and_says_so_when_run(name: str) -> None:
+    call = make_call(OPS[name], OPS[name].samples()[0])
+    assert call.results and len(call.op.rule(call).results) == len(call.results)
+    with pytest.raises(RankError, match=f"{name} cannot run here: it needs nvFuser and a GPU"):
+        whole(call, [torch.empty(0)] * len(call.types))
+
+
+def _claims(op: OpDef, sample: Sample) -> list[tuple[tuple[int, ...], str]]:
+    """(operands that are unreduced together, reduction) for which the op says that it commutes with the reduction."""
+    call = make_call(op, sample)
+    count, floating = len(call.types), call.types[0].dtype.category >= 2 if call.types else False
+    if op.partial is Partial.MOVE:
+        return [((0,), reduce) for reduce in ("sum", "prod", "max", "min")]
+    if op.partial is Partial.EACH:
+        return [((i,), "sum") for i in range(2)]
+    if op.partial is Partial.JOINT:
+        return [(tuple(range(count)), "sum")]
+    if op.partial is Partial.FIRST:
+        return [((0,), "sum")] if floating else []
+    widens = op.partial is Partial.CAST and call.results[0].dtype.itemsize > call.types[0].dtype.itemsize
+    return [((0,), "sum")] if widens and call.results[0].dtype.category == 2 else []
+
+
+CLAIMED = [(name, place) for name, place in RUNNABLE if OPS[name].partial is not Partial.NONE]
+
+
+@pytest.mark.parametrize(("name", "place"), CLAIMED)
+def test_an_op_that_carries_unreduced_terms_commutes_with_their_reduction(name: str, place: int) -> None:
+    call, operands = _sampled(name, place)
+    mesh, terms = DeviceMesh((2,), ("x",)), (Split(2, "x"),)
+    for carried, reduce in _claims(OPS[name], OPS[name].samples()[place]):
+        second = [torch.randn_like(t) if i in carried else t for i, t in enumerate(operands)]
+        kinds = [Sharding(mesh, ((),) * t.ndim, terms if i in carried else (), reduce if i in carried else "")
+                 for i, t in enumerate(call.types)]  # fmt: skip
+        results = [Sharding(mesh, ((),) * t.ndim, terms, reduce) for t in call.results]
+        names = [f"a{i}" for i in range(len(operands))]
+        made = [evaluate(LocalCall(call, names, kinds, results, rank, number=SALT), inputs)
+                for rank, inputs in enumerate((operands, second))]  # fmt: skip
+        combined = [K.combine(a, b, reduce) if i in carried else a
+                    for i, (a, b) in enumerate(zip(operands, second, strict=True))]  # fmt: skip
+        _assert_equal([K.combine(a, b, reduce) for a, b in zip(*made, strict=True)], whole(call, combined), 2e-4)
+
+
+def test_every_op_has_samples_and_a_reference() -> None:
+    assert not [name for name, op in OPS.items() if not op.samples()]
+    covered = {*references.REFERENCES, *references.RANDOM, *references.NVIDIA_ONLY, "sdpfa_fwd", "sdpfa_bwd"}
+    assert set(OPS) <= covered
