@@ -32,6 +32,7 @@ def main() -> int:
     mesh = read_mesh(args.mesh)
     world = mf.World.current()
     launched = world.size > 1
+    torch.set_num_threads(1)  # ranks share the cores, and simulated ones take turns: more threads only wait
     talk = print if world.rank == 0 else lambda *_, **__: None
     where = f"{world.size} gloo ranks" if launched else f"{mesh.size} simulated rank{'s' if mesh.size > 1 else ''}"
     talk(f"== GPT on {mesh}, {'compiled for ' if args.compile_only else ''}{where} ==")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..graph import Node
 from ..mesh import DeviceMesh
 from ..ops.base import FactorKind
-from ..resharding.planner import plan
+from ..resharding.planner import BETA, plan
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
@@ -17,6 +17,8 @@ from .factors import NO_CARRY, Carry, Layouts, Placement, carries, layouts_of, m
 from .sharded import Choice
 
 IMPOSSIBLE = math.inf
+# Seconds per operation: a byte on the wire costs as much as a thousand operations, as on an accelerator with fast links.
+GAMMA = BETA / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,13 @@ class Setting:
 
 
 def choose(setting: Setting) -> Choice:
-    """The placement of least wire time; among equals the one that spreads the computation most, then the first."""
+    """The placement of least modelled time; among equals the one that spreads the computation most, then the first."""
     scored = []
     for label, placement in _candidates(setting):
         wire = _wire_seconds(setting, placement)
         if wire < IMPOSSIBLE:
-            scored.append(((round(wire, 11), _work(setting.node, placement)), label, placement))
+            work = _work(setting.node, placement)
+            scored.append(((round(wire + work * GAMMA, 11), work), label, placement))
     assert scored, f"no placement for {setting.node}"
     scored.sort(key=lambda entry: entry[0])
     (seconds, _), label, placement = scored[0]
