@@ -26,6 +26,11 @@ DOMAINS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 
 
+def _on_tensors(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function with numbers made tensors."""
+    return lambda *args: function(*(a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=args[0].dtype) for a in args))
+
+
 def _dims(x: torch.Tensor, dims: Any) -> list[int]:
     return list(range(x.ndim)) if dims is None else [dims] if isinstance(dims, int) else list(dims)
 
@@ -66,7 +71,8 @@ def _broadcast(x: torch.Tensor, flags: Any) -> torch.Tensor:
     return x
 
 
-def _logical_right_shift(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _logical_right_shift(a: torch.Tensor, b: Any) -> torch.Tensor:
+    b = torch.as_tensor(b)
     found = [(int(x) & (2**64 - 1)) >> int(s) for x, s in zip(*(t.flatten().tolist() for t in torch.broadcast_tensors(a, b)))]
     return torch.tensor([f - 2**64 if f >= 2**63 else f for f in found]).reshape(a.shape)
 
@@ -191,7 +197,8 @@ def _scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, alpha: Any, bias: Any
 
 
 REFERENCES: dict[str, Callable[..., Any]] = {
-    **{name: getattr(torch, name) for name in (*_SAME.split(), *_SAME_BINARY.split())},
+    **{name: getattr(torch, name) for name in _SAME.split()},
+    **{name: _on_tensors(getattr(torch, name)) for name in _SAME_BINARY.split()},
     "erfcinv": lambda x: torch.erfinv(1 - x),
     "silu": lambda x: x / (1 + torch.exp(-x)),
     "div": lambda a, b: a / b,
@@ -199,7 +206,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "mod": lambda a, b: a - b * torch.trunc(a / b).to(a.dtype),
     "logical_right_shift": _logical_right_shift,
     "where": torch.where,
-    "addcmul": lambda a, b, c, value: torch.addcmul(a, b, c, value=value),
+    "addcmul": lambda a, b, c, value: a + value * b * c,
     "clamp": torch.clamp,
     "lerp": torch.lerp,
     "threshold": F.threshold,

@@ -14,7 +14,7 @@ import meshfuse.kernels as K
 from meshfuse import DeviceMesh
 from meshfuse.errors import RankError
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call, FactorKind, OpDef, Partial, Sample, TensorRef
+from meshfuse.ops.base import Call, FactorKind, OpDef, ParamKind, Partial, Sample, TensorRef
 from meshfuse.ops.local import LocalCall
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
@@ -85,6 +85,8 @@ def _assert_equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor],
 
 
 def _tolerance(call: Call) -> float:
+    if call.op.name == "nextafter":
+        return 0.0
     return 2e-3 if any(t.dtype.is_reduced_float for t in (*call.types, *call.results)) else 2e-5
 
 
@@ -141,9 +143,10 @@ def _claims(op: OpDef, sample: Sample) -> list[tuple[tuple[int, ...], str]]:
     if op.partial is Partial.MOVE:
         return [((0,), reduce) for reduce in ("sum", "prod", "max", "min")]
     if op.partial is Partial.EACH:
-        return [((i,), "sum") for i in range(2)]
+        return [((i,), "sum") for i in range(min(2, count))]
     if op.partial is Partial.JOINT:
-        return [(tuple(range(count)), "sum")]
+        numbers = [a for p, a in zip(op.params, call.args, strict=True) if p.kind is ParamKind.TENSOR_OR_SCALAR]
+        return [(tuple(range(count)), "sum")] if all(isinstance(a, TensorRef) for a in numbers) else []
     if op.partial is Partial.FIRST:
         return [((0,), "sum")] if floating else []
     widens = op.partial is Partial.CAST and call.results[0].dtype.itemsize > call.types[0].dtype.itemsize
@@ -167,7 +170,7 @@ def test_an_op_that_carries_unreduced_terms_commutes_with_their_reduction(name: 
                 for rank, inputs in enumerate((operands, second))]  # fmt: skip
         combined = [K.combine(a, b, reduce) if i in carried else a
                     for i, (a, b) in enumerate(zip(operands, second, strict=True))]  # fmt: skip
-        _assert_equal([K.combine(a, b, reduce) for a, b in zip(*made, strict=True)], whole(call, combined), 2e-4)
+        _assert_equal([K.combine(a, b, reduce) for a, b in zip(*made, strict=True)], whole(call, combined), 10 * _tolerance(call))
 
 
 def test_every_op_has_samples_and_a_reference() -> None:

@@ -44,6 +44,10 @@ def nextafter(a: Any, b: Any) -> torch.Tensor:
     return torch.nextafter(*_both(a, b))
 
 
+def complex(a: Any, b: Any) -> torch.Tensor:
+    return torch.complex(*torch.broadcast_tensors(*_both(a, b)))
+
+
 def gcd(a: Any, b: Any) -> torch.Tensor:
     return torch.gcd(*_both(a, b))
 

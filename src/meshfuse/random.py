@@ -56,7 +56,7 @@ def words(index: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, ...]:
 
 def _fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """A float64 in [0, 1) of 53 random bits."""
-    return ((high >> 6) * 2.0**27 + (low >> 5)) * 2.0**-53
+    return ((high >> 5) * 2**26 + (low >> 6)).double() * 2.0**-53
 
 
 def fractions(index: torch.Tensor, stream: Stream, dtype: torch.dtype) -> torch.Tensor:

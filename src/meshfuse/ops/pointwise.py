@@ -58,6 +58,13 @@ def _complex_of(dtypes: Sequence[DataType]) -> DataType:
     return DataType.ComplexDouble if promoted(dtypes) is DataType.Double else DataType.ComplexFloat
 
 
+def _single_or_double(dtypes: Sequence[DataType]) -> DataType:
+    dtype = promoted(dtypes)
+    if dtype not in (DataType.Float, DataType.Double):
+        raise user_error("nextafter: operand type", dtype.name, "Float or Double", "Cast the operands.")
+    return dtype
+
+
 def operand_dtypes(call: Call) -> list[DataType]:
     """The types that take part in promotion: those of tensors; of 0-d tensors, and then of scalars, only the ones of a
     higher category (bool, integer, floating point, complex) than all before."""
@@ -161,12 +168,16 @@ def widened(dtypes: Sequence[DataType]) -> DataType:
 
 
 def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) -> Sequence[Sample]:
-    full, thin = TensorType((6, 8), dtype), TensorType((1, 8), dtype)
-    flags = TensorType((6, 8), DataType.Bool)
+    """All operands alike, one broadcast, one a number, and half precision."""
+    full, thin, flags = (TensorType(shape, d) for shape, d in (((6, 8), dtype), ((1, 8), dtype), ((6, 8), DataType.Bool)))
     names = [param.name for param in table if param.kind is K.TENSOR_OR_SCALAR]
-    rows = [[full] * len(names), [full, *[thin] * (len(names) - 1)]] if len(names) > 1 else [[full]]
-    rows = [[flags if name == "condition" else t for name, t in zip(names, row, strict=True)] for row in rows]
-    return [Sample((*row, *numbers)) for row in rows]
+    rows: list[list[Any]] = [[full] * len(names)]
+    if len(names) > 1:
+        rows += [[full, *[thin] * (len(names) - 1)], [*rows[0][:-1], 2 if dtype.category < 2 else 2.5]]
+    if dtype is DataType.Float:
+        rows.append([TensorType((6, 8), DataType.Half)] * len(names))
+    found = [[flags if name == "condition" else t for name, t in zip(names, row, strict=True)] for row in rows]
+    return [Sample((*row, *numbers)) for row in found]
 
 
 def _op(
@@ -224,7 +235,7 @@ BINARY = (
     _binary("mod", "K.mod({a}, {b})", dtype=_INT),
     _binary("gcd", "K.gcd({a}, {b})", dtype=_INT, accepts=_INTEGERS),
     _binary("atan2", "K.atan2({a}, {b})", floating),
-    _binary("nextafter", "K.nextafter({a}, {b})", promoted, accepts=(2,)),
+    _binary("nextafter", "K.nextafter({a}, {b})", _single_or_double, dtype=DataType.Double),
     *(_binary(f"bitwise_{name}", f"({{a}} {sign} {{b}})", dtype=_INT, accepts=_BITS) for name, sign in
       (("and", "&"), ("or", "|"), ("xor", "^"))),
     *(_binary(f"bitwise_{name}_shift", f"K.shift_{name}({{a}}, {{b}})", dtype=_INT, accepts=_INTEGERS)
@@ -233,7 +244,7 @@ BINARY = (
     *(_binary(f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate) for name in ("and", "or")),
     *(_binary(name, f"({{a}} {sign} {{b}})", predicate) for name, sign in
       (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))),
-    _binary("complex", "torch.complex({a}, {b})", _complex_of, compute=keep, accepts=(2,)),
+    _binary("complex", "K.complex({a}, {b})", _complex_of, dtype=DataType.Double, compute=keep, accepts=(2,)),
 )  # fmt: skip
 TERNARY = (
     _op("where", "condition a b", "K.where({condition}, {a}, {b})", promoted),

@@ -1,0 +1,133 @@
+"""Composites against torch, on one rank and with the dim that they reduce over sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import meshfuse as mf
+
+Build = Callable[[Any, Any], Any]
+X = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.tensor([[9, 0, 4, 3, 3, 7]] * 4)
+CASES: dict[str, tuple[Build, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "gelu": (lambda fd, x: fd.ops.gelu(x), F.gelu),
+    "gelu by tanh": (lambda fd, x: fd.ops.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh")),
+    "softmax": (lambda fd, x: fd.ops.softmax(x, -1), lambda x: x.softmax(-1)),
+    "softmax of dim 1": (lambda fd, x: fd.ops.softmax(x, 1), lambda x: x.softmax(1)),
+    "log_softmax": (lambda fd, x: fd.ops.log_softmax(x), lambda x: x.log_softmax(-1)),
+    "logsumexp": (lambda fd, x: fd.ops.logsumexp(x, -1), lambda x: x.logsumexp(-1)),
+    "logsumexp of two dims": (lambda fd, x: fd.ops.logsumexp(x, [0, 2], True), lambda x: x.logsumexp((0, 2), True)),
+    "mean": (lambda fd, x: fd.ops.mean(x), lambda x: x.mean()),
+    "mean of a dim": (lambda fd, x: fd.ops.mean(x, -1, True), lambda x: x.mean(-1, keepdim=True)),
+    "layer_norm": (lambda fd, x: fd.ops.layer_norm(x, [10]), lambda x: F.layer_norm(x, [10])),
+    "rms_norm": (lambda fd, x: fd.ops.rms_norm(x, [6, 10], eps=1e-6), lambda x: F.rms_norm(x, [6, 10], eps=1e-6)),
+    "argmax": (lambda fd, x: fd.ops.argmax(x, -1), lambda x: x.argmax(-1)),
+    "argmax of all": (lambda fd, x: fd.ops.argmax(x), lambda x: x.argmax()),
+}  # fmt: skip
+SPECS = {
+    "one rank": ((1,), ("x",), [None, None, None]),
+    "last dim": ((2,), ("x",), [None, None, "x"]),
+    "last dim uneven": ((3,), ("x",), [None, None, "x"]),
+    "two dims": ((2, 3), ("x", "y"), ["x", None, "y"]),
+    "more ranks than elements": ((12,), ("x",), [None, None, "x"]),
+    "two axes": ((2, 2), ("x", "y"), [None, None, ["y", "x"]]),
+}
+
+
+def _run(build: Build, spec: str, inputs: list[torch.Tensor]) -> torch.Tensor:
+    shape, names, dims = SPECS[spec]
+    fd = mf.FusionDefinition()
+    x, *rest = (fd.define_tensor(list(t.shape), dtype=mf.DataType[_name(t)]) for t in inputs)
+    fd.add_output(build(fd, x, *rest))
+    fd.mesh_split(x, mf.DeviceMesh(shape, names), dims)
+    (out,) = fd.simulate(inputs)
+    return out
+
+
+def _name(t: torch.Tensor) -> str:
+    return next(d.name for d in mf.DataType if d.value == str(t.dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_composite_computes_what_torch_does(name: str, spec: str) -> None:
+    build, reference = CASES[name]
+    found, wanted = _run(build, spec, [X]), reference(X.double())
+    assert found.shape == wanted.shape
+    torch.testing.assert_close(found, wanted.to(found.dtype), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "argmax" not in name])
+def test_half_precision_comes_back_as_half(name: str) -> None:
+    build, reference = CASES[name]
+    found = _run(build, "last dim", [X.half()])
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found, reference(X.half().double()).half(), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_with_the_vocabulary_sharded(reduction: str, spec: str) -> None:
+    found = _run(lambda fd, x, t: fd.ops.cross_entropy(x, t, reduction), spec, [X, TARGETS])
+    wanted = F.cross_entropy(X.double().movedim(-1, 1), TARGETS, reduction=reduction)
+    torch.testing.assert_close(found, wanted.float(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_cross_entropy_leaves_ignored_targets_out(spec: str) -> None:
+    targets = TARGETS.clone()
+    targets[0, :3] = -100
+    found = _run(lambda fd, x, t: fd.ops.cross_entropy(x, t, ignore_index=-100), spec, [X, targets])
+    wanted = F.cross_entropy(X.double().movedim(-1, 1), targets)
+    torch.testing.assert_close(found, wanted.float(), rtol=2e-5, atol=2e-6)
+
+
+def test_layer_norm_takes_weight_and_bias() -> None:
+    weight, bias = torch.randn(10), torch.randn(10)
+    found = _run(lambda fd, x, w, b: fd.ops.layer_norm(x, [10], w, b), "last dim", [X, weight, bias])
+    wanted = F.layer_norm(X.double(), [10], weight.double(), bias.double())
+    torch.testing.assert_close(found, wanted.float(), rtol=2e-5, atol=2e-6)
+
+
+def test_softmax_of_infinities_is_as_in_torch() -> None:
+    x = X.clone()
+    x[0, 0, 1:] = float("-inf")
+    found = _run(lambda fd, t: fd.ops.softmax(t, -1), "last dim", [x])
+    torch.testing.assert_close(found, x.softmax(-1), rtol=2e-5, atol=2e-6)
+
+
+def test_dropout_drops_the_same_on_every_mesh_and_keeps_the_mean() -> None:
+    ones = torch.ones(40, 60, 10)
+    found = [_run(lambda fd, x: fd.ops.dropout(x, 0.25), spec, [ones]) for spec in SPECS]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert found[0].unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert abs(float(found[0].mean()) - 1.0) < 0.02
+
+
+def test_dropout_outside_training_changes_nothing() -> None:
+    assert torch.equal(_run(lambda fd, x: fd.ops.dropout(x, 0.5, False), "last dim", [X]), X)
+
+
+def test_argmax_takes_the_first_of_equal_elements() -> None:
+    x = torch.tensor([[[1.0, 3.0, 3.0, 2.0]]])
+    assert int(_run(lambda fd, t: fd.ops.argmax(t, -1), "last dim", [x])) == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda fd, x: fd.ops.gelu(x, "sigmoid"), "gelu: approximate: found 'sigmoid', needed 'none' or 'tanh'"),
+        (lambda fd, x: fd.ops.dropout(x, 1.5), "dropout: p: found 1.5, needed 0 to 1"),
+        (lambda fd, x: fd.ops.cross_entropy(x, x, "max"), "cross_entropy: reduction: found 'max'"),
+        (lambda fd, x: fd.ops.layer_norm(x, []), r"normalized_shape: found \[\], needed 1 to 3 sizes"),
+    ],
+)
+def test_a_wrong_argument_is_said(build: Build, text: str) -> None:
+    fd = mf.FusionDefinition()
+    with pytest.raises(mf.DefinitionError, match=text):
+        build(fd, fd.define_tensor([4, 6, 10]))

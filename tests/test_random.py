@@ -1,0 +1,73 @@
+"""Random numbers: the generator's published vectors, their distribution, and that no mesh changes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import meshfuse as mf
+from meshfuse.random import Stream, fractions, normals, philox, uniform
+
+# Random123's known answers for philox4x32-10 (kat_vectors): counter, key, result.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
+def test_philox_gives_the_published_words(counter: tuple[int, ...], key: tuple[int, int], wanted: tuple[int, ...]) -> None:
+    found = philox([torch.tensor([c]) for c in counter], key)
+    assert tuple(int(word) for word in found) == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fractions_are_uniform(dtype: torch.dtype) -> None:
+    drawn = fractions(torch.arange(100_000), Stream(3, 1, 4), dtype)
+    assert drawn.dtype == dtype and 0.0 <= float(drawn.min()) and float(drawn.max()) < 1.0
+    counts = torch.histc(drawn.double(), 100, 0.0, 1.0)
+    chi_squared = float(((counts - 1000.0) ** 2 / 1000.0).sum())
+    assert 50.0 < chi_squared < 160.0  # 99 degrees of freedom: 1e-4 on either side
+
+
+def test_normals_have_the_moments_of_the_normal_distribution() -> None:
+    drawn = normals(torch.arange(200_000), Stream(0, 0, 1))
+    moments = [float((drawn**k).mean()) for k in (1, 2, 3, 4)]
+    assert moments == pytest.approx([0.0, 1.0, 0.0, 3.0], abs=0.06)
+
+
+def test_seed_offset_and_place_each_give_other_numbers() -> None:
+    index = torch.arange(1000)
+    streams = [Stream(0, 0, 0), Stream(1, 0, 0), Stream(1 << 32, 0, 0), Stream(0, 1, 0), Stream(0, 0, 1)]
+    drawn = [fractions(index, stream, torch.float32) for stream in streams]
+    for i, a in enumerate(drawn):
+        for b in drawn[:i]:
+            assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.15
+
+
+def test_the_bounds_are_kept_in_half_precision_up_to_rounding() -> None:
+    drawn = uniform(2.0, 3.0, [((0, 5000),)], [5000], (0, 0, 0), torch.float16, "cpu")
+    assert drawn.dtype == torch.float16 and float(drawn.min()) >= 2.0 and float(drawn.max()) <= 3.0
+
+
+@pytest.mark.parametrize("name", ["rand_like", "randn_like"])
+def test_numbers_are_the_same_on_every_mesh(name: str) -> None:
+    found = []
+    for ranks, dims in ((1, [None, None]), (4, ["x", None]), (5, [None, "x"]), (9, ["x", None])):
+        fd = mf.FusionDefinition()
+        x = fd.define_tensor([6, 8])
+        fd.add_output(getattr(fd.ops, name)(x))
+        fd.mesh_split(x, mf.DeviceMesh((ranks,), ("x",)), dims)
+        found.append(fd.simulate([torch.zeros(6, 8)])[0])
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_two_calls_of_one_op_draw_different_numbers_and_a_given_seed_the_same() -> None:
+    fd = mf.FusionDefinition()
+    seed, offset = fd.define_scalar(dtype=mf.DataType.Int), fd.define_scalar(dtype=mf.DataType.Int)
+    for keywords in ({}, {}, {"rng_seed": seed, "rng_offset": offset}, {"rng_seed": seed, "rng_offset": offset}):
+        fd.add_output(fd.ops.uniform(0.0, 1.0, [8], **keywords))
+    a, b, c, d = fd.simulate([17, 4])
+    assert not torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
