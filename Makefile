@@ -2,7 +2,8 @@
 PYTHON ?= python3
 PY ?= .venv/bin/python
 MAIN_JOB ?= examples/gpt/run.py --mesh
-MESHES ?= tp=4 dp=2,tp=2 tp=3 dp=8,tp=2
+MESHES ?= tp=4 dp=2,tp=2 sp=4 tp=3 dp=8,tp=2
+COMPILED ?= dp=32,tp=8 --compile-only --batch 64
 RANKS ?= --ranks 4 $(MAIN_JOB) dp=2,tp=2
 ENV = $(PYTHON) tools/env.py
 PYTEST = $(PY) -m pytest -q
@@ -22,6 +23,7 @@ env:
 
 run: env
 	@for mesh in $(MESHES); do $(PY) $(MAIN_JOB) $$mesh || exit 1; done
+	@$(PY) $(MAIN_JOB) $(COMPILED)
 	@.venv/bin/meshfuse run $(RANKS)
 
 # pytest's closing line for the main suite comes last: CI reads it.

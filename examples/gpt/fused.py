@@ -88,13 +88,13 @@ def _mean_loss(fd: mf.FusionDefinition, logits: mf.TensorView, targets: mf.Tenso
     return fd.ops.sum(total - fd.ops.squeeze(picked, [-1])) / count
 
 
-def annotate(gpt: FusedGPT, mesh: mf.DeviceMesh, sequence_parallel: bool = False, config: Config = GPT) -> None:
-    """Batch over the axis dp, Megatron's split of the weights over tp (Shoeybi et al. 2019), whichever the mesh has.
+def annotate(gpt: FusedGPT, mesh: mf.DeviceMesh, config: Config = GPT) -> None:
+    """Say how tokens and weights split over the axes that the mesh has.
 
-    With `sequence_parallel` the positions of tokens and targets are split over tp as well (Korthikanti et al. 2022).
+    dp splits the batch; tp the weights, by heads, hidden columns and vocabulary (Shoeybi et al. 2019, Megatron-LM);
+    sp the positions (sequence parallelism).
     """
-    batch = "dp" if "dp" in mesh.names else None
-    length = "tp" if sequence_parallel and "tp" in mesh.names else None
+    batch, length = ("dp" if "dp" in mesh.names else None), ("sp" if "sp" in mesh.names else None)
     for tensor in (gpt.tokens, gpt.targets):
         gpt.fd.mesh_split(tensor, mesh, [batch, length])
     for name, weight in gpt.weights.items():

@@ -2,6 +2,7 @@
 
     python examples/gpt/run.py --mesh dp=2,tp=4                     simulated ranks, in this process
     meshfuse run --ranks 4 examples/gpt/run.py --mesh dp=2,tp=2     real ranks (torchrun works, too)
+    python examples/gpt/run.py --mesh sp=4                          sequence parallel
     python examples/gpt/run.py --mesh dp=32,tp=8 --compile-only     any number of ranks, compiled but not run
 """
 
@@ -37,7 +38,7 @@ def main() -> int:
     where = f"{world.size} gloo ranks" if launched else f"{mesh.size} simulated rank{'s' if mesh.size > 1 else ''}"
     talk(f"== GPT on {mesh}, {'compiled for ' if args.compile_only else ''}{where} ==")
     gpt = define()
-    annotate(gpt, mesh, args.sequence_parallel)
+    annotate(gpt, mesh)
     if args.compile_only:
         compile_only(gpt, args.batch, talk)
         return 0
@@ -53,8 +54,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="tp=1", help="axes and sizes, as in dp=2,tp=4 (axes: dp, tp)")
-    parser.add_argument("--sequence-parallel", action="store_true", help="split the positions over tp as well")
+    parser.add_argument("--mesh", default="tp=1", help="axes and sizes, as in dp=2,tp=4; dp: batch, tp: weights, sp: positions")
     parser.add_argument("--batch", type=int, default=8, help="windows of 128 bytes per step")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--generate", type=int, default=48, help="bytes to write after the reading")

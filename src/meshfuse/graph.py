@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import SourceLine, user_error
-from .ops.base import Call, ParamKind, Rule, ScalarRef, TensorRef, TensorType
+from .ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorRef, TensorType, count_tensors
 from .scalars import ScalarDef, evaluate, inputs_of
 from .sharding.layout import Layout
 from .sharding.value import Sharding
@@ -118,7 +118,8 @@ def concretize(
             "the definition has no outputs", "no add_output call", "at least one", "Call fd.add_output(t) for each result."
         )
     types: dict[int, TensorType] = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
-    nodes = [_concrete_node(fd, number, node, types, scalars) for number, node in enumerate(fd.nodes)]
+    kinds = _Kinds()
+    nodes = [_concrete_node(fd, number, node, types, scalars, kinds) for number, node in enumerate(fd.nodes)]
     tensors = tuple(Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors))
     producer = {out: node.id for node in nodes for out in node.outputs}
     annotations, reductions, lines = {}, {}, {}
@@ -131,17 +132,48 @@ def concretize(
     return Graph(tensors, tuple(nodes), tuple(fd.inputs), tuple(fd.outputs), annotations, reductions, lines, fd.scalars)
 
 
+_ANY = TensorRef(-1)
+
+
+class _Kinds:
+    """Calls that differ in nothing but which tensors they take share one `Call` and one `Rule`.
+
+    Passes recognise repeated structure, such as layers, by the identity of the call.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[Call, Rule]] = {}
+
+    def get(self, op: OpDef, args: tuple[Any, ...], types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
+        args = tuple(map(_anonymous, args))
+        key = (op, tuple(map(_key, args)), types)
+        if key not in self._made:
+            call = Call(op, args, types, op.infer(Call(op, args, types)))
+            self._made[key] = (call, op.rule(call))
+        return self._made[key]
+
+
+def _key(arg: Any) -> Any:
+    """Equal for arguments that mean the same: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    return (type(arg), repr(arg) if isinstance(arg, (float, complex)) else arg)
+
+
+def _anonymous(arg: Any) -> Any:
+    """The argument without the numbers of the tensors in it."""
+    if isinstance(arg, TensorRef):
+        return _ANY
+    return (_ANY,) * len(arg) if count_tensors(arg) else arg
+
+
 def _concrete_node(
-    fd: DefinitionBuilder, number: int, node: OpNode, types: dict[int, TensorType], scalars: Mapping[int, Any]
+    fd: DefinitionBuilder, number: int, node: OpNode, types: dict[int, TensorType], scalars: Mapping[int, Any], kinds: _Kinds
 ) -> Node:
     try:
         args = _concrete_args(fd, node, types, scalars)
-        operand_types = tuple(types[i] for i in node.inputs)
-        results = node.op.infer(Call(node.op, args, operand_types))
-        call = Call(node.op, args, operand_types, results)
-        for out, made in zip(node.outputs, results, strict=True):
+        call, rule = kinds.get(node.op, args, tuple(types[i] for i in node.inputs))
+        for out, made in zip(node.outputs, call.results, strict=True):
             types[out] = made
-        return Node(number, call, node.op.rule(call), node.inputs, node.outputs, node.line)
+        return Node(number, call, rule, node.inputs, node.outputs, node.line)
     except ValueError as error:
         if getattr(error, "where", node.line) is None:
             error.where = node.line  # type: ignore[attr-defined]

@@ -6,9 +6,12 @@ import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..dtypes import DataType
+
+if TYPE_CHECKING:
+    from .native import Native
 
 
 class TensorType(NamedTuple):
@@ -102,7 +105,7 @@ class Factor:
 DimFactors = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """An op's factor rule: which factors stand in which dims of its operands and results (as in GSPMD and Shardy)."""
 
@@ -160,7 +163,7 @@ class Partial(enum.Enum):
     EACH = "linear in each tensor operand: exactly one may be partial"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One use of an op, with concrete or symbolic types: what rules, lowerings and costs are computed from."""
 
@@ -253,6 +256,7 @@ class OpDef:
     infer: the types of the results from a call whose `results` are not known yet (raises DefinitionError).
     rule: the factor rule of a call with concrete types. emit: Python text of the result(s) in torch, on local tensors.
     partial: what the op does with an unreduced operand. flops: operations on global tensors.
+    nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to torch.
     """
 
     name: str
@@ -263,6 +267,7 @@ class OpDef:
     partial: Partial = Partial.NONE
     flops: Callable[[Call], float] = _elementwise_flops
     samples: Callable[[], Sequence[Sample]] = _no_samples
+    nvfuser: Callable[[Native], Any] | str | None = None
     places: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

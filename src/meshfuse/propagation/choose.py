@@ -1,107 +1,119 @@
-"""Choosing where an op is computed: candidates from its operands' and results' shardings, compared by cost."""
+"""The placements that one op may be computed in, and what each costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from ..graph import Node
 from ..mesh import DeviceMesh
-from ..ops.base import FactorKind
+from ..ops.base import Call, FactorKind, Rule
 from ..resharding.planner import BETA, plan
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
 from .factors import NO_CARRY, Carry, Layouts, Placement, carries, layouts_of, merged, placed, representable
-from .sharded import Choice
 
-IMPOSSIBLE = math.inf
 # Seconds per operation: a byte on the wire costs as much as a thousand operations, as on an accelerator with fast links.
 GAMMA = BETA / 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What the choice for a node depends on.
+class Setting(NamedTuple):
+    """What the options of a node depend on; equal for equal layers, so that each is worked out once.
 
     `available[i]` are the shardings in which operand i exists, its home first. `wanted[j]` is the sharding that result
-    j should have in the end (None: any) and `fixed[j]` tells whether it must. `single[i]`: no other op reads operand i.
+    j should have in the end (None: nobody asks) and `fixed[j]` tells whether its annotation says so. `reductions` are
+    layouts that the user gave the op's reduction dims.
     """
 
-    node: Node
+    call: Call
+    rule: Rule
     mesh: DeviceMesh
     available: tuple[tuple[Sharding, ...], ...]
     wanted: tuple[Sharding | None, ...]
     fixed: tuple[bool, ...]
-    single: tuple[bool, ...]
     reductions: tuple[Layout, ...] = ()
 
 
-def choose(setting: Setting) -> Choice:
-    """The placement of least modelled time; among equals the one that spreads the computation most, then the first."""
-    scored = []
-    for label, placement in _candidates(setting):
-        wire = _wire_seconds(setting, placement)
-        if wire < IMPOSSIBLE:
-            work = _work(setting.node, placement)
-            scored.append(((round(wire + work * GAMMA, 11), work), label, placement))
-    assert scored, f"no placement for {setting.node}"
-    scored.sort(key=lambda entry: entry[0])
-    (seconds, _), label, placement = scored[0]
-    others = [(text, key[0]) for key, text, _ in scored[1:] if key[0] > seconds]
-    return Choice(placement, label, seconds, others[0] if others else None)
+class Source(NamedTuple):
+    """What a placement follows: ("operand" or "result", which), ("carry", operand) or ("whole", 0)."""
+
+    kind: str
+    place: int = 0
+    split_reduction: bool = True
 
 
-def _candidates(setting: Setting) -> list[tuple[str, Placement]]:
-    found: dict[tuple[Layouts, Carry], tuple[str, Placement]] = {}
-    for label, layouts, carry in _layout_candidates(setting):
-        key = (layouts, carry)
-        if key not in found:
-            placement = placed(setting.node, setting.mesh, layouts, carry)
-            if placement is not None:
-                found[key] = (label, placement)
-    return list(found.values())
+class Option(NamedTuple):
+    """A placement, what it follows, and the modelled seconds of its reshards and of one rank's computation."""
+
+    placement: Placement
+    source: Source
+    seconds: float
 
 
-def _layout_candidates(setting: Setting) -> list[tuple[str, Layouts, Carry]]:
-    rule = setting.node.rule
-    homes = [shardings[0] for shardings in setting.available]
-    carry = carries(setting.node, homes)
-    out: list[tuple[str, Layouts, Carry]] = []
+def options(setting: Setting) -> tuple[Option, ...]:
+    """Every placement that some operand or result asks for, cheapest first."""
+    found: dict[tuple[Layouts, Carry], Option] = {}
+    for source, layouts, carry in _layout_candidates(setting):
+        if (layouts, carry) not in found:
+            option = _priced(setting, source, layouts, carry)
+            if option is not None:
+                found[layouts, carry] = option
+    assert found, f"no placement for {setting.call.op}"
+    return tuple(sorted(found.values(), key=lambda option: option.seconds))
+
+
+def _priced(setting: Setting, source: Source, layouts: Layouts, carry: Carry) -> Option | None:
+    placement = placed(setting.rule, setting.mesh, layouts, carry)
+    if placement is None:
+        return None
+    seconds = _wire_seconds(setting, placement) + GAMMA * _work(setting.call, placement)
+    return Option(placement, source, seconds) if math.isfinite(seconds) else None
+
+
+def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts, Carry]]:
+    rule = setting.rule
+    carry = carries(setting.call, rule, setting.available)
     if carry is not None:
-        votes = [vote for _, vote in _votes(setting, carry)]
-        out.append(("carries the unreduced sum of its operand", representable(rule, merged(votes, carry.axes)), carry))
-    votes_by_label = _votes(setting, NO_CARRY)
-    for i, (label, _) in enumerate(votes_by_label):
-        order = [votes_by_label[i], *votes_by_label[:i], *votes_by_label[i + 1 :]]
-        layouts = _with_reductions(setting, merged([vote for _, vote in order]))
-        layouts = representable(rule, layouts)
-        out.append((f"follows {label}", layouts, NO_CARRY))
+        votes = _carried_votes(setting, carry)
+        yield Source("carry", carry.operands[0]), representable(rule, merged(votes, carry.axes)), carry
+    votes_by_source = _votes(setting)
+    for i, (source, _) in enumerate(votes_by_source):
+        order = [votes_by_source[i], *votes_by_source[:i], *votes_by_source[i + 1 :]]
+        layouts = representable(rule, _with_reductions(setting, merged([vote for _, vote in order])))
+        yield source, layouts, NO_CARRY
         if not setting.reductions:
-            out.append((f"follows {label}, without splitting the reduction", _without_reductions(setting, layouts), NO_CARRY))
-    whole = (WHOLE,) * len(rule.factors)
-    out.append(("computed whole on every rank", _with_reductions(setting, whole), NO_CARRY))
-    return out
+            yield source._replace(split_reduction=False), _without_reductions(rule, layouts), NO_CARRY
+    yield Source("whole"), _with_reductions(setting, (WHOLE,) * len(rule.factors)), NO_CARRY
 
 
-def _votes(setting: Setting, carry: Carry) -> list[tuple[str, Layouts]]:
+def _votes(setting: Setting) -> list[tuple[Source, Layouts]]:
     """The factor layouts that each operand and each wanted result asks for; equal ones once."""
-    node, rule = setting.node, setting.node.rule
-    votes: dict[Layouts, str] = {}
-    for i, shardings in enumerate(setting.available):
-        home = shardings[0]
-        if home.mesh == setting.mesh:
-            vote = layouts_of(rule, rule.operands[i], node.call.types[i].shape, home.dims)
-            votes.setdefault(vote, f"operand {i} (t{node.inputs[i]})")
+    votes: dict[Layouts, Source] = {}
+    for i in range(len(setting.available)):
+        for vote in _operand_votes(setting, i):
+            votes.setdefault(vote, Source("operand", i))
     for j, sharding in enumerate(setting.wanted):
         if sharding is not None and sharding.mesh == setting.mesh:
-            vote = layouts_of(rule, rule.results[j], node.call.results[j].shape, sharding.dims)
-            votes.setdefault(vote, f"result {j} (t{node.outputs[j]})")
-    if carry.axes:
-        first = [v for v, label in votes.items() if label.startswith(f"operand {carry.operands[0]} ")]
-        return [("", v) for v in [*first, *votes]]
-    return [(label, vote) for vote, label in votes.items()]
+            vote = layouts_of(setting.rule, setting.rule.results[j], setting.call.results[j].shape, sharding.dims)
+            votes.setdefault(vote, Source("result", j))
+    return [(source, vote) for vote, source in votes.items()]
+
+
+def _operand_votes(setting: Setting, operand: int) -> list[Layouts]:
+    rule, shape = setting.rule, setting.call.types[operand].shape
+    here = [s for s in setting.available[operand] if s.mesh == setting.mesh]
+    return [layouts_of(rule, rule.operands[operand], shape, s.dims) for s in here]
+
+
+def _carried_votes(setting: Setting, carry: Carry) -> list[Layouts]:
+    """The votes with those of the operands that are carried as they are first."""
+    rule, call = setting.rule, setting.call
+    first = []
+    for i in carry.operands:
+        sharding = next(s for s in setting.available[i] if s.partial)
+        first.append(layouts_of(rule, rule.operands[i], call.types[i].shape, sharding.dims))
+    return [*first, *(vote for _, vote in _votes(setting))]
 
 
 def _with_reductions(setting: Setting, layouts: Layouts) -> Layouts:
@@ -109,48 +121,38 @@ def _with_reductions(setting: Setting, layouts: Layouts) -> Layouts:
     if not setting.reductions:
         return layouts
     given = iter(setting.reductions)
-    rule = setting.node.rule
     forced = tuple(
-        lay.canonical(next(given), factor.size) if factor.kind is FactorKind.REDUCE else WHOLE for factor in rule.factors
+        lay.canonical(next(given), factor.size) if factor.kind is FactorKind.REDUCE else WHOLE
+        for factor in setting.rule.factors
     )
     return merged([forced, layouts])
 
 
-def _without_reductions(setting: Setting, layouts: Layouts) -> Layouts:
-    factors = setting.node.rule.factors
-    return tuple(WHOLE if f.kind is FactorKind.REDUCE else layout for f, layout in zip(factors, layouts, strict=True))
+def _without_reductions(rule: Rule, layouts: Layouts) -> Layouts:
+    pairs = zip(rule.factors, layouts, strict=True)
+    return tuple(WHOLE if factor.kind is FactorKind.REDUCE else layout for factor, layout in pairs)
 
 
 def _wire_seconds(setting: Setting, placement: Placement) -> float:
-    node, total = setting.node, 0.0
-    for i, needed in enumerate(placement.operands):
-        total += cheapest(setting.available[i], needed, node.call.types[i].shape, node.call.types[i].dtype.itemsize)
-    for j, made in enumerate(placement.results):
-        kind = node.call.results[j]
-        total += _completion(made, setting.wanted[j], setting.fixed[j], kind.shape, kind.dtype.itemsize)
-    if placement.carry.axes and all(setting.single[i] for i in placement.carry.operands):
-        total -= 1e-10
-    elif placement.carry.axes:
-        total += 1e-10
+    """Seconds to bring operands to where they are needed, and annotated results to where they must be."""
+    call, total = setting.call, 0.0
+    for available, needed, kind in zip(setting.available, placement.operands, call.types, strict=True):
+        total += cheapest(available, needed, kind.shape, kind.dtype.itemsize)
+    for made, wanted, fixed, kind in zip(placement.results, setting.wanted, setting.fixed, call.results, strict=True):
+        if fixed and wanted is not None:
+            total += cheapest((made,), wanted, kind.shape, kind.dtype.itemsize)
     return total
 
 
 def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
-    """Modelled seconds of the cheapest reshard from any sharding that the tensor exists in."""
+    """Modelled seconds of the cheapest reshard from any sharding that the tensor exists in; inf where there is none."""
+    if needed in available:
+        return 0.0
     plans = [plan(have, needed, shape, itemsize) for have in available]
-    return min((p.seconds for p in plans if p is not None), default=IMPOSSIBLE)
+    return min((p.seconds for p in plans if p is not None), default=math.inf)
 
 
-def _completion(
-    made: Sharding, wanted: Sharding | None, fixed: bool, shape: tuple[int, ...], itemsize: int
-) -> float:
-    """What it costs to bring a result to where it is wanted; a result that nobody asks for is just reduced."""
-    target = made.reduced() if wanted is None else wanted
-    found = plan(made, target, shape, itemsize)
-    return IMPOSSIBLE if found is None else found.seconds
-
-
-def _work(node: Node, placement: Placement) -> float:
-    """Operations of one rank, for ties."""
+def _work(call: Call, placement: Placement) -> float:
+    """Operations of one rank."""
     ways = math.prod(split.size or 1 for layout in placement.layouts for split in lay.axes(layout))
-    return max(node.call.op.flops(node.call), 1.0) / ways
+    return max(call.op.flops(call), 1.0) / ways

@@ -6,9 +6,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..graph import Node
 from ..mesh import DeviceMesh
-from ..ops.base import DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
+from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding, canonical_partial, overlap
@@ -100,9 +99,8 @@ class Placement:
     carry: Carry = NO_CARRY
 
 
-def placed(node: Node, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:
-    """The placement of a node on a mesh; None where some dim cannot be laid out so."""
-    rule = node.rule
+def placed(rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:
+    """The placement of an op on a mesh; None where some dim cannot be laid out so."""
     operand_dims = [tensor_layouts(rule, dims, layouts) for dims in rule.operands]
     result_dims = [tensor_layouts(rule, dims, layouts) for dims in rule.results]
     if None in operand_dims or None in result_dims:
@@ -133,43 +131,45 @@ def _result_partial(rule: Rule, layouts: Layouts, carry: Carry) -> tuple[tuple[S
     return canonical_partial(found), kinds.pop() if kinds else ""
 
 
-def carries(node: Node, operands: Sequence[Sharding]) -> Carry | None:
+def carries(call: Call, rule: Rule, available: Sequence[Sequence[Sharding]]) -> Carry | None:
     """What the op can carry of its operands' unreduced axes as they are; None where it needs them reduced."""
-    partial = [i for i, s in enumerate(operands) if s.partial]
+    found = [next((s for s in shardings if s.partial), None) for shardings in available]
+    partial = [(i, s) for i, s in enumerate(found) if s is not None]
     if not partial:
         return None
-    first = operands[partial[0]]
-    same = all((operands[i].partial, operands[i].reduce) == (first.partial, first.reduce) for i in partial)
-    if not same or not _passes(node, partial, first.reduce):
+    first = partial[0][1]
+    places = [i for i, _ in partial]
+    same = all((s.partial, s.reduce, s.mesh) == (first.partial, first.reduce, first.mesh) for _, s in partial)
+    if not same or not _passes(call, rule, places, first.reduce):
         return None
-    return Carry(first.partial, first.reduce, tuple(partial))
+    return Carry(first.partial, first.reduce, tuple(places))
 
 
-def _passes(node: Node, partial: list[int], reduce: str) -> bool:
-    kind, types = node.call.op.partial, node.call.types
+def _passes(call: Call, rule: Rule, partial: list[int], reduce: str) -> bool:
+    kind, types = call.op.partial, call.types
     if kind is Partial.MOVE:
         return len(types) == 1
     if reduce != "sum" or kind is Partial.NONE:
         return False
     if kind is Partial.JOINT:
-        return len(partial) == len(types) and _is_pure(node)
+        return len(partial) == len(types) and _is_pure(call)
     if kind is Partial.CAST:
-        return _widens(node)
+        return _widens(call)
     if kind is Partial.FIRST:
-        return partial == [0] and (node.call.results[0].dtype.category >= 2 or _sums(node))
+        return partial == [0] and (call.results[0].dtype.category >= 2 or _sums(rule))
     return len(partial) == 1 and partial[0] < 2
 
 
-def _is_pure(node: Node) -> bool:
+def _is_pure(call: Call) -> bool:
     """True where no operand is a number: t + 1 is not linear in t."""
-    pairs = zip(node.call.op.params, node.call.args, strict=True)
+    pairs = zip(call.op.params, call.args, strict=True)
     return all(isinstance(arg, TensorRef) for param, arg in pairs if param.kind is ParamKind.TENSOR_OR_SCALAR)
 
 
-def _sums(node: Node) -> bool:
-    return any(f.kind is FactorKind.REDUCE for f in node.rule.factors)
+def _sums(rule: Rule) -> bool:
+    return any(f.kind is FactorKind.REDUCE for f in rule.factors)
 
 
-def _widens(node: Node) -> bool:
-    old, new = node.call.types[0].dtype, node.call.results[0].dtype
+def _widens(call: Call) -> bool:
+    old, new = call.types[0].dtype, call.results[0].dtype
     return old is new or (old.category == new.category and new.itemsize > old.itemsize)

@@ -1,19 +1,18 @@
-"""Propagation: forward, backward and forward again over the ops, each decision by modelled wire time.
+"""Propagation: forward, backward and forward again over the ops, each decision by modelled time.
 
 The first sweep follows the data from the inputs, the second carries what results are wanted as back to where they
-are made, the third decides every op for good, knowing in which shardings its operands really exist. Annotated tensors
-never change. (The factor form of the rules is GSPMD's and Shardy's; deciding by wire time is our own.)
+are made, the third decides every op for good with a beam of plans. Annotated tensors never change. (The factor form of
+the rules is GSPMD's and Shardy's; deciding by modelled time is our own.)
 """
 
 from __future__ import annotations
 
-
-
-from ..graph import Graph, Node, users
+from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.value import Sharding
-from .choose import Setting, choose
+from .beam import WIDTH, Available, Beam, Step
+from .choose import Setting
 from .factors import Layouts, layouts_of, merged, representable, tensor_layouts
 from .meshes import node_meshes
 from .sharded import Choice, ShardedDefinition
@@ -22,12 +21,17 @@ from .sharded import Choice, ShardedDefinition
 def propagate(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
     """A sharding for every tensor and a placement for every op. `world` is the mesh where no annotation names one."""
     state = _Propagation(graph, world)
-    state.forward()
+    state.want(state.forward(width=1))
     state.backward()
-    choices = state.forward()
-    done = ShardedDefinition(graph, tuple(choices), dict(state.homes))
+    choices = [_choice(step) for step in state.forward(WIDTH)]
+    done = ShardedDefinition(graph, tuple(choices), state.homes(choices))
     done.verify()
     return done
+
+
+def _choice(step: Step) -> Choice:
+    option, other = step.option, step.runner_up
+    return Choice(option.placement, option.source, option.seconds, (other.source, other.seconds) if other else None)
 
 
 class _Propagation:
@@ -36,60 +40,46 @@ class _Propagation:
     def __init__(self, graph: Graph, world: DeviceMesh):
         self.graph = graph
         self.meshes = node_meshes(graph, world)
-        self.readers = users(graph.nodes)
         self.wanted: dict[int, Sharding] = dict(graph.annotations)
-        self.homes: dict[int, Sharding] = {}
-        self.available: dict[int, list[Sharding]] = {}
-        self.replicated_inputs: set[int] = set()
+        self.unplaced_inputs = {i for i in graph.input_tensors if i not in graph.annotations}
+        self.inputs: dict[int, Available] = {i: (self._input_home(i),) for i in graph.input_tensors}
 
-    def forward(self) -> list[Choice]:
-        self._place_inputs()
-        return [self._decide(node) for node in self.graph.nodes]
+    def _input_home(self, tensor: int) -> Sharding:
+        """Inputs that no annotation places are whole on every rank."""
+        whole = Sharding.replicated(self.meshes.of_tensor(tensor), len(self.graph.shape(tensor)))
+        return self.graph.annotations.get(tensor, whole)
 
-    def _place_inputs(self) -> None:
-        for i in self.graph.input_tensors:
-            home = self.graph.annotations.get(i)
-            if home is None:
-                self.replicated_inputs.add(i)
-                home = Sharding.replicated(self.meshes.of_tensor(i), len(self.graph.shape(i)))
-            self.homes[i] = home
-            self.available[i] = [home]
+    def forward(self, width: int) -> list[Step]:
+        return Beam(self.graph, self.wanted, self._setting, self.inputs, width).run()
 
-    def _decide(self, node: Node) -> Choice:
-        choice = choose(self._setting(node))
-        for i, needed in zip(node.inputs, choice.placement.operands, strict=True):
-            if needed not in self.available[i]:
-                self.available[i].append(needed)
-        for i, made in zip(node.outputs, choice.placement.results, strict=True):
-            annotated = self.graph.annotations.get(i)
-            self.homes[i] = annotated if annotated is not None else made
-            self.available[i] = [self.homes[i]] if annotated in (None, made) else [self.homes[i], made]
-            if annotated is None and i not in self.wanted:
-                self.wanted[i] = made.reduced()
-        return choice
-
-    def _setting(self, node: Node) -> Setting:
+    def _setting(self, node: Node, available: tuple[Available, ...]) -> Setting:
         mesh = self.meshes.of_node(node.id)
         return Setting(
-            node, mesh, tuple(self._shardings(i, mesh) for i in node.inputs),
+            node.call, node.rule, mesh,
+            tuple(self._on_mesh(i, found, mesh) for i, found in zip(node.inputs, available, strict=True)),
             tuple(self.wanted.get(i) for i in node.outputs),
             tuple(i in self.graph.annotations for i in node.outputs),
-            tuple(len(self.readers[i]) == 1 and i not in self.graph.outputs for i in node.inputs),
             self.graph.reductions.get(node.id, ()),
         )  # fmt: skip
 
-    def _shardings(self, tensor: int, mesh: DeviceMesh) -> tuple[Sharding, ...]:
+    def _on_mesh(self, tensor: int, available: Available, mesh: DeviceMesh) -> Available:
         """An input that no annotation places is whole on every rank, so on every mesh."""
-        if tensor in self.replicated_inputs and self.homes[tensor].mesh != mesh:
-            return (Sharding.replicated(mesh, len(self.graph.shape(tensor))), *self.available[tensor])
-        return tuple(self.available[tensor])
+        if tensor in self.unplaced_inputs and all(s.mesh != mesh for s in available):
+            return (Sharding.replicated(mesh, len(self.graph.shape(tensor))), *available)
+        return available
+
+    def want(self, steps: list[Step]) -> None:
+        """Take what the first sweep made as what is wanted, where no annotation says otherwise."""
+        for node, step in zip(self.graph.nodes, steps, strict=True):
+            for i, made in zip(node.outputs, step.option.placement.results, strict=True):
+                self.wanted.setdefault(i, made.reduced())
 
     def backward(self) -> None:
         """Refine what is wanted of a tensor by what its readers are wanted to give."""
         for node in reversed(self.graph.nodes):
             layouts = self._wanted_layouts(node)
             for place, i in enumerate(node.inputs):
-                if i not in self.graph.annotations and i not in self.replicated_inputs:
+                if i not in self.graph.annotations and i not in self.inputs:
                     self._refine(node, place, i, layouts)
 
     def _wanted_layouts(self, node: Node) -> Layouts:
@@ -108,4 +98,9 @@ class _Propagation:
         if all(lay.is_prefix(a, b) for a, b in zip(old.dims, asked, strict=True)):
             self.wanted[tensor] = Sharding(old.mesh, asked)
 
-
+    def homes(self, choices: list[Choice]) -> dict[int, Sharding]:
+        """Where each tensor is after its op: its annotation, or what the op makes."""
+        homes = {i: available[0] for i, available in self.inputs.items()}
+        for node, choice in zip(self.graph.nodes, choices, strict=True):
+            homes.update(zip(node.outputs, choice.placement.results, strict=True))
+        return homes | dict(self.graph.annotations)

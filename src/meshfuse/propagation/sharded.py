@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 from ..graph import Graph
 from ..sharding.value import Sharding
+from .choose import Source
 from .factors import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The placement of one op, what led to it, its modelled wire time, and the runner-up."""
+    """The placement of one op, what it follows, its modelled seconds, and the next best option at this op."""
 
     placement: Placement
-    reason: str
+    source: Source
     seconds: float
-    runner_up: tuple[str, float] | None = None
+    runner_up: tuple[Source, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
