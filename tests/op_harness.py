@@ -41,18 +41,26 @@ def make_call(op: OpDef, sample: Sample) -> Call:
     return Call(op, args, tuple(types), results)
 
 
-def fill(kind: TensorType, values: Sequence[float] | None, domain: tuple[float, float] | None) -> torch.Tensor:
+def fill(
+    kind: TensorType, values: Sequence[float] | None, domain: tuple[float, float] | None
+) -> torch.Tensor:
     """A tensor of this type: the values in turn, or random numbers."""
     dtype = getattr(torch, kind.dtype.value)
     if values is not None:
-        return torch.tensor(list(itertools.islice(itertools.cycle(values), kind.numel))).to(dtype).reshape(kind.shape)
+        return (
+            torch.tensor(list(itertools.islice(itertools.cycle(values), kind.numel)))
+            .to(dtype)
+            .reshape(kind.shape)
+        )
     if kind.dtype is DataType.Bool:
         return torch.rand(kind.shape) < 0.5
     if kind.dtype.category == 1:
         return torch.randint(1, 7, kind.shape).to(dtype)
     if domain is not None:
         return (torch.rand(kind.shape, dtype=torch.float64) * (domain[1] - domain[0]) + domain[0]).to(dtype)
-    return torch.randn(kind.shape, dtype=torch.complex64 if kind.dtype.category == 3 else torch.float32).to(dtype)
+    return torch.randn(kind.shape, dtype=torch.complex64 if kind.dtype.category == 3 else torch.float32).to(
+        dtype
+    )
 
 
 def operands_of(call: Call, sample: Sample, domain: tuple[float, float] | None) -> list[torch.Tensor]:
@@ -128,10 +136,17 @@ class Sharded:
 
     def shardings(self) -> tuple[list[Sharding], list[Sharding]] | None:
         """Of operands and results; None where a merged dim cannot be laid out so."""
-        partial = [s for f, layout in zip(self.rule.factors, self.layouts, strict=True)
-                   if f.kind is FactorKind.REDUCE for s in axes(layout)]  # fmt: skip
-        kinds = {f.reduce for f, layout in zip(self.rule.factors, self.layouts, strict=True)
-                 if f.kind is FactorKind.REDUCE and layout}  # fmt: skip
+        partial = [
+            s
+            for f, layout in zip(self.rule.factors, self.layouts, strict=True)
+            if f.kind is FactorKind.REDUCE
+            for s in axes(layout)
+        ]
+        kinds = {
+            f.reduce
+            for f, layout in zip(self.rule.factors, self.layouts, strict=True)
+            if f.kind is FactorKind.REDUCE and layout
+        }
         assert len(kinds) < 2
         self.reduce = kinds.pop() if kinds else ""
         sides = []
@@ -146,7 +161,10 @@ class Sharded:
         """For every dim of a tensor the global indices that the rank has."""
         out = []
         for factors, n in zip(dims, shape, strict=True):
-            parts = [held(self.layouts[f], self.rule.factors[f].size, digits(self.mesh, rank, self.layouts[f])) for f in factors]
+            parts = [
+                held(self.layouts[f], self.rule.factors[f].size, digits(self.mesh, rank, self.layouts[f]))
+                for f in factors
+            ]
             sizes = [self.rule.factors[f].size for f in factors]
             kept = [i for i in range(n) if all(d in p for d, p in zip(_radix(i, sizes), parts, strict=True))]
             out.append(torch.tensor(kept, dtype=torch.int64))
@@ -180,8 +198,12 @@ class Sharded:
             out.append(tensor)
         return out
 
-    def _collect(self, blocks: list[dict[Any, torch.Tensor]], results: Sequence[torch.Tensor], rank: int) -> None:
-        for kind, dims, result, parts in zip(self.call.results, self.rule.results, results, blocks, strict=True):
+    def _collect(
+        self, blocks: list[dict[Any, torch.Tensor]], results: Sequence[torch.Tensor], rank: int
+    ) -> None:
+        for kind, dims, result, parts in zip(
+            self.call.results, self.rule.results, results, blocks, strict=True
+        ):
             index = self.indices(dims, kind.shape, rank)
             assert tuple(result.shape) == tuple(map(len, index)), (result.shape, index)
             assert result.dtype == getattr(torch, kind.dtype.value)

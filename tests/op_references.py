@@ -1,4 +1,4 @@
-"""For every op of the table what it means, in plain torch on whole tensors in float64, written without meshfuse."""
+"""What every op of the table means, in plain torch on whole tensors in float64, without meshfuse."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ import torch
 import torch.nn.functional as F
 
 _SAME = (
-    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf erfc erfinv exp exp2 expm1 floor frac imag isfinite "
-    "isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not neg real reciprocal relu round rsqrt "
-    "sigmoid sign signbit sin sinh sqrt tan tanh trunc"
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf erfc erfinv exp exp2 expm1 floor "
+    "frac imag isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not neg real "
+    "reciprocal relu round rsqrt sigmoid sign signbit sin sinh sqrt tan tanh trunc"
 )
 _SAME_BINARY = (
-    "add sub mul atan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift eq fmod gcd ge gt le "
-    "logical_and logical_or lt maximum minimum ne nextafter pow remainder complex matmul"
+    "add sub mul atan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift eq fmod gcd "
+    "ge gt le logical_and logical_or lt maximum minimum ne nextafter pow remainder complex matmul"
 )
 # Open intervals that operands are drawn from where not all numbers will do.
 DOMAINS: dict[str, tuple[float, float]] = {
-    "acosh": (1.1, 4.0), "erfcinv": (0.1, 1.9), "lgamma": (0.1, 5.0), "pow": (0.2, 3.0), "reciprocal": (0.2, 3.0),
+    "acosh": (1.1, 4.0),
+    "erfcinv": (0.1, 1.9),
+    "lgamma": (0.1, 5.0),
+    "pow": (0.2, 3.0),
+    "reciprocal": (0.2, 3.0),
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-0.9, 0.9)),
-    **dict.fromkeys(("log", "log10", "log1p", "log2", "sqrt", "rsqrt", "div", "truediv", "mod", "fmod", "remainder"), (0.2, 4.0)),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("log", "log10", "log1p", "log2", "sqrt", "rsqrt", "div", "truediv", "mod", "fmod", "remainder"),
+        (0.2, 4.0),
+    ),
+}
 
 
 def _on_tensors(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The function with numbers made tensors."""
-    return lambda *args: function(*(a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=args[0].dtype) for a in args))
+    return lambda *args: function(
+        *(a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=args[0].dtype) for a in args)
+    )
 
 
 def _dims(x: torch.Tensor, dims: Any) -> list[int]:
@@ -73,7 +82,8 @@ def _broadcast(x: torch.Tensor, flags: Any) -> torch.Tensor:
 
 def _logical_right_shift(a: torch.Tensor, b: Any) -> torch.Tensor:
     b = torch.as_tensor(b)
-    found = [(int(x) & (2**64 - 1)) >> int(s) for x, s in zip(*(t.flatten().tolist() for t in torch.broadcast_tensors(a, b)))]
+    pairs = torch.stack(torch.broadcast_tensors(a, b)).flatten(1).T.tolist()
+    found = [(x & (2**64 - 1)) >> shift for x, shift in pairs]
     return torch.tensor([f - 2**64 if f >= 2**63 else f for f in found]).reshape(a.shape)
 
 
@@ -122,7 +132,9 @@ def _index_select(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tenso
     return torch.stack([x.select(dim, int(i)) for i in index.flatten()], dim)
 
 
-def _embedding(index: torch.Tensor, weight: torch.Tensor, _: Any, max_norm: Any, norm_type: Any, *rest: Any) -> torch.Tensor:
+def _embedding(
+    index: torch.Tensor, weight: torch.Tensor, _: Any, max_norm: Any, norm_type: Any, *rest: Any
+) -> torch.Tensor:
     return F.embedding(index, weight.clone(), None, max_norm, norm_type or 2.0)
 
 
@@ -145,7 +157,14 @@ def _iota(length: int, start: Any, step: Any, _: Any) -> torch.Tensor:
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, is_causal: Any, scale: Any, kept: Any = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: Any,
+    mask: Any,
+    is_causal: Any,
+    scale: Any,
+    kept: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Repeats the heads of k and v, and takes every row's softmax."""
     groups = q.shape[-3] // k.shape[-3]
@@ -162,7 +181,9 @@ def _attention(
     return torch.einsum("...st,...te->...se", weights, v), torch.logsumexp(scores, -1)
 
 
-def attention_bwd(inputs: list[torch.Tensor], is_causal: Any, scale: Any, kept: Any) -> tuple[torch.Tensor, ...]:
+def attention_bwd(
+    inputs: list[torch.Tensor], is_causal: Any, scale: Any, kept: Any
+) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k, v by autograd from [grad, q, k, v]."""
     grad, *qkv = inputs
     leaves = [t.detach().requires_grad_() for t in qkv]
@@ -185,7 +206,9 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
     return torch.stack([a[:, s:e] @ b[s:e] for _, (s, e) in spans])
 
 
-def _scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, alpha: Any, bias: Any, beta: Any, *_: Any) -> torch.Tensor:
+def _scaled_mm(
+    a: Any, b: Any, scale_a: Any, scale_b: Any, alpha: Any, bias: Any, beta: Any, *_: Any
+) -> torch.Tensor:
     for x in (0, 1):
         scale, t = (scale_a, a) if x == 0 else (scale_b, b)
         if scale.ndim == 2:
@@ -238,7 +261,9 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "select": lambda x, index, dim: x.select(dim, index),
     "embedding_fwd": _embedding,
     "scatter": _scatter,
-    "argsort": lambda x, dim, descending, _: torch.sort(x, dim=dim, descending=descending, stable=True).indices,
+    "argsort": lambda x, dim, descending, _: (
+        torch.sort(x, dim=dim, descending=descending, stable=True).indices
+    ),
     "topk": _topk,
     "full": lambda shape, value, _: torch.full(tuple(shape), value),
     "iota": _iota,
@@ -249,6 +274,11 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 # Random numbers have no reference; test_random.py tests them. The others run with NVIDIA's kernels only.
 RANDOM = frozenset(("uniform", "normal", "rand_like", "randn_like"))
 NVIDIA_ONLY = frozenset(
-    ("scaled_grouped_mm", "cutlass_nvfp4_grouped_mm", "nv_block_quantize", "nv_grouped_block_quantize",
-     "preprocess_grouped_matmul_input_sf")
-)  # fmt: skip
+    (
+        "scaled_grouped_mm",
+        "cutlass_nvfp4_grouped_mm",
+        "nv_block_quantize",
+        "nv_grouped_block_quantize",
+        "preprocess_grouped_matmul_input_sf",
+    )
+)

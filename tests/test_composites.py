@@ -16,19 +16,28 @@ X = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.tensor([[9, 0, 4, 3, 3, 7]] * 4)
 CASES: dict[str, tuple[Build, Callable[[torch.Tensor], torch.Tensor]]] = {
     "gelu": (lambda fd, x: fd.ops.gelu(x), F.gelu),
-    "gelu by tanh": (lambda fd, x: fd.ops.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh")),
+    "gelu by tanh": (
+        lambda fd, x: fd.ops.gelu(x, "tanh"),
+        lambda x: F.gelu(x, approximate="tanh"),
+    ),
     "softmax": (lambda fd, x: fd.ops.softmax(x, -1), lambda x: x.softmax(-1)),
     "softmax of dim 1": (lambda fd, x: fd.ops.softmax(x, 1), lambda x: x.softmax(1)),
     "log_softmax": (lambda fd, x: fd.ops.log_softmax(x), lambda x: x.log_softmax(-1)),
     "logsumexp": (lambda fd, x: fd.ops.logsumexp(x, -1), lambda x: x.logsumexp(-1)),
-    "logsumexp of two dims": (lambda fd, x: fd.ops.logsumexp(x, [0, 2], True), lambda x: x.logsumexp((0, 2), True)),
+    "logsumexp of two dims": (
+        lambda fd, x: fd.ops.logsumexp(x, [0, 2], True),
+        lambda x: x.logsumexp((0, 2), True),
+    ),
     "mean": (lambda fd, x: fd.ops.mean(x), lambda x: x.mean()),
     "mean of a dim": (lambda fd, x: fd.ops.mean(x, -1, True), lambda x: x.mean(-1, keepdim=True)),
     "layer_norm": (lambda fd, x: fd.ops.layer_norm(x, [10]), lambda x: F.layer_norm(x, [10])),
-    "rms_norm": (lambda fd, x: fd.ops.rms_norm(x, [6, 10], eps=1e-6), lambda x: F.rms_norm(x, [6, 10], eps=1e-6)),
+    "rms_norm": (
+        lambda fd, x: fd.ops.rms_norm(x, [6, 10], eps=1e-6),
+        lambda x: F.rms_norm(x, [6, 10], eps=1e-6),
+    ),
     "argmax": (lambda fd, x: fd.ops.argmax(x, -1), lambda x: x.argmax(-1)),
     "argmax of all": (lambda fd, x: fd.ops.argmax(x), lambda x: x.argmax()),
-}  # fmt: skip
+}
 SPECS = {
     "one rank": ((1,), ("x",), [None, None, None]),
     "last dim": ((2,), ("x",), [None, None, "x"]),
@@ -121,7 +130,10 @@ def test_argmax_takes_the_first_of_equal_elements() -> None:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda fd, x: fd.ops.gelu(x, "sigmoid"), "gelu: approximate: found 'sigmoid', needed 'none' or 'tanh'"),
+        (
+            lambda fd, x: fd.ops.gelu(x, "sigmoid"),
+            "gelu: approximate: found 'sigmoid', needed 'none' or 'tanh'",
+        ),
         (lambda fd, x: fd.ops.dropout(x, 1.5), "dropout: p: found 1.5, needed 0 to 1"),
         (lambda fd, x: fd.ops.cross_entropy(x, x, "max"), "cross_entropy: reduction: found 'max'"),
         (lambda fd, x: fd.ops.layer_norm(x, []), r"normalized_shape: found \[\], needed 1 to 3 sizes"),

@@ -1,4 +1,6 @@
-"""Result types are those that the real nvFuser infers: `nvfuser_dtypes.json` records what nvfuser_direct 0.2.36 said."""
+"""Result types are those that the real nvFuser infers: `nvfuser_dtypes.json` records what nvfuser_direct
+0.2.36 said.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def _outcome(name: str, operands: list[str]) -> str:
 def _difference(name: str, operands: list[str], wanted: str) -> str | None:
     found = _outcome(name, operands)
     if name == "complex" and "ComplexFloat" in operands:
-        return None if found == RAISES else "complex() of complex numbers has no meaning, though nvFuser types it"
+        return (
+            None
+            if found == RAISES
+            else "complex() of complex numbers has no meaning, though nvFuser types it"
+        )
     if wanted.startswith(RAISES):
         wider = name == "complex" or "complex" in operands or HALF_WITH_COMPLEX.search(",".join(operands))
         return None if found == RAISES or wider else f"{name}({', '.join(operands)}): {found}, nvFuser raises"
@@ -66,7 +72,11 @@ def test_ternary_types(name: str) -> None:
     assert not [d for op, operands, wanted in rows if op == name and (d := _difference(op, operands, wanted))]
 
 
-ONE_OPERAND = [row for row in FOUND["reductions_scans_sorts"] if re.fullmatch(r"(sum|prod|max|min|cum\w+|triu|var)\(\w+\)", row)]
+ONE_OPERAND = [
+    row
+    for row in FOUND["reductions_scans_sorts"]
+    if re.fullmatch(r"(sum|prod|max|min|cum\w+|triu|var)\(\w+\)", row)
+]
 
 
 @pytest.mark.parametrize("row", ONE_OPERAND)

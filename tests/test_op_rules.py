@@ -1,16 +1,18 @@
-"""Every op of the table: what it computes, along what it may be sharded, and what it does to unreduced operands."""
+"""Every op of the table: what it computes, along what it may be sharded, and what it does to unreduced
+operands.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import op_references as references
 import pytest
 import torch
-from op_harness import SALT, Sharded, cases, evaluate, make_call, operands_of, sample_ids, whole
 
 import meshfuse.kernels as K
+import op_references as references
 from meshfuse import DeviceMesh
 from meshfuse.errors import RankError
 from meshfuse.ops import OPS
@@ -18,6 +20,7 @@ from meshfuse.ops.base import Call, FactorKind, OpDef, ParamKind, Partial, Sampl
 from meshfuse.ops.local import LocalCall
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
+from op_harness import SALT, Sharded, cases, evaluate, make_call, operands_of, sample_ids, whole
 
 SAMPLES = sample_ids()
 RUNNABLE = [pair for pair in SAMPLES if pair[0] not in references.NVIDIA_ONLY]
@@ -37,7 +40,9 @@ def _sampled(name: str, place: int) -> tuple[Call, list[torch.Tensor]]:
 def _save_forward(call: Call, operands: list[torch.Tensor]) -> None:
     """The output and log-sum-exp that the backward pass is given are those of its own forward pass."""
     inputs = [t.double() for t in operands[1:4]]
-    out, lse = references.attention([*inputs, None, None], call["is_causal"], call["scale"], _kept(call, operands, inputs[1]))
+    out, lse = references.attention(
+        [*inputs, None, None], call["is_causal"], call["scale"], _kept(call, operands, inputs[1])
+    )
     operands[4], operands[5] = out.float(), lse.float()
 
 
@@ -61,10 +66,16 @@ def _reference(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """The results by the op's reference, in float64."""
     wide = [_wide(t) for t in operands]
     if call.op.name == "sdpfa_bwd":
-        return list(references.attention_bwd(wide[:4], call["is_causal"], call["scale"], _kept(call, operands, wide[2])))
+        return list(
+            references.attention_bwd(
+                wide[:4], call["is_causal"], call["scale"], _kept(call, operands, wide[2])
+            )
+        )
     args = [_argument(arg, wide) for arg in call.args]
     if call.op.name == "sdpfa_fwd":
-        made = references.attention(args[:5], call["is_causal"], call["scale"], _kept(call, operands, wide[1]))
+        made = references.attention(
+            args[:5], call["is_causal"], call["scale"], _kept(call, operands, wide[1])
+        )
         return [*made, torch.tensor([5, SALT]), torch.tensor(2)]
     made = references.REFERENCES[call.op.name](*args)
     return list(made) if isinstance(made, tuple) else [made]
@@ -111,7 +122,10 @@ def test_shards_make_the_whole_result_along_every_factor(name: str, place: int, 
         how = cases(made.size)[case]
         found = Sharded(call, how.mesh, {factor: how.layout}).run(operands)
         if found is None:
-            assert case in ("uneven", "empty", "two axes", "strided", "strided blocks", "sub-axis"), (rule, factor)
+            assert case in ("uneven", "empty", "two axes", "strided", "strided blocks", "sub-axis"), (
+                rule,
+                factor,
+            )
             continue
         _assert_equal(found, wanted, _tolerance(call))
 
@@ -122,7 +136,7 @@ def test_two_factors_are_sharded_at_once(name: str, place: int) -> None:
     wanted, rule = whole(call, operands), call.op.rule(call)
     free = [i for i, f in enumerate(rule.factors) if f.kind is not FactorKind.BLOCK]
     mesh = DeviceMesh((2, 3), ("x", "y"))
-    for a, b in zip(free, free[1:], strict=False):
+    for a, b in itertools.pairwise(free):
         found = Sharded(call, mesh, {a: (Split(2, "x"),), b: (Split(3, "y"),)}).run(operands)
         if found is not None:
             _assert_equal(found, wanted, _tolerance(call))
@@ -137,7 +151,9 @@ def test_what_needs_nvidia_is_typed_and_says_so_when_run(name: str) -> None:
 
 
 def _claims(op: OpDef, sample: Sample) -> list[tuple[tuple[int, ...], str]]:
-    """(operands that are unreduced together, reduction) for which the op says that it commutes with the reduction."""
+    """(operands that are unreduced together, reduction) for which the op says that it commutes with the
+    reduction.
+    """
     call = make_call(op, sample)
     count, floating = len(call.types), call.types[0].dtype.category >= 2 if call.types else False
     if op.partial is Partial.MOVE:
@@ -145,7 +161,9 @@ def _claims(op: OpDef, sample: Sample) -> list[tuple[tuple[int, ...], str]]:
     if op.partial is Partial.EACH:
         return [((i,), "sum") for i in range(min(2, count))]
     if op.partial is Partial.JOINT:
-        numbers = [a for p, a in zip(op.params, call.args, strict=True) if p.kind is ParamKind.TENSOR_OR_SCALAR]
+        numbers = [
+            a for p, a in zip(op.params, call.args, strict=True) if p.kind is ParamKind.TENSOR_OR_SCALAR
+        ]
         return [(tuple(range(count)), "sum")] if all(isinstance(a, TensorRef) for a in numbers) else []
     if op.partial is Partial.FIRST:
         return [((0,), "sum")] if floating else []
@@ -162,15 +180,25 @@ def test_an_op_that_carries_unreduced_terms_commutes_with_their_reduction(name: 
     mesh, terms = DeviceMesh((2,), ("x",)), (Split(2, "x"),)
     for carried, reduce in _claims(OPS[name], OPS[name].samples()[place]):
         second = [torch.randn_like(t) if i in carried else t for i, t in enumerate(operands)]
-        kinds = [Sharding(mesh, ((),) * t.ndim, terms if i in carried else (), reduce if i in carried else "")
-                 for i, t in enumerate(call.types)]  # fmt: skip
+        kinds = [
+            Sharding(mesh, ((),) * t.ndim, terms if i in carried else (), reduce if i in carried else "")
+            for i, t in enumerate(call.types)
+        ]
         results = [Sharding(mesh, ((),) * t.ndim, terms, reduce) for t in call.results]
         names = [f"a{i}" for i in range(len(operands))]
-        made = [evaluate(LocalCall(call, names, kinds, results, rank, number=SALT), inputs)
-                for rank, inputs in enumerate((operands, second))]  # fmt: skip
-        combined = [K.combine(a, b, reduce) if i in carried else a
-                    for i, (a, b) in enumerate(zip(operands, second, strict=True))]  # fmt: skip
-        _assert_equal([K.combine(a, b, reduce) for a, b in zip(*made, strict=True)], whole(call, combined), 10 * _tolerance(call))
+        made = [
+            evaluate(LocalCall(call, names, kinds, results, rank, number=SALT), inputs)
+            for rank, inputs in enumerate((operands, second))
+        ]
+        combined = [
+            K.combine(a, b, reduce) if i in carried else a
+            for i, (a, b) in enumerate(zip(operands, second, strict=True))
+        ]
+        _assert_equal(
+            [K.combine(a, b, reduce) for a, b in zip(*made, strict=True)],
+            whole(call, combined),
+            10 * _tolerance(call),
+        )
 
 
 def test_every_op_has_samples_and_a_reference() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import op_references as references
 import pytest
 import torch
-from op_harness import make_call, operands_of, sample_ids, whole
 
 import meshfuse as mf
+import op_references as references
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call, TensorType
+from op_harness import make_call, operands_of, sample_ids, whole
 
 RUNNABLE = [pair for pair in sample_ids() if pair[0] not in references.NVIDIA_ONLY]
 MESH = mf.DeviceMesh((3,), ("x",))
@@ -48,10 +48,52 @@ def test_an_op_of_a_definition_is_right_however_an_operand_is_annotated(name: st
     for operand, dim in _splits(call):
         fd, tensors = _define(name, place)
         if operand >= 0:
-            fd.mesh_split(tensors[operand], MESH, ["x" if d == dim else None for d in range(tensors[operand].ndim)])
+            fd.mesh_split(
+                tensors[operand], MESH, ["x" if d == dim else None for d in range(tensors[operand].ndim)]
+            )
         found = fd.simulate(operands)
         expected = expected if expected is not None else found
         for a, b in zip(found, expected, strict=True):
             tolerance = 2e-3 if a.dtype == torch.float16 else 2e-5
             if a.dtype != torch.uint64:  # attention's random state, which says what the program's seed is
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["div", "truediv", "sub", "mul", "add"])
+def test_a_number_before_an_unreduced_sum(name: str) -> None:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([6, 8])
+    fd.add_output(getattr(fd.ops, name)(2.0, fd.ops.sum(x, [0])))
+    fd.mesh_split(x, MESH, ["x", None])
+    values = torch.rand(6, 8) + 1.0
+    (found,) = fd.simulate([values])
+    torch.testing.assert_close(found, references.REFERENCES[name](torch.tensor(2.0), values.sum(0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float16, torch.complex64])
+def test_lookups_in_a_sharded_dim_of_every_type(dtype: torch.dtype) -> None:
+    table = (torch.randn(10, 4) * 5).to(dtype)
+    fd = mf.FusionDefinition()
+    t = fd.define_tensor([10, 4], dtype=mf.DataType(str(dtype).removeprefix("torch.")))
+    index = fd.define_tensor([4], dtype=mf.DataType.Int)
+    fd.add_output(fd.ops.index_select(t, index, 0))
+    fd.mesh_split(t, MESH, ["x", None])
+    places = torch.tensor([9, 0, 3, 3])
+    assert torch.equal(fd.simulate([table, places])[0], table[places])
+
+
+def test_attention_forward_and_backward_with_heads_sharded() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 6, 4) for heads in (6, 3, 3))
+    fd = mf.FusionDefinition()
+    tensors = [fd.define_tensor(list(t.shape)) for t in (q, k, v)]
+    out, lse, seed, offset = fd.ops.sdpfa_fwd(*tensors, dropout_p=0.0, is_causal=True)
+    for grad in fd.ops.sdpfa_bwd(out, *tensors, out, lse, 0.0, True, seed, offset, None):
+        fd.add_output(grad)
+    fd.mesh_split(tensors[0], MESH, [None, "x", None, None])
+    found = fd.simulate([q, k, v])
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    wanted.backward(wanted.detach())
+    for a, leaf in zip(found, leaves, strict=True):
+        torch.testing.assert_close(a, leaf.grad.float(), rtol=1e-4, atol=1e-5)

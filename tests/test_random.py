@@ -18,7 +18,9 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
-def test_philox_gives_the_published_words(counter: tuple[int, ...], key: tuple[int, int], wanted: tuple[int, ...]) -> None:
+def test_philox_gives_the_published_words(
+    counter: tuple[int, ...], key: tuple[int, int], wanted: tuple[int, ...]
+) -> None:
     found = philox([torch.tensor([c]) for c in counter], key)
     assert tuple(int(word) for word in found) == wanted
 
@@ -26,7 +28,7 @@ def test_philox_gives_the_published_words(counter: tuple[int, ...], key: tuple[i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_fractions_are_uniform(dtype: torch.dtype) -> None:
     drawn = fractions(torch.arange(100_000), Stream(3, 1, 4), dtype)
-    assert drawn.dtype == dtype and 0.0 <= float(drawn.min()) and float(drawn.max()) < 1.0
+    assert drawn.dtype == dtype and float(drawn.min()) >= 0.0 and float(drawn.max()) < 1.0
     counts = torch.histc(drawn.double(), 100, 0.0, 1.0)
     chi_squared = float(((counts - 1000.0) ** 2 / 1000.0).sum())
     assert 50.0 < chi_squared < 160.0  # 99 degrees of freedom: 1e-4 on either side
@@ -67,7 +69,12 @@ def test_numbers_are_the_same_on_every_mesh(name: str) -> None:
 def test_two_calls_of_one_op_draw_different_numbers_and_a_given_seed_the_same() -> None:
     fd = mf.FusionDefinition()
     seed, offset = fd.define_scalar(dtype=mf.DataType.Int), fd.define_scalar(dtype=mf.DataType.Int)
-    for keywords in ({}, {}, {"rng_seed": seed, "rng_offset": offset}, {"rng_seed": seed, "rng_offset": offset}):
+    for keywords in (
+        {},
+        {},
+        {"rng_seed": seed, "rng_offset": offset},
+        {"rng_seed": seed, "rng_offset": offset},
+    ):
         fd.add_output(fd.ops.uniform(0.0, 1.0, [8], **keywords))
     a, b, c, d = fd.simulate([17, 4])
     assert not torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)

@@ -1,7 +1,8 @@
-"""Scaled dot product attention on one rank: the forward pass with its log-sum-exp, and the backward pass from it.
+"""Scaled dot product attention on one rank: forward with its log-sum-exp, and backward from that.
 
-Tensors are [*b, h, s, e] (q) and [*b, h / g, s, e] (k and v): g consecutive heads of q share one head of k and v.
-The saved log-sum-exp stands for the probabilities in the backward pass as in FlashAttention (Dao et al. 2022).
+Tensors are [*b, h, s, e] (q) and [*b, h / g, s, e] (k and v): g consecutive heads of q share one head of k
+and v. The saved log-sum-exp stands for the probabilities in the backward pass as in FlashAttention (Dao et
+al. 2022).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .random import Stream, fractions
 
 
 class Rows(NamedTuple):
-    """Which rows of the scores [*b, h, s, s_k] a rank has: their runs in every dim but the last, and the global sizes."""
+    """Which rows of the scores [*b, h, s, s_k] a rank has: runs and global sizes of all dims but the last."""
 
     runs: Sequence[Runs]
     shape: Sequence[int]
@@ -85,9 +86,13 @@ def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, 
     same = q.dtype == k.dtype == v.dtype and q.shape[-3] == k.shape[-3] and q.shape[-1] == v.shape[-1]
     whole = not options.is_causal or q.shape[-2] == rows.shape[-1]
     return (
-        q.device.type == "cpu" and same and whole and options.dropout_p == 0.0 and min(*q.shape, *k.shape, 1) > 0
+        q.device.type == "cpu"
+        and same
+        and whole
+        and options.dropout_p == 0.0
+        and min(*q.shape, *k.shape, 1) > 0
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    )  # fmt: skip
+    )
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -96,10 +101,20 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def sdpfa_fwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
-    rows: tuple[Sequence[Runs], Sequence[int]], stream: tuple[int, ...],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(output, log-sum-exp, seed [2], offset []): the last two are what the backward pass needs to drop the same."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: Any,
+    mask: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    rows: tuple[Sequence[Runs], Sequence[int]],
+    stream: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(output, log-sum-exp, seed [2], offset []): the last two are what the backward pass needs to drop the
+    same.
+    """
     options, place = _options(q, dropout_p, is_causal, scale), Rows(*rows)
     state = _state(stream, q.device)
     if bias is None and mask is None and _fused(q, k, v, options, place):
@@ -129,10 +144,19 @@ def _stream(seed: torch.Tensor, offset: torch.Tensor) -> tuple[int, ...]:
 
 
 def sdpfa_bwd(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor,
-    dropout_p: Any, is_causal: Any, seed: torch.Tensor, offset: torch.Tensor, scale: Any,
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    dropout_p: Any,
+    is_causal: Any,
+    seed: torch.Tensor,
+    offset: torch.Tensor,
+    scale: Any,
     rows: tuple[Sequence[Runs], Sequence[int]],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v from what the forward pass saved."""
     options, place = _options(q, dropout_p, is_causal, scale), Rows(*rows)
     if _fused(q, k, v, options, place):
@@ -146,9 +170,16 @@ def sdpfa_bwd(
 
 
 def _plain_bwd(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor,
-    options: Options, rows: Rows, state: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    options: Options,
+    rows: Rows,
+    state: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scores = _masked(_scores(q, k, options.scale), None, None, options, rows)
     # The saved log-sum-exp is float32, too coarse for gradients in float64.
     p = _probabilities(scores, torch.logsumexp(scores, -1) if q.dtype == torch.float64 else logsumexp)

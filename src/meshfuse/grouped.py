@@ -1,4 +1,6 @@
-"""Products of groups of rows (or columns, or inner indices) with a matrix each, on one rank's part of the operands."""
+"""Products of groups of rows (or columns, or inner indices) with a matrix each, on one rank's part of the
+operands.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from .indices import Runs
 
 
 def _bounds(offsets: torch.Tensor, runs: Runs) -> list[int]:
-    """Where each group begins and ends among the indices in `runs`; group g ends before the global index offsets[g]."""
+    """Where each group begins and ends among the indices in `runs`; group g ends before the global index
+    offsets[g].
+    """
     ends = [0, *offsets.tolist()]
     return [sum(max(0, min(end, b) - a) for a, b in runs) for end in ends]
 
@@ -20,8 +24,12 @@ def _members(runs: Runs) -> list[int]:
     return [i for a, b in runs for i in range(a, b)]
 
 
-def grouped_rows(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, rows: Runs, groups: Runs) -> torch.Tensor:
-    """[m, k] and [g, k, n] to [m, n]: row i times the matrix of its group; zero for rows of groups held elsewhere."""
+def grouped_rows(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, rows: Runs, groups: Runs
+) -> torch.Tensor:
+    """[m, k] and [g, k, n] to [m, n]: row i times the matrix of its group; zero for rows of groups held
+    elsewhere.
+    """
     out = a.new_zeros(a.shape[0], b.shape[-1])
     bounds = _bounds(offsets, rows)
     for place, group in enumerate(_members(groups)):
@@ -30,12 +38,16 @@ def grouped_rows(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, rows: 
     return out
 
 
-def grouped_columns(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, columns: Runs, groups: Runs) -> torch.Tensor:
+def grouped_columns(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, columns: Runs, groups: Runs
+) -> torch.Tensor:
     """[g, m, k] and [k, n] to [m, n]: the matrix of a column's group times the column."""
     return grouped_rows(b.transpose(0, 1), a.transpose(1, 2), offsets, columns, groups).transpose(0, 1)
 
 
-def grouped_inner(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, inner: Runs, groups: Runs) -> torch.Tensor:
+def grouped_inner(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, inner: Runs, groups: Runs
+) -> torch.Tensor:
     """[m, k] and [k, n] to [g, m, n]: one product per group of inner indices."""
     spans = list(pairwise(_bounds(offsets, inner)))
     made = [torch.matmul(a[:, slice(*spans[g])], b[slice(*spans[g])]) for g in _members(groups)]
@@ -54,9 +66,15 @@ def _spread(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_mm(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, alpha: torch.Tensor | None,
-    bias: torch.Tensor | None, beta: torch.Tensor | None, dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """alpha * (a * scale_a) @ (b * scale_b) + beta * bias, worked out in float32."""
     out = torch.matmul(a.float() * _spread(scale_a, a), b.float() * _spread(scale_b, b))
     out = out if alpha is None else out * alpha

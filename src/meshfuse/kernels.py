@@ -1,4 +1,4 @@
-"""Local computations that generated programs call where torch has no single function for what nvFuser means."""
+"""Local computations that generated programs call where torch has no single function for them."""
 
 from __future__ import annotations
 
@@ -143,12 +143,20 @@ def _highest(dtype: torch.dtype) -> Any:
 
 def reduce_max(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
     """The largest elements; the lowest value of the type over a shard with nothing in it."""
-    return _reduced_empty(x, dims, keepdim, _lowest(x.dtype)) if _is_empty(x, dims) else torch.amax(x, dims, keepdim)
+    return (
+        _reduced_empty(x, dims, keepdim, _lowest(x.dtype))
+        if _is_empty(x, dims)
+        else torch.amax(x, dims, keepdim)
+    )
 
 
 def reduce_min(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
     """The smallest elements; the highest value of the type over a shard with nothing in it."""
-    return _reduced_empty(x, dims, keepdim, _highest(x.dtype)) if _is_empty(x, dims) else torch.amin(x, dims, keepdim)
+    return (
+        _reduced_empty(x, dims, keepdim, _highest(x.dtype))
+        if _is_empty(x, dims)
+        else torch.amin(x, dims, keepdim)
+    )
 
 
 def reduce_prod(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
@@ -194,7 +202,9 @@ def iota(length: Runs, start: Any, step: Any, dtype: torch.dtype, device: Any) -
 
 
 def topk(x: torch.Tensor, k: int, dim: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and indices, equal values in the order of their indices, so that the choice is the same on every mesh."""
+    """Values and indices, equal values in the order of their indices, so that the choice is the same on every
+    mesh.
+    """
     order = torch.argsort(x, dim=dim, descending=largest, stable=True).narrow(dim, 0, k)
     return x.gather(dim, order), order
 

@@ -1,7 +1,7 @@
 """Lookups by index in a dim of which a rank holds some indices: what it does not hold counts as zero.
 
-The sum of the ranks' results is the result of the lookup in the whole dim (masked local access, as Megatron-LM looks
-up a vocabulary-parallel embedding: Shoeybi et al. 2019).
+The sum of the ranks' results is the result of the lookup in the whole dim (masked local access, as
+Megatron-LM looks up a vocabulary-parallel embedding: Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def take(x: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Te
     places, inside = local_places(index, runs)
     if x.shape[dim] == 0:
         x = x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])
-    return torch.where(inside, torch.take_along_dim(x, places, dim), torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(
+        inside, torch.take_along_dim(x, places, dim), torch.zeros((), dtype=x.dtype, device=x.device)
+    )
 
 
 def take_rows(x: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
@@ -61,7 +63,9 @@ def limit_norm(rows: torch.Tensor, max_norm: float, norm_type: float) -> torch.T
 
 
 def scatter(x: torch.Tensor, index: torch.Tensor, src: Any, dim: int, runs: Runs) -> torch.Tensor:
-    """`torch.scatter` into the part of a dim that the rank holds; writes elsewhere go to a row that is cut off."""
+    """`torch.scatter` into the part of a dim that the rank holds; writes elsewhere go to a row that is cut
+    off.
+    """
     places, inside = local_places(index, runs)
     n = x.shape[dim]
     spare = x.new_zeros([1 if d == dim else size for d, size in enumerate(x.shape)])

@@ -1,8 +1,9 @@
-"""Random numbers that are a function of (seed, offset, place in the program, global index) and of nothing else.
+"""Random numbers that are a function of (seed, offset, place in the program, global index) and of nothing
+else.
 
-The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a keyed
-bijection of a 128-bit counter. Element i of a tensor reads counter (i, salt, offset), so a rank that holds some of the
-elements draws exactly the numbers that one rank would draw for them.
+The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a
+keyed bijection of a 128-bit counter. Element i of a tensor reads counter (i, salt, offset), so a rank that
+holds some of the elements draws exactly the numbers that one rank would draw for them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Stream(NamedTuple):
 
 
 def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The halves of a 64-bit product of unsigned 32-bit numbers: int64 wraps around, its bits are the right ones."""
+    """The halves of a 64-bit product of unsigned 32-bit numbers: int64 wraps around, its bits are the right
+    ones.
+    """
     product = a * b
     return (product >> 32) & _MASK, product & _MASK
 
@@ -51,7 +54,9 @@ def words(index: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, ...]:
     """Four random words for every global index."""
     salt = torch.full_like(index, stream.salt & _MASK)
     offset = torch.full_like(index, stream.offset & _MASK)
-    return philox((index & _MASK, index >> 32, salt, offset), (stream.seed & _MASK, (stream.seed >> 32) & _MASK))
+    return philox(
+        (index & _MASK, index >> 32, salt, offset), (stream.seed & _MASK, (stream.seed >> 32) & _MASK)
+    )
 
 
 def _fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -66,7 +71,9 @@ def fractions(index: torch.Tensor, stream: Stream, dtype: torch.dtype) -> torch.
 
 
 def normals(index: torch.Tensor, stream: Stream) -> torch.Tensor:
-    """Standard normal numbers in float64 by Box and Muller's transform, so that rounding to float32 hides the device."""
+    """Standard normal numbers in float64 by Box and Muller's transform, so that rounding to float32 hides the
+    device.
+    """
     a, b, c, d = words(index, stream)
     radius = torch.sqrt(-2.0 * torch.log1p(-_fraction(a, b)))
     return radius * torch.cos(2.0 * math.pi * _fraction(c, d))
@@ -77,7 +84,13 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def uniform(
-    low: Any, high: Any, runs: Sequence[Runs], shape: Sequence[int], stream: tuple[int, ...], dtype: torch.dtype, device: Any
+    low: Any,
+    high: Any,
+    runs: Sequence[Runs],
+    shape: Sequence[int],
+    stream: tuple[int, ...],
+    dtype: torch.dtype,
+    device: Any,
 ) -> torch.Tensor:
     """The rank's part of a tensor of this shape with numbers from [low, high)."""
     drawn = fractions(linear_index(runs, shape, device), Stream(*stream), _compute_dtype(dtype))
@@ -85,7 +98,13 @@ def uniform(
 
 
 def normal(
-    mean: Any, std: Any, runs: Sequence[Runs], shape: Sequence[int], stream: tuple[int, ...], dtype: torch.dtype, device: Any
+    mean: Any,
+    std: Any,
+    runs: Sequence[Runs],
+    shape: Sequence[int],
+    stream: tuple[int, ...],
+    dtype: torch.dtype,
+    device: Any,
 ) -> torch.Tensor:
     """The rank's part of a tensor of this shape with normally distributed numbers."""
     drawn = normals(linear_index(runs, shape, device), Stream(*stream)).to(_compute_dtype(dtype))
