@@ -48,10 +48,14 @@ def _signature(fd: DefinitionBuilder) -> str:
     return f"({', '.join(names)})"
 
 
-def _checked_tensor(fd: DefinitionBuilder, place: int, made: TensorDef, value: Any, line: Any) -> torch.Tensor:
+def _checked_tensor(
+    fd: DefinitionBuilder, place: int, made: TensorDef, value: Any, line: Any
+) -> torch.Tensor:
     name = f"argument {place} ({made.name}, defined at {made.line})"
     if not isinstance(value, torch.Tensor):
-        raise user_error(name, f"{type(value).__name__}", "a torch tensor", "Pass a tensor.", line, ArgumentError)
+        raise user_error(
+            name, f"{type(value).__name__}", "a torch tensor", "Pass a tensor.", line, ArgumentError
+        )
     wanted = made.type.dtype.value
     if str(value.dtype) != f"torch.{wanted}":
         raise user_error(
@@ -71,7 +75,9 @@ def _check_strides(name: str, made: TensorDef, value: torch.Tensor, line: Any) -
     """A definition that names a stride order means it: kernels are made for it."""
     if made.stride_order is None or value.numel() == 0:
         return
-    sizes_strides = [(made.stride_order[d], value.stride(d)) for d in range(value.dim()) if value.shape[d] > 1]
+    sizes_strides = [
+        (made.stride_order[d], value.stride(d)) for d in range(value.dim()) if value.shape[d] > 1
+    ]
     strides = [stride for _, stride in sorted(sizes_strides)]
     if strides != sorted(strides):
         raise user_error(
@@ -102,7 +108,9 @@ def _device(fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: An
     return next((t.device for t in tensors.values()), torch.device("cpu"))
 
 
-def check_global_shapes(fd: DefinitionBuilder, inputs: Inputs, line: Any = None) -> dict[int, tuple[int, ...]]:
+def check_global_shapes(
+    fd: DefinitionBuilder, inputs: Inputs, line: Any = None
+) -> dict[int, tuple[int, ...]]:
     """The shapes of global arguments. Raises ArgumentError where one differs from a size that is fixed."""
     for i, tensor in inputs.tensors.items():
         wanted = fd.tensors[i].type.shape
@@ -111,7 +119,9 @@ def check_global_shapes(fd: DefinitionBuilder, inputs: Inputs, line: Any = None)
     return {i: tuple(t.shape) for i, t in inputs.tensors.items()}
 
 
-def _wrong_shape(fd: DefinitionBuilder, i: int, tensor: torch.Tensor, needed: str, which: str, line: Any) -> Exception:
+def _wrong_shape(
+    fd: DefinitionBuilder, i: int, tensor: torch.Tensor, needed: str, which: str, line: Any
+) -> Exception:
     made = fd.tensors[i]
     return user_error(
         f"tensor {made.name} (defined at {made.line}) has the wrong {which} shape", str(list(tensor.shape)), needed,
@@ -120,7 +130,11 @@ def _wrong_shape(fd: DefinitionBuilder, i: int, tensor: torch.Tensor, needed: st
 
 
 def global_shapes(
-    fd: DefinitionBuilder, inputs: Inputs, rank: int, globals_: Mapping[int, tuple[int, ...]], line: Any = None
+    fd: DefinitionBuilder,
+    inputs: Inputs,
+    rank: int,
+    globals_: Mapping[int, tuple[int, ...]],
+    line: Any = None,
 ) -> dict[int, tuple[int, ...]]:
     """The global shapes that local arguments mean: fixed sizes as defined, open ones as even shards make them up.
 

@@ -30,6 +30,10 @@ class DataType(enum.Enum):
     def __repr__(self) -> str:
         return f"DataType.{self.name}"
 
+    def __call__(self) -> DataType:
+        """Itself: `tv.dtype()`, a method in nvFuser, means the same as `tv.dtype`."""
+        return self
+
     @property
     def itemsize(self) -> int:
         """Bytes per element."""

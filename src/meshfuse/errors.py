@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 from dataclasses import dataclass
 from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GENERATED = "<meshfuse"
+_ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,11 @@ class SourceLine:
         if self.given is not None:
             return self.given
         return linecache.getline(self.file, self.line).strip()
+
+    def label(self, name: str) -> str:
+        """A name of ours together with the variable that the line assigns, where its text shows one."""
+        found = _ASSIGNED.match(self.text)
+        return f"{found.group(1)} ({name})" if found and found.group(1) != name else name
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceLine, user_error
-from ..mesh import STREAM, DeviceMesh
+from ..mesh import DeviceMesh
 from ..sharding.layout import Layout, Split, canonical
 from ..sharding.value import Sharding, overlap
-from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain
+from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain, as_int
 
 # One dim in `mesh_split`: None, an axis, axes from major to minor, or splits of any kind.
 DimSpec = Any
@@ -18,36 +18,55 @@ DimSpec = Any
 
 @dataclass(eq=False, slots=True)
 class Annotation:
-    """A mesh and a loop domain for one tensor; mutable while the definition is written, as nvFuser's is."""
+    """A mesh and a loop domain for one tensor; mutable while the definition is written, as nvFuser's is.
+
+    `stated` tells that a mesh_split or a sharding said all of it; a mesh alone leaves the splits to be said.
+    """
 
     line: SourceLine
     domain: LoopDomain
+    label: str
     mesh: DeviceMesh | None = None
     allocation: tuple[int, ...] | None = None
     memory: str | None = None
+    stated: bool = False
 
     def sharding(self, name: str, shape: Sequence[int]) -> Sharding:
         """The sharding of a tensor of this shape. Raises DefinitionError where an axis is used twice or unknown."""
         assert self.mesh is not None
-        dims = [self._layout(layout, n) for layout, n in zip(self.domain.layouts(), shape, strict=True)]
-        _check_axes(name, [*dims, *self.reduction_layouts()], self.mesh, self.line)
+        dims = [canonical(layout, n) for layout, n in zip(self.named(), shape, strict=True)]
+        check_axes(name, [*dims, *self.named(reduction=True)], self.mesh, self.line)
         return Sharding.make(self.mesh, dims, shape)
 
     def reduction_layouts(self) -> list[Layout]:
         """The layouts of the reduction dims of the op that makes the tensor."""
-        return [self._named(layout) for layout in self.domain.layouts(reduction=True)]
+        return self.named(reduction=True)
 
     def named_layouts(self, layouts: Sequence[Layout]) -> list[Layout]:
         """Layouts with the mesh's axes in the place of nvFuser's parallel types."""
-        return [self._named(layout) for layout in layouts]
+        return [self._named(layout, f"tensor {self.label}, dim {d}") for d, layout in enumerate(layouts)]
 
-    def _layout(self, layout: Layout, n: int) -> Layout:
-        return canonical(self._named(layout), n)
+    def named(self, reduction: bool = False) -> list[Layout]:
+        """The layouts of all dims (or of the reduction dims), in mesh axes."""
+        return self.named_layouts(self.domain.layouts(reduction))
 
-    def _named(self, layout: Layout) -> Layout:
+    def meaning(self) -> tuple[object, ...]:
+        """Equal for annotations that say the same in different words."""
+        return (self.mesh, *(tuple(map(_trimmed, self.named(reduction))) for reduction in (False, True)))
+
+    def _named(self, layout: Layout, what: str) -> Layout:
         """The layout with mesh axes for nvFuser's parallel types, and its splits' sizes checked against the mesh's."""
         assert self.mesh is not None
-        return tuple(_sized(_mesh_axis(split, self.mesh, self.line), self.mesh, self.line) for split in layout)
+        return tuple(
+            _sized(_mesh_axis(split, self.mesh, self.line), self.mesh, what, self.line) for split in layout
+        )
+
+
+def _trimmed(layout: Layout) -> Layout:
+    splits = [split for split in layout if split.size != 1]
+    while splits and splits[-1].axis is None:
+        splits.pop()
+    return tuple(splits)
 
 
 def _mesh_axis(split: Split, mesh: DeviceMesh, line: SourceLine) -> Split:
@@ -60,33 +79,36 @@ def _mesh_axis(split: Split, mesh: DeviceMesh, line: SourceLine) -> Split:
     return split
 
 
-def _sized(split: Split, mesh: DeviceMesh, line: SourceLine) -> Split:
+def _sized(split: Split, mesh: DeviceMesh, what: str, line: SourceLine) -> Split:
     """A bound split of free size takes the axis' size: the dim itself is the axis (`[d, ...]` with d on mesh_x)."""
     if not split.bound:
         return split
     assert split.axis is not None
     if split.axis not in mesh.names:
         raise user_error(
-            "unknown mesh axis", repr(split.axis), f"one of {mesh.names} of {mesh}", "Use an axis of this mesh.", line
-        )
+            f"{what}: unknown mesh axis", repr(split.axis), f"one of {mesh.names} of {mesh}", "Use an axis of this mesh.",
+            line,
+        )  # fmt: skip
     size, pre = mesh.axis_size(split.axis), split.pre or 1
     wanted = size // pre if split.size is None else split.size
     if size % (pre * wanted) or (split.pre == WHOLE_AXIS and wanted != size):
         raise user_error(
-            f"a factor of {wanted} cannot be bound to mesh axis {split.axis!r}", f"axis size {size}",
+            f"{what}: a factor of {wanted} cannot be bound to mesh axis {split.axis!r}", f"axis size {size}",
             "a factor as large as the axis (or as a sub-axis of it)", f"Split the dim by {size}.", line,
         )  # fmt: skip
     return Split(wanted, split.axis, pre)
 
 
-def _check_axes(name: str, dims: Sequence[Layout], mesh: DeviceMesh, line: SourceLine) -> None:
+def check_axes(name: str, dims: Sequence[Layout], mesh: DeviceMesh, line: SourceLine) -> None:
+    """Raises DefinitionError where two dims (or one dim twice) are split over the same part of a mesh axis."""
     bound = [(d, split) for d, layout in enumerate(dims) for split in layout if split.bound]
     for i, (d, split) in enumerate(bound):
         for e, other in bound[:i]:
             if overlap(split, other):
+                where = f"on dims {e} and {d}" if d != e else f"twice on dim {d}"
                 raise user_error(
-                    f"tensor {name}: mesh axis {split.axis!r} is used twice", f"on dims {e} and {d}",
-                    "each axis once per tensor", "Remove it from one of the dims.", line,
+                    f"tensor {name}: mesh axis {split.axis!r} is used twice", where, "each axis once per tensor",
+                    f"Remove it from one of the dims (mesh: {mesh}).", line,
                 )  # fmt: skip
 
 
@@ -94,57 +116,103 @@ def layouts_of_spec(
     name: str, mesh: DeviceMesh, spec: Sequence[DimSpec], ndim: int, line: SourceLine
 ) -> tuple[Layout, ...]:
     """Layouts from `mesh_split`'s per-dim list. Raises DefinitionError for a wrong length or unknown axes."""
-    if isinstance(spec, (str, Mapping)) or len(spec) != ndim:
+    if not isinstance(spec, (list, tuple)) or len(spec) != ndim:
         raise user_error(
-            f"mesh_split of {name}: one entry per dim", f"{spec!r} for {ndim} dims", f"a list of {ndim} entries",
+            f"tensor {name}: mesh_split takes one entry per dim", f"{spec!r} for {ndim} dims", f"a list of {ndim} entries",
             "Use None for dims that are not split.", line,
         )  # fmt: skip
-    dims = tuple(_dim_layout(mesh, entry, line) for entry in spec)
-    _check_axes(name, dims, mesh, line)
+    dims = tuple(_dim_layout(mesh, entry, f"tensor {name}, dim {d}", line) for d, entry in enumerate(spec))
+    check_axes(name, dims, mesh, line)
     return dims
 
 
-def _dim_layout(mesh: DeviceMesh, entry: DimSpec, line: SourceLine) -> Layout:
-    if entry is None or (isinstance(entry, int) and not isinstance(entry, bool) and entry == -1):
+def _dim_layout(mesh: DeviceMesh, entry: DimSpec, what: str, line: SourceLine) -> Layout:
+    if entry is None or as_int(entry) == -1:
         return ()
     entries = entry if isinstance(entry, (list, tuple)) and not isinstance(entry, Split) else (entry,)
-    return tuple(_split_of(mesh, part, line) for part in entries)
+    layout = tuple(_split_of(mesh, part, what, line) for part in entries)
+    if sum(split.size is None and split.axis is None for split in layout) > 1:
+        raise user_error(
+            f"{what}: only one factor may be what remains of the dim", f"{list(layout)}", "sizes for all others",
+            "Give Split(size) for all but one.", line,
+        )  # fmt: skip
+    return layout
 
 
-def _split_of(mesh: DeviceMesh, part: Any, line: SourceLine) -> Split:
+def _split_of(mesh: DeviceMesh, part: Any, what: str, line: SourceLine) -> Split:
     """An axis by name or (GSPMD's dims mapping) number, or a split written out: Split, or (size, axis)."""
-    if isinstance(part, Split):
-        split = part
-    elif isinstance(part, tuple) and len(part) in (2, 3):
-        split = Split(*part)
-    elif isinstance(part, int) and not isinstance(part, bool):
-        if not 0 <= part < mesh.ndim:
+    number = as_int(part)
+    if number is not None:
+        if not 0 <= number < mesh.ndim:
             raise user_error(
-                "dims mapping: no such mesh axis", str(part), f"-1 (not split) or 0 to {mesh.ndim - 1} for {mesh}",
+                f"{what}: no such mesh axis", str(number), f"-1 (not split) or 0 to {mesh.ndim - 1} for {mesh}",
                 "Use the number of an axis.", line,
             )  # fmt: skip
-        split = Split(mesh.shape[part], mesh.names[part])
-    else:
-        split = Split(None, part) if part != STREAM else Split(None, STREAM)
-    return _sized(split, mesh, line)
+        return Split(mesh.shape[number], mesh.names[number])
+    if isinstance(part, str):
+        return _sized(Split(None, part), mesh, what, line)
+    if isinstance(part, tuple) and 1 <= len(part) <= 3:
+        return _sized(_checked_split(part, what, line), mesh, what, line)
+    raise _no_entry(what, part, line)
+
+
+def _checked_split(part: tuple[Any, ...], what: str, line: SourceLine) -> Split:
+    size, axis, pre = (*part, *(None, 1)[len(part) - 1 :])
+    found = Split(None if size is None else as_int(size), axis, as_int(pre) or 0)
+    wrong_size = size is not None and (found.size is None or found.size < 1)
+    if wrong_size or found.pre < 1 or not isinstance(axis, (str, type(None))):
+        raise _no_entry(what, part, line)
+    return found
+
+
+def _no_entry(what: str, part: Any, line: SourceLine) -> Exception:
+    return user_error(
+        f"{what}: not a way to split a dim", repr(part),
+        "None or -1, a mesh axis by name or number, a Split(size, axis), or a list of these", "Correct the entry.", line,
+    )  # fmt: skip
+
+
+def layouts_of_sharding(name: str, sharding: Sharding, ndim: int, line: SourceLine) -> tuple[Layout, ...]:
+    """The layouts of a `Sharding`. Raises DefinitionError where it is partial or of another number of dims."""
+    if sharding.partial:
+        raise user_error(
+            f"tensor {name}: an annotation must say where the elements are", f"{sharding}",
+            "a sharding without partial axes", "Leave the axis out: the reduction is then done here.", line,
+        )  # fmt: skip
+    if sharding.ndim != ndim:
+        raise user_error(
+            f"tensor {name}: the sharding has another number of dims", f"{sharding.ndim} in {sharding}", str(ndim),
+            "Give a layout for every dim.", line,
+        )  # fmt: skip
+    return layouts_of_spec(name, sharding.mesh, [list(layout) for layout in sharding.dims], ndim, line)
 
 
 def layouts_of_placements(
-    name: str, mesh: DeviceMesh, placements: Sequence[Any], ndim: int, line: SourceLine
+    name: str, mesh: DeviceMesh, placements: Any, ndim: int, line: SourceLine
 ) -> tuple[Layout, ...]:
     """Layouts from torch's DTensor placements, one per mesh axis. Raises DefinitionError for Partial."""
-    dims: list[list[Split]] = [[] for _ in range(ndim)]
-    if len(placements) != mesh.ndim:
+    listed = isinstance(placements, (list, tuple)) and all(hasattr(p, "is_shard") for p in placements)
+    if not listed or len(placements) != mesh.ndim:
         raise user_error(
-            f"placements of {name}: one per mesh axis", f"{len(placements)} for {mesh}", f"{mesh.ndim}",
-            "Use Replicate() for axes that do not shard it.", line,
+            f"tensor {name}: one placement per mesh axis", f"{placements!r} for {mesh}",
+            f"a Sharding, or a list of {mesh.ndim} placements", "Use Replicate() for axes that do not shard it.", line,
         )  # fmt: skip
+    dims: list[list[Split]] = [[] for _ in range(ndim)]
     for axis, size, placement in zip(mesh.names, mesh.shape, placements, strict=True):
         if placement.is_partial() or type(placement).__name__ == "_StridedShard":
             raise user_error(
-                f"placements of {name}: an annotation must say where the elements are", str(placement),
-                "Shard or Replicate", "Annotate the tensor that it is reduced to.", line,
+                f"tensor {name}: an annotation must say where the elements are", str(placement), "Shard or Replicate",
+                "Annotate the tensor that it is reduced to.", line,
             )  # fmt: skip
         if placement.is_shard():
-            dims[placement.dim % ndim].append(Split(size, axis))
+            dims[_placed_dim(name, placement, ndim, line)].append(Split(size, axis))
     return tuple(map(tuple, dims))
+
+
+def _placed_dim(name: str, placement: Any, ndim: int, line: SourceLine) -> int:
+    if not -ndim <= placement.dim < ndim:
+        raise user_error(
+            f"tensor {name}: the placement names a dim that it has not", str(placement), f"a dim below {ndim}",
+            "Name an existing dim.", line,
+        )  # fmt: skip
+    return placement.dim % ndim

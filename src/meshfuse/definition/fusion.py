@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ..dtypes import DataType, from_torch, scalar_dtype
+from ..dtypes import DataType, scalar_dtype
 from ..errors import SourceLine, caller_line, user_error
 from ..mesh import DeviceMesh
 from ..ops import COMPOSITES, OPS
-from ..ops.base import Call, FactorKind, OpDef, ParamKind, ScalarRef, TensorRef, TensorType, count_tensors
-from ..ops.binding import bind
+from ..ops.base import (
+    REQUIRED,
+    Call,
+    FactorKind,
+    OpDef,
+    ParamKind,
+    ScalarRef,
+    TensorRef,
+    TensorType,
+    count_tensors,
+)
+from ..ops.binding import bind, signature
 from ..scalars import FUNCTIONS, ScalarDef, result_dtype
 from ..sharding.value import Sharding
-from .annotation import Annotation, layouts_of_placements, layouts_of_spec
-from .loop import LoopDomain
+from .annotation import Annotation, layouts_of_placements, layouts_of_sharding, layouts_of_spec
+from .checks import (
+    checked_dtype,
+    checked_mesh,
+    checked_number,
+    checked_order,
+    checked_sizes,
+    composite_call,
+    mesh_of_torch,
+    plain_number,
+)
+from .loop import AxisView, LoopDomain, as_int
+from .namespaces import Fusion, OpNamespace
 from .tensor_view import TensorView, Val
 
 
@@ -29,6 +49,11 @@ class TensorDef:
     name: str
     line: SourceLine
     stride_order: tuple[int, ...] | None = None
+
+    @property
+    def label(self) -> str:
+        """The name after the script's own variable where its line shows one: `x (t0)`."""
+        return self.line.label(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +67,6 @@ class OpNode:
     line: SourceLine
 
 
-class OpNamespace:
-    """`fd.ops`: every op of the table and every composite, as a function."""
-
-    __slots__ = ("_fd",)
-
-    def __init__(self, fd: FusionDefinition):
-        self._fd = fd
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name in COMPOSITES:
-            return functools.partial(COMPOSITES[name], self._fd)
-        if name not in OPS:
-            raise AttributeError(f"meshfuse has no op {name!r}; it has {', '.join(sorted([*OPS, *COMPOSITES]))}")
-        return functools.partial(self._fd.call_with_keywords, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted([*OPS, *COMPOSITES])
-
-
 class DefinitionBuilder:
     """The part of `FusionDefinition` that defines and annotates."""
 
@@ -71,6 +77,8 @@ class DefinitionBuilder:
         self.inputs: list[TensorRef | ScalarRef] = []
         self.outputs: list[int] = []
         self.ops = OpNamespace(self)  # type: ignore[arg-type]
+        self.fusion = Fusion(self)  # type: ignore[arg-type]
+        self.history: list[TensorRef | ScalarRef | OpNode] = []
         self._annotations: dict[int, Annotation] = {}
         self._producers: dict[int, int] = {}
         self._open = True
@@ -88,48 +96,61 @@ class DefinitionBuilder:
         is_cpu: bool = False, stride_order: Sequence[int] | None = None, *, sizes: Sequence[int] | None = None,
         strides: Sequence[int] | None = None, static_sizes: bool = False, symbolic_sizes: Sequence[int] | None = None,
     ) -> TensorView:  # fmt: skip
-        """An input tensor. `shape` holds global sizes, -1 where the arguments decide (and must be more than 1 or not
-        broadcast). nvFuser's second form takes `sizes` and `strides` of an example tensor.
+        """An input tensor. `shape` holds global sizes, -1 where the arguments decide (and are more than 1).
 
-        Raises DefinitionError for sizes below -1.
-        """  # noqa: D205
+        nvFuser's second form takes `sizes` and `strides` of an example tensor. Raises DefinitionError for what is no
+        size, dtype or order of the dims.
+        """
+        line = self._changing()
         if strides is None and contiguity is not None and _are_strides(contiguity):
             strides = contiguity
         given = sizes if sizes is not None else shape if shape is not None else symbolic_sizes
-        example = strides is not None and not static_sizes
-        found = tuple(int(n) if not example or n == 1 else -1 for n in (given or ()))
-        if given is None or any(n < -1 for n in found):
-            raise user_error("define_tensor: shape", repr(given), "sizes >= -1", "Pass a list with one size per dim.", caller_line())
-        order = tuple(stride_order) if stride_order is not None else _order_of(strides)
-        tensor = self._new_tensor(TensorType(found, _dtype_of(dtype)), caller_line(), order)
-        self.inputs.append(tensor.ref)
-        return tensor
+        found = checked_sizes(given, line)
+        if strides is not None and not static_sizes:
+            found = tuple(n if n == 1 else -1 for n in found)
+        order = checked_order(stride_order, strides, found, line)
+        return self._new_input(TensorType(found, checked_dtype("define_tensor", dtype, line)), line, order)
 
     def from_pytorch(self, tensor: Any, static_sizes: bool = False) -> TensorView:
         """An input with the shape, strides and dtype of a torch tensor; of a DTensor also its sharding."""
+        line = self._changing()
+        if not all(hasattr(tensor, name) for name in ("shape", "dtype", "stride")):
+            raise user_error(
+                "from_pytorch", f"{type(tensor).__name__}", "a torch tensor", "Pass an example tensor.", line
+            )
         shape = tuple(tensor.shape)
         found = shape if static_sizes else tuple(n if n == 1 else -1 for n in shape)
-        out = self._new_tensor(TensorType(found, from_torch(tensor.dtype)), caller_line(), _order_of(tensor.stride()))
-        self.inputs.append(out.ref)
+        dtype = checked_dtype("from_pytorch", tensor.dtype, line)
+        out = self._new_input(
+            TensorType(found, dtype), line, checked_order(None, tensor.stride(), shape, line)
+        )
         if hasattr(tensor, "placements"):
             self.shard(out, tensor.placements, tensor.device_mesh)
         return out
 
     def define_scalar(self, value: Any = None, dtype: Any = None) -> Val:
         """A scalar input of this dtype; or, given a number, a constant."""
+        line = self._changing()
         if isinstance(value, DataType):
             value, dtype = None, value
-        found = from_torch(dtype) if dtype is not None else scalar_dtype(value) if value is not None else DataType.Double
-        made = ScalarDef("input", (), found) if value is None else ScalarDef("const", (value,), found)
-        out = self._new_scalar(made)
+        found = None if dtype is None else checked_dtype("define_scalar", dtype, line)
         if value is None:
+            out = self._new_scalar(ScalarDef("input", (), found or DataType.Double))
             self.inputs.append(out.ref)
-        return out
+            return out
+        number = checked_number("define_scalar", value, found, line)
+        return self._new_scalar(ScalarDef("const", (number,), found or scalar_dtype(number)))
 
     def define_vector(self, values: int | Sequence[Any], dtype: Any = DataType.Int) -> list[Val]:
         """Scalars: as many inputs as a number says, or one constant per entry of a list (-1 stays an open size)."""
-        if isinstance(values, int):
-            return [self.define_scalar(dtype=dtype) for _ in range(values)]
+        line = self._changing()
+        count = as_int(values)
+        if count is not None and count >= 0:
+            return [self.define_scalar(dtype=dtype) for _ in range(count)]
+        if not isinstance(values, (list, tuple)):
+            raise user_error(
+                "define_vector", repr(values), "how many scalars, or a list of numbers", "", line
+            )
         return [v if isinstance(v, Val) or v == -1 else self.define_scalar(v, dtype) for v in values]
 
     # ops --------------------------------------------------------------------------------------------------------
@@ -148,9 +169,20 @@ class DefinitionBuilder:
                 error.where = line  # type: ignore[attr-defined]
             raise
 
+    def call_composite(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Apply a function that is written in ops of the table."""
+        line = caller_line()
+        try:
+            self.check_open()
+            return composite_call(self, name, COMPOSITES[name], args, kwargs)
+        except ValueError as error:
+            if getattr(error, "where", line) is None:
+                error.where = line  # type: ignore[attr-defined]
+            raise
+
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
         if self._is_scalar_call(op, args, kwargs):
-            return self._scalar_op(op.name, [*args, *kwargs.values()])
+            return self._scalar_op(op, args, kwargs)
         bound = bind(op, args, kwargs, self._resolve)
         inputs = tuple(ref.id for ref in tensor_refs(bound))
         types = op.infer(Call(op, bound, tuple(self.tensors[i].type for i in inputs)))
@@ -158,34 +190,67 @@ class DefinitionBuilder:
         for tensor in made:
             self._producers[tensor.id] = len(self.nodes)
         self.nodes.append(OpNode(op, bound, inputs, tuple(t.id for t in made), line))
+        self.history.append(self.nodes[-1])
         return made[0] if len(made) == 1 else tuple(made)
 
     def _is_scalar_call(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         given = [*args, *kwargs.values()]
         numbers = (Val, bool, int, float, complex, DataType)
-        scalars_only = bool(given) and all(isinstance(a, numbers) for a in given)
-        return scalars_only and (op.name in FUNCTIONS or op.name == "cast") and any(isinstance(a, Val) for a in given)
+        scalars_only = bool(given) and all(isinstance(plain_number(a), numbers) for a in given)
+        return (
+            scalars_only
+            and (op.name in FUNCTIONS or op.name == "cast")
+            and any(isinstance(a, Val) for a in given)
+        )
 
-    def _scalar_op(self, name: str, operands: Sequence[Any]) -> Val:
-        refs = tuple(self._resolve(operand) for operand in operands)
-        if name == "cast":
-            return self._new_scalar(ScalarDef("cast", refs[:1], refs[1]))
+    def _scalar_op(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Val:
+        names = [param.name for param in op.params]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        required = [param.name for param in op.params if param.default is REQUIRED]
+        if (
+            len(args) > len(names)
+            or not set(required) <= set(given) <= set(names)
+            or len(given) < len(args) + len(kwargs)
+        ):
+            raise user_error(
+                f"{op.name} of scalars",
+                f"{len(args)} arguments {sorted(kwargs)}",
+                signature(op),
+                "Fix the call.",
+            )
+        refs = tuple(self._resolve(given.get(param.name, param.default)) for param in op.params)
+        if op.name == "cast":
+            return self._new_scalar(ScalarDef("cast", refs[:1], checked_dtype("cast", refs[1], None)))
         found = [self.scalars[r.id].dtype if isinstance(r, ScalarRef) else scalar_dtype(r) for r in refs]
-        return self._new_scalar(ScalarDef(name, refs, result_dtype(name, found)))
+        return self._new_scalar(ScalarDef(op.name, refs, result_dtype(op.name, found)))
 
     def size(self, tensor: TensorView, dim: int) -> Val:
         """The size of a dim as a scalar of the definition."""
-        ref = self._resolve(tensor)
-        ndim = tensor.ndim
-        if not -ndim <= dim < ndim:
-            raise user_error("size: dim out of range", f"dim {dim} of {tensor}", f"{-ndim} to {ndim - 1}", "", caller_line())
-        return self._new_scalar(ScalarDef("size", (ref, dim % ndim), DataType.Int))
+        line = self._changing()
+        ndim, place = self._own(tensor, "size", line).ndim, as_int(dim)
+        if place is None or not -ndim <= place < ndim:
+            raise user_error(
+                f"size of {tensor.label}: no such dim",
+                f"{dim!r}",
+                f"a dim of {tensor.type}",
+                "Pass an existing dim.",
+                line,
+            )
+        return self._new_scalar(ScalarDef("size", (tensor.ref, place % ndim), DataType.Int))
 
-    def add_output(self, tensor: TensorView | Val, alias_input: TensorView | None = None) -> None:
-        """Return a tensor from the program. Its order among the outputs is the order of these calls."""
-        if not isinstance(tensor, TensorView):
-            raise user_error("add_output", repr(tensor), "a tensor of this definition", "Outputs are tensors.", caller_line())
-        self.outputs.append(self._resolve(tensor).id)
+    def add_output(self, tensor: TensorView, alias_input: TensorView | None = None) -> None:
+        """Return a tensor from the program. Its order among the outputs is the order of these calls.
+
+        Raises DefinitionError for anything but a tensor of this definition, and for `alias_input`: nothing is written
+        into arguments.
+        """
+        line = self._changing()
+        if alias_input is not None:
+            raise user_error(
+                "add_output: alias_input", repr(alias_input), "None: meshfuse does not write into arguments",
+                "Return the tensor and copy it.", line,
+            )  # fmt: skip
+        self.outputs.append(self._own(tensor, "add_output", line).id)
 
     # annotations --------------------------------------------------------------------------------------------------
 
@@ -196,57 +261,67 @@ class DefinitionBuilder:
         or a list of `Split(size, axis)` for any factorisation. Raises DefinitionError for unknown or repeated axes, a
         wrong number of entries, or an annotation that contradicts an earlier one.
         """
-        line = caller_line()
-        ndim = self._checked(tensor, line).ndim
-        self._annotate(tensor, mesh, layouts_of_spec(tensor.name, mesh, spec, ndim, line), line)
+        line = self._changing()
+        ndim, mesh = self._own(tensor, "mesh_split", line).ndim, checked_mesh(mesh, line)
+        self._annotate(tensor, mesh, layouts_of_spec(tensor.label, mesh, spec, ndim, line), line)
 
     def shard(self, tensor: TensorView, sharding: Any, mesh: Any = None) -> None:
         """Annotate with a `Sharding`, or with DTensor placements and a (torch or meshfuse) device mesh."""
-        line = caller_line()
-        ndim = self._checked(tensor, line).ndim
+        line = self._changing()
+        ndim = self._own(tensor, "shard", line).ndim
         if isinstance(sharding, Sharding):
-            if sharding.partial:
-                raise user_error(
-                    f"tensor {tensor.name}: an annotation must say where the elements are", f"{sharding}",
-                    "a sharding without partial axes", "Leave the axis out: the reduction is then done here.", line,
-                )  # fmt: skip
-            self._annotate(tensor, sharding.mesh, sharding.dims, line)
+            layouts = layouts_of_sharding(tensor.label, sharding, ndim, line)
+            self._annotate(tensor, sharding.mesh, layouts, line)
             return
-        mesh = mesh if isinstance(mesh, DeviceMesh) else mesh_of_torch(mesh)
-        self._annotate(tensor, mesh, layouts_of_placements(tensor.name, mesh, sharding, ndim, line), line)
+        mesh = checked_mesh(mesh, line)
+        self._annotate(tensor, mesh, layouts_of_placements(tensor.label, mesh, sharding, ndim, line), line)
 
     def annotate_mesh(self, tensor: TensorView, mesh: Any) -> None:
         """nvFuser's set_device_mesh."""
-        line = caller_line()
-        self._checked(tensor, line)
-        found = self.annotation(tensor)
-        mesh = mesh if isinstance(mesh, DeviceMesh) else mesh_of_torch(mesh)
+        line = self._changing()
+        found, mesh = self.annotation(self._own(tensor, "set_device_mesh", line)), checked_mesh(mesh, line)
         if found.mesh is not None and found.mesh != mesh:
-            raise _contradiction(tensor.name, f"mesh {mesh}", f"mesh {found.mesh} at {found.line}", line)
+            raise _contradiction(tensor.label, f"mesh {mesh}", f"mesh {found.mesh} at {found.line}", line)
         found.mesh, found.line = mesh, line
 
     def _annotate(self, tensor: TensorView, mesh: DeviceMesh, dims: Sequence[Any], line: SourceLine) -> None:
         old = self._annotations.get(tensor.id)
-        new = Annotation(line, LoopDomain.of_layouts(dims, self._reduction_flags(tensor.id)), mesh)
-        if old is not None and old.mesh is not None:
-            before = (old.mesh, old.domain.layouts())
-            if before != (mesh, new.domain.layouts()):
-                raise _contradiction(tensor.name, f"{mesh} {new.domain}", f"{old.mesh} {old.domain} at {old.line}", line)
-        self._annotations[tensor.id] = new
+        domain = LoopDomain.of_layouts(dims, self._reduction_flags(tensor.id))
+        new = Annotation(line, domain, tensor.label, mesh, stated=True)
+        if old is not None:
+            self._check_agreement(tensor, old, new)
+            new.allocation, new.memory = old.allocation, old.memory
+        if old is None or old.mesh is None or old.meaning() != new.meaning():
+            self._annotations[tensor.id] = new
 
-    def _checked(self, tensor: TensorView, line: SourceLine) -> TensorView:
-        self.check_open()
+    def _check_agreement(self, tensor: TensorView, old: Annotation, new: Annotation) -> None:
+        """A mesh alone may be refined by what is said later; anything more must be said the same again."""
+        told = old.stated or any(leaf.axis is not None for leaf in old.domain.order)
+        same = (
+            old.meaning() == new.meaning() if told and old.mesh is not None else old.mesh in (None, new.mesh)
+        )
+        if not same:
+            before = f"{old.domain} on {old.mesh} at {old.line}"
+            raise _contradiction(tensor.label, f"{new.domain} on {new.mesh}", before, new.line)
+
+    def _own(self, tensor: Any, what: str, line: SourceLine) -> TensorView:
         if not isinstance(tensor, TensorView) or tensor.fd is not self:
             raise user_error(
-                "annotation", f"{tensor!r} of another definition" if isinstance(tensor, TensorView) else repr(tensor),
-                "a tensor of this definition", "Annotate the tensors that this FusionDefinition made.", line,
+                what, f"{tensor!r} of another definition" if isinstance(tensor, TensorView) else repr(tensor),
+                "a tensor of this definition", "Pass what this FusionDefinition's own calls returned.", line,
             )  # fmt: skip
         return tensor
+
+    def _changing(self) -> SourceLine:
+        """The user's line, in a definition that may still change."""
+        self.check_open()
+        return caller_line()
 
     def annotation(self, tensor: TensorView) -> Annotation:
         """The tensor's annotation, made empty where there is none."""
         if tensor.id not in self._annotations:
-            self._annotations[tensor.id] = Annotation(caller_line(), LoopDomain.whole(self._reduction_flags(tensor.id)))
+            domain = LoopDomain.whole(self._reduction_flags(tensor.id))
+            self._annotations[tensor.id] = Annotation(caller_line(), domain, tensor.label)
         return self._annotations[tensor.id]
 
     def is_annotated(self, tensor: TensorView) -> bool:
@@ -258,12 +333,43 @@ class DefinitionBuilder:
         """The annotations that name a mesh, by tensor."""
         return {i: a for i, a in sorted(self._annotations.items()) if a.mesh is not None}
 
+    @property
+    def all_annotations(self) -> Mapping[int, Annotation]:
+        """Those too that name no mesh."""
+        return dict(sorted(self._annotations.items()))
+
     def set_allocation(self, tensor: TensorView, loop: Sequence[Any]) -> None:
         """The memory order of a tensor's dims, from a list of its loop axes."""
+        line = self._changing()
         found = self.annotation(tensor)
-        dim_of = {id(leaf): d for d, root in enumerate(r for r in found.domain.roots if not r[0].reduction) for leaf in root}
-        dims = [dim_of[id(axis.leaf)] for axis in loop if id(axis.leaf) in dim_of]
-        found.allocation = tuple(dict.fromkeys(dims))
+        roots = [root for root in found.domain.roots if not root[0].reduction]
+        dim_of = {id(leaf): d for d, root in enumerate(roots) for leaf in root}
+        axes = (
+            [axis for axis in loop if isinstance(axis, AxisView)] if isinstance(loop, (list, tuple)) else []
+        )
+        dims = tuple(dict.fromkeys(dim_of[id(axis.leaf)] for axis in axes if id(axis.leaf) in dim_of))
+        if len(dims) != tensor.ndim:
+            raise user_error(
+                f"set_allocation_domain of {tensor.label}", repr(loop), f"axes of its loop domain {found.domain}, of every dim",
+                "Pass tv.get_loop_domain(), or a list of tv.axis(i).", line,
+            )  # fmt: skip
+        found.allocation = dims
+
+    def output_orders(self) -> list[tuple[int, ...] | None]:
+        """For every output nvFuser's stride order (0 is the fastest dim), None where its memory is row-major."""
+        return [self._order_of_output(tensor) for tensor in self.outputs]
+
+    def _order_of_output(self, tensor: int) -> tuple[int, ...] | None:
+        annotation = self._annotations.get(tensor)
+        ndim = self.tensors[tensor].type.ndim
+        order = None
+        if annotation is not None and annotation.allocation is not None:
+            order = tuple(ndim - 1 - annotation.allocation.index(d) for d in range(ndim))
+        elif tensor in self._producers:
+            node = self.nodes[self._producers[tensor]]
+            place = node.op.places.get("stride_order")
+            order = None if place is None else tuple(n % ndim for n in node.args[place])
+        return order if order != tuple(reversed(range(ndim))) else None
 
     def _reduction_flags(self, tensor: int) -> tuple[bool, ...]:
         """For every dim of the loop domain, True where it is a reduction of the op that makes the tensor.
@@ -281,9 +387,11 @@ class DefinitionBuilder:
         except (ValueError, TypeError):
             return kept
         reduced = {i for i, factor in enumerate(rule.factors) if factor.kind is FactorKind.REDUCE}
-        if len(rule.operands) == 1 and sum(kept) == 0 and len(rule.operands[0]) == len(kept) + len(reduced):
-            return tuple(bool(reduced.intersection(dim)) for dim in rule.operands[0])
-        return (*kept, *(True,) * len(reduced))
+        if len(rule.operands) != 1:
+            return (*kept, *(True,) * len(reduced))
+        if len(rule.operands[0]) != len(kept) + len(reduced):
+            return kept
+        return tuple(bool(reduced.intersection(dim)) for dim in rule.operands[0])
 
     def check_open(self) -> None:
         """Raises DefinitionError once the definition has run: its plans would not hold any more."""
@@ -298,11 +406,22 @@ class DefinitionBuilder:
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, (TensorView, Val)):
             if value.fd is not self:
-                raise user_error("op argument", f"{value!r} of another definition", "a value of this definition")
+                raise user_error(
+                    "op argument", f"{value!r} of another definition", "a value of this definition",
+                    "Pass what this FusionDefinition's own calls returned.",
+                )  # fmt: skip
             return value.ref
-        return value
+        return plain_number(value)
 
-    def _new_tensor(self, kind: TensorType, line: SourceLine, order: tuple[int, ...] | None = None) -> TensorView:
+    def _new_input(self, kind: TensorType, line: SourceLine, order: tuple[int, ...] | None) -> TensorView:
+        tensor = self._new_tensor(kind, line, order)
+        self.inputs.append(tensor.ref)
+        self.history.append(tensor.ref)
+        return tensor
+
+    def _new_tensor(
+        self, kind: TensorType, line: SourceLine, order: tuple[int, ...] | None = None
+    ) -> TensorView:
         ref = TensorRef(len(self.tensors))
         self.tensors.append(TensorDef(kind, f"t{ref.id}", line, order))
         return TensorView(self, ref)  # type: ignore[arg-type]
@@ -310,6 +429,7 @@ class DefinitionBuilder:
     def _new_scalar(self, made: ScalarDef) -> Val:
         ref = ScalarRef(len(self.scalars), made.dtype)
         self.scalars[ref.id] = made
+        self.history.append(ref)
         return Val(self, ref)  # type: ignore[arg-type]
 
 
@@ -320,12 +440,6 @@ def tensor_refs(args: Sequence[Any]) -> list[TensorRef]:
         if count_tensors(arg):
             out.extend((arg,) if isinstance(arg, TensorRef) else arg)
     return out
-
-
-def mesh_of_torch(mesh: Any) -> DeviceMesh:
-    """A meshfuse mesh of a `torch.distributed.DeviceMesh`, or of ranks."""
-    ranks = getattr(mesh, "mesh", mesh)
-    return DeviceMesh(ranks, getattr(mesh, "mesh_dim_names", None))
 
 
 def _contradiction(name: str, new: str, old: str, line: SourceLine) -> Exception:
@@ -342,19 +456,6 @@ def _known(kind: TensorType) -> TensorType:
 
 def _are_strides(contiguity: Any) -> bool:
     return isinstance(contiguity, (list, tuple)) and any(type(c) is int for c in contiguity)
-
-
-def _order_of(strides: Sequence[int] | None) -> tuple[int, ...] | None:
-    """nvFuser's stride order (the place of each dim, 0 the fastest); None for row-major."""
-    if strides is None:
-        return None
-    by_stride = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
-    order = tuple(len(strides) - 1 - by_stride.index(d) for d in range(len(strides)))
-    return order if order != tuple(reversed(range(len(strides)))) else None
-
-
-def _dtype_of(dtype: Any) -> DataType:
-    return from_torch(dtype)
 
 
 __all__ = ["DefinitionBuilder", "OpNode", "ParamKind", "TensorDef", "mesh_of_torch", "tensor_refs"]

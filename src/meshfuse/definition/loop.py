@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..errors import user_error
+from ..errors import caller_line, user_error
 from ..mesh import STREAM, ParallelType
 from ..sharding.layout import Layout, Split
 
@@ -47,25 +48,43 @@ class LoopDomain:
         roots = [[Leaf(None, reduction=True)] if flag else _leaves(next(rest)) for flag in reduction_flags]
         return cls(roots, [leaf for root in roots for leaf in root], sum(reduction_flags))
 
-    def place(self, axis: int, what: str) -> int:
+    def place(self, axis: Any, what: str) -> int:
         """The axis counted from the front. Raises DefinitionError where there is none."""
-        if not -len(self.order) <= axis < len(self.order):
+        found = as_int(axis)
+        if found is None or not -len(self.order) <= found < len(self.order):
             raise user_error(
-                f"{what}: axis out of range", f"axis {axis} of the loop domain {self}",
-                f"{-len(self.order)} to {len(self.order) - 1}", "Count the axes after the splits made so far.",
+                f"{what}: no such axis", f"axis {axis!r} of the loop domain {self}", self._places(),
+                "Count the axes after the splits made so far.", caller_line(),
             )  # fmt: skip
-        return axis % len(self.order)
+        return found % len(self.order)
+
+    def _places(self) -> str:
+        return (
+            f"a number from {-len(self.order)} to {len(self.order) - 1}"
+            if self.order
+            else "a tensor with dims"
+        )
 
     def split(self, axis: int, factor: int, inner: bool) -> None:
         """Split an axis in two, `factor` being the size of the inner (or else the outer) one."""
         what = "inner_split" if inner else "outer_split"
-        if not isinstance(factor, int) or factor < 1:
-            raise user_error(f"{what}: factor", repr(factor), "an int >= 1", "Pass how many parts to cut the axis into.")
+        size = as_int(factor)
+        if size is None or size < 1:
+            raise user_error(
+                f"{what}: factor",
+                repr(factor),
+                "an int >= 1",
+                "Pass how many parts to cut the axis into.",
+                caller_line(),
+            )
         place = self.place(axis, what)
         leaf = self.order[place]
         if leaf.axis is not None:
-            raise user_error(f"{what}: the axis is parallelized", str(leaf), "an axis that is not", "Split it before parallelizing.")
-        parts = _halves(leaf, factor, inner, what)
+            raise user_error(
+                f"{what}: axis {place} is parallelized", f"{leaf} in {self}", "an axis that is not",
+                "Split it before parallelizing.", caller_line(),
+            )  # fmt: skip
+        parts = _halves(leaf, size, inner, what)
         self.order[place : place + 1] = parts
         root = next(root for root in self.roots if any(other is leaf for other in root))
         at = next(i for i, other in enumerate(root) if other is leaf)
@@ -73,7 +92,13 @@ class LoopDomain:
 
     def reorder(self, moves: Mapping[int, int]) -> None:
         """Move axes: old position to new position; the others keep their order (nvFuser's reorder)."""
-        placed = {self.place(new, "reorder"): self.order[self.place(old, "reorder")] for old, new in moves.items()}
+        pairs = [(self.place(old, "reorder"), self.place(new, "reorder")) for old, new in moves.items()]
+        if any(len(set(side)) != len(pairs) for side in zip(*pairs, strict=True)):
+            raise user_error(
+                "reorder: a position is named twice", str(dict(moves)), "each old and each new position once",
+                "Correct the mapping.", caller_line(),
+            )  # fmt: skip
+        placed = {new: self.order[old] for old, new in pairs}
         rest = iter([leaf for leaf in self.order if not any(leaf is moved for moved in placed.values())])
         self.order = [placed[i] if i in placed else next(rest) for i in range(len(self.order))]
 
@@ -105,24 +130,36 @@ def _halves(leaf: Leaf, factor: int, inner: bool, what: str) -> list[Leaf]:
         if leaf.size % factor:
             raise user_error(
                 f"{what}: an axis of known size must split evenly", f"size {leaf.size} by {factor}",
-                f"a divisor of {leaf.size}", "Split the dim by the product first.",
+                f"a divisor of {leaf.size}", "Split the dim by the product first.", caller_line(),
             )  # fmt: skip
         rest = leaf.size // factor
     sizes = (rest, factor) if inner else (factor, rest)
     return [Leaf(size, None, leaf.reduction) for size in sizes]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class AxisView:
-    """One axis of a tensor's loop domain, as `tv.axis(i)` gives it."""
+    """One axis of a tensor's loop domain, as `tv.axis(i)` gives it. `check` raises once the definition is closed."""
 
     domain: LoopDomain
     leaf: Leaf
+    check: Callable[[], None]
 
     def parallelize(self, kind: ParallelType) -> None:
-        """Bind the axis to a mesh axis or a stream; `ParallelType.serial` unbinds it."""
-        self.leaf.axis = _axis_name(kind)
-        self.leaf.pre = WHOLE_AXIS if self.is_device_dim() else 1
+        """Bind the axis to a mesh axis or a stream; `ParallelType.serial` unbinds it.
+
+        Raises DefinitionError where it is bound to something else already.
+        """
+        self.check()
+        axis = _axis_name(kind)
+        if None not in (axis, self.leaf.axis) and axis != self.leaf.axis:
+            raise user_error(
+                "parallelize: the axis is bound already", f"{self.leaf.axis} on {self.leaf} in {self.domain}", "a free axis",
+                "Unbind it with ParallelType.serial first.", caller_line(),
+            )  # fmt: skip
+        if axis != self.leaf.axis:
+            self.leaf.axis = axis
+            self.leaf.pre = WHOLE_AXIS if self.is_device_dim() else 1
 
     def is_parallelized(self) -> bool:
         return self.leaf.axis is not None
@@ -133,7 +170,7 @@ class AxisView:
     def is_reduction(self) -> bool:
         return self.leaf.reduction
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return str(self.leaf)
 
 
@@ -145,6 +182,24 @@ KIND_OF_NAME = {name: kind for kind, name in PARALLEL_NAMES.items()}
 
 
 def _axis_name(kind: ParallelType) -> str | None:
+    if not isinstance(kind, ParallelType):
+        raise user_error(
+            "parallelize",
+            repr(kind),
+            f"one of {list(ParallelType)}",
+            "Pass an mf.ParallelType.",
+            caller_line(),
+        )
     if kind is ParallelType.serial:
         return None
     return STREAM if kind is ParallelType.stream else PARALLEL_NAMES[kind]
+
+
+def as_int(value: Any) -> int | None:
+    """The int that a Python int, numpy integer or the like stands for; None for anything else, bools included."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return value.__index__()
+    except TypeError:
+        return None

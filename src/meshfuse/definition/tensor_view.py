@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DataType
-from ..errors import user_error
+from ..errors import caller_line, user_error
 from ..mesh import DeviceMesh, ParallelType
 from ..ops.base import ScalarRef, TensorRef, TensorType
-from .loop import AxisView, LoopDomain
+from .loop import AxisView, Leaf, LoopDomain, as_int
 
 if TYPE_CHECKING:
     from .fusion import FusionDefinition
@@ -25,6 +25,12 @@ class Arithmetic:
     def _op(self, name: str, *operands: Any) -> Any:
         return self.fd.call(name, operands)
 
+    def __bool__(self) -> bool:
+        raise user_error(
+            "a value of a definition has no truth value", repr(self), "an op of the definition",
+            "Use fd.ops.where to choose by it, or 'is None' to ask whether there is one.", caller_line(),
+        )  # fmt: skip
+
 
 def _operator(op: str, swapped: bool) -> Callable[..., Any]:
     if swapped:
@@ -39,7 +45,15 @@ for _python, _name in {
 }.items():  # fmt: skip
     setattr(Arithmetic, f"__{_python}__", _operator(_name, False))
     setattr(Arithmetic, f"__r{_python}__", _operator(_name, True))
-for _python, _name in {"lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "neg": "neg", "invert": "bitwise_not", "abs": "abs"}.items():
+for _python, _name in {
+    "lt": "lt",
+    "le": "le",
+    "gt": "gt",
+    "ge": "ge",
+    "neg": "neg",
+    "invert": "bitwise_not",
+    "abs": "abs",
+}.items():
     setattr(Arithmetic, f"__{_python}__", _operator(_name, False))
 
 
@@ -80,6 +94,11 @@ class TensorView(Arithmetic):
         return self.fd.tensors[self.ref.id].name
 
     @property
+    def label(self) -> str:
+        """The name after the script's own variable where its line shows one: `x (t0)`."""
+        return self.fd.tensors[self.ref.id].label
+
+    @property
     def ndim(self) -> int:
         """The number of (logical) dims."""
         return self.type.ndim
@@ -99,7 +118,9 @@ class TensorView(Arithmetic):
         return self.ndim
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError(f"a TensorView is not iterable; {self.name} has {self.ndim} dims: use fd.ops.slice or select")
+        raise TypeError(
+            f"a TensorView is not iterable: {self.label} has {self.ndim} dims; use fd.ops.slice or select"
+        )
 
     def __repr__(self) -> str:
         return f"TensorView({self.name}: {self.type})"
@@ -125,7 +146,10 @@ class TensorView(Arithmetic):
         """An axis of the loop domain, to parallelize or ask."""
         self.fd.check_open()
         domain = self._domain
-        return AxisView(domain, domain.order[domain.place(index, "axis")])
+        return self._view(domain, domain.order[domain.place(index, f"axis of {self.label}")])
+
+    def _view(self, domain: LoopDomain, leaf: Leaf) -> AxisView:
+        return AxisView(domain, leaf, self.fd.check_open)
 
     def split(self, axis: int, factor: int, inner_split: bool = True) -> TensorView:
         """Split a loop axis; the inner part has size `factor` (the outer one with inner_split=False)."""
@@ -144,9 +168,18 @@ class TensorView(Arithmetic):
     def reorder(self, moves: Mapping[int, int] | Sequence[int]) -> TensorView:
         """Move loop axes; a mapping old → new, or for every new position the old one."""
         self.fd.check_open()
-        mapping = moves if isinstance(moves, Mapping) else {old: new for new, old in enumerate(moves)}
-        self._domain.reorder(mapping)
+        self._domain.reorder(self._moves(moves))
         return self
+
+    def _moves(self, moves: Any) -> Mapping[int, int]:
+        if isinstance(moves, Mapping):
+            return moves
+        if not isinstance(moves, (list, tuple)) or len(moves) > len(self._domain.order):
+            raise user_error(
+                f"reorder of {self.label}", repr(moves), "{old: new, ...}, or the old position for every new one",
+                f"Its loop domain is {self._domain}.", caller_line(),
+            )  # fmt: skip
+        return {old: new for new, old in enumerate(moves)}
 
     def swizzle1d(self, axis: int, kind: ParallelType) -> TensorView:
         """Let every rank begin its loop over the axis at its own place (a ring); the layout stays as it is."""
@@ -161,27 +194,35 @@ class TensorView(Arithmetic):
         """
         self.fd.check_open()
         domain = self._domain
-        chosen = [domain.order[domain.place(axis, "rfactor")] for axis in axes]
+        chosen = [domain.order[domain.place(axis, "rfactor")] for axis in _listed(axes)]
         if not chosen or not all(leaf.reduction for leaf in chosen):
             raise user_error(
-                f"rfactor of {self.name}: only reduction axes can be factored out", f"axes {list(axes)} of {domain}",
-                "axes shown as r{...}", "Pass the positions of reduction axes.",
+                f"rfactor of {self.label}: only reduction axes can be factored out", f"axes {axes} of {domain}",
+                "axes shown as r{...}", "Pass the positions of reduction axes.", caller_line(),
             )  # fmt: skip
         return TensorView(self.fd, self.ref, domain)
 
     def set_allocation_domain(self, loop: Sequence[Any], contiguity: Any = True) -> None:
-        """Lay the tensor out in memory in the order of these loop axes, major to minor."""
+        """Lay the tensor out in memory in the order of these loop axes, major to minor.
+
+        Outputs come back with such strides. Raises DefinitionError unless every dim is there.
+        """
         self.fd.set_allocation(self, loop)
 
     def get_loop_domain(self) -> list[AxisView]:
         domain = self._domain
-        return [AxisView(domain, leaf) for leaf in domain.order]
+        return [self._view(domain, leaf) for leaf in domain.order]
 
     def get_logical_domain(self) -> list[AxisView]:
         """The first loop axis of every dim that is no reduction."""
         domain = self._domain
-        return [AxisView(domain, root[0]) for root in domain.roots if not root[0].reduction]
+        return [self._view(domain, root[0]) for root in domain.roots if not root[0].reduction]
 
     def set_memory_type(self, kind: Any) -> None:
         """Accepted for nvFuser's symmetric memory; a hint that changes no value."""
+        self.fd.check_open()
         self.fd.annotation(self).memory = str(kind)
+
+
+def _listed(axes: Any) -> Sequence[Any]:
+    return (axes,) if as_int(axes) is not None or not isinstance(axes, (list, tuple)) else axes

@@ -35,7 +35,9 @@ class Bill:
         return sum(entry.wire for entry in self.entries)
 
     def to_json(self) -> str:
-        return json.dumps({"total": self.total, "entries": [asdict(entry) for entry in self.entries]}, indent=1)
+        return json.dumps(
+            {"total": self.total, "entries": [asdict(entry) for entry in self.entries]}, indent=1
+        )
 
     def __str__(self) -> str:
         if not self.entries:
@@ -46,7 +48,10 @@ class Bill:
         widths = [max(len(row[c]) for row in rows) for c in range(6)]
         lines = []
         for row in rows:
-            cells = [cell.rjust(w) if c == 2 else cell.ljust(w) for c, (cell, w) in enumerate(zip(row, widths, strict=True))]
+            cells = [
+                cell.rjust(w) if c == 2 else cell.ljust(w)
+                for c, (cell, w) in enumerate(zip(row, widths, strict=True))
+            ]
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
 
@@ -64,7 +69,12 @@ def bill_of(compiled: CompiledProgram) -> Bill:
             continue
         tensor = graph.tensors[resharded.values[step.source].tensor]
         ranks = {*step.move.src.mesh.ranks, *step.move.dst.mesh.ranks}
-        wire = max(wire_elements(step.move, tensor.type.shape, rank) for rank in ranks) * tensor.type.dtype.itemsize
+        wire = (
+            max(wire_elements(step.move, tensor.type.shape, rank) for rank in ranks)
+            * tensor.type.dtype.itemsize
+        )
         axes = ",".join(map(str, step.move.axes))
-        entries.append(Entry(step.move.kind.value, axes, tensor.label, wire, step.why, str(step.line), str(step.move)))
+        entries.append(
+            Entry(step.move.kind.value, axes, tensor.label, wire, step.why, str(step.line), str(step.move))
+        )
     return Bill(tuple(entries))

@@ -1,10 +1,223 @@
-"""`repr` of a definition: Python that rebuilds it."""
+"""`repr` of a definition: Python that rebuilds it, annotations included; and when two definitions are equal."""
 
 from __future__ import annotations
 
-from ..definition.fusion import DefinitionBuilder
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..definition.annotation import Annotation
+from ..definition.fusion import DefinitionBuilder, OpNode
+from ..definition.loop import KIND_OF_NAME, Leaf, LoopDomain
+from ..dtypes import DataType
+from ..mesh import STREAM, DeviceMesh, ParallelType
+from ..ops import COMPOSITES
+from ..ops.base import REQUIRED, Param, ScalarRef, TensorRef
+
+_INDENT = "    "
 
 
 def definition_source(fd: DefinitionBuilder) -> str:
-    """Python text that defines an equal `fd`, annotations included."""
-    return f"<FusionDefinition of {len(fd.nodes)} ops>"
+    """Python text that defines an equal `fd`: composites as the ops they are made of, tensors under their numbers."""
+    meshes = {mesh: f"mesh{i}" for i, mesh in enumerate(_meshes(fd))}
+    lines = ["import meshfuse as mf", ""]
+    lines += [f"{name} = mf.{mesh!r}" for mesh, name in meshes.items()]
+    seed = getattr(fd, "seed", 0)
+    lines.append(f"with mf.FusionDefinition({f'seed={seed}' if seed else ''}) as fd:")
+    body = [_step(fd, step) for step in fd.history]
+    body += [f"fd.add_output(t{i})" for i in fd.outputs]
+    for tensor, annotation in fd.all_annotations.items():
+        body += _annotation(f"t{tensor}", annotation, meshes)
+    return "\n".join([*lines, *(_INDENT + line for line in body or ["pass"])]) + "\n"
+
+
+def same_definition(a: DefinitionBuilder, b: DefinitionBuilder) -> bool:
+    """True where two definitions have equal inputs, ops, outputs and annotations (source lines may differ)."""
+    return _facts(a) == _facts(b)
+
+
+def _facts(fd: DefinitionBuilder) -> tuple[Any, ...]:
+    """All that a definition says. Numbers as text: nan equals itself, and 1, 1.0 and True differ."""
+    nodes = [(node.op.name, repr(node.args), node.inputs, node.outputs) for node in fd.nodes]
+    notes = {i: _annotation_facts(a) for i, a in fd.all_annotations.items() if _says_something(a)}
+    tensors = [(made.type, made.stride_order) for made in fd.tensors]
+    return (tensors, repr(fd.scalars), nodes, fd.inputs, fd.outputs, notes, getattr(fd, "seed", 0))
+
+
+def _annotation_facts(annotation: Annotation) -> tuple[Any, ...]:
+    leaves = {id(leaf): place for place, leaf in enumerate(annotation.domain.order)}
+    roots = [
+        [(leaf.size, leaf.axis, leaf.reduction, leaf.swizzled, leaf.pre, leaves[id(leaf)]) for leaf in root]
+        for root in annotation.domain.roots
+    ]
+    return (annotation.mesh, roots, annotation.allocation, annotation.memory)
+
+
+def _meshes(fd: DefinitionBuilder) -> list[DeviceMesh]:
+    return list(dict.fromkeys(a.mesh for a in fd.all_annotations.values() if a.mesh is not None))
+
+
+# inputs, scalars and ops -------------------------------------------------------------------------------------------
+
+
+def _step(fd: DefinitionBuilder, step: TensorRef | ScalarRef | OpNode) -> str:
+    if isinstance(step, TensorRef):
+        return _input(fd, step)
+    return _scalar(fd, step) if isinstance(step, ScalarRef) else _op(step)
+
+
+def _input(fd: DefinitionBuilder, ref: TensorRef) -> str:
+    made = fd.tensors[ref.id]
+    order = f", stride_order={list(made.stride_order)}" if made.stride_order is not None else ""
+    return f"t{ref.id} = fd.define_tensor({list(made.type.shape)}, dtype={_text(made.type.dtype)}{order})"
+
+
+def _scalar(fd: DefinitionBuilder, ref: ScalarRef) -> str:
+    made, name = fd.scalars[ref.id], f"s{ref.id}"
+    if made.op == "input":
+        return f"{name} = fd.define_scalar(dtype={_text(made.dtype)})"
+    if made.op == "const":
+        return f"{name} = fd.define_scalar({_text(made.operands[0])}, dtype={_text(made.dtype)})"
+    if made.op == "size":
+        return f"{name} = {_text(made.operands[0])}.size({made.operands[1]})"
+    operands = [*made.operands, made.dtype] if made.op == "cast" else made.operands
+    return f"{name} = fd.ops.{made.op}({', '.join(map(_text, operands))})"
+
+
+def _op(node: OpNode) -> str:
+    made = ", ".join(f"t{i}" for i in node.outputs)
+    pairs = list(zip(node.op.params, node.args, strict=True))
+    plain = [_text(arg) for param, arg in pairs if param.default is REQUIRED]
+    named = [(param.name, _text(arg)) for param, arg in pairs if not _is_default(param, arg)]
+    if node.op.name in COMPOSITES:  # `fd.ops` has a function of that name that gives something else
+        keywords = ", ".join(f"{name!r}: {text}" for name, text in named)
+        return f"{made} = fd.call({node.op.name!r}, [{', '.join(plain)}], {{{keywords}}})"
+    return (
+        f"{made} = fd.ops.{node.op.name}({', '.join([*plain, *(f'{name}={text}' for name, text in named)])})"
+    )
+
+
+def _is_default(param: Param, arg: Any) -> bool:
+    return param.default is REQUIRED or (
+        type(arg) is type(param.default) and repr(arg) == repr(param.default)
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, TensorRef):
+        return f"t{value.id}"
+    if isinstance(value, ScalarRef):
+        return f"s{value.id}"
+    if isinstance(value, DataType):
+        return f"mf.{value!r}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, complex):
+        return f"complex({_text(value.real)}, {_text(value.imag)})"
+    is_special = isinstance(value, float) and repr(value).lstrip("-") in ("nan", "inf")
+    return f'float("{value}")' if is_special else repr(value)
+
+
+# annotations -------------------------------------------------------------------------------------------------------
+
+
+def _says_something(annotation: Annotation) -> bool:
+    domain = annotation.domain
+    edited = (
+        len(domain.order) > len(domain.roots)
+        or not _in_order(domain)
+        or any(leaf.axis or leaf.swizzled for leaf in domain.order)
+    )
+    return (
+        annotation.mesh is not None
+        or edited
+        or annotation.allocation is not None
+        or annotation.memory is not None
+    )
+
+
+def _in_order(domain: LoopDomain) -> bool:
+    flat = [leaf for root in domain.roots for leaf in root]
+    return all(a is b for a, b in zip(flat, domain.order, strict=True))
+
+
+def _annotation(name: str, annotation: Annotation, meshes: dict[DeviceMesh, str]) -> Iterator[str]:
+    """`mesh_split` for what it can say; nvFuser's calls, in an order that works, for everything else."""
+    mesh = meshes.get(annotation.mesh) if annotation.mesh is not None else None
+    roots = annotation.domain.roots
+    written = [root for root in roots if not root[0].reduction] if annotation.stated else []
+    if annotation.stated:
+        yield f"fd.mesh_split({name}, {mesh}, [{', '.join(_entry(root, annotation.mesh) for root in written)}])"
+    elif mesh is not None:
+        yield f"{name}.set_device_mesh({mesh})"
+    for place, root in enumerate(roots):
+        if not any(root is done for done in written):
+            yield from _splits(name, sum(len(done) for done in roots[:place]), root)
+    yield from _reordered(name, annotation.domain)
+    for place, leaf in enumerate(annotation.domain.order):
+        yield from _marks(f"{name}.axis({place})", name, place, leaf, _is_written(leaf, written))
+    if annotation.allocation is not None:
+        places = [_first_place(annotation.domain, d) for d in annotation.allocation]
+        yield f"{name}.set_allocation_domain([{', '.join(f'{name}.axis({p})' for p in places)}])"
+    if annotation.memory is not None:
+        yield f"{name}.set_memory_type({annotation.memory!r})"
+
+
+def _entry(root: Sequence[Leaf], mesh: DeviceMesh | None) -> str:
+    """One dim of a `mesh_split`. Factors that were bound later, in nvFuser's way, are free in it."""
+    leaves = [Leaf(leaf.size) if leaf.pre == 0 else leaf for leaf in root]
+    if leaves[-1].size is None and leaves[-1].axis is None:
+        leaves.pop()  # mesh_split adds what remains of the dim
+    if not leaves:
+        return "None"
+    parts = [_factor(leaf, mesh) for leaf in leaves]
+    return parts[0] if len(parts) == 1 and parts[0].startswith("'") else f"[{', '.join(parts)}]"
+
+
+def _factor(leaf: Leaf, mesh: DeviceMesh | None) -> str:
+    if (
+        mesh is not None
+        and leaf.axis in mesh.names
+        and (leaf.size, leaf.pre) == (mesh.axis_size(leaf.axis), 1)
+    ):
+        return repr(leaf.axis)
+    if leaf.axis == STREAM and leaf.size is None:
+        return repr(STREAM)
+    arguments = [
+        str(leaf.size),
+        *([repr(leaf.axis)] if leaf.axis else []),
+        *([str(leaf.pre)] if leaf.pre != 1 else []),
+    ]
+    return f"mf.Split({', '.join(arguments)})"
+
+
+def _is_written(leaf: Leaf, written: Sequence[Sequence[Leaf]]) -> bool:
+    return leaf.pre != 0 and any(leaf is other for root in written for other in root)
+
+
+def _splits(name: str, place: int, root: Sequence[Leaf]) -> Iterator[str]:
+    """The splits that make a dim's leaves out of one: outer ones up to the free one, then inner ones from the end."""
+    free = next(i for i, leaf in enumerate(root) if leaf.size is None)
+    for i, leaf in enumerate(root[:free]):
+        yield f"{name}.outer_split({place + i}, {leaf.size})"
+    for leaf in reversed(root[free + 1 :]):
+        yield f"{name}.inner_split({place + free}, {leaf.size})"
+
+
+def _reordered(name: str, domain: LoopDomain) -> Iterator[str]:
+    flat = [id(leaf) for root in domain.roots for leaf in root]
+    moves = {flat.index(id(leaf)): new for new, leaf in enumerate(domain.order)}
+    if any(old != new for old, new in moves.items()):
+        yield f"{name}.reorder({dict(sorted(moves.items()))})"
+
+
+def _marks(axis: str, name: str, place: int, leaf: Leaf, written: bool) -> Iterator[str]:
+    if leaf.axis is not None and not written:
+        kind = ParallelType.stream if leaf.axis == STREAM else KIND_OF_NAME[leaf.axis]
+        yield f"{axis}.parallelize(mf.{kind!r})"
+    if leaf.swizzled:
+        yield f"{name}.swizzle1d({place}, mf.ParallelType.stream)"
+
+
+def _first_place(domain: LoopDomain, dim: int) -> int:
+    root = [root for root in domain.roots if not root[0].reduction][dim]
+    return next(place for place, leaf in enumerate(domain.order) if any(leaf is other for other in root))

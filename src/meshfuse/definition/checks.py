@@ -1,0 +1,152 @@
+"""Checks of what a user passes to the calls of a definition."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..dtypes import DataType, from_torch, scalar_dtype
+from ..errors import MeshfuseError, SourceLine, user_error
+from ..mesh import DeviceMesh
+from .loop import as_int
+from .tensor_view import TensorView
+
+_LARGEST = 2**63 - 1
+
+
+def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:
+    """Sizes of an input tensor, -1 for open ones. Raises DefinitionError for anything else."""
+    is_list = not isinstance(given, str) and hasattr(given, "__len__") and hasattr(given, "__iter__")
+    found = tuple(map(as_int, given)) if is_list else (None,)
+    if any(n is None or not -1 <= n <= _LARGEST for n in found):
+        raise user_error(
+            "define_tensor: shape", repr(given), "a list of ints >= -1, one per dim",
+            "Give every dim's size, -1 where the arguments decide it.", line,
+        )  # fmt: skip
+    return found  # type: ignore[return-value]
+
+
+def checked_dtype(what: str, dtype: Any, line: SourceLine | None) -> DataType:
+    """A DataType from nvFuser's or torch's name of it. Raises DefinitionError for anything else."""
+    try:
+        return from_torch(dtype)
+    except (ValueError, TypeError):
+        raise user_error(
+            f"{what}: dtype",
+            repr(dtype),
+            "an mf.DataType or a torch.dtype",
+            "Pass mf.DataType.Float, for example.",
+            line,
+        ) from None
+
+
+def checked_order(order: Any, strides: Any, shape: Sequence[int], line: SourceLine) -> tuple[int, ...] | None:
+    """nvFuser's stride order (the place of each dim, 0 the fastest), given or read off strides; None for row-major.
+
+    Raises DefinitionError where it does not order the dims.
+    """
+    if order is None and strides is None:
+        return None
+    given, what = (order, "stride_order") if order is not None else (strides, "strides")
+    found = tuple(map(as_int, given)) if isinstance(given, (list, tuple)) else (None,)
+    if (
+        None in found
+        or len(found) != len(shape)
+        or (order is not None and sorted(_wrapped(found)) != [*range(len(shape))])
+    ):
+        raise user_error(
+            f"define_tensor: {what}", repr(given), f"{len(shape)} ints, one per dim"
+            + (", each of 0 (the fastest) up once" if order is not None else ""), "Correct it or leave it out.", line,
+        )  # fmt: skip
+    result = _wrapped(found) if order is not None else _order_of(found)
+    return result if result != tuple(reversed(range(len(shape)))) else None
+
+
+def _wrapped(order: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(n + len(order) if n < 0 else n for n in order)
+
+
+def _order_of(strides: Sequence[Any]) -> tuple[int, ...]:
+    by_stride = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
+    return tuple(len(strides) - 1 - by_stride.index(d) for d in range(len(strides)))
+
+
+def plain_number(value: Any) -> Any:
+    """A Python number for a number of numpy's; everything else as it is."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLine) -> Any:
+    """A Python number that the dtype can hold. Raises DefinitionError for anything else."""
+    number = plain_number(value)
+    if not isinstance(number, (bool, int, float, complex)):
+        raise user_error(
+            what, f"{value!r} ({type(value).__name__})", "a number", "Pass a Python number.", line
+        )
+    if not fits(number, dtype):
+        assert dtype is not None
+        raise user_error(what, repr(number), f"a number that {dtype.name} holds", "Pass a wider dtype.", line)
+    return number
+
+
+def fits(number: Any, dtype: DataType | None) -> bool:
+    """True where a scalar of the dtype can be this number (a float may be rounded, a bool may count as an int)."""
+    if dtype is None:
+        return True
+    small = not isinstance(number, int) or -_LARGEST - 1 <= number <= _LARGEST
+    return small and scalar_dtype(number).category <= dtype.category
+
+
+def checked_mesh(mesh: Any, line: SourceLine) -> DeviceMesh:
+    """A mesh from one of ours, from torch's, or from ranks. Raises DefinitionError for anything else."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    try:
+        return mesh_of_torch(mesh)
+    except MeshfuseError as error:
+        error.where = line
+        raise
+    except (TypeError, ValueError):
+        raise user_error(
+            "mesh", repr(mesh), "an mf.DeviceMesh or a torch DeviceMesh", "Pass a mesh.", line
+        ) from None
+
+
+def mesh_of_torch(mesh: Any) -> DeviceMesh:
+    """A meshfuse mesh of a `torch.distributed.DeviceMesh`, or of ranks."""
+    ranks = getattr(mesh, "mesh", mesh)
+    return DeviceMesh(ranks, getattr(mesh, "mesh_dim_names", None))
+
+
+def composite_call(
+    fd: Any, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a composite. Raises DefinitionError for arguments that it does not have or cannot work with."""
+    called, usage = inspect.signature(function), _usage(name, function)
+    try:
+        bound = called.bind(fd, *args, **kwargs)
+    except TypeError as error:
+        raise user_error(f"{name}: {error}", "", "", f"Call it as {usage}.") from None
+    first = next((value for place, value in enumerate(bound.args) if place == 1), None)
+    if not isinstance(first, TensorView):
+        raise user_error(
+            f"{name}: the first argument", f"{first!r} ({type(first).__name__})", "a tensor of this definition",
+            f"Call it as {usage}.",
+        )  # fmt: skip
+    try:
+        return function(*bound.args, **bound.kwargs)
+    except (TypeError, AttributeError) as error:
+        raise user_error(
+            f"{name}: an argument is of the wrong kind", str(error), "", f"Call it as {usage}."
+        ) from error
+
+
+@functools.cache
+def _usage(name: str, function: Callable[..., Any]) -> str:
+    params = list(inspect.signature(function).parameters.values())[1:]
+    parts = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in params]
+    return f"{name}({', '.join(parts)})"
