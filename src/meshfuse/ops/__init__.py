@@ -14,11 +14,14 @@ from . import (
     scans,
     shape,
     statistics,
+    windows,
 )
 from .base import OpDef
 from .composite import COMPOSITES
 
-_FAMILIES = (pointwise, reductions, statistics, scans, matmul, reshape, shape, indexing, factories, attention, products)
+_FAMILIES = (
+    pointwise, reductions, statistics, scans, matmul, reshape, shape, windows, indexing, factories, attention, products,
+)  # fmt: skip
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
 
 __all__ = ["COMPOSITES", "OPS"]

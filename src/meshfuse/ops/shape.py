@@ -1,11 +1,13 @@
-"""Ops that move or repeat elements along dims: broadcast, expand, squeeze, permute, slice, cat, pad, stride_order."""
+"""Ops that move or repeat elements along dims: broadcast, expand, squeeze, permute, stride_order."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
+from . import native_forms
 from .base import (
     Call,
     DimFactors,
@@ -17,15 +19,14 @@ from .base import (
     Rule,
     RuleBuilder,
     Sample,
-    ScalarRef,
     TensorType,
 )
+from .native import local_shape
 from .shapes import (
     UNKNOWN,
     broadcast_shapes,
     check_dim,
     check_dims,
-    check_dtypes,
     check_same_size,
     known_size,
 )
@@ -57,7 +58,7 @@ def _reshape_emit(e: Emit) -> str:
 
 def _in_dim_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), shape, dims = call.types, call["shape"], call["broadcast_dims"]
-    if len(dims) != arg.ndim or any(b <= a for a, b in zip(dims, dims[1:], strict=False)):
+    if len(dims) != arg.ndim or any(b <= a for a, b in itertools.pairwise(dims)):
         raise user_error(
             "broadcast_in_dim: broadcast_dims", f"{list(dims)} for {arg}", f"{arg.ndim} ascending dims",
             "Name for each dim of the operand its dim in the result.",
@@ -99,7 +100,9 @@ def _expand_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), shape = call.types, call["shape"]
     offset = len(shape) - arg.ndim
     if offset < 0:
-        raise user_error("expand: fewer sizes than dims", f"{list(shape)} for {arg}", f"at least {arg.ndim}", "")
+        raise user_error(
+            "expand: fewer sizes than dims", f"{list(shape)} for {arg}", f"at least {arg.ndim}", ""
+        )
     kept = (1,) * offset + arg.shape
     sizes = tuple(old if n == -1 else known_size(n) for old, n in zip(kept, shape, strict=True))
     return (TensorType(broadcast_shapes("expand", [kept, sizes]), arg.dtype),)
@@ -122,7 +125,9 @@ def _squeeze_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), dims = call.types, _squeezed(call)
     wrong = [d for d in dims if arg.shape[d] not in (1, UNKNOWN)]
     if wrong and not call["squeeze_expanded"]:
-        raise user_error(f"squeeze: dim {wrong[0]}", f"size {arg.shape[wrong[0]]}", "size 1", "Use select or slice.")
+        raise user_error(
+            f"squeeze: dim {wrong[0]}", f"size {arg.shape[wrong[0]]}", "size 1", "Use select or slice."
+        )
     return (TensorType(tuple(n for d, n in enumerate(arg.shape) if d not in dims), arg.dtype),)
 
 
@@ -144,7 +149,9 @@ def _squeeze_emit(e: Emit) -> str:
 def _order(call: Call) -> tuple[int, ...]:
     ndim, dims = call.types[0].ndim, call.args[1]
     if len(dims) != ndim or {check_dim(call.op.name, d, ndim) for d in dims} != set(range(ndim)):
-        raise user_error(f"{call.op.name}: dims", str(list(dims)), f"every dim of {call.types[0]} once", "Fix the list.")
+        raise user_error(
+            f"{call.op.name}: dims", str(list(dims)), f"every dim of {call.types[0]} once", "Fix the list."
+        )
     return tuple(d % ndim for d in dims)
 
 
@@ -178,106 +185,6 @@ def _stride_order_emit(e: Emit) -> str:
     return f"K.in_stride_order({e.operands[0]}, {list(_order(e.call))})"
 
 
-def slice_bounds(call: Call) -> list[tuple[int, int, int]]:
-    """(start, stop, step) of every dim, within its size; symbolic bounds give the unknown size -1 as stop."""
-    shape, strides = call.types[0].shape, call["strides"] or (1,) * call.types[0].ndim
-    lists = (call["start_indices"], call["end_indices"], strides)
-    if any(len(part) != len(shape) for part in lists):
-        raise user_error("slice: one start, end and stride per dim", f"{[len(p) for p in lists]} entries",
-                         f"{len(shape)} each", "Give full lists.")  # fmt: skip
-    return [_bounds(*entry) for entry in zip(shape, *lists, strict=True)]
-
-
-def _bounds(n: int, start: Any, stop: Any, step: Any) -> tuple[int, int, int]:
-    start, stop, step = known_size(start), stop if isinstance(stop, ScalarRef) else int(stop), known_size(step)
-    if step < 1 and step != UNKNOWN:
-        raise user_error("slice: stride", str(step), "a stride >= 1", "Slice forwards.")
-    if n == UNKNOWN or isinstance(stop, ScalarRef):
-        return (start, UNKNOWN, step)
-    low = min(max(start + n if start < 0 else start, 0), n)
-    high = min(max(stop + n if stop < 0 else stop, low), n)
-    return (low, high, step)
-
-
-def _slice_infer(call: Call) -> tuple[TensorType, ...]:
-    sizes = tuple(UNKNOWN if b == UNKNOWN else -(-(b - a) // s) for a, b, s in slice_bounds(call))
-    return (TensorType(sizes, call.types[0].dtype),)
-
-
-def _kept_or_blocked(call: Call, changed: set[int]) -> Rule:
-    """Dims that the op leaves alone pass through; along the others it needs the whole tensor."""
-    builder = RuleBuilder()
-    operand = tuple(builder.blocked(n) if d in changed else builder.factor(n) for d, n in enumerate(call.types[0].shape))
-    sizes = call.results[0].shape
-    return builder.build([operand], [tuple(builder.blocked(sizes[d]) if d in changed else f for d, f in enumerate(operand))])
-
-
-def _slice_rule(call: Call) -> Rule:
-    bounds, shape = slice_bounds(call), call.types[0].shape
-    return _kept_or_blocked(call, {d for d, b in enumerate(bounds) if b != (0, shape[d], 1)})
-
-
-def _slice_emit(e: Emit) -> str:
-    shape, parts = e.call.types[0].shape, []
-    for n, (a, b, s) in zip(shape, slice_bounds(e.call), strict=True):
-        parts.append(":" if (a, b, s) == (0, n, 1) else f"{a}:{b}" if s == 1 else f"{a}:{b}:{s}")
-    return f"{e.operands[0]}[{', '.join(parts)}]"
-
-
-def pad_widths(call: Call) -> dict[int, tuple[int, int]]:
-    """(before, after) of every padded dim; widths come from the last dim backwards, as in torch."""
-    widths, ndim = [known_size(w) for w in call["pad_widths"]], call.types[0].ndim
-    if len(widths) % 2 or len(widths) > 2 * ndim:
-        raise user_error("pad: widths", str(widths), f"pairs, at most {ndim}", "Give (before, after) from the last dim on.")
-    pairs = [(widths[i], widths[i + 1]) for i in range(0, len(widths), 2)]
-    return {ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
-
-
-def _pad_infer(call: Call) -> tuple[TensorType, ...]:
-    widths = pad_widths(call)
-    sizes = [n if n == UNKNOWN else n + sum(widths.get(d, ())) for d, n in enumerate(call.types[0].shape)]
-    if any(n < 0 and old != UNKNOWN for n, old in zip(sizes, call.types[0].shape, strict=True)):
-        raise user_error("pad: more is cut off than there is", str(list(call["pad_widths"])), "sizes >= 0", "")
-    return (TensorType(tuple(sizes), call.types[0].dtype),)
-
-
-def _pad_rule(call: Call) -> Rule:
-    return _kept_or_blocked(call, set(pad_widths(call)))
-
-
-def _pad_emit(e: Emit) -> str:
-    value = "0" if e.call["value"] is None else e.scalar("value")
-    return f"F.pad({e.operands[0]}, {[known_size(w) for w in e.call['pad_widths']]}, value={value})"
-
-
-def _cat_infer(call: Call) -> tuple[TensorType, ...]:
-    ndim, first = call.types[0].ndim, call.types[0]
-    dim = check_dim("cat", call["dim"], ndim)
-    if any(t.ndim != ndim for t in call.types):
-        raise user_error("cat: operands of different numbers of dims", str([t.ndim for t in call.types]), f"{ndim} each", "")
-    sizes = list(first.shape)
-    for t in call.types[1:]:
-        for d, n in enumerate(t.shape):
-            if d != dim:
-                check_same_size("cat", f"sizes in dim {d}", sizes[d], n)
-                sizes[d] = max(sizes[d], n)
-    joined = [t.shape[dim] for t in call.types]
-    sizes[dim] = UNKNOWN if UNKNOWN in joined else sum(joined)
-    return (TensorType(tuple(sizes), check_dtypes(call)),)
-
-
-def _cat_rule(call: Call) -> Rule:
-    builder, dim = RuleBuilder(), call["dim"] % call.types[0].ndim
-    shared = {d: builder.factor(n) for d, n in enumerate(call.results[0].shape) if d != dim}
-    tensors = [tuple(shared[d] if d != dim else builder.blocked(n) for d, n in enumerate(t.shape))
-               for t in (*call.types, *call.results)]  # fmt: skip
-    return builder.build(tensors[:-1], tensors[-1:])
-
-
-def _cat_emit(e: Emit) -> str:
-    return f"torch.cat([{', '.join(e.operands)}], {e.call['dim'] % e.call.types[0].ndim})"
-
-
 def _sample(*args: Any) -> Sample:
     return Sample(tuple(TensorType(a, DataType.Float) if isinstance(a, tuple) else a for a in args))
 
@@ -288,23 +195,15 @@ OPS = (
           Partial.MOVE, samples=lambda: [_sample((4, 6), [False, True, False])]),
     OpDef("broadcast_in_dim", (_ARG, Param("shape", K.SHAPE), Param("broadcast_dims", K.INTS)),
           _in_dim_infer, _in_dim_rule, _in_dim_emit, Partial.MOVE,
-          samples=lambda: [_sample((6,), [4, 6], [1]), _sample((4,), [4, 6, 2], [0]), _sample((1, 6), [4, 6], [0, 1])]),
+          samples=lambda: [_sample((6,), [4, 6], [1]), _sample((4,), [4, 6, 2], [0]), _sample((1, 6), [4, 6], [0, 1])],
+          nvfuser=local_shape("shape")),
     OpDef("expand", (_ARG, Param("shape", K.SHAPE)), _expand_infer, _expand_rule, _expand_emit, Partial.MOVE,
-          samples=lambda: [_sample((4, 1), [4, 6]), _sample((1, 6), [4, -1])]),
+          samples=lambda: [_sample((4, 1), [4, 6]), _sample((1, 6), [4, -1])], nvfuser=local_shape("shape")),
     OpDef("squeeze", (_ARG, Param("dims", K.DIMS), Param("squeeze_expanded", K.BOOL, False)),
-          _squeeze_infer, _squeeze_rule, _squeeze_emit, Partial.MOVE, samples=lambda: [_sample((4, 1, 6), [1])]),
+          _squeeze_infer, _squeeze_rule, _squeeze_emit, Partial.MOVE, samples=lambda: [_sample((4, 1, 6), [1])],
+          nvfuser=native_forms.squeeze),
     OpDef("permute", (_ARG, Param("dims", K.INTS)), _permute_infer, _permute_rule, _permute_emit, Partial.MOVE,
           samples=lambda: [_sample((4, 6, 2), [2, 0, 1]), _sample((4, 6), [-1, 0])]),
     OpDef("stride_order", (_ARG, Param("stride_order", K.INTS)), _stride_order_infer, same_rule, _stride_order_emit,
           Partial.MOVE, samples=lambda: [_sample((4, 6, 2), [0, 2, 1])]),
-    OpDef("slice", (_ARG, Param("start_indices", K.SHAPE), Param("end_indices", K.SHAPE), Param("strides", K.SHAPE, None),
-                    Param("manual_normalization", K.BOOL, False)),
-          _slice_infer, _slice_rule, _slice_emit, Partial.MOVE,
-          samples=lambda: [_sample((6, 8), [0, 2], [6, 7]), _sample((6, 8), [1, 0], [6, 8], [2, 1])]),
-    OpDef("pad", (_ARG, Param("pad_widths", K.SHAPE), Param("value", K.OPTIONAL_SCALAR, None)),
-          _pad_infer, _pad_rule, _pad_emit, samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5)]),
-    OpDef("cat", (Param("tensors", K.TENSORS), Param("dim", K.DIM, 0), Param("manual_padding", K.BOOL, False)),
-          _cat_infer, _cat_rule, _cat_emit, Partial.JOINT,
-          samples=lambda: [Sample(([TensorType((4, 6), DataType.Float), TensorType((2, 6), DataType.Float)],)),
-                           Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 3), DataType.Float)], -1))]),
 )  # fmt: skip

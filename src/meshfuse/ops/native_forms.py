@@ -1,0 +1,281 @@
+"""Lowerings to nvFuser of ops that are more there than the function of the same name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dtypes import DataType
+from ..sharding.layout import Runs
+from .base import TensorRef
+from .native import Native, ToTorch, along, cast, global_index, is_whole, local_places, zero_where_not
+
+# Ours are a function of the seed and the global index, the same on every mesh (see meshfuse.random).
+RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled"
+_CATEGORY = (bool, int, float, complex)
+
+
+def complex_of(n: Native) -> Any:
+    """Both parts of one type; nvFuser neither promotes them nor takes numbers."""
+    part = n.call.results[0].dtype.real
+    return n.plain(**{name: _real_part(n, name, part) for name in ("a", "b")})
+
+
+def _real_part(n: Native, name: str, part: DataType) -> Any:
+    found, tensor = n.call.type_of(name), n.operand(name)
+    if found is None:
+        return n.ops.full(list(n.result_shapes[0]), n.number(name), n.dtype(part))
+    return cast(n, tensor, found.dtype, part)
+
+
+def welford(n: Native) -> Any:
+    """The count as Int instead of nvFuser's index type."""
+    dims = n.call["dims"]
+    mean, spread, count = n.plain(
+        dims=sorted(d % n.call.types[0].ndim for d in _listed(dims, n.call.types[0].ndim))
+    )
+    return mean, spread, n.ops.cast(count, n.dtype(DataType.Int))
+
+
+def _listed(dims: Any, ndim: int) -> list[int]:
+    return list(range(ndim)) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+
+
+def scan(n: Native) -> Any:
+    """Of the terms of a partial operand only one begins with `init`, in the operand's category."""
+    init = n.call["init"]
+    if init is None or (n.call.op.name == "cumsum" and not n.leads()):
+        return n.plain(init=None)
+    return n.plain(init=_of_category(n, "init", n.call.types[0].dtype))
+
+
+def _of_category(n: Native, name: str, dtype: DataType) -> Any:
+    """A scalar argument as a Val of the category (bool, integer, floating point, complex) of a type."""
+    value = n.number(name)
+    if isinstance(value, (bool, int, float, complex)):
+        return n.val(_CATEGORY[dtype.category](value))
+    kinds = (DataType.Bool, DataType.Int, DataType.Double, DataType.ComplexDouble)
+    return n.ops.cast(value, n.dtype(kinds[dtype.category]))
+
+
+def linear(n: Native) -> Any:
+    """The bias is added once, by one of the ranks that hold terms of the result; a 1-D weight is a matmul."""
+    bias = n.operand("bias") if n.leads() else None
+    if n.call.types[1].ndim > 1:
+        return n.plain(bias=bias)
+    out = n.ops.matmul(n.operands[0], n.operands[1])
+    dtype = n.call.results[0].dtype
+    return out if bias is None else n.ops.cast(n.ops.add(out, bias), n.dtype(dtype))
+
+
+def grouped_mm(n: Native) -> Any:
+    """The offsets become those within the rank's rows (columns, inner indices); it must hold every group."""
+    a, b, offsets = n.call.types
+    operand, dim = {(2, 3): (0, 0), (3, 2): (1, 1), (2, 2): (0, 1)}[a.ndim, b.ndim]
+    runs = n.operand_runs(operand)[dim]
+    stacked = [place for place, t in ((0, a), (1, b)) if t.ndim == 3]
+    if len(runs) != 1 or any(not is_whole(n, place, 0) for place in stacked):
+        raise ToTorch("the rank has some of the groups, or rows in pieces")
+    if n.result_shapes[0] and n.call.results[0].ndim == 3 and n.result_shapes[0][0] != offsets.shape[0]:
+        raise ToTorch("the rank has some of the groups")
+    if is_whole(n, operand, dim):
+        return n.plain()
+    start, stop = runs[0]
+    inside = n.ops.clamp(n.ops.sub(n.operands[2], start), n.val(0), n.val(stop - start))
+    return n.plain(offsets=n.ops.cast(inside, n.dtype(offsets.dtype)))
+
+
+def scaled_grouped_mm(n: Native) -> Any:
+    """An overload of nvFuser's grouped_mm."""
+    call, names = n.call, ("mat1", "mat2", "offsets", "scale1", "scale2")
+    options = {name: n.operand(name) for name in ("alpha", "bias", "beta") if n.operand(name) is not None}
+    return n.ops.grouped_mm(
+        *(n.operand(name) for name in names), **options, dtype=n.dtype(call["dtype"]),
+        output_block_scale_size=call["output_block_scale_size"],
+        output_block_scale_dtype=n.dtype(call["output_block_scale_dtype"]), output_gamma=call["output_gamma"],
+    )  # fmt: skip
+
+
+def _check_attention(n: Native) -> None:
+    q, k, v = (n.call.type_of(name) for name in ("query", "key", "value"))
+    assert q is not None and k is not None and v is not None
+    if not q.dtype.is_reduced_float:
+        raise ToTorch("nvFuser's flash attention is of Half and BFloat16 only")
+    if q.shape[-3] != k.shape[-3] or q.shape[-1] != v.shape[-1]:
+        raise ToTorch("nvFuser's attention wants heads and widths of query, key and value to be equal")
+    if n.number("dropout_p") not in (None, 0, 0.0):
+        raise ToTorch(RANDOM)
+
+
+def sdpfa_fwd(n: Native) -> Any:
+    """A bias or mask gets as many dims as the scores; causal rows count from the sequence's start."""
+    _check_attention(n)
+    if n.call["is_causal"] not in (None, False) and not is_whole(n, 0, len(n.operand_shapes[0]) - 2):
+        raise ToTorch("the causal mask of some of the rows")
+    options = {name: n.number(name) for name in ("dropout_p", "is_causal", "scale")}
+    return n.plain(**options, bias=_as_scores(n, "bias"), mask=_as_scores(n, "mask"))
+
+
+def _as_scores(n: Native, name: str) -> Any:
+    found, tensor, ndim = n.call.type_of(name), n.operand(name), n.call.types[0].ndim
+    if found is None or found.ndim == ndim:
+        return tensor
+    return n.ops.broadcast(tensor, [d < ndim - found.ndim for d in range(ndim)])
+
+
+def sdpfa_bwd(n: Native) -> Any:
+    _check_attention(n)
+    dropout = n.number("dropout_p")
+    return n.plain(dropout_p=float(dropout), is_causal=n.number("is_causal"), scale=n.number("scale"))
+
+
+def iota(n: Native) -> Any:
+    """start + step * global index, worked out in Double for floating point types."""
+    call, index, ops = n.call, global_index(n, n.result_runs(0)[0]), n.ops
+    if call["dtype"].category == 2:
+        index = ops.cast(index, n.dtype(DataType.Double))
+    if call["step"] is not None:
+        index = ops.mul(index, n.number("step"))
+    if call["start"] is not None:
+        index = ops.add(index, n.number("start"))
+    return ops.cast(index, n.dtype(call["dtype"]))
+
+
+def triu(n: Native) -> Any:
+    """The diagonal counts from the rank's own first row and column; in pieces, positions are compared."""
+    rows, columns = n.result_runs(0)[-2:]
+    diagonal, ndim = n.call["diagonal"], n.call.types[0].ndim
+    if len(rows) == len(columns) == 1:
+        return n.plain(diagonal=diagonal + rows[0][0] - columns[0][0])
+    row, column = (
+        along(n, global_index(n, rows), ndim - 2, ndim),
+        along(n, global_index(n, columns), ndim - 1, ndim),
+    )
+    kept = n.ops.ge(n.ops.sub(column, row), diagonal)
+    return zero_where_not(n, kept, n.operands[0], n.call.types[0].dtype)
+
+
+def _dim(n: Native) -> int:
+    return n.call["dim"] % n.call.types[0].ndim
+
+
+def take(n: Native) -> Any:
+    """A rank finds the indices that it holds; the others count as zero (see meshfuse.lookup)."""
+    dim, runs = _dim(n), n.operand_runs(0)[_dim(n)]
+    if is_whole(n, 0, dim):
+        return n.plain()
+    places, inside = local_places(n, n.operands[1], runs)
+    return zero_where_not(n, inside, n.ops.take_along_axis(n.operands[0], places, dim), n.call.types[0].dtype)
+
+
+def gather(n: Native) -> Any:
+    """As take_along_axis; where the index is shorter, only its part of the operand is read."""
+    (arg, index), dim, tensor = n.call.types, _dim(n), n.operands[0]
+    for d in range(arg.ndim):
+        if d != dim and arg.shape[d] != index.shape[d] and n.operand_runs(1)[d] != ((0, index.shape[d]),):
+            tensor = n.ops.index_select(tensor, global_index(n, n.operand_runs(1)[d]), d)
+    if is_whole(n, 0, dim):
+        return n.plain(arg=tensor)
+    places, inside = local_places(n, n.operands[1], n.operand_runs(0)[dim])
+    return zero_where_not(n, inside, n.ops.gather(tensor, places, dim), arg.dtype)
+
+
+def index_select(n: Native) -> Any:
+    dim = _dim(n)
+    return _rows(n, n.operands[0], n.operands[1], dim, n.operand_runs(0)[dim], is_whole(n, 0, dim))
+
+
+def _rows(n: Native, tensor: Any, index: Any, dim: int, runs: Runs, whole: bool) -> Any:
+    """The rows of a dim that a vector names; zero for those that the rank does not have."""
+    if whole:
+        return n.ops.index_select(tensor, index, dim)
+    places, inside = local_places(n, index, runs)
+    kind, ndim = n.call.types[0], n.call.types[0].ndim
+    made = n.ops.index_select(tensor, places, dim)
+    kept = along(n, inside, dim, ndim) if n.call.types[1].ndim else inside
+    return zero_where_not(n, kept, made, kind.dtype)
+
+
+def select(n: Native) -> Any:
+    """An index that the rank does not have gives zeros; negative ones count from the end of the whole dim."""
+    dim, index = _dim(n), n.call["index"]
+    if not isinstance(index, int):
+        if is_whole(n, 0, dim):
+            return n.plain()
+        raise ToTorch("an index that is known at run time only, in a dim of which the rank has some")
+    index += n.call.types[0].shape[dim] if index < 0 else 0
+    before = 0
+    for a, b in n.operand_runs(0)[dim]:
+        if a <= index < b:
+            return n.plain(index=n.val(before + index - a))
+        before += b - a
+    dtype = n.call.types[0].dtype
+    return n.ops.full(list(n.result_shapes[0]), _CATEGORY[dtype.category](0), n.dtype(dtype))
+
+
+def embedding(n: Native) -> Any:
+    """padding_idx, scale_grad_by_freq and sparse say something of gradients only."""
+    index, weight = n.operands
+    if n.call["max_norm"] is not None:
+        raise ToTorch("nvFuser's max_norm changes the table in place")
+    if is_whole(n, 1, 0):
+        return n.ops.embedding_fwd(index, weight)
+    places, inside = local_places(n, index, n.operand_runs(1)[0])
+    kept = n.ops.broadcast(inside, [*(False for _ in n.call.types[0].shape), True])
+    return zero_where_not(n, kept, n.ops.embedding_fwd(places, weight), n.call.types[1].dtype)
+
+
+def scatter(n: Native) -> Any:
+    """The source in the operand's type; writes to what the rank does not have go to a row that is cut off."""
+    arg, dim, index, tensor = n.call.types[0], _dim(n), n.operands[1], n.operands[0]
+    source = _scattered(n, arg.dtype)
+    if is_whole(n, 0, dim):
+        return n.plain(src=source)
+    places, inside = local_places(n, index, n.operand_runs(0)[dim])
+    shape = n.operand_shapes[0]
+    spare = [0] * (2 * (arg.ndim - dim - 1)) + [0, 1]
+    made = n.ops.scatter(n.ops.pad(tensor, spare), n.ops.where(inside, places, shape[dim]), source, dim)
+    return n.ops.slice(made, [0] * arg.ndim, list(shape))
+
+
+def _scattered(n: Native, dtype: DataType) -> Any:
+    if isinstance(n.call["src"], TensorRef):
+        return cast(n, n.operands[2], n.call.types[2].dtype, dtype)
+    return _of_category(n, "src", dtype)
+
+
+def argsort(n: Native) -> Any:
+    """Always stable: the order of equal elements must not depend on the mesh."""
+    return n.plain(stable=True)
+
+
+def topk(n: Native) -> Any:
+    """By a stable sort: nvFuser's topk leaves open which of equal elements it takes."""
+    dim, x, shape = _dim(n), n.operands[0], n.result_shapes[0]
+    order = n.ops.argsort(x, dim, n.call["largest"], True)
+    order = n.ops.slice(order, [0] * len(shape), list(shape))
+    return n.ops.take_along_axis(x, order, dim), order
+
+
+def squeeze(n: Native) -> Any:
+    """Dims that hold repeated elements (squeeze_expanded) are read at their first place."""
+    tensor, shape = n.operands[0], n.operand_shapes[0]
+    dims = sorted({d % len(shape) for d in _listed(n.call["dims"], len(shape))})
+    ones = [d for d in dims if shape[d] == 1]
+    for d in reversed([d for d in dims if shape[d] != 1]):
+        tensor, ones = n.ops.select(tensor, n.val(0), d), [one - (one > d) for one in ones]
+    return n.ops.squeeze(tensor, ones) if ones else tensor
+
+
+def pad(n: Native, widths: list[int]) -> Any:
+    """The value in the operand's category; nvFuser takes none for Bool, so True pads the opposite."""
+    dtype, value, ops = n.call.types[0].dtype, n.number("value"), n.ops
+    if value is None:
+        return n.plain(pad_widths=widths)
+    if dtype is not DataType.Bool:
+        return n.plain(pad_widths=widths, value=_of_category(n, "value", dtype))
+    if not isinstance(value, (bool, int, float)):
+        raise ToTorch("nvFuser pads Bool with constants only")
+    if not value:
+        return n.plain(pad_widths=widths, value=None)
+    opposite = ops.pad(ops.logical_not(n.operands[0]), widths)
+    return ops.logical_not(opposite)

@@ -1,0 +1,233 @@
+"""Ops that take or leave windows of dims: slice, pad, cat.
+
+Where a dim is cut into, or made of, windows of one size at its multiples (the three parts of a fused q, k, v, the two
+of a gate and up projection), the dim is the product of two factors: which window, and where in it. The second passes
+through, so that a dim sharded inside each window is sliced, padded and joined locally.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dtypes import DataType
+from ..errors import user_error
+from . import native_forms
+from .base import (
+    Call,
+    Emit,
+    OpDef,
+    Param,
+    ParamKind,
+    Partial,
+    Rule,
+    RuleBuilder,
+    Sample,
+    ScalarRef,
+    TensorType,
+)
+from .native import Native, step_index
+from .shapes import UNKNOWN, check_dim, check_dtypes, check_same_size, known_size
+
+K = ParamKind
+
+
+def slice_bounds(call: Call) -> list[tuple[int, int, int]]:
+    """(start, stop, step) of every dim, within its size; symbolic bounds give the unknown size -1 as stop."""
+    shape, strides = call.types[0].shape, call["strides"] or (1,) * call.types[0].ndim
+    lists = (call["start_indices"], call["end_indices"], strides)
+    if any(len(part) != len(shape) for part in lists):
+        raise user_error("slice: one start, end and stride per dim", f"{[len(p) for p in lists]} entries",
+                         f"{len(shape)} each", "Give full lists.")  # fmt: skip
+    return [_bounds(*entry) for entry in zip(shape, *lists, strict=True)]
+
+
+def _bounds(n: int, start: Any, stop: Any, step: Any) -> tuple[int, int, int]:
+    start, stop, step = (
+        known_size(start),
+        stop if isinstance(stop, ScalarRef) else int(stop),
+        known_size(step),
+    )
+    if step < 1 and step != UNKNOWN:
+        raise user_error("slice: stride", str(step), "a stride >= 1", "Slice forwards.")
+    if n == UNKNOWN or isinstance(stop, ScalarRef):
+        return (start, UNKNOWN, step)
+    low = min(max(start + n if start < 0 else start, 0), n)
+    high = min(max(stop + n if stop < 0 else stop, low), n)
+    return (low, high, step)
+
+
+def _slice_infer(call: Call) -> tuple[TensorType, ...]:
+    sizes = tuple(UNKNOWN if b == UNKNOWN else -(-(b - a) // s) for a, b, s in slice_bounds(call))
+    return (TensorType(sizes, call.types[0].dtype),)
+
+
+Window = tuple[int, int]
+
+
+def windows_of(whole: int, start: int, size: int) -> Window | None:
+    """(how many windows of this size the dim has, which one begins at `start`); None where they do not line up."""
+    return (whole // size, start // size) if size > 0 and whole % size == 0 and start % size == 0 else None
+
+
+def _windowed(builder: RuleBuilder, whole: int, start: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The factors of a dim and of a window of it: in common where windows line up, else both are needed whole."""
+    window = windows_of(whole, start, size)
+    if window is None:
+        return builder.blocked(whole), builder.blocked(size)
+    inside = builder.factor(size)
+    return (*(builder.blocked(window[0]) if window[0] > 1 else ()), *inside), inside
+
+
+def _slice_rule(call: Call) -> Rule:
+    """A dim sliced without steps has its window's factors; one sliced with steps is needed whole."""
+    builder, operand, result = RuleBuilder(), [], []
+    for n, m, (start, _, step) in zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True):
+        dims = _windowed(builder, n, start, m) if step == 1 else (builder.blocked(n), builder.blocked(m))
+        operand.append(dims[0])
+        result.append(dims[1])
+    return builder.build([tuple(operand)], [tuple(result)])
+
+
+def local_bounds(call: Call, local: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """(start, stop, step) of a slice within the operand's shard, from the result's local shape."""
+    out = []
+    for n, m, (start, stop, step), size in zip(
+        call.types[0].shape, call.results[0].shape, slice_bounds(call), local, strict=True
+    ):
+        window = windows_of(n, start, m) if step == 1 else None
+        out.append((start, stop, step) if window is None else (window[1] * size, (window[1] + 1) * size, 1))
+    return out
+
+
+def _slice_emit(e: Emit) -> str:
+    parts = []
+    for n, (a, b, s) in zip(e.operand_shapes[0], local_bounds(e.call, e.result_shapes[0]), strict=True):
+        parts.append(":" if (a, b, s) == (0, n, 1) else f"{a}:{b}" if s == 1 else f"{a}:{b}:{s}")
+    return f"{e.operands[0]}[{', '.join(parts)}]"
+
+
+def _slice_nvfuser(n: Native) -> Any:
+    """Bounds within the local sizes; steps, which nvFuser has not, by looking their indices up."""
+    tensor = n.operands[0]
+    bounds = local_bounds(n.call, n.result_shapes[0])
+    for d, (start, stop, step) in enumerate(bounds):
+        if step != 1:
+            tensor = n.ops.index_select(tensor, step_index(n, start, -(-(stop - start) // step), step), d)
+            bounds[d] = (0, n.result_shapes[0][d], 1)
+    return n.ops.slice(tensor, [b[0] for b in bounds], [b[1] for b in bounds])
+
+
+def pad_widths(call: Call) -> dict[int, tuple[int, int]]:
+    """(before, after) of every padded dim; widths come from the last dim backwards, as in torch."""
+    widths, ndim = [known_size(w) for w in call["pad_widths"]], call.types[0].ndim
+    if len(widths) % 2 or len(widths) > 2 * ndim:
+        raise user_error(
+            "pad: widths", str(widths), f"pairs, at most {ndim}", "Give (before, after) from the last dim on."
+        )
+    pairs = [(widths[i], widths[i + 1]) for i in range(0, len(widths), 2)]
+    return {ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
+
+
+def _pad_infer(call: Call) -> tuple[TensorType, ...]:
+    widths = pad_widths(call)
+    sizes = [n if n == UNKNOWN else n + sum(widths.get(d, ())) for d, n in enumerate(call.types[0].shape)]
+    if any(n < 0 and old != UNKNOWN for n, old in zip(sizes, call.types[0].shape, strict=True)):
+        raise user_error(
+            "pad: more is cut off than there is", str(list(call["pad_widths"])), "sizes >= 0", ""
+        )
+    return (TensorType(tuple(sizes), call.types[0].dtype),)
+
+
+def _pad_rule(call: Call) -> Rule:
+    """A padded dim's result has the operand as a window; where only some is cut off, both are needed whole."""
+    builder, widths, operand, result = RuleBuilder(), pad_widths(call), [], []
+    for d, (n, m) in enumerate(zip(call.types[0].shape, call.results[0].shape, strict=True)):
+        before, after = widths.get(d, (0, 0))
+        dims = _windowed(builder, m, before, n) if min(before, after) >= 0 else (builder.blocked(m), builder.blocked(n))
+        result.append(dims[0])
+        operand.append(dims[1])
+    return builder.build([tuple(operand)], [tuple(result)])
+
+
+def local_widths(call: Call, local: tuple[int, ...]) -> list[int]:
+    """The pad widths of an operand's shard of this shape, from the last dim backwards."""
+    out: list[int] = []
+    for d, (before, after) in sorted(pad_widths(call).items(), reverse=True):
+        n, m = call.types[0].shape[d], call.results[0].shape[d]
+        window = windows_of(m, before, n) if min(before, after) >= 0 else None
+        out += [0, 0] * (len(local) - 1 - d - len(out) // 2)
+        out += [before, after] if window is None else [window[1] * local[d], (window[0] - 1 - window[1]) * local[d]]
+    return out
+
+
+def _pad_emit(e: Emit) -> str:
+    value = "0" if e.call["value"] is None else e.scalar("value")
+    return f"F.pad({e.operands[0]}, {local_widths(e.call, e.operand_shapes[0])}, value={value})"
+
+
+def _pad_nvfuser(n: Native) -> Any:
+    return native_forms.pad(n, local_widths(n.call, n.operand_shapes[0]))
+
+
+def _cat_infer(call: Call) -> tuple[TensorType, ...]:
+    ndim, first = call.types[0].ndim, call.types[0]
+    dim = check_dim("cat", call["dim"], ndim)
+    if any(t.ndim != ndim for t in call.types):
+        raise user_error(
+            "cat: operands of different numbers of dims",
+            str([t.ndim for t in call.types]),
+            f"{ndim} each",
+            "",
+        )
+    sizes = list(first.shape)
+    for t in call.types[1:]:
+        for d, n in enumerate(t.shape):
+            if d != dim:
+                check_same_size("cat", f"sizes in dim {d}", sizes[d], n)
+                sizes[d] = max(sizes[d], n)
+    joined = [t.shape[dim] for t in call.types]
+    sizes[dim] = UNKNOWN if UNKNOWN in joined else sum(joined)
+    return (TensorType(tuple(sizes), check_dtypes(call)),)
+
+
+def _cat_rule(call: Call) -> Rule:
+    """Operands of one size are windows of the joined dim; operands of different sizes are needed whole."""
+    builder, dim = RuleBuilder(), call["dim"] % call.types[0].ndim
+    sizes = {t.shape[dim] for t in call.types}
+    if len(sizes) == 1:
+        joined, part = _windowed(builder, call.results[0].shape[dim], 0, sizes.pop())
+        parts = [part] * len(call.types)
+    else:
+        joined, parts = builder.blocked(call.results[0].shape[dim]), [builder.blocked(t.shape[dim]) for t in call.types]
+    shared = {d: builder.factor(n) for d, n in enumerate(call.results[0].shape) if d != dim}
+    tensors = [tuple(shared.get(d, part) for d in range(call.types[0].ndim)) for part in (*parts, joined)]
+    return builder.build(tensors[:-1], tensors[-1:])
+
+
+def _cat_emit(e: Emit) -> str:
+    return f"torch.cat([{', '.join(e.operands)}], {e.call['dim'] % e.call.types[0].ndim})"
+
+
+
+def _sample(*args: Any) -> Sample:
+    return Sample(tuple(TensorType(a, DataType.Float) if isinstance(a, tuple) else a for a in args))
+
+
+_ARG = Param("arg", K.TENSOR)
+OPS = (
+    OpDef("slice", (_ARG, Param("start_indices", K.SHAPE), Param("end_indices", K.SHAPE), Param("strides", K.SHAPE, None),
+                    Param("manual_normalization", K.BOOL, False)),
+          _slice_infer, _slice_rule, _slice_emit, Partial.MOVE,
+          samples=lambda: [_sample((6, 8), [0, 2], [6, 7]), _sample((6, 8), [1, 0], [6, 8], [2, 1]),
+                           _sample((12, 8), [4, 0], [8, 8])],
+          nvfuser=_slice_nvfuser),
+    OpDef("pad", (_ARG, Param("pad_widths", K.SHAPE), Param("value", K.OPTIONAL_SCALAR, None)),
+          _pad_infer, _pad_rule, _pad_emit, samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5),
+                                                            _sample((4, 6), [0, 0, 4, 8]), _sample((4, 6), [-1, 2])],
+          nvfuser=_pad_nvfuser),
+    OpDef("cat", (Param("tensors", K.TENSORS), Param("dim", K.DIM, 0), Param("manual_padding", K.BOOL, False)),
+          _cat_infer, _cat_rule, _cat_emit, Partial.JOINT,
+          samples=lambda: [Sample(([TensorType((4, 6), DataType.Float), TensorType((2, 6), DataType.Float)],)),
+                           Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 3), DataType.Float)], -1)),
+                           Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 6), DataType.Float)], 1))]),
+)  # fmt: skip
