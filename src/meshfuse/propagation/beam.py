@@ -53,7 +53,7 @@ class Beam:
     """The search over one graph. `setting_of` makes a node's setting from the shardings of its operands."""
 
     def __init__(
-        self, graph: Graph, wanted: Mapping[int, Sharding], setting_of: Callable[[Node, tuple[Available, ...]], Setting],
+        self, graph: Graph, wanted: Mapping[int, Available], setting_of: Callable[[Node, tuple[Available, ...]], Setting],
         inputs: Mapping[int, Available], width: int = WIDTH,
     ):  # fmt: skip
         self.graph, self.wanted, self.setting_of, self.width = graph, wanted, setting_of, width
@@ -107,8 +107,7 @@ class Beam:
         if not available or not all(s.partial for s in available):
             return 0.0
         kind, home = self.graph.tensors[tensor].type, available[0]
-        wanted = self.wanted.get(tensor)
-        targets = [home.reduced()] if wanted is None or wanted.mesh != home.mesh else [home.reduced(), wanted]
+        targets = [home.reduced(), *(w for w in self.wanted.get(tensor, ()) if w.mesh == home.mesh)]
         plans = [plan(home, target, kind.shape, kind.dtype.itemsize) for target in targets]
         return min(p.seconds for p in plans if p is not None)
 

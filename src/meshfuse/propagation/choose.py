@@ -21,16 +21,16 @@ GAMMA = BETA / 1000
 class Setting(NamedTuple):
     """What the options of a node depend on; equal for equal layers, so that each is worked out once.
 
-    `available[i]` are the shardings in which operand i exists, its home first. `wanted[j]` is the sharding that result
-    j should have in the end (None: nobody asks) and `fixed[j]` tells whether its annotation says so. `reductions` are
-    layouts that the user gave the op's reduction dims.
+    `available[i]` are the shardings in which operand i exists, its home first. `wanted[j]` are the shardings that
+    someone asks of result j; `fixed[j]` tells whether it is one, from its annotation. `reductions` are layouts that the
+    user gave the op's reduction dims.
     """
 
     call: Call
     rule: Rule
     mesh: DeviceMesh
     available: tuple[tuple[Sharding, ...], ...]
-    wanted: tuple[Sharding | None, ...]
+    wanted: tuple[tuple[Sharding, ...], ...]
     fixed: tuple[bool, ...]
     reductions: tuple[Layout, ...] = ()
 
@@ -93,10 +93,11 @@ def _votes(setting: Setting) -> list[tuple[Source, Layouts]]:
     for i in range(len(setting.available)):
         for vote in _operand_votes(setting, i):
             votes.setdefault(vote, Source("operand", i))
-    for j, sharding in enumerate(setting.wanted):
-        if sharding is not None and sharding.mesh == setting.mesh:
-            vote = layouts_of(setting.rule, setting.rule.results[j], setting.call.results[j].shape, sharding.dims)
-            votes.setdefault(vote, Source("result", j))
+    for j, wanted in enumerate(setting.wanted):
+        for sharding in wanted:
+            if sharding.mesh == setting.mesh:
+                vote = layouts_of(setting.rule, setting.rule.results[j], setting.call.results[j].shape, sharding.dims)
+                votes.setdefault(vote, Source("result", j))
     return [(source, vote) for vote, source in votes.items()]
 
 
@@ -139,8 +140,8 @@ def _wire_seconds(setting: Setting, placement: Placement) -> float:
     for available, needed, kind in zip(setting.available, placement.operands, call.types, strict=True):
         total += cheapest(available, needed, kind.shape, kind.dtype.itemsize)
     for made, wanted, fixed, kind in zip(placement.results, setting.wanted, setting.fixed, call.results, strict=True):
-        if fixed and wanted is not None:
-            total += cheapest((made,), wanted, kind.shape, kind.dtype.itemsize)
+        if fixed:
+            total += cheapest((made,), wanted[0], kind.shape, kind.dtype.itemsize)
     return total
 
 

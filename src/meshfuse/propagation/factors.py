@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,11 +35,31 @@ def layouts_of(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: La
     for factors, n, layout in zip(dims, shape, layouts, strict=True):
         if not layout or not factors:
             continue
-        parts = lay.project(layout, n, tuple(rule.factors[f].size for f in factors))
-        for factor, part in zip(factors, parts or (), strict=False):
-            if rule.factors[factor].kind is not FactorKind.BLOCK:
-                out[factor] = part
+        sizes = tuple(rule.factors[f].size for f in factors)
+        open_ = tuple(rule.factors[f].kind is not FactorKind.BLOCK for f in factors)
+        parts = lay.project(layout, n, sizes)
+        if parts is None or any(lay.axes(part) and not free for part, free in zip(parts, open_, strict=True)):
+            parts = _spread(lay.axes(layout), sizes, open_)
+        for factor, part, free in zip(factors, parts, open_, strict=True):
+            out[factor] = part if free else WHOLE
     return tuple(out)
+
+
+def _spread(axes: Sequence[Split], sizes: tuple[int, ...], open_: tuple[bool, ...]) -> Layouts:
+    """Axes that do not fall between the factors of a dim, or fall on a blocked one, given to the others by sub-axes.
+
+    8 ranks on 12 heads of 128 become 4 on the heads and 2 inside; what divides no factor is left out.
+    """
+    out: list[list[Split]] = [[] for _ in sizes]
+    room = [size if free else 1 for size, free in zip(sizes, open_, strict=True)]
+    for split in axes:
+        left, pre = split.size or 1, split.pre
+        for place, size in enumerate(room):
+            part = math.gcd(left, size)
+            if part > 1:
+                out[place].append(Split(part, split.axis, pre))
+                room[place], left, pre = size // part, left // part, pre * part
+    return tuple(lay.canonical(tuple(splits), size) for splits, size in zip(out, sizes, strict=True))
 
 
 def merged(votes: Sequence[Layouts], taken: Sequence[Split] = ()) -> Layouts:
@@ -156,7 +177,8 @@ def _passes(call: Call, rule: Rule, partial: list[int], reduce: str) -> bool:
     if kind is Partial.CAST:
         return _widens(call)
     if kind is Partial.FIRST:
-        return partial == [0] and (call.results[0].dtype.category >= 2 or _sums(rule))
+        first = isinstance(call.args[0], TensorRef)  # 1 / t is not linear in t
+        return partial == [0] and first and (call.results[0].dtype.category >= 2 or _sums(rule))
     return len(partial) == 1 and partial[0] < 2
 
 

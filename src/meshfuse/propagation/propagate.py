@@ -7,6 +7,9 @@ the rules is GSPMD's and Shardy's; deciding by modelled time is our own.)
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
@@ -16,6 +19,9 @@ from .choose import Setting
 from .factors import Layouts, layouts_of, merged, representable, tensor_layouts
 from .meshes import node_meshes
 from .sharded import Choice, ShardedDefinition
+
+# How many different shardings of one tensor the backward sweep keeps as wanted.
+ASKED = 3
 
 
 def propagate(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
@@ -40,7 +46,7 @@ class _Propagation:
     def __init__(self, graph: Graph, world: DeviceMesh):
         self.graph = graph
         self.meshes = node_meshes(graph, world)
-        self.wanted: dict[int, Sharding] = dict(graph.annotations)
+        self.wanted: dict[int, Available] = {i: (sharding,) for i, sharding in graph.annotations.items()}
         self.unplaced_inputs = {i for i in graph.input_tensors if i not in graph.annotations}
         self.inputs: dict[int, Available] = {i: (self._input_home(i),) for i in graph.input_tensors}
 
@@ -57,7 +63,7 @@ class _Propagation:
         return Setting(
             node.call, node.rule, mesh,
             tuple(self._on_mesh(i, found, mesh) for i, found in zip(node.inputs, available, strict=True)),
-            tuple(self.wanted.get(i) for i in node.outputs),
+            tuple(self.wanted.get(i, ()) for i in node.outputs),
             tuple(i in self.graph.annotations for i in node.outputs),
             self.graph.reductions.get(node.id, ()),
         )  # fmt: skip
@@ -72,31 +78,37 @@ class _Propagation:
         """Take what the first sweep made as what is wanted, where no annotation says otherwise."""
         for node, step in zip(self.graph.nodes, steps, strict=True):
             for i, made in zip(node.outputs, step.option.placement.results, strict=True):
-                self.wanted.setdefault(i, made.reduced())
+                self.wanted.setdefault(i, (made.reduced(),))
 
     def backward(self) -> None:
-        """Refine what is wanted of a tensor by what its readers are wanted to give."""
+        """Add to what is wanted of a tensor what its readers need to give what they are wanted to give."""
         for node in reversed(self.graph.nodes):
-            layouts = self._wanted_layouts(node)
-            for place, i in enumerate(node.inputs):
-                if i not in self.graph.annotations and i not in self.inputs:
-                    self._refine(node, place, i, layouts)
+            results = [self.wanted[i] for i in node.outputs]
+            for asked in itertools.islice(itertools.zip_longest(*results), ASKED):
+                layouts = self._wanted_layouts(node, [new or old[0] for new, old in zip(asked, results, strict=True)])
+                for place, i in enumerate(node.inputs):
+                    if i not in self.graph.annotations and i not in self.inputs:
+                        self._ask(node, place, i, layouts)
 
-    def _wanted_layouts(self, node: Node) -> Layouts:
+    def _wanted_layouts(self, node: Node, results: Sequence[Sharding]) -> Layouts:
         rule, call = node.rule, node.call
-        votes = [layouts_of(rule, rule.results[j], call.results[j].shape, self.wanted[i].dims)
-                 for j, i in enumerate(node.outputs)]  # fmt: skip
-        votes += [layouts_of(rule, rule.operands[j], call.types[j].shape, self.wanted[i].dims)
+        votes = [layouts_of(rule, rule.results[j], call.results[j].shape, sharding.dims)
+                 for j, sharding in enumerate(results)]  # fmt: skip
+        votes += [layouts_of(rule, rule.operands[j], call.types[j].shape, self.wanted[i][0].dims)
                   for j, i in enumerate(node.inputs) if i in self.wanted]  # fmt: skip
         return representable(rule, merged(votes))
 
-    def _refine(self, node: Node, place: int, tensor: int, layouts: Layouts) -> None:
-        old = self.wanted[tensor]
-        asked = tensor_layouts(node.rule, node.rule.operands[place], layouts)
-        if asked is None or old.mesh != self.meshes.of_node(node.id):
+    def _ask(self, node: Node, place: int, tensor: int, layouts: Layouts) -> None:
+        """Refine what is wanted first where the new wish is finer; else it is one wish more, up to a few."""
+        wanted = self.wanted[tensor]
+        dims = tensor_layouts(node.rule, node.rule.operands[place], layouts)
+        if dims is None or wanted[0].mesh != self.meshes.of_node(node.id):
             return
-        if all(lay.is_prefix(a, b) for a, b in zip(old.dims, asked, strict=True)):
-            self.wanted[tensor] = Sharding(old.mesh, asked)
+        asked = Sharding(wanted[0].mesh, dims)
+        if all(lay.is_prefix(a, b) for a, b in zip(wanted[0].dims, dims, strict=True)):
+            self.wanted[tensor] = (asked, *(w for w in wanted[1:] if w != asked))
+        elif asked not in wanted and len(wanted) < ASKED:
+            self.wanted[tensor] = (*wanted, asked)
 
     def homes(self, choices: list[Choice]) -> dict[int, Sharding]:
         """Where each tensor is after its op: its annotation, or what the op makes."""
