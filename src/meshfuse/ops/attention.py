@@ -10,6 +10,7 @@ import math
 
 from ..dtypes import DataType
 from ..errors import user_error
+from . import native_forms
 from .base import Call, DimFactors, Emit, OpDef, Param, ParamKind, Rule, RuleBuilder, Sample, TensorType
 from .factories import stream_text
 from .shapes import UNKNOWN, check_ndim, check_same_size
@@ -168,9 +169,11 @@ _QKV = tuple(Param(name, K.TENSOR) for name in ("query", "key", "value"))
 OPS = (
     OpDef("sdpfa_fwd", (*_QKV, Param("bias", K.OPTIONAL_TENSOR, None), Param("mask", K.OPTIONAL_TENSOR, None),
                         *(Param(name, K.OPTIONAL_SCALAR, None) for name in ("dropout_p", "is_causal", "scale"))),
-          _fwd_infer, _fwd_rule, _fwd_emit, flops=_fwd_flops, samples=_fwd_samples),
+          _fwd_infer, _fwd_rule, _fwd_emit, flops=_fwd_flops, samples=_fwd_samples,
+          nvfuser=native_forms.sdpfa_fwd),
     OpDef("sdpfa_bwd", (Param("grad_output", K.TENSOR), *_QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR),
                         Param("dropout_p", K.SCALAR), Param("is_causal", K.SCALAR), Param("philox_seed", K.TENSOR),
                         Param("philox_offset", K.TENSOR), Param("scale", K.OPTIONAL_SCALAR, None)),
-          _bwd_infer, _bwd_rule, _bwd_emit, flops=_bwd_flops, samples=_bwd_samples),
+          _bwd_infer, _bwd_rule, _bwd_emit, flops=_bwd_flops, samples=_bwd_samples,
+          nvfuser=native_forms.sdpfa_bwd),
 )  # fmt: skip

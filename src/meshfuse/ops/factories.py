@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from ..dtypes import DataType
 from ..errors import user_error
+from . import native_forms
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .native import local_shape
 from .pointwise import torch_dtype
 from .shape import same_rule
 from .shapes import check_ndim, known_size
@@ -122,18 +124,20 @@ def _matrix_samples() -> list[Sample]:
 
 OPS = (
     OpDef("full", (_SHAPE, Param("fill_value", K.SCALAR), Param("dtype", K.DTYPE)), _full_infer, made_rule, _full_emit,
-          samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))]),
+          samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))],
+          nvfuser=local_shape("shape")),
     OpDef("iota", (Param("length", K.SIZE), Param("start", K.OPTIONAL_SCALAR, None), Param("step", K.OPTIONAL_SCALAR, None),
                    Param("dtype", K.DTYPE, DataType.Int)), _iota_infer, made_rule, _iota_emit,
-          samples=lambda: [Sample((8,)), Sample((6, 2, 3)), Sample((6, 0.0, 0.5, DataType.Float))]),
+          samples=lambda: [Sample((8,)), Sample((6, 2, 3)), Sample((6, 0.0, 0.5, DataType.Float))],
+          nvfuser=native_forms.iota),
     OpDef("uniform", (Param("minval", K.SCALAR), Param("maxval", K.SCALAR), *_RANDOM), _random_infer, made_rule,
-          _random_emit, samples=_random_samples),
+          _random_emit, samples=_random_samples, nvfuser=native_forms.RANDOM),
     OpDef("normal", (Param("mean", K.SCALAR), Param("std", K.SCALAR), *_RANDOM), _random_infer, made_rule,
-          _random_emit, samples=_random_samples),
+          _random_emit, samples=_random_samples, nvfuser=native_forms.RANDOM),
     OpDef("rand_like", (_ARG,), _like_infer, same_rule, _like_emit("uniform"),
-          samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))]),
+          samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))], nvfuser=native_forms.RANDOM),
     OpDef("randn_like", (_ARG,), _like_infer, same_rule, _like_emit("normal"),
-          samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))]),
+          samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))], nvfuser=native_forms.RANDOM),
     OpDef("triu", (_ARG, Param("diagonal", K.INT, 0)), _triu_infer, same_rule, _triu_emit, Partial.MOVE,
-          samples=_matrix_samples),
+          samples=_matrix_samples, nvfuser=native_forms.triu),
 )  # fmt: skip

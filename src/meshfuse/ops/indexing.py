@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..dtypes import DataType
 from ..errors import user_error
+from . import native_forms
 from .base import (
     Call,
     DimFactors,
@@ -277,20 +278,24 @@ _EMBEDDING = tuple(
 )
 OPS = (
     OpDef("take_along_axis", (_ARG, _INDEX, _DIM), _take_infer, _take_rule, _take_emit, Partial.FIRST,
-          samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)]),
+          samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)], nvfuser=native_forms.take),
     OpDef("gather", (_ARG, _INDEX, _DIM), _gather_infer, _gather_rule, _gather_emit, Partial.FIRST,
-          samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)]),
+          samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)],
+          nvfuser=native_forms.gather),
     OpDef("index_select", (_ARG, _INDEX, _DIM), _index_select_infer, _index_select_rule, _index_select_emit, Partial.FIRST,
-          samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)]),
+          samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)],
+          nvfuser=native_forms.index_select),
     OpDef("select", (_ARG, Param("index", K.SCALAR), _DIM), _select_infer, _select_rule, _select_emit, Partial.MOVE,
-          samples=lambda: [Sample((_t(6, 8), 5, 1)), Sample((_t(6, 8), -1, 0))]),
+          samples=lambda: [Sample((_t(6, 8), 5, 1)), Sample((_t(6, 8), -1, 0))], nvfuser=native_forms.select),
     OpDef("embedding_fwd", (Param("input", K.TENSOR), Param("weight", K.TENSOR), *_EMBEDDING), _embedding_infer,
-          _embedding_rule, _embedding_emit, samples=_embedding_samples),
+          _embedding_rule, _embedding_emit, samples=_embedding_samples, nvfuser=native_forms.embedding),
     OpDef("scatter", (_ARG, _INDEX, Param("src", K.TENSOR_OR_SCALAR), _DIM), _scatter_infer, _scatter_rule, _scatter_emit,
-          samples=_scatter_samples),
+          samples=_scatter_samples, nvfuser=native_forms.scatter),
     OpDef("argsort", (_ARG, _DIM, Param("descending", K.BOOL, False), Param("stable", K.BOOL, False)), _argsort_infer,
           lambda call: whole_dim_rule(call, _dim(call)), _argsort_emit,
-          samples=lambda: [Sample((_t(6, 8), 1)), Sample((_t(6, 8, dtype=DataType.Int), 0, True))]),
+          samples=lambda: [Sample((_t(6, 8), 1)), Sample((_t(6, 8, dtype=DataType.Int), 0, True))],
+          nvfuser=native_forms.argsort),
     OpDef("topk", (_ARG, Param("k", K.SIZE), Param("dim", K.DIM, -1), Param("largest", K.BOOL, True),
-                   Param("sorted", K.BOOL, False)), _topk_infer, _topk_rule, _topk_emit, samples=_topk_samples),
+                   Param("sorted", K.BOOL, False)), _topk_infer, _topk_rule, _topk_emit, samples=_topk_samples,
+          nvfuser=native_forms.topk),
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..dtypes import DataType
+from . import native_forms
 from .base import (
     Call,
     DimFactors,
@@ -115,5 +116,6 @@ OPS = (
           _matmul_infer, _matmul_rule, _matmul_emit, Partial.EACH, _matmul_flops, _matmul_samples),
     OpDef("linear", (Param("input", K.TENSOR, alias="arg1"), Param("weight", K.TENSOR, alias="arg2"),
                      Param("bias", K.OPTIONAL_TENSOR, None)),
-          _linear_infer, _linear_rule, _linear_emit, Partial.EACH, _linear_flops, _linear_samples),
+          _linear_infer, _linear_rule, _linear_emit, Partial.EACH, _linear_flops, _linear_samples,
+          nvfuser=native_forms.linear),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..dtypes import DataType, promote, scalar_dtype
 from ..errors import user_error
+from . import native_forms
 from .base import (
     Call,
     Emit,
@@ -23,6 +24,7 @@ from .base import (
     TensorRef,
     TensorType,
 )
+from .native import Native
 from .shapes import broadcast_shapes, pointwise_rule_dims
 
 K = ParamKind
@@ -183,7 +185,7 @@ def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) ->
 def _op(
     name: str, params: str, template: str, promotion: Promotion = keep, *, compute: Promotion | None = None,
     partial: Partial = Partial.NONE, dtype: DataType = DataType.Float, numbers: Sequence[Any] = (), real: bool = False,
-    accepts: tuple[int, ...] = (0, 1, 2, 3),
+    accepts: tuple[int, ...] = (0, 1, 2, 3), nvfuser: Callable[[Native], Any] | None = None,
 ) -> OpDef:  # fmt: skip
     """A pointwise op; its last parameters, one for each of the example `numbers`, take no tensor."""
     compute = compute or (widened if promotion is predicate else promotion)
@@ -193,7 +195,7 @@ def _op(
     return OpDef(
         name, table, _Infer(promotion, real, accepts), pointwise_rule,
         _Emit(template, compute, changes_type=promotion in (predicate, _complex_of) or real), partial,
-        samples=functools.partial(_samples, table, numbers, dtype),
+        samples=functools.partial(_samples, table, numbers, dtype), nvfuser=nvfuser,
     )  # fmt: skip
 
 
@@ -244,7 +246,8 @@ BINARY = (
     *(_binary(f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate) for name in ("and", "or")),
     *(_binary(name, f"({{a}} {sign} {{b}})", predicate) for name, sign in
       (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))),
-    _binary("complex", "K.complex({a}, {b})", _complex_of, dtype=DataType.Double, compute=keep, accepts=(2,)),
+    _binary("complex", "K.complex({a}, {b})", _complex_of, dtype=DataType.Double, compute=keep, accepts=(2,),
+            nvfuser=native_forms.complex_of),
 )  # fmt: skip
 TERNARY = (
     _op("where", "condition a b", "K.where({condition}, {a}, {b})", promoted),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
+from . import native_forms
 from .base import (
     Call,
     DimFactors,
@@ -20,6 +21,7 @@ from .base import (
     Sample,
     TensorType,
 )
+from .native import Native
 from .pointwise import torch_dtype
 from .shapes import UNKNOWN, check_dtypes, check_ndim, check_same_size
 
@@ -169,10 +171,10 @@ def _scaled_grouped_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _cutlass_infer(call: Call) -> tuple[TensorType, ...]:
-    """[m, k] and [g, n, k] to [m, n]."""
+    """[m, k] and [g, k, n] to [m, n]."""
     a, b = call.types[:2]
     check_ndim(call.op.name, "the second operand", b, 3, 3)
-    return (TensorType((a.shape[0], b.shape[1]), call["dtype"]),)
+    return (TensorType((a.shape[0], b.shape[2]), call["dtype"]),)
 
 
 def _blocks(n: int, size: int) -> int:
@@ -187,26 +189,15 @@ def _quantize_infer(call: Call) -> tuple[TensorType, ...]:
     return (TensorType(x.shape, call["dtype"]), TensorType(scales, DataType.Float8_e4m3fn))
 
 
-_ROWS, _COLUMNS = 128, 4
-
-
-def _padded_scales(rows: int, columns: int, groups: int) -> tuple[int, int]:
-    """The tiles of 128 x 4 that tensor cores read scales in: at most 127 rows are added for each group."""
-    found = rows if UNKNOWN in (rows, groups) else rows + groups * (_ROWS - 1)
-    return (found, columns if columns == UNKNOWN else math.ceil(columns / _COLUMNS) * _COLUMNS)
-
-
 def _grouped_quantize_infer(call: Call) -> tuple[TensorType, ...]:
-    x, offsets = call.types[:2]
-    check_ndim(call.op.name, "the input", x, 2, 2)
-    scales = _padded_scales(x.shape[0], _blocks(x.shape[1], call["block_size"]), offsets.shape[0])
-    return (TensorType(x.shape, call["dtype"]), TensorType(scales, DataType.Float8_e4m3fn))
+    """As without groups: the padding of each group's scales to tiles of 128 x 4 is one of memory alone."""
+    check_ndim(call.op.name, "the input", call.types[0], 2, 2)
+    return _quantize_infer(call)
 
 
 def _preprocess_infer(call: Call) -> tuple[TensorType, ...]:
-    x, offsets = call.types[:2]
-    check_ndim(call.op.name, "the input", x, 2, 2)
-    return (TensorType(_padded_scales(*x.shape, offsets.shape[0]), x.dtype),)  # type: ignore[call-arg]
+    check_ndim(call.op.name, "the input", call.types[0], 2, 2)
+    return (call.types[0],)
 
 
 def _types(*kinds: tuple[tuple[int, ...], DataType]) -> tuple[TensorType, ...]:
@@ -218,10 +209,12 @@ _ENDS = ((3,), _INT)
 
 
 def _missing(
-    name: str, params: tuple[Param, ...], infer: Callable[[Call], tuple[TensorType, ...]], sample: Sequence[TensorType]
-) -> OpDef:
+    name: str, params: tuple[Param, ...], infer: Callable[[Call], tuple[TensorType, ...]], sample: Sequence[TensorType],
+    nvfuser: Callable[[Native], Any] | None = None,
+) -> OpDef:  # fmt: skip
     """An op that is typed and propagated here, and runs with nvFuser on NVIDIA's GPUs only."""
-    return OpDef(name, params, infer, whole_rule, _missing_emit, samples=lambda: [Sample(tuple(sample))])
+    found = [Sample(tuple(sample))]
+    return OpDef(name, params, infer, whole_rule, _missing_emit, samples=lambda: found, nvfuser=nvfuser)
 
 
 _INPUT, _GLOBAL = Param("input", K.TENSOR), Param("global_scale", K.OPTIONAL_TENSOR, None)
@@ -230,12 +223,13 @@ _BLOCK, _PACKED = Param("block_size", K.INT, 16), Param("dtype", K.DTYPE, _FP4)
 _MATS = tuple(Param(name, K.TENSOR) for name in ("mat1", "mat2", "offsets"))
 _CUTLASS = ("mat1", "mat2", "scale1", "scale2", "alpha", "problem_sizes", "expert_offsets", "sf_offsets")
 OPS = (
-    OpDef("grouped_mm", _MATS, _grouped_infer, _grouped_rule, _grouped_emit, Partial.EACH, _grouped_flops, _grouped_samples),
+    OpDef("grouped_mm", _MATS, _grouped_infer, _grouped_rule, _grouped_emit, Partial.EACH, _grouped_flops, _grouped_samples,
+          nvfuser=native_forms.grouped_mm),
     OpDef("scaled_mm", _SCALED, _scaled_infer, _scaled_rule, _scaled_emit, samples=_scaled_samples),
     _missing("scaled_grouped_mm", (*_MATS, *_SCALED[2:]), _scaled_grouped_infer,
-             _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8))),
+             _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8)), native_forms.scaled_grouped_mm),
     _missing("cutlass_nvfp4_grouped_mm", (*(Param(n, K.TENSOR) for n in _CUTLASS), _SCALED[7]), _cutlass_infer,
-             _types(((8, 32), _FP4), ((3, 16, 32), _FP4), ((8, 2), _FP8), ((3, 16, 2), _FP8), ((3,), DataType.Float),
+             _types(((8, 32), _FP4), ((3, 32, 16), _FP4), ((8, 2), _FP8), ((3, 16, 2), _FP8), ((3,), DataType.Float),
                     ((3, 3), _INT), _ENDS, _ENDS)),
     _missing("nv_block_quantize", (_INPUT, _GLOBAL, Param("swizzle_block_scales", K.BOOL, False), _BLOCK, _PACKED),
              _quantize_infer, _types(((8, 32), DataType.Float))),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..dtypes import DataType
 from ..errors import user_error
 from .base import (
@@ -17,6 +19,7 @@ from .base import (
     Sample,
     TensorType,
 )
+from .native import Native
 from .pointwise import cast_text, torch_dtype
 from .shapes import check_dims
 
@@ -88,6 +91,12 @@ def _emit_reduce(e: Emit) -> str:
     return f"K.reduce_{e.call.op.name}({operand}, {dims}, {e.call['keepdim']})" if dims else operand
 
 
+def _nvfuser(n: Native) -> Any:
+    """nvFuser wants the dims listed, at least one."""
+    dims, result = list(reduced_dims(n.call)), n.call.results[0].dtype
+    return n.plain(dims=dims) if dims else n.ops.cast(n.operands[0], n.dtype(result))
+
+
 REDUCTION_PARAMS = (
     Param("arg", K.TENSOR),
     Param("dims", K.OPTIONAL_DIMS, None, "dim"),
@@ -104,7 +113,7 @@ def _samples() -> list[Sample]:
 OPS = tuple(
     OpDef(
         name, REDUCTION_PARAMS, _infer, _rule, _emit_sum if name == "sum" else _emit_reduce,
-        Partial.FIRST if name == "sum" else Partial.NONE, samples=_samples,
+        Partial.FIRST if name == "sum" else Partial.NONE, samples=_samples, nvfuser=_nvfuser,
     )
     for name in ("sum", "prod", "max", "min")
 )  # fmt: skip

@@ -20,6 +20,7 @@ from .base import (
     ScalarRef,
     TensorType,
 )
+from .native import local_shape
 from .shapes import UNKNOWN
 
 K = ParamKind
@@ -143,5 +144,5 @@ def _samples() -> list[Sample]:
 
 OPS = (
     OpDef("reshape", (Param("arg", K.TENSOR), Param("new_shape", K.SHAPE)), _infer, reshape_rule, _emit,
-          Partial.MOVE, samples=_samples),
+          Partial.MOVE, samples=_samples, nvfuser=local_shape("new_shape")),
 )  # fmt: skip

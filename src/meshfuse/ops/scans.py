@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..dtypes import DataType
 from ..errors import user_error
+from . import native_forms
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .shapes import check_dim
 
@@ -47,7 +48,7 @@ def _samples() -> list[Sample]:
 OPS = tuple(
     OpDef(
         name, (Param("arg", K.TENSOR), Param("dim", K.DIM), Param("init", K.OPTIONAL_SCALAR, None)), _infer, _rule, _emit,
-        Partial.FIRST if name == "cumsum" else Partial.NONE, samples=_samples,
+        Partial.FIRST if name == "cumsum" else Partial.NONE, samples=_samples, nvfuser=native_forms.scan,
     )
     for name in ("cumsum", "cumprod", "cummax", "cummin")
 )  # fmt: skip

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..dtypes import DataType
 from ..errors import user_error
+from . import native_forms
 from .base import Call, Emit, OpDef, Param, ParamKind, Rule, RuleBuilder, Sample, TensorType
+from .native import Native
 from .pointwise import cast_text, widen
 from .reductions import kept_factors, reduced_dims
 
@@ -71,6 +75,10 @@ def _var_mean_emit(e: Emit) -> str:
     return f"torch.var_mean({e.operands[0]}, {_options(e.call)})"
 
 
+def _listed_dims(n: Native) -> Any:
+    return n.plain(dims=list(reduced_dims(n.call)))
+
+
 def _welford_emit(e: Emit) -> str:
     return f"K.welford({e.operands[0]}, {list(reduced_dims(e.call))})"
 
@@ -86,9 +94,11 @@ def _samples() -> list[Sample]:
 
 
 OPS = (
-    OpDef("var", _MOMENTS, _var_infer, _rule, _var_emit,
+    OpDef("var", _MOMENTS, _var_infer, _rule, _var_emit, nvfuser=_listed_dims,
           samples=lambda: [*_samples(), Sample((TensorType((4, 6), DataType.Half), [0])),
                            Sample((TensorType((4, 6), DataType.Int), [0]))]),
-    OpDef("var_mean", _MOMENTS, _var_mean_infer, _rule, _var_mean_emit, samples=_samples),
-    OpDef("welford", (_ARG, _DIMS), _welford_infer, _rule, _welford_emit, samples=lambda: [Sample((_EXAMPLE, [1]))]),
+    OpDef("var_mean", _MOMENTS, _var_mean_infer, _rule, _var_mean_emit, samples=_samples,
+          nvfuser=_listed_dims),
+    OpDef("welford", (_ARG, _DIMS), _welford_infer, _rule, _welford_emit, samples=lambda: [Sample((_EXAMPLE, [1]))],
+          nvfuser=native_forms.welford),
 )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Compilers of local kernels that are optional: each is imported only by who asks for it."""

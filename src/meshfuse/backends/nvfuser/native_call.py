@@ -1,0 +1,111 @@
+"""One op on one rank, as calls of nvFuser's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...dtypes import DataType
+from ...ops.base import REQUIRED, Call, Param, ParamKind, ScalarRef, TensorRef, count_tensors
+from ...ops.local import LocalCall
+from ...ops.native import ToTorch
+from ...sharding.layout import Runs
+
+K = ParamKind
+_VALS = (K.SCALAR, K.OPTIONAL_SCALAR, K.SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCall:
+    """A call in an open nvFuser definition. Implements `ops.native.Native`.
+
+    `operands` are TensorViews; `scalar` gives the Val of a scalar of our definition.
+    """
+
+    local: LocalCall
+    operands: Sequence[Any]
+    fd: Any
+    types: Any
+    scalar: Callable[[ScalarRef], Any]
+
+    @property
+    def call(self) -> Call:
+        return self.local.call
+
+    @property
+    def ops(self) -> Any:
+        return self.fd.ops
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.local.operand_shapes
+
+    @property
+    def result_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.local.result_shapes
+
+    def operand_runs(self, operand: int) -> tuple[Runs, ...]:
+        return self.local.operand_runs(operand)
+
+    def result_runs(self, result: int) -> tuple[Runs, ...]:
+        return self.local.result_runs(result)
+
+    def leads(self) -> bool:
+        return self.local.leads()
+
+    def operand(self, name: str) -> Any:
+        place = self.call.op.places[name]
+        return self._tensors(place) if isinstance(self.call.args[place], TensorRef) else None
+
+    def number(self, name: str) -> Any:
+        value = self.call[name]
+        return self.scalar(value) if isinstance(value, ScalarRef) else value
+
+    def val(self, value: Any) -> Any:
+        return self.fd.define_scalar(value)
+
+    def dtype(self, dtype: DataType) -> Any:
+        found = getattr(self.types, dtype.name, None)
+        if found is None:
+            raise ToTorch(f"nvFuser has no {dtype.name}")
+        return found
+
+    def results(self) -> tuple[Any, ...]:
+        """The results as TensorViews. Raises ToTorch with the reason where the call is left to torch."""
+        form = self.call.op.nvfuser
+        if isinstance(form, str):
+            raise ToTorch(form)
+        made = self.plain() if form is None else form(self)
+        return tuple(t for t in made if t is not None) if isinstance(made, (tuple, list)) else (made,)
+
+    def plain(self, **changed: Any) -> Any:
+        """Required parameters go by place, the others by name and only where they were given."""
+        placed, named = [], {}
+        for param in self.call.op.params:
+            value = changed[param.name] if param.name in changed else self._argument(param)
+            if param.default is REQUIRED:
+                placed.append(value)
+            elif value is not None:
+                named[param.name] = value
+        return getattr(self.ops, self.call.op.name)(*placed, **named)
+
+    def _argument(self, param: Param) -> Any:
+        place = self.call.op.places[param.name]
+        value = self.call.args[place]
+        if count_tensors(value):
+            return self._tensors(place)
+        if isinstance(value, ScalarRef):
+            return self.scalar(value)
+        if isinstance(value, DataType):
+            return self.dtype(value)
+        if param.kind in _VALS and value is not None:
+            return self.val(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    def _tensors(self, place: int) -> Any:
+        """The operand, or the list of operands, that stands at a place of the arguments."""
+        arg, first = self.call.args[place], sum(count_tensors(a) for a in self.call.args[:place])
+        if isinstance(arg, TensorRef):
+            return self.operands[first]
+        return list(self.operands[first : first + len(arg)])

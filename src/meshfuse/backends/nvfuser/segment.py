@@ -1,0 +1,158 @@
+"""A segment on one rank as one nvFuser definition of local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...dtypes import DataType
+from ...graph import Graph
+from ...ops.base import ScalarRef, TensorType
+from ...ops.local import LocalCall
+from ...ops.native import ToTorch
+from ...resharding.insert import Compute
+from ...scalars import ScalarDef
+from ...segmentation import Segment, SegmentedDefinition
+from .load import load
+from .native_call import NativeCall
+
+SizeOf = Callable[[Any, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKernel:
+    """A built nvFuser definition, and what it takes and gives: local tensors, then scalars by number."""
+
+    name: str
+    definition: Any
+    inputs: tuple[TensorType, ...]
+    scalars: tuple[int, ...]
+    outputs: tuple[TensorType, ...]
+
+    def __str__(self) -> str:
+        return str(self.definition.fusion)
+
+
+class _Builder:
+    """An open nvFuser definition, with the scalars of ours that it has met."""
+
+    def __init__(self, fd: Any, types: Any, scalars: Mapping[int, ScalarDef], size: SizeOf):
+        self.fd, self.types, self.scalars, self.size = fd, types, scalars, size
+        self.scalar_inputs: dict[int, Any] = {}
+
+    def define(self, kind: TensorType) -> Any:
+        """A dense, row-major input; dims of size 1 are broadcast."""
+        flags = [None if n == 1 else True for n in kind.shape]
+        return self.fd.define_tensor(list(kind.shape), contiguity=flags, dtype=self.dtype(kind.dtype))
+
+    def dtype(self, dtype: DataType) -> Any:
+        found = getattr(self.types, dtype.name, None)
+        if found is None:
+            raise ToTorch(f"nvFuser has no {dtype.name}")
+        return found
+
+    def scalar(self, value: Any) -> Any:
+        """A Val of a scalar: an input of the kernel, a constant or an expression of both."""
+        if not isinstance(value, ScalarRef):
+            return self.fd.define_scalar(value)
+        made = self.scalars[value.id]
+        if made.op == "input":
+            return self._scalar_input(value.id, made.dtype)
+        if made.op in ("const", "size"):
+            value = made.operands[0] if made.op == "const" else self.size(*made.operands)
+            return self.fd.define_scalar(value)
+        operands = [self.scalar(operand) for operand in made.operands]
+        if made.op == "cast":
+            return self.fd.ops.cast(operands[0], self.dtype(made.dtype))
+        return getattr(self.fd.ops, made.op)(*operands)
+
+    def _scalar_input(self, number: int, dtype: DataType) -> Any:
+        if number not in self.scalar_inputs:
+            self.scalar_inputs[number] = self.fd.define_scalar(dtype=self.dtype(dtype))
+        return self.scalar_inputs[number]
+
+    def call(self, local: LocalCall, operands: Sequence[Any]) -> tuple[Any, ...]:
+        return NativeCall(local, operands, self.fd, self.types, self.scalar).results()
+
+
+def build_call(local: LocalCall) -> NativeKernel:
+    """A definition of a single op on one rank; its scalars must be numbers.
+
+    Raises ToTorch with the reason where nvFuser cannot compute it, NvfuserMissing without nvFuser.
+    """
+    nvfuser = load()
+    inputs, outputs = local_types(local)
+    with nvfuser.FusionDefinition() as fd:
+        builder = _Builder(fd, nvfuser.DataType, {}, _no_size)
+        for made in builder.call(local, [builder.define(t) for t in inputs]):
+            fd.add_output(made)
+    return NativeKernel(local.call.op.name, fd, inputs, (), outputs)
+
+
+def local_types(local: LocalCall) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
+    """The types of the operands and of the results that a rank has."""
+    call = local.call
+    operands = tuple(TensorType(s, t.dtype) for s, t in zip(local.operand_shapes, call.types, strict=True))
+    results = tuple(TensorType(s, t.dtype) for s, t in zip(local.result_shapes, call.results, strict=True))
+    return operands, results
+
+
+def torch_reason(local: LocalCall) -> str | None:
+    """Why one op on one rank is left to torch; None where nvFuser takes it."""
+    try:
+        build_call(local)
+    except ToTorch as reason:
+        return str(reason)
+    except RuntimeError as error:
+        return f"nvFuser refuses it: {_refusal(error)}"
+    return None
+
+
+def _refusal(error: RuntimeError) -> str:
+    """The sentence of one of nvFuser's internal errors, without its stack."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if not line.startswith(("INTERNAL", "Exception"))]
+    return (told or lines or [""])[0]
+
+
+def build_segment(segmented: SegmentedDefinition, segment: Segment, rank: int) -> NativeKernel:
+    """The kernel of a segment on a rank of its mesh: inputs and outputs in the order of the segment's.
+
+    Raises ToTorch with the op and the reason where an op of the segment is left to torch, NvfuserMissing
+    without nvFuser.
+    """
+    nvfuser = load()
+    graph = segmented.resharded.graph
+    inputs = tuple(_value_type(segmented, v, rank) for v in segment.inputs)
+    outputs = tuple(_value_type(segmented, v, rank) for v in segment.outputs)
+    with nvfuser.FusionDefinition() as fd:
+        builder = _Builder(fd, nvfuser.DataType, graph.scalars, lambda t, dim: graph.shape(t.id)[dim])
+        values = {v: builder.define(t) for v, t in zip(segment.inputs, inputs, strict=True)}
+        for compute in segment.computes:
+            values.update(zip(compute.outputs, _compute(builder, graph, compute, values, rank), strict=True))
+        for v in segment.outputs:
+            fd.add_output(values[v])
+    return NativeKernel(segment.name, fd, inputs, tuple(builder.scalar_inputs), outputs)
+
+
+def _compute(
+    builder: _Builder, graph: Graph, compute: Compute, values: Mapping[int, Any], rank: int
+) -> tuple[Any, ...]:
+    node = graph.nodes[compute.node]
+    names, placed = [f"v{v}" for v in compute.inputs], compute.placement
+    local = LocalCall(node.call, names, placed.operands, placed.results, rank, number=node.id)
+    try:
+        return builder.call(local, [values[v] for v in compute.inputs])
+    except ToTorch as reason:
+        raise ToTorch(f"{node.name} ({node.line}): {reason}") from None
+
+
+def _value_type(segmented: SegmentedDefinition, value: int, rank: int) -> TensorType:
+    found = segmented.resharded.values[value]
+    kind = segmented.resharded.graph.tensors[found.tensor].type
+    return TensorType(found.sharding.local_shape(kind.shape, rank), kind.dtype)
+
+
+def _no_size(tensor: Any, dim: int) -> int:
+    raise AssertionError("a single op has no scalars that follow tensors")

@@ -1,0 +1,129 @@
+"""What ops' lowerings to nvFuser are written in: its functions and values, reached without importing it.
+
+An op without a lowering of its own goes to nvFuser's function of the same name, argument by argument.
+`OpDef.nvfuser` holds what deviates: a function of a `Native` call, or the reason to leave the op to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ..dtypes import DataType
+from ..sharding.layout import Runs
+from .base import Call
+
+_MOST_RUNS = 8
+
+
+class ToTorch(Exception):
+    """nvFuser cannot compute this call on this rank; the text is the reason."""
+
+
+class Native(Protocol):
+    """What a lowering to nvFuser sees of one call on one rank. Operands and results are TensorViews."""
+
+    call: Call
+    ops: Any
+    operands: Sequence[Any]
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Local shapes."""
+        ...
+
+    @property
+    def result_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Local shapes."""
+        ...
+
+    def operand(self, name: str) -> Any:
+        """The tensor passed as a parameter, None where no tensor was passed."""
+        ...
+
+    def number(self, name: str) -> Any:
+        """A scalar argument: a Python number, or a Val where it depends on the program's inputs."""
+        ...
+
+    def val(self, value: Any) -> Any:
+        """A Val: a constant of a Python number."""
+        ...
+
+    def dtype(self, dtype: DataType) -> Any:
+        """nvFuser's DataType. Raises ToTorch where it has none."""
+        ...
+
+    def operand_runs(self, operand: int) -> tuple[Runs, ...]:
+        """For every dim of an operand the intervals of global indices that the rank has."""
+        ...
+
+    def result_runs(self, result: int) -> tuple[Runs, ...]:
+        """The same of a result."""
+        ...
+
+    def leads(self) -> bool:
+        """True on the one rank, of those with terms of one partial result, that adds what is added once."""
+        ...
+
+    def plain(self, **changed: Any) -> Any:
+        """nvFuser's function of the op's name, with some arguments replaced."""
+        ...
+
+
+def local_shape(name: str) -> Callable[[Native], Any]:
+    """The lowering of an op whose shape argument becomes the local shape of the result."""
+    return lambda n: n.plain(**{name: list(n.result_shapes[0])})
+
+
+def is_whole(n: Native, operand: int, dim: int) -> bool:
+    """Whether the rank has all of an operand's dim."""
+    return n.operand_shapes[operand][dim] == n.call.types[operand].shape[dim]
+
+
+def cast(n: Native, tensor: Any, found: DataType, wanted: DataType) -> Any:
+    return tensor if found is wanted else n.ops.cast(tensor, n.dtype(wanted))
+
+
+def _few(runs: Runs) -> Runs:
+    if len(runs) > _MOST_RUNS:
+        raise ToTorch(f"the rank's indices lie in {len(runs)} pieces, more than {_MOST_RUNS}")
+    return runs
+
+
+def step_index(n: Native, start: int, length: int, step: int = 1) -> Any:
+    """start, start + step, ... as an Int vector."""
+    return n.ops.iota(n.val(length), n.val(start), n.val(step), n.dtype(DataType.Int))
+
+
+def global_index(n: Native, runs: Runs) -> Any:
+    """An Int vector of the global indices that the rank has."""
+    parts = [step_index(n, a, b - a) for a, b in _few(runs) or ((0, 0),)]
+    return parts[0] if len(parts) == 1 else n.ops.cat(parts, 0)
+
+
+def local_places(n: Native, index: Any, runs: Runs) -> tuple[Any, Any]:
+    """(place of each global index among those of the runs, whether it is one); place 0 for the others."""
+    if not runs:
+        raise ToTorch("the rank has nothing of the dim that is looked up in")
+    index, before, ops = n.ops.cast(index, n.dtype(DataType.Int)), 0, n.ops
+    places = inside = None
+    for a, b in _few(runs):
+        here = ops.logical_and(ops.ge(index, a), ops.lt(index, b))
+        place = ops.where(here, ops.add(index, before - a), 0)
+        inside = here if inside is None else ops.logical_or(inside, here)
+        places = place if places is None else ops.add(places, place)
+        before += b - a
+    return places, inside
+
+
+def along(n: Native, vector: Any, dim: int, ndim: int) -> Any:
+    """A vector as a tensor of `ndim` dims, broadcast in all but one."""
+    return n.ops.broadcast(vector, [d != dim for d in range(ndim)])
+
+
+def zero_where_not(n: Native, kept: Any, tensor: Any, dtype: DataType) -> Any:
+    """The tensor, in its own type, with zeros where `kept` is false."""
+    zero: Any = (False, 0, 0.0, 0j)[dtype.category]
+    if dtype.category == 0:
+        return n.ops.logical_and(kept, tensor)
+    return n.ops.cast(n.ops.where(kept, tensor, zero), n.dtype(dtype))
