@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 _SAME = (
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf erfc erfinv exp exp2 expm1 floor "
-    "frac imag isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not neg real "
-    "reciprocal relu round rsqrt sigmoid sign signbit sin sinh sqrt tan tanh trunc"
+    "frac imag isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not "
+    "neg real reciprocal relu round rsqrt sigmoid sign signbit sin sinh sqrt tan tanh trunc"
 )
 _SAME_BINARY = (
     "add sub mul atan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift eq fmod gcd "
@@ -25,6 +25,9 @@ DOMAINS: dict[str, tuple[float, float]] = {
     "lgamma": (0.1, 5.0),
     "pow": (0.2, 3.0),
     "reciprocal": (0.2, 3.0),
+    # Signs that show when an empty shard contributes a number of its own.
+    "max": (-4.0, -1.0),
+    "min": (1.0, 4.0),
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-0.9, 0.9)),
     **dict.fromkeys(
         ("log", "log10", "log1p", "log2", "sqrt", "rsqrt", "div", "truediv", "mod", "fmod", "remainder"),

@@ -1,7 +1,7 @@
 """Scaled dot product attention: sdpfa_fwd and sdpfa_bwd.
 
-q is [b, h, s, e] or, as nvFuser has it after sharding heads by hand, [d, b, h, s, e]; k and v may have fewer heads
-(grouped-query attention): each head of theirs then serves as many consecutive heads of q.
+q is [b, h, s, e] or, as nvFuser has it after sharding heads by hand, [d, b, h, s, e]; k and v may have fewer
+heads (grouped-query attention): each head of theirs then serves as many consecutive heads of q.
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ def _check_heads(name: str, q: TensorType, k: TensorType) -> None:
 def _fwd_infer(call: Call) -> tuple[TensorType, ...]:
     q, _, v = _checked(call)
     state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
-    return (TensorType((*q.shape[:-1], v.shape[-1]), q.dtype), TensorType(q.shape[:-1], DataType.Float), *state)
+    return (
+        TensorType((*q.shape[:-1], v.shape[-1]), q.dtype),
+        TensorType(q.shape[:-1], DataType.Float),
+        *state,
+    )
 
 
 class _Dims:
-    """The factors of attention's dims: lead* (kv heads, group) s e, and s_k; the forward pass is local in s."""
+    """The factors of attention's dims: lead* (kv heads, group) s e, and s_k; the forward pass is local in s.
+    """
 
     def __init__(self, call: Call, forward: bool):
         q, k, v = _checked(call)
@@ -78,7 +83,9 @@ class _Dims:
     def added(self, t: TensorType) -> DimFactors:
         """The factors of a bias or mask, which broadcasts to the scores."""
         offset = len(self.scores) - t.ndim
-        return tuple(self.scores[offset + d] if n == self.sizes[offset + d] else () for d, n in enumerate(t.shape))
+        return tuple(
+            self.scores[offset + d] if n == self.sizes[offset + d] else () for d, n in enumerate(t.shape)
+        )
 
 
 def _fwd_rule(call: Call) -> Rule:
@@ -111,7 +118,9 @@ def _bwd_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _bwd_rule(call: Call) -> Rule:
-    """Batch and the heads of k and v pass through: gradients of k and v sum over rows and over a group's heads."""
+    """Batch and the heads of k and v pass through: gradients of k and v sum over rows and over a group's
+    heads.
+    """
     dims = _Dims(call, forward=False)
     saved = [dims.out, dims.q, dims.k, dims.v, dims.out, dims.out[:-1]]
     state = [tuple(dims.builder.blocked(n) for n in t.shape) for t in call.types[6:]]
@@ -157,7 +166,9 @@ def _bwd_sample(q: tuple[int, ...], kv: tuple[int, ...], dropout: float, causal:
     query, key, value = _qkv(q, kv)
     saved = (query, TensorType(q[:-1], DataType.Float), dropout, causal)
     state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
-    return Sample((query, query, key, value, *saved, *state, 0.5), values={5: (2.0, 3.0, 2.5), 6: (5, 1), 7: (2,)})
+    return Sample(
+        (query, query, key, value, *saved, *state, 0.5), values={5: (2.0, 3.0, 2.5), 6: (5, 1), 7: (2,)}
+    )
 
 
 def _bwd_samples() -> list[Sample]:

@@ -107,7 +107,9 @@ DimFactors = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """An op's factor rule: which factors stand in which dims of its operands and results (as in GSPMD and Shardy)."""
+    """An op's factor rule: which factors stand in which dims of its operands and results (as in GSPMD and
+    Shardy).
+    """
 
     factors: tuple[Factor, ...]
     operands: tuple[DimFactors, ...]
@@ -132,7 +134,9 @@ class RuleBuilder:
         self._factors: list[Factor] = []
 
     def factor(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
-        """A new factor, as the factors of a dim: none at all where the size is 1 and there is nothing to shard."""
+        """A new factor, as the factors of a dim: none at all where the size is 1 and there is nothing to
+        shard.
+        """
         if size == 1 and kind is not FactorKind.BLOCK:
             return ()
         self._factors.append(Factor(size, kind, reduce))
@@ -165,7 +169,8 @@ class Partial(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One use of an op, with concrete or symbolic types: what rules, lowerings and costs are computed from."""
+    """One use of an op, with concrete or symbolic types: what rules, lowerings and costs are computed from.
+    """
 
     op: OpDef
     args: tuple[Any, ...]
@@ -194,10 +199,17 @@ def count_tensors(arg: object) -> int:
 class Emit(Protocol):
     """What a lowering to torch sees of one call on one rank: names of local operands, and local geometry."""
 
-    call: Call
-    operands: Sequence[str]
-    operand_shapes: Sequence[tuple[int, ...]]
-    result_shapes: Sequence[tuple[int, ...]]
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def operands(self) -> Sequence[str]: ...
+
+    @property
+    def operand_shapes(self) -> Sequence[tuple[int, ...]]: ...
+
+    @property
+    def result_shapes(self) -> Sequence[tuple[int, ...]]: ...
 
     def scalar(self, name: str) -> str:
         """Python text of a scalar argument."""
@@ -220,7 +232,9 @@ class Emit(Protocol):
         ...
 
     def leads(self) -> bool:
-        """True on the one rank, of those that compute terms of one partial result, that adds what is added once."""
+        """True on the one rank, of those that compute terms of one partial result, that adds what is added
+        once.
+        """
         ...
 
 
@@ -240,8 +254,8 @@ def _no_samples() -> tuple[Sample, ...]:
 class Sample:
     """A call for tests: tensors as types, everything else as passed.
 
-    `values` gives tensors (by their place among the operands) that cannot be any numbers, such as indices: the numbers
-    in row-major order, repeated until the tensor is full.
+    `values` gives tensors (by their place among the operands) that cannot be any numbers, such as indices:
+    the numbers in row-major order, repeated until the tensor is full.
     """
 
     args: tuple[Any, ...]
@@ -254,9 +268,10 @@ class OpDef:
     """Everything about one op.
 
     infer: the types of the results from a call whose `results` are not known yet (raises DefinitionError).
-    rule: the factor rule of a call with concrete types. emit: Python text of the result(s) in torch, on local tensors.
-    partial: what the op does with an unreduced operand. flops: operations on global tensors.
-    nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to torch.
+    rule: the factor rule of a call with concrete types. emit: Python text of the result(s) in torch, on local
+    tensors. partial: what the op does with an unreduced operand. flops: operations on global tensors.
+    nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
+    torch.
     """
 
     name: str

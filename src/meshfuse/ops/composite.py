@@ -1,7 +1,7 @@
 """Functions on `fd.ops` that are written in ops of the table, so that the passes see nothing new.
 
-Half precision is computed in float32 and comes back in the operand's type, as in torch. A statistic over a sharded dim
-is a local reduction and one small collective: maxima and sums here are two-step, never a gather.
+Half precision is computed in float32 and comes back in the operand's type, as in torch. A statistic over a
+sharded dim is a local reduction and one small collective: maxima and sums here are two-step, never a gather.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def logsumexp(fd: Any, x: Any, dims: Dims, keepdim: bool = False) -> Any:
     wide = _wide(fd, x)
     top = _finite_max(fd, wide, dims)
     found = fd.ops.add(fd.ops.log(fd.ops.sum(fd.ops.exp(fd.ops.sub(wide, top)), dims, True)), top)
-    return _back(fd, found if keepdim else fd.ops.squeeze(found, list(check_dims("logsumexp", dims, x.ndim))), x)
+    return _back(
+        fd, found if keepdim else fd.ops.squeeze(found, list(check_dims("logsumexp", dims, x.ndim))), x
+    )
 
 
 def _count(x: Any, dims: Sequence[int]) -> Any:
@@ -104,7 +106,9 @@ def mean(fd: Any, x: Any, dims: Dims = None, keepdim: bool = False, dtype: DataT
 def _last_dims(x: Any, normalized_shape: Sequence[int]) -> list[int]:
     count = len(normalized_shape)
     if not 0 < count <= x.ndim:
-        raise user_error("normalized_shape", str(list(normalized_shape)), f"1 to {x.ndim} sizes", "Name the last dims.")
+        raise user_error(
+            "normalized_shape", str(list(normalized_shape)), f"1 to {x.ndim} sizes", "Name the last dims."
+        )
     return list(range(x.ndim - count, x.ndim))
 
 
@@ -126,8 +130,12 @@ def layer_norm(
     return _back(fd, _affine(fd, ops.mul(centred, ops.rsqrt(ops.add(variance, eps))), weight, bias), x)
 
 
-def rms_norm(fd: Any, x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    """x / sqrt(mean(x²) + eps) over the last dims, times weight (Zhang & Sennrich 2019). eps: the type's own for None."""
+def rms_norm(
+    fd: Any, x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Any:
+    """x / sqrt(mean(x²) + eps) over the last dims, times weight (Zhang & Sennrich 2019). eps: the type's own
+    for None.
+    """
     ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
     eps = eps if eps is not None else 2.0**-52 if wide.dtype is DataType.Double else 2.0**-23
     square = mean(fd, ops.mul(wide, wide), dims, True)
@@ -137,10 +145,12 @@ def rms_norm(fd: Any, x: Any, normalized_shape: Sequence[int], weight: Any = Non
 def cross_entropy(
     fd: Any, logits: Any, targets: Any, reduction: str = "mean", ignore_index: int | None = None
 ) -> Any:
-    """-log softmax(logits)[target]; logits [.., V] and integer targets [..], reduced by "mean", "sum" or "none".
+    """-log softmax(logits)[target]; logits [.., V] and integer targets [..], reduced by "mean", "sum" or
+    "none".
 
     With V sharded: a maximum, a sum of exp and a masked lookup, each reduced at the size of the targets (the
-    vocabulary-parallel loss of Megatron-LM). `ignore_index` leaves targets out of the loss and of the mean's count.
+    vocabulary-parallel loss of Megatron-LM). `ignore_index` leaves targets out of the loss and of the mean's
+    count.
     """
     if reduction not in ("mean", "sum", "none"):
         raise user_error("cross_entropy: reduction", repr(reduction), "'mean', 'sum' or 'none'", "")
@@ -165,7 +175,9 @@ def _reduced_loss(fd: Any, loss: Any, valid: Any, reduction: str) -> Any:
 
 
 def dropout(fd: Any, x: Any, p: float = 0.5, training: bool = True) -> Any:
-    """Zeros with probability p, the others divided by 1 - p. The choice depends on global indices, not on the mesh."""
+    """Zeros with probability p, the others divided by 1 - p. The choice depends on global indices, not on the
+    mesh.
+    """
     if not training or p == 0.0:
         return fd.ops.set(x)
     if not 0.0 < p <= 1.0:

@@ -1,4 +1,5 @@
-"""Ops that make tensors from numbers: full, iota, uniform, normal and their like; and triu, which reads positions.
+"""Ops that make tensors from numbers: full, iota, uniform, normal and their like; and triu, which reads
+positions.
 
 Their values depend on global positions alone, so every rank makes its own part of the one tensor.
 """
@@ -45,7 +46,9 @@ def _full_emit(e: Emit) -> str:
 
 def _iota_infer(call: Call) -> tuple[TensorType, ...]:
     if call["dtype"].category not in (1, 2):
-        raise user_error("iota: dtype", call["dtype"].name, "an integer or floating point type", "Cast its result.")
+        raise user_error(
+            "iota: dtype", call["dtype"].name, "an integer or floating point type", "Cast its result."
+        )
     return (TensorType((known_size(call["length"]),), call["dtype"]),)
 
 
@@ -67,8 +70,14 @@ def _random_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def stream_text(e: Emit) -> str:
-    """(seed, offset, salt) of an op that draws random numbers; a seed and offset of the user's own need no salt."""
-    given = [e.call[name] is not None for name in ("rng_seed", "rng_offset")] if "rng_seed" in e.call.op.places else [False]
+    """(seed, offset, salt) of an op that draws random numbers; a seed and offset of the user's own need no
+    salt.
+    """
+    given = (
+        [e.call[name] is not None for name in ("rng_seed", "rng_offset")]
+        if "rng_seed" in e.call.op.places
+        else [False]
+    )
     if not all(given):
         return f"({SEED}, {OFFSET}, {e.salt()})"
     return f"({e.scalar('rng_seed')}, {e.scalar('rng_offset')}, 0)"

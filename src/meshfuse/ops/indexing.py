@@ -1,7 +1,8 @@
-"""Lookups by index and sorts: take_along_axis, gather, index_select, select, embedding_fwd, scatter, argsort, topk.
+"""Lookups by index and sorts: take_along_axis, gather, index_select, select, embedding_fwd, scatter, argsort,
+topk.
 
-The dim that is looked up in is a reduction factor: a rank finds the indices that it holds, the others count as zero,
-and the result is a partial sum of the result's size, however large the dim (see `meshfuse.lookup`).
+The dim that is looked up in is a reduction factor: a rank finds the indices that it holds, the others count
+as zero, and the result is a partial sum of the result's size, however large the dim (see `meshfuse.lookup`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ def _check_index(call: Call, index: TensorType) -> None:
 
 def _same_ndim(call: Call, *others: TensorType) -> None:
     for other in others:
-        check_ndim(call.op.name, "the index" if other is others[0] else "the source", other, *[call.types[0].ndim] * 2)
+        check_ndim(
+            call.op.name,
+            "the index" if other is others[0] else "the source",
+            other,
+            *[call.types[0].ndim] * 2,
+        )
 
 
 def _take_infer(call: Call) -> tuple[TensorType, ...]:
@@ -117,7 +123,9 @@ def _index_select_infer(call: Call) -> tuple[TensorType, ...]:
     check_ndim("index_select", "the index", index, 0, 1)
     _check_index(call, index)
     dim = _dim(call)
-    return (TensorType((*arg.shape[:dim], index.shape[0] if index.ndim else 1, *arg.shape[dim + 1 :]), arg.dtype),)
+    return (
+        TensorType((*arg.shape[:dim], index.shape[0] if index.ndim else 1, *arg.shape[dim + 1 :]), arg.dtype),
+    )
 
 
 def _index_select_rule(call: Call) -> Rule:
@@ -151,7 +159,9 @@ def _select_emit(e: Emit) -> str:
     dim, index = _dim(e.call), e.scalar("index")
     if _is_whole(e, 0, dim):
         return f"{e.operands[0]}.select({dim}, {index})"
-    return f"K.select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]}, {e.call.types[0].shape[dim]})"
+    return (
+        f"K.select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]}, {e.call.types[0].shape[dim]})"
+    )
 
 
 def _embedding_infer(call: Call) -> tuple[TensorType, ...]:
@@ -190,7 +200,9 @@ def _scatter_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _scatter_rule(call: Call) -> Rule:
-    """Written dim by dim: the index is whole along the dim that it names; the others are shared where they are equal."""
+    """Written dim by dim: the index is whole along the dim that it names; the others are shared where they
+    are equal.
+    """
     dim, builder, shape = _dim(call), RuleBuilder(), call.types[0].shape
     written: list[tuple[int, ...]] = []
     sources: list[list[tuple[int, ...]]] = [[] for _ in call.types[1:]]
@@ -220,20 +232,26 @@ def _argsort_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _argsort_emit(e: Emit) -> str:
     """Always stable: the order of equal elements must not depend on the mesh."""
-    return f"torch.argsort({e.operands[0]}, dim={_dim(e.call)}, descending={e.call['descending']}, stable=True)"
+    return (
+        f"torch.argsort({e.operands[0]}, dim={_dim(e.call)}, descending={e.call['descending']}, stable=True)"
+    )
 
 
 def _topk_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), dim, k = call.types, _dim(call), known_size(call["k"])
     if UNKNOWN not in (k, arg.shape[dim]) and not 0 <= k <= arg.shape[dim]:
-        raise user_error("topk: k", str(k), f"at most {arg.shape[dim]}, the size of dim {dim}", "Ask for fewer.")
+        raise user_error(
+            "topk: k", str(k), f"at most {arg.shape[dim]}, the size of dim {dim}", "Ask for fewer."
+        )
     shape = (*arg.shape[:dim], k, *arg.shape[dim + 1 :])
     return (TensorType(shape, arg.dtype), TensorType(shape, DataType.Int))
 
 
 def _topk_rule(call: Call) -> Rule:
     dim, builder = _dim(call), RuleBuilder()
-    operand = tuple(builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(call.types[0].shape))
+    operand = tuple(
+        builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(call.types[0].shape)
+    )
     result = (*operand[:dim], builder.blocked(call.results[0].shape[dim]), *operand[dim + 1 :])
     return builder.build([operand], [result, result])
 
@@ -269,12 +287,17 @@ def _embedding_samples() -> list[Sample]:
 
 
 def _topk_samples() -> list[Sample]:
-    return [Sample((_t(6, 8), 3)), Sample((_t(6, 8), 2, 0, False)), Sample((_t(6, 8, dtype=DataType.Int), 4, 1))]
+    return [
+        Sample((_t(6, 8), 3)),
+        Sample((_t(6, 8), 2, 0, False)),
+        Sample((_t(6, 8, dtype=DataType.Int), 4, 1)),
+    ]
 
 
 _ARG, _INDEX, _DIM = Param("arg", K.TENSOR), Param("index", K.TENSOR), Param("dim", K.DIM)
 _EMBEDDING = tuple(
-    Param(name, K.OPTIONAL_SCALAR, None) for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    Param(name, K.OPTIONAL_SCALAR, None)
+    for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 )
 OPS = (
     OpDef("take_along_axis", (_ARG, _INDEX, _DIM), _take_infer, _take_rule, _take_emit, Partial.FIRST,

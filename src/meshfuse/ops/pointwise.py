@@ -68,9 +68,12 @@ def _single_or_double(dtypes: Sequence[DataType]) -> DataType:
 
 
 def operand_dtypes(call: Call) -> list[DataType]:
-    """The types that take part in promotion: those of tensors; of 0-d tensors, and then of scalars, only the ones of a
-    higher category (bool, integer, floating point, complex) than all before."""
-    names = [p.name for p in call.op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"]
+    """The types that take part in promotion: those of tensors; of 0-d tensors, and then of scalars, only the
+    ones of a higher category (bool, integer, floating point, complex) than all before.
+    """
+    names = [
+        p.name for p in call.op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"
+    ]
     types = [t for name in names if (t := call.type_of(name)) is not None]
     scalars = [_scalar_type(call[name]) for name in names if not isinstance(call[name], TensorRef)]
     out = [t.dtype for t in types if t.ndim]
@@ -100,7 +103,9 @@ class _Infer:
 
     def __call__(self, call: Call) -> tuple[TensorType, ...]:
         if not call.types:
-            raise user_error(f"{call.op.name}: no tensor operand", "scalars only", "at least one tensor", "Pass a tensor.")
+            raise user_error(
+                f"{call.op.name}: no tensor operand", "scalars only", "at least one tensor", "Pass a tensor."
+            )
         shape = broadcast_shapes(call.op.name, [t.shape for t in call.types])
         found = operand_dtypes(call)
         self._check(call, found)
@@ -110,11 +115,15 @@ class _Infer:
     def _check(self, call: Call, found: Sequence[DataType]) -> None:
         condition = call.type_of("condition") if "condition" in call.op.places else None
         if condition is not None and condition.dtype is not DataType.Bool:
-            raise user_error("where: condition", str(condition), "a Bool tensor", "Compare it: fd.ops.ne(condition, 0).")
+            raise user_error(
+                "where: condition", str(condition), "a Bool tensor", "Compare it: fd.ops.ne(condition, 0)."
+            )
         wrong = [d for d in found if d.category not in self.accepts]
         if wrong:
             kinds = " or ".join(("Bool", "integer", "floating point", "complex")[c] for c in self.accepts)
-            raise user_error(f"{call.op.name}: operand type", wrong[0].name, f"{kinds} operands", "Cast the operand.")
+            raise user_error(
+                f"{call.op.name}: operand type", wrong[0].name, f"{kinds} operands", "Cast the operand."
+            )
 
 
 def pointwise_rule(call: Call) -> Rule:
@@ -153,7 +162,11 @@ class _Emit:
 
 def _raised(call: Call, wanted: DataType) -> bool:
     """Whether a number that takes no part in promotion would raise the type that torch gives."""
-    numbers = [arg for param, arg in zip(call.op.params, call.args, strict=True) if param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)]
+    numbers = [
+        arg
+        for param, arg in zip(call.op.params, call.args, strict=True)
+        if param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)
+    ]
     return any(_scalar_type(n).category > wanted.category for n in numbers if n is not None)
 
 
@@ -171,14 +184,18 @@ def widened(dtypes: Sequence[DataType]) -> DataType:
 
 def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) -> Sequence[Sample]:
     """All operands alike, one broadcast, one a number, and half precision."""
-    full, thin, flags = (TensorType(shape, d) for shape, d in (((6, 8), dtype), ((1, 8), dtype), ((6, 8), DataType.Bool)))
+    full, thin, flags = (
+        TensorType(shape, d) for shape, d in (((6, 8), dtype), ((1, 8), dtype), ((6, 8), DataType.Bool))
+    )
     names = [param.name for param in table if param.kind is K.TENSOR_OR_SCALAR]
     rows: list[list[Any]] = [[full] * len(names)]
     if len(names) > 1:
         rows += [[full, *[thin] * (len(names) - 1)], [*rows[0][:-1], 2 if dtype.category < 2 else 2.5]]
     if dtype is DataType.Float:
         rows.append([TensorType((6, 8), DataType.Half)] * len(names))
-    found = [[flags if name == "condition" else t for name, t in zip(names, row, strict=True)] for row in rows]
+    found = [
+        [flags if name == "condition" else t for name, t in zip(names, row, strict=True)] for row in rows
+    ]
     return [Sample((*row, *numbers)) for row in found]
 
 
@@ -191,7 +208,9 @@ def _op(
     compute = compute or (widened if promotion is predicate else promotion)
     names = params.split()
     tensors = len(names) - len(numbers)
-    table = tuple(Param(p, K.TENSOR_OR_SCALAR if i < tensors else K.OPTIONAL_SCALAR) for i, p in enumerate(names))
+    table = tuple(
+        Param(p, K.TENSOR_OR_SCALAR if i < tensors else K.OPTIONAL_SCALAR) for i, p in enumerate(names)
+    )
     return OpDef(
         name, table, _Infer(promotion, real, accepts), pointwise_rule,
         _Emit(template, compute, changes_type=promotion in (predicate, _complex_of) or real), partial,
@@ -223,7 +242,10 @@ UNARY = (
     _unary("neg", promotion=keep, partial=Partial.JOINT),
     _unary("bitwise_not", promotion=promoted, dtype=_INT, accepts=_BITS),
     _unary("logical_not", promotion=predicate),
-    *(_unary(name, promotion=predicate) for name in ["isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "signbit"]),
+    *(
+        _unary(name, promotion=predicate)
+        for name in ["isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "signbit"]
+    ),
     _unary("real", "K.real({x})", promoted, dtype=_COMPLEX, real=True, partial=Partial.JOINT),
     _unary("imag", "K.imag({x})", promoted, dtype=_COMPLEX, real=True, partial=Partial.JOINT, accepts=(3,)),
 )
@@ -254,7 +276,13 @@ TERNARY = (
     _op("addcmul", "a b c value", "({a} + {value} * ({b} * {c}))", numbers=(0.5,)),
     _op("clamp", "x min max", "torch.clamp({x}, {min}, {max})", promoted, numbers=(-0.5, 0.5)),
     _op("lerp", "start end weight", "K.lerp({start}, {end}, {weight})"),
-    _op("threshold", "x threshold value", "K.where({x} <= {threshold}, {value}, {x})", promoted, numbers=(0.1, 2.0)),
+    _op(
+        "threshold",
+        "x threshold value",
+        "K.where({x} <= {threshold}, {value}, {x})",
+        promoted,
+        numbers=(0.1, 2.0),
+    ),
 )
 
 

@@ -58,7 +58,9 @@ def _grouped_rule(call: Call) -> Rule:
     group = builder.factor(offsets.shape[0]) if kind == "inner" else builder.reduction(offsets.shape[0])
     left = (group, rows, inner) if kind == "columns" else (rows, inner)
     right = (group, inner, columns) if kind == "rows" else (inner, columns)
-    return builder.build([left, right, ends], [(group, rows, columns) if kind == "inner" else (rows, columns)])
+    return builder.build(
+        [left, right, ends], [(group, rows, columns) if kind == "inner" else (rows, columns)]
+    )
 
 
 def _grouped_emit(e: Emit) -> str:
@@ -77,10 +79,18 @@ def _grouped_flops(call: Call) -> float:
 
 def _grouped_samples() -> list[Sample]:
     def sample(a: tuple[int, ...], b: tuple[int, ...], ends: Sequence[int]) -> Sample:
-        types = TensorType(a, DataType.Float), TensorType(b, DataType.Float), TensorType((len(ends),), DataType.Int32)
+        types = (
+            TensorType(a, DataType.Float),
+            TensorType(b, DataType.Float),
+            TensorType((len(ends),), DataType.Int32),
+        )
         return Sample(types, values={2: ends})
 
-    return [sample((8, 6), (3, 6, 4), (2, 2, 8)), sample((3, 8, 6), (6, 5), (1, 4, 5)), sample((4, 8), (8, 6), (3, 5, 8))]
+    return [
+        sample((8, 6), (3, 6, 4), (2, 2, 8)),
+        sample((3, 8, 6), (6, 5), (1, 4, 5)),
+        sample((4, 8), (8, 6), (3, 5, 8)),
+    ]
 
 
 # Block-scaled products ---------------------------------------------------------------------------------------------
@@ -123,7 +133,9 @@ def _scaled_rule(call: Call) -> Rule:
 
     scales = [scale(call.types[2], 0, a.shape[0], rows), scale(call.types[3], 1, b.shape[1], columns)]
     others = [
-        (columns,) if name == "bias" and t.ndim == 1 and t.shape[0] == b.shape[1] else tuple(map(builder.blocked, t.shape))
+        (columns,)
+        if name == "bias" and t.ndim == 1 and t.shape[0] == b.shape[1]
+        else tuple(map(builder.blocked, t.shape))
         for name in ("alpha", "bias", "beta")
         if (t := call.type_of(name)) is not None
     ]
@@ -209,9 +221,12 @@ _ENDS = ((3,), _INT)
 
 
 def _missing(
-    name: str, params: tuple[Param, ...], infer: Callable[[Call], tuple[TensorType, ...]], sample: Sequence[TensorType],
+    name: str,
+    params: tuple[Param, ...],
+    infer: Callable[[Call], tuple[TensorType, ...]],
+    sample: Sequence[TensorType],
     nvfuser: Callable[[Native], Any] | None = None,
-) -> OpDef:  # fmt: skip
+) -> OpDef:
     """An op that is typed and propagated here, and runs with nvFuser on NVIDIA's GPUs only."""
     found = [Sample(tuple(sample))]
     return OpDef(name, params, infer, whole_rule, _missing_emit, samples=lambda: found, nvfuser=nvfuser)

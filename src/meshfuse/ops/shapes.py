@@ -44,7 +44,8 @@ def broadcast_shapes(op: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...
 
 
 def aligned_dims(shape: Sequence[int], result: Sequence[int], factors: DimFactors) -> DimFactors:
-    """The factors of an operand broadcast to a result: those of the dim it meets; none where it is of size 1."""
+    """The factors of an operand broadcast to a result: those of the dim it meets; none where it is of size 1.
+    """
     offset = len(result) - len(shape)
     return tuple(
         factors[offset + d] if n == result[offset + d] else () for d, n in enumerate(shape)
@@ -55,18 +56,27 @@ def check_dim(op: str, dim: int, ndim: int) -> int:
     """The dim counted from the front. Raises DefinitionError where there is none."""
     if not -ndim <= dim < ndim:
         needed = f"a dim from {-ndim} to {ndim - 1}" if ndim else "a tensor with dims"
-        raise user_error(f"{op}: dim out of range", f"dim {dim} of a tensor of {ndim} dims", needed, "Pass an existing dim.")
+        raise user_error(
+            f"{op}: dim out of range",
+            f"dim {dim} of a tensor of {ndim} dims",
+            needed,
+            "Pass an existing dim.",
+        )
     return dim % ndim
 
 
 def check_dims(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[int, ...]:
-    """The dims counted from the front, ascending; all of them for None. Raises DefinitionError for one given twice."""
+    """The dims counted from the front, ascending; all of them for None. Raises DefinitionError for one given
+    twice.
+    """
     if dims is None:
         return tuple(range(ndim))
     listed = [dims] if isinstance(dims, int) else list(dims)
     found = [check_dim(op, dim, ndim) for dim in listed]
     if len(set(found)) != len(found):
-        raise user_error(f"{op}: a dim is given twice", f"dims {listed}", "each dim once", "Remove the repeated dim.")
+        raise user_error(
+            f"{op}: a dim is given twice", f"dims {listed}", "each dim once", "Remove the repeated dim."
+        )
     return tuple(sorted(found))
 
 

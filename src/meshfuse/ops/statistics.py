@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
 from . import native_forms
-from .base import Call, Emit, OpDef, Param, ParamKind, Rule, RuleBuilder, Sample, TensorType
+from .base import Call, Emit, Lowering, OpDef, Param, ParamKind, Rule, RuleBuilder, Sample, TensorType
 from .native import Native
-from .pointwise import cast_text, widen
+from .pointwise import cast_text, torch_dtype, widen
 from .reductions import kept_factors, reduced_dims
 
 K = ParamKind
@@ -44,7 +45,9 @@ def _floating_only(call: Call) -> DataType:
 def _var_mean_infer(call: Call) -> tuple[TensorType, ...]:
     dtype = _floating_only(call)
     if dtype.is_reduced_float:
-        raise user_error("var_mean: half precision", str(call.types[0]), "Float or Double", "Cast the operand to Float.")
+        raise user_error(
+            "var_mean: half precision", str(call.types[0]), "Float or Double", "Cast the operand to Float."
+        )
     return (TensorType(_reduced(call), dtype.real), TensorType(_reduced(call), dtype))
 
 
@@ -56,13 +59,28 @@ def _welford_infer(call: Call) -> tuple[TensorType, ...]:
 def _rule(call: Call) -> Rule:
     """Kept dims pass through; the op needs the reduced dims whole."""
     dims, builder = reduced_dims(call), RuleBuilder()
-    operand = tuple(builder.blocked(n) if d in dims else builder.factor(n) for d, n in enumerate(call.types[0].shape))
+    operand = tuple(
+        builder.blocked(n) if d in dims else builder.factor(n) for d, n in enumerate(call.types[0].shape)
+    )
     result = kept_factors(operand, dims, _keepdim(call))
     return builder.build([operand], [result] * len(call.results))
 
 
 def _options(call: Call) -> str:
     return f"{list(reduced_dims(call))}, correction={call['correction']}, keepdim={call['keepdim']}"
+
+
+def _nothing(e: Emit) -> tuple[str, ...] | None:
+    """The results of a rank that computes none of their elements; torch would warn of a variance of nothing.
+    """
+    if math.prod(e.result_shapes[0]):
+        return None
+    pairs = zip(e.result_shapes, e.call.results, strict=True)
+    return tuple(f"{e.operands[0]}.new_empty({list(n)}, dtype={torch_dtype(t.dtype)})" for n, t in pairs)
+
+
+def _unless_empty(emit: Lowering) -> Lowering:
+    return lambda e: _nothing(e) or emit(e)
 
 
 def _var_emit(e: Emit) -> str:
@@ -94,11 +112,11 @@ def _samples() -> list[Sample]:
 
 
 OPS = (
-    OpDef("var", _MOMENTS, _var_infer, _rule, _var_emit, nvfuser=_listed_dims,
+    OpDef("var", _MOMENTS, _var_infer, _rule, _unless_empty(_var_emit), nvfuser=_listed_dims,
           samples=lambda: [*_samples(), Sample((TensorType((4, 6), DataType.Half), [0])),
                            Sample((TensorType((4, 6), DataType.Int), [0]))]),
-    OpDef("var_mean", _MOMENTS, _var_mean_infer, _rule, _var_mean_emit, samples=_samples,
+    OpDef("var_mean", _MOMENTS, _var_mean_infer, _rule, _unless_empty(_var_mean_emit), samples=_samples,
           nvfuser=_listed_dims),
-    OpDef("welford", (_ARG, _DIMS), _welford_infer, _rule, _welford_emit, samples=lambda: [Sample((_EXAMPLE, [1]))],
+    OpDef("welford", (_ARG, _DIMS), _welford_infer, _rule, _unless_empty(_welford_emit), samples=lambda: [Sample((_EXAMPLE, [1]))],
           nvfuser=native_forms.welford),
 )  # fmt: skip
