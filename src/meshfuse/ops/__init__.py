@@ -20,8 +20,19 @@ from .base import OpDef
 from .composite import COMPOSITES
 
 _FAMILIES = (
-    pointwise, reductions, statistics, scans, matmul, reshape, shape, windows, indexing, factories, attention, products,
-)  # fmt: skip
+    pointwise,
+    reductions,
+    statistics,
+    scans,
+    matmul,
+    reshape,
+    shape,
+    windows,
+    indexing,
+    factories,
+    attention,
+    products,
+)
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
 
 __all__ = ["COMPOSITES", "OPS"]

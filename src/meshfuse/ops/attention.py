@@ -38,8 +38,12 @@ def _checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
 def _check_heads(name: str, q: TensorType, k: TensorType) -> None:
     heads, shared = q.shape[-3], k.shape[-3]
     if UNKNOWN not in (heads, shared) and (heads % shared if shared else heads):
-        raise user_error(f"{name}: heads of query and key", f"{heads} and {shared}", "a multiple of the key's heads",
-                         "Check the operands' shapes.")  # fmt: skip
+        raise user_error(
+            f"{name}: heads of query and key",
+            f"{heads} and {shared}",
+            "a multiple of the key's heads",
+            "Check the operands' shapes.",
+        )
 
 
 def _fwd_infer(call: Call) -> tuple[TensorType, ...]:
@@ -53,8 +57,7 @@ def _fwd_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 class _Dims:
-    """The factors of attention's dims: lead* (kv heads, group) s e, and s_k; the forward pass is local in s.
-    """
+    """The factors of attention's dims: lead* (kv heads, group) s e, and s_k; forward is local in s."""
 
     def __init__(self, call: Call, forward: bool):
         q, k, v = _checked(call)
@@ -157,9 +160,14 @@ def _fwd_samples() -> list[Sample]:
     plain, grouped = _qkv((2, 4, 6, 8), (2, 4, 5, 8)), _qkv((2, 6, 4, 8), (2, 3, 4, 8))
     stacked = _qkv((3, 2, 4, 6, 8), (3, 2, 4, 6, 8))
     bias, mask = TensorType((2, 4, 6, 5), DataType.Float), TensorType((6, 5), DataType.Bool)
-    return [Sample(plain), Sample(_qkv((2, 4, 6, 8), (2, 4, 6, 8)), {"is_causal": True}), Sample((*plain, bias, mask)),
-            Sample(grouped, {"is_causal": True, "scale": 0.3}), Sample(grouped, {"dropout_p": 0.4}),
-            Sample(stacked, {"is_causal": True})]  # fmt: skip
+    return [
+        Sample(plain),
+        Sample(_qkv((2, 4, 6, 8), (2, 4, 6, 8)), {"is_causal": True}),
+        Sample((*plain, bias, mask)),
+        Sample(grouped, {"is_causal": True, "scale": 0.3}),
+        Sample(grouped, {"dropout_p": 0.4}),
+        Sample(stacked, {"is_causal": True}),
+    ]
 
 
 def _bwd_sample(q: tuple[int, ...], kv: tuple[int, ...], dropout: float, causal: bool) -> Sample:
@@ -172,19 +180,48 @@ def _bwd_sample(q: tuple[int, ...], kv: tuple[int, ...], dropout: float, causal:
 
 
 def _bwd_samples() -> list[Sample]:
-    return [_bwd_sample((2, 4, 6, 8), (2, 4, 6, 8), 0.0, True), _bwd_sample((2, 6, 4, 8), (2, 3, 5, 8), 0.3, False),
-            _bwd_sample((3, 2, 4, 4, 8), (3, 2, 4, 4, 8), 0.0, False)]  # fmt: skip
+    return [
+        _bwd_sample((2, 4, 6, 8), (2, 4, 6, 8), 0.0, True),
+        _bwd_sample((2, 6, 4, 8), (2, 3, 5, 8), 0.3, False),
+        _bwd_sample((3, 2, 4, 4, 8), (3, 2, 4, 4, 8), 0.0, False),
+    ]
 
 
 _QKV = tuple(Param(name, K.TENSOR) for name in ("query", "key", "value"))
 OPS = (
-    OpDef("sdpfa_fwd", (*_QKV, Param("bias", K.OPTIONAL_TENSOR, None), Param("mask", K.OPTIONAL_TENSOR, None),
-                        *(Param(name, K.OPTIONAL_SCALAR, None) for name in ("dropout_p", "is_causal", "scale"))),
-          _fwd_infer, _fwd_rule, _fwd_emit, flops=_fwd_flops, samples=_fwd_samples,
-          nvfuser=native_forms.sdpfa_fwd),
-    OpDef("sdpfa_bwd", (Param("grad_output", K.TENSOR), *_QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR),
-                        Param("dropout_p", K.SCALAR), Param("is_causal", K.SCALAR), Param("philox_seed", K.TENSOR),
-                        Param("philox_offset", K.TENSOR), Param("scale", K.OPTIONAL_SCALAR, None)),
-          _bwd_infer, _bwd_rule, _bwd_emit, flops=_bwd_flops, samples=_bwd_samples,
-          nvfuser=native_forms.sdpfa_bwd),
-)  # fmt: skip
+    OpDef(
+        "sdpfa_fwd",
+        (
+            *_QKV,
+            Param("bias", K.OPTIONAL_TENSOR, None),
+            Param("mask", K.OPTIONAL_TENSOR, None),
+            *(Param(name, K.OPTIONAL_SCALAR, None) for name in ("dropout_p", "is_causal", "scale")),
+        ),
+        _fwd_infer,
+        _fwd_rule,
+        _fwd_emit,
+        flops=_fwd_flops,
+        samples=_fwd_samples,
+        nvfuser=native_forms.sdpfa_fwd,
+    ),
+    OpDef(
+        "sdpfa_bwd",
+        (
+            Param("grad_output", K.TENSOR),
+            *_QKV,
+            Param("output", K.TENSOR),
+            Param("logsumexp", K.TENSOR),
+            Param("dropout_p", K.SCALAR),
+            Param("is_causal", K.SCALAR),
+            Param("philox_seed", K.TENSOR),
+            Param("philox_offset", K.TENSOR),
+            Param("scale", K.OPTIONAL_SCALAR, None),
+        ),
+        _bwd_infer,
+        _bwd_rule,
+        _bwd_emit,
+        flops=_bwd_flops,
+        samples=_bwd_samples,
+        nvfuser=native_forms.sdpfa_bwd,
+    ),
+)

@@ -218,7 +218,19 @@ def grouped_mm(fd: Any, *args: Any, **kwargs: Any) -> Any:
 COMPOSITES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        size, shape, gelu, softmax, log_softmax, logsumexp, mean, layer_norm, rms_norm, cross_entropy, dropout, argmax,
-        scaled_mm, grouped_mm,
+        size,
+        shape,
+        gelu,
+        softmax,
+        log_softmax,
+        logsumexp,
+        mean,
+        layer_norm,
+        rms_norm,
+        cross_entropy,
+        dropout,
+        argmax,
+        scaled_mm,
+        grouped_mm,
     )
-}  # fmt: skip
+}

@@ -18,7 +18,7 @@ from .shape import same_rule
 from .shapes import check_ndim, known_size
 
 K = ParamKind
-# What generated programs have in scope: the random state of the run, and the device for tensors made from nothing.
+# What generated programs have in scope: the run's random state, and the device of tensors made from nothing.
 SEED, OFFSET, DEVICE = "seed", "offset", "device"
 
 
@@ -34,8 +34,12 @@ def _shape_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _full_infer(call: Call) -> tuple[TensorType, ...]:
     if isinstance(call["fill_value"], complex) and call["dtype"].category < 3:
-        raise user_error("full: a complex number in a real tensor", f"{call['fill_value']} as {call['dtype'].name}",
-                         "a complex dtype", "Pass DataType.ComplexFloat.")  # fmt: skip
+        raise user_error(
+            "full: a complex number in a real tensor",
+            f"{call['fill_value']} as {call['dtype'].name}",
+            "a complex dtype",
+            "Pass DataType.ComplexFloat.",
+        )
     return _shape_infer(call)
 
 
@@ -85,8 +89,10 @@ def stream_text(e: Emit) -> str:
 
 def _draw(e: Emit, name: str, a: str, b: str, device: str) -> str:
     made = e.call.results[0]
-    return (f"K.{name}({a}, {b}, {e.result_runs(0)}, {list(made.shape)}, {stream_text(e)}, "
-            f"{torch_dtype(made.dtype)}, {device})")  # fmt: skip
+    return (
+        f"K.{name}({a}, {b}, {e.result_runs(0)}, {list(made.shape)}, {stream_text(e)}, "
+        f"{torch_dtype(made.dtype)}, {device})"
+    )
 
 
 def _random_emit(e: Emit) -> str:
@@ -117,13 +123,20 @@ def _triu_emit(e: Emit) -> str:
 
 _SHAPE = Param("shape", K.SHAPE)
 _ARG = Param("arg", K.TENSOR)
-_RANDOM = (_SHAPE, Param("rng_seed", K.OPTIONAL_SCALAR, None), Param("rng_offset", K.OPTIONAL_SCALAR, None),
-           Param("dtype", K.DTYPE, DataType.Float))  # fmt: skip
+_RANDOM = (
+    _SHAPE,
+    Param("rng_seed", K.OPTIONAL_SCALAR, None),
+    Param("rng_offset", K.OPTIONAL_SCALAR, None),
+    Param("dtype", K.DTYPE, DataType.Float),
+)
 
 
 def _random_samples() -> list[Sample]:
-    return [Sample((0.0, 1.0, [6, 8])), Sample((-1.0, 2.0, [6, 8]), {"rng_seed": 7, "rng_offset": 3}),
-            Sample((0.0, 1.0, [3, 4]), {"dtype": DataType.Double})]  # fmt: skip
+    return [
+        Sample((0.0, 1.0, [6, 8])),
+        Sample((-1.0, 2.0, [6, 8]), {"rng_seed": 7, "rng_offset": 3}),
+        Sample((0.0, 1.0, [3, 4]), {"dtype": DataType.Double}),
+    ]
 
 
 def _matrix_samples() -> list[Sample]:
@@ -132,21 +145,73 @@ def _matrix_samples() -> list[Sample]:
 
 
 OPS = (
-    OpDef("full", (_SHAPE, Param("fill_value", K.SCALAR), Param("dtype", K.DTYPE)), _full_infer, made_rule, _full_emit,
-          samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))],
-          nvfuser=local_shape("shape")),
-    OpDef("iota", (Param("length", K.SIZE), Param("start", K.OPTIONAL_SCALAR, None), Param("step", K.OPTIONAL_SCALAR, None),
-                   Param("dtype", K.DTYPE, DataType.Int)), _iota_infer, made_rule, _iota_emit,
-          samples=lambda: [Sample((8,)), Sample((6, 2, 3)), Sample((6, 0.0, 0.5, DataType.Float))],
-          nvfuser=native_forms.iota),
-    OpDef("uniform", (Param("minval", K.SCALAR), Param("maxval", K.SCALAR), *_RANDOM), _random_infer, made_rule,
-          _random_emit, samples=_random_samples, nvfuser=native_forms.RANDOM),
-    OpDef("normal", (Param("mean", K.SCALAR), Param("std", K.SCALAR), *_RANDOM), _random_infer, made_rule,
-          _random_emit, samples=_random_samples, nvfuser=native_forms.RANDOM),
-    OpDef("rand_like", (_ARG,), _like_infer, same_rule, _like_emit("uniform"),
-          samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))], nvfuser=native_forms.RANDOM),
-    OpDef("randn_like", (_ARG,), _like_infer, same_rule, _like_emit("normal"),
-          samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))], nvfuser=native_forms.RANDOM),
-    OpDef("triu", (_ARG, Param("diagonal", K.INT, 0)), _triu_infer, same_rule, _triu_emit, Partial.MOVE,
-          samples=_matrix_samples, nvfuser=native_forms.triu),
-)  # fmt: skip
+    OpDef(
+        "full",
+        (_SHAPE, Param("fill_value", K.SCALAR), Param("dtype", K.DTYPE)),
+        _full_infer,
+        made_rule,
+        _full_emit,
+        samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))],
+        nvfuser=local_shape("shape"),
+    ),
+    OpDef(
+        "iota",
+        (
+            Param("length", K.SIZE),
+            Param("start", K.OPTIONAL_SCALAR, None),
+            Param("step", K.OPTIONAL_SCALAR, None),
+            Param("dtype", K.DTYPE, DataType.Int),
+        ),
+        _iota_infer,
+        made_rule,
+        _iota_emit,
+        samples=lambda: [Sample((8,)), Sample((6, 2, 3)), Sample((6, 0.0, 0.5, DataType.Float))],
+        nvfuser=native_forms.iota,
+    ),
+    OpDef(
+        "uniform",
+        (Param("minval", K.SCALAR), Param("maxval", K.SCALAR), *_RANDOM),
+        _random_infer,
+        made_rule,
+        _random_emit,
+        samples=_random_samples,
+        nvfuser=native_forms.RANDOM,
+    ),
+    OpDef(
+        "normal",
+        (Param("mean", K.SCALAR), Param("std", K.SCALAR), *_RANDOM),
+        _random_infer,
+        made_rule,
+        _random_emit,
+        samples=_random_samples,
+        nvfuser=native_forms.RANDOM,
+    ),
+    OpDef(
+        "rand_like",
+        (_ARG,),
+        _like_infer,
+        same_rule,
+        _like_emit("uniform"),
+        samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))],
+        nvfuser=native_forms.RANDOM,
+    ),
+    OpDef(
+        "randn_like",
+        (_ARG,),
+        _like_infer,
+        same_rule,
+        _like_emit("normal"),
+        samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))],
+        nvfuser=native_forms.RANDOM,
+    ),
+    OpDef(
+        "triu",
+        (_ARG, Param("diagonal", K.INT, 0)),
+        _triu_infer,
+        same_rule,
+        _triu_emit,
+        Partial.MOVE,
+        samples=_matrix_samples,
+        nvfuser=native_forms.triu,
+    ),
+)

@@ -91,8 +91,12 @@ def _gather_infer(call: Call) -> tuple[TensorType, ...]:
     dim = _dim(call)
     for d, (n, m) in enumerate(zip(arg.shape, index.shape, strict=True)):
         if d != dim and UNKNOWN not in (n, m) and m > n:
-            raise user_error(f"gather: the index is larger than the operand in dim {d}", f"{index} for {arg}",
-                             f"at most {n}", "Slice the index.")  # fmt: skip
+            raise user_error(
+                f"gather: the index is larger than the operand in dim {d}",
+                f"{index} for {arg}",
+                f"at most {n}",
+                "Slice the index.",
+            )
     return (TensorType(index.shape, arg.dtype),)
 
 
@@ -270,15 +274,22 @@ def _lookup(arg: TensorType, index: tuple[int, ...], dim: int, *values: int) -> 
 
 
 def _take_samples() -> list[Sample]:
-    return [_lookup(_t(6, 8), (6, 3), 1, 0, 7, 3, 5, 2), _lookup(_t(6, 8), (4, 8), -2, 5, 0, 2, 4, 1),
-            _lookup(_t(8), (8,), 0, 7, 1, 4), _lookup(_t(4, 6, dtype=DataType.Int), (4, 1), 1, 5, 0, 3)]  # fmt: skip
+    return [
+        _lookup(_t(6, 8), (6, 3), 1, 0, 7, 3, 5, 2),
+        _lookup(_t(6, 8), (4, 8), -2, 5, 0, 2, 4, 1),
+        _lookup(_t(8), (8,), 0, 7, 1, 4),
+        _lookup(_t(4, 6, dtype=DataType.Int), (4, 1), 1, 5, 0, 3),
+    ]
 
 
 def _scatter_samples() -> list[Sample]:
     index = _t(3, 8, dtype=DataType.Int)
     values = {1: [5] * 8 + [0] * 8 + [2] * 8}
-    return [Sample((_t(6, 8), index, _t(3, 8), 0), values=values), Sample((_t(6, 8), index, 1.5, 0), values=values),
-            Sample((_t(6, 9), index, _t(4, 8), 0), values=values)]  # fmt: skip
+    return [
+        Sample((_t(6, 8), index, _t(3, 8), 0), values=values),
+        Sample((_t(6, 8), index, 1.5, 0), values=values),
+        Sample((_t(6, 9), index, _t(4, 8), 0), values=values),
+    ]
 
 
 def _embedding_samples() -> list[Sample]:
@@ -300,25 +311,86 @@ _EMBEDDING = tuple(
     for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 )
 OPS = (
-    OpDef("take_along_axis", (_ARG, _INDEX, _DIM), _take_infer, _take_rule, _take_emit, Partial.FIRST,
-          samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)], nvfuser=native_forms.take),
-    OpDef("gather", (_ARG, _INDEX, _DIM), _gather_infer, _gather_rule, _gather_emit, Partial.FIRST,
-          samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)],
-          nvfuser=native_forms.gather),
-    OpDef("index_select", (_ARG, _INDEX, _DIM), _index_select_infer, _index_select_rule, _index_select_emit, Partial.FIRST,
-          samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)],
-          nvfuser=native_forms.index_select),
-    OpDef("select", (_ARG, Param("index", K.SCALAR), _DIM), _select_infer, _select_rule, _select_emit, Partial.MOVE,
-          samples=lambda: [Sample((_t(6, 8), 5, 1)), Sample((_t(6, 8), -1, 0))], nvfuser=native_forms.select),
-    OpDef("embedding_fwd", (Param("input", K.TENSOR), Param("weight", K.TENSOR), *_EMBEDDING), _embedding_infer,
-          _embedding_rule, _embedding_emit, samples=_embedding_samples, nvfuser=native_forms.embedding),
-    OpDef("scatter", (_ARG, _INDEX, Param("src", K.TENSOR_OR_SCALAR), _DIM), _scatter_infer, _scatter_rule, _scatter_emit,
-          samples=_scatter_samples, nvfuser=native_forms.scatter),
-    OpDef("argsort", (_ARG, _DIM, Param("descending", K.BOOL, False), Param("stable", K.BOOL, False)), _argsort_infer,
-          lambda call: whole_dim_rule(call, _dim(call)), _argsort_emit,
-          samples=lambda: [Sample((_t(6, 8), 1)), Sample((_t(6, 8, dtype=DataType.Int), 0, True))],
-          nvfuser=native_forms.argsort),
-    OpDef("topk", (_ARG, Param("k", K.SIZE), Param("dim", K.DIM, -1), Param("largest", K.BOOL, True),
-                   Param("sorted", K.BOOL, False)), _topk_infer, _topk_rule, _topk_emit, samples=_topk_samples,
-          nvfuser=native_forms.topk),
-)  # fmt: skip
+    OpDef(
+        "take_along_axis",
+        (_ARG, _INDEX, _DIM),
+        _take_infer,
+        _take_rule,
+        _take_emit,
+        Partial.FIRST,
+        samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)],
+        nvfuser=native_forms.take,
+    ),
+    OpDef(
+        "gather",
+        (_ARG, _INDEX, _DIM),
+        _gather_infer,
+        _gather_rule,
+        _gather_emit,
+        Partial.FIRST,
+        samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)],
+        nvfuser=native_forms.gather,
+    ),
+    OpDef(
+        "index_select",
+        (_ARG, _INDEX, _DIM),
+        _index_select_infer,
+        _index_select_rule,
+        _index_select_emit,
+        Partial.FIRST,
+        samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)],
+        nvfuser=native_forms.index_select,
+    ),
+    OpDef(
+        "select",
+        (_ARG, Param("index", K.SCALAR), _DIM),
+        _select_infer,
+        _select_rule,
+        _select_emit,
+        Partial.MOVE,
+        samples=lambda: [Sample((_t(6, 8), 5, 1)), Sample((_t(6, 8), -1, 0))],
+        nvfuser=native_forms.select,
+    ),
+    OpDef(
+        "embedding_fwd",
+        (Param("input", K.TENSOR), Param("weight", K.TENSOR), *_EMBEDDING),
+        _embedding_infer,
+        _embedding_rule,
+        _embedding_emit,
+        samples=_embedding_samples,
+        nvfuser=native_forms.embedding,
+    ),
+    OpDef(
+        "scatter",
+        (_ARG, _INDEX, Param("src", K.TENSOR_OR_SCALAR), _DIM),
+        _scatter_infer,
+        _scatter_rule,
+        _scatter_emit,
+        samples=_scatter_samples,
+        nvfuser=native_forms.scatter,
+    ),
+    OpDef(
+        "argsort",
+        (_ARG, _DIM, Param("descending", K.BOOL, False), Param("stable", K.BOOL, False)),
+        _argsort_infer,
+        lambda call: whole_dim_rule(call, _dim(call)),
+        _argsort_emit,
+        samples=lambda: [Sample((_t(6, 8), 1)), Sample((_t(6, 8, dtype=DataType.Int), 0, True))],
+        nvfuser=native_forms.argsort,
+    ),
+    OpDef(
+        "topk",
+        (
+            _ARG,
+            Param("k", K.SIZE),
+            Param("dim", K.DIM, -1),
+            Param("largest", K.BOOL, True),
+            Param("sorted", K.BOOL, False),
+        ),
+        _topk_infer,
+        _topk_rule,
+        _topk_emit,
+        samples=_topk_samples,
+        nvfuser=native_forms.topk,
+    ),
+)

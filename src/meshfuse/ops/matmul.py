@@ -98,13 +98,22 @@ def _types(*shapes: tuple[int, ...]) -> tuple[TensorType, ...]:
 
 
 def _matmul_samples() -> list[Sample]:
-    return [Sample(_types((6, 4), (4, 8))), Sample(_types((2, 6, 4), (2, 4, 8))), Sample(_types((3, 2, 6, 4), (1, 4, 8))),
-            Sample(_types((4,), (4, 8))), Sample(_types((6, 4), (4,)))]  # fmt: skip
+    return [
+        Sample(_types((6, 4), (4, 8))),
+        Sample(_types((2, 6, 4), (2, 4, 8))),
+        Sample(_types((3, 2, 6, 4), (1, 4, 8))),
+        Sample(_types((4,), (4, 8))),
+        Sample(_types((6, 4), (4,))),
+    ]
 
 
 def _linear_samples() -> list[Sample]:
-    return [Sample(_types((6, 4), (8, 4))), Sample(_types((2, 6, 4), (8, 4), (8,))), Sample(_types((6, 4), (4,))),
-            Sample(_types((2, 6, 4), (3, 8, 4), (3, 8)))]  # fmt: skip
+    return [
+        Sample(_types((6, 4), (8, 4))),
+        Sample(_types((2, 6, 4), (8, 4), (8,))),
+        Sample(_types((6, 4), (4,))),
+        Sample(_types((2, 6, 4), (3, 8, 4), (3, 8))),
+    ]
 
 
 def _linear_flops(call: Call) -> float:
@@ -112,10 +121,29 @@ def _linear_flops(call: Call) -> float:
 
 
 OPS = (
-    OpDef("matmul", (Param("a", K.TENSOR, alias="arg1"), Param("b", K.TENSOR, alias="arg2")),
-          _matmul_infer, _matmul_rule, _matmul_emit, Partial.EACH, _matmul_flops, _matmul_samples),
-    OpDef("linear", (Param("input", K.TENSOR, alias="arg1"), Param("weight", K.TENSOR, alias="arg2"),
-                     Param("bias", K.OPTIONAL_TENSOR, None)),
-          _linear_infer, _linear_rule, _linear_emit, Partial.EACH, _linear_flops, _linear_samples,
-          nvfuser=native_forms.linear),
-)  # fmt: skip
+    OpDef(
+        "matmul",
+        (Param("a", K.TENSOR, alias="arg1"), Param("b", K.TENSOR, alias="arg2")),
+        _matmul_infer,
+        _matmul_rule,
+        _matmul_emit,
+        Partial.EACH,
+        _matmul_flops,
+        _matmul_samples,
+    ),
+    OpDef(
+        "linear",
+        (
+            Param("input", K.TENSOR, alias="arg1"),
+            Param("weight", K.TENSOR, alias="arg2"),
+            Param("bias", K.OPTIONAL_TENSOR, None),
+        ),
+        _linear_infer,
+        _linear_rule,
+        _linear_emit,
+        Partial.EACH,
+        _linear_flops,
+        _linear_samples,
+        nvfuser=native_forms.linear,
+    ),
+)

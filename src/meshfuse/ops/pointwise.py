@@ -200,10 +200,19 @@ def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) ->
 
 
 def _op(
-    name: str, params: str, template: str, promotion: Promotion = keep, *, compute: Promotion | None = None,
-    partial: Partial = Partial.NONE, dtype: DataType = DataType.Float, numbers: Sequence[Any] = (), real: bool = False,
-    accepts: tuple[int, ...] = (0, 1, 2, 3), nvfuser: Callable[[Native], Any] | None = None,
-) -> OpDef:  # fmt: skip
+    name: str,
+    params: str,
+    template: str,
+    promotion: Promotion = keep,
+    *,
+    compute: Promotion | None = None,
+    partial: Partial = Partial.NONE,
+    dtype: DataType = DataType.Float,
+    numbers: Sequence[Any] = (),
+    real: bool = False,
+    accepts: tuple[int, ...] = (0, 1, 2, 3),
+    nvfuser: Callable[[Native], Any] | None = None,
+) -> OpDef:
     """A pointwise op; its last parameters, one for each of the example `numbers`, take no tensor."""
     compute = compute or (widened if promotion is predicate else promotion)
     names = params.split()
@@ -212,10 +221,15 @@ def _op(
         Param(p, K.TENSOR_OR_SCALAR if i < tensors else K.OPTIONAL_SCALAR) for i, p in enumerate(names)
     )
     return OpDef(
-        name, table, _Infer(promotion, real, accepts), pointwise_rule,
-        _Emit(template, compute, changes_type=promotion in (predicate, _complex_of) or real), partial,
-        samples=functools.partial(_samples, table, numbers, dtype), nvfuser=nvfuser,
-    )  # fmt: skip
+        name,
+        table,
+        _Infer(promotion, real, accepts),
+        pointwise_rule,
+        _Emit(template, compute, changes_type=promotion in (predicate, _complex_of) or real),
+        partial,
+        samples=functools.partial(_samples, table, numbers, dtype),
+        nvfuser=nvfuser,
+    )
 
 
 def _unary(name: str, template: str = "", promotion: Promotion = floating, **options: Any) -> OpDef:
@@ -229,8 +243,8 @@ def _binary(name: str, template: str, promotion: Promotion = keep, **options: An
 _COMPLEX, _INT = DataType.ComplexFloat, DataType.Int
 _INTEGERS, _BITS = (1,), (0, 1)
 _FLOATING = (
-    "acos acosh asin asinh atan atanh cos cosh erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p log2 reciprocal rsqrt "
-    "sigmoid sin sinh sqrt tan tanh"
+    "acos acosh asin asinh atan atanh cos cosh erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p log2 "
+    "reciprocal rsqrt sigmoid sin sinh sqrt tan tanh"
 )
 UNARY = (
     *(_unary(name) for name in _FLOATING.split()),
@@ -255,22 +269,38 @@ BINARY = (
     _binary("mul", "({a} * {b})", partial=Partial.EACH),
     _binary("div", "K.div({a}, {b})", partial=Partial.FIRST),
     _binary("truediv", "({a} / {b})", floating, partial=Partial.FIRST),
-    *(_binary(name, f"K.{name}({{a}}, {{b}})") for name in ("maximum", "minimum", "pow", "remainder", "fmod")),
+    *(
+        _binary(name, f"K.{name}({{a}}, {{b}})")
+        for name in ("maximum", "minimum", "pow", "remainder", "fmod")
+    ),
     _binary("mod", "K.mod({a}, {b})", dtype=_INT),
     _binary("gcd", "K.gcd({a}, {b})", dtype=_INT, accepts=_INTEGERS),
     _binary("atan2", "K.atan2({a}, {b})", floating),
     _binary("nextafter", "K.nextafter({a}, {b})", _single_or_double, dtype=DataType.Double),
-    *(_binary(f"bitwise_{name}", f"({{a}} {sign} {{b}})", dtype=_INT, accepts=_BITS) for name, sign in
-      (("and", "&"), ("or", "|"), ("xor", "^"))),
-    *(_binary(f"bitwise_{name}_shift", f"K.shift_{name}({{a}}, {{b}})", dtype=_INT, accepts=_INTEGERS)
-      for name in ("left", "right")),
+    *(
+        _binary(f"bitwise_{name}", f"({{a}} {sign} {{b}})", dtype=_INT, accepts=_BITS)
+        for name, sign in (("and", "&"), ("or", "|"), ("xor", "^"))
+    ),
+    *(
+        _binary(f"bitwise_{name}_shift", f"K.shift_{name}({{a}}, {{b}})", dtype=_INT, accepts=_INTEGERS)
+        for name in ("left", "right")
+    ),
     _binary("logical_right_shift", "K.logical_right_shift({a}, {b})", dtype=_INT, accepts=_INTEGERS),
     *(_binary(f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate) for name in ("and", "or")),
-    *(_binary(name, f"({{a}} {sign} {{b}})", predicate) for name, sign in
-      (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))),
-    _binary("complex", "K.complex({a}, {b})", _complex_of, dtype=DataType.Double, compute=keep, accepts=(2,),
-            nvfuser=native_forms.complex_of),
-)  # fmt: skip
+    *(
+        _binary(name, f"({{a}} {sign} {{b}})", predicate)
+        for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
+    ),
+    _binary(
+        "complex",
+        "K.complex({a}, {b})",
+        _complex_of,
+        dtype=DataType.Double,
+        compute=keep,
+        accepts=(2,),
+        nvfuser=native_forms.complex_of,
+    ),
+)
 TERNARY = (
     _op("where", "condition a b", "K.where({condition}, {a}, {b})", promoted),
     _op("addcmul", "a b c value", "({a} + {value} * ({b} * {c}))", numbers=(0.5,)),
@@ -301,9 +331,26 @@ def _same_infer(call: Call) -> tuple[TensorType, ...]:
 _ARG = Param("arg", K.TENSOR)
 _EXAMPLE = TensorType((6, 8), DataType.Float)
 MOVES = (
-    OpDef("cast", (_ARG, Param("dtype", K.DTYPE)), _cast_infer, pointwise_rule, _cast_emit, Partial.CAST,
-          samples=lambda: [Sample((_EXAMPLE, DataType.Double)), Sample((_EXAMPLE, DataType.Int))]),
-    *(OpDef(name, (_ARG,), _same_infer, pointwise_rule, lambda e: e.operands[0], Partial.MOVE,
-            samples=lambda: [Sample((_EXAMPLE,))]) for name in ("set", "segment_set")),
-)  # fmt: skip
+    OpDef(
+        "cast",
+        (_ARG, Param("dtype", K.DTYPE)),
+        _cast_infer,
+        pointwise_rule,
+        _cast_emit,
+        Partial.CAST,
+        samples=lambda: [Sample((_EXAMPLE, DataType.Double)), Sample((_EXAMPLE, DataType.Int))],
+    ),
+    *(
+        OpDef(
+            name,
+            (_ARG,),
+            _same_infer,
+            pointwise_rule,
+            lambda e: e.operands[0],
+            Partial.MOVE,
+            samples=lambda: [Sample((_EXAMPLE,))],
+        )
+        for name in ("set", "segment_set")
+    ),
+)
 OPS = (*UNARY, *BINARY, *TERNARY, *MOVES)

@@ -33,8 +33,12 @@ def _kind(call: Call) -> str:
     dims = tuple(t.ndim for t in call.types[:2])
     kinds = {(2, 3): "rows", (3, 2): "columns", (2, 2): "inner"}
     if dims not in kinds:
-        raise user_error("grouped_mm: operands", f"{call.types[0]} and {call.types[1]}", "2-D and 3-D, 3-D and 2-D, or two 2-D",
-                         "Use matmul for a product without groups.")  # fmt: skip
+        raise user_error(
+            "grouped_mm: operands",
+            f"{call.types[0]} and {call.types[1]}",
+            "2-D and 3-D, 3-D and 2-D, or two 2-D",
+            "Use matmul for a product without groups.",
+        )
     return kinds[dims]  # type: ignore[index]
 
 
@@ -93,12 +97,16 @@ def _grouped_samples() -> list[Sample]:
     ]
 
 
-# Block-scaled products ---------------------------------------------------------------------------------------------
+# Block-scaled products
 
-_SCALED = (*(Param(name, K.TENSOR) for name in ("mat1", "mat2", "scale1", "scale2")),
-           *(Param(name, K.OPTIONAL_TENSOR, None) for name in ("alpha", "bias", "beta")),
-           Param("dtype", K.DTYPE, DataType.BFloat16), Param("output_block_scale_size", K.INT, 0),
-           Param("output_block_scale_dtype", K.DTYPE, DataType.BFloat16), Param("output_gamma", K.BOOL, False))  # fmt: skip
+_SCALED = (
+    *(Param(name, K.TENSOR) for name in ("mat1", "mat2", "scale1", "scale2")),
+    *(Param(name, K.OPTIONAL_TENSOR, None) for name in ("alpha", "bias", "beta")),
+    Param("dtype", K.DTYPE, DataType.BFloat16),
+    Param("output_block_scale_size", K.INT, 0),
+    Param("output_block_scale_dtype", K.DTYPE, DataType.BFloat16),
+    Param("output_gamma", K.BOOL, False),
+)
 
 
 def _scaled_results(call: Call, out: tuple[int, ...]) -> tuple[TensorType, ...]:
@@ -128,8 +136,10 @@ def _scaled_rule(call: Call) -> Rule:
     rows, columns, inner = builder.factor(a.shape[0]), builder.factor(b.shape[1]), builder.blocked(a.shape[1])
 
     def scale(t: TensorType, dim: int, n: int, factor: tuple[int, ...]) -> DimFactors:
-        return tuple(factor if d == dim and size == n and t.ndim == 2 else builder.blocked(size)
-                     for d, size in enumerate(t.shape))  # fmt: skip
+        return tuple(
+            factor if d == dim and size == n and t.ndim == 2 else builder.blocked(size)
+            for d, size in enumerate(t.shape)
+        )
 
     scales = [scale(call.types[2], 0, a.shape[0], rows), scale(call.types[3], 1, b.shape[1], columns)]
     others = [
@@ -159,11 +169,14 @@ def _scaled_samples() -> list[Sample]:
         return TensorType(shape, DataType.Float)
 
     kinds = {"dtype": DataType.Float}
-    return [Sample((t(6, 8), t(8, 4), t(6, 1), t(1, 4)), kinds), Sample((t(6, 8), t(8, 4), t(6, 2), t(2, 4)), kinds),
-            Sample((t(6, 8), t(8, 4), t(), t(), t(), t(4)), kinds)]  # fmt: skip
+    return [
+        Sample((t(6, 8), t(8, 4), t(6, 1), t(1, 4)), kinds),
+        Sample((t(6, 8), t(8, 4), t(6, 2), t(2, 4)), kinds),
+        Sample((t(6, 8), t(8, 4), t(), t(), t(), t(4)), kinds),
+    ]
 
 
-# What only NVIDIA's kernels define -----------------------------------------------------------------------------------
+# What only NVIDIA's kernels define
 
 
 def whole_rule(call: Call) -> Rule:
@@ -197,6 +210,8 @@ def _quantize_infer(call: Call) -> tuple[TensorType, ...]:
     """The numbers in 4 bits, and one float8 scale per block of the last dim."""
     x = call.types[0]
     check_ndim(call.op.name, "the input", x, 1)
+    if x.dtype not in (DataType.Float, DataType.Half, DataType.BFloat16):
+        raise user_error(f"{call.op.name}: the input", str(x), "Float, Half or BFloat16", "Cast it to Float.")
     scales = (*x.shape[:-1], _blocks(x.shape[-1], call["block_size"]))
     return (TensorType(x.shape, call["dtype"]), TensorType(scales, DataType.Float8_e4m3fn))
 
@@ -238,18 +253,56 @@ _BLOCK, _PACKED = Param("block_size", K.INT, 16), Param("dtype", K.DTYPE, _FP4)
 _MATS = tuple(Param(name, K.TENSOR) for name in ("mat1", "mat2", "offsets"))
 _CUTLASS = ("mat1", "mat2", "scale1", "scale2", "alpha", "problem_sizes", "expert_offsets", "sf_offsets")
 OPS = (
-    OpDef("grouped_mm", _MATS, _grouped_infer, _grouped_rule, _grouped_emit, Partial.EACH, _grouped_flops, _grouped_samples,
-          nvfuser=native_forms.grouped_mm),
+    OpDef(
+        "grouped_mm",
+        _MATS,
+        _grouped_infer,
+        _grouped_rule,
+        _grouped_emit,
+        Partial.EACH,
+        _grouped_flops,
+        _grouped_samples,
+        nvfuser=native_forms.grouped_mm,
+    ),
     OpDef("scaled_mm", _SCALED, _scaled_infer, _scaled_rule, _scaled_emit, samples=_scaled_samples),
-    _missing("scaled_grouped_mm", (*_MATS, *_SCALED[2:]), _scaled_grouped_infer,
-             _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8)), native_forms.scaled_grouped_mm),
-    _missing("cutlass_nvfp4_grouped_mm", (*(Param(n, K.TENSOR) for n in _CUTLASS), _SCALED[7]), _cutlass_infer,
-             _types(((8, 32), _FP4), ((3, 32, 16), _FP4), ((8, 2), _FP8), ((3, 16, 2), _FP8), ((3,), DataType.Float),
-                    ((3, 3), _INT), _ENDS, _ENDS)),
-    _missing("nv_block_quantize", (_INPUT, _GLOBAL, Param("swizzle_block_scales", K.BOOL, False), _BLOCK, _PACKED),
-             _quantize_infer, _types(((8, 32), DataType.Float))),
-    _missing("nv_grouped_block_quantize", (_INPUT, *_OFFSETS, _GLOBAL, _BLOCK, _PACKED), _grouped_quantize_infer,
-             _types(((8, 32), DataType.Float), _ENDS, _ENDS)),
-    _missing("preprocess_grouped_matmul_input_sf", (_INPUT, *_OFFSETS), _preprocess_infer,
-             _types(((8, 4), _FP8), _ENDS, _ENDS)),
-)  # fmt: skip
+    _missing(
+        "scaled_grouped_mm",
+        (*_MATS, *_SCALED[2:]),
+        _scaled_grouped_infer,
+        _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8)),
+        native_forms.scaled_grouped_mm,
+    ),
+    _missing(
+        "cutlass_nvfp4_grouped_mm",
+        (*(Param(n, K.TENSOR) for n in _CUTLASS), _SCALED[7]),
+        _cutlass_infer,
+        _types(
+            ((8, 32), _FP4),
+            ((3, 32, 16), _FP4),
+            ((8, 2), _FP8),
+            ((3, 16, 2), _FP8),
+            ((3,), DataType.Float),
+            ((3, 3), _INT),
+            _ENDS,
+            _ENDS,
+        ),
+    ),
+    _missing(
+        "nv_block_quantize",
+        (_INPUT, _GLOBAL, Param("swizzle_block_scales", K.BOOL, False), _BLOCK, _PACKED),
+        _quantize_infer,
+        _types(((8, 32), DataType.Float)),
+    ),
+    _missing(
+        "nv_grouped_block_quantize",
+        (_INPUT, *_OFFSETS, _GLOBAL, _BLOCK, _PACKED),
+        _grouped_quantize_infer,
+        _types(((8, 32), DataType.Float), _ENDS, _ENDS),
+    ),
+    _missing(
+        "preprocess_grouped_matmul_input_sf",
+        (_INPUT, *_OFFSETS),
+        _preprocess_infer,
+        _types(((8, 4), _FP8), _ENDS, _ENDS),
+    ),
+)

@@ -128,8 +128,14 @@ def _samples() -> list[Sample]:
 
 OPS = tuple(
     OpDef(
-        name, REDUCTION_PARAMS, _infer, _rule, _emit_sum if name == "sum" else _emit_reduce,
-        Partial.FIRST if name == "sum" else Partial.NONE, samples=_samples, nvfuser=_nvfuser,
+        name,
+        REDUCTION_PARAMS,
+        _infer,
+        _rule,
+        _emit_sum if name == "sum" else _emit_reduce,
+        Partial.FIRST if name == "sum" else Partial.NONE,
+        samples=_samples,
+        nvfuser=_nvfuser,
     )
     for name in ("sum", "prod", "max", "min")
-)  # fmt: skip
+)

@@ -43,14 +43,24 @@ def _emit(e: Emit) -> str:
 
 def _samples() -> list[Sample]:
     example = TensorType((6, 8), DataType.Float)
-    return [Sample((example, 1)), Sample((example, -2, 0.5)), Sample((TensorType((6, 4), DataType.Int32), 0)),
-            Sample((TensorType((6, 4), DataType.Bool), 0))]  # fmt: skip
+    return [
+        Sample((example, 1)),
+        Sample((example, -2, 0.5)),
+        Sample((TensorType((6, 4), DataType.Int32), 0)),
+        Sample((TensorType((6, 4), DataType.Bool), 0)),
+    ]
 
 
 OPS = tuple(
     OpDef(
-        name, (Param("arg", K.TENSOR), Param("dim", K.DIM), Param("init", K.OPTIONAL_SCALAR, None)), _infer, _rule, _emit,
-        Partial.FIRST if name == "cumsum" else Partial.NONE, samples=_samples, nvfuser=native_forms.scan,
+        name,
+        (Param("arg", K.TENSOR), Param("dim", K.DIM), Param("init", K.OPTIONAL_SCALAR, None)),
+        _infer,
+        _rule,
+        _emit,
+        Partial.FIRST if name == "cumsum" else Partial.NONE,
+        samples=_samples,
+        nvfuser=native_forms.scan,
     )
     for name in ("cumsum", "cumprod", "cummax", "cummin")
-)  # fmt: skip
+)

@@ -37,8 +37,12 @@ def _var_infer(call: Call) -> tuple[TensorType, ...]:
 def _floating_only(call: Call) -> DataType:
     dtype = call.types[0].dtype
     if dtype.category < 2:
-        raise user_error(f"{call.op.name}: the mean of integers is no integer", str(call.types[0]),
-                         "a floating point type", "Cast the operand with fd.ops.cast.")  # fmt: skip
+        raise user_error(
+            f"{call.op.name}: the mean of integers is no integer",
+            str(call.types[0]),
+            "a floating point type",
+            "Cast the operand with fd.ops.cast.",
+        )
     return dtype
 
 
@@ -71,8 +75,7 @@ def _options(call: Call) -> str:
 
 
 def _nothing(e: Emit) -> tuple[str, ...] | None:
-    """The results of a rank that computes none of their elements; torch would warn of a variance of nothing.
-    """
+    """The results of a rank that computes no element of them: torch warns of a variance of nothing."""
     if math.prod(e.result_shapes[0]):
         return None
     pairs = zip(e.result_shapes, e.call.results, strict=True)
@@ -112,11 +115,35 @@ def _samples() -> list[Sample]:
 
 
 OPS = (
-    OpDef("var", _MOMENTS, _var_infer, _rule, _unless_empty(_var_emit), nvfuser=_listed_dims,
-          samples=lambda: [*_samples(), Sample((TensorType((4, 6), DataType.Half), [0])),
-                           Sample((TensorType((4, 6), DataType.Int), [0]))]),
-    OpDef("var_mean", _MOMENTS, _var_mean_infer, _rule, _unless_empty(_var_mean_emit), samples=_samples,
-          nvfuser=_listed_dims),
-    OpDef("welford", (_ARG, _DIMS), _welford_infer, _rule, _unless_empty(_welford_emit), samples=lambda: [Sample((_EXAMPLE, [1]))],
-          nvfuser=native_forms.welford),
-)  # fmt: skip
+    OpDef(
+        "var",
+        _MOMENTS,
+        _var_infer,
+        _rule,
+        _unless_empty(_var_emit),
+        nvfuser=_listed_dims,
+        samples=lambda: [
+            *_samples(),
+            Sample((TensorType((4, 6), DataType.Half), [0])),
+            Sample((TensorType((4, 6), DataType.Int), [0])),
+        ],
+    ),
+    OpDef(
+        "var_mean",
+        _MOMENTS,
+        _var_mean_infer,
+        _rule,
+        _unless_empty(_var_mean_emit),
+        samples=_samples,
+        nvfuser=_listed_dims,
+    ),
+    OpDef(
+        "welford",
+        (_ARG, _DIMS),
+        _welford_infer,
+        _rule,
+        _unless_empty(_welford_emit),
+        samples=lambda: [Sample((_EXAMPLE, [1]))],
+        nvfuser=native_forms.welford,
+    ),
+)
