@@ -82,7 +82,7 @@ def _merged(layout: Layout) -> list[Split]:
 @functools.lru_cache(maxsize=1 << 16)
 def canonical(layout: Layout, n: int) -> Layout:
     """The one form of all layouts of a dim of size n that give every rank the same indices."""
-    merged = _merged(resolve(layout, n))
+    merged = _merged(padded(layout, n))
     if not any(split.bound or split.axis for split in merged):
         return WHOLE
     tail = merged[-1]
@@ -240,17 +240,19 @@ def _take_minor(rest: list[Split], size: int) -> Layout | None:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def concat(layouts: tuple[Layout, ...], sizes: tuple[int, ...]) -> Layout | None:
+def concat(layouts: tuple[Layout, ...], sizes: tuple[int, ...], n: int | None = None) -> Layout | None:
     """The layout of the dim that factors (major to minor) of these layouts merge to; the inverse of `project`.
 
-    None where a factor below the most major one is uneven.
+    The dim's size n is the product of the sizes unless given: it may be less, the last of the most major factor's
+    steps being short. None where a factor below the most major one is uneven.
     """
+    n = math.prod(sizes) if n is None else n
     if len(layouts) == 1:
-        return layouts[0]
+        return canonical(layouts[0], n) if n != sizes[0] else layouts[0]
     full = [padded(layout, size) for layout, size in zip(layouts, sizes, strict=True)]
     if any(extent(layout) != size for layout, size in zip(full[1:], sizes[1:], strict=True)):
         return None
-    return canonical(tuple(split for layout in full for split in layout), math.prod(sizes))
+    return canonical(tuple(split for layout in full for split in layout), n)
 
 
 def text(layout: Layout) -> str:

@@ -1,0 +1,16 @@
+"""Hypothesis profiles of the suite: `ci` repeats the same examples every time, `fuzz` draws new ones."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+settings.register_profile(
+    "ci", derandomize=True, database=None, print_blob=True, deadline=None, suppress_health_check=_SLOW
+)
+settings.register_profile(
+    "fuzz", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=_SLOW
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
