@@ -150,8 +150,12 @@ class Sharded:
         assert len(kinds) < 2
         self.reduce = kinds.pop() if kinds else ""
         sides = []
-        for tensors, terms in ((self.rule.operands, []), (self.rule.results, partial)):
-            dims = [tensor_layouts(self.rule, t, self.layouts) for t in tensors]
+        for tensors, types, terms in (
+            (self.rule.operands, self.call.types, []),
+            (self.rule.results, self.call.results, partial),
+        ):
+            pairs = zip(tensors, types, strict=True)
+            dims = [tensor_layouts(self.rule, t, kind.shape, self.layouts) for t, kind in pairs]
             if None in dims:
                 return None
             sides.append([Sharding(self.mesh, d, tuple(terms), self.reduce if terms else "") for d in dims])

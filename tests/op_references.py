@@ -222,6 +222,34 @@ def _scaled_mm(
     return out if bias is None else out + bias * (1.0 if beta is None else beta)
 
 
+def _blocks(x: torch.Tensor, dim: int, blocks: int) -> list[torch.Tensor]:
+    """The blocks of a dim, the last ones short or empty."""
+    size = max(1, -(-x.shape[dim] // blocks))
+    starts = [min(i * size, x.shape[dim]) for i in range(blocks)]
+    return [x.narrow(dim, a, min(size, x.shape[dim] - a)) for a in starts]
+
+
+def _block_scan(name: str) -> Callable[..., torch.Tensor]:
+    scan = _scan(name)
+    return lambda x, dim, blocks: torch.cat(
+        [scan(p, dim, None) if p.shape[dim] else p for p in _blocks(x, dim, blocks)], dim
+    )
+
+
+def _block_total(name: str, empty: float) -> Callable[..., torch.Tensor]:
+    def total(x: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
+        reduce = {"sum": torch.sum, "prod": torch.prod, "max": torch.amax, "min": torch.amin}[name]
+        parts = _blocks(x, dim, blocks)
+        return torch.stack([reduce(p, dim) if p.shape[dim] else p.sum(dim) * 0 + empty for p in parts], dim)
+
+    return total
+
+
+def _block_repeat(x: torch.Tensor, dim: int, size: int, blocks: int) -> torch.Tensor:
+    index = torch.arange(size) // max(1, -(-size // blocks))
+    return x.index_select(dim, index)
+
+
 REFERENCES: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in _SAME.split()},
     **{name: _on_tensors(getattr(torch, name)) for name in _SAME_BINARY.split()},
@@ -247,6 +275,12 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "var_mean": lambda x, dims, *rest: (_variance(x, dims, *rest), x.mean(_dims(x, dims), keepdim=rest[1])),
     "welford": _welford,
     **{name: _scan(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},
+    **{f"block_{name}": _block_scan(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},
+    "block_sum": _block_total("sum", 0.0),
+    "block_prod": _block_total("prod", 1.0),
+    "block_max": _block_total("max", float("-inf")),
+    "block_min": _block_total("min", float("inf")),
+    "block_repeat": _block_repeat,
     "linear": _linear,
     "reshape": lambda x, shape: x.reshape(tuple(shape)),
     "broadcast": _broadcast,

@@ -115,7 +115,7 @@ def read_text(runner: Runner, tokens: torch.Tensor, targets: torch.Tensor, batch
 
 def report(gpt: FusedGPT, talk) -> None:
     """What was sharded how, and what it cost on the wire."""
-    compiled = gpt.fd._latest()
+    compiled = gpt.fd.latest()
     talk(f"\nsharding of the inputs ({len(compiled.graph.nodes)} ops follow from these):")
     names = {gpt.tokens.id: "tokens", gpt.targets.id: "targets", **{tv.id: name for name, tv in gpt.weights.items()}}
     for tensor in compiled.graph.input_tensors:

@@ -1,6 +1,6 @@
 """The stages in their order: the page to open first.
 
-definition → `concretize` → `propagate` → `insert_resharding` → `segment` → `lower_to_host_ir` → executor.
+definition → `concretize` → `propagate` (→ `distribute` → `propagate`) → `insert_resharding` → `segment` → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .definition.fusion import DefinitionBuilder
+from .distribution import distribute
 from .graph import Graph, concretize
 from .host_ir.lower import lower_to_host_ir
 from .host_ir.program import HostProgram, digest_of
@@ -60,6 +61,9 @@ def compile_definition(
     """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one."""
     graph = concretize(fd, shapes, scalars)
     sharded = propagate(graph, world)
+    distributed = distribute(sharded)
+    if distributed is not graph:
+        sharded = propagate(distributed, world)
     resharded = insert_resharding(sharded)
     segmented = segment(resharded)
     digest = digest_of(str(segmented) + str(resharded) + str(sharded))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from .definition.fusion import DefinitionBuilder, OpNode
 
 _SIZES = (ParamKind.SIZE, ParamKind.SHAPE)
-_ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +33,15 @@ class Tensor:
     @property
     def label(self) -> str:
         """The user's own variable name where the source line shows one, with the number."""
-        found = _ASSIGNED.match(self.line.text)
-        return f"{found.group(1)} ({self.name})" if found and found.group(1) != self.name else self.name
+        return self.line.label(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One op: the call with concrete types, its factor rule, and the tensors it takes and makes."""
+    """One op: the call with concrete types, its factor rule, and the tensors it takes and makes.
+
+    `origin` numbers the op of the definition that it is, or is a part of: random numbers depend on it.
+    """
 
     id: int
     call: Call
@@ -49,6 +49,7 @@ class Node:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     line: SourceLine
+    origin: int
 
     @property
     def name(self) -> str:
@@ -118,7 +119,7 @@ def concretize(
             "the definition has no outputs", "no add_output call", "at least one", "Call fd.add_output(t) for each result."
         )
     types: dict[int, TensorType] = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
-    kinds = _Kinds()
+    kinds = Kinds()
     nodes = [_concrete_node(fd, number, node, types, scalars, kinds) for number, node in enumerate(fd.nodes)]
     tensors = tuple(Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors))
     producer = {out: node.id for node in nodes for out in node.outputs}
@@ -135,7 +136,7 @@ def concretize(
 _ANY = TensorRef(-1)
 
 
-class _Kinds:
+class Kinds:
     """Calls that differ in nothing but which tensors they take share one `Call` and one `Rule`.
 
     Passes recognise repeated structure, such as layers, by the identity of the call.
@@ -166,14 +167,14 @@ def _anonymous(arg: Any) -> Any:
 
 
 def _concrete_node(
-    fd: DefinitionBuilder, number: int, node: OpNode, types: dict[int, TensorType], scalars: Mapping[int, Any], kinds: _Kinds
+    fd: DefinitionBuilder, number: int, node: OpNode, types: dict[int, TensorType], scalars: Mapping[int, Any], kinds: Kinds
 ) -> Node:
     try:
         args = _concrete_args(fd, node, types, scalars)
         call, rule = kinds.get(node.op, args, tuple(types[i] for i in node.inputs))
         for out, made in zip(node.outputs, call.results, strict=True):
             types[out] = made
-        return Node(number, call, rule, node.inputs, node.outputs, node.line)
+        return Node(number, call, rule, node.inputs, node.outputs, node.line, number)
     except ValueError as error:
         if getattr(error, "where", node.line) is None:
             error.where = node.line  # type: ignore[attr-defined]

@@ -228,3 +228,35 @@ def welford(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tenso
     var, mean = torch.var_mean(wide, dims, correction=0)
     count = math.prod(x.shape[d] for d in dims)
     return mean.to(x.dtype), (var * count).to(x.dtype), torch.full(mean.shape, count, device=x.device)
+
+
+def _in_blocks(x: torch.Tensor, dim: int, block: int, count: int, fill: Any) -> torch.Tensor:
+    """The dim as [count, block], filled up at its end."""
+    missing = count * block - x.shape[dim]
+    shape = list(x.shape)
+    if missing:
+        shape[dim] = missing
+        x = torch.cat([x, x.new_full(shape, fill)], dim)
+    return x.reshape(*shape[:dim], count, block, *shape[dim + 1 :])
+
+
+def block_scan(x: torch.Tensor, dim: int, block: int, name: str) -> torch.Tensor:
+    """A scan that begins anew at every block."""
+    n = x.shape[dim]
+    if not n:
+        return x
+    parts = _in_blocks(x, dim, block, -(-n // block), 0)
+    done = scan(name, parts, dim + 1, None)
+    return done.flatten(dim, dim + 1).narrow(dim, 0, n)
+
+
+def block_total(x: torch.Tensor, dim: int, block: int, count: int, reduce: str) -> torch.Tensor:
+    """Every block reduced; a block with nothing in it gives the neutral element."""
+    fill = {"sum": 0, "prod": 1, "max": _lowest(x.dtype), "min": _highest(x.dtype)}[reduce]
+    parts = _in_blocks(x, dim, block, count, fill)
+    functions = {"sum": _sum_in_type, "prod": reduce_prod, "max": reduce_max, "min": reduce_min}
+    return functions[reduce](parts, [dim + 1], False).to(x.dtype)
+
+
+def _sum_in_type(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    return torch.sum(x, dims, keepdim)

@@ -88,7 +88,7 @@ class _Lowering:
         node = self.graph.nodes[compute.node]
         local = LocalCall(
             node.call, [f"v{v}" for v in compute.inputs], compute.placement.operands, compute.placement.results,
-            self.rank, functools.partial(scalar_text, self.graph), node.id,
+            self.rank, functools.partial(scalar_text, self.graph), node.origin,
         )  # fmt: skip
         return local.statements([f"v{out}" for out in compute.outputs])
 

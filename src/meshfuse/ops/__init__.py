@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     attention,
+    blocks,
     factories,
     indexing,
     matmul,
@@ -24,6 +25,7 @@ _FAMILIES = (
     reductions,
     statistics,
     scans,
+    blocks,
     matmul,
     reshape,
     shape,

@@ -242,6 +242,23 @@ class Emit(Protocol):
 Lowering = Callable[[Emit], "str | tuple[str, ...]"]
 
 
+class Rewriting(Protocol):
+    """What a distributed form is written with (`distribution.Rewriter`)."""
+
+    def type(self, ref: TensorRef) -> TensorType:
+        """The type of a tensor."""
+        ...
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Apply an op of the table: a TensorRef, or a tuple of them."""
+        ...
+
+
+# (rewriting, the call, its operands, the blocked dim of the first of them, how many blocks) -> its results,
+# or None where it has no such form for this call.
+Distributed = Callable[[Rewriting, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
+
+
 def _elementwise_flops(call: Call) -> float:
     return float(max((t.numel for t in (*call.results, *call.types)), default=0))
 
@@ -270,6 +287,7 @@ class OpDef:
     infer: the types of the results from a call whose `results` are not known yet (raises DefinitionError).
     rule: the factor rule of a call with concrete types. emit: Python text of the result(s) in torch, on local
     tensors. partial: what the op does with an unreduced operand. flops: operations on global tensors.
+    distributed: the op as a graph of other ops, for a blocked dim of its first operand that lies in blocks.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
     torch.
     """
@@ -283,6 +301,7 @@ class OpDef:
     flops: Callable[[Call], float] = _elementwise_flops
     samples: Callable[[], Sequence[Sample]] = _no_samples
     nvfuser: Callable[[Native], Any] | str | None = None
+    distributed: Distributed | None = None
     places: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from ..dtypes import DataType
 from ..errors import user_error
 from . import native_forms
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .blocks import distributed_scan
 from .shapes import check_dim
 
 K = ParamKind
@@ -61,6 +62,7 @@ OPS = tuple(
         Partial.FIRST if name == "cumsum" else Partial.NONE,
         samples=_samples,
         nvfuser=native_forms.scan,
+        distributed=distributed_scan,
     )
     for name in ("cumsum", "cumprod", "cummax", "cummin")
 )

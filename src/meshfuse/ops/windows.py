@@ -69,7 +69,9 @@ def windows_of(whole: int, start: int, size: int) -> Window | None:
     return (whole // size, start // size) if size > 0 and whole % size == 0 and start % size == 0 else None
 
 
-def _windowed(builder: RuleBuilder, whole: int, start: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _windowed(
+    builder: RuleBuilder, whole: int, start: int, size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The factors of a dim and of a window of it: in common where windows line up, else both are needed whole."""
     window = windows_of(whole, start, size)
     if window is None:
@@ -81,7 +83,9 @@ def _windowed(builder: RuleBuilder, whole: int, start: int, size: int) -> tuple[
 def _slice_rule(call: Call) -> Rule:
     """A dim sliced without steps has its window's factors; one sliced with steps is needed whole."""
     builder, operand, result = RuleBuilder(), [], []
-    for n, m, (start, _, step) in zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True):
+    for n, m, (start, _, step) in zip(
+        call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True
+    ):
         dims = _windowed(builder, n, start, m) if step == 1 else (builder.blocked(n), builder.blocked(m))
         operand.append(dims[0])
         result.append(dims[1])
@@ -143,7 +147,11 @@ def _pad_rule(call: Call) -> Rule:
     builder, widths, operand, result = RuleBuilder(), pad_widths(call), [], []
     for d, (n, m) in enumerate(zip(call.types[0].shape, call.results[0].shape, strict=True)):
         before, after = widths.get(d, (0, 0))
-        dims = _windowed(builder, m, before, n) if min(before, after) >= 0 else (builder.blocked(m), builder.blocked(n))
+        dims = (
+            _windowed(builder, m, before, n)
+            if min(before, after) >= 0
+            else (builder.blocked(m), builder.blocked(n))
+        )
         result.append(dims[0])
         operand.append(dims[1])
     return builder.build([tuple(operand)], [tuple(result)])
@@ -156,7 +164,11 @@ def local_widths(call: Call, local: tuple[int, ...]) -> list[int]:
         n, m = call.types[0].shape[d], call.results[0].shape[d]
         window = windows_of(m, before, n) if min(before, after) >= 0 else None
         out += [0, 0] * (len(local) - 1 - d - len(out) // 2)
-        out += [before, after] if window is None else [window[1] * local[d], (window[0] - 1 - window[1]) * local[d]]
+        out += (
+            [before, after]
+            if window is None
+            else [window[1] * local[d], (window[0] - 1 - window[1]) * local[d]]
+        )
     return out
 
 
@@ -198,7 +210,10 @@ def _cat_rule(call: Call) -> Rule:
         joined, part = _windowed(builder, call.results[0].shape[dim], 0, sizes.pop())
         parts = [part] * len(call.types)
     else:
-        joined, parts = builder.blocked(call.results[0].shape[dim]), [builder.blocked(t.shape[dim]) for t in call.types]
+        joined, parts = (
+            builder.blocked(call.results[0].shape[dim]),
+            [builder.blocked(t.shape[dim]) for t in call.types],
+        )
     shared = {d: builder.factor(n) for d, n in enumerate(call.results[0].shape) if d != dim}
     tensors = [tuple(shared.get(d, part) for d in range(call.types[0].ndim)) for part in (*parts, joined)]
     return builder.build(tensors[:-1], tensors[-1:])
@@ -206,7 +221,6 @@ def _cat_rule(call: Call) -> Rule:
 
 def _cat_emit(e: Emit) -> str:
     return f"torch.cat([{', '.join(e.operands)}], {e.call['dim'] % e.call.types[0].ndim})"
-
 
 
 def _sample(*args: Any) -> Sample:

@@ -65,7 +65,9 @@ class Beam:
         """The cheapest plan's decisions, op by op."""
         states = [State(0.0, 0.0, {}, None)]
         for node in self.graph.nodes:
-            grown = [self._grown(state, node, *entry) for state in states for entry in self._entries(state, node)]
+            grown = [
+                self._grown(state, node, *entry) for state in states for entry in self._entries(state, node)
+            ]
             states = self._settled(self._pruned(grown, node.id), node.id)
         return _steps(min(states, key=lambda state: state.total).last)
 
@@ -79,7 +81,10 @@ class Beam:
         if found is None:
             found = self._options[setting] = options(setting)
         kept = found[: self.width]
-        return [(option, found[1] if i == 0 and len(found) > 1 else found[0] if i else None) for i, option in enumerate(kept)]
+        return [
+            (option, found[1] if i == 0 and len(found) > 1 else found[0] if i else None)
+            for i, option in enumerate(kept)
+        ]
 
     def _grown(self, state: State, node: Node, option: Option, other: Option | None) -> State:
         table = dict(state.table)

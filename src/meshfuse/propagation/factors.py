@@ -84,14 +84,16 @@ def merged(votes: Sequence[Layouts], taken: Sequence[Split] = ()) -> Layouts:
     return tuple(out)
 
 
-def tensor_layouts(rule: Rule, dims: DimFactors, layouts: Layouts) -> Layouts | None:
+def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> Layouts | None:
     """The layouts of a tensor's dims; None where a merged dim cannot have them."""
     out = []
-    for factors in dims:
+    for factors, n in zip(dims, shape, strict=True):
         if not factors:
             out.append(WHOLE)
             continue
-        joined = lay.concat(tuple(layouts[f] for f in factors), tuple(rule.factors[f].size for f in factors))
+        joined = lay.concat(
+            tuple(layouts[f] for f in factors), tuple(rule.factors[f].size for f in factors), n
+        )
         if joined is None:
             return None
         out.append(joined)
@@ -120,10 +122,16 @@ class Placement:
     carry: Carry = NO_CARRY
 
 
-def placed(rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:
+def placed(
+    call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY
+) -> Placement | None:
     """The placement of an op on a mesh; None where some dim cannot be laid out so."""
-    operand_dims = [tensor_layouts(rule, dims, layouts) for dims in rule.operands]
-    result_dims = [tensor_layouts(rule, dims, layouts) for dims in rule.results]
+    operand_dims = [
+        tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.operands, call.types, strict=True)
+    ]
+    result_dims = [
+        tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.results, call.results, strict=True)
+    ]
     if None in operand_dims or None in result_dims:
         return None
     operands = [

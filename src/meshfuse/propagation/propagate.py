@@ -37,7 +37,9 @@ def propagate(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
 
 def _choice(step: Step) -> Choice:
     option, other = step.option, step.runner_up
-    return Choice(option.placement, option.source, option.seconds, (other.source, other.seconds) if other else None)
+    return Choice(
+        option.placement, option.source, option.seconds, (other.source, other.seconds) if other else None
+    )
 
 
 class _Propagation:
@@ -85,7 +87,9 @@ class _Propagation:
         for node in reversed(self.graph.nodes):
             results = [self.wanted[i] for i in node.outputs]
             for asked in itertools.islice(itertools.zip_longest(*results), ASKED):
-                layouts = self._wanted_layouts(node, [new or old[0] for new, old in zip(asked, results, strict=True)])
+                layouts = self._wanted_layouts(
+                    node, [new or old[0] for new, old in zip(asked, results, strict=True)]
+                )
                 for place, i in enumerate(node.inputs):
                     if i not in self.graph.annotations and i not in self.inputs:
                         self._ask(node, place, i, layouts)
@@ -101,7 +105,7 @@ class _Propagation:
     def _ask(self, node: Node, place: int, tensor: int, layouts: Layouts) -> None:
         """Refine what is wanted first where the new wish is finer; else it is one wish more, up to a few."""
         wanted = self.wanted[tensor]
-        dims = tensor_layouts(node.rule, node.rule.operands[place], layouts)
+        dims = tensor_layouts(node.rule, node.rule.operands[place], node.call.types[place].shape, layouts)
         if dims is None or wanted[0].mesh != self.meshes.of_node(node.id):
             return
         asked = Sharding(wanted[0].mesh, dims)

@@ -35,7 +35,8 @@ class ShardedDefinition:
     def verify(self) -> None:
         """Every tensor has a sharding, annotated ones theirs, and every placement fits its op."""
         graph = self.graph
-        assert set(self.homes) == set(range(len(graph.tensors)))
+        made = {i for node in graph.nodes for i in node.outputs}
+        assert set(self.homes) == made | set(graph.input_tensors)
         assert all(self.homes[i] == sharding for i, sharding in graph.annotations.items())
         for node, choice in zip(graph.nodes, self.choices, strict=True):
             assert len(choice.placement.operands) == len(node.inputs)
@@ -46,7 +47,12 @@ class ShardedDefinition:
         for i in self.graph.input_tensors:
             lines.append(f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.homes[i]}")
         for node, choice in zip(self.graph.nodes, self.choices, strict=True):
-            made = ", ".join(f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.homes[i]}" for i in node.outputs)
-            taken = ", ".join(f"t{i} {s}" for i, s in zip(node.inputs, choice.placement.operands, strict=True))
+            made = ", ".join(
+                f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.homes[i]}"
+                for i in node.outputs
+            )
+            taken = ", ".join(
+                f"t{i} {s}" for i, s in zip(node.inputs, choice.placement.operands, strict=True)
+            )
             lines.append(f"{made} = {node.name}({taken})")
         return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""Ops on the blocks of a dim, in terms of which distributed forms are written.
+
+A dim of size n in `blocks` blocks has ceil(n / blocks) elements per block; the last blocks may be short or empty. The
+blocks are a factor of the dim that passes through, what is inside them is needed whole: a dim that lies in such blocks
+over ranks is local to all of these ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..dtypes import DataType
+from .base import (
+    Call,
+    Emit,
+    OpDef,
+    Param,
+    ParamKind,
+    Rewriting,
+    Rule,
+    RuleBuilder,
+    Sample,
+    TensorRef,
+    TensorType,
+)
+from .shapes import check_dim
+
+K = ParamKind
+_COMBINE = {"cumsum": "add", "cumprod": "mul", "cummax": "maximum", "cummin": "minimum"}
+_REDUCE = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min"}
+
+
+def block_size(n: int, blocks: int) -> int:
+    return max(1, -(-n // blocks))
+
+
+def _dim(call: Call) -> int:
+    return check_dim(call.op.name, call["dim"], max(t.ndim for t in (*call.types, *call.results)))
+
+
+def _block_rule(call: Call, operand_in_blocks: bool, result_in_blocks: bool) -> Rule:
+    """The dim as (blocks, inside a block) where it is in blocks, as one step per block where it is not."""
+    builder, dim, blocks = RuleBuilder(), _dim(call), call["blocks"]
+    outer, long = builder.factor(blocks), call.types[0] if operand_in_blocks else call.results[0]
+    inner = builder.blocked(block_size(long.shape[dim], blocks))
+    others = {d: builder.factor(n) for d, n in enumerate(long.shape) if d != dim}
+    sides = [tuple(others.get(d, (*outer, *inner) if whole else outer) for d in range(long.ndim))
+             for whole in (operand_in_blocks, result_in_blocks)]  # fmt: skip
+    return builder.build(sides[:1], sides[1:])
+
+
+def _scan_emit(e: Emit) -> str:
+    block = block_size(e.call.types[0].shape[_dim(e.call)], e.call["blocks"])
+    return (
+        f"K.block_scan({e.operands[0]}, {_dim(e.call)}, {block}, {e.call.op.name.removeprefix('block_')!r})"
+    )
+
+
+def _total_infer(call: Call) -> tuple[TensorType, ...]:
+    shape, dim = call.types[0].shape, _dim(call)
+    return (TensorType((*shape[:dim], call["blocks"], *shape[dim + 1 :]), call.types[0].dtype),)
+
+
+def _total_emit(e: Emit) -> str:
+    dim, reduce = _dim(e.call), e.call.op.name.removeprefix("block_")
+    block = block_size(e.call.types[0].shape[dim], e.call["blocks"])
+    return f"K.block_total({e.operands[0]}, {dim}, {block}, {e.result_shapes[0][dim]}, {reduce!r})"
+
+
+def _repeat_infer(call: Call) -> tuple[TensorType, ...]:
+    shape, dim = call.types[0].shape, _dim(call)
+    return (TensorType((*shape[:dim], call["size"], *shape[dim + 1 :]), call.types[0].dtype),)
+
+
+def _repeat_emit(e: Emit) -> str:
+    dim = _dim(e.call)
+    block = block_size(e.call["size"], e.call["blocks"])
+    text = f"{e.operands[0]}.repeat_interleave({block}, {dim})"
+    return f"{text}.narrow({dim}, 0, {e.result_shapes[0][dim]})"
+
+
+def distributed_scan(
+    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+) -> Sequence[TensorRef] | None:
+    """Scan each block, then combine with the total of all blocks before it (Blelloch 1990, prefix sums)."""
+    if call["init"] is not None or call.types[0].dtype.category in (0, 3):
+        return None
+    (x,), name = operands, call.op.name
+    size = r.type(x).shape[dim]
+    scanned = r.call(f"block_{name}", x, dim, blocks)
+    totals = r.call(name, r.call(f"block_{_REDUCE[name]}", x, dim, blocks), dim)
+    before = r.call("block_repeat", _shifted(r, totals, dim, name), dim, size, blocks)
+    first = r.call("block_repeat", _is_first(r, dim, blocks, r.type(x).ndim), dim, size, blocks)
+    return [r.call("where", first, scanned, r.call(_COMBINE[name], scanned, before))]
+
+
+def _shifted(r: Rewriting, totals: TensorRef, dim: int, name: str) -> TensorRef:
+    """Every block's predecessor; the first block's is anything."""
+    shape = r.type(totals).shape
+    starts, ends = [0] * len(shape), list(shape)
+    ends[dim] -= 1
+    widths = [0] * (2 * (len(shape) - 1 - dim)) + [1, 0]
+    return r.call("pad", r.call("slice", totals, starts, ends), widths)
+
+
+def _is_first(r: Rewriting, dim: int, blocks: int, ndim: int) -> TensorRef:
+    first = r.call("eq", r.call("iota", blocks), 0)
+    return r.call("reshape", first, [blocks if d == dim else 1 for d in range(ndim)])
+
+
+def _same_type(call: Call) -> tuple[TensorType, ...]:
+    return call.types
+
+
+def _samples(dtype: DataType, *more: int) -> list[Sample]:
+    example = TensorType((7, 4), dtype)
+    return [Sample((example, 0, *more, 3)), Sample((example, 1, *more, 2))]
+
+
+_ARG, _DIM, _BLOCKS = Param("arg", K.TENSOR), Param("dim", K.DIM), Param("blocks", K.INT)
+OPS = (
+    *(
+        OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _same_type, lambda c: _block_rule(c, True, True), _scan_emit,
+              samples=lambda: _samples(DataType.Float), nvfuser="nvFuser has no scan that begins anew at each block")
+        for name in _COMBINE
+    ),
+    *(
+        OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _total_infer, lambda c: _block_rule(c, True, False), _total_emit,
+              samples=lambda: _samples(DataType.Float), nvfuser="blocks that may be short or empty are left to torch")
+        for name in _REDUCE.values()
+    ),
+    OpDef("block_repeat", (_ARG, _DIM, Param("size", K.INT), _BLOCKS), _repeat_infer,
+          lambda c: _block_rule(c, False, True), _repeat_emit,
+          samples=lambda: [Sample((TensorType((3, 4), DataType.Float), 0, 7, 3))],
+          nvfuser="blocks that may be short or empty are left to torch"),
+)  # fmt: skip
