@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from .definition.checks import fits, plain_number
 from .definition.fusion import DefinitionBuilder, TensorDef
-from .errors import ArgumentError, user_error
-from .ops.base import TensorRef
+from .definition.loop import as_int
+from .errors import ArgumentError, SourceLine, user_error
+from .ops.base import ScalarRef, TensorRef
 from .sharding.layout import Layout, extent
 from .sharding.value import Sharding
-
-Key = tuple[tuple[int, ...] | object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,105 +26,224 @@ class Inputs:
     device: torch.device
 
 
-def split_arguments(fd: DefinitionBuilder, arguments: Sequence[Any], line: Any = None) -> Inputs:
-    """The arguments by number. Raises ArgumentError for a wrong count, kind, dtype, number of dims or mixed devices."""
-    if len(arguments) != len(fd.inputs):
-        raise user_error(
-            "wrong number of arguments", str(len(arguments)), f"{len(fd.inputs)}: {_signature(fd)}",
-            "Pass one argument per define_tensor and define_scalar, in their order.", line, ArgumentError,
-        )  # fmt: skip
+def split_arguments(
+    fd: DefinitionBuilder, arguments: Sequence[Any], line: SourceLine | None = None
+) -> Inputs:
+    """The arguments by number.
+
+    Raises ArgumentError for a wrong count, kind (DTensors included), dtype, number of dims, stride order or mixed
+    devices; DefinitionError for a definition without outputs.
+    """
+    check_count(fd, arguments, line)
     tensors: dict[int, torch.Tensor] = {}
     scalars: dict[int, Any] = {}
     for place, (ref, value) in enumerate(zip(fd.inputs, arguments, strict=True)):
         if isinstance(ref, TensorRef):
-            tensors[ref.id] = _checked_tensor(fd, place, fd.tensors[ref.id], value, line)
+            tensors[ref.id] = _checked_tensor(place, fd.tensors[ref.id], value, line)
         else:
             scalars[ref.id] = _checked_scalar(fd, place, ref.id, value, line)
     return Inputs(tensors, scalars, _device(fd, tensors, line))
 
 
+def _check_outputs(fd: DefinitionBuilder, line: SourceLine | None) -> None:
+    if not fd.outputs:
+        raise user_error(
+            "the definition has no outputs", "no add_output call", "at least one",
+            "Call fd.add_output(t) for each result.", line,
+        )  # fmt: skip
+
+
+def check_count(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) -> None:
+    """Raises ArgumentError unless there is one argument per input, DefinitionError where nothing is returned."""
+    _check_outputs(fd, line)
+    if not isinstance(arguments, (list, tuple)):
+        raise user_error(
+            "the arguments", f"{type(arguments).__name__}", f"a list of {len(fd.inputs)}: {_signature(fd)}",
+            "Pass one list with all of them.", line, ArgumentError,
+        )  # fmt: skip
+    if len(arguments) != len(fd.inputs):
+        raise user_error(
+            "wrong number of arguments", str(len(arguments)), f"{len(fd.inputs)}: {_signature(fd)}",
+            "Pass one argument per define_tensor and define_scalar, in their order.", line, ArgumentError,
+        )  # fmt: skip
+
+
 def _signature(fd: DefinitionBuilder) -> str:
-    names = [fd.tensors[r.id].name if isinstance(r, TensorRef) else f"s{r.id}" for r in fd.inputs]
-    return f"({', '.join(names)})"
+    names = [fd.tensors[r.id].label if isinstance(r, TensorRef) else f"s{r.id}" for r in fd.inputs]
+    return f"[{', '.join(names)}]"
 
 
-def _checked_tensor(
-    fd: DefinitionBuilder, place: int, made: TensorDef, value: Any, line: Any
-) -> torch.Tensor:
-    name = f"argument {place} ({made.name}, defined at {made.line})"
-    if not isinstance(value, torch.Tensor):
-        raise user_error(
-            name, f"{type(value).__name__}", "a torch tensor", "Pass a tensor.", line, ArgumentError
-        )
-    wanted = made.type.dtype.value
-    if str(value.dtype) != f"torch.{wanted}":
-        raise user_error(
-            f"{name} has the wrong dtype", str(value.dtype), f"torch.{wanted}", f"Convert it: t.to(torch.{wanted}).",
-            line, ArgumentError,
-        )  # fmt: skip
-    if value.dim() != made.type.ndim:
-        raise user_error(
-            f"{name} has the wrong number of dims", f"shape {list(value.shape)}", f"{made.type.ndim} dims, {made.type}",
-            "Reshape the argument or define the tensor with its dims.", line, ArgumentError,
-        )  # fmt: skip
-    _check_strides(name, made, value, line)
+def _checked_tensor(place: int, made: TensorDef, value: Any, line: SourceLine | None) -> torch.Tensor:
+    name = f"argument {place}, {made.label} (defined at {made.line})"
+    problem = _kind_problem(made, value) or _type_problem(made, value) or _stride_problem(made, value)
+    if problem is not None:
+        wrong, found, needed, do = problem
+        raise user_error(f"{name}{wrong}", found, needed, do, line, ArgumentError)
     return value
 
 
-def _check_strides(name: str, made: TensorDef, value: torch.Tensor, line: Any) -> None:
+# What is wrong (to follow the argument's name), found, needed, and what to do.
+_Problem = tuple[str, str, str, str]
+
+
+def _kind_problem(made: TensorDef, value: Any) -> _Problem | None:
+    if not isinstance(value, torch.Tensor):
+        return (
+            " is no tensor",
+            f"{type(value).__name__}",
+            f"a torch tensor, {made.type}",
+            "Convert it: torch.as_tensor(t).",
+        )
+    if hasattr(value, "placements"):
+        return (
+            " is a DTensor",
+            "DTensor",
+            "a plain global tensor",
+            "Call fd.execute for DTensors, or pass t.full_tensor().",
+        )
+    if value.layout != torch.strided:
+        return " is not dense", str(value.layout), "torch.strided", "Convert it: t.to_dense()."
+    return None
+
+
+def _type_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
+    wanted = f"torch.{made.type.dtype.value}"
+    if str(value.dtype) != wanted:
+        return " has the wrong dtype", str(value.dtype), wanted, f"Convert it: t.to({wanted})."
+    if value.dim() != made.type.ndim:
+        do = "Reshape the argument or define the tensor with its dims."
+        return (
+            " has the wrong number of dims",
+            f"shape {list(value.shape)}",
+            f"{made.type.ndim} dims, {made.type}",
+            do,
+        )
+    return None
+
+
+def _stride_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
     """A definition that names a stride order means it: kernels are made for it."""
     if made.stride_order is None or value.numel() == 0:
-        return
+        return None
     sizes_strides = [
         (made.stride_order[d], value.stride(d)) for d in range(value.dim()) if value.shape[d] > 1
     ]
     strides = [stride for _, stride in sorted(sizes_strides)]
-    if strides != sorted(strides):
-        raise user_error(
-            f"{name} has the wrong stride order", f"strides {list(value.stride())}",
-            f"stride order {list(made.stride_order)} (0 is the fastest dim)",
-            "Pass a tensor laid out so, or define it without stride_order.", line, ArgumentError,
-        )  # fmt: skip
+    if strides == sorted(strides):
+        return None
+    return (
+        " has the wrong stride order", f"strides {list(value.stride())}",
+        f"stride order {list(made.stride_order)} (0 is the fastest dim)",
+        "Pass a tensor laid out so, or define it without stride_order.",
+    )  # fmt: skip
 
 
-def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, line: Any) -> Any:
+def _checked_scalar(
+    fd: DefinitionBuilder, place: int, number: int, value: Any, line: SourceLine | None
+) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         value = value.item()
-    if not isinstance(value, (bool, int, float, complex)):
+    value, dtype = plain_number(value), fd.scalars[number].dtype
+    if not isinstance(value, (bool, int, float, complex)) or not fits(value, dtype):
+        found = repr(value) if isinstance(value, (bool, int, float, complex)) else f"a {type(value).__name__}"
         raise user_error(
-            f"argument {place} (scalar s{number})", type(value).__name__, fd.scalars[number].dtype.name,
-            "Pass a Python number.", line, ArgumentError,
+            f"argument {place}, scalar s{number}", found, f"a number that {dtype.name} holds", "Pass a Python number.",
+            line, ArgumentError,
         )  # fmt: skip
     return value
 
 
-def _device(fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: Any) -> torch.device:
-    devices = {str(t.device) for t in tensors.values()}
-    if len(devices) > 1:
+def _device(
+    fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: SourceLine | None
+) -> torch.device:
+    first: dict[str, int] = {}
+    for i, tensor in tensors.items():
+        first.setdefault(str(tensor.device), i)
+    if len(first) > 1:
         raise user_error(
-            "arguments on different devices", ", ".join(sorted(devices)), "one device", "Move them to one device.", line,
-            ArgumentError,
+            "arguments on different devices", ", ".join(f"{fd.tensors[i].label} on {name}" for name, i in first.items()),
+            "one device", "Move them to one device.", line, ArgumentError,
         )  # fmt: skip
     return next((t.device for t in tensors.values()), torch.device("cpu"))
 
 
+def compile_shapes(
+    fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLine
+) -> dict[int, tuple[int, ...]]:
+    """Global shapes by input tensor, as given or (for none) as defined.
+
+    Raises DefinitionError for a wrong count, for sizes left open and for those that contradict the definition.
+    """
+    _check_outputs(fd, line)
+    tensors = [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
+    given = list(shapes) if shapes else [fd.tensors[i].type.shape for i in tensors]
+    if len(given) != len(tensors) or not all(map(_is_shape, given)):
+        raise user_error(
+            "compile needs the size of every dim", f"{[list(s) if isinstance(s, tuple) else s for s in given]}",
+            f"{len(tensors)} shapes without -1, for {_signature(fd)}", "Pass one global shape per input tensor.", line,
+        )  # fmt: skip
+    found = {i: tuple(int(n) for n in shape) for i, shape in zip(tensors, given, strict=True)}
+    for i, shape in found.items():
+        wanted = fd.tensors[i].type.shape
+        if len(shape) != len(wanted) or any(n not in (-1, m) for n, m in zip(wanted, shape, strict=True)):
+            raise user_error(
+                f"compile: the shape of {fd.tensors[i].label}", str(list(shape)), f"{list(wanted)} as defined",
+                "Correct it.", line,
+            )  # fmt: skip
+    return found
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, (list, tuple)) and all(
+        (as_int(n) if as_int(n) is not None else -1) >= 0 for n in shape
+    )  # type: ignore[operator]
+
+
+def scalar_values(
+    fd: DefinitionBuilder, scalars: Mapping[Any, Any] | None, line: SourceLine
+) -> dict[int, Any]:
+    """The values of scalar inputs by number, from a mapping by `Val` or number. Raises DefinitionError for others."""
+    numbers = {ref.id for ref in fd.inputs if isinstance(ref, ScalarRef)}
+    found = {getattr(getattr(key, "ref", None), "id", key): value for key, value in (scalars or {}).items()}
+    if not set(found) <= numbers:
+        raise user_error(
+            "compile: scalars", repr(scalars), f"values of the scalar inputs {sorted(f's{n}' for n in numbers)}",
+            "Pass {val: number}.", line,
+        )  # fmt: skip
+    return found
+
+
 def check_global_shapes(
-    fd: DefinitionBuilder, inputs: Inputs, line: Any = None
+    fd: DefinitionBuilder, inputs: Inputs, line: SourceLine | None = None
 ) -> dict[int, tuple[int, ...]]:
     """The shapes of global arguments. Raises ArgumentError where one differs from a size that is fixed."""
     for i, tensor in inputs.tensors.items():
         wanted = fd.tensors[i].type.shape
         if any(n not in (-1, m) for n, m in zip(wanted, tensor.shape, strict=True)):
-            raise _wrong_shape(fd, i, tensor, str(list(wanted)), "global", line)
+            raise _wrong_shape(
+                fd, i, f"{list(tensor.shape)}{_if_shard(fd, i, tensor)}", str(list(wanted)), "global", line
+            )
     return {i: tuple(t.shape) for i, t in inputs.tensors.items()}
 
 
+def _if_shard(fd: DefinitionBuilder, i: int, tensor: torch.Tensor) -> str:
+    """A remark where a tensor has the shape of some rank's shard."""
+    annotation, shape = fd.annotations.get(i), fd.tensors[i].type.shape
+    if annotation is None or annotation.mesh is None or -1 in shape:
+        return ""
+    sharding = annotation.sharding(fd.tensors[i].label, shape).placement(shape)
+    rank = next(
+        (r for r in annotation.mesh.ranks if sharding.local_shape(shape, r) == tuple(tensor.shape)), None
+    )
+    return "" if rank is None else f", rank {rank}'s shard"
+
+
 def _wrong_shape(
-    fd: DefinitionBuilder, i: int, tensor: torch.Tensor, needed: str, which: str, line: Any
+    fd: DefinitionBuilder, i: int, found: str, needed: str, which: str, line: SourceLine | None
 ) -> Exception:
     made = fd.tensors[i]
     return user_error(
-        f"tensor {made.name} (defined at {made.line}) has the wrong {which} shape", str(list(tensor.shape)), needed,
+        f"tensor {made.label} (defined at {made.line}) has the wrong {which} shape", found, needed,
         "Pass the rank's shard (mf.shard_tensor cuts it) to execute, the whole tensor to simulate.", line, ArgumentError,
     )  # fmt: skip
 
@@ -148,9 +267,10 @@ def global_shapes(
             out[i] = globals_[i]
         elif annotation is None:
             out[i] = tuple(tensor.shape)
+        elif annotation.mesh is None or rank not in annotation.mesh:
+            out[i] = tuple(n if n >= 0 else local for n, local in zip(wanted, tensor.shape, strict=True))
         else:
-            layouts = annotation.domain.layouts()
-            sizes = zip(wanted, tensor.shape, annotation.named_layouts(layouts), strict=True)
+            sizes = zip(wanted, tensor.shape, annotation.named(), strict=True)
             out[i] = tuple(n if n >= 0 else local * _ways(layout) for n, local, layout in sizes)
         _check_shard(fd, i, tensor, out[i], rank, line)
     return out
@@ -161,16 +281,21 @@ def _ways(layout: Layout) -> int:
 
 
 def _check_shard(
-    fd: DefinitionBuilder, i: int, tensor: torch.Tensor, shape: tuple[int, ...], rank: int, line: Any
+    fd: DefinitionBuilder,
+    i: int,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    rank: int,
+    line: SourceLine | None,
 ) -> None:
     wanted, annotation = fd.tensors[i].type.shape, fd.annotations.get(i)
     if any(n not in (-1, m) for n, m in zip(wanted, shape, strict=True)):
-        raise _wrong_shape(fd, i, tensor, str(list(wanted)), "global", line)
-    if annotation is None or rank not in annotation.mesh:
+        raise _wrong_shape(fd, i, str(list(tensor.shape)), str(list(wanted)), "global", line)
+    if annotation is None or annotation.mesh is None or rank not in annotation.mesh:
         return
-    sharding: Sharding = annotation.sharding(fd.tensors[i].name, shape)
+    sharding: Sharding = annotation.sharding(fd.tensors[i].label, shape).placement(shape)
     local = sharding.local_shape(shape, rank)
     if tuple(tensor.shape) != local:
-        raise _wrong_shape(
-            fd, i, tensor, f"{list(local)}, rank {rank}'s shard of {list(shape)} in {sharding}", "local", line
-        )
+        whole = ", the global shape" if tuple(tensor.shape) == shape else ""
+        needed = f"{list(local)}, rank {rank}'s shard of {list(shape)} in {sharding}"
+        raise _wrong_shape(fd, i, f"{list(tensor.shape)}{whole}", needed, "local", line)

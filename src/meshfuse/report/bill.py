@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..compiler import CompiledProgram
+from ..graph import Graph
 from ..resharding.insert import Set
-from ..resharding.moves import MoveKind, wire_elements
+from ..resharding.moves import Move, MoveKind, wire_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +45,48 @@ class Bill:
         if not self.entries:
             return "no communication"
         rows = [("collective", "axis", "bytes", "tensor", "why", "line")]
-        rows += [(e.collective, e.axes, _bytes(e.wire), e.tensor, e.why, e.line) for e in self.entries]
-        rows.append(("total", "", _bytes(self.total), "", f"{len(self.entries)} collectives", ""))
-        widths = [max(len(row[c]) for row in rows) for c in range(6)]
-        lines = []
-        for row in rows:
-            cells = [
-                cell.rjust(w) if c == 2 else cell.ljust(w)
-                for c, (cell, w) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        rows += [(e.collective, e.axes, number(e.wire), e.tensor, e.why, e.line) for e in self.entries]
+        count = len(self.entries)
+        rows.append(
+            ("total", "", number(self.total), "", f"{count} collective{'s' if count > 1 else ''}", "")
+        )
+        return table(rows, right=(2,))
 
 
-def _bytes(count: float) -> str:
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Aligned columns, those in `right` to the right; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(w) if c in right else cell.ljust(w)
+            for c, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def number(count: float) -> str:
+    """A count with its thousands set off."""
     return f"{count:,.0f}"
+
+
+def wire_bytes(graph: Graph, tensor: int, move: Move) -> float:
+    """The bytes that the rank that sends most of a tensor puts on the wire in a move."""
+    kind = graph.tensors[tensor].type
+    ranks = {*move.src.mesh.ranks, *move.dst.mesh.ranks}
+    return max(wire_elements(move, kind.shape, rank) for rank in ranks) * kind.dtype.itemsize
 
 
 def bill_of(compiled: CompiledProgram) -> Bill:
     """The bill of a compiled program, the same for every rank: each collective at its busiest rank."""
-    graph, resharded = compiled.graph, compiled.resharded
-    entries = []
-    for step in resharded.steps:
-        if not isinstance(step, Set) or step.move.kind is MoveKind.SLICE:
-            continue
-        tensor = graph.tensors[resharded.values[step.source].tensor]
-        ranks = {*step.move.src.mesh.ranks, *step.move.dst.mesh.ranks}
-        wire = (
-            max(wire_elements(step.move, tensor.type.shape, rank) for rank in ranks)
-            * tensor.type.dtype.itemsize
-        )
-        axes = ",".join(map(str, step.move.axes))
-        entries.append(
-            Entry(step.move.kind.value, axes, tensor.label, wire, step.why, str(step.line), str(step.move))
-        )
-    return Bill(tuple(entries))
+    resharded = compiled.resharded
+    moves = [s for s in resharded.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE]
+    return Bill(tuple(_entry(compiled, step) for step in moves))
+
+
+def _entry(compiled: CompiledProgram, step: Set) -> Entry:
+    tensor = compiled.resharded.values[step.source].tensor
+    wire = wire_bytes(compiled.graph, tensor, step.move)
+    axes, label = ", ".join(map(str, step.move.axes)), compiled.graph.tensors[tensor].label
+    return Entry(step.move.kind.value, axes, label, wire, step.why, str(step.line), str(step.move))

@@ -1,11 +1,196 @@
-"""`explain`: why a tensor is sharded as it is."""
+"""`explain`: why a tensor is sharded as it is, what is communicated for it, and what else could have been done."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+
 from ..compiler import CompiledProgram
+from ..errors import SourceLine, user_error
+from ..graph import Node
+from ..propagation.choose import Source
+from ..resharding.insert import Set
+from ..resharding.moves import MoveKind
+from .bill import number, table, wire_bytes
+from .provenance import Origin, Provenance
+
+_SHOWN = 6
 
 
 def explain_tensor(compiled: CompiledProgram, tensor: int) -> str:
     """Where a tensor's sharding comes from, what is communicated for it, and what the alternative would have cost."""
-    graph = compiled.graph
-    return f"{graph.tensors[tensor].label}: {graph.tensors[tensor].type} {compiled.sharded.homes[tensor]}"
+    return "\n".join(_Explainer(compiled).lines(tensor))
+
+
+def explain_all(compiled: CompiledProgram) -> str:
+    """A table of all tensors: type, sharding, and why in few words."""
+    explainer, graph = _Explainer(compiled), compiled.graph
+    rows = [("tensor", "type", "sharding", "why", "line")]
+    for tensor in graph.tensors:
+        sharding = str(compiled.sharded.homes[tensor.id])
+        rows.append(
+            (tensor.label, str(tensor.type), sharding, explainer.in_short(tensor.id), str(tensor.line))
+        )
+    meshes = dict.fromkeys(str(sharding.mesh) for sharding in compiled.sharded.homes.values())
+    return "\n".join([f"on {', '.join(meshes)}", table(rows)])
+
+
+def tensor_named(compiled: CompiledProgram, name: str) -> int:
+    """The tensor of this name: t3, or the script's own variable (of several values the last).
+
+    Raises DefinitionError where there is none.
+    """
+    tensors = compiled.graph.tensors
+    for tensor in reversed(tensors):
+        if name in (tensor.name, tensor.label, tensor.label.split(" ")[0]):
+            return tensor.id
+    raise user_error(
+        "no such tensor", repr(name), f"one of {', '.join(t.label for t in tensors)}", "Name one of these."
+    )
+
+
+class _Explainer:
+    def __init__(self, compiled: CompiledProgram):
+        self.compiled, self.graph = compiled, compiled.graph
+        self.provenance = Provenance(compiled.sharded)
+
+    def lines(self, tensor: int) -> Iterator[str]:
+        made = self.graph.tensors[tensor]
+        home = self.compiled.sharded.homes[tensor]
+        yield f"{made.label}: {made.type}, sharded {home} on {home.mesh}"
+        yield f"  {self._maker(tensor)} at {_quoted(made.line)}"
+        yield from (f"  {line}" for line in self._why(tensor))
+        yield from (f"  {line}" for line in self._alternative(tensor))
+        yield "communication for it:"
+        yield from (f"  {line}" for line in self._moves(tensor))
+
+    def in_short(self, tensor: int) -> str:
+        """Why a tensor is sharded as it is, for one cell of a table."""
+        if tensor in self.graph.annotations:
+            return f"annotated at {self.graph.annotation_lines[tensor]}"
+        if tensor in self.graph.input_tensors:
+            return "never annotated: replicated"
+        origins = self.provenance.origins(tensor)
+        return ", ".join(map(self._short_origin, origins)) or "whole: nothing splits it"
+
+    def _short_origin(self, origin: Origin) -> str:
+        if not origin.chain:
+            return f"{origin.split}: cheapest"
+        direction = "for" if origin.backward else "from"
+        return f"{origin.split} {direction} {self._label(origin.chain[-1])}"
+
+    def _label(self, tensor: int) -> str:
+        return self.graph.tensors[tensor].label
+
+    def _maker(self, tensor: int) -> str:
+        node = self.provenance.producer(tensor)
+        if node is None:
+            return "an input, defined"
+        return f"made by {node.name}({', '.join(map(self._label, node.inputs))})"
+
+    # why --------------------------------------------------------------------------------------------------------
+
+    def _why(self, tensor: int) -> Iterator[str]:
+        if tensor in self.graph.annotations:
+            yield f"annotated so at {_quoted(self.graph.annotation_lines[tensor])}"
+            made = self.provenance.made_as(tensor)
+            if made != self.compiled.sharded.homes[tensor]:
+                yield f"its op makes it as {made}, because:"
+        elif tensor in self.graph.input_tensors:
+            yield "never annotated: an input without an annotation is replicated, whole on every rank"
+        if self.provenance.producer(tensor) is None:
+            return
+        origins = self.provenance.origins(tensor)
+        yield from map(self._origin, origins)
+        if not origins:
+            yield "computed whole: neither an operand nor an annotation splits it over an axis"
+
+    def _origin(self, origin: Origin) -> str:
+        what = (
+            f"{origin.split} on dim {origin.dim}"
+            if origin.dim is not None
+            else f"unreduced over {origin.split}"
+        )
+        if not origin.chain:
+            return f"{what}: no annotation asks for it; it was the cheapest"
+        end = origin.chain[-1]
+        said = (
+            f", annotated at {_quoted(self.graph.annotation_lines[end])}"
+            if origin.annotated
+            else ", where it was cheapest"
+        )
+        through = self._through(origin.chain[:-1])
+        if origin.backward:
+            return f"{what}: wanted by {self._label(end)}{through}{said}"
+        reduced = "a dim summed over is split in" if origin.dim is None else "follows"
+        return f"{what}: {reduced} {self._label(end)}{through}{said}"
+
+    def _through(self, chain: Sequence[int]) -> str:
+        if not chain:
+            return ""
+        names = [self._label(i) for i in reversed(chain)]
+        if len(names) > _SHOWN:
+            names = [*names[: _SHOWN - 1], f"... {len(names) - _SHOWN} more ...", names[-1]]
+        return f" through {', '.join(names)}"
+
+    def _alternative(self, tensor: int) -> Iterator[str]:
+        node = self.provenance.producer(tensor)
+        if node is None:
+            return
+        choice = self.compiled.sharded.choices[node.id]
+        cost = f"{_time(choice.seconds)} modelled, what happens to its result not counted"
+        yield f"{node.name} is computed {self._source(node, choice.source)}: {cost}"
+        if choice.runner_up is None:
+            yield "there was no other way to compute it"
+            return
+        source, seconds = choice.runner_up
+        yield f"the alternative, {self._source(node, source)}: {_time(seconds)} modelled{_verdict(choice.seconds, seconds)}"
+
+    def _source(self, node: Node, source: Source) -> str:
+        whole = "" if source.split_reduction else ", with the reduced dims whole"
+        if source.kind == "operand":
+            return f"following {self._label(node.inputs[source.place])}{whole}"
+        if source.kind == "result":
+            return f"as {self._label(node.outputs[source.place])} is wanted{whole}"
+        if source.kind == "carry":
+            return f"on the unreduced terms of {self._label(node.inputs[source.place])}"
+        return "whole on every rank"
+
+    # communication ----------------------------------------------------------------------------------------------
+
+    def _moves(self, tensor: int) -> Iterator[str]:
+        resharded = self.compiled.resharded
+        found = [
+            s for s in resharded.steps if isinstance(s, Set) and resharded.values[s.source].tensor == tensor
+        ]
+        if not found:
+            yield "none: every reader takes it as it is"
+        for step in found:
+            asked = f"asked for by {self._asker(step.why)} at {_quoted(step.line)}"
+            if step.move.kind is MoveKind.SLICE:
+                yield f"each rank takes its part, no bytes: {step.move.src} -> {step.move.dst}, {asked}"
+            else:
+                count = number(wire_bytes(self.graph, tensor, step.move))
+                yield f"{_collective(step)}, {count} bytes per rank: {step.move.src} -> {step.move.dst}, {asked}"
+
+    def _asker(self, why: str) -> str:
+        return re.sub(r"\bt(\d+)\b", lambda found: self._label(int(found.group(1))), why)
+
+
+def _collective(step: Set) -> str:
+    over = f" over {', '.join(map(str, step.move.axes))}" if step.move.axes else ""
+    return f"{step.move.kind.value}{over}"
+
+
+def _quoted(line: SourceLine) -> str:
+    return f"{line}: {' '.join(line.text.split())}" if line.text else str(line)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _verdict(taken: float, other: float) -> str:
+    if other < taken:
+        return ", cheaper here but dearer for the ops after it"
+    return f" ({other / taken:.3g} times)" if taken > 0 and other / taken > 1.005 else ", no cheaper"

@@ -1,0 +1,174 @@
+"""The `meshfuse` command: run a script on ranks, ask what one decides, or look at the machine.
+
+`explain` and `bill` run the script in this process, on simulated ranks, with its own output sent to stderr, and then
+print what was decided for every definition that it made. Loads torch only when a script does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .errors import DefinitionError
+from .runtime import doctor, launcher
+
+if TYPE_CHECKING:
+    from .compiler import CompiledProgram
+    from .fusion_definition import FusionDefinition
+
+_OWN_FRAMES = (os.path.abspath(__file__), runpy.__file__, "<frozen runpy>")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (sys.argv's by default); returns the exit code. argparse exits by itself on wrong usage."""
+    own, script_args = _parts(list(sys.argv[1:] if argv is None else argv))
+    args = _parser().parse_args(own)
+    if script_args is not None:
+        args.script_args = script_args
+    return args.command(args)
+
+
+def _parts(argv: list[str]) -> tuple[list[str], list[str] | None]:
+    """The command's own arguments and, of `explain` and `bill`, the script's after `--` (argparse keeps no such order)."""
+    if not argv or argv[0] not in ("explain", "bill") or "--" not in argv:
+        return argv, None
+    cut = argv.index("--")
+    return argv[:cut], argv[cut + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshfuse", description="Sharded programs from annotated definitions."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a script as several ranks on this machine")
+    launcher.add_arguments(run)
+    run.set_defaults(command=launcher.main)
+    explain = _script_command(commands, "explain", "why a script's tensors are sharded as they are")
+    explain.add_argument(
+        "--tensor", metavar="NAME", help="one tensor, by its variable or number (x, t3); else a table"
+    )
+    explain.set_defaults(command=_explain)
+    bill = _script_command(commands, "bill", "the bytes that a script's ranks put on the wire")
+    bill.add_argument("--json", action="store_true", help="print JSON: one bill per definition")
+    bill.set_defaults(command=_bill)
+    look = commands.add_parser(
+        "doctor", help="what of torch, CUDA, gloo, NCCL and nvFuser is there, and what that means"
+    )
+    look.set_defaults(command=_doctor)
+    return parser
+
+
+def _script_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=f"Print {text}.")
+    command.add_argument("script", metavar="SCRIPT", help="a Python script that makes FusionDefinitions")
+    command.add_argument("--mesh", metavar="dp=2,tp=4", help="passed on to the script as its own --mesh")
+    command.set_defaults(script_args=[])
+    command.epilog = "The script's own arguments come after --."
+    return command
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    print(doctor.report())
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    explain = importlib.import_module("meshfuse.report.explain")
+
+    def one(compiled: CompiledProgram) -> str:
+        if args.tensor is None:
+            return explain.explain_all(compiled)
+        return explain.explain_tensor(compiled, explain.tensor_named(compiled, args.tensor))
+
+    return _report(args, lambda programs: "\n\n".join(map(one, programs)))
+
+
+def _bill(args: argparse.Namespace) -> int:
+    bill = importlib.import_module("meshfuse.report.bill")
+
+    def text(programs: list[CompiledProgram]) -> str:
+        bills = [bill.bill_of(compiled) for compiled in programs]
+        if args.json:
+            return json.dumps([json.loads(b.to_json()) for b in bills], indent=1)
+        return "\n\n".join(map(str, bills))
+
+    return _report(args, text)
+
+
+def _report(args: argparse.Namespace, text: Callable[[list[CompiledProgram]], str]) -> int:
+    """Run the script, then print what `text` says of its programs."""
+    if not os.path.isfile(args.script):
+        print(f"meshfuse: no such script: {args.script}", file=sys.stderr)
+        return 2
+    definitions: list[FusionDefinition] = []
+    code = _run_script(args, definitions)
+    if code:
+        return code
+    try:
+        programs = [program for fd in definitions if (program := _program(fd)) is not None]
+        if not programs:
+            print(f"meshfuse: {args.script} has made no FusionDefinition that is compiled", file=sys.stderr)
+            return 1
+        print(text(programs))
+    except DefinitionError as error:
+        print(f"meshfuse: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _program(fd: FusionDefinition) -> CompiledProgram | None:
+    """What was compiled last; what is only defined is compiled here, where its shapes say all."""
+    if not fd.outputs:
+        return None
+    try:
+        return fd.latest()
+    except DefinitionError as error:
+        print(f"meshfuse: a definition that the script did not run is left out: {error}", file=sys.stderr)
+        return None
+
+
+def _run_script(args: argparse.Namespace, definitions: list[FusionDefinition]) -> int:
+    """Run the script as `python SCRIPT ARGS` would; its exit code. An error is shown with the script's own frames."""
+    mesh = ["--mesh", args.mesh] if args.mesh is not None else []
+    sys.argv = [args.script, *mesh, *args.script_args]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))
+    observers = importlib.import_module("meshfuse.fusion_definition").observers
+    observers.append(definitions.append)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            runpy.run_path(args.script, run_name="__main__")
+    except SystemExit as end:
+        return _exit_code(end.code)
+    except Exception as error:
+        traceback.print_exception(error.with_traceback(_own_part(error.__traceback__)))
+        return 1
+    finally:
+        observers.remove(definitions.append)
+        sys.path.pop(0)
+    return 0
+
+
+def _exit_code(code: Any) -> int:
+    """As Python ends a process: None is 0, text is printed and is 1."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _own_part(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script's first frame on; the whole where the script has none."""
+    here = trace
+    while here is not None and here.tb_frame.f_code.co_filename in _OWN_FRAMES:
+        here = here.tb_next
+    return here if here is not None else trace

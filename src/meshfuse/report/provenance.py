@@ -1,0 +1,149 @@
+"""Where a split of a tensor over a mesh axis comes from: the tensors that it follows, back to an annotation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..graph import Node, users
+from ..ops.base import DimFactors
+from ..propagation.sharded import Choice, ShardedDefinition
+from ..sharding import layout as lay
+from ..sharding.layout import Layout, Split
+from ..sharding.value import Sharding, overlap
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One split of a tensor and the tensors that it was taken over from, nearest first.
+
+    `dim` is None for an unreduced sum, which comes from the split of a reduced dim. `backward`: the chain leads to a
+    later tensor, whose annotation asks for the split. `annotated`: the chain ends in an annotation; else the split was
+    the cheapest choice at its end.
+    """
+
+    split: Split
+    dim: int | None
+    chain: tuple[int, ...]
+    backward: bool
+    annotated: bool
+
+
+class Provenance:
+    """Traces splits through a sharded definition."""
+
+    def __init__(self, sharded: ShardedDefinition):
+        self.sharded, self.graph = sharded, sharded.graph
+        self._producers = {i: node for node in self.graph.nodes for i in node.outputs}
+        self._readers = users(self.graph.nodes)
+
+    def producer(self, tensor: int) -> Node | None:
+        return self._producers.get(tensor)
+
+    def origins(self, tensor: int) -> list[Origin]:
+        """One for every split of the tensor and for every axis it is unreduced over."""
+        home = self.made_as(tensor)
+        splits: list[tuple[Split, int | None]] = [
+            (s, d) for d, layout in enumerate(home.dims) for s in lay.axes(layout)
+        ]
+        return [self._origin(tensor, s, d) for s, d in [*splits, *((s, None) for s in home.partial)]]
+
+    def made_as(self, tensor: int) -> Sharding:
+        """The sharding in which the tensor's op makes it; an input's own."""
+        node = self.producer(tensor)
+        if node is None:
+            return self.sharded.homes[tensor]
+        return self._choice(node).placement.results[node.outputs.index(tensor)]
+
+    def _choice(self, node: Node) -> Choice:
+        return self.sharded.choices[node.id]
+
+    def _origin(self, tensor: int, split: Split, dim: int | None) -> Origin:
+        back = self._backward(tensor, split, dim)
+        if back and self._is_annotated(back[-1], split):
+            return Origin(split, dim, tuple(back), False, True)
+        ahead = self._forward(tensor, split, dim) if dim is not None else []
+        if ahead:
+            return Origin(split, dim, tuple(ahead), True, True)
+        return Origin(split, dim, tuple(back), False, False)
+
+    def _is_annotated(self, tensor: int, split: Split) -> bool:
+        sharding = self.graph.annotations.get(tensor)
+        return sharding is not None and any(overlap(split, s) for s in sharding.splits)
+
+    # towards the inputs -----------------------------------------------------------------------------------------
+
+    def _backward(self, tensor: int, split: Split, dim: int | None) -> list[int]:
+        """The operands that the split was taken over from, up to an annotated tensor or the last that has it."""
+        chain: list[int] = []
+        place: tuple[int, int | None] | None = (tensor, dim)
+        while place is not None:
+            place = self._from_operand(*place, split)
+            if place is not None:
+                chain.append(place[0])
+                if self._is_annotated(place[0], split):
+                    break
+        return chain
+
+    def _from_operand(self, tensor: int, dim: int | None, split: Split) -> tuple[int, int | None] | None:
+        node = self.producer(tensor)
+        if node is None:
+            return None
+        carry = self._choice(node).placement.carry
+        if dim is None and any(overlap(split, s) for s in carry.axes):
+            return node.inputs[carry.operands[0]], None
+        found = [
+            place
+            for factor in self._factors(node, tensor, dim, split)
+            for place in self._operands(node, factor, split)
+        ]
+        annotated = [place for place in found if self._is_annotated(place[0], split)]
+        return next(iter(annotated or found), None)
+
+    def _factors(self, node: Node, tensor: int, dim: int | None, split: Split) -> list[int]:
+        """The op's factors in this dim of its result (any factor, for an unreduced sum) that are split over the axis."""
+        layouts = self._choice(node).placement.layouts
+        dims = node.rule.results[node.outputs.index(tensor)]
+        candidates = range(len(layouts)) if dim is None else dims[dim]
+        return [f for f in candidates if _has(layouts[f], split)]
+
+    def _operands(self, node: Node, factor: int, split: Split) -> Iterator[tuple[int, int]]:
+        """Operands, and the dim of each, that were split over the axis in this factor before the op."""
+        for i, dims in zip(node.inputs, node.rule.operands, strict=True):
+            home = self.made_as(i) if i not in self.graph.annotations else self.sharded.homes[i]
+            for dim in _dims_with(dims, factor):
+                if _has(home.dims[dim], split):
+                    yield i, dim
+
+    # towards the outputs ----------------------------------------------------------------------------------------
+
+    def _forward(self, tensor: int, split: Split, dim: int) -> list[int]:
+        """Later tensors that have the split, nearest first, up to one whose annotation asks for it; [] for none."""
+        queue, seen = [(tensor, dim, [tensor])], {tensor}
+        while queue:
+            here, place, path = queue.pop(0)
+            if self._is_annotated(here, split):
+                return path[1:] or path
+            for later, later_dim in self._results(here, place, split):
+                if later not in seen:
+                    seen.add(later)
+                    queue.append((later, later_dim, [*path, later]))
+        return []
+
+    def _results(self, tensor: int, dim: int, split: Split) -> Iterator[tuple[int, int]]:
+        for number in self._readers.get(tensor, ()):
+            node = self.graph.nodes[number]
+            layouts = self._choice(node).placement.layouts
+            factors = [f for i, dims in zip(node.inputs, node.rule.operands, strict=True) if i == tensor
+                       for f in dims[dim] if _has(layouts[f], split)]  # fmt: skip
+            for factor in factors:
+                for out, dims in zip(node.outputs, node.rule.results, strict=True):
+                    yield from ((out, d) for d in _dims_with(dims, factor))
+
+
+def _has(layout: Layout, split: Split) -> bool:
+    return any(overlap(split, s) for s in lay.axes(layout))
+
+
+def _dims_with(dims: DimFactors, factor: int) -> list[int]:
+    return [d for d, factors in enumerate(dims) if factor in factors]
