@@ -14,6 +14,10 @@ from meshfuse.ops.binding import bind
 from meshfuse.ops.local import LocalCall
 from meshfuse.sharding.value import Sharding
 
+DTYPES = [
+    *(DataType.Double, DataType.Float, DataType.Half, DataType.BFloat16, DataType.Int, DataType.Int32),
+    *(DataType.Bool, DataType.ComplexFloat, DataType.ComplexDouble),
+]
 ONE_RANK = DeviceMesh((1,), ("x",))
 
 

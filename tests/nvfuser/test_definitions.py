@@ -2,44 +2,107 @@
 
 from __future__ import annotations
 
-import pytest
-from native_calls import differences, make_call, on_one_rank, samples
+import dataclasses
+import re
 
-from meshfuse.backends.nvfuser import build_call
+import pytest
+from native_calls import DTYPES, differences, make_call, on_one_rank, samples
+
+from meshfuse.backends.nvfuser import build_call, load
 from meshfuse.dtypes import DataType
+from meshfuse.errors import DefinitionError
 from meshfuse.ops import OPS
 from meshfuse.ops.native import ToTorch
-from meshfuse.ops.native_forms import RANDOM
 
 pytestmark = pytest.mark.nvfuser
 
 HALF = {DataType.Half, DataType.BFloat16}
+RANDOM_OPS = {"uniform", "normal", "rand_like", "randn_like"}
 ATTENTION = {"sdpfa_fwd", "sdpfa_bwd"}
-# What goes to torch on one rank, by op: a part of the reason.
-TO_TORCH = {
-    **dict.fromkeys(("uniform", "normal", "rand_like", "randn_like"), RANDOM),
-    "embedding_fwd": "max_norm changes the table",
-    **dict.fromkeys(ATTENTION, "attention"),
-}
 
 
-def to_torch(name: str, place: int, dtype: DataType | None) -> bool:
-    """Whether this sample is one that nvFuser is not asked for."""
+def reason(name: str, place: int, dtype: DataType | None) -> str | None:
+    """A part of the reason why a sample goes to torch on one rank, None where it must not."""
     op, sample = OPS[name], OPS[name].samples()[place]
-    if name == "embedding_fwd":
-        return len(sample.args) > 2
+    if isinstance(op.nvfuser, str):
+        return op.nvfuser
+    if name == "embedding_fwd" and len(sample.args) > 2:
+        return "max_norm changes the table"
     if name in ATTENTION:
         query, key = (sample.args[op.places[operand]] for operand in ("query", "key"))
-        return dtype not in HALF or query.shape[-3] != key.shape[-3]
-    return name in TO_TORCH
+        return "attention" if dtype not in HALF or query.shape[-3] != key.shape[-3] else None
+    return None
+
+
+def test_only_random_numbers_are_left_to_torch_on_purpose() -> None:
+    named = {name for name in OPS if isinstance(OPS[name].nvfuser, str)}
+    assert named & set(dir(load().ops)) == RANDOM_OPS
 
 
 @pytest.mark.parametrize(("name", "place"), list(samples()))
 def test_every_sample_builds(name: str, place: int) -> None:
     op = OPS[name]
     local = on_one_rank(make_call(op, op.samples()[place]))
-    if to_torch(name, place, None):
-        with pytest.raises(ToTorch, match=TO_TORCH[name]):
+    why = reason(name, place, None)
+    if why is not None:
+        with pytest.raises(ToTorch, match=re.escape(why)):
             build_call(local)
     else:
         assert not differences(build_call(local))
+
+
+COMPLEX = {DataType.ComplexFloat, DataType.ComplexDouble}
+INTEGERS = {DataType.Int, DataType.Int32, DataType.Bool}
+# Types that nvFuser takes when a definition is made and meshfuse refuses: the result has no meaning: complex
+# parts of a complex number, means of integers in integers, an order of complex numbers.
+REFUSED = {
+    "complex": COMPLEX,
+    "var_mean": INTEGERS,
+    "welford": INTEGERS,
+    "cummax": COMPLEX,
+    "cummin": COMPLEX,
+}
+REFUSALS = [(name, dtype) for name, dtypes in REFUSED.items() for dtype in sorted(dtypes, key=str)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), REFUSALS)
+def test_what_meshfuse_alone_refuses(name: str, dtype: DataType) -> None:
+    sample = OPS[name].samples()[0]
+    with pytest.raises(DefinitionError, match=f"^{name}: .*found"):
+        make_call(OPS[name], sample, dtype)
+    assert any(taken_there(name, place, dtype) for place in range(len(OPS[name].samples())))
+
+
+def taken_there(name: str, place: int, dtype: DataType) -> bool:
+    """Whether nvFuser's function of the same name takes the sample in this type."""
+    plain = dataclasses.replace(OPS[name], nvfuser=None)
+    call = make_call(plain, plain.samples()[place], dtype, typed=False)
+    try:
+        build_call(on_one_rank(call))
+    except (AttributeError, RuntimeError, TypeError, ToTorch):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", list(OPS))
+def test_every_type_agrees(name: str) -> None:
+    """Whichever of both takes a type, the other does; and the results are of the same types."""
+    found = []
+    for place in range(len(OPS[name].samples())):
+        for dtype in DTYPES:
+            found += _disagreement(name, place, dtype)
+    assert not found
+
+
+def _disagreement(name: str, place: int, dtype: DataType) -> list[str]:
+    try:
+        call = make_call(OPS[name], OPS[name].samples()[place], dtype)
+    except DefinitionError as refusal:
+        alone = dtype not in REFUSED.get(name, ()) and taken_there(name, place, dtype)
+        return [f"{dtype.name} is taken there: {refusal}"] if alone else []
+    if reason(name, place, dtype) is not None:
+        return []
+    try:
+        return differences(build_call(on_one_rank(call)))
+    except RuntimeError as refusal:
+        return [f"{dtype.name} is refused there: {refusal}"]

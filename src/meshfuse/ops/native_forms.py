@@ -14,19 +14,6 @@ RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled
 _CATEGORY = (bool, int, float, complex)
 
 
-def complex_of(n: Native) -> Any:
-    """Both parts of one type; nvFuser neither promotes them nor takes numbers."""
-    part = n.call.results[0].dtype.real
-    return n.plain(**{name: _real_part(n, name, part) for name in ("a", "b")})
-
-
-def _real_part(n: Native, name: str, part: DataType) -> Any:
-    found, tensor = n.call.type_of(name), n.operand(name)
-    if found is None:
-        return n.ops.full(list(n.result_shapes[0]), n.number(name), n.dtype(part))
-    return cast(n, tensor, found.dtype, part)
-
-
 def welford(n: Native) -> Any:
     """The count as Int instead of nvFuser's index type."""
     dims = n.call["dims"]

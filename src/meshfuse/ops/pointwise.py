@@ -9,7 +9,7 @@ from typing import Any
 
 from ..dtypes import DataType, promote, scalar_dtype
 from ..errors import user_error
-from . import native_forms
+from . import native_pointwise
 from .base import (
     Call,
     Emit,
@@ -211,7 +211,7 @@ def _op(
     numbers: Sequence[Any] = (),
     real: bool = False,
     accepts: tuple[int, ...] = (0, 1, 2, 3),
-    nvfuser: Callable[[Native], Any] | None = None,
+    nvfuser: Callable[[Native], Any] = native_pointwise.arithmetic,
 ) -> OpDef:
     """A pointwise op; its last parameters, one for each of the example `numbers`, take no tensor."""
     compute = compute or (widened if promotion is predicate else promotion)
@@ -274,7 +274,7 @@ BINARY = (
         for name in ("maximum", "minimum", "pow", "remainder", "fmod")
     ),
     _binary("mod", "K.mod({a}, {b})", dtype=_INT),
-    _binary("gcd", "K.gcd({a}, {b})", dtype=_INT, accepts=_INTEGERS),
+    _binary("gcd", "K.gcd({a}, {b})", dtype=_INT, accepts=_INTEGERS, nvfuser=native_pointwise.integral),
     _binary("atan2", "K.atan2({a}, {b})", floating),
     _binary("nextafter", "K.nextafter({a}, {b})", _single_or_double, dtype=DataType.Double),
     *(
@@ -282,11 +282,28 @@ BINARY = (
         for name, sign in (("and", "&"), ("or", "|"), ("xor", "^"))
     ),
     *(
-        _binary(f"bitwise_{name}_shift", f"K.shift_{name}({{a}}, {{b}})", dtype=_INT, accepts=_INTEGERS)
+        _binary(
+            f"bitwise_{name}_shift",
+            f"K.shift_{name}({{a}}, {{b}})",
+            dtype=_INT,
+            accepts=_INTEGERS,
+            nvfuser=native_pointwise.integral,
+        )
         for name in ("left", "right")
     ),
-    _binary("logical_right_shift", "K.logical_right_shift({a}, {b})", dtype=_INT, accepts=_INTEGERS),
-    *(_binary(f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate) for name in ("and", "or")),
+    _binary(
+        "logical_right_shift",
+        "K.logical_right_shift({a}, {b})",
+        dtype=_INT,
+        accepts=_INTEGERS,
+        nvfuser=native_pointwise.integral,
+    ),
+    *(
+        _binary(
+            f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate, nvfuser=native_pointwise.logical
+        )
+        for name in ("and", "or")
+    ),
     *(
         _binary(name, f"({{a}} {sign} {{b}})", predicate)
         for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
@@ -298,14 +315,14 @@ BINARY = (
         dtype=DataType.Double,
         compute=keep,
         accepts=(2,),
-        nvfuser=native_forms.complex_of,
+        nvfuser=native_pointwise.complex_of,
     ),
 )
 TERNARY = (
     _op("where", "condition a b", "K.where({condition}, {a}, {b})", promoted),
     _op("addcmul", "a b c value", "({a} + {value} * ({b} * {c}))", numbers=(0.5,)),
     _op("clamp", "x min max", "torch.clamp({x}, {min}, {max})", promoted, numbers=(-0.5, 0.5)),
-    _op("lerp", "start end weight", "K.lerp({start}, {end}, {weight})"),
+    _op("lerp", "start end weight", "K.lerp({start}, {end}, {weight})", nvfuser=native_pointwise.lerp),
     _op(
         "threshold",
         "x threshold value",
