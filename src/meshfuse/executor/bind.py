@@ -28,7 +28,9 @@ class BoundProgram:
     file: str
 
 
-def bind_program(program: HostProgram, group_of: GroupOf, device: torch.device, simulated: bool = False) -> BoundProgram:
+def bind_program(
+    program: HostProgram, group_of: GroupOf, device: torch.device, simulated: bool = False
+) -> BoundProgram:
     """Compile a program. `group_of` gives the communication group of some ranks."""
     lines, where = program.lines(simulated)
     text = "\n".join(lines) + "\n"

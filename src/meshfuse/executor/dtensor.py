@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..compiler import CompiledProgram
 from ..definition.fusion import DefinitionBuilder, mesh_of_torch
-from ..errors import ArgumentError, caller_line, user_error
+from ..errors import ArgumentError, SourceLine, user_error
+from ..mesh import DeviceMesh
 from ..ops.base import TensorRef
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHome:
+    """What makes a DTensor of a local output: the torch mesh, the placements and the global shape."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
 
 
 def is_dtensor(value: Any) -> bool:
@@ -21,37 +34,73 @@ def is_dtensor(value: Any) -> bool:
 
 def local_parts(inputs: Sequence[Any]) -> list[Any]:
     """The rank's own tensors of the inputs."""
-    return [value.to_local() if is_dtensor(value) else value for value in inputs]
+    return [_settled(value.to_local()) if is_dtensor(value) else value for value in inputs]
 
 
-def dtensor_shapes(fd: DefinitionBuilder, inputs: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-    """The global shapes of DTensor inputs. Raises ArgumentError where placements are not what was annotated."""
+def _settled(local: torch.Tensor) -> torch.Tensor:
+    """A collective of torch that still runs (AsyncCollectiveTensor) is waited for."""
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def dtensor_shapes(
+    fd: DefinitionBuilder, inputs: Sequence[Any], line: SourceLine
+) -> dict[int, tuple[int, ...]]:
+    """The global shapes of DTensor inputs. Raises ArgumentError where placements are not as annotated."""
     found = {}
     for ref, value in zip(fd.inputs, inputs, strict=False):
         if isinstance(ref, TensorRef) and is_dtensor(value):
             found[ref.id] = tuple(value.shape)
-            _check_placements(fd, ref.id, value)
+            _check_placements(fd, ref.id, value, line)
     return found
 
 
-def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any) -> None:
-    annotation = fd.annotations.get(tensor)
+def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any, line: SourceLine) -> None:
+    made, annotation = fd.tensors[tensor], fd.annotations.get(tensor)
     shape = tuple(value.shape)
+    if len(shape) != made.type.ndim:
+        return  # The check of all arguments says it better.
     mesh = mesh_of_torch(value.device_mesh)
     if annotation is None:
         wanted = Sharding.replicated(mesh, len(shape))
     else:
-        wanted = annotation.sharding(fd.tensors[tensor].name, shape).placement(shape)
-    if annotation is not None and wanted.mesh.ranks != mesh.ranks or placements_of(wanted, shape) != tuple(value.placements):
+        wanted = annotation.sharding(made.name, shape).placement(shape)
+    given = sharding_of(mesh, tuple(value.placements), shape)
+    if given is None or not same_elements(given, wanted, shape):
         raise user_error(
-            f"tensor {fd.tensors[tensor].name} (defined at {fd.tensors[tensor].line}) is passed with other placements",
-            str(value.placements), str(wanted), "Redistribute the DTensor, or annotate the tensor so.", caller_line(),
+            f"tensor {made.name} (defined at {made.line}) is passed with other placements",
+            f"{tuple(value.placements)} of shape {list(shape)} on {mesh}", f"{wanted} on {wanted.mesh}",
+            "Redistribute the DTensor, or annotate the tensor so (fd.from_pytorch(dtensor) does).", line,
             ArgumentError,
         )  # fmt: skip
 
 
+def sharding_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Sharding | None:
+    """The sharding that placements mean; None for partial, strided shards and uneven dims cut more than once.
+
+    torch cuts an uneven dim's chunks again each by itself, which no layout of factors does.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    dims: list[list[Split]] = [[] for _ in shape]
+    for axis, size, placement in zip(mesh.names, mesh.shape, placements, strict=True):
+        if type(placement) is Shard:
+            dims[placement.dim % len(shape)].append(Split(size, axis))
+        elif type(placement) is not Replicate:
+            return None
+    if not all(_cut_evenly(layout, n) for layout, n in zip(dims, shape, strict=True)):
+        return None
+    return Sharding.make(mesh, [tuple(layout) for layout in dims], shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def same_elements(a: Sharding, b: Sharding, shape: tuple[int, ...]) -> bool:
+    """True where both give every rank the same elements, whatever the axes are called."""
+    same_ranks = set(a.mesh.ranks) == set(b.mesh.ranks)
+    return same_ranks and all(a.runs(shape, rank) == b.runs(shape, rank) for rank in a.mesh.ranks)
+
+
 def placements_of(sharding: Sharding, shape: Sequence[int]) -> tuple[Any, ...] | None:
-    """torch's placements, one per mesh axis; None where placements cannot say it (inner splits, sub-axes, other orders)."""
+    """torch's placements, one per mesh axis; None for inner splits, sub-axes and axes in another order."""
     from torch.distributed.tensor import Replicate, Shard
 
     placements: list[Any] = [Replicate() for _ in sharding.mesh.names]
@@ -69,36 +118,56 @@ def _says_chunks(sharding: Sharding, layout: Layout, n: int) -> bool:
     names = sharding.mesh.names
     whole = all(s.bound and s.size == sharding.mesh.axis_size(s.axis or "") for s in layout)
     places = [names.index(s.axis) for s in layout if s.axis in names]
-    even = len(layout) < 2 or n % _product(layout) == 0
-    return whole and places == sorted(places) and even
+    return whole and places == sorted(places) and _cut_evenly(layout, n)
 
 
-def _product(layout: Sequence[Split]) -> int:
-    out = 1
-    for split in layout:
-        out *= split.size or 1
-    return out
+def _cut_evenly(layout: Sequence[Split], n: int) -> bool:
+    """Whether chunks of chunks are what mixed radix says: one cut may be uneven, several may not."""
+    sizes = [split.size or 1 for split in layout if split.size != 1]
+    return len(sizes) < 2 or n % math.prod(sizes) == 0
 
 
-def wrap_outputs(
-    fd: DefinitionBuilder, compiled: CompiledProgram, outputs: Sequence[Any], inputs: Sequence[Any]
-) -> list[Any]:
-    """The outputs as DTensors on the torch mesh of the inputs. Raises ArgumentError where placements cannot say one."""
+def output_homes(compiled: CompiledProgram, inputs: Sequence[Any], line: SourceLine) -> list[OutputHome]:
+    """How each output becomes a DTensor on the inputs' torch mesh. Raises ArgumentError where none can."""
+    meshes = {_grid(mesh_of_torch(v.device_mesh)): v.device_mesh for v in inputs if is_dtensor(v)}
+    graph, homes = compiled.graph, []
+    for tensor, sharding in zip(graph.outputs, compiled.output_shardings(), strict=True):
+        made, shape = graph.tensors[tensor], graph.shape(tensor)
+        placements, mesh = placements_of(sharding, shape), meshes.get(_grid(sharding.mesh))
+        if placements is None or mesh is None:
+            needed = "placements that DTensor has" if mesh else f"one of {[*meshes.values()]}"
+            raise user_error(
+                f"output {made.label} (made at {made.line}) cannot be a DTensor",
+                f"{sharding} of shape {list(shape)} on {sharding.mesh}", needed,
+                "Annotate the output otherwise, or pass plain shards.", line, ArgumentError,
+            )  # fmt: skip
+        homes.append(OutputHome(mesh, placements, shape))
+    return homes
+
+
+def _grid(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return mesh.shape, mesh.ranks
+
+
+def wrap_outputs(outputs: Sequence[Any], homes: Sequence[OutputHome]) -> list[Any]:
+    """The outputs as DTensors; None where the rank is not part of an output's mesh."""
+    pairs = zip(outputs, homes, strict=True)
+    return [None if local is None else _wrapped(local, home) for local, home in pairs]
+
+
+def _wrapped(local: torch.Tensor, home: OutputHome) -> Any:
     from torch.distributed.tensor import DTensor
 
-    meshes: Mapping[tuple[int, ...], Any] = {
-        mesh_of_torch(v.device_mesh).ranks: v.device_mesh for v in inputs if is_dtensor(v)
-    }
-    out, graph = [], compiled.graph
-    for tensor, sharding, local in zip(graph.outputs, compiled.output_shardings(), outputs, strict=True):
-        shape = graph.shape(tensor)
-        placements = placements_of(sharding, shape)
-        if placements is None or sharding.mesh.ranks not in meshes:
-            raise user_error(
-                f"output {graph.tensors[tensor].label} cannot be a DTensor", str(sharding), "placements that DTensor has",
-                "Annotate the output, or pass plain shards.", graph.tensors[tensor].line, ArgumentError,
-            )  # fmt: skip
-        strides = torch.empty(shape, device="meta").stride()
-        mesh = meshes[sharding.mesh.ranks]
-        out.append(DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides))
-    return out
+    return DTensor.from_local(
+        local, home.mesh, home.placements, run_check=False, shape=torch.Size(home.shape),
+        stride=_strides(local, home.shape),
+    )  # fmt: skip
+
+
+def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense global tensor whose dims have the memory order of the local one's."""
+    order = sorted(range(len(shape)), key=lambda d: (-local.stride(d), d))
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)

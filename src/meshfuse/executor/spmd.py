@@ -11,6 +11,7 @@ import torch
 from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
 from ..host_ir.instructions import Collective, SendRecv, Wait
+from ..host_ir.program import HostProgram, digest_of
 from ..runtime.world import World
 from ..sharding.data import unshard
 from ..sharding.value import Sharding
@@ -27,29 +28,35 @@ def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: Source
     if not ranks:
         return
     if max(ranks) >= size:
+        largest = max(meshes, key=lambda mesh: max(mesh.ranks))
         raise user_error(
-            f"the mesh is larger than the world: {meshes[0]}", f"{size} rank{'s' if size > 1 else ''}",
+            f"the mesh is larger than the world: {largest}", f"{size} rank{'s' if size > 1 else ''}",
             f"{max(ranks) + 1} ranks",
             f"Start them with 'meshfuse run --ranks {max(ranks) + 1} script.py', or use fd.simulate.", line,
         )  # fmt: skip
     if len(ranks) < size and not idle_ranks:
         raise user_error(
             "the world is larger than the mesh", f"{size} ranks, of which the meshes use {sorted(ranks)}",
-            "a mesh of all ranks", f"Start {len(ranks)} ranks, or pass idle_ranks=True to leave the others idle.", line,
+            "a mesh of all ranks", f"Start {len(ranks)} ranks, or pass idle_ranks=True to execute.", line,
         )  # fmt: skip
 
 
 class RankProgram:
-    """A compiled program bound to this rank's process groups."""
+    """A compiled program bound to this rank's process groups.
 
-    def __init__(self, compiled: CompiledProgram, world: World, device: torch.device):
+    `source` is the definition's text: all ranks compare it (and the plan) before the first execution. Raises
+    RankError on every rank where they differ, with the first line in which they do.
+    """
+
+    def __init__(self, compiled: CompiledProgram, world: World, device: torch.device, source: str):
         self.compiled, self.world, self.device = compiled, world, device
         self.active = world.rank in compiled.ranks
-        if world.size > 1:
-            world.check_same(compiled.digest, "the compiled program (definition, shapes or annotations differ)", world.all_ranks)
+        text = agreed_text(compiled, source)
+        world.check_same(digest_of(text), "the program", world.all_ranks, lambda: text)
         if self.active:
             self.program = compiled.host_program(world.rank)
-            self.bound = bind_program(self.program, lambda ranks: world.group(ranks), device)
+            labels = group_labels(self.program)
+            self.bound = bind_program(self.program, lambda ranks: world.group(ranks, labels[ranks]), device)
             self._main = self.bound.main
 
     def run(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
@@ -76,17 +83,40 @@ class RankProgram:
     def gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
         """The global outputs on every rank, from every rank's shards."""
         graph, out = self.compiled.graph, []
-        for tensor, sharding, local in zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True):
+        for tensor, sharding, local in zip(
+            graph.outputs, self.compiled.output_shardings(), outputs, strict=True
+        ):
             kind = graph.tensors[tensor].type
             dtype = getattr(torch, kind.dtype.value)
             out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
         return out
 
 
+def agreed_text(compiled: CompiledProgram, source: str) -> str:
+    """All that must be equal on all ranks: the definition, the shapes and the plan that was made of them."""
+    graph = compiled.graph
+    shapes = [f"{graph.tensors[i].label}: global shape {list(graph.shape(i))}" for i in graph.input_tensors]
+    return "\n".join([source, *shapes, f"plan {compiled.digest}"])
+
+
+def group_labels(program: HostProgram) -> dict[tuple[int, ...], str]:
+    """For each group of a program the mesh axes that its first communication is over."""
+    labels: dict[tuple[int, ...], str] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, (Collective, SendRecv)):
+            labels.setdefault(instruction.group, instruction.about.axes or "of two meshes")
+    return labels
+
+
 def gather_output(
-    world: World, local: torch.Tensor | None, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    world: World,
+    local: torch.Tensor | None,
+    sharding: Sharding,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """A global tensor on every rank of the world from the shards of its mesh, padded to one size for the gather."""
+    """A global tensor on every rank of the world from the shards of its mesh, padded for the gather."""
     count = sharding.max_local_numel(shape)
     mine = torch.zeros(count, dtype=dtype, device=device)
     if local is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 import time
@@ -90,15 +91,21 @@ def _state(answer: str | None) -> str:
 
 
 def disagreement(what: str, values: Sequence[str], ranks: Sequence[int]) -> RankError:
-    """The error of ranks that were given different things: which ranks have which value."""
+    """The error of ranks that were given different things: which have which (the first line that differs)."""
     by_value: dict[str, list[int]] = {}
-    for rank, value in zip(ranks, values, strict=True):
+    for rank, value in zip(ranks, _first_difference(values), strict=True):
         by_value.setdefault(value, []).append(rank)
     have = "; ".join(f"{_ranks(members)} {_shorten(value)}" for value, members in by_value.items())
     return RankError(
         f"ranks disagree on {what}: found {have}, needed one value on all of them. Make every rank run the "
         "same definition with the same shapes; let nothing in it depend on the rank."
     )
+
+
+def _first_difference(values: Sequence[str]) -> Sequence[str]:
+    """The first line in which some texts differ, of each; "nothing" where a text has ended."""
+    lines = itertools.zip_longest(*(value.splitlines() for value in values), fillvalue="nothing")
+    return next(([line.strip() for line in row] for row in lines if len(set(row)) > 1), values)
 
 
 def _ranks(members: Sequence[int]) -> str:

@@ -59,8 +59,15 @@ def _is_told_elsewhere(error: BaseException) -> bool:
 
 def _print_short(rank: int, error: BaseException) -> None:
     peer = getattr(error, "peer", None)
-    text = str(error) if peer is None else f"stopped, because rank {peer} failed"
+    text = str(error) if peer is None else f"stopped in {_place(error)}, because rank {peer} failed"
     print(f"rank {rank}: {text}", file=sys.stderr)
+
+
+def _place(error: BaseException) -> str:
+    """What the rank was in, and the user's line, out of an error of `diagnosis.peer_failed`."""
+    what = str(error.args[0]).partition(" cannot finish")[0]
+    where = getattr(error, "where", None)
+    return what if where is None else f"{what} at {where}"
 
 
 def _flush() -> None:

@@ -128,16 +128,28 @@ class World:
         if self.size > 1:
             self._arrive(f"barrier/{self._counters.next(self.all_ranks)}", self.all_ranks, "barrier")
 
-    def check_same(self, value: str, what: str, ranks: Sequence[int]) -> None:
-        """Compare a short text over `ranks`, which all call this. RankError on every one if it differs."""
+    def check_same(
+        self, value: str, what: str, ranks: Sequence[int], detail: Callable[[], str] | None = None
+    ) -> None:
+        """Compare a short text over `ranks`, which all call this. RankError on every one if it differs.
+
+        `detail` gives a longer text to show in its place: the first line in which the ranks differ.
+        """
         ranks = tuple(ranks)
         if len(ranks) == 1:
             return
         name = f"same/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
-        self._arrive(name, ranks, f"comparing {what}", value)
-        values = [data.decode() for data in self.store.multi_get([f"{name}/{rank}" for rank in ranks])]
-        if len(set(values)) > 1:
-            raise disagreement(what, values, ranks)
+        values = self._share(name, ranks, f"comparing {what}", value)
+        if len(set(values)) == 1:
+            return
+        if detail is not None:
+            values = self._share(f"{name}/detail", ranks, f"comparing {what}", detail())
+        raise disagreement(what, values, ranks)
+
+    def _share(self, name: str, ranks: tuple[int, ...], what: str, value: str) -> list[str]:
+        """Every rank's value."""
+        self._arrive(name, ranks, what, value)
+        return [data.decode() for data in self.store.multi_get([f"{name}/{rank}" for rank in ranks])]
 
     def _arrive(self, name: str, ranks: tuple[int, ...], what: str, value: str = "") -> None:
         start = time.monotonic()
