@@ -13,7 +13,7 @@ from .compiler import CompiledProgram, compile_definition
 from .definition.fusion import DefinitionBuilder
 from .definition.tensor_view import TensorView
 from .errors import SourceLine, caller_line, user_error
-from .executor.dtensor import dtensor_shapes, local_parts, wrap_outputs
+from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.simulate import Simulation
 from .executor.spmd import RankProgram, check_world
 from .graph import shape_scalars
@@ -47,7 +47,7 @@ class FusionDefinition(DefinitionBuilder):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self.seed = seed
-        self._steps = 0
+        self._steps: dict[str, int] = {}
         self._compiled: dict[Any, CompiledProgram] = {}
         self._simulated: dict[Any, _Simulated] = {}
         self._bound: dict[Any, RankProgram] = {}
@@ -69,14 +69,15 @@ class FusionDefinition(DefinitionBuilder):
         disagrees and RankTimeout where one does not answer. `idle_ranks` allows a mesh smaller than the world.
         """
         line = caller_line()
-        locals_, dtensors = local_parts(inputs), dtensor_shapes(self, inputs)
+        locals_, dtensors = local_parts(inputs), dtensor_shapes(self, inputs, line)
         found = split_arguments(self, locals_, line)
-        key = self._key(found, idle_ranks)
+        key = self._key(found, idle_ranks, *dtensors.items())
         bound = self._bound.get(key)
         if bound is None:
             bound = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line)
-        outputs = bound.run(locals_, self.seed, self._next_step())
-        return wrap_outputs(self, bound.compiled, outputs, inputs) if dtensors else outputs
+        homes = output_homes(bound.compiled, inputs, line) if dtensors else None
+        outputs = bound.run(locals_, self.seed, self._next_step("ranks"))
+        return outputs if homes is None else wrap_outputs(outputs, homes)
 
     def simulate(self, inputs: Sequence[Any], *, check_replicas: bool = False) -> list[torch.Tensor]:
         """Run all ranks in this process: `inputs` and the results are global tensors.
@@ -106,12 +107,12 @@ class FusionDefinition(DefinitionBuilder):
         args = [self._local(ref, value, shardings, world.rank) for ref, value in zip(self.inputs, inputs, strict=True)]
         key = (self._key(found), "global")
         if key not in self._bound:
-            self._bound[key] = self._bind_rank(found, shapes, False, line)
-        outputs = self._bound[key].run(args, self.seed, self._next_step())
+            self._bound[key] = self._bind_rank(found, shapes, False, line, whole=True)
+        outputs = self._bound[key].run(args, self.seed, self._next_step("ranks"))
         return self._bound[key].gather(outputs)
 
     def _local(self, ref: Any, value: Any, shardings: Mapping[int, Sharding], rank: int) -> Any:
-        if not isinstance(ref, TensorRef) or ref.id not in shardings:
+        if not isinstance(ref, TensorRef) or ref.id not in shardings or rank not in shardings[ref.id].mesh:
             return value
         return shard(value, shardings[ref.id], rank)
 
@@ -122,7 +123,7 @@ class FusionDefinition(DefinitionBuilder):
     def _run_simulation(self, made: _Simulated, found: Inputs, check: bool) -> list[torch.Tensor]:
         compiled = made.compiled
         arguments = {rank: self._simulated_arguments(compiled, found, rank) for rank in compiled.ranks}
-        results = made.simulation.run(arguments, self.seed, self._next_step())
+        results = made.simulation.run(arguments, self.seed, self._next_step("simulated"))
         graph = compiled.graph
         out = []
         for place, sharding in enumerate(compiled.output_shardings()):
@@ -145,9 +146,11 @@ class FusionDefinition(DefinitionBuilder):
                 out.append(found.tensors[ref.id])
         return out
 
-    def _next_step(self) -> int:
-        self._steps += 1
-        return self._steps - 1
+    def _next_step(self, where: str) -> int:
+        """Counted apart for real and simulated ranks: a simulation on one rank must not change its random numbers."""
+        step = self._steps.get(where, 0)
+        self._steps[where] = step + 1
+        return step
 
     # compiling ------------------------------------------------------------------------------------------------
 
@@ -170,13 +173,14 @@ class FusionDefinition(DefinitionBuilder):
         return self._compiled[key]
 
     def _bind_rank(
-        self, found: Inputs, known: Mapping[int, tuple[int, ...]], idle_ranks: bool, line: SourceLine
+        self, found: Inputs, known: Mapping[int, tuple[int, ...]], idle_ranks: bool, line: SourceLine, whole: bool = False
     ) -> RankProgram:
+        """`known` are the global shapes that the arguments tell; `whole` arguments are not shards but global."""
         world = World.current()
         check_world(self, world.size, idle_ranks, line)
-        shapes = global_shapes(self, found, world.rank, known, line) if len(known) < len(found.tensors) else dict(known)
+        shapes = dict(known) if whole else global_shapes(self, found, world.rank, known, line)
         compiled = self._compile(found, shapes, DeviceMesh(list(range(world.size))))
-        return RankProgram(compiled, world, found.device)
+        return RankProgram(compiled, world, found.device, repr(self))
 
     def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
         """Compile for global shapes, one per input tensor; without arguments for the shapes as defined.
@@ -230,7 +234,8 @@ def check_equal_replicas(name: str, shards: Mapping[int, torch.Tensor], sharding
 def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) -> torch.Tensor:
     """The shard of a global tensor that a rank (this process' by default) holds of an annotated tensor view.
 
-    Empty, with the same number of dims, on a rank outside the mesh; the whole tensor where `tv` has no mesh.
+    The whole tensor where `tv` has no mesh. On a rank outside the mesh one element that stands for a tensor of the
+    global shape: the rank takes no part in it, and knows the sizes that the definition leaves open.
     """
     place = World.current().rank if rank is None else rank
     annotation = tv.fd.annotations.get(tv.id)
@@ -238,5 +243,5 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) 
         return tensor
     assert annotation.mesh is not None
     if place not in annotation.mesh:
-        return tensor.new_empty((0,) * tensor.dim())
+        return tensor.new_zeros(()).expand(tensor.shape)
     return shard(tensor, annotation.sharding(tv.name, tuple(tensor.shape)).placement(tuple(tensor.shape)), place)

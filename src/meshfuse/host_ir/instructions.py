@@ -89,7 +89,8 @@ class Pack:
 
     def source(self) -> str:
         if len(self.boxes) == 1:
-            return f"{self.target} = {self.source_name}{box_text(self.boxes[0], self.shape)}.reshape(-1)"
+            box = box_text(self.boxes[0], self.shape)
+            return f"{self.target} = {self.source_name}{box}.reshape(-1).contiguous()"
         parts = ", ".join(f"{self.source_name}{box_text(box, self.shape)}.reshape(-1)" for box in self.boxes)
         return f"{self.target} = torch.cat([{parts}])" if self.boxes else f"{self.target} = {self.source_name}.new_empty(0)"
 

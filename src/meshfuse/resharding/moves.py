@@ -54,7 +54,8 @@ def axis_keys(axes: Sequence[Split]) -> tuple[tuple[str, int, int], ...]:
 def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
     """Elements that the rank puts on the wire, collectives counted as rings.
 
-    All-gather and reduce-scatter (n-1)/n of the gathered local tensor, all-reduce twice that, otherwise what leaves.
+    All-reduce 2(n-1)/n of its tensor, all-gather its block to n-1 peers, reduce-scatter all but its own part,
+    otherwise what leaves; exact for uneven blocks, and (n-1)/n of the whole tensor for even ones.
     """
     group = move.group(rank)
     n = len(group)
@@ -63,9 +64,10 @@ def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
     if move.kind is MoveKind.ALL_REDUCE:
         return 2.0 * (n - 1) / n * math.prod(move.src.local_shape(shape, rank))
     if move.kind is MoveKind.REDUCE_SCATTER:
-        return (n - 1) / n * math.prod(move.src.local_shape(shape, rank))
+        kept = math.prod(move.dst.local_shape(shape, rank))
+        return float(math.prod(move.src.local_shape(shape, rank)) - kept)
     if move.kind is MoveKind.ALL_GATHER:
-        return (n - 1) / n * math.prod(move.dst.local_shape(shape, rank))
+        return float((n - 1) * math.prod(move.src.local_shape(shape, rank)))
     return float(sum(piece.numel for piece in pieces(move, tuple(shape)) if piece.source == rank != piece.target))
 
 
