@@ -14,6 +14,8 @@ from ..sharding.layout import Runs
 from .base import Call
 
 _MOST_RUNS = 8
+# By category: of Bool, integers, floating point and complex types.
+ZERO: tuple[bool | int | float | complex, ...] = (False, 0, 0.0, 0j)
 
 
 class ToTorch(Exception):
@@ -102,9 +104,10 @@ def global_index(n: Native, runs: Runs) -> Any:
 
 
 def local_places(n: Native, index: Any, runs: Runs) -> tuple[Any, Any]:
-    """(place of each global index among those of the runs, whether it is one); place 0 for the others."""
-    if not runs:
-        raise ToTorch("the rank has nothing of the dim that is looked up in")
+    """(place of each global index among those of the runs, whether it is one); place 0 for the others.
+
+    There is at least one run.
+    """
     index, before, ops = n.ops.cast(index, n.dtype(DataType.Int)), 0, n.ops
     places = inside = None
     for a, b in _few(runs):
@@ -121,9 +124,14 @@ def along(n: Native, vector: Any, dim: int, ndim: int) -> Any:
     return n.ops.broadcast(vector, [d != dim for d in range(ndim)])
 
 
+def zeros(n: Native) -> Any:
+    """The first result of a rank that has nothing to find it in."""
+    dtype = n.call.results[0].dtype
+    return n.ops.full(list(n.result_shapes[0]), ZERO[dtype.category], n.dtype(dtype))
+
+
 def zero_where_not(n: Native, kept: Any, tensor: Any, dtype: DataType) -> Any:
     """The tensor, in its own type, with zeros where `kept` is false."""
-    zero: Any = (False, 0, 0.0, 0j)[dtype.category]
     if dtype.category == 0:
         return n.ops.logical_and(kept, tensor)
-    return n.ops.cast(n.ops.where(kept, tensor, zero), n.dtype(dtype))
+    return n.ops.cast(n.ops.where(kept, tensor, ZERO[dtype.category]), n.dtype(dtype))

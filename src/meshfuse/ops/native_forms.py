@@ -7,7 +7,7 @@ from typing import Any
 from ..dtypes import DataType
 from ..sharding.layout import Runs
 from .base import TensorRef
-from .native import Native, ToTorch, along, cast, global_index, is_whole, local_places, zero_where_not
+from .native import Native, ToTorch, along, cast, global_index, is_whole, local_places, zero_where_not, zeros
 
 # Ours are a function of the seed and the global index, the same on every mesh (see meshfuse.random).
 RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled"
@@ -150,6 +150,8 @@ def take(n: Native) -> Any:
     dim, runs = _dim(n), n.operand_runs(0)[_dim(n)]
     if is_whole(n, 0, dim):
         return n.plain()
+    if not runs:
+        return zeros(n)
     places, inside = local_places(n, n.operands[1], runs)
     return zero_where_not(n, inside, n.ops.take_along_axis(n.operands[0], places, dim), n.call.types[0].dtype)
 
@@ -162,6 +164,8 @@ def gather(n: Native) -> Any:
             tensor = n.ops.index_select(tensor, global_index(n, n.operand_runs(1)[d]), d)
     if is_whole(n, 0, dim):
         return n.plain(arg=tensor)
+    if not n.operand_runs(0)[dim]:
+        return zeros(n)
     places, inside = local_places(n, n.operands[1], n.operand_runs(0)[dim])
     return zero_where_not(n, inside, n.ops.gather(tensor, places, dim), arg.dtype)
 
@@ -175,6 +179,8 @@ def _rows(n: Native, tensor: Any, index: Any, dim: int, runs: Runs, whole: bool)
     """The rows of a dim that a vector names; zero for those that the rank does not have."""
     if whole:
         return n.ops.index_select(tensor, index, dim)
+    if not runs:
+        return zeros(n)
     places, inside = local_places(n, index, runs)
     kind, ndim = n.call.types[0], n.call.types[0].ndim
     made = n.ops.index_select(tensor, places, dim)
@@ -195,8 +201,7 @@ def select(n: Native) -> Any:
         if a <= index < b:
             return n.plain(index=n.val(before + index - a))
         before += b - a
-    dtype = n.call.types[0].dtype
-    return n.ops.full(list(n.result_shapes[0]), _CATEGORY[dtype.category](0), n.dtype(dtype))
+    return zeros(n)
 
 
 def embedding(n: Native) -> Any:
@@ -206,22 +211,29 @@ def embedding(n: Native) -> Any:
         raise ToTorch("nvFuser's max_norm changes the table in place")
     if is_whole(n, 1, 0):
         return n.ops.embedding_fwd(index, weight)
+    if not n.operand_runs(1)[0]:
+        return zeros(n)
     places, inside = local_places(n, index, n.operand_runs(1)[0])
     kept = n.ops.broadcast(inside, [*(False for _ in n.call.types[0].shape), True])
     return zero_where_not(n, kept, n.ops.embedding_fwd(places, weight), n.call.types[1].dtype)
 
 
 def scatter(n: Native) -> Any:
-    """The source in the operand's type; writes to what the rank does not have go to a row that is cut off."""
+    """The source in the operand's type; writes to what the rank does not have go to a row that is cut off.
+
+    The `set` gives the result dims that nvFuser's other ops take.
+    """
     arg, dim, index, tensor = n.call.types[0], _dim(n), n.operands[1], n.operands[0]
     source = _scattered(n, arg.dtype)
     if is_whole(n, 0, dim):
-        return n.plain(src=source)
+        return n.ops.set(n.plain(src=source))
+    if not n.operand_runs(0)[dim]:
+        return n.ops.set(tensor)
     places, inside = local_places(n, index, n.operand_runs(0)[dim])
     shape = n.operand_shapes[0]
     spare = [0] * (2 * (arg.ndim - dim - 1)) + [0, 1]
     made = n.ops.scatter(n.ops.pad(tensor, spare), n.ops.where(inside, places, shape[dim]), source, dim)
-    return n.ops.slice(made, [0] * arg.ndim, list(shape))
+    return n.ops.slice(n.ops.set(made), [0] * arg.ndim, list(shape))
 
 
 def _scattered(n: Native, dtype: DataType) -> Any:

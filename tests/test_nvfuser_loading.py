@@ -1,0 +1,76 @@
+"""The nvFuser backend without nvFuser: nothing imports it unasked, and an error names the wheel that fits."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from meshfuse.backends.nvfuser import NvfuserMissing
+
+loading = importlib.import_module("meshfuse.backends.nvfuser.load")
+IMPORTS = """
+import sys, {module}
+assert not [name for name in sys.modules if name.partition(".")[0] in {unwanted!r}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [("meshfuse", ("torch", "nvfuser_direct")), ("meshfuse.backends.nvfuser", ("nvfuser_direct",))],
+)
+def test_nothing_is_imported_unasked(module: str, unwanted: tuple[str, ...]) -> None:
+    script = IMPORTS.format(module=module, unwanted=unwanted)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.fixture
+def fitting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine, Python and torch that nvFuser has wheels for."""
+    monkeypatch.setattr(loading.sys, "platform", "linux")
+    monkeypatch.setattr(loading.sys, "version_info", (3, 12, 1))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(loading, "_torch_version", lambda: "2.10.0+cu128")
+    monkeypatch.setattr(loading, "_torch_cuda", lambda: "12.8")
+    loading.load.cache_clear()
+    return monkeypatch
+
+
+def _refusal() -> str:
+    with pytest.raises(NvfuserMissing) as caught:
+        loading.load()
+    return str(caught.value)
+
+
+def test_a_python_without_wheels(fitting: pytest.MonkeyPatch) -> None:
+    fitting.setattr(loading.sys, "version_info", (3, 11, 4))
+    assert "needed Python 3.10 or 3.12. Install torch 2.10 with nvfuser-cu128-torch210" in _refusal()
+
+
+def test_another_torch(fitting: pytest.MonkeyPatch) -> None:
+    fitting.setattr(loading, "_torch_version", lambda: "2.13.0+cpu")
+    fitting.setattr(loading, "_torch_cuda", lambda: "")
+    assert "found torch 2.13.0+cpu, needed torch 2.10" in _refusal()
+    assert "nvfuser-cu128-torch210 or nvfuser-cu130-torch210" in _refusal()
+
+
+def test_another_machine(fitting: pytest.MonkeyPatch) -> None:
+    fitting.setattr(platform, "machine", lambda: "aarch64")
+    assert "found linux aarch64, needed Linux x86_64" in _refusal()
+
+
+def test_not_installed(fitting: pytest.MonkeyPatch) -> None:
+    fitting.setitem(sys.modules, "nvfuser_direct", None)
+    fitting.setattr(loading, "_torch_cuda", lambda: "13.0")
+    assert "cannot be imported" in _refusal()
+    assert "nvfuser-cu130-torch210" in _refusal()
+
+
+def test_another_version(fitting: pytest.MonkeyPatch) -> None:
+    other = type(sys)("nvfuser_direct")
+    other.__version__ = "0.2.20+git0"  # type: ignore[attr-defined]
+    fitting.setitem(sys.modules, "nvfuser_direct", other)
+    assert "is of another version: found 0.2.20+git0, needed 0.2.36" in _refusal()
