@@ -25,14 +25,15 @@ def distribute(sharded: ShardedDefinition) -> Graph:
 
 
 def _blocks(sharded: ShardedDefinition, node: Node) -> tuple[int, int] | None:
-    """(dim, number of blocks) where the op gathers a dim of its first operand that lies in blocks over ranks."""
-    if node.call.op.distributed is None or not node.inputs:
+    """(dim, number of blocks) where the op gathers a dim of an operand that lies in blocks over ranks."""
+    if node.call.op.distributed is None:
         return None
-    home = sharded.homes[node.inputs[0]]
-    for dim, factors in enumerate(node.rule.operands[0]):
-        blocked = any(node.rule.factors[f].kind is FactorKind.BLOCK for f in factors)
-        if blocked and _in_blocks(home, dim):
-            return dim, extent(axes(home.dims[dim]))
+    for tensor, dims in zip(node.inputs, node.rule.operands, strict=True):
+        home = sharded.homes[tensor]
+        for dim, factors in enumerate(dims):
+            blocked = any(node.rule.factors[f].kind is FactorKind.BLOCK for f in factors)
+            if blocked and _in_blocks(home, dim):
+                return dim, extent(axes(home.dims[dim]))
     return None
 
 

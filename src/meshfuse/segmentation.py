@@ -32,6 +32,7 @@ class SegmentedDefinition:
     def verify(self) -> None:
         """Segments hold every op once, and what they give is what others read."""
         nodes = [c.node for part in self.parts if isinstance(part, Segment) for c in part.computes]
+        nodes += [part.node for part in self.parts if isinstance(part, Set) and part.node is not None]
         assert sorted(nodes) == list(range(len(self.resharded.graph.nodes)))
 
     def __str__(self) -> str:

@@ -34,11 +34,11 @@ class MoveContext:
 
     @property
     def held(self) -> tuple[Runs, ...]:
-        return self.move.src.runs(self.type.shape, self.rank)
+        return self.move.held(self.type.shape, self.rank)
 
     @property
     def wanted(self) -> tuple[Runs, ...]:
-        return self.move.dst.runs(self.type.shape, self.rank)
+        return self.move.wanted(self.type.shape, self.rank)
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -47,6 +47,11 @@ class MoveContext:
     @property
     def target_shape(self) -> tuple[int, ...]:
         return tuple(map(lay.count, self.wanted))
+
+    def source_box(self, box: Sequence[Runs]) -> Box:
+        """Where a box of the target's global indices stands in the local source."""
+        window = self.move.window
+        return local_box(self.held, window.to_source(tuple(box)) if window else box)
 
     def collective(self, kind: str, reads: Sequence[str], writes: Sequence[str], text: str, count: int) -> Collective:
         payload = (count, self.type.dtype.value)
@@ -58,6 +63,8 @@ def lower_move(c: MoveContext) -> list[Instruction]:
     kind = c.move.kind
     if kind is MoveKind.TRANSFER:
         return _transfer(c)
+    if kind is MoveKind.WINDOW:
+        return _exchange(c)
     if kind is MoveKind.SLICE or len(c.group) == 1:
         return [View(c.target, c.source, local_box(c.held, c.wanted), c.source_shape)]
     if kind is MoveKind.ALL_REDUCE:
@@ -138,14 +145,14 @@ def _terms(c: MoveContext) -> list[Piece]:
 def _swap(c: MoveContext, traffic: _Traffic, reduce: str) -> list[Instruction]:
     """One all-to-all of exact pieces, and the pieces put (or reduced) into their places."""
     packed, flat = f"{c.target}_sent", f"{c.target}_flat"
-    boxes = tuple(local_box(c.held, box) for peer in traffic.sent for box in peer)
+    boxes = tuple(c.source_box(box) for peer in traffic.sent for box in peer)
     out_sizes, in_sizes = [numel(peer) for peer in traffic.received], [numel(peer) for peer in traffic.sent]
     text = f"all_to_all({flat}, {packed}, {out_sizes}, {in_sizes})"
     return [
         Pack(packed, c.source, boxes, c.source_shape),
         Allocate(flat, (sum(out_sizes),), c.type.dtype),
         c.collective("all_to_all", [packed], [flat], text, sum(in_sizes)),
-        Allocate(c.target, c.target_shape, c.type.dtype),
+        Allocate(c.target, c.target_shape, c.type.dtype, c.move.window.fill if c.move.window else ""),
         *_keep(c, traffic.kept),
         Wait(c.work),
         *_unpack(c, flat, [box for peer in traffic.received for box in peer], reduce),
@@ -155,7 +162,7 @@ def _swap(c: MoveContext, traffic: _Traffic, reduce: str) -> list[Instruction]:
 def _keep(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
     return [
         Put(c.target, local_box(c.wanted, box), c.target_shape,
-            View("", c.source, local_box(c.held, box), c.source_shape).source().removeprefix(" = "))
+            View("", c.source, c.source_box(box), c.source_shape).source().removeprefix(" = "))
         for box in kept
     ]  # fmt: skip
 

@@ -55,14 +55,16 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """A new buffer; `like` a tensor on the same device, or on the program's device."""
+    """A new buffer, filled with a number (Python text) if one is given."""
 
     target: str
     shape: tuple[int, ...]
     dtype: DataType
+    fill: str = ""
 
     def source(self) -> str:
-        return f"{self.target} = torch.empty({_tuple(self.shape)}, dtype=torch.{self.dtype.value}, device=device)"
+        make = f"torch.full({_tuple(self.shape)}, {self.fill}" if self.fill else f"torch.empty({_tuple(self.shape)}"
+        return f"{self.target} = {make}, dtype=torch.{self.dtype.value}, device=device)"
 
 
 @dataclass(frozen=True, slots=True)

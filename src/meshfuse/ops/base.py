@@ -254,7 +254,7 @@ class Rewriting(Protocol):
         ...
 
 
-# (rewriting, the call, its operands, the blocked dim of the first of them, how many blocks) -> its results,
+# (rewriting, the call, its operands, the blocked dim of the first that has one, how many blocks) -> its results,
 # or None where it has no such form for this call.
 Distributed = Callable[[Rewriting, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
 
@@ -287,7 +287,9 @@ class OpDef:
     infer: the types of the results from a call whose `results` are not known yet (raises DefinitionError).
     rule: the factor rule of a call with concrete types. emit: Python text of the result(s) in torch, on local
     tensors. partial: what the op does with an unreduced operand. flops: operations on global tensors.
-    distributed: the op as a graph of other ops, for a blocked dim of its first operand that lies in blocks.
+    window: for an op whose one result is a window of its first operand, or the other way round: (per dim, which
+    operand index result index 0 is; what stands where the operand has nothing), None where the call is no window.
+    distributed: the op as a graph of other ops, for a blocked dim of an operand that lies in blocks.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
     torch.
     """
@@ -302,6 +304,7 @@ class OpDef:
     samples: Callable[[], Sequence[Sample]] = _no_samples
     nvfuser: Callable[[Native], Any] | str | None = None
     distributed: Distributed | None = None
+    window: Callable[[Call], tuple[tuple[int, ...], Any] | None] | None = None
     places: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ through, so that a dim sharded inside each window is sliced, padded and joined l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..dtypes import DataType
@@ -19,10 +20,12 @@ from .base import (
     Param,
     ParamKind,
     Partial,
+    Rewriting,
     Rule,
     RuleBuilder,
     Sample,
     ScalarRef,
+    TensorRef,
     TensorType,
 )
 from .native import Native, step_index
@@ -103,6 +106,11 @@ def local_bounds(call: Call, local: tuple[int, ...]) -> list[tuple[int, int, int
     return out
 
 
+def _slice_window(call: Call) -> tuple[tuple[int, ...], Any] | None:
+    bounds = slice_bounds(call)
+    return (tuple(start for start, _, _ in bounds), 0) if all(step == 1 for _, _, step in bounds) else None
+
+
 def _slice_emit(e: Emit) -> str:
     parts = []
     for n, (a, b, s) in zip(e.operand_shapes[0], local_bounds(e.call, e.result_shapes[0]), strict=True):
@@ -155,6 +163,11 @@ def _pad_rule(call: Call) -> Rule:
         result.append(dims[0])
         operand.append(dims[1])
     return builder.build([tuple(operand)], [tuple(result)])
+
+
+def _pad_window(call: Call) -> tuple[tuple[int, ...], Any] | None:
+    widths = pad_widths(call)
+    return tuple(-widths.get(d, (0, 0))[0] for d in range(call.types[0].ndim)), call["value"] or 0
 
 
 def local_widths(call: Call, local: tuple[int, ...]) -> list[int]:
@@ -219,6 +232,24 @@ def _cat_rule(call: Call) -> Rule:
     return builder.build(tensors[:-1], tensors[-1:])
 
 
+def _distributed_cat(
+    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+) -> Sequence[TensorRef] | None:
+    """Each operand padded to its place in the joined dim, and picked from there: pads move the exact pieces."""
+    size, ndim = call.results[0].shape[dim], call.results[0].ndim
+    if dim != call["dim"] % ndim:
+        return None
+    index = r.call("reshape", r.call("iota", size), [size if d == dim else 1 for d in range(ndim)])
+    out, start = None, 0
+    for operand in operands:
+        here = r.type(operand).shape[dim]
+        widths = [0] * (2 * (ndim - 1 - dim)) + [start, size - start - here]
+        placed = r.call("pad", operand, widths)
+        out = placed if out is None else r.call("where", r.call("lt", index, start), out, placed)
+        start += here
+    return None if out is None else [out]
+
+
 def _cat_emit(e: Emit) -> str:
     return f"torch.cat([{', '.join(e.operands)}], {e.call['dim'] % e.call.types[0].ndim})"
 
@@ -234,13 +265,13 @@ OPS = (
           _slice_infer, _slice_rule, _slice_emit, Partial.MOVE,
           samples=lambda: [_sample((6, 8), [0, 2], [6, 7]), _sample((6, 8), [1, 0], [6, 8], [2, 1]),
                            _sample((12, 8), [4, 0], [8, 8])],
-          nvfuser=_slice_nvfuser),
+          nvfuser=_slice_nvfuser, window=_slice_window),
     OpDef("pad", (_ARG, Param("pad_widths", K.SHAPE), Param("value", K.OPTIONAL_SCALAR, None)),
           _pad_infer, _pad_rule, _pad_emit, samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5),
                                                             _sample((4, 6), [0, 0, 4, 8]), _sample((4, 6), [-1, 2])],
-          nvfuser=_pad_nvfuser),
+          nvfuser=_pad_nvfuser, window=_pad_window),
     OpDef("cat", (Param("tensors", K.TENSORS), Param("dim", K.DIM, 0), Param("manual_padding", K.BOOL, False)),
-          _cat_infer, _cat_rule, _cat_emit, Partial.JOINT,
+          _cat_infer, _cat_rule, _cat_emit, Partial.JOINT, distributed=_distributed_cat,
           samples=lambda: [Sample(([TensorType((4, 6), DataType.Float), TensorType((2, 6), DataType.Float)],)),
                            Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 3), DataType.Float)], -1)),
                            Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 6), DataType.Float)], 1))]),

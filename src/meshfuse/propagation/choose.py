@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, Rule
+from ..resharding.moves import Window
 from ..resharding.planner import BETA, plan
+from ..resharding.windows import window_move, window_of, window_wire
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
@@ -36,7 +38,7 @@ class Setting(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a placement follows: ("operand" or "result", which), ("carry", operand) or ("whole", 0)."""
+    """What a placement follows: ("operand" or "result", which), ("carry", operand), ("whole", 0) or ("pieces", 0)."""
 
     kind: str
     place: int = 0
@@ -59,8 +61,9 @@ def options(setting: Setting) -> tuple[Option, ...]:
             option = _priced(setting, source, layouts, carry)
             if option is not None:
                 found[layouts, carry] = option
-    assert found, f"no placement for {setting.call.op}"
-    return tuple(sorted(found.values(), key=lambda option: option.seconds))
+    everything = [*found.values(), *window_options(setting)]
+    assert everything, f"no placement for {setting.call.op}"
+    return tuple(sorted(everything, key=lambda option: option.seconds))
 
 
 def _priced(setting: Setting, source: Source, layouts: Layouts, carry: Carry) -> Option | None:
@@ -147,6 +150,38 @@ def _wire_seconds(setting: Setting, placement: Placement) -> float:
         if fixed:
             total += cheapest((made,), wanted[0], kind.shape, kind.dtype.itemsize)
     return total
+
+
+def window_options(setting: Setting) -> Iterator[Option]:
+    """For an op that takes a window of a sharded dim: the exact pieces, from where they are to where they belong."""
+    window = window_of(setting.call)
+    if window is None:
+        return
+    (kind,), target = setting.call.types[:1], setting.call.results[0]
+    for src in setting.available[0]:
+        if src.partial or src.mesh != setting.mesh or not _cuts(window, src):
+            continue
+        for dst in _window_targets(setting, src, window):
+            move = window_move(src, dst, window)
+            seconds = BETA * kind.dtype.itemsize * window_wire(move) + GAMMA * dst.max_local_numel(target.shape)
+            seconds += sum(cheapest((dst,), w[0], target.shape, kind.dtype.itemsize)
+                           for w, fixed in zip(setting.wanted, setting.fixed, strict=True) if fixed)  # fmt: skip
+            placement = Placement((WHOLE,) * len(setting.rule.factors), (src,), (dst,), move=move)
+            yield Option(placement, Source("pieces"), seconds)
+
+
+def _cuts(window: Window, src: Sharding) -> bool:
+    """True where a dim that the op changes is sharded."""
+    sizes = zip(window.source_shape, window.target_shape, strict=True)
+    return any(layout and n != m for layout, (n, m) in zip(src.dims, sizes, strict=True))
+
+
+def _window_targets(setting: Setting, src: Sharding, window: Window) -> list[Sharding]:
+    """Shardings for the result: over the same axes as the operand, or as someone asks."""
+    shape = window.target_shape
+    dims = [lay.axes(d) if m != n else d for d, n, m in zip(src.dims, window.source_shape, shape, strict=True)]
+    asked = [w for w in setting.wanted[0] if w.mesh == setting.mesh and not w.partial]
+    return list(dict.fromkeys([Sharding.make(src.mesh, dims, shape), *asked]))
 
 
 def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, ...], itemsize: int) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..mesh import DeviceMesh
 from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
+from ..resharding.moves import Move
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding, canonical_partial, overlap
@@ -114,12 +115,16 @@ def representable(rule: Rule, layouts: Layouts) -> Layouts:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where an op is computed: its factors' layouts and, following from them, its operands' and results' shardings."""
+    """Where an op is computed: its factors' layouts and, following from them, its operands' and results' shardings.
+
+    With a `move` the op is not computed but communicated: the move makes its result from its first operand.
+    """
 
     layouts: Layouts
     operands: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
     carry: Carry = NO_CARRY
+    move: Move | None = None
 
 
 def placed(

@@ -40,13 +40,17 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """One move of a reshard, from a value to a value of the same tensor. `why` says who asked for it, and where."""
+    """One move of a reshard, from a value to a value of the same tensor. `why` says who asked for it, and where.
+
+    `node` is the op that the move does the work of (a slice or pad of a sharded dim): its target is the op's result.
+    """
 
     source: int
     target: int
     move: Move
     why: str
     line: SourceLine
+    node: int | None = None
 
 
 Step = Compute | Set
@@ -132,7 +136,11 @@ class _Inserter:
             for place, (i, sharding) in enumerate(zip(node.inputs, placement.operands, strict=True))
         ]
         outputs = [self._new(i, sharding) for i, sharding in zip(node.outputs, placement.results, strict=True)]
-        self.steps.append(Compute(number, placement, tuple(inputs), tuple(v.id for v in outputs)))
+        if placement.move is not None:
+            why = f"{node.name} of a sharded dim"
+            self.steps.append(Set(inputs[0], outputs[0].id, placement.move, why, node.line, number))
+        else:
+            self.steps.append(Compute(number, placement, tuple(inputs), tuple(v.id for v in outputs)))
         for i in node.outputs:
             if i in graph.annotations:
                 self.need(i, graph.annotations[i], "its annotation", graph.annotation_lines[i])

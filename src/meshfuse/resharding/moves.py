@@ -24,16 +24,55 @@ class MoveKind(enum.Enum):
     ALL_TO_ALL = "all-to-all"
     EXCHANGE = "permute"
     TRANSFER = "send-recv"
+    WINDOW = "window"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How the indices of two tensors correspond: target index i is source index i + offset, dim by dim.
+
+    Target elements without a source are `fill`, a Python number or (as text) a scalar of the program.
+    """
+
+    source_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    fill: str = "0"
+
+    def to_target(self, index: tuple[lay.Runs, ...]) -> tuple[lay.Runs, ...]:
+        """Source indices as target indices; those outside the target left out."""
+        pairs = zip(index, self.offsets, self.target_shape, strict=True)
+        return tuple(lay.intersect(_shifted(runs, -offset), ((0, n),) if n else ()) for runs, offset, n in pairs)
+
+    def to_source(self, index: tuple[lay.Runs, ...]) -> tuple[lay.Runs, ...]:
+        """Target indices that have a source, as source indices."""
+        return tuple(_shifted(runs, offset) for runs, offset in zip(index, self.offsets, strict=True))
+
+
+def _shifted(runs: lay.Runs, by: int) -> lay.Runs:
+    return tuple((a + by, b + by) for a, b in runs)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A step from `src` to `dst` among the ranks that differ along `axes` only (TRANSFER: between two meshes)."""
+    """A step from `src` to `dst` among the ranks that differ along `axes` only (TRANSFER: between two meshes).
+
+    WINDOW: `src` is the sharding of one tensor and `dst` that of another, whose indices correspond by `window`.
+    """
 
     kind: MoveKind
     axes: tuple[Split, ...]
     src: Sharding
     dst: Sharding
+    window: Window | None = None
+
+    def held(self, shape: Sequence[int], rank: int) -> tuple[lay.Runs, ...]:
+        """What the rank has, in the source's indices."""
+        return self.src.runs(self.window.source_shape if self.window else shape, rank)
+
+    def wanted(self, shape: Sequence[int], rank: int) -> tuple[lay.Runs, ...]:
+        """What the rank gets, in the target's indices."""
+        return self.dst.runs(self.window.target_shape if self.window else shape, rank)
 
     def __str__(self) -> str:
         over = f"[{', '.join(map(str, self.axes))}]" if self.axes else ""
@@ -99,27 +138,28 @@ def pieces(move: Move, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         group = move.group(rank)
         if group not in seen:
             seen.add(group)
-            found.extend(_group_pieces(move.src, move.dst, shape, group, group))
+            found.extend(_group_pieces(move, shape, group, group))
     return tuple(found)
 
 
 def _transfer_pieces(move: Move, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    return tuple(_group_pieces(move.src, move.dst, shape, move.src.mesh.ranks, move.dst.mesh.ranks))
+    return tuple(_group_pieces(move, shape, move.src.mesh.ranks, move.dst.mesh.ranks))
 
 
 def _group_pieces(
-    src: Sharding, dst: Sharding, shape: tuple[int, ...], sources: Sequence[int], targets: Sequence[int]
+    move: Move, shape: tuple[int, ...], sources: Sequence[int], targets: Sequence[int]
 ) -> list[Piece]:
     holders: dict[tuple[lay.Runs, ...], list[int]] = {}
     for rank in sources:
-        holders.setdefault(src.runs(shape, rank), []).append(rank)
+        held = move.held(shape, rank)
+        holders.setdefault(move.window.to_target(held) if move.window else held, []).append(rank)
     found: list[Piece] = []
     for place, target in enumerate(targets):
-        wanted = dst.runs(shape, target)
+        wanted = move.wanted(shape, target)
         for held, ranks in holders.items():
             box = tuple(lay.intersect(a, b) for a, b in zip(held, wanted, strict=True))
             if all(box):
-                found.append(Piece(_nearest(src.mesh, ranks, target, place), target, box))
+                found.append(Piece(_nearest(move.src.mesh, ranks, target, place), target, box))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -123,6 +124,19 @@ def canonical_partial(partial: Iterable[Split]) -> tuple[Split, ...]:
         else:
             joined.append(split)
     return tuple(joined)
+
+
+def disjoint(splits: Iterable[Split]) -> tuple[Split, ...]:
+    """Sub-axes without overlap that cover the same parts of the mesh's axes, in order."""
+    by_axis: dict[str, set[Split]] = {}
+    for split in splits:
+        by_axis.setdefault(split.axis or "", set()).add(split)
+    out = []
+    for axis, found in sorted(by_axis.items()):
+        cuts = sorted({c for s in found for c in (s.pre, s.pre * (s.size or 1))})
+        atoms = [Split(b // a, axis, a) for a, b in itertools.pairwise(cuts)]
+        out += [atom for atom in atoms if any(overlap(atom, s) for s in found)]
+    return tuple(out)
 
 
 def overlap(a: Split, b: Split) -> bool:
