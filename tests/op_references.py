@@ -250,6 +250,25 @@ def _block_repeat(x: torch.Tensor, dim: int, size: int, blocks: int) -> torch.Te
     return x.index_select(dim, index)
 
 
+def _block_topk(
+    x: torch.Tensor, k: int, dim: int, largest: bool, blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block by block; what a short block lacks comes last in the order, at the places after its end."""
+    size = max(1, -(-x.shape[dim] // blocks))
+    last = float("-inf") if largest else float("nan")
+    if not x.is_floating_point():
+        last = torch.iinfo(x.dtype).min if largest else torch.iinfo(x.dtype).max
+    values, places = [], []
+    for number, part in enumerate(_blocks(x, dim, blocks)):
+        lacking = list(x.shape)
+        lacking[dim] = size - part.shape[dim]
+        full = torch.cat([part, torch.full(lacking, last, dtype=x.dtype)], dim)
+        top, place = _topk(full, k, dim, largest, None)
+        values.append(top)
+        places.append(place + number * size)
+    return torch.cat(values, dim), torch.cat(places, dim)
+
+
 REFERENCES: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in _SAME.split()},
     **{name: _on_tensors(getattr(torch, name)) for name in _SAME_BINARY.split()},
@@ -281,6 +300,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "block_max": _block_total("max", float("-inf")),
     "block_min": _block_total("min", float("inf")),
     "block_repeat": _block_repeat,
+    "block_topk": _block_topk,
     "linear": _linear,
     "reshape": lambda x, shape: x.reshape(tuple(shape)),
     "broadcast": _broadcast,

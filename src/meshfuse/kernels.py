@@ -9,19 +9,12 @@ import torch
 
 # Generated programs call these as K.name.
 from .attention import sdpfa_bwd, sdpfa_fwd  # noqa: F401
+from .block_kernels import block_repeat, block_scan, block_topk, block_total  # noqa: F401
 from .grouped import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, scaled_mm  # noqa: F401
 from .indices import Runs, global_index
 from .lookup import embedding, index_select, limit_norm, scatter, select, take, take_rows, triu  # noqa: F401
 from .random import normal, uniform  # noqa: F401
-
-
-def tensor_like(value: Any, like: Any) -> torch.Tensor:
-    """A number as a tensor that promotes with `like`; a tensor as it is."""
-    if isinstance(value, torch.Tensor):
-        return value
-    dtype = like.dtype if isinstance(like, torch.Tensor) else None
-    device = like.device if isinstance(like, torch.Tensor) else None
-    return torch.tensor(value, dtype=dtype, device=device)
+from .reduction_kernels import reduce_max, reduce_min, reduce_prod, scan, tensor_like  # noqa: F401
 
 
 def _both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,52 +112,6 @@ def imag(x: torch.Tensor) -> torch.Tensor:
     return torch.imag(x).contiguous() if x.is_complex() else torch.zeros_like(x)
 
 
-def _reduced_empty(x: torch.Tensor, dims: list[int], keepdim: bool, fill: Any) -> torch.Tensor:
-    """The neutral element in the shape of a reduction over nothing."""
-    sizes = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
-    return x.new_full(sizes, fill)
-
-
-def _is_empty(x: torch.Tensor, dims: list[int]) -> bool:
-    return any(x.shape[d] == 0 for d in dims)
-
-
-def _lowest(dtype: torch.dtype) -> Any:
-    if dtype == torch.bool:
-        return False
-    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def _highest(dtype: torch.dtype) -> Any:
-    if dtype == torch.bool:
-        return True
-    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
-
-
-def reduce_max(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """The largest elements; the lowest value of the type over a shard with nothing in it."""
-    return (
-        _reduced_empty(x, dims, keepdim, _lowest(x.dtype))
-        if _is_empty(x, dims)
-        else torch.amax(x, dims, keepdim)
-    )
-
-
-def reduce_min(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """The smallest elements; the highest value of the type over a shard with nothing in it."""
-    return (
-        _reduced_empty(x, dims, keepdim, _highest(x.dtype))
-        if _is_empty(x, dims)
-        else torch.amin(x, dims, keepdim)
-    )
-
-
-def reduce_prod(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    for d in sorted(dims, reverse=True):
-        x = torch.prod(x, d, keepdim)
-    return x
-
-
 def stacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[b*, k] and [d, n, k] (and [d, n]) to [d, b*, n]."""
     out = torch.matmul(x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), weight.transpose(-1, -2))
@@ -209,54 +156,9 @@ def topk(x: torch.Tensor, k: int, dim: int, largest: bool) -> tuple[torch.Tensor
     return x.gather(dim, order), order
 
 
-def scan(name: str, x: torch.Tensor, dim: int, init: Any) -> torch.Tensor:
-    """cumsum, cumprod, cummax or cummin along a dim, begun with `init`, in the type of the operand."""
-    wide = x.long() if x.dtype == torch.bool else x
-    found = getattr(torch, name)(wide, dim)
-    out = found.values if name in ("cummax", "cummin") else found
-    if init is not None:
-        out = _BEGIN[name](out, tensor_like(init, wide))
-    return out.to(x.dtype)
-
-
-_BEGIN = {"cumsum": torch.add, "cumprod": torch.mul, "cummax": torch.maximum, "cummin": torch.minimum}
-
-
 def welford(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(mean, sum of squared differences from it, count) over the dims."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     var, mean = torch.var_mean(wide, dims, correction=0)
     count = math.prod(x.shape[d] for d in dims)
     return mean.to(x.dtype), (var * count).to(x.dtype), torch.full(mean.shape, count, device=x.device)
-
-
-def _in_blocks(x: torch.Tensor, dim: int, block: int, count: int, fill: Any) -> torch.Tensor:
-    """The dim as [count, block], filled up at its end."""
-    missing = count * block - x.shape[dim]
-    shape = list(x.shape)
-    if missing:
-        shape[dim] = missing
-        x = torch.cat([x, x.new_full(shape, fill)], dim)
-    return x.reshape(*shape[:dim], count, block, *shape[dim + 1 :])
-
-
-def block_scan(x: torch.Tensor, dim: int, block: int, name: str) -> torch.Tensor:
-    """A scan that begins anew at every block."""
-    n = x.shape[dim]
-    if not n:
-        return x
-    parts = _in_blocks(x, dim, block, -(-n // block), 0)
-    done = scan(name, parts, dim + 1, None)
-    return done.flatten(dim, dim + 1).narrow(dim, 0, n)
-
-
-def block_total(x: torch.Tensor, dim: int, block: int, count: int, reduce: str) -> torch.Tensor:
-    """Every block reduced; a block with nothing in it gives the neutral element."""
-    fill = {"sum": 0, "prod": 1, "max": _lowest(x.dtype), "min": _highest(x.dtype)}[reduce]
-    parts = _in_blocks(x, dim, block, count, fill)
-    functions = {"sum": _sum_in_type, "prod": reduce_prod, "max": reduce_max, "min": reduce_min}
-    return functions[reduce](parts, [dim + 1], False).to(x.dtype)
-
-
-def _sum_in_type(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    return torch.sum(x, dims, keepdim)

@@ -14,6 +14,7 @@ from . import (
     reshape,
     scans,
     shape,
+    sorting,
     statistics,
     windows,
 )
@@ -31,6 +32,7 @@ _FAMILIES = (
     shape,
     windows,
     indexing,
+    sorting,
     factories,
     attention,
     products,

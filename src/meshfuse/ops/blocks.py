@@ -75,8 +75,33 @@ def _repeat_infer(call: Call) -> tuple[TensorType, ...]:
 def _repeat_emit(e: Emit) -> str:
     dim = _dim(e.call)
     block = block_size(e.call["size"], e.call["blocks"])
-    text = f"{e.operands[0]}.repeat_interleave({block}, {dim})"
-    return f"{text}.narrow({dim}, 0, {e.result_shapes[0][dim]})"
+    return f"K.block_repeat({e.operands[0]}, {dim}, {block}, {e.result_shapes[0][dim]})"
+
+
+def _topk_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,), dim = call.types, _dim(call)
+    shape = (*arg.shape[:dim], call["blocks"] * call["k"], *arg.shape[dim + 1 :])
+    return (TensorType(shape, arg.dtype), TensorType(shape, DataType.Int))
+
+
+def _topk_rule(call: Call) -> Rule:
+    """b* (blocks, inside) -> b* (blocks, k)."""
+    (arg,), dim, builder = call.types, _dim(call), RuleBuilder()
+    outer = builder.factor(call["blocks"])
+    inner = builder.blocked(block_size(arg.shape[dim], call["blocks"]))
+    others = {d: builder.factor(n) for d, n in enumerate(arg.shape) if d != dim}
+    first = builder.blocked(call["k"])
+    operand = tuple(others.get(d, (*outer, *inner)) for d in range(arg.ndim))
+    result = tuple(others.get(d, (*outer, *first)) for d in range(arg.ndim))
+    return builder.build([operand], [result, result])
+
+
+def _topk_emit(e: Emit) -> str:
+    """The rank's blocks are told from its part of the result, which has k elements per block."""
+    call, dim = e.call, _dim(e.call)
+    block, k = block_size(call.types[0].shape[dim], call["blocks"]), call["k"]
+    numbers = tuple((a // k, b // k) for a, b in e.result_runs(0)[dim])
+    return f"K.block_topk({e.operands[0]}, {k}, {dim}, {call['largest']}, {block}, {numbers})"
 
 
 def distributed_scan(
@@ -112,6 +137,17 @@ def _same_type(call: Call) -> tuple[TensorType, ...]:
     return call.types
 
 
+def _topk_samples() -> list[Sample]:
+    example = TensorType((7, 4), DataType.Float)
+    ties = {0: (3.0, 1.0, 3.0, 2.0, 3.0)}
+    return [
+        Sample((example, 2, 0, True, 3)),
+        Sample((example, 1, 1, False, 2)),
+        Sample((example, 2, 0, False, 4), values=ties),
+        Sample((TensorType((4, 7), DataType.Int), 2, -1, True, 3)),
+    ]
+
+
 def _samples(dtype: DataType, *more: int) -> list[Sample]:
     example = TensorType((7, 4), dtype)
     return [Sample((example, 0, *more, 3)), Sample((example, 1, *more, 2))]
@@ -133,4 +169,6 @@ OPS = (
           lambda c: _block_rule(c, False, True), _repeat_emit,
           samples=lambda: [Sample((TensorType((3, 4), DataType.Float), 0, 7, 3))],
           nvfuser="blocks that may be short or empty are left to torch"),
+    OpDef("block_topk", (_ARG, Param("k", K.INT), _DIM, Param("largest", K.BOOL), _BLOCKS), _topk_infer, _topk_rule,
+          _topk_emit, samples=_topk_samples, nvfuser="blocks that may be short or empty are left to torch"),
 )  # fmt: skip

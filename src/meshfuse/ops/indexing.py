@@ -1,5 +1,4 @@
-"""Lookups by index and sorts: take_along_axis, gather, index_select, select, embedding_fwd, scatter, argsort,
-topk.
+"""Lookups by index: take_along_axis, gather, index_select, select, embedding_fwd, scatter.
 
 The dim that is looked up in is a reduction factor: a rank finds the indices that it holds, the others count
 as zero, and the result is a partial sum of the result's size, however large the dim (see `meshfuse.lookup`).
@@ -24,8 +23,7 @@ from .base import (
     TensorRef,
     TensorType,
 )
-from .scans import whole_dim_rule
-from .shapes import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_ndim, known_size
+from .shapes import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_ndim
 
 K = ParamKind
 
@@ -150,6 +148,9 @@ def _index_select_emit(e: Emit) -> str:
 
 def _select_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), dim = call.types, _dim(call)
+    index, n = call["index"], arg.shape[dim]
+    if isinstance(index, int) and n != UNKNOWN and not -n <= index < n:
+        raise user_error("select: index", str(index), f"{-n} to {n - 1} in dim {dim} of {arg}", "Pass an existing index.")
     return (TensorType((*arg.shape[:dim], *arg.shape[dim + 1 :]), arg.dtype),)
 
 
@@ -229,42 +230,6 @@ def _scatter_emit(e: Emit) -> str:
     return f"{e.operands[0]}.scatter({dim}, {e.operands[1]}.long(), {source})"
 
 
-def _argsort_infer(call: Call) -> tuple[TensorType, ...]:
-    _dim(call)
-    return (TensorType(call.types[0].shape, DataType.Int),)
-
-
-def _argsort_emit(e: Emit) -> str:
-    """Always stable: the order of equal elements must not depend on the mesh."""
-    return (
-        f"torch.argsort({e.operands[0]}, dim={_dim(e.call)}, descending={e.call['descending']}, stable=True)"
-    )
-
-
-def _topk_infer(call: Call) -> tuple[TensorType, ...]:
-    (arg,), dim, k = call.types, _dim(call), known_size(call["k"])
-    if UNKNOWN not in (k, arg.shape[dim]) and not 0 <= k <= arg.shape[dim]:
-        raise user_error(
-            "topk: k", str(k), f"at most {arg.shape[dim]}, the size of dim {dim}", "Ask for fewer."
-        )
-    shape = (*arg.shape[:dim], k, *arg.shape[dim + 1 :])
-    return (TensorType(shape, arg.dtype), TensorType(shape, DataType.Int))
-
-
-def _topk_rule(call: Call) -> Rule:
-    dim, builder = _dim(call), RuleBuilder()
-    operand = tuple(
-        builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(call.types[0].shape)
-    )
-    result = (*operand[:dim], builder.blocked(call.results[0].shape[dim]), *operand[dim + 1 :])
-    return builder.build([operand], [result, result])
-
-
-def _topk_emit(e: Emit) -> str:
-    k = e.call.results[0].shape[_dim(e.call)]
-    return f"K.topk({e.operands[0]}, {k}, {_dim(e.call)}, {e.call['largest']})"
-
-
 def _t(*shape: int, dtype: DataType = DataType.Float) -> TensorType:
     return TensorType(shape, dtype)
 
@@ -295,14 +260,6 @@ def _scatter_samples() -> list[Sample]:
 def _embedding_samples() -> list[Sample]:
     index, weight, values = _t(2, 6, dtype=DataType.Int), _t(10, 8), {0: (9, 0, 4, 7, 2)}
     return [Sample((index, weight), values=values), Sample((index, weight, None, 1.5), values=values)]
-
-
-def _topk_samples() -> list[Sample]:
-    return [
-        Sample((_t(6, 8), 3)),
-        Sample((_t(6, 8), 2, 0, False)),
-        Sample((_t(6, 8, dtype=DataType.Int), 4, 1)),
-    ]
 
 
 _ARG, _INDEX, _DIM = Param("arg", K.TENSOR), Param("index", K.TENSOR), Param("dim", K.DIM)
@@ -368,29 +325,5 @@ OPS = (
         _scatter_emit,
         samples=_scatter_samples,
         nvfuser=native_forms.scatter,
-    ),
-    OpDef(
-        "argsort",
-        (_ARG, _DIM, Param("descending", K.BOOL, False), Param("stable", K.BOOL, False)),
-        _argsort_infer,
-        lambda call: whole_dim_rule(call, _dim(call)),
-        _argsort_emit,
-        samples=lambda: [Sample((_t(6, 8), 1)), Sample((_t(6, 8, dtype=DataType.Int), 0, True))],
-        nvfuser=native_forms.argsort,
-    ),
-    OpDef(
-        "topk",
-        (
-            _ARG,
-            Param("k", K.SIZE),
-            Param("dim", K.DIM, -1),
-            Param("largest", K.BOOL, True),
-            Param("sorted", K.BOOL, False),
-        ),
-        _topk_infer,
-        _topk_rule,
-        _topk_emit,
-        samples=_topk_samples,
-        nvfuser=native_forms.topk,
     ),
 )

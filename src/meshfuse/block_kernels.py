@@ -1,0 +1,66 @@
+"""Local computations on the blocks of a dim (`ops.blocks`): a rank's part of the dim is some blocks in a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .indices import Runs, global_index
+from .reduction_kernels import highest, lowest, reduce_max, reduce_min, reduce_prod, scan
+
+
+def _in_blocks(x: torch.Tensor, dim: int, block: int, count: int, fill: Any) -> torch.Tensor:
+    """The dim as [count, block], filled up at its end."""
+    missing = count * block - x.shape[dim]
+    shape = list(x.shape)
+    if missing:
+        shape[dim] = missing
+        x = torch.cat([x, x.new_full(shape, fill)], dim)
+    return x.reshape(*shape[:dim], count, block, *shape[dim + 1 :])
+
+
+def block_scan(x: torch.Tensor, dim: int, block: int, name: str) -> torch.Tensor:
+    """A scan that begins anew at every block."""
+    n = x.shape[dim]
+    if not n:
+        return x
+    parts = _in_blocks(x, dim, block, -(-n // block), 0)
+    done = scan(name, parts, dim + 1, None)
+    return done.flatten(dim, dim + 1).narrow(dim, 0, n)
+
+
+def block_total(x: torch.Tensor, dim: int, block: int, count: int, reduce: str) -> torch.Tensor:
+    """Every block reduced; a block with nothing in it gives the neutral element."""
+    fill = {"sum": 0, "prod": 1, "max": lowest(x.dtype), "min": highest(x.dtype)}[reduce]
+    parts = _in_blocks(x, dim, block, count, fill)
+    functions = {"sum": torch.sum, "prod": reduce_prod, "max": reduce_max, "min": reduce_min}
+    return functions[reduce](parts, [dim + 1], False).to(x.dtype)
+
+
+def block_repeat(x: torch.Tensor, dim: int, block: int, size: int) -> torch.Tensor:
+    """The element of each block at all places of it, `size` in all."""
+    return x.repeat_interleave(block, dim).narrow(dim, 0, size)
+
+
+def block_topk(
+    x: torch.Tensor, k: int, dim: int, largest: bool, block: int, blocks: Runs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, global indices) of the k first elements of each block in sorted order.
+
+    `blocks` are the numbers of the blocks that the rank has. A block with fewer than k elements is filled up with what
+    comes last in the order, so that after all blocks' elements in a stable sort none of the filling is before an equal
+    element.
+    """
+    numbers = global_index(blocks, x.device)
+    parts = _in_blocks(x, dim, block, len(numbers), _last(x.dtype, largest))
+    place = torch.argsort(parts, dim=dim + 1, descending=largest, stable=True).narrow(dim + 1, 0, k)
+    start = (numbers * block).reshape([-1, *[1] * (x.ndim - dim)])
+    return parts.gather(dim + 1, place).flatten(dim, dim + 1), (place + start).flatten(dim, dim + 1)
+
+
+def _last(dtype: torch.dtype, largest: bool) -> Any:
+    """What no element comes after: torch sorts NaN above all numbers."""
+    if largest:
+        return lowest(dtype)
+    return float("nan") if dtype.is_floating_point else highest(dtype)

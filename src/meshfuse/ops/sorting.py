@@ -1,0 +1,126 @@
+"""Sorts: argsort and topk, whose order of equal elements is that of their indices, on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..dtypes import DataType
+from ..errors import user_error
+from . import native_forms
+from .base import (
+    Call,
+    Emit,
+    OpDef,
+    Param,
+    ParamKind,
+    Rewriting,
+    Rule,
+    RuleBuilder,
+    Sample,
+    TensorRef,
+    TensorType,
+)
+from .blocks import block_size
+from .scans import whole_dim_rule
+from .shapes import UNKNOWN, check_dim, known_size
+
+K = ParamKind
+
+
+def _dim(call: Call) -> int:
+    return check_dim(call.op.name, call["dim"], call.types[0].ndim)
+
+
+def _argsort_infer(call: Call) -> tuple[TensorType, ...]:
+    _dim(call)
+    return (TensorType(call.types[0].shape, DataType.Int),)
+
+
+def _argsort_emit(e: Emit) -> str:
+    """Always stable: the order of equal elements must not depend on the mesh."""
+    return (
+        f"torch.argsort({e.operands[0]}, dim={_dim(e.call)}, descending={e.call['descending']}, stable=True)"
+    )
+
+
+def _topk_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,), dim, k = call.types, _dim(call), known_size(call["k"])
+    if UNKNOWN not in (k, arg.shape[dim]) and not 0 <= k <= arg.shape[dim]:
+        raise user_error(
+            "topk: k", str(k), f"at most {arg.shape[dim]}, the size of dim {dim}", "Ask for fewer."
+        )
+    shape = (*arg.shape[:dim], k, *arg.shape[dim + 1 :])
+    return (TensorType(shape, arg.dtype), TensorType(shape, DataType.Int))
+
+
+def _topk_rule(call: Call) -> Rule:
+    dim, builder = _dim(call), RuleBuilder()
+    operand = tuple(
+        builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(call.types[0].shape)
+    )
+    result = (*operand[:dim], builder.blocked(call.results[0].shape[dim]), *operand[dim + 1 :])
+    return builder.build([operand], [result, result])
+
+
+def _topk_emit(e: Emit) -> str:
+    k = e.call.results[0].shape[_dim(e.call)]
+    return f"K.topk({e.operands[0]}, {k}, {_dim(e.call)}, {e.call['largest']})"
+
+
+def _distributed_topk(
+    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+) -> Sequence[TensorRef] | None:
+    """Each block's own first k are the candidates; the first k of those are the result.
+
+    Only candidates leave their ranks (local top-k, then a merge, as in distributed beam search and in XLA's TopK
+    partitioning). Equal elements keep the order of their indices, block by block.
+    """
+    (x,), largest = operands, call["largest"]
+    k = call.results[0].shape[dim]
+    local = min(k, block_size(r.type(x).shape[dim], blocks))
+    if not k:
+        return None
+    values, index = r.call("block_topk", x, local, dim, largest, blocks)
+    top, place = r.call("topk", values, k, dim, largest)
+    return [top, r.call("take_along_axis", index, place, dim)]
+
+
+_EXAMPLE, _INTEGERS = TensorType((6, 8), DataType.Float), TensorType((6, 8), DataType.Int)
+
+
+def _argsort_samples() -> list[Sample]:
+    return [Sample((_EXAMPLE, 1)), Sample((_INTEGERS, 0, True))]
+
+
+def _topk_samples() -> list[Sample]:
+    return [Sample((_EXAMPLE, 3)), Sample((_EXAMPLE, 2, 0, False)), Sample((_INTEGERS, 4, 1))]
+
+
+_ARG = Param("arg", K.TENSOR)
+OPS = (
+    OpDef(
+        "argsort",
+        (_ARG, Param("dim", K.DIM), Param("descending", K.BOOL, False), Param("stable", K.BOOL, False)),
+        _argsort_infer,
+        lambda call: whole_dim_rule(call, _dim(call)),
+        _argsort_emit,
+        samples=_argsort_samples,
+        nvfuser=native_forms.argsort,
+    ),
+    OpDef(
+        "topk",
+        (
+            _ARG,
+            Param("k", K.SIZE),
+            Param("dim", K.DIM, -1),
+            Param("largest", K.BOOL, True),
+            Param("sorted", K.BOOL, False),
+        ),
+        _topk_infer,
+        _topk_rule,
+        _topk_emit,
+        samples=_topk_samples,
+        nvfuser=native_forms.topk,
+        distributed=_distributed_topk,
+    ),
+)

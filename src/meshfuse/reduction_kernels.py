@@ -1,0 +1,75 @@
+"""Reductions and scans of local tensors, which may be empty, and their neutral elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def tensor_like(value: Any, like: Any) -> torch.Tensor:
+    """A number as a tensor that promotes with `like`; a tensor as it is."""
+    if isinstance(value, torch.Tensor):
+        return value
+    dtype = like.dtype if isinstance(like, torch.Tensor) else None
+    device = like.device if isinstance(like, torch.Tensor) else None
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _reduced_empty(x: torch.Tensor, dims: list[int], keepdim: bool, fill: Any) -> torch.Tensor:
+    """The neutral element in the shape of a reduction over nothing."""
+    sizes = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+    return x.new_full(sizes, fill)
+
+
+def _is_empty(x: torch.Tensor, dims: list[int]) -> bool:
+    return any(x.shape[d] == 0 for d in dims)
+
+
+def lowest(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return False
+    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def reduce_max(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    """The largest elements; the lowest value of the type over a shard with nothing in it."""
+    return (
+        _reduced_empty(x, dims, keepdim, lowest(x.dtype))
+        if _is_empty(x, dims)
+        else torch.amax(x, dims, keepdim)
+    )
+
+
+def reduce_min(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    """The smallest elements; the highest value of the type over a shard with nothing in it."""
+    return (
+        _reduced_empty(x, dims, keepdim, highest(x.dtype))
+        if _is_empty(x, dims)
+        else torch.amin(x, dims, keepdim)
+    )
+
+
+def reduce_prod(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    for d in sorted(dims, reverse=True):
+        x = torch.prod(x, d, keepdim)
+    return x
+
+
+def scan(name: str, x: torch.Tensor, dim: int, init: Any) -> torch.Tensor:
+    """cumsum, cumprod, cummax or cummin along a dim, begun with `init`, in the type of the operand."""
+    wide = x.long() if x.dtype == torch.bool else x
+    found = getattr(torch, name)(wide, dim)
+    out = found.values if name in ("cummax", "cummin") else found
+    if init is not None:
+        out = _BEGIN[name](out, tensor_like(init, wide))
+    return out.to(x.dtype)
+
+
+_BEGIN = {"cumsum": torch.add, "cumprod": torch.mul, "cummax": torch.maximum, "cummin": torch.minimum}
