@@ -45,17 +45,9 @@ def split_arguments(
     return Inputs(tensors, scalars, _device(fd, tensors, line))
 
 
-def _check_outputs(fd: DefinitionBuilder, line: SourceLine | None) -> None:
-    if not fd.outputs:
-        raise user_error(
-            "the definition has no outputs", "no add_output call", "at least one",
-            "Call fd.add_output(t) for each result.", line,
-        )  # fmt: skip
-
-
 def check_count(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) -> None:
     """Raises ArgumentError unless there is one argument per input, DefinitionError where nothing is returned."""
-    _check_outputs(fd, line)
+    fd.check_complete(line)
     if not isinstance(arguments, (list, tuple)):
         raise user_error(
             "the arguments", f"{type(arguments).__name__}", f"a list of {len(fd.inputs)}: {_signature(fd)}",
@@ -174,7 +166,7 @@ def compile_shapes(
 
     Raises DefinitionError for a wrong count, for sizes left open and for those that contradict the definition.
     """
-    _check_outputs(fd, line)
+    fd.check_complete(line)
     tensors = [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
     given = list(shapes) if shapes else [fd.tensors[i].type.shape for i in tensors]
     if len(given) != len(tensors) or not all(map(_is_shape, given)):

@@ -36,7 +36,7 @@ class SourceLine:
 
     def label(self, name: str) -> str:
         """A name of ours together with the variable that the line assigns, where its text shows one."""
-        found = _ASSIGNED.match(self.text)
+        found = _ASSIGNED.match(self.text) if ";" not in self.text else None
         return f"{found.group(1)} ({name})" if found and found.group(1) != name else name
 
     def __str__(self) -> str:

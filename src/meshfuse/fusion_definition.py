@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .arguments import Inputs, check_global_shapes, global_shapes, split_arguments
+from .arguments import (
+    Inputs,
+    check_count,
+    check_global_shapes,
+    compile_shapes,
+    global_shapes,
+    scalar_values,
+    split_arguments,
+)
 from .compiler import CompiledProgram, compile_definition
 from .definition.fusion import DefinitionBuilder
+from .definition.loop import as_int
 from .definition.tensor_view import TensorView
-from .errors import SourceLine, caller_line, user_error
+from .errors import ArgumentError, SourceLine, caller_line, user_error
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.simulate import Simulation
 from .executor.spmd import RankProgram, check_world
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
+from .kernels import in_stride_order
 from .mesh import DeviceMesh
 from .ops.base import TensorRef
 from .report.bill import Bill, bill_of
-from .report.explain import explain_tensor
+from .report.explain import explain_all, explain_tensor
 from .report.reprint import definition_source
 from .runtime.world import World
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
+
+# Called with every definition that is made: how the command line finds those of a script.
+observers: list[Callable[[FusionDefinition], None]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +59,23 @@ class FusionDefinition(DefinitionBuilder):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
+        if as_int(seed) is None:
+            raise user_error(
+                "FusionDefinition: seed",
+                repr(seed),
+                "an int",
+                "Pass the seed of its random numbers.",
+                caller_line(),
+            )
         self.seed = seed
         self._steps: dict[str, int] = {}
         self._compiled: dict[Any, CompiledProgram] = {}
         self._simulated: dict[Any, _Simulated] = {}
         self._bound: dict[Any, RankProgram] = {}
         self._shape_scalars: frozenset[int] | None = None
+        self._orders: list[tuple[int, ...] | None] | None = None
+        for observe in observers:
+            observe(self)
 
     def __enter__(self) -> FusionDefinition:
         return self
@@ -69,6 +93,7 @@ class FusionDefinition(DefinitionBuilder):
         disagrees and RankTimeout where one does not answer. `idle_ranks` allows a mesh smaller than the world.
         """
         line = caller_line()
+        check_count(self, inputs, line)
         locals_, dtensors = local_parts(inputs), dtensor_shapes(self, inputs, line)
         found = split_arguments(self, locals_, line)
         key = self._key(found, idle_ranks, *dtensors.items())
@@ -76,7 +101,7 @@ class FusionDefinition(DefinitionBuilder):
         if bound is None:
             bound = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line)
         homes = output_homes(bound.compiled, inputs, line) if dtensors else None
-        outputs = bound.run(locals_, self.seed, self._next_step("ranks"))
+        outputs = self._laid_out(bound.run(locals_, self.seed, self._next_step("ranks")))
         return outputs if homes is None else wrap_outputs(outputs, homes)
 
     def simulate(self, inputs: Sequence[Any], *, check_replicas: bool = False) -> list[torch.Tensor]:
@@ -89,7 +114,7 @@ class FusionDefinition(DefinitionBuilder):
         found = split_arguments(self, inputs, line)
         key = self._key(found)
         if key not in self._simulated:
-            compiled = self._compile(found, check_global_shapes(self, found, line), DeviceMesh([0]))
+            compiled = self._compile(found, check_global_shapes(self, found, line), DeviceMesh([0]), line)
             programs = [compiled.host_program(rank) for rank in compiled.ranks]
             compiled.verify()
             self._simulated[key] = _Simulated(compiled, Simulation(programs, found.device))
@@ -104,12 +129,15 @@ class FusionDefinition(DefinitionBuilder):
         found = split_arguments(self, inputs, line)
         shapes = check_global_shapes(self, found, line)
         shardings = self._input_shardings(shapes)
-        args = [self._local(ref, value, shardings, world.rank) for ref, value in zip(self.inputs, inputs, strict=True)]
+        args = [
+            self._local(ref, value, shardings, world.rank)
+            for ref, value in zip(self.inputs, inputs, strict=True)
+        ]
         key = (self._key(found), "global")
         if key not in self._bound:
             self._bound[key] = self._bind_rank(found, shapes, False, line, whole=True)
         outputs = self._bound[key].run(args, self.seed, self._next_step("ranks"))
-        return self._bound[key].gather(outputs)
+        return self._laid_out(self._bound[key].gather(outputs))
 
     def _local(self, ref: Any, value: Any, shardings: Mapping[int, Sharding], rank: int) -> Any:
         if not isinstance(ref, TensorRef) or ref.id not in shardings or rank not in shardings[ref.id].mesh:
@@ -132,7 +160,16 @@ class FusionDefinition(DefinitionBuilder):
             out.append(unshard(shards, sharding, shape))
             if check:
                 check_equal_replicas(graph.tensors[graph.outputs[place]].label, shards, sharding)
-        return out
+        return self._laid_out(out)
+
+    def _laid_out(self, outputs: list[Any]) -> list[Any]:
+        """The outputs with the strides that allocation domains and stride_order ask for."""
+        if self._orders is None:
+            self._orders = self.output_orders()
+        return [
+            out if order is None or out is None else in_stride_order(out, list(order))
+            for out, order in zip(outputs, self._orders, strict=True)
+        ]
 
     def _simulated_arguments(self, compiled: CompiledProgram, found: Inputs, rank: int) -> list[Any]:
         homes = compiled.sharded.homes
@@ -165,7 +202,15 @@ class FusionDefinition(DefinitionBuilder):
         sizes = tuple(found.scalars[i] for i in sorted(self._sized_by()))
         return (tuple(t.shape for t in found.tensors.values()), sizes, found.device, more)
 
-    def _compile(self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh) -> CompiledProgram:
+    def _compile(
+        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine
+    ) -> CompiledProgram:
+        missing = [f"s{i}" for i in sorted(self._sized_by()) if i not in found.scalars]
+        if missing:
+            raise user_error(
+                "compile needs the scalars that sizes depend on", "none", ", ".join(missing), "Pass scalars={val: number}.",
+                line,
+            )  # fmt: skip
         scalars = {i: found.scalars[i] for i in self._sized_by()}
         key = (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
         if key not in self._compiled:
@@ -173,13 +218,18 @@ class FusionDefinition(DefinitionBuilder):
         return self._compiled[key]
 
     def _bind_rank(
-        self, found: Inputs, known: Mapping[int, tuple[int, ...]], idle_ranks: bool, line: SourceLine, whole: bool = False
+        self,
+        found: Inputs,
+        known: Mapping[int, tuple[int, ...]],
+        idle_ranks: bool,
+        line: SourceLine,
+        whole: bool = False,
     ) -> RankProgram:
         """`known` are the global shapes that the arguments tell; `whole` arguments are not shards but global."""
         world = World.current()
         check_world(self, world.size, idle_ranks, line)
         shapes = dict(known) if whole else global_shapes(self, found, world.rank, known, line)
-        compiled = self._compile(found, shapes, DeviceMesh(list(range(world.size))))
+        compiled = self._compile(found, shapes, DeviceMesh(list(range(world.size))), line)
         return RankProgram(compiled, world, found.device, repr(self))
 
     def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
@@ -188,38 +238,43 @@ class FusionDefinition(DefinitionBuilder):
         Raises DefinitionError where a shape is left open.
         """
         line = caller_line()
-        tensors = [ref.id for ref in self.inputs if isinstance(ref, TensorRef)]
-        given = [tuple(s) for s in shapes] if shapes else [self.tensors[i].type.shape for i in tensors]
-        if len(given) != len(tensors) or any(n < 0 for shape in given for n in shape):
-            raise user_error(
-                "compile needs the size of every dim", f"{[list(s) for s in given]}", f"{len(tensors)} shapes without -1",
-                "Pass one global shape per input tensor.", line,
-            )  # fmt: skip
-        found = Inputs({}, dict(scalars or {}), torch.device("cpu"))
-        return self._compile(found, dict(zip(tensors, given, strict=True)), DeviceMesh([0]))
+        found = Inputs({}, scalar_values(self, scalars, line), torch.device("cpu"))
+        return self._compile(found, compile_shapes(self, shapes, line), DeviceMesh([0]), line)
 
     # asking ---------------------------------------------------------------------------------------------------
 
-    def _latest(self, shapes: Sequence[Sequence[int]] = ()) -> CompiledProgram:
+    def latest(self, shapes: Sequence[Sequence[int]] = ()) -> CompiledProgram:
+        """The program compiled last, or one for the given shapes; what is not compiled yet is compiled as defined."""
         if shapes or not self._compiled:
             return self.compile(*shapes)
         return next(reversed(self._compiled.values()))
 
-    def explain(self, tensor: TensorView, *shapes: Sequence[int]) -> str:
-        """Why a tensor is sharded as it is and what is communicated for it, for the latest (or the given) shapes."""
-        return explain_tensor(self._latest(shapes), tensor.id)
+    def explain(self, tensor: TensorView | None = None, *shapes: Sequence[int]) -> str:
+        """Why a tensor is sharded as it is and what is communicated for it, for the latest (or the given) shapes.
+
+        Without a tensor a table of all of them.
+        """
+        line = caller_line()
+        if tensor is None:
+            return explain_all(self.latest(shapes))
+        return explain_tensor(self.latest(shapes), self._own(tensor, "explain", line).id)
 
     def bill(self, *shapes: Sequence[int]) -> Bill:
         """The bytes that each rank puts on the wire, by collective, axis and source line."""
-        return bill_of(self._latest(shapes))
+        return bill_of(self.latest(shapes))
 
     def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
         """The program of a rank for the latest (or the given) shapes."""
-        return self._latest(shapes).host_program(rank)
+        line, compiled = caller_line(), self.latest(shapes)
+        if rank not in compiled.ranks:
+            raise user_error(
+                "host_program: no such rank", repr(rank), f"one of {list(compiled.ranks)}", "", line
+            )
+        return compiled.host_program(rank)
 
     def output_shardings(self, *shapes: Sequence[int]) -> list[Sharding]:
         """The sharding of every output."""
-        return self._latest(shapes).output_shardings()
+        return self.latest(shapes).output_shardings()
 
 
 def check_equal_replicas(name: str, shards: Mapping[int, torch.Tensor], sharding: Sharding) -> None:
@@ -237,6 +292,17 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) 
     The whole tensor where `tv` has no mesh. On a rank outside the mesh one element that stands for a tensor of the
     global shape: the rank takes no part in it, and knows the sizes that the definition leaves open.
     """
+    line = caller_line()
+    if not isinstance(tensor, torch.Tensor) or not isinstance(tv, TensorView) or tensor.dim() != tv.ndim:
+        needed = (
+            f"a tensor of {tv.ndim} dims for {tv.label}"
+            if isinstance(tv, TensorView)
+            else "a tensor and a TensorView"
+        )
+        found = f"shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise user_error(
+            "shard_tensor", f"{found}, {tv!r}", needed, "Pass the global tensor.", line, ArgumentError
+        )
     place = World.current().rank if rank is None else rank
     annotation = tv.fd.annotations.get(tv.id)
     if annotation is None:
@@ -244,4 +310,6 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) 
     assert annotation.mesh is not None
     if place not in annotation.mesh:
         return tensor.new_zeros(()).expand(tensor.shape)
-    return shard(tensor, annotation.sharding(tv.name, tuple(tensor.shape)).placement(tuple(tensor.shape)), place)
+    return shard(
+        tensor, annotation.sharding(tv.name, tuple(tensor.shape)).placement(tuple(tensor.shape)), place
+    )

@@ -172,6 +172,7 @@ def _concrete_node(
     try:
         args = _concrete_args(fd, node, types, scalars)
         call, rule = kinds.get(node.op, args, tuple(types[i] for i in node.inputs))
+        _check_sizes(call)
         for out, made in zip(node.outputs, call.results, strict=True):
             types[out] = made
         return Node(number, call, rule, node.inputs, node.outputs, node.line, number)
@@ -181,17 +182,34 @@ def _concrete_node(
         raise
 
 
+def _check_sizes(call: Call) -> None:
+    for made in call.results:
+        if any(n < 0 for n in made.shape):
+            raise user_error(f"{call.op.name}: a size is negative", str(list(made.shape)), "sizes >= 0", "Correct the sizes.")
+
+
 def _concrete_args(
     fd: DefinitionBuilder, node: OpNode, types: Mapping[int, TensorType], scalars: Mapping[int, Any]
 ) -> tuple[Any, ...]:
     """Sizes as ints; scalar constants as numbers; scalars that follow inputs stay references."""
 
     def value(ref: Any) -> Any:
-        return evaluate(ref, fd.scalars, scalars, lambda tensor, dim: types[tensor.id].shape[dim])
+        try:
+            return evaluate(ref, fd.scalars, scalars, lambda tensor, dim: types[tensor.id].shape[dim])
+        except (ArithmeticError, ValueError) as error:
+            raise user_error(
+                f"{node.op.name}: a scalar has no value", f"{error} in s{ref.id}", "a number", "Check its operands."
+            ) from error
+
+    def size(ref: Any) -> int:
+        found = value(ref)
+        if int(found) != found:
+            raise user_error(f"{node.op.name}: a size is no whole number", str(found), "an int", "Round it.")
+        return int(found)
 
     def concrete(kind: ParamKind, arg: Any) -> Any:
         if kind in _SIZES:
-            found = tuple(map(value, _entries(kind, arg)))
+            found = tuple(map(size, _entries(kind, arg)))
             return found if kind is ParamKind.SHAPE and arg is not None else found[0] if found else None
         if isinstance(arg, ScalarRef) and not inputs_of(arg, fd.scalars):
             return value(arg)

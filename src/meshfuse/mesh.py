@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .errors import user_error
+from .errors import MeshfuseError, caller_line, user_error
 
 _DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
 STREAM = "stream"
+_MOST_RANKS = 1 << 20
 
 
 class ParallelType(enum.Enum):
@@ -41,11 +42,17 @@ class DeviceMesh:
     names: tuple[str, ...]
     ranks: tuple[int, ...]
 
-    def __init__(self, devices: Any, names: Sequence[str] | None = None, *, ranks: Iterable[int] | None = None):
+    def __init__(
+        self, devices: Any, names: Sequence[str] | None = None, *, ranks: Iterable[int] | None = None
+    ):
         names = (names,) if isinstance(names, str) else names
-        shape, flat = _read_devices(devices, names, ranks)
-        names = tuple(names) if names is not None else _DEFAULT_NAMES[-len(shape) :]
-        _check_mesh(shape, names, flat)
+        try:
+            shape, flat = _read_devices(devices, names, ranks)
+            names = tuple(names) if names is not None else _DEFAULT_NAMES[-len(shape) :]
+            _check_mesh(shape, names, flat)
+        except MeshfuseError as error:
+            error.where = caller_line()
+            raise
         self.shape, self.names, self.ranks = shape, names, flat
         self._hash = hash((shape, names, flat))
         self._coordinates = {rank: _unravel(place, shape) for place, rank in enumerate(flat)}
@@ -119,7 +126,9 @@ class DeviceMesh:
         return tuple(coordinate)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def _groups(self, axes: tuple[tuple[str, int, int], ...]) -> dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]:
+    def _groups(
+        self, axes: tuple[tuple[str, int, int], ...]
+    ) -> dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]:
         groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
         for rank in self.ranks:
             digits = tuple(self.digit(rank, *axis) for axis in axes)
@@ -144,38 +153,71 @@ def _read_devices(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape, ranks in row-major order) from any of the forms a mesh may be given in."""
     nested = devices.tolist() if hasattr(devices, "tolist") else devices
-    nested = [nested] if isinstance(nested, int) else list(nested)
-    flat_ints = all(isinstance(entry, int) for entry in nested)
-    is_shape = names is not None and flat_ints and len(names) == len(nested) and not hasattr(devices, "tolist")
+    nested = [nested] if isinstance(nested, int) else list(nested) if _is_list(nested) else nested
+    flat_ints = _is_list(nested) and all(isinstance(entry, int) for entry in nested)
+    is_shape = (
+        names is not None and flat_ints and len(names) == len(nested) and not hasattr(devices, "tolist")
+    )
     if is_shape or ranks is not None:
-        shape = tuple(nested)
-        flat = tuple(range(math.prod(shape))) if ranks is None else tuple(int(r) for r in ranks)
-        return shape, flat
+        shape = tuple(_rank(n) for n in nested) if flat_ints else ()
+        given = () if ranks is None else tuple(map(_rank, ranks))
+        return shape, given if ranks is not None else tuple(range(_bounded(math.prod(shape))))
     return _flatten(nested)
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple, range))
+
+
+def _rank(value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise user_error(
+            "a mesh is made of ranks", f"{value!r} ({type(value).__name__})", "ints in a list, nested lists or a tensor",
+            "Pass a shape and names, or the ranks.",
+        )  # fmt: skip
+    return value.__index__()
+
+
+def _bounded(count: int) -> int:
+    if count > _MOST_RANKS:
+        raise user_error("a mesh", f"{count} ranks", f"at most {_MOST_RANKS}", "Give a smaller shape.")
+    return count
+
+
 def _flatten(nested: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if isinstance(nested, int):
-        return (), (nested,)
-    rows = [_flatten(list(row) if not isinstance(row, int) else row) for row in nested]
+    if not _is_list(nested):
+        return (), (_rank(nested),)
+    rows = [_flatten(row) for row in nested]
     if len({shape for shape, _ in rows}) > 1:
-        raise user_error("a mesh must be a full grid", "rows of different lengths", "equal rows", "Pad or split the mesh.")
+        raise user_error(
+            "a mesh must be a full grid", "rows of different lengths", "equal rows", "Pad or split the mesh."
+        )
     inner = rows[0][0] if rows else ()
     return (len(rows), *inner), tuple(rank for _, flat in rows for rank in flat)
 
 
 def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
-    if not ranks or any(size < 1 for size in shape) or math.prod(shape) != len(ranks):
+    if any(size < 1 for size in shape) or not ranks:
         raise user_error(
-            "a mesh needs as many ranks as its shape holds, at least one", f"shape {shape} with {len(ranks)} ranks",
-            f"{math.prod(shape)} ranks", "Give a shape of positive sizes.",
+            "a mesh has at least one rank along every axis",
+            f"shape {shape}",
+            "sizes >= 1",
+            "Give other sizes.",
+        )
+    if math.prod(shape) != len(ranks):
+        raise user_error(
+            "a mesh needs as many ranks as its shape holds", f"{len(ranks)} for shape {shape}", f"{math.prod(shape)}",
+            "Correct the shape or the ranks.",
         )  # fmt: skip
-    if len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
+    texts = all(isinstance(name, str) and name for name in names)
+    if not texts or len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
         raise user_error(
             "a mesh needs one name per axis, each once, none of them 'stream'", f"names {names} for shape {shape}",
-            f"{len(shape)} different names", "Name every axis.",
+            f"{len(shape)} different strings", "Name every axis.",
         )  # fmt: skip
-    repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) != len(ranks) else []
+    repeated = (
+        sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) != len(ranks) else []
+    )
     if repeated or min(ranks) < 0:
         raise user_error(
             "a mesh holds each rank once, none negative", f"ranks {list(ranks)}",

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import SourceLine, user_error
 from ..mesh import DeviceMesh
-from ..sharding.layout import Layout, Split, canonical
+from ..sharding.layout import Layout, Split, canonical, text
 from ..sharding.value import Sharding, overlap
 from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain, as_int
 
@@ -49,6 +49,10 @@ class Annotation:
     def named(self, reduction: bool = False) -> list[Layout]:
         """The layouts of all dims (or of the reduction dims), in mesh axes."""
         return self.named_layouts(self.domain.layouts(reduction))
+
+    def __str__(self) -> str:
+        dims = self.named() if self.mesh is not None else self.domain.layouts()
+        return f"[{', '.join(text(_trimmed(layout)) for layout in dims)}] on {self.mesh}"
 
     def meaning(self) -> tuple[object, ...]:
         """Equal for annotations that say the same in different words."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..dtypes import DataType, from_torch, scalar_dtype
-from ..errors import MeshfuseError, SourceLine, user_error
-from ..mesh import DeviceMesh
+from ..errors import MeshfuseError, SourceLine, caller_line, user_error
+from ..mesh import STREAM, DeviceMesh
+from ..ops.base import TensorType
+from .annotation import Annotation
 from .loop import as_int
 from .tensor_view import TensorView
 
@@ -31,7 +34,10 @@ def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:
 def checked_dtype(what: str, dtype: Any, line: SourceLine | None) -> DataType:
     """A DataType from nvFuser's or torch's name of it. Raises DefinitionError for anything else."""
     try:
-        return from_torch(dtype)
+        found = from_torch(dtype)
+        if found is DataType.Null:
+            raise ValueError
+        return found
     except (ValueError, TypeError):
         raise user_error(
             f"{what}: dtype",
@@ -74,10 +80,42 @@ def _order_of(strides: Sequence[Any]) -> tuple[int, ...]:
 
 
 def plain_number(value: Any) -> Any:
-    """A Python number for a number of numpy's; everything else as it is."""
+    """A Python number for a number of numpy's; everything else as it is.
+
+    Raises DefinitionError for an int that 64 bits do not hold.
+    """
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
+    if type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST:
+        raise user_error(
+            "a number is too large", repr(value), "an int of 64 bits", "Pass a float.", caller_line()
+        )
     return value
+
+
+def check_results(op: str, types: Sequence[TensorType]) -> None:
+    """Raises DefinitionError for results of no type, or larger than any memory."""
+    for found in types:
+        if found.dtype is DataType.Null:
+            raise user_error(
+                f"{op}: dtype", "DataType.Null", "a type of elements", "Pass DataType.Float, for example."
+            )
+        if math.prod(max(n, 1) for n in found.shape) * found.dtype.itemsize > _LARGEST:
+            raise user_error(
+                f"{op}: the result is larger than any memory", str(found), "less than 2**63 bytes", ""
+            )
+
+
+def check_meshes(annotations: Iterable[Annotation]) -> None:
+    """Raises DefinitionError where an axis is bound to a mesh axis and the tensor has no mesh."""
+    for annotation in annotations:
+        if annotation.mesh is None and any(
+            leaf.axis not in (None, STREAM) for leaf in annotation.domain.order
+        ):
+            raise user_error(
+                f"tensor {annotation.label} is parallelized and has no mesh", str(annotation.domain), "a mesh",
+                "Call its set_device_mesh.", annotation.line,
+            )  # fmt: skip
 
 
 def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLine) -> Any:
@@ -106,6 +144,8 @@ def checked_mesh(mesh: Any, line: SourceLine) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
     try:
+        if mesh is None or isinstance(mesh, str):
+            raise TypeError
         return mesh_of_torch(mesh)
     except MeshfuseError as error:
         error.where = line

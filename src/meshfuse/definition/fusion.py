@@ -10,7 +10,7 @@ from typing import Any
 from ..dtypes import DataType, scalar_dtype
 from ..errors import SourceLine, caller_line, user_error
 from ..mesh import DeviceMesh
-from ..ops import COMPOSITES, OPS
+from ..ops import COMPOSITES
 from ..ops.base import (
     REQUIRED,
     Call,
@@ -27,6 +27,8 @@ from ..scalars import FUNCTIONS, ScalarDef, result_dtype
 from ..sharding.value import Sharding
 from .annotation import Annotation, layouts_of_placements, layouts_of_sharding, layouts_of_spec
 from .checks import (
+    check_meshes,
+    check_results,
     checked_dtype,
     checked_mesh,
     checked_number,
@@ -37,7 +39,7 @@ from .checks import (
     plain_number,
 )
 from .loop import AxisView, LoopDomain, as_int
-from .namespaces import Fusion, OpNamespace
+from .namespaces import Fusion, OpNamespace, find_op
 from .tensor_view import TensorView, Val
 
 
@@ -151,7 +153,12 @@ class DefinitionBuilder:
             raise user_error(
                 "define_vector", repr(values), "how many scalars, or a list of numbers", "", line
             )
-        return [v if isinstance(v, Val) or v == -1 else self.define_scalar(v, dtype) for v in values]
+        return [
+            v if isinstance(v, Val) or as_int(v) == -1 else self._constant(v, dtype, line) for v in values
+        ]
+
+    def _constant(self, value: Any, dtype: Any, line: SourceLine) -> Val:
+        return self.define_scalar(checked_number("define_vector", value, None, line), dtype)
 
     # ops --------------------------------------------------------------------------------------------------------
 
@@ -163,7 +170,7 @@ class DefinitionBuilder:
         line = caller_line()
         try:
             self.check_open()
-            return self._apply(OPS[name], args, kwargs or {}, line)
+            return self._apply(find_op(name), args, kwargs or {}, line)
         except ValueError as error:
             if getattr(error, "where", line) is None:
                 error.where = line  # type: ignore[attr-defined]
@@ -186,6 +193,7 @@ class DefinitionBuilder:
         bound = bind(op, args, kwargs, self._resolve)
         inputs = tuple(ref.id for ref in tensor_refs(bound))
         types = op.infer(Call(op, bound, tuple(self.tensors[i].type for i in inputs)))
+        check_results(op.name, types)
         made = [self._new_tensor(t, line) for t in types]
         for tensor in made:
             self._producers[tensor.id] = len(self.nodes)
@@ -301,8 +309,7 @@ class DefinitionBuilder:
             old.meaning() == new.meaning() if told and old.mesh is not None else old.mesh in (None, new.mesh)
         )
         if not same:
-            before = f"{old.domain} on {old.mesh} at {old.line}"
-            raise _contradiction(tensor.label, f"{new.domain} on {new.mesh}", before, new.line)
+            raise _contradiction(tensor.label, str(new), f"{old} at {old.line}", new.line)
 
     def _own(self, tensor: Any, what: str, line: SourceLine) -> TensorView:
         if not isinstance(tensor, TensorView) or tensor.fd is not self:
@@ -332,6 +339,15 @@ class DefinitionBuilder:
     def annotations(self) -> Mapping[int, Annotation]:
         """The annotations that name a mesh, by tensor."""
         return {i: a for i, a in sorted(self._annotations.items()) if a.mesh is not None}
+
+    def check_complete(self, line: SourceLine | None) -> None:
+        """Raises DefinitionError where there is no output, or an axis is parallelized on a tensor without a mesh."""
+        if not self.outputs:
+            raise user_error(
+                "the definition has no outputs", "no add_output call", "at least one",
+                "Call fd.add_output(t) for each result.", line,
+            )  # fmt: skip
+        check_meshes(self._annotations.values())
 
     @property
     def all_annotations(self) -> Mapping[int, Annotation]:

@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DefinitionError, caller_line
+from ..errors import DefinitionError, caller_line, user_error
 from ..ops import COMPOSITES, OPS
-from ..ops.base import TensorRef
+from ..ops.base import OpDef, TensorRef
 from .tensor_view import TensorView, Val
 
 if TYPE_CHECKING:
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 
 class UnknownOpError(DefinitionError, AttributeError):
     """`fd.ops` has no such op."""
+
+
+def find_op(name: str) -> OpDef:
+    """The op of this name. Raises UnknownOpError with the names near to it."""
+    if name not in OPS:
+        near = difflib.get_close_matches(name, [*OPS, *COMPOSITES])
+        raise user_error(
+            f"meshfuse has no op {name!r}", f"near to it {near}" if near else "", "",
+            "dir(fd.ops) lists all.", caller_line(), UnknownOpError,
+        )  # fmt: skip
+    return OPS[name]
 
 
 class OpNamespace:
@@ -31,12 +42,7 @@ class OpNamespace:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name in COMPOSITES:
             return functools.partial(self._fd.call_composite, name)
-        if name not in OPS:
-            near = difflib.get_close_matches(name, [*OPS, *COMPOSITES])
-            raise UnknownOpError(
-                f"meshfuse has no op {name!r}. {f'Near: {near}. ' if near else ''}dir(fd.ops) lists all.",
-                caller_line(),
-            )
+        find_op(name)
         return functools.partial(self._fd.call_with_keywords, name)
 
     def __dir__(self) -> list[str]:

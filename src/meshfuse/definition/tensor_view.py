@@ -174,7 +174,9 @@ class TensorView(Arithmetic):
     def _moves(self, moves: Any) -> Mapping[int, int]:
         if isinstance(moves, Mapping):
             return moves
-        if not isinstance(moves, (list, tuple)) or len(moves) > len(self._domain.order):
+        if not isinstance(moves, (list, tuple)) or sorted(map(str, moves)) != sorted(
+            map(str, range(len(self._domain.order)))
+        ):
             raise user_error(
                 f"reorder of {self.label}", repr(moves), "{old: new, ...}, or the old position for every new one",
                 f"Its loop domain is {self._domain}.", caller_line(),

@@ -109,6 +109,9 @@ def _last_dims(x: Any, normalized_shape: Sequence[int]) -> list[int]:
         raise user_error(
             "normalized_shape", str(list(normalized_shape)), f"1 to {x.ndim} sizes", "Name the last dims."
         )
+    for given, n in zip(normalized_shape, x.type.shape[-count:], strict=True):
+        if isinstance(given, int) and -1 not in (given, n) and given != n:
+            raise user_error("normalized_shape", str(list(normalized_shape)), f"the last sizes of {x.type}", "Correct it.")
     return list(range(x.ndim - count, x.ndim))
 
 

@@ -6,6 +6,7 @@ Their values depend on global positions alone, so every rank makes its own part 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from ..dtypes import DataType
@@ -39,6 +40,11 @@ def _full_infer(call: Call) -> tuple[TensorType, ...]:
             f"{call['fill_value']} as {call['dtype'].name}",
             "a complex dtype",
             "Pass DataType.ComplexFloat.",
+        )
+    value = call["fill_value"]
+    if isinstance(value, float) and not math.isfinite(value) and call["dtype"].category < 2:
+        raise user_error(
+            "full: a number that no integer is", f"{value} as {call['dtype'].name}", "a finite number", "Pass another dtype."
         )
     return _shape_infer(call)
 

@@ -16,6 +16,8 @@ ScalarText = Callable[[Any], str]
 def plain_text(value: Any) -> str:
     """Python text of a number that is no reference to a scalar of the definition."""
     assert not isinstance(value, ScalarRef)
+    if isinstance(value, complex):
+        return f"complex({plain_text(value.real)}, {plain_text(value.imag)})"
     if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
         return f'float("{value}")'
     return repr(value)
