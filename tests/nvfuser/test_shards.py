@@ -1,4 +1,4 @@
-"""Every op on every rank with each of its factors sharded: a local definition that nvFuser builds, or a reason."""
+"""Every op on every rank with each factor sharded: a local definition that nvFuser builds, or a reason."""
 
 from __future__ import annotations
 

@@ -5,16 +5,19 @@ nvFuser itself is imported by `load` alone, when a definition is built: importin
 
 from __future__ import annotations
 
+from .cut import Part, cut, torch_reason
 from .load import NvfuserMissing, load
 from .native_call import NativeCall
-from .segment import NativeKernel, build_call, build_segment, torch_reason
+from .segment import NativeKernel, build_call, build_segment
 
 __all__ = [
     "NativeCall",
     "NativeKernel",
     "NvfuserMissing",
+    "Part",
     "build_call",
     "build_segment",
+    "cut",
     "load",
     "torch_reason",
 ]

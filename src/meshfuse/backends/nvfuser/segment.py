@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from ...dtypes import DataType
@@ -12,7 +14,7 @@ from ...ops.base import ScalarRef, TensorType
 from ...ops.local import LocalCall
 from ...ops.native import ToTorch
 from ...resharding.insert import Compute
-from ...scalars import ScalarDef
+from ...scalars import ScalarDef, inputs_of
 from ...segmentation import Segment, SegmentedDefinition
 from .load import load
 from .native_call import NativeCall
@@ -58,7 +60,7 @@ class _Builder:
             return self.fd.define_scalar(value)
         made = self.scalars[value.id]
         if made.op == "input":
-            return self._scalar_input(value.id, made.dtype)
+            return self.scalar_inputs[value.id]
         if made.op in ("const", "size"):
             value = made.operands[0] if made.op == "const" else self.size(*made.operands)
             return self.fd.define_scalar(value)
@@ -67,13 +69,25 @@ class _Builder:
             return self.fd.ops.cast(operands[0], self.dtype(made.dtype))
         return getattr(self.fd.ops, made.op)(*operands)
 
-    def _scalar_input(self, number: int, dtype: DataType) -> Any:
-        if number not in self.scalar_inputs:
-            self.scalar_inputs[number] = self.fd.define_scalar(dtype=self.dtype(dtype))
-        return self.scalar_inputs[number]
+    def scalar_input(self, number: int) -> int:
+        self.scalar_inputs[number] = self.fd.define_scalar(dtype=self.dtype(self.scalars[number].dtype))
+        return number
 
     def call(self, local: LocalCall, operands: Sequence[Any]) -> tuple[Any, ...]:
         return NativeCall(local, operands, self.fd, self.types, self.scalar).results()
+
+
+@contextlib.contextmanager
+def _definition(nvfuser: ModuleType) -> Iterator[Any]:
+    """An open nvFuser definition. It prints every error that leaves it; here an error is raised alone."""
+    failed: Exception | None = None
+    with nvfuser.FusionDefinition() as fd:
+        try:
+            yield fd
+        except Exception as error:
+            failed = error
+    if failed is not None:
+        raise failed
 
 
 def build_call(local: LocalCall) -> NativeKernel:
@@ -83,7 +97,7 @@ def build_call(local: LocalCall) -> NativeKernel:
     """
     nvfuser = load()
     inputs, outputs = local_types(local)
-    with nvfuser.FusionDefinition() as fd:
+    with _definition(nvfuser) as fd:
         builder = _Builder(fd, nvfuser.DataType, {}, _no_size)
         for made in builder.call(local, [builder.define(t) for t in inputs]):
             fd.add_output(made)
@@ -98,24 +112,6 @@ def local_types(local: LocalCall) -> tuple[tuple[TensorType, ...], tuple[TensorT
     return operands, results
 
 
-def torch_reason(local: LocalCall) -> str | None:
-    """Why one op on one rank is left to torch; None where nvFuser takes it."""
-    try:
-        build_call(local)
-    except ToTorch as reason:
-        return str(reason)
-    except RuntimeError as error:
-        return f"nvFuser refuses it: {_refusal(error)}"
-    return None
-
-
-def _refusal(error: RuntimeError) -> str:
-    """The sentence of one of nvFuser's internal errors, without its stack."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(("INTERNAL", "Exception"))]
-    return (told or lines or [""])[0]
-
-
 def build_segment(segmented: SegmentedDefinition, segment: Segment, rank: int) -> NativeKernel:
     """The kernel of a segment on a rank of its mesh: inputs and outputs in the order of the segment's.
 
@@ -126,24 +122,36 @@ def build_segment(segmented: SegmentedDefinition, segment: Segment, rank: int) -
     graph = segmented.resharded.graph
     inputs = tuple(_value_type(segmented, v, rank) for v in segment.inputs)
     outputs = tuple(_value_type(segmented, v, rank) for v in segment.outputs)
-    with nvfuser.FusionDefinition() as fd:
+    with _definition(nvfuser) as fd:
         builder = _Builder(fd, nvfuser.DataType, graph.scalars, lambda t, dim: graph.shape(t.id)[dim])
         values = {v: builder.define(t) for v, t in zip(segment.inputs, inputs, strict=True)}
+        scalars = tuple(builder.scalar_input(i) for i in _scalar_inputs(graph, segment))
         for compute in segment.computes:
             values.update(zip(compute.outputs, _compute(builder, graph, compute, values, rank), strict=True))
         for v in segment.outputs:
             fd.add_output(values[v])
-    return NativeKernel(segment.name, fd, inputs, tuple(builder.scalar_inputs), outputs)
+    return NativeKernel(segment.name, fd, inputs, scalars, outputs)
+
+
+def _scalar_inputs(graph: Graph, segment: Segment) -> list[int]:
+    """The scalar inputs that the segment's ops read, ascending, as its host program passes them."""
+    args = [arg for compute in segment.computes for arg in graph.nodes[compute.node].call.args]
+    return sorted({i for arg in args if isinstance(arg, ScalarRef) for i in inputs_of(arg, graph.scalars)})
+
+
+def local_call(graph: Graph, compute: Compute, rank: int) -> LocalCall:
+    """An op of a segment on a rank."""
+    node, placed = graph.nodes[compute.node], compute.placement
+    names = [f"v{v}" for v in compute.inputs]
+    return LocalCall(node.call, names, placed.operands, placed.results, rank, number=node.id)
 
 
 def _compute(
     builder: _Builder, graph: Graph, compute: Compute, values: Mapping[int, Any], rank: int
 ) -> tuple[Any, ...]:
     node = graph.nodes[compute.node]
-    names, placed = [f"v{v}" for v in compute.inputs], compute.placement
-    local = LocalCall(node.call, names, placed.operands, placed.results, rank, number=node.id)
     try:
-        return builder.call(local, [values[v] for v in compute.inputs])
+        return builder.call(local_call(graph, compute, rank), [values[v] for v in compute.inputs])
     except ToTorch as reason:
         raise ToTorch(f"{node.name} ({node.line}): {reason}") from None
 
