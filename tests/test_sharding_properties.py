@@ -159,7 +159,7 @@ def product_indices(parts: Sequence[Layout], sizes: Sequence[int], mesh: DeviceM
 
 
 def aligned(layout: Layout, sizes: Sequence[int]) -> bool:
-    """True where each boundary between the layout's digits is a multiple or a divisor of each of the sizes'."""
+    """True where every boundary between digits is a multiple or a divisor of every one between the sizes."""
     padded = [s.size for s in lay.padded(layout, math.prod(sizes))]
     ours, theirs = ([math.prod(radices[i:]) for i in range(len(radices))] for radices in (padded, sizes))
     return all(a % b == 0 or b % a == 0 for a in ours for b in theirs)

@@ -33,6 +33,7 @@ class _Lowering:
     digest: str
     instructions: list[Instruction] = field(default_factory=list)
     works: int = 0
+    names: dict[int, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -43,6 +44,7 @@ class _Lowering:
         return self.segmented.resharded.values
 
     def run(self) -> HostProgram:
+        self._name_inputs()
         readers = _reader_counts(self.segmented)
         fresh = _fresh_values(self.segmented)
         for part in self.segmented.parts:
@@ -51,9 +53,18 @@ class _Lowering:
             else:
                 self._communicate(part, part.source in fresh and readers[part.source] == 1)
         resharded = self.segmented.resharded
-        outputs = tuple(f"v{v}" if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
+        outputs = tuple(self._name(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
         body = with_frees(self.instructions, keep={*filter(None, outputs)})
         return HostProgram(self.rank, self._params(), tuple(body), outputs, self.digest)
+
+    def _name_inputs(self) -> None:
+        """An input that is whole on several meshes is a value on each, and one argument."""
+        first: dict[int, str] = {}
+        for v in self.segmented.resharded.inputs:
+            self.names[v] = first.setdefault(self.values[v].tensor, f"v{v}")
+
+    def _name(self, value: int) -> str:
+        return self.names.get(value, f"v{value}")
 
     def _params(self) -> tuple[str, ...]:
         graph = self.graph
@@ -67,7 +78,7 @@ class _Lowering:
             return
         lines = self._kernel_lines(part)
         scalars = [f"s{i}" for i in sorted({i for c in part.computes for i in self._scalars(c)})]
-        inputs = tuple(f"v{v}" for v in part.inputs)
+        inputs = tuple(dict.fromkeys(map(self._name, part.inputs)))
         outputs = tuple(f"v{v}" for v in part.outputs)
         params = (*inputs, *scalars, *(name for name in ("seed", "offset") if _mentions(lines, name)))
         self.instructions.append(Launch(Kernel(part.name, params, tuple(lines), outputs), params, outputs))
@@ -87,7 +98,7 @@ class _Lowering:
     def _op_lines(self, compute: Compute) -> list[str]:
         node = self.graph.nodes[compute.node]
         local = LocalCall(
-            node.call, [f"v{v}" for v in compute.inputs], compute.placement.operands, compute.placement.results,
+            node.call, [self._name(v) for v in compute.inputs], compute.placement.operands, compute.placement.results,
             self.rank, functools.partial(scalar_text, self.graph), node.origin,
         )  # fmt: skip
         return local.statements([f"v{out}" for out in compute.outputs])
@@ -111,7 +122,7 @@ class _Lowering:
             step.move.kind.value, ",".join(map(str, step.move.axes)), tensor.label, wire, step.why, step.line, str(step.move)
         )
         context = MoveContext(
-            self.rank, step.move, tensor.type, f"v{step.source}", f"v{step.target}", about, fresh, f"w{self.works}"
+            self.rank, step.move, tensor.type, self._name(step.source), f"v{step.target}", about, fresh, f"w{self.works}"
         )
         self.works += 1
         self.instructions.extend(lower_move(context))

@@ -3,6 +3,17 @@
 Needs `hypothesis`, which nothing else of meshfuse imports.
 """
 
+from .check import assert_same_as_unsharded, inputs_for
+from .definitions import annotations, definitions
 from .layouts import dim_layouts, layouts, meshes, shardings
 
-__all__ = ["dim_layouts", "layouts", "meshes", "shardings"]
+__all__ = [
+    "annotations",
+    "assert_same_as_unsharded",
+    "definitions",
+    "dim_layouts",
+    "inputs_for",
+    "layouts",
+    "meshes",
+    "shardings",
+]

@@ -1,0 +1,96 @@
+"""Inputs for a definition, and the comparison of its sharded run with a run on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..definition.fusion import DefinitionBuilder
+from ..fusion_definition import FusionDefinition
+from ..ops.base import TensorRef
+
+
+def inputs_for(fd: DefinitionBuilder, seed: int = 0) -> list[Any]:
+    """Arguments for a definition: small whole numbers, and for inputs that index something numbers that exist there.
+
+    Whole numbers add up to the same in every order, so that ops that jump can be compared. Scalars are 1.5.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    limits = dict(_index_limits(fd))
+    return [
+        _values(fd, ref, limits, generator) if isinstance(ref, TensorRef) else _scalar(fd, ref)
+        for ref in fd.inputs
+    ]
+
+
+def _scalar(fd: DefinitionBuilder, ref: Any) -> Any:
+    return (True, 2, 1.5, 1.5 + 0.5j)[fd.scalars[ref.id].dtype.category]
+
+
+def _values(
+    fd: DefinitionBuilder, ref: TensorRef, limits: dict[int, int], generator: torch.Generator
+) -> torch.Tensor:
+    kind = fd.tensors[ref.id].type
+    dtype = getattr(torch, kind.dtype.value)
+    low, high = (0, limits.get(ref.id, 5)) if kind.dtype.category < 2 else (-3, 5)
+    return torch.randint(low, 2 if dtype == torch.bool else high, kind.shape, generator=generator).to(dtype)
+
+
+def _index_limits(fd: DefinitionBuilder) -> Iterator[tuple[int, int]]:
+    """(tensor, smallest dim that it indexes) for tensors passed as an op's index."""
+    found: dict[int, int] = {}
+    for node in fd.nodes:
+        args = {param.name: arg for param, arg in zip(node.op.params, node.args, strict=True)}
+        if "weight" in args and "padding_idx" in args:
+            index, size = args["input"], fd.tensors[args["weight"].id].type.shape[0]
+        elif isinstance(args.get("index"), TensorRef):
+            index, size = args["index"], fd.tensors[args["arg"].id].type.shape[args["dim"]]
+        else:
+            continue
+        found[index.id] = min(size, found.get(index.id, size))
+    yield from found.items()
+
+
+def unsharded_copy(fd: FusionDefinition) -> FusionDefinition:
+    """The same definition without annotations."""
+    copy = FusionDefinition(fd.seed)
+    copy.tensors, copy.scalars, copy.nodes = fd.tensors, fd.scalars, fd.nodes
+    copy.inputs, copy.outputs = fd.inputs, fd.outputs
+    return copy
+
+
+def tolerance_of(fd: DefinitionBuilder) -> float:
+    """Half the digits of the least precise floating-point type in the definition."""
+    floats = [t.type.dtype for t in fd.tensors if t.type.dtype.category >= 2]
+    return max((torch.finfo(getattr(torch, d.value)).eps ** 0.5 for d in floats), default=0.0)
+
+
+def assert_same_as_unsharded(
+    fd: FusionDefinition, inputs: Sequence[Any], expected: Sequence[torch.Tensor] | None = None
+) -> None:
+    """Simulate `fd` on all its ranks and compare each output, and each replica of it, with the unsharded result.
+
+    `expected` are the results to compare with; without them, those of the definition run whole on one rank. Raises
+    AssertionError where numbers differ by more than rounding.
+    """
+    wanted = expected if expected is not None else unsharded_copy(fd).simulate(inputs)
+    found = fd.simulate(inputs, check_replicas=True)
+    assert len(found) == len(wanted)
+    for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        name = fd.tensors[fd.outputs[place]].name
+        assert a.shape == b.shape, f"output {name}: shape {tuple(a.shape)} instead of {tuple(b.shape)}"
+        assert_close(a, b, tolerance_of(fd), f"output {name}")
+
+
+def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float, what: str) -> None:
+    """Equal but for rounding, relative to the largest number; exactly equal where the type is exact."""
+    if not a.dtype.is_floating_point and not a.dtype.is_complex:
+        assert torch.equal(a, b.to(a.dtype)), f"{what}: {a} instead of {b}"
+        return
+    wide = torch.complex128 if a.dtype.is_complex else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    scale = max(1.0, float(b[torch.isfinite(b)].abs().amax())) if torch.isfinite(b).any() else 1.0
+    same = torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
+    assert same, f"{what}: {a} instead of {b}"

@@ -1,0 +1,75 @@
+"""What a definition means: its ops in plain torch, one after another, on whole tensors in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import meshfuse as mf
+from meshfuse.dtypes import DataType
+from meshfuse.ops.base import ParamKind, ScalarRef, TensorRef
+from op_references import REFERENCES, attention
+
+_WIDEST = (torch.bool, torch.int64, torch.float64, torch.complex128)
+
+
+def widened(tensor: Any, dtype: DataType) -> torch.Tensor:
+    """The tensor in the widest type of the kind that `dtype` is of."""
+    return tensor.to(_WIDEST[dtype.category])
+
+
+def _sdpfa(
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, _: Any, is_causal: Any, scale: Any
+) -> tuple[Any, ...]:
+    out, lse = attention([q, k, v, bias, mask], is_causal, scale, None)
+    return out, lse, None, None
+
+
+def _cast(x: torch.Tensor, dtype: DataType) -> torch.Tensor:
+    return x.trunc() if dtype.category == 1 and x.is_floating_point() else x
+
+
+def _scatter(x: torch.Tensor, index: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.scatter(dim, index, src.expand(index.shape))
+
+
+_FUNCTIONS = {**REFERENCES, "cast": _cast, "sdpfa_fwd": _sdpfa, "scatter": _scatter}
+
+
+def interpret(fd: mf.FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The outputs of a definition whose scalars are inputs or numbers."""
+    tensors: dict[int, torch.Tensor] = {}
+    scalars: dict[int, Any] = {}
+    for ref, value in zip(fd.inputs, inputs, strict=True):
+        if isinstance(ref, TensorRef):
+            tensors[ref.id] = widened(value, fd.tensors[ref.id].type.dtype)
+        else:
+            scalars[ref.id] = value
+    for node in fd.nodes:
+        args = [_value(arg, tensors, scalars) for arg in node.args]
+        numbers = [param.kind is ParamKind.TENSOR_OR_SCALAR for param in node.op.params]
+        results = _FUNCTIONS[node.op.name](*map(_operand, args, numbers))
+        for i, result in zip(node.outputs, results if len(node.outputs) > 1 else (results,), strict=True):
+            if result is not None:  # attention's random state
+                tensors[i] = widened(result, fd.tensors[i].type.dtype)
+                assert tuple(tensors[i].shape) == fd.tensors[i].type.shape, node
+    return [tensors[i] for i in fd.outputs]
+
+
+def _value(arg: Any, tensors: Mapping[int, torch.Tensor], scalars: Mapping[int, Any]) -> Any:
+    if isinstance(arg, TensorRef):
+        return tensors[arg.id]
+    if isinstance(arg, ScalarRef):
+        return scalars[arg.id]
+    if isinstance(arg, tuple) and arg and isinstance(arg[0], TensorRef):
+        return [tensors[ref.id] for ref in arg]
+    return arg
+
+
+def _operand(arg: Any, number: bool) -> Any:
+    """A number in a tensor's place as a tensor."""
+    if not number or isinstance(arg, torch.Tensor):
+        return arg
+    return torch.tensor(arg, dtype=torch.float64 if isinstance(arg, float) else None)
