@@ -179,6 +179,10 @@ def composite_call(
         )  # fmt: skip
     try:
         return function(*bound.args, **bound.kwargs)
+    except MeshfuseError as error:
+        if not str(error.args[0]).startswith(name):
+            error.args = (f"{name}: {error.args[0]}",)
+        raise
     except (TypeError, AttributeError) as error:
         raise user_error(
             f"{name}: an argument is of the wrong kind", str(error), "", f"Call it as {usage}."

@@ -1,0 +1,486 @@
+"""Bad input of every kind: an error of the ValueError family that names what is wrong, at the user's own line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import meshfuse as mf
+from meshfuse import DataType, ParallelType
+
+MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
+HERE = os.path.basename(__file__)
+X = torch.zeros(8, 16)
+
+
+def define() -> tuple[mf.FusionDefinition, mf.TensorView]:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([8, 16])
+    return fd, x
+
+
+def raises(text: str, action: Callable[[], Any], kind: type[Exception] = mf.DefinitionError) -> None:
+    """The action raises an error with this text, and with a line of this file."""
+    with pytest.raises(kind) as caught:
+        action()
+    found = str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert text in found
+    assert re.search(rf"\(at {re.escape(HERE)}:\d+\)", found), found
+
+
+def other() -> mf.TensorView:
+    return define()[1]
+
+
+SPECS = {
+    "one entry per dim": (["dp"], "dp", None, 5, {"a": "dp"}, ["stream", None, None]),
+    "mesh axis 'dp' is used twice": (["dp", "dp"], [["dp", "dp"], None], [["tp", "dp"], 0]),
+    "x (t0), dim 0: unknown mesh axis: found 'ep', needed one of ('dp', 'tp')": (["ep", None], [["tp", "ep"], None]),
+    "x (t0), dim 1: no such mesh axis": ([None, 2], [None, -2], [None, np.int64(7)]),
+    "not a way to split a dim": (
+        [1.5, None], [{}, None], [[["dp"]], None], [True, None], [object(), None], [b"dp", None], [[(0, "tp")], None],
+        [[(-4, "tp")], None], [[(2, 3)], None], [[mf.Split(2.0, "tp")], None], [mf.Split(4, "tp", -1), None],
+    ),
+    "a factor of 3 cannot be bound to mesh axis 'tp': found axis size 4": ([[mf.Split(3, "tp")], None],),
+    "only one factor may be what remains": ([[mf.Split(None), mf.Split(None)], None],),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"), [(text, spec) for text, specs in SPECS.items() for spec in specs], ids=str
+)
+def test_mesh_split(text: str, spec: Any) -> None:
+    fd, x = define()
+    raises(text, lambda: fd.mesh_split(x, MESH, spec))
+    assert not x.has_device_mesh()
+
+
+SHARDINGS: list[tuple[str, Any]] = [
+    ("one placement per mesh axis", [Shard(0)]),
+    ("one placement per mesh axis", Shard(0)),
+    ("one placement per mesh axis", [0, 1]),
+    ("one placement per mesh axis", "dp"),
+    ("names a dim that it has not", [Shard(2), Replicate()]),
+    ("names a dim that it has not", [Shard(-3), Replicate()]),
+    ("an annotation must say where the elements are", [Partial(), Replicate()]),
+    (
+        "an annotation must say where the elements are",
+        mf.Sharding(MESH, ((), ()), (mf.Split(4, "tp"),), "sum"),
+    ),
+    ("another number of dims: found 3", mf.Sharding.replicated(MESH, 3)),
+    ("unknown mesh axis: found 'xx'", mf.Sharding(MESH, ((mf.Split(4, "xx"),), ()))),
+    ("used twice: found on dims 0 and 1", mf.Sharding(MESH, ((mf.Split(4, "tp"),), (mf.Split(4, "tp"),)))),
+    ("cannot be bound", mf.Sharding(MESH, ((mf.Split(3, "tp"),), ()))),
+]
+
+
+@pytest.mark.parametrize(("text", "sharding"), SHARDINGS, ids=str)
+def test_shard(text: str, sharding: Any) -> None:
+    fd, x = define()
+    raises(text, lambda: fd.shard(x, sharding, MESH))
+
+
+MESHES: list[tuple[str, Callable[[], Any]]] = [
+    ("a mesh holds each rank once, none negative: found ranks [0, 1, 1]", lambda: mf.DeviceMesh([0, 1, 1])),
+    ("Remove the negative ranks", lambda: mf.DeviceMesh([0, -1])),
+    ("one name per axis", lambda: mf.DeviceMesh((2, 4), ("dp", "dp"))),
+    ("one name per axis", lambda: mf.DeviceMesh((2, 4), (1, 2))),  # type: ignore[arg-type]
+    ("one name per axis", lambda: mf.DeviceMesh((2,), ("stream",))),
+    ("one name per axis", lambda: mf.DeviceMesh((2,), ("",))),
+    ("one name per axis", lambda: mf.DeviceMesh(torch.arange(128).reshape([2] * 7))),
+    ("at least one rank along every axis", lambda: mf.DeviceMesh((-2, 4), ("dp", "tp"))),
+    ("at least one rank along every axis", lambda: mf.DeviceMesh([])),
+    ("a mesh must be a full grid", lambda: mf.DeviceMesh([[0, 1], [2]])),
+    ("found 3 for shape (2,)", lambda: mf.DeviceMesh((2,), ("a",), ranks=[0, 1, 2])),
+    ("made of ranks: found 'abc'", lambda: mf.DeviceMesh("abc")),
+    ("made of ranks: found None", lambda: mf.DeviceMesh(None)),
+    ("made of ranks: found 2.0", lambda: mf.DeviceMesh((2.0, 4), ("a", "b"))),
+    ("made of ranks: found True", lambda: mf.DeviceMesh([True, False])),
+    ("at most 1048576", lambda: mf.DeviceMesh((10**12,), ("a",))),
+]
+
+
+@pytest.mark.parametrize(("text", "make"), MESHES, ids=[text for text, _ in MESHES])
+def test_meshes(text: str, make: Callable[[], Any]) -> None:
+    raises(text, make)
+
+
+@pytest.mark.parametrize("mesh", [None, "dp", 3.5, object(), {}, [0, "a"], [0, 0]], ids=str)
+def test_what_is_no_mesh(mesh: Any) -> None:
+    fd, x = define()
+    raises("mesh", lambda: fd.mesh_split(x, mesh, [None, None]))
+    raises("mesh", lambda: x.set_device_mesh(mesh))
+    raises("mesh", lambda: fd.shard(x, [Shard(0)], mesh))
+
+
+@pytest.mark.parametrize("value", [None, 3, "t0", X, other(), define()[0].define_scalar(2)], ids=str)
+def test_values_that_are_no_tensor_of_the_definition(value: Any) -> None:
+    fd, _ = define()
+    for call in (
+        lambda: fd.mesh_split(value, MESH, [None, None]),
+        lambda: fd.shard(value, mf.Sharding.replicated(MESH, 2)),
+        lambda: fd.add_output(value),
+        lambda: fd.size(value, 0),
+    ):
+        raises("needed a tensor of this definition", call)
+
+
+DEFINING: list[tuple[str, Callable[[mf.FusionDefinition], Any]]] = [
+    *[("define_tensor: shape", lambda fd, v=v: fd.define_tensor(v))
+      for v in ("ab", 5, None, [2.5], [-2], [True], [2**80], {"a": 1}, [None], [[2]])],
+    *[("define_tensor: dtype", lambda fd, v=v: fd.define_tensor([2], dtype=v))
+      for v in ("f", None, 3, float, torch.qint8, DataType.Null)],
+    *[("define_tensor: stride_order", lambda fd, v=v: fd.define_tensor([2, 3], stride_order=v))
+      for v in ([0], [0, 0], "ab", [0, 2], 5, [0.0, 1.0])],
+    ("define_tensor: strides", lambda fd: fd.define_tensor(sizes=[2, 3], strides=[1])),
+    ("from_pytorch: found list, needed a torch tensor", lambda fd: fd.from_pytorch([1, 2])),
+    ("from_pytorch: found ndarray, needed a torch tensor", lambda fd: fd.from_pytorch(np.zeros(2))),
+    ("define_scalar: found 'a' (str), needed a number", lambda fd: fd.define_scalar("a")),
+    ("define_scalar: found nan, needed a number that Int holds", lambda fd: fd.define_scalar(float("nan"), DataType.Int)),
+    ("define_scalar: found 2j, needed a number that Float holds", lambda fd: fd.define_scalar(2j, DataType.Float)),
+    ("a number is too large", lambda fd: fd.define_scalar(2**70)),
+    ("define_scalar: dtype", lambda fd: fd.define_scalar(2, "x")),
+    *[("define_vector", lambda fd, v=v: fd.define_vector(v)) for v in (-1, "ab", 2.5, [None], True, None)],
+    ("a number that Int holds", lambda fd: fd.define_vector([2.5])),
+    ("seed: found 'a'", lambda fd: mf.FusionDefinition("a")),  # type: ignore[arg-type]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "call"), DEFINING, ids=[f"{i}-{text}" for i, (text, _) in enumerate(DEFINING)]
+)
+def test_inputs_of_a_definition(text: str, call: Callable[[mf.FusionDefinition], Any]) -> None:
+    raises(text, lambda: call(define()[0]))
+
+
+def _parallel(x: mf.TensorView, factor: int, kind: ParallelType) -> mf.TensorView:
+    x.set_device_mesh(MESH)
+    x.outer_split(0, factor)
+    x.axis(0).parallelize(kind)
+    return x
+
+
+VIEWS: list[tuple[str, Callable[[mf.TensorView, mf.TensorView], Any]]] = [
+    *[("axis of x (t0): no such axis", lambda x, y, v=v: x.axis(v)) for v in (2, -3, "a", None, True)],
+    ("outer_split: no such axis", lambda x, y: x.outer_split(9, 2)),
+    *[("split: factor", lambda x, y, v=v: x.outer_split(0, v)) for v in (0, -1, 2.0, None)],
+    ("outer_split: axis 0 is parallelized", lambda x, y: _parallel(x, 4, ParallelType.mesh_x).outer_split(0, 2)),
+    ("must split evenly: found size 4 by 3", lambda x, y: x.outer_split(0, 4).inner_split(0, 3)),
+    *[("parallelize", lambda x, y, v=v: x.axis(0).parallelize(v)) for v in ("x", None, 1)],
+    ("parallelize: the axis is bound already",
+     lambda x, y: _parallel(x, 4, ParallelType.mesh_x).axis(0).parallelize(ParallelType.mesh_y)),
+    ("a position is named twice", lambda x, y: x.reorder({0: 1, 1: 1})),
+    *[("reorder", lambda x, y, v=v: x.reorder(v)) for v in ({0: 7}, "ab", [0, 0], None, {"a": 0})],
+    *[("rfactor of y (t1): only reduction axes", lambda x, y, v=v: y.rfactor(v)) for v in ([], [0])],
+    *[("rfactor", lambda x, y, v=v: y.rfactor(v)) for v in (0, None, [7])],
+    *[("set_allocation_domain of x (t0)", lambda x, y, v=v: x.set_allocation_domain(v)) for v in (None, [0, 1], [])],
+    ("of every dim", lambda x, y: x.set_allocation_domain([x.axis(0)])),
+    ("set_allocation_domain of x (t0)", lambda x, y: x.set_allocation_domain(y.get_loop_domain())),
+    ("swizzle1d: no such axis", lambda x, y: x.swizzle1d(9, ParallelType.mesh_x)),
+    ("a value of a definition has no truth value", lambda x, y: bool(x > 0)),
+    ("a value of a definition has no truth value", lambda x, y: bool(x.size(0))),
+    *[("size of x (t0): no such dim", lambda x, y, v=v: x.size(v)) for v in (5, -3, "a", None)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "call"), VIEWS, ids=[f"{i}-{text}" for i, (text, _) in enumerate(VIEWS)])
+def test_calls_of_tensor_views(text: str, call: Callable[[mf.TensorView, mf.TensorView], Any]) -> None:
+    fd, x = define()
+    y = fd.ops.sum(x, [1])
+    raises(text, lambda: call(x, y))
+
+
+COMPILING: list[tuple[str, Callable[[mf.TensorView], Any]]] = [
+    ("mesh_z on a mesh of 2 axes", lambda x: _parallel(x, 2, ParallelType.mesh_z)),
+    ("dim 0: a factor of 2 cannot be bound to mesh axis 'tp'", lambda x: _parallel(x, 2, ParallelType.mesh_x)),
+    ("mesh axis 'tp' is used twice: found on dims 0 and 1",
+     lambda x: _parallel(x, 4, ParallelType.mesh_x).outer_split(2, 4).axis(2).parallelize(ParallelType.mesh_x)),
+    ("tensor x (t0) is parallelized and has no mesh",
+     lambda x: x.outer_split(0, 4).axis(0).parallelize(ParallelType.mesh_x)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "annotate"), COMPILING, ids=[text for text, _ in COMPILING])
+def test_annotations_that_fit_no_mesh(text: str, annotate: Callable[[mf.TensorView], Any]) -> None:
+    fd, x = define()
+    fd.add_output(fd.ops.relu(x))
+    annotate(x)
+    raises(text, lambda: fd.simulate([X]))
+
+
+def _dp(fd: mf.FusionDefinition, x: mf.TensorView) -> None:
+    fd.mesh_split(x, MESH, ["dp", None])
+
+
+CONTRADICTIONS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (_dp, lambda fd, x: fd.mesh_split(x, MESH, ["tp", None])),
+    (_dp, lambda fd, x: fd.mesh_split(x, MESH, [None, None])),
+    (_dp, lambda fd, x: fd.mesh_split(x, mf.DeviceMesh((2, 4), ("tp", "dp")), ["dp", None])),
+    (_dp, lambda fd, x: fd.shard(x, [Replicate(), Shard(0)], MESH)),
+    (_dp, lambda fd, x: x.set_device_mesh(mf.DeviceMesh([0, 1]))),
+    (lambda fd, x: x.set_device_mesh(mf.DeviceMesh([0, 1])), _dp),
+    (lambda fd, x: x.set_device_mesh(mf.DeviceMesh([0, 1])), lambda fd, x: x.set_device_mesh(MESH)),
+    (lambda fd, x: _parallel(x, 4, ParallelType.mesh_x), _dp),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), CONTRADICTIONS)
+@pytest.mark.parametrize("after_ops", [False, True])
+def test_contradicting_annotations(
+    first: Callable[..., Any], second: Callable[..., Any], after_ops: bool
+) -> None:
+    fd, x = define()
+    first(fd, x)
+    if after_ops:
+        fd.add_output(fd.ops.relu(x))
+    raises("tensor x (t0) is annotated twice", lambda: second(fd, x))
+
+
+def test_a_contradiction_names_both_and_the_first_line() -> None:
+    fd, x = define()
+    fd.mesh_split(x, MESH, ["dp", None])
+    with pytest.raises(mf.DefinitionError) as caught:
+        fd.mesh_split(x, MESH, [None, "tp"])
+    mesh = "DeviceMesh((2, 4), ('dp', 'tp'))"
+    line = caught.traceback[0].lineno
+    assert str(caught.value) == (
+        f"tensor x (t0) is annotated twice: found [-, tp] on {mesh} after [dp, -] on {mesh} at {HERE}:{line - 1}, "
+        "needed one annotation, or equal ones. Remove one, or reshard with fd.ops.set and annotate its result. "
+        f"(at {HERE}:{line + 1})"
+    )
+
+
+Ops = Callable[[mf.FusionDefinition, mf.TensorView, Any], Any]
+OPS: list[tuple[str, Ops]] = [
+    ("has no op 'reluu': found near to it ['relu'", lambda fd, x, o: o.reluu(x)),
+    ("has no op 'nope'", lambda fd, x, o: fd.call("nope", [x])),
+    ("add: argument 'b' is missing", lambda fd, x, o: o.add(x)),
+    ("relu: too many arguments: found 2", lambda fd, x, o: o.relu(x, x)),
+    ("relu: 'foo' is not a parameter", lambda fd, x, o: o.relu(x, foo=1)),
+    ("sum: 'dims' is given twice", lambda fd, x, o: o.sum(x, [0], dims=[1])),
+    *[("add: argument 'b' is of the wrong kind", lambda fd, x, o, v=v: o.add(x, v))
+      for v in ("a", None, torch.zeros(3), np.zeros(3), [1, 2])],
+    ("relu: no tensor operand", lambda fd, x, o: o.relu(3.0)),
+    ("matmul: argument 'b' is of the wrong kind: found 3.0", lambda fd, x, o: o.matmul(x, 3.0)),
+    ("sum: argument 'arg' is of the wrong kind", lambda fd, x, o: o.sum(x.size(0), [0])),
+    ("sum: dim out of range: found dim 2", lambda fd, x, o: o.sum(x, [2])),
+    ("sum: a dim is given twice", lambda fd, x, o: o.sum(x, [0, -2])),
+    *[("sum: argument 'dims' is of the wrong kind", lambda fd, x, o, v=v: o.sum(x, v)) for v in ("a", [0.5], True)],
+    ("a tensor of 0 dims", lambda fd, x, o: o.sum(o.sum(x), [0])),
+    ("cast: argument 'dtype' is of the wrong kind", lambda fd, x, o: o.cast(x, "abc")),
+    ("cast: dtype: found DataType.Null", lambda fd, x, o: o.cast(x, DataType.Null)),
+    ("reshape", lambda fd, x, o: o.reshape(x, [5, 5])),
+    ("reshape", lambda fd, x, o: o.reshape(x, [-1, -1])),
+    ("too large", lambda fd, x, o: o.reshape(x, [2**80])),
+    ("cat: argument 'tensors' is of the wrong kind", lambda fd, x, o: o.cat([])),
+    ("cat: argument 'tensors' is of the wrong kind", lambda fd, x, o: o.cat([x, 3])),
+    ("full: a size is negative: found [-5]", lambda fd, x, o: o.full([-5], 0.0, DataType.Float)),
+    ("full: a size is negative: found [-92]", lambda fd, x, o: o.full([x.size(0) - 100], 0.0, DataType.Float)),
+    ("larger than any memory", lambda fd, x, o: o.full([2**62], 0.0, DataType.Float)),
+    ("a number that no integer is: found nan as Int", lambda fd, x, o: o.full([4], float("nan"), DataType.Int)),
+    ("a number that no integer is: found -inf as Int", lambda fd, x, o: o.full([4], float("-inf"), DataType.Int)),
+    ("a complex number in a real tensor", lambda fd, x, o: o.full([4], 1j, DataType.Float)),
+    ("a number is too large", lambda fd, x, o: o.add(x, 2**100)),
+    ("a size is no whole number: found 4.5", lambda fd, x, o: o.full([x.size(0) * 0.5625], 1.0, DataType.Float)),
+    ("a scalar has no value: found division by zero",
+     lambda fd, x, o: o.full([x.size(0) / fd.define_scalar(0)], 1.0, DataType.Float)),
+    ("a scalar has no value: found math domain error", lambda fd, x, o: o.mul(x, o.log(fd.define_scalar(-1.0)))),
+    ("add of scalars: found 3 arguments", lambda fd, x, o: o.add(x.size(0), 1, 2)),
+    ("add of scalars", lambda fd, x, o: o.add(x.size(0), foo=2)),
+    ("found TensorView(t0: Float[8, 16]) of another definition", lambda fd, x, o: o.add(x, other())),
+    ("of another definition", lambda fd, x, o: o.add(x, define()[0].define_scalar())),
+    ("gelu: missing a required argument: 'x'. Call it as gelu(x, approximate='none')", lambda fd, x, o: o.gelu()),
+    ("gelu: got an unexpected keyword argument 'foo'", lambda fd, x, o: o.gelu(x, foo=2)),
+    ("gelu: the first argument: found 3 (int)", lambda fd, x, o: o.gelu(3)),
+    ("gelu: approximate", lambda fd, x, o: o.gelu(x, "x")),
+    ("softmax: max: argument 'dims'", lambda fd, x, o: o.softmax(x, "a")),
+    ("softmax: cast: argument 'dtype'", lambda fd, x, o: o.softmax(x, 0, "a")),
+    ("layer_norm: an argument is of the wrong kind", lambda fd, x, o: o.layer_norm(x, 16)),
+    ("layer_norm: normalized_shape: found [3]", lambda fd, x, o: o.layer_norm(x, [3])),
+    ("cross_entropy", lambda fd, x, o: o.cross_entropy(x, None)),
+    ("dropout: an argument is of the wrong kind", lambda fd, x, o: o.dropout(x, "a")),
+    ("select: index: found 99", lambda fd, x, o: o.select(x, 99, 0)),
+    ("add_output: found Val", lambda fd, x, o: x.size(0)),
+    ("alias_input", lambda fd, x, o: fd.add_output(x, alias_input=x)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "call"), OPS, ids=[f"{i}-{text}" for i, (text, _) in enumerate(OPS)])
+def test_arguments_of_ops(text: str, call: Ops) -> None:
+    fd, x = define()
+
+    def run() -> None:
+        fd.add_output(call(fd, x, fd.ops))
+        fd.simulate([X])
+
+    raises(text, run)
+
+
+def test_an_unknown_op_is_an_attribute_error_too() -> None:
+    fd, _ = define()
+    assert not hasattr(fd.ops, "reluu")
+
+
+CALLS: list[tuple[str, Any]] = [
+    *[("the arguments: found", v) for v in (X, None, 3, {"x": X}, "x", iter([X]))],
+    ("wrong number of arguments: found 0, needed 2: [x (t0), s0]", []),
+    ("wrong number of arguments: found 3", [X, 1, X]),
+    *[("argument 0, x (t0) (defined at test_bad_input.py:", [v, 1]) for v in (None, 1.0, np.zeros((8, 16)))],
+    ("is no tensor: found int, needed a torch tensor, Float[8, 16]", [1, X]),
+    ("has the wrong dtype: found torch.float64, needed torch.float32", [X.double(), 1]),
+    ("has the wrong number of dims: found shape [16], needed 2 dims", [X[0], 1]),
+    ("has the wrong number of dims: found shape []", [torch.tensor(1.0), 1]),
+    ("has the wrong global shape: found [8, 8], needed [8, 16]", [X[:, :8], 1]),
+    ("has the wrong global shape: found [4, 16]", [X[:4], 1]),
+    ("is not dense: found torch.sparse_coo", [X.to_sparse(), 1]),
+    ("arguments on different devices", [X, 1]),
+    *[("argument 1, scalar s0: found", [X, v]) for v in ("a", None, X, 2.5, 2j, float("nan"))],
+    ("a number is too large", [X, 2**80]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"), CALLS, ids=[f"{i}-{text}" for i, (text, _) in enumerate(CALLS)]
+)
+@pytest.mark.parametrize("method", ["simulate", "execute"])
+def test_arguments_of_a_call(text: str, arguments: Any, method: str) -> None:
+    fd, x = define()
+    y = fd.ops.mul(x, fd.define_scalar(dtype=DataType.Int))
+    if "devices" in text:
+        y, arguments = fd.ops.add(y, fd.define_tensor([8, 16])), [*arguments, X.to("meta")]
+    fd.add_output(y)
+    raises(
+        text,
+        lambda: getattr(fd, method)(arguments),
+        mf.ArgumentError if "large" not in text else mf.DefinitionError,
+    )
+
+
+def test_strides() -> None:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([8, 16], stride_order=[0, 1])
+    fd.add_output(fd.ops.relu(x))
+    raises("x (t0)", lambda: fd.simulate([X]), mf.ArgumentError)
+    raises("has the wrong stride order: found strides [16, 1]", lambda: fd.simulate([X]), mf.ArgumentError)
+    fd.simulate([X.t().contiguous().t()])
+
+
+def test_a_shard_in_the_place_of_the_whole_and_the_other_way_round() -> None:
+    fd, x = define()
+    one = mf.DeviceMesh([0])
+    fd.mesh_split(x, MESH, ["dp", None])
+    fd.add_output(fd.ops.relu(x))
+    raises(
+        "has the wrong global shape: found [4, 16], rank 0's shard",
+        lambda: fd.simulate([X[:4]]),
+        mf.ArgumentError,
+    )
+    fd, x = define()
+    fd.mesh_split(x, one, ["x", None])
+    fd.add_output(fd.ops.relu(x))
+    raises("has the wrong local shape: found [4, 16]", lambda: fd.execute([X[:4]]), mf.ArgumentError)
+
+
+def test_a_mesh_larger_than_the_world() -> None:
+    fd, x = define()
+    fd.mesh_split(x, MESH, ["dp", None])
+    fd.add_output(fd.ops.relu(x))
+    raises("Start them with 'meshfuse run --ranks 8 script.py', or use fd.simulate", lambda: fd.execute([X]))
+    raises("host_program: no such rank: found 99", lambda: fd.host_program(99))
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda fd: fd.simulate([X]), lambda fd: fd.execute([X]), lambda fd: fd.bill()]
+)
+def test_no_outputs(ask: Callable[[mf.FusionDefinition], Any]) -> None:
+    fd, _ = define()
+    raises("the definition has no outputs: found no add_output call", lambda: ask(fd))
+
+
+def test_an_input_without_an_annotation_is_replicated() -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8, 16])
+        y = fd.define_tensor([8, 16])
+        z = fd.ops.add(x, y)
+        fd.add_output(z)
+        fd.mesh_split(x, MESH, ["dp", None])
+    assert torch.equal(fd.simulate([X, X + 1])[0], X + 1)
+    assert "never annotated: an input without an annotation is replicated" in fd.explain(y)
+
+
+CHANGES: list[Callable[[mf.FusionDefinition, mf.TensorView, Any], Any]] = [
+    lambda fd, x, axis: fd.mesh_split(x, MESH, ["dp", None]),
+    lambda fd, x, axis: fd.shard(x, mf.Sharding.replicated(MESH, 2)),
+    lambda fd, x, axis: x.set_device_mesh(MESH),
+    lambda fd, x, axis: axis.parallelize(ParallelType.mesh_x),
+    lambda fd, x, axis: x.outer_split(0, 2),
+    lambda fd, x, axis: x.reorder({0: 1}),
+    lambda fd, x, axis: x.set_allocation_domain([axis, axis]),
+    lambda fd, x, axis: x.set_memory_type("symmetric"),
+    lambda fd, x, axis: fd.define_tensor([2]),
+    lambda fd, x, axis: fd.from_pytorch(X),
+    lambda fd, x, axis: fd.define_scalar(2),
+    lambda fd, x, axis: fd.define_vector(2),
+    lambda fd, x, axis: fd.add_output(x),
+    lambda fd, x, axis: fd.ops.relu(x),
+    lambda fd, x, axis: fd.ops.gelu(x),
+    lambda fd, x, axis: x.size(0),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_changes_after_the_first_call(change: Callable[..., Any]) -> None:
+    fd, x = define()
+    axis = x.axis(0)
+    fd.add_output(fd.ops.relu(x))
+    fd.simulate([X])
+    raises("has been compiled and cannot change any more", lambda: change(fd, x, axis))
+
+
+@pytest.mark.parametrize(
+    "shapes", [(), ([3, 4], [2, 2]), (5,), ("ab",), ([3],), ([3, 5],), ([-1, 4],), ([True, 4],)]
+)
+def test_shapes_to_compile_for(shapes: Any) -> None:
+    fd = mf.FusionDefinition()
+    fd.add_output(fd.ops.relu(fd.define_tensor([-1, 4])))
+    raises("compile", lambda: fd.bill(*shapes))
+    assert str(fd.bill([3, 4])) == "no communication"
+
+
+def test_scalars_to_compile_for() -> None:
+    fd = mf.FusionDefinition()
+    n = fd.define_scalar(dtype=DataType.Int)
+    fd.add_output(fd.ops.full([n], 1.0, DataType.Float))
+    raises("compile needs the scalars that sizes depend on: found none, needed s0", lambda: fd.compile())
+    raises("compile: scalars", lambda: fd.compile(scalars={7: 2}))
+    assert fd.compile(scalars={n: 5}).graph.shape(0) == (5,)
+
+
+@pytest.mark.parametrize(("tensor", "view"), [(3, None), (X, 3), (X[0], None), (None, None)])
+def test_shard_tensor(tensor: Any, view: Any) -> None:
+    fd, x = define()
+    fd.mesh_split(x, MESH, ["dp", None])
+    raises("shard_tensor", lambda: mf.shard_tensor(tensor, x if view is None else view), mf.ArgumentError)
+
+
+def test_numbers_of_numpy_and_sizes_of_torch_are_fine() -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor(torch.Size([8, 16]))
+        y = fd.ops.add(fd.ops.reshape(x, torch.Size([np.int64(16), 8])), np.float32(1.5))
+        fd.add_output(y)
+        fd.add_output(fd.ops.full([2], float("-inf"), DataType.Float))
+        fd.add_output(fd.ops.add(fd.ops.cast(x, DataType.ComplexFloat), complex(0, float("inf"))))
+        fd.mesh_split(x, MESH, [np.int64(0), np.int64(-1)])
+    first, second, third = fd.simulate([X])
+    assert torch.equal(first, torch.full((16, 8), 1.5)) and torch.equal(
+        second, torch.full((2,), float("-inf"))
+    )
+    assert torch.isinf(third.imag).all()

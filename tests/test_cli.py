@@ -1,0 +1,158 @@
+"""The command line, run in this process; `meshfuse run` has its tests among those of the ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshfuse
+from meshfuse.cli import main
+
+SCRIPT = """
+import argparse
+import meshfuse as mf
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--mesh", default="tp=2")
+parser.add_argument("--width", type=int, default=16)
+args = parser.parse_args()
+sizes = dict(part.split("=") for part in args.mesh.split(","))
+mesh = mf.DeviceMesh(tuple(map(int, sizes.values())), tuple(sizes))
+with mf.FusionDefinition() as fd:
+    x = fd.define_tensor([8, args.width])
+    w = fd.define_tensor([32, args.width])
+    y = fd.ops.linear(x, w)
+    fd.add_output(y)
+    fd.mesh_split(x, mesh, [None, "tp"])
+    fd.mesh_split(w, mesh, [None, "tp"])
+print("the script's own words")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "other.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_bill_of_a_script_that_only_defines(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bill", script, "--mesh", "dp=2,tp=4"]) == 0
+    out, err = capsys.readouterr()
+    assert f"{2 * 3 / 4 * 8 * 32 * 4:,.0f}" in out and "all-reduce" in out and "script.py:14" in out
+    assert "the script's own words" in err and "own words" not in out
+
+
+def test_bill_as_json_with_arguments_for_the_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bill", "--json", script, "--", "--width", "64", "--mesh", "tp=8"]) == 0
+    (bill,) = json.loads(capsys.readouterr().out)
+    assert bill["total"] == 2 * 7 / 8 * 8 * 32 * 4
+
+
+def test_explain(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", script]) == 0
+    table = capsys.readouterr().out
+    assert "annotated at script.py:16" in table and "y (t2)" in table
+    assert main(["explain", script, "--tensor", "y"]) == 0
+    text = capsys.readouterr().out
+    assert "unreduced over tp: a dim summed over is split in" in text and "annotated at script.py:1" in text
+
+
+def test_a_tensor_that_is_not_there(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", script, "--tensor", "z"]) == 1
+    assert "no such tensor: found 'z', needed one of x (t0), w (t1), y (t2)" in capsys.readouterr().err
+
+
+def test_what_the_script_ran_is_what_is_billed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """
+import torch, meshfuse as mf
+fd = mf.FusionDefinition()
+x = fd.define_tensor([-1, 4])
+y = fd.ops.sum(x, [0])
+fd.add_output(y)
+fd.mesh_split(x, mf.DeviceMesh((2,), ("tp",)), ["tp", None])
+fd.simulate([torch.zeros(6, 4)])
+"""
+    assert main(["bill", write(tmp_path, text)]) == 0
+    assert "all-reduce" in capsys.readouterr().out
+
+
+def test_a_definition_with_open_shapes_that_never_ran(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "import meshfuse as mf\nfd = mf.FusionDefinition()\nfd.add_output(fd.ops.relu(fd.define_tensor([-1])))\n"
+    assert main(["bill", write(tmp_path, text)]) == 1
+    err = capsys.readouterr().err
+    assert "left out: compile needs the size of every dim" in err
+    assert "has made no FusionDefinition that is compiled" in err
+
+
+def test_an_error_of_the_script_is_shown_as_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "def f():\n    return 1 / 0\n\n\nf()\n")
+    assert main(["bill", path]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f'Traceback (most recent call last):\n  File "{path}", line 5, in <module>')
+    assert err.rstrip().endswith("ZeroDivisionError: division by zero")
+    assert "cli.py" not in err and "runpy" not in err
+
+
+@pytest.mark.parametrize(("end", "code"), [("3", 3), ("'words'", 1), ("0", 1), ("None", 1)])
+def test_a_script_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, code: int) -> None:
+    """Its own code where it says that it failed; else there is nothing to report, which is 1."""
+    assert main(["bill", write(tmp_path, f"import sys\nsys.exit({end})\n")]) == code
+    assert ("words" in capsys.readouterr().err) == (end == "'words'")
+
+
+def test_no_such_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "/nowhere/script.py"]) == 2
+    assert "no such script: /nowhere/script.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [[], ["bake"], ["bill"], ["run", "script.py"], ["bill", "a.py", "--nope"]])
+def test_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(wrong)
+    assert caught.value.code == 2
+    assert "usage: meshfuse" in capsys.readouterr().err
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert "Python" in capsys.readouterr().out
+
+
+def test_run_hands_its_arguments_to_the_launcher(tmp_path: Path) -> None:
+    path = write(tmp_path, "import sys, os\nprint(sys.argv[1:], os.environ['WORLD_SIZE'])\nsys.exit(7)\n")
+    source = str(Path(meshfuse.__file__).parents[1])
+    command = [sys.executable, "-m", "meshfuse", "run", "--ranks", "1", path, "--mesh", "x"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": source}, check=False
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == "['--mesh', 'x'] 1\n"
+
+
+def test_the_help_loads_no_torch() -> None:
+    source = str(Path(meshfuse.__file__).parents[1])
+    code = "import sys, meshfuse.cli as c\ntry:\n    c.main(['--help'])\nfinally:\n    print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": source},
+        check=False,
+    )
+    assert done.stdout.rstrip().endswith("False"), done.stdout + done.stderr

@@ -1,0 +1,151 @@
+"""`fd.explain`: where every split comes from, what is communicated, and what else could have been done."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import meshfuse as mf
+
+MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
+HERE = os.path.basename(__file__)
+
+
+class Mlp:
+    def __init__(self) -> None:
+        with mf.FusionDefinition() as self.fd:
+            fd = self.fd
+            self.x = x = fd.define_tensor([8, 64])
+            self.w1 = w1 = fd.define_tensor([256, 64])
+            self.w2 = w2 = fd.define_tensor([64, 256])
+            self.h = h = fd.ops.relu(fd.ops.linear(x, w1))
+            self.y = y = fd.ops.linear(h, w2)
+            fd.add_output(y)
+            fd.mesh_split(x, MESH, ["dp", None])
+            fd.mesh_split(w1, MESH, ["tp", None])
+            fd.mesh_split(w2, MESH, [None, "tp"])
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines()]
+
+
+def line_of(source: str) -> int:
+    """The number of the first line of this file with this text."""
+    with open(__file__) as file:
+        return next(i for i, line in enumerate(file, 1) if line.strip() == source)
+
+
+def test_a_result_follows_its_operands_back_to_the_annotations() -> None:
+    made = Mlp()
+    found = lines(made.fd.explain(made.h))
+    assert found[0] == "h (t4): Float[8, 256], sharded [dp, tp] on DeviceMesh((2, 4), ('dp', 'tp'))"
+    x_line, w_line = (
+        line_of(f'fd.mesh_split({a}, MESH, ["{b}", None])') for a, b in (("x", "dp"), ("w1", "tp"))
+    )
+    assert (
+        f'dp on dim 0: follows x (t0) through t3, annotated at {HERE}:{x_line}: fd.mesh_split(x, MESH, ["dp", None])'
+        in (line.replace("h (t3)", "t3") for line in found)
+    )
+    assert any(
+        line.startswith("tp on dim 1: follows w1 (t1)") and f"{HERE}:{w_line}" in line for line in found
+    )
+    assert any(line.startswith("relu is computed following") and "us modelled" in line for line in found)
+    assert any(
+        line.startswith("the alternative, whole on every rank: ") and "times)" in line for line in found
+    )
+    assert found[-1] == "none: every reader takes it as it is"
+
+
+def test_an_unreduced_sum_and_its_collective() -> None:
+    made = Mlp()
+    found = lines(made.fd.explain(made.y))
+    assert "partial(sum: tp)" in found[0]
+    assert any(
+        line.startswith("unreduced over tp: a dim summed over is split in w2 (t2), annotated at")
+        for line in found
+    )
+    wire = 2 * 3 / 4 * (8 // 2) * 64 * 4
+    where = line_of("self.y = y = fd.ops.linear(h, w2)")
+    assert found[-1].startswith(
+        f"all-reduce over tp, {wire:,.0f} bytes per rank: [dp, -] partial(sum: tp) -> [dp, -]"
+    )
+    assert f"asked for by output at {HERE}:{where}" in found[-1]
+
+
+def test_annotated_and_unannotated_inputs() -> None:
+    made = Mlp()
+    assert any(line.startswith("annotated so at") for line in lines(made.fd.explain(made.w2)))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8, 16])
+        b = fd.define_tensor([16])
+        fd.add_output(fd.ops.add(x, b))
+        fd.mesh_split(x, MESH, ["dp", "tp"])
+    text = fd.explain(b)
+    assert "never annotated: an input without an annotation is replicated, whole on every rank" in text
+    assert "each rank takes its part, no bytes: [-] -> [tp], asked for by operand 1 of add" in text
+
+
+def test_an_annotation_downstream_is_named() -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([512, 512])
+        h = fd.ops.exp(x)
+        y = fd.ops.neg(h)
+        fd.add_output(y)
+        fd.mesh_split(y, MESH, ["tp", None])
+    assert any(
+        line.startswith("tp on dim 0: wanted by y (t2), annotated at") for line in lines(fd.explain(h))
+    )
+
+
+def test_an_annotation_that_the_op_does_not_make() -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([512, 512])
+        w = fd.define_tensor([512, 512])
+        y = fd.ops.linear(x, w)
+        fd.add_output(y)
+        fd.mesh_split(x, MESH, [None, "tp"])
+        fd.mesh_split(w, MESH, [None, "tp"])
+        fd.mesh_split(y, MESH, [None, None])
+    text = fd.explain(y)
+    assert "annotated so at" in text
+    assert "its op makes it as [-, -] partial(sum: tp), because:" in text
+    assert "asked for by its annotation" in text
+
+
+def test_computed_whole() -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8, 16])
+        y = fd.ops.relu(x)
+        fd.add_output(y)
+    text = fd.explain(y)
+    assert "computed whole: neither an operand nor an annotation splits it over an axis" in text
+    assert "there was no other way to compute it" in text
+
+
+def test_the_table() -> None:
+    made = Mlp()
+    table = made.fd.explain().splitlines()
+    assert table[0] == "on DeviceMesh((2, 4), ('dp', 'tp'))"
+    assert table[1].split() == ["tensor", "type", "sharding", "why", "line"]
+    assert len(table) == 2 + len(made.fd.tensors)
+    rows = {line.split()[0]: line for line in table[2:]}
+    assert "dp from x (t0), tp from w2 (t2)" in rows["y"]
+    assert "annotated at" in rows["x"]
+
+
+def test_shapes_choose_the_program() -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 16])
+        y = fd.ops.relu(x)
+        fd.add_output(y)
+    assert "Float[5, 16]" in fd.explain(y, [5, 16])
+    assert "Float[6, 16]" in fd.explain(None, [6, 16])
+    assert "Float[6, 16]" in fd.explain(y)
+
+
+def test_a_tensor_of_another_definition() -> None:
+    made = Mlp()
+    with pytest.raises(mf.DefinitionError, match=r"explain: found .* of another definition"):
+        made.fd.explain(Mlp().x)
