@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
+from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
 from .beam import WIDTH, Available, Beam, Step
 from .choose import Setting
@@ -95,11 +96,13 @@ class _Propagation:
                         self._ask(node, place, i, layouts)
 
     def _wanted_layouts(self, node: Node, results: Sequence[Sharding]) -> Layouts:
-        rule, call = node.rule, node.call
+        rule, call, mesh = node.rule, node.call, self.meshes.of_node(node.id)
         votes = [layouts_of(rule, rule.results[j], call.results[j].shape, sharding.dims)
-                 for j, sharding in enumerate(results)]  # fmt: skip
+                 for j, sharding in enumerate(results) if sharding.mesh == mesh]  # fmt: skip
         votes += [layouts_of(rule, rule.operands[j], call.types[j].shape, self.wanted[i][0].dims)
-                  for j, i in enumerate(node.inputs) if i in self.wanted]  # fmt: skip
+                  for j, i in enumerate(node.inputs)
+                  if i in self.wanted and self.wanted[i][0].mesh == mesh]  # fmt: skip
+        votes.append((WHOLE,) * len(rule.factors))
         return representable(rule, merged(votes))
 
     def _ask(self, node: Node, place: int, tensor: int, layouts: Layouts) -> None:

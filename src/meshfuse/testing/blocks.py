@@ -223,7 +223,7 @@ def matmul(w: Writer) -> None:
     )
     if b is None or w.flag():
         lead = batch if w.flag() else []
-        b = w.input([*lead, k, w.size()])
+        b = w.input([*lead, k, w.size()], dtype=a.tv.dtype)
     b = w.tamed(b, 50.0)
     shape = (*batch, a.shape[-2], b.shape[-1])
     if math.prod(shape) <= MAX_NUMEL:
@@ -233,8 +233,8 @@ def matmul(w: Writer) -> None:
 def linear(w: Writer) -> None:
     x = w.tamed(w.float(lambda v: 0 < v.ndim < 4), 50.0)
     n = w.size()
-    weight = w.input([n, x.shape[-1]])
-    more = [w.input([n]).tv] if w.flag() else []
+    weight = w.input([n, x.shape[-1]], dtype=x.tv.dtype)
+    more = [w.input([n], dtype=x.tv.dtype).tv] if w.flag() else []
     shape, bound = (*x.shape[:-1], n), x.bound * 4 * x.shape[-1] + 4
     if math.prod(shape) <= MAX_NUMEL:
         w.like(x, "linear", weight.tv, *more, shape=shape, bound=bound)

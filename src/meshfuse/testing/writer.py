@@ -57,10 +57,12 @@ class Writer:
     def dim(self, x: Var) -> int:
         return self.draw(st.integers(0, x.ndim - 1)) if x.ndim > 1 else 0
 
-    def input(self, shape: Sequence[int], kind: str = "float", bound: float = 4.0) -> Var:
-        """A new input; its numbers are whole in half of all cases, so that discontinuous ops can follow."""
-        dtype = {"float": DataType.Double, "int": DataType.Int, "bool": DataType.Bool}[kind]
-        tv = self.fd.define_tensor(list(shape), dtype=dtype)
+    def input(
+        self, shape: Sequence[int], kind: str = "float", bound: float = 4.0, dtype: DataType | None = None
+    ) -> Var:
+        """A new input, of the widest type of its kind unless another is given."""
+        widest = {"float": DataType.Double, "int": DataType.Int, "bool": DataType.Bool}[kind]
+        tv = self.fd.define_tensor(list(shape), dtype=dtype or widest)
         return self.add(tv, shape, kind, bound, True)
 
     def add(self, tv: Any, shape: Sequence[int], kind: str, bound: float, exact: bool) -> Var:
