@@ -165,7 +165,7 @@ def test_a_real_torch_mesh_and_dtensors(torch_mesh: Any) -> None:
         fd.simulate([x])
 
 
-# loop domains --------------------------------------------------------------------------------------------------
+# loop domains
 
 
 def domain(t: mf.TensorView) -> str:
@@ -174,7 +174,7 @@ def domain(t: mf.TensorView) -> str:
 
 
 def test_reduction_dims_stand_where_nvfuser_has_them() -> None:
-    """The right-hand sides are what nvfuser_direct 0.2.36 prints as get_loop_domain of the same definitions."""
+    """The right-hand sides are what nvfuser_direct 0.2.36 prints for the same definitions."""
     fd = mf.FusionDefinition()
     x, w, b = (fd.define_tensor(shape) for shape in ([-1, -1, -1], [-1, -1], [-1]))
     z = fd.define_tensor([-1, -1, -1])
@@ -209,7 +209,7 @@ def test_a_split_reduction_leaves_an_unreduced_sum() -> None:
     assert [split.axis for split in made.results[0].partial] == ["tp"]
 
 
-# memory order --------------------------------------------------------------------------------------------------
+# memory order
 
 
 def by_allocation(fd: mf.FusionDefinition, y: mf.TensorView) -> mf.TensorView:
@@ -252,7 +252,7 @@ def test_an_allocation_domain_keeps_an_annotation() -> None:
     assert fd.output_shardings() == [mf.Sharding(MESH, ((Split(2, "dp"),), ()))]
 
 
-# definitions ---------------------------------------------------------------------------------------------------
+# definitions
 
 
 def test_define_tensor_in_both_forms_and_from_pytorch() -> None:
@@ -334,7 +334,7 @@ def test_shard_tensor_cuts_what_the_annotation_says(mesh: mf.DeviceMesh) -> None
     assert mf.shard_tensor(torch.ones(3), free, 5).shape == (3,)
 
 
-# plans ---------------------------------------------------------------------------------------------------------
+# plans
 
 
 def test_a_second_call_with_the_same_shapes_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

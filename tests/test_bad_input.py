@@ -1,4 +1,5 @@
-"""Bad input of every kind: an error of the ValueError family that names what is wrong, at the user's own line."""
+# ruff: noqa: E501 - tables of texts and calls read best as lines
+"""Bad input of every kind is a ValueError that names what is wrong, at the user's own line."""
 
 from __future__ import annotations
 
@@ -43,15 +44,27 @@ def other() -> mf.TensorView:
 SPECS = {
     "one entry per dim": (["dp"], "dp", None, 5, {"a": "dp"}, ["stream", None, None]),
     "mesh axis 'dp' is used twice": (["dp", "dp"], [["dp", "dp"], None], [["tp", "dp"], 0]),
-    "x (t0), dim 0: unknown mesh axis: found 'ep', needed one of ('dp', 'tp')": (["ep", None], [["tp", "ep"], None]),
+    "x (t0), dim 0: unknown mesh axis: found 'ep', needed one of ('dp', 'tp')": (
+        ["ep", None],
+        [["tp", "ep"], None],
+    ),
     "x (t0), dim 1: no such mesh axis": ([None, 2], [None, -2], [None, np.int64(7)]),
     "not a way to split a dim": (
-        [1.5, None], [{}, None], [[["dp"]], None], [True, None], [object(), None], [b"dp", None], [[(0, "tp")], None],
-        [[(-4, "tp")], None], [[(2, 3)], None], [[mf.Split(2.0, "tp")], None], [mf.Split(4, "tp", -1), None],
+        [1.5, None],
+        [{}, None],
+        [[["dp"]], None],
+        [True, None],
+        [object(), None],
+        [b"dp", None],
+        [[(0, "tp")], None],
+        [[(-4, "tp")], None],
+        [[(2, 3)], None],
+        [[mf.Split(2.0, "tp")], None],
+        [mf.Split(4, "tp", -1), None],
     ),
     "a factor of 3 cannot be bound to mesh axis 'tp': found axis size 4": ([[mf.Split(3, "tp")], None],),
     "only one factor may be what remains": ([[mf.Split(None), mf.Split(None)], None],),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -134,24 +147,36 @@ def test_values_that_are_no_tensor_of_the_definition(value: Any) -> None:
 
 
 DEFINING: list[tuple[str, Callable[[mf.FusionDefinition], Any]]] = [
-    *[("define_tensor: shape", lambda fd, v=v: fd.define_tensor(v))
-      for v in ("ab", 5, None, [2.5], [-2], [True], [2**80], {"a": 1}, [None], [[2]])],
-    *[("define_tensor: dtype", lambda fd, v=v: fd.define_tensor([2], dtype=v))
-      for v in ("f", None, 3, float, torch.qint8, DataType.Null)],
-    *[("define_tensor: stride_order", lambda fd, v=v: fd.define_tensor([2, 3], stride_order=v))
-      for v in ([0], [0, 0], "ab", [0, 2], 5, [0.0, 1.0])],
+    *[
+        ("define_tensor: shape", lambda fd, v=v: fd.define_tensor(v))
+        for v in ("ab", 5, None, [2.5], [-2], [True], [2**80], {"a": 1}, [None], [[2]])
+    ],
+    *[
+        ("define_tensor: dtype", lambda fd, v=v: fd.define_tensor([2], dtype=v))
+        for v in ("f", None, 3, float, torch.qint8, DataType.Null)
+    ],
+    *[
+        ("define_tensor: stride_order", lambda fd, v=v: fd.define_tensor([2, 3], stride_order=v))
+        for v in ([0], [0, 0], "ab", [0, 2], 5, [0.0, 1.0])
+    ],
     ("define_tensor: strides", lambda fd: fd.define_tensor(sizes=[2, 3], strides=[1])),
     ("from_pytorch: found list, needed a torch tensor", lambda fd: fd.from_pytorch([1, 2])),
     ("from_pytorch: found ndarray, needed a torch tensor", lambda fd: fd.from_pytorch(np.zeros(2))),
     ("define_scalar: found 'a' (str), needed a number", lambda fd: fd.define_scalar("a")),
-    ("define_scalar: found nan, needed a number that Int holds", lambda fd: fd.define_scalar(float("nan"), DataType.Int)),
-    ("define_scalar: found 2j, needed a number that Float holds", lambda fd: fd.define_scalar(2j, DataType.Float)),
+    (
+        "define_scalar: found nan, needed a number that Int holds",
+        lambda fd: fd.define_scalar(float("nan"), DataType.Int),
+    ),
+    (
+        "define_scalar: found 2j, needed a number that Float holds",
+        lambda fd: fd.define_scalar(2j, DataType.Float),
+    ),
     ("a number is too large", lambda fd: fd.define_scalar(2**70)),
     ("define_scalar: dtype", lambda fd: fd.define_scalar(2, "x")),
     *[("define_vector", lambda fd, v=v: fd.define_vector(v)) for v in (-1, "ab", 2.5, [None], True, None)],
     ("a number that Int holds", lambda fd: fd.define_vector([2.5])),
     ("seed: found 'a'", lambda fd: mf.FusionDefinition("a")),  # type: ignore[arg-type]
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -172,23 +197,31 @@ VIEWS: list[tuple[str, Callable[[mf.TensorView, mf.TensorView], Any]]] = [
     *[("axis of x (t0): no such axis", lambda x, y, v=v: x.axis(v)) for v in (2, -3, "a", None, True)],
     ("outer_split: no such axis", lambda x, y: x.outer_split(9, 2)),
     *[("split: factor", lambda x, y, v=v: x.outer_split(0, v)) for v in (0, -1, 2.0, None)],
-    ("outer_split: axis 0 is parallelized", lambda x, y: _parallel(x, 4, ParallelType.mesh_x).outer_split(0, 2)),
+    (
+        "outer_split: axis 0 is parallelized",
+        lambda x, y: _parallel(x, 4, ParallelType.mesh_x).outer_split(0, 2),
+    ),
     ("must split evenly: found size 4 by 3", lambda x, y: x.outer_split(0, 4).inner_split(0, 3)),
     *[("parallelize", lambda x, y, v=v: x.axis(0).parallelize(v)) for v in ("x", None, 1)],
-    ("parallelize: the axis is bound already",
-     lambda x, y: _parallel(x, 4, ParallelType.mesh_x).axis(0).parallelize(ParallelType.mesh_y)),
+    (
+        "parallelize: the axis is bound already",
+        lambda x, y: _parallel(x, 4, ParallelType.mesh_x).axis(0).parallelize(ParallelType.mesh_y),
+    ),
     ("a position is named twice", lambda x, y: x.reorder({0: 1, 1: 1})),
     *[("reorder", lambda x, y, v=v: x.reorder(v)) for v in ({0: 7}, "ab", [0, 0], None, {"a": 0})],
     *[("rfactor of y (t1): only reduction axes", lambda x, y, v=v: y.rfactor(v)) for v in ([], [0])],
     *[("rfactor", lambda x, y, v=v: y.rfactor(v)) for v in (0, None, [7])],
-    *[("set_allocation_domain of x (t0)", lambda x, y, v=v: x.set_allocation_domain(v)) for v in (None, [0, 1], [])],
+    *[
+        ("set_allocation_domain of x (t0)", lambda x, y, v=v: x.set_allocation_domain(v))
+        for v in (None, [0, 1], [])
+    ],
     ("of every dim", lambda x, y: x.set_allocation_domain([x.axis(0)])),
     ("set_allocation_domain of x (t0)", lambda x, y: x.set_allocation_domain(y.get_loop_domain())),
     ("swizzle1d: no such axis", lambda x, y: x.swizzle1d(9, ParallelType.mesh_x)),
     ("a value of a definition has no truth value", lambda x, y: bool(x > 0)),
     ("a value of a definition has no truth value", lambda x, y: bool(x.size(0))),
     *[("size of x (t0): no such dim", lambda x, y, v=v: x.size(v)) for v in (5, -3, "a", None)],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "call"), VIEWS, ids=[f"{i}-{text}" for i, (text, _) in enumerate(VIEWS)])
@@ -200,12 +233,21 @@ def test_calls_of_tensor_views(text: str, call: Callable[[mf.TensorView, mf.Tens
 
 COMPILING: list[tuple[str, Callable[[mf.TensorView], Any]]] = [
     ("mesh_z on a mesh of 2 axes", lambda x: _parallel(x, 2, ParallelType.mesh_z)),
-    ("dim 0: a factor of 2 cannot be bound to mesh axis 'tp'", lambda x: _parallel(x, 2, ParallelType.mesh_x)),
-    ("mesh axis 'tp' is used twice: found on dims 0 and 1",
-     lambda x: _parallel(x, 4, ParallelType.mesh_x).outer_split(2, 4).axis(2).parallelize(ParallelType.mesh_x)),
-    ("tensor x (t0) is parallelized and has no mesh",
-     lambda x: x.outer_split(0, 4).axis(0).parallelize(ParallelType.mesh_x)),
-]  # fmt: skip
+    (
+        "dim 0: a factor of 2 cannot be bound to mesh axis 'tp'",
+        lambda x: _parallel(x, 2, ParallelType.mesh_x),
+    ),
+    (
+        "mesh axis 'tp' is used twice: found on dims 0 and 1",
+        lambda x: (
+            _parallel(x, 4, ParallelType.mesh_x).outer_split(2, 4).axis(2).parallelize(ParallelType.mesh_x)
+        ),
+    ),
+    (
+        "tensor x (t0) is parallelized and has no mesh",
+        lambda x: x.outer_split(0, 4).axis(0).parallelize(ParallelType.mesh_x),
+    ),
+]
 
 
 @pytest.mark.parametrize(("text", "annotate"), COMPILING, ids=[text for text, _ in COMPILING])

@@ -90,7 +90,8 @@ fd.simulate([torch.zeros(6, 4)])
 def test_a_definition_with_open_shapes_that_never_ran(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = "import meshfuse as mf\nfd = mf.FusionDefinition()\nfd.add_output(fd.ops.relu(fd.define_tensor([-1])))\n"
+    text = "import meshfuse as mf\nfd = mf.FusionDefinition()\n"
+    text += "fd.add_output(fd.ops.relu(fd.define_tensor([-1])))\n"
     assert main(["bill", write(tmp_path, text)]) == 1
     err = capsys.readouterr().err
     assert "left out: compile needs the size of every dim" in err
@@ -146,7 +147,8 @@ def test_run_hands_its_arguments_to_the_launcher(tmp_path: Path) -> None:
 
 def test_the_help_loads_no_torch() -> None:
     source = str(Path(meshfuse.__file__).parents[1])
-    code = "import sys, meshfuse.cli as c\ntry:\n    c.main(['--help'])\nfinally:\n    print('torch' in sys.modules)"
+    code = "import sys, meshfuse.cli as c\ntry:\n    c.main(['--help'])\n"
+    code += "finally:\n    print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

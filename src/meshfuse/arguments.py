@@ -31,8 +31,8 @@ def split_arguments(
 ) -> Inputs:
     """The arguments by number.
 
-    Raises ArgumentError for a wrong count, kind (DTensors included), dtype, number of dims, stride order or mixed
-    devices; DefinitionError for a definition without outputs.
+    Raises ArgumentError for a wrong count, kind (DTensors included), dtype, number of dims, stride order or
+    mixed devices; DefinitionError for a definition without outputs.
     """
     check_count(fd, arguments, line)
     tensors: dict[int, torch.Tensor] = {}
@@ -46,7 +46,7 @@ def split_arguments(
 
 
 def check_count(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) -> None:
-    """Raises ArgumentError unless there is one argument per input, DefinitionError where nothing is returned."""
+    """Raises ArgumentError unless there is one argument per input, DefinitionError without outputs."""
     fd.check_complete(line)
     if not isinstance(arguments, (list, tuple)):
         raise user_error(
@@ -139,9 +139,13 @@ def _checked_scalar(
     if not isinstance(value, (bool, int, float, complex)) or not fits(value, dtype):
         found = repr(value) if isinstance(value, (bool, int, float, complex)) else f"a {type(value).__name__}"
         raise user_error(
-            f"argument {place}, scalar s{number}", found, f"a number that {dtype.name} holds", "Pass a Python number.",
-            line, ArgumentError,
-        )  # fmt: skip
+            f"argument {place}, scalar s{number}",
+            found,
+            f"a number that {dtype.name} holds",
+            "Pass a Python number.",
+            line,
+            ArgumentError,
+        )
     return value
 
 
@@ -153,9 +157,13 @@ def _device(
         first.setdefault(str(tensor.device), i)
     if len(first) > 1:
         raise user_error(
-            "arguments on different devices", ", ".join(f"{fd.tensors[i].label} on {name}" for name, i in first.items()),
-            "one device", "Move them to one device.", line, ArgumentError,
-        )  # fmt: skip
+            "arguments on different devices",
+            ", ".join(f"{fd.tensors[i].label} on {name}" for name, i in first.items()),
+            "one device",
+            "Move them to one device.",
+            line,
+            ArgumentError,
+        )
     return next((t.device for t in tensors.values()), torch.device("cpu"))
 
 
@@ -164,44 +172,55 @@ def compile_shapes(
 ) -> dict[int, tuple[int, ...]]:
     """Global shapes by input tensor, as given or (for none) as defined.
 
-    Raises DefinitionError for a wrong count, for sizes left open and for those that contradict the definition.
+    Raises DefinitionError for a wrong count, for sizes left open and for those that contradict the
+    definition.
     """
     fd.check_complete(line)
     tensors = [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
     given = list(shapes) if shapes else [fd.tensors[i].type.shape for i in tensors]
     if len(given) != len(tensors) or not all(map(_is_shape, given)):
         raise user_error(
-            "compile needs the size of every dim", f"{[list(s) if isinstance(s, tuple) else s for s in given]}",
-            f"{len(tensors)} shapes without -1, for {_signature(fd)}", "Pass one global shape per input tensor.", line,
-        )  # fmt: skip
+            "compile needs the size of every dim",
+            f"{[list(s) if isinstance(s, tuple) else s for s in given]}",
+            f"{len(tensors)} shapes without -1, for {_signature(fd)}",
+            "Pass one global shape per input tensor.",
+            line,
+        )
     found = {i: tuple(int(n) for n in shape) for i, shape in zip(tensors, given, strict=True)}
     for i, shape in found.items():
         wanted = fd.tensors[i].type.shape
         if len(shape) != len(wanted) or any(n not in (-1, m) for n, m in zip(wanted, shape, strict=True)):
             raise user_error(
-                f"compile: the shape of {fd.tensors[i].label}", str(list(shape)), f"{list(wanted)} as defined",
-                "Correct it.", line,
-            )  # fmt: skip
+                f"compile: the shape of {fd.tensors[i].label}",
+                str(list(shape)),
+                f"{list(wanted)} as defined",
+                "Correct it.",
+                line,
+            )
     return found
 
 
 def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, (list, tuple)) and all(
-        (as_int(n) if as_int(n) is not None else -1) >= 0 for n in shape
-    )  # type: ignore[operator]
+    return isinstance(shape, (list, tuple)) and all(n is not None and n >= 0 for n in map(as_int, shape))
 
 
 def scalar_values(
     fd: DefinitionBuilder, scalars: Mapping[Any, Any] | None, line: SourceLine
 ) -> dict[int, Any]:
-    """The values of scalar inputs by number, from a mapping by `Val` or number. Raises DefinitionError for others."""
+    """The values of scalar inputs by number, from a mapping by `Val` or number.
+
+    Raises DefinitionError for others.
+    """
     numbers = {ref.id for ref in fd.inputs if isinstance(ref, ScalarRef)}
     found = {getattr(getattr(key, "ref", None), "id", key): value for key, value in (scalars or {}).items()}
     if not set(found) <= numbers:
         raise user_error(
-            "compile: scalars", repr(scalars), f"values of the scalar inputs {sorted(f's{n}' for n in numbers)}",
-            "Pass {val: number}.", line,
-        )  # fmt: skip
+            "compile: scalars",
+            repr(scalars),
+            f"values of the scalar inputs {sorted(f's{n}' for n in numbers)}",
+            "Pass {val: number}.",
+            line,
+        )
     return found
 
 
@@ -235,9 +254,13 @@ def _wrong_shape(
 ) -> Exception:
     made = fd.tensors[i]
     return user_error(
-        f"tensor {made.label} (defined at {made.line}) has the wrong {which} shape", found, needed,
-        "Pass the rank's shard (mf.shard_tensor cuts it) to execute, the whole tensor to simulate.", line, ArgumentError,
-    )  # fmt: skip
+        f"tensor {made.label} (defined at {made.line}) has the wrong {which} shape",
+        found,
+        needed,
+        "Pass the rank's shard (mf.shard_tensor cuts it) to execute, the whole tensor to simulate.",
+        line,
+        ArgumentError,
+    )
 
 
 def global_shapes(
@@ -247,9 +270,11 @@ def global_shapes(
     globals_: Mapping[int, tuple[int, ...]],
     line: Any = None,
 ) -> dict[int, tuple[int, ...]]:
-    """The global shapes that local arguments mean: fixed sizes as defined, open ones as even shards make them up.
+    """The global shapes that local arguments mean: fixed sizes as defined, open ones as even shards make them
+    up.
 
-    `globals_` are shapes known otherwise (of DTensors). Raises ArgumentError where a shard is not of its shape.
+    `globals_` are shapes known otherwise (of DTensors). Raises ArgumentError where a shard is not of its
+    shape.
     """
     out: dict[int, tuple[int, ...]] = {}
     for i, tensor in inputs.tensors.items():

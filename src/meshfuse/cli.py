@@ -1,7 +1,7 @@
 """The `meshfuse` command: run a script on ranks, ask what one decides, or look at the machine.
 
-`explain` and `bill` run the script in this process, on simulated ranks, with its own output sent to stderr, and then
-print what was decided for every definition that it made. Loads torch only when a script does.
+`explain` and `bill` run the script in this process, on simulated ranks, with its own output sent to stderr,
+and then print what was decided for every definition that it made. Loads torch only when a script does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OWN_FRAMES = (os.path.abspath(__file__), runpy.__file__, "<frozen runpy>")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (sys.argv's by default); returns the exit code. argparse exits by itself on wrong usage."""
+    """Run a command line (sys.argv's by default); the exit code. Wrong usage raises SystemExit."""
     own, script_args = _parts(list(sys.argv[1:] if argv is None else argv))
     args = _parser().parse_args(own)
     if script_args is not None:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parts(argv: list[str]) -> tuple[list[str], list[str] | None]:
-    """The command's own arguments and, of `explain` and `bill`, the script's after `--` (argparse keeps no such order)."""
+    """The command's own arguments and, of `explain` and `bill`, the script's after `--`."""
     if not argv or argv[0] not in ("explain", "bill") or "--" not in argv:
         return argv, None
     cut = argv.index("--")
@@ -138,7 +138,10 @@ def _program(fd: FusionDefinition) -> CompiledProgram | None:
 
 
 def _run_script(args: argparse.Namespace, definitions: list[FusionDefinition]) -> int:
-    """Run the script as `python SCRIPT ARGS` would; its exit code. An error is shown with the script's own frames."""
+    """Run the script as `python SCRIPT ARGS` would; its exit code.
+
+    An error is shown with the script's own frames.
+    """
     mesh = ["--mesh", args.mesh] if args.mesh is not None else []
     sys.argv = [args.script, *mesh, *args.script_args]
     sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))

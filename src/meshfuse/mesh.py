@@ -32,8 +32,9 @@ class DeviceMesh:
     """Ranks in a grid with one name per axis. Immutable; meshes of equal ranks, shape and names are equal.
 
     `DeviceMesh((2, 4), ("dp", "tp"))` is ranks 0..7 in that shape; `DeviceMesh(array)` and
-    `DeviceMesh(array, names)` take the ranks themselves from a list, a range or a torch tensor (nvFuser's form).
-    Unnamed axes are called x (the last), y, z. Raises DefinitionError for ranks or names that occur twice.
+    `DeviceMesh(array, names)` take the ranks themselves from a list, a range or a torch tensor (nvFuser's
+    form). Unnamed axes are called x (the last), y, z. Raises DefinitionError for ranks or names that occur
+    twice.
     """
 
     __slots__ = ("_coordinates", "_hash", "names", "ranks", "shape")
@@ -107,9 +108,11 @@ class DeviceMesh:
         place = {ParallelType.mesh_x: 1, ParallelType.mesh_y: 2, ParallelType.mesh_z: 3}[kind]
         if place > self.ndim:
             raise user_error(
-                f"{kind} on a mesh of {self.ndim} axes", f"axes {self.names}", f"a mesh of at least {place} axes",
+                f"{kind} on a mesh of {self.ndim} axes",
+                f"axes {self.names}",
+                f"a mesh of at least {place} axes",
                 "Use a mesh with more axes or another parallel type.",
-            )  # fmt: skip
+            )
         return self.names[-place]
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019 - meshes are few and live as long as the program
@@ -172,9 +175,11 @@ def _is_list(value: Any) -> bool:
 def _rank(value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise user_error(
-            "a mesh is made of ranks", f"{value!r} ({type(value).__name__})", "ints in a list, nested lists or a tensor",
+            "a mesh is made of ranks",
+            f"{value!r} ({type(value).__name__})",
+            "ints in a list, nested lists or a tensor",
             "Pass a shape and names, or the ranks.",
-        )  # fmt: skip
+        )
     return value.__index__()
 
 
@@ -206,20 +211,26 @@ def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int
         )
     if math.prod(shape) != len(ranks):
         raise user_error(
-            "a mesh needs as many ranks as its shape holds", f"{len(ranks)} for shape {shape}", f"{math.prod(shape)}",
+            "a mesh needs as many ranks as its shape holds",
+            f"{len(ranks)} for shape {shape}",
+            f"{math.prod(shape)}",
             "Correct the shape or the ranks.",
-        )  # fmt: skip
+        )
     texts = all(isinstance(name, str) and name for name in names)
     if not texts or len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
         raise user_error(
-            "a mesh needs one name per axis, each once, none of them 'stream'", f"names {names} for shape {shape}",
-            f"{len(shape)} different strings", "Name every axis.",
-        )  # fmt: skip
+            "a mesh needs one name per axis, each once, none of them 'stream'",
+            f"names {names} for shape {shape}",
+            f"{len(shape)} different strings",
+            "Name every axis.",
+        )
     repeated = (
         sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) != len(ranks) else []
     )
     if repeated or min(ranks) < 0:
         raise user_error(
-            "a mesh holds each rank once, none negative", f"ranks {list(ranks)}",
-            "different ranks >= 0", f"Remove the repeated ranks {repeated}." if repeated else "Remove the negative ranks.",
-        )  # fmt: skip
+            "a mesh holds each rank once, none negative",
+            f"ranks {list(ranks)}",
+            "different ranks >= 0",
+            f"Remove the repeated ranks {repeated}." if repeated else "Remove the negative ranks.",
+        )

@@ -1,4 +1,4 @@
-"""What a user says of a tensor's sharding: the forms it may be said in, and its meaning for concrete shapes."""
+"""What a user says of a tensor's sharding, in whichever form, and its meaning for concrete shapes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,15 @@ class Annotation:
     stated: bool = False
 
     def sharding(self, name: str, shape: Sequence[int]) -> Sharding:
-        """The sharding of a tensor of this shape. Raises DefinitionError where an axis is used twice or unknown."""
+        """The sharding of a tensor of this shape.
+
+        Raises DefinitionError where an axis is used twice or unknown.
+        """
         assert self.mesh is not None
         dims = [canonical(layout, n) for layout, n in zip(self.named(), shape, strict=True)]
-        check_axes(name, [*dims, *self.named(reduction=True)], self.mesh, self.line)
+        # A result may be scattered over the axis that its reduction runs over.
+        for layouts in (dims, self.named(reduction=True)):
+            check_axes(name, layouts, self.mesh, self.line)
         return Sharding.make(self.mesh, dims, shape)
 
     def reduction_layouts(self) -> list[Layout]:
@@ -59,7 +64,7 @@ class Annotation:
         return (self.mesh, *(tuple(map(_trimmed, self.named(reduction))) for reduction in (False, True)))
 
     def _named(self, layout: Layout, what: str) -> Layout:
-        """The layout with mesh axes for nvFuser's parallel types, and its splits' sizes checked against the mesh's."""
+        """The layout with mesh axes for nvFuser's parallel types, its sizes checked against the mesh's."""
         assert self.mesh is not None
         return tuple(
             _sized(_mesh_axis(split, self.mesh, self.line), self.mesh, what, self.line) for split in layout
@@ -84,15 +89,18 @@ def _mesh_axis(split: Split, mesh: DeviceMesh, line: SourceLine) -> Split:
 
 
 def _sized(split: Split, mesh: DeviceMesh, what: str, line: SourceLine) -> Split:
-    """A bound split of free size takes the axis' size: the dim itself is the axis (`[d, ...]` with d on mesh_x)."""
+    """A bound split of free size takes the axis' size: the dim itself is the axis."""
     if not split.bound:
         return split
     assert split.axis is not None
     if split.axis not in mesh.names:
         raise user_error(
-            f"{what}: unknown mesh axis", repr(split.axis), f"one of {mesh.names} of {mesh}", "Use an axis of this mesh.",
+            f"{what}: unknown mesh axis",
+            repr(split.axis),
+            f"one of {mesh.names} of {mesh}",
+            "Use an axis of this mesh.",
             line,
-        )  # fmt: skip
+        )
     size, pre = mesh.axis_size(split.axis), split.pre or 1
     wanted = size // pre if split.size is None else split.size
     if size % (pre * wanted) or (split.pre == WHOLE_AXIS and wanted != size):
@@ -104,16 +112,19 @@ def _sized(split: Split, mesh: DeviceMesh, what: str, line: SourceLine) -> Split
 
 
 def check_axes(name: str, dims: Sequence[Layout], mesh: DeviceMesh, line: SourceLine) -> None:
-    """Raises DefinitionError where two dims (or one dim twice) are split over the same part of a mesh axis."""
+    """Raises DefinitionError where a part of a mesh axis splits two dims, or one dim twice."""
     bound = [(d, split) for d, layout in enumerate(dims) for split in layout if split.bound]
     for i, (d, split) in enumerate(bound):
         for e, other in bound[:i]:
             if overlap(split, other):
                 where = f"on dims {e} and {d}" if d != e else f"twice on dim {d}"
                 raise user_error(
-                    f"tensor {name}: mesh axis {split.axis!r} is used twice", where, "each axis once per tensor",
-                    f"Remove it from one of the dims (mesh: {mesh}).", line,
-                )  # fmt: skip
+                    f"tensor {name}: mesh axis {split.axis!r} is used twice",
+                    where,
+                    "each axis once per tensor",
+                    f"Remove it from one of the dims (mesh: {mesh}).",
+                    line,
+                )
 
 
 def layouts_of_spec(
@@ -122,9 +133,12 @@ def layouts_of_spec(
     """Layouts from `mesh_split`'s per-dim list. Raises DefinitionError for a wrong length or unknown axes."""
     if not isinstance(spec, (list, tuple)) or len(spec) != ndim:
         raise user_error(
-            f"tensor {name}: mesh_split takes one entry per dim", f"{spec!r} for {ndim} dims", f"a list of {ndim} entries",
-            "Use None for dims that are not split.", line,
-        )  # fmt: skip
+            f"tensor {name}: mesh_split takes one entry per dim",
+            f"{spec!r} for {ndim} dims",
+            f"a list of {ndim} entries",
+            "Use None for dims that are not split.",
+            line,
+        )
     dims = tuple(_dim_layout(mesh, entry, f"tensor {name}, dim {d}", line) for d, entry in enumerate(spec))
     check_axes(name, dims, mesh, line)
     return dims
@@ -137,9 +151,12 @@ def _dim_layout(mesh: DeviceMesh, entry: DimSpec, what: str, line: SourceLine) -
     layout = tuple(_split_of(mesh, part, what, line) for part in entries)
     if sum(split.size is None and split.axis is None for split in layout) > 1:
         raise user_error(
-            f"{what}: only one factor may be what remains of the dim", f"{list(layout)}", "sizes for all others",
-            "Give Split(size) for all but one.", line,
-        )  # fmt: skip
+            f"{what}: only one factor may be what remains of the dim",
+            f"{list(layout)}",
+            "sizes for all others",
+            "Give Split(size) for all but one.",
+            line,
+        )
     return layout
 
 
@@ -149,9 +166,12 @@ def _split_of(mesh: DeviceMesh, part: Any, what: str, line: SourceLine) -> Split
     if number is not None:
         if not 0 <= number < mesh.ndim:
             raise user_error(
-                f"{what}: no such mesh axis", str(number), f"-1 (not split) or 0 to {mesh.ndim - 1} for {mesh}",
-                "Use the number of an axis.", line,
-            )  # fmt: skip
+                f"{what}: no such mesh axis",
+                str(number),
+                f"-1 (not split) or 0 to {mesh.ndim - 1} for {mesh}",
+                "Use the number of an axis.",
+                line,
+            )
         return Split(mesh.shape[number], mesh.names[number])
     if isinstance(part, str):
         return _sized(Split(None, part), mesh, what, line)
@@ -161,7 +181,9 @@ def _split_of(mesh: DeviceMesh, part: Any, what: str, line: SourceLine) -> Split
 
 
 def _checked_split(part: tuple[Any, ...], what: str, line: SourceLine) -> Split:
-    size, axis, pre = (*part, *(None, 1)[len(part) - 1 :])
+    size = part[0]
+    axis = part[1] if len(part) > 1 else None
+    pre = part[2] if len(part) > 2 else 1
     found = Split(None if size is None else as_int(size), axis, as_int(pre) or 0)
     wrong_size = size is not None and (found.size is None or found.size < 1)
     if wrong_size or found.pre < 1 or not isinstance(axis, (str, type(None))):
@@ -171,13 +193,19 @@ def _checked_split(part: tuple[Any, ...], what: str, line: SourceLine) -> Split:
 
 def _no_entry(what: str, part: Any, line: SourceLine) -> Exception:
     return user_error(
-        f"{what}: not a way to split a dim", repr(part),
-        "None or -1, a mesh axis by name or number, a Split(size, axis), or a list of these", "Correct the entry.", line,
-    )  # fmt: skip
+        f"{what}: not a way to split a dim",
+        repr(part),
+        "None or -1, a mesh axis by name or number, a Split(size, axis), or a list of these",
+        "Correct the entry.",
+        line,
+    )
 
 
 def layouts_of_sharding(name: str, sharding: Sharding, ndim: int, line: SourceLine) -> tuple[Layout, ...]:
-    """The layouts of a `Sharding`. Raises DefinitionError where it is partial or of another number of dims."""
+    """The layouts of a `Sharding`.
+
+    Raises DefinitionError where it is partial or of another number of dims.
+    """
     if sharding.partial:
         raise user_error(
             f"tensor {name}: an annotation must say where the elements are", f"{sharding}",
@@ -185,9 +213,12 @@ def layouts_of_sharding(name: str, sharding: Sharding, ndim: int, line: SourceLi
         )  # fmt: skip
     if sharding.ndim != ndim:
         raise user_error(
-            f"tensor {name}: the sharding has another number of dims", f"{sharding.ndim} in {sharding}", str(ndim),
-            "Give a layout for every dim.", line,
-        )  # fmt: skip
+            f"tensor {name}: the sharding has another number of dims",
+            f"{sharding.ndim} in {sharding}",
+            str(ndim),
+            "Give a layout for every dim.",
+            line,
+        )
     return layouts_of_spec(name, sharding.mesh, [list(layout) for layout in sharding.dims], ndim, line)
 
 
@@ -198,16 +229,22 @@ def layouts_of_placements(
     listed = isinstance(placements, (list, tuple)) and all(hasattr(p, "is_shard") for p in placements)
     if not listed or len(placements) != mesh.ndim:
         raise user_error(
-            f"tensor {name}: one placement per mesh axis", f"{placements!r} for {mesh}",
-            f"a Sharding, or a list of {mesh.ndim} placements", "Use Replicate() for axes that do not shard it.", line,
-        )  # fmt: skip
+            f"tensor {name}: one placement per mesh axis",
+            f"{placements!r} for {mesh}",
+            f"a Sharding, or a list of {mesh.ndim} placements",
+            "Use Replicate() for axes that do not shard it.",
+            line,
+        )
     dims: list[list[Split]] = [[] for _ in range(ndim)]
     for axis, size, placement in zip(mesh.names, mesh.shape, placements, strict=True):
         if placement.is_partial() or type(placement).__name__ == "_StridedShard":
             raise user_error(
-                f"tensor {name}: an annotation must say where the elements are", str(placement), "Shard or Replicate",
-                "Annotate the tensor that it is reduced to.", line,
-            )  # fmt: skip
+                f"tensor {name}: an annotation must say where the elements are",
+                str(placement),
+                "Shard or Replicate",
+                "Annotate the tensor that it is reduced to.",
+                line,
+            )
         if placement.is_shard():
             dims[_placed_dim(name, placement, ndim, line)].append(Split(size, axis))
     return tuple(map(tuple, dims))
@@ -216,7 +253,10 @@ def layouts_of_placements(
 def _placed_dim(name: str, placement: Any, ndim: int, line: SourceLine) -> int:
     if not -ndim <= placement.dim < ndim:
         raise user_error(
-            f"tensor {name}: the placement names a dim that it has not", str(placement), f"a dim below {ndim}",
-            "Name an existing dim.", line,
-        )  # fmt: skip
+            f"tensor {name}: the placement names a dim that it has not",
+            str(placement),
+            f"a dim below {ndim}",
+            "Name an existing dim.",
+            line,
+        )
     return placement.dim % ndim

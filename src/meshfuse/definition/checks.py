@@ -49,7 +49,8 @@ def checked_dtype(what: str, dtype: Any, line: SourceLine | None) -> DataType:
 
 
 def checked_order(order: Any, strides: Any, shape: Sequence[int], line: SourceLine) -> tuple[int, ...] | None:
-    """nvFuser's stride order (the place of each dim, 0 the fastest), given or read off strides; None for row-major.
+    """nvFuser's stride order (the place of each dim, 0 the fastest), given or read off strides; None for
+    row-major.
 
     Raises DefinitionError where it does not order the dims.
     """
@@ -63,9 +64,13 @@ def checked_order(order: Any, strides: Any, shape: Sequence[int], line: SourceLi
         or (order is not None and sorted(_wrapped(found)) != [*range(len(shape))])
     ):
         raise user_error(
-            f"define_tensor: {what}", repr(given), f"{len(shape)} ints, one per dim"
-            + (", each of 0 (the fastest) up once" if order is not None else ""), "Correct it or leave it out.", line,
-        )  # fmt: skip
+            f"define_tensor: {what}",
+            repr(given),
+            f"{len(shape)} ints, one per dim"
+            + (", each of 0 (the fastest) up once" if order is not None else ""),
+            "Correct it or leave it out.",
+            line,
+        )
     result = _wrapped(found) if order is not None else _order_of(found)
     return result if result != tuple(reversed(range(len(shape)))) else None
 
@@ -113,9 +118,12 @@ def check_meshes(annotations: Iterable[Annotation]) -> None:
             leaf.axis not in (None, STREAM) for leaf in annotation.domain.order
         ):
             raise user_error(
-                f"tensor {annotation.label} is parallelized and has no mesh", str(annotation.domain), "a mesh",
-                "Call its set_device_mesh.", annotation.line,
-            )  # fmt: skip
+                f"tensor {annotation.label} is parallelized and has no mesh",
+                str(annotation.domain),
+                "a mesh",
+                "Call its set_device_mesh.",
+                annotation.line,
+            )
 
 
 def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLine) -> Any:
@@ -132,7 +140,7 @@ def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLi
 
 
 def fits(number: Any, dtype: DataType | None) -> bool:
-    """True where a scalar of the dtype can be this number (a float may be rounded, a bool may count as an int)."""
+    """True where a scalar of the dtype can be this number, perhaps rounded (a bool counts as an int)."""
     if dtype is None:
         return True
     small = not isinstance(number, int) or -_LARGEST - 1 <= number <= _LARGEST
@@ -174,9 +182,11 @@ def composite_call(
     first = next((value for place, value in enumerate(bound.args) if place == 1), None)
     if not isinstance(first, TensorView):
         raise user_error(
-            f"{name}: the first argument", f"{first!r} ({type(first).__name__})", "a tensor of this definition",
+            f"{name}: the first argument",
+            f"{first!r} ({type(first).__name__})",
+            "a tensor of this definition",
             f"Call it as {usage}.",
-        )  # fmt: skip
+        )
     try:
         return function(*bound.args, **bound.kwargs)
     except MeshfuseError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -14,13 +13,11 @@ from ..ops import COMPOSITES
 from ..ops.base import (
     REQUIRED,
     Call,
-    FactorKind,
     OpDef,
     ParamKind,
     ScalarRef,
     TensorRef,
     TensorType,
-    count_tensors,
 )
 from ..ops.binding import bind, signature
 from ..scalars import FUNCTIONS, ScalarDef, result_dtype
@@ -40,33 +37,8 @@ from .checks import (
 )
 from .loop import AxisView, LoopDomain, as_int
 from .namespaces import Fusion, OpNamespace, find_op
+from .records import OpNode, TensorDef, memory_order, reduction_flags, tensor_refs
 from .tensor_view import TensorView, Val
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDef:
-    """A tensor of a definition: its symbolic type and where it came from."""
-
-    type: TensorType
-    name: str
-    line: SourceLine
-    stride_order: tuple[int, ...] | None = None
-
-    @property
-    def label(self) -> str:
-        """The name after the script's own variable where its line shows one: `x (t0)`."""
-        return self.line.label(self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class OpNode:
-    """One op of a definition. `inputs` and `outputs` number tensors."""
-
-    op: OpDef
-    args: tuple[Any, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    line: SourceLine
 
 
 class DefinitionBuilder:
@@ -91,17 +63,25 @@ class DefinitionBuilder:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return None
 
-    # inputs -----------------------------------------------------------------------------------------------------
+    # inputs
 
     def define_tensor(
-        self, shape: Sequence[int] | None = None, contiguity: Any = None, dtype: Any = DataType.Float,
-        is_cpu: bool = False, stride_order: Sequence[int] | None = None, *, sizes: Sequence[int] | None = None,
-        strides: Sequence[int] | None = None, static_sizes: bool = False, symbolic_sizes: Sequence[int] | None = None,
-    ) -> TensorView:  # fmt: skip
+        self,
+        shape: Sequence[int] | None = None,
+        contiguity: Any = None,
+        dtype: Any = DataType.Float,
+        is_cpu: bool = False,
+        stride_order: Sequence[int] | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        static_sizes: bool = False,
+        symbolic_sizes: Sequence[int] | None = None,
+    ) -> TensorView:
         """An input tensor. `shape` holds global sizes, -1 where the arguments decide (and are more than 1).
 
-        nvFuser's second form takes `sizes` and `strides` of an example tensor. Raises DefinitionError for what is no
-        size, dtype or order of the dims.
+        nvFuser's second form takes `sizes` and `strides` of an example tensor. Raises DefinitionError for
+        what is no size, dtype or order of the dims.
         """
         line = self._changing()
         if strides is None and contiguity is not None and _are_strides(contiguity):
@@ -144,7 +124,7 @@ class DefinitionBuilder:
         return self._new_scalar(ScalarDef("const", (number,), found or scalar_dtype(number)))
 
     def define_vector(self, values: int | Sequence[Any], dtype: Any = DataType.Int) -> list[Val]:
-        """Scalars: as many inputs as a number says, or one constant per entry of a list (-1 stays an open size)."""
+        """As many scalar inputs as a number says, or a constant per entry of a list (-1 stays as it is)."""
         line = self._changing()
         count = as_int(values)
         if count is not None and count >= 0:
@@ -160,13 +140,13 @@ class DefinitionBuilder:
     def _constant(self, value: Any, dtype: Any, line: SourceLine) -> Val:
         return self.define_scalar(checked_number("define_vector", value, None, line), dtype)
 
-    # ops --------------------------------------------------------------------------------------------------------
+    # ops
 
     def call_with_keywords(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self.call(name, args, kwargs)
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Apply an op of the table: a TensorView (a tuple of them for several results), or a Val for scalars alone."""
+        """Apply an op of the table: a TensorView, a tuple of them, or (for scalars alone) a Val."""
         line = caller_line()
         try:
             self.check_open()
@@ -249,8 +229,8 @@ class DefinitionBuilder:
     def add_output(self, tensor: TensorView, alias_input: TensorView | None = None) -> None:
         """Return a tensor from the program. Its order among the outputs is the order of these calls.
 
-        Raises DefinitionError for anything but a tensor of this definition, and for `alias_input`: nothing is written
-        into arguments.
+        Raises DefinitionError for anything but a tensor of this definition, and for `alias_input`: nothing is
+        written into arguments.
         """
         line = self._changing()
         if alias_input is not None:
@@ -260,14 +240,14 @@ class DefinitionBuilder:
             )  # fmt: skip
         self.outputs.append(self._own(tensor, "add_output", line).id)
 
-    # annotations --------------------------------------------------------------------------------------------------
+    # annotations
 
     def mesh_split(self, tensor: TensorView, mesh: DeviceMesh, spec: Sequence[Any]) -> None:
         """Annotate how a tensor splits over a mesh (GSPMD's mesh_split).
 
-        `spec` has one entry per dim: None (or -1), a mesh axis by name or number, a list of axes from major to minor,
-        or a list of `Split(size, axis)` for any factorisation. Raises DefinitionError for unknown or repeated axes, a
-        wrong number of entries, or an annotation that contradicts an earlier one.
+        `spec` has one entry per dim: None (or -1), a mesh axis by name or number, a list of axes from major
+        to minor, or a list of `Split(size, axis)` for any factorisation. Raises DefinitionError for unknown
+        or repeated axes, a wrong number of entries, or an annotation that contradicts an earlier one.
         """
         line = self._changing()
         ndim, mesh = self._own(tensor, "mesh_split", line).ndim, checked_mesh(mesh, line)
@@ -341,7 +321,7 @@ class DefinitionBuilder:
         return {i: a for i, a in sorted(self._annotations.items()) if a.mesh is not None}
 
     def check_complete(self, line: SourceLine | None) -> None:
-        """Raises DefinitionError where there is no output, or an axis is parallelized on a tensor without a mesh."""
+        """Raises DefinitionError without outputs, and for axes parallelized on a tensor without a mesh."""
         if not self.outputs:
             raise user_error(
                 "the definition has no outputs", "no add_output call", "at least one",
@@ -366,48 +346,28 @@ class DefinitionBuilder:
         dims = tuple(dict.fromkeys(dim_of[id(axis.leaf)] for axis in axes if id(axis.leaf) in dim_of))
         if len(dims) != tensor.ndim:
             raise user_error(
-                f"set_allocation_domain of {tensor.label}", repr(loop), f"axes of its loop domain {found.domain}, of every dim",
-                "Pass tv.get_loop_domain(), or a list of tv.axis(i).", line,
-            )  # fmt: skip
+                f"set_allocation_domain of {tensor.label}",
+                repr(loop),
+                f"axes of its loop domain {found.domain}, of every dim",
+                "Pass tv.get_loop_domain(), or a list of tv.axis(i).",
+                line,
+            )
         found.allocation = dims
 
     def output_orders(self) -> list[tuple[int, ...] | None]:
-        """For every output nvFuser's stride order (0 is the fastest dim), None where its memory is row-major."""
+        """For every output nvFuser's stride order (0 is the fastest dim); None for row-major."""
         return [self._order_of_output(tensor) for tensor in self.outputs]
 
     def _order_of_output(self, tensor: int) -> tuple[int, ...] | None:
         annotation = self._annotations.get(tensor)
-        ndim = self.tensors[tensor].type.ndim
-        order = None
-        if annotation is not None and annotation.allocation is not None:
-            order = tuple(ndim - 1 - annotation.allocation.index(d) for d in range(ndim))
-        elif tensor in self._producers:
-            node = self.nodes[self._producers[tensor]]
-            place = node.op.places.get("stride_order")
-            order = None if place is None else tuple(n % ndim for n in node.args[place])
-        return order if order != tuple(reversed(range(ndim))) else None
+        allocation = annotation.allocation if annotation is not None else None
+        return memory_order(self.tensors[tensor].type.ndim, allocation, self._producer(tensor))
+
+    def _producer(self, tensor: int) -> OpNode | None:
+        return self.nodes[self._producers[tensor]] if tensor in self._producers else None
 
     def _reduction_flags(self, tensor: int) -> tuple[bool, ...]:
-        """For every dim of the loop domain, True where it is a reduction of the op that makes the tensor.
-
-        The op's single operand keeps its reduced dims in their places; matmul-like ops have theirs at the end.
-        """
-        kept = (False,) * self.tensors[tensor].type.ndim
-        if tensor not in self._producers:
-            return kept
-        node = self.nodes[self._producers[tensor]]
-        types = tuple(_known(self.tensors[i].type) for i in node.inputs)
-        results = tuple(_known(self.tensors[i].type) for i in node.outputs)
-        try:
-            rule = node.op.rule(Call(node.op, node.args, types, results))
-        except (ValueError, TypeError):
-            return kept
-        reduced = {i for i, factor in enumerate(rule.factors) if factor.kind is FactorKind.REDUCE}
-        if len(rule.operands) != 1:
-            return (*kept, *(True,) * len(reduced))
-        if len(rule.operands[0]) != len(kept) + len(reduced):
-            return kept
-        return tuple(bool(reduced.intersection(dim)) for dim in rule.operands[0])
+        return reduction_flags(self.tensors, tensor, self._producer(tensor))
 
     def check_open(self) -> None:
         """Raises DefinitionError once the definition has run: its plans would not hold any more."""
@@ -417,7 +377,7 @@ class DefinitionBuilder:
                 "Make a new FusionDefinition.", caller_line(),
             )  # fmt: skip
 
-    # internals ----------------------------------------------------------------------------------------------------
+    # internals
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, (TensorView, Val)):
@@ -449,25 +409,11 @@ class DefinitionBuilder:
         return Val(self, ref)  # type: ignore[arg-type]
 
 
-def tensor_refs(args: Sequence[Any]) -> list[TensorRef]:
-    """The tensors among an op's arguments, in order."""
-    out: list[TensorRef] = []
-    for arg in args:
-        if count_tensors(arg):
-            out.extend((arg,) if isinstance(arg, TensorRef) else arg)
-    return out
-
-
 def _contradiction(name: str, new: str, old: str, line: SourceLine) -> Exception:
     return user_error(
         f"tensor {name} is annotated twice", f"{new} after {old}", "one annotation, or equal ones",
         "Remove one, or reshard with fd.ops.set and annotate its result.", line,
     )  # fmt: skip
-
-
-def _known(kind: TensorType) -> TensorType:
-    """A type with a stand-in for unknown sizes, to ask rules that need sizes."""
-    return TensorType(tuple(7 if n < 0 else n for n in kind.shape), kind.dtype)
 
 
 def _are_strides(contiguity: Any) -> bool:

@@ -29,15 +29,19 @@ class Leaf:
 
 @dataclass(eq=False, slots=True)
 class LoopDomain:
-    """Leaves of every root dim in major to minor order, and all leaves in loop order (what axis(i) counts)."""
+    """Leaves of every root dim, major to minor, and all leaves in loop order (what axis(i) counts).
+
+    The last `factored` leaves of the order are reduced before the tensor is (rfactor): axis(i) does not count them.
+    """
 
     roots: list[list[Leaf]]
     order: list[Leaf]
     reductions: int = 0
+    factored: int = 0
 
     @classmethod
     def whole(cls, reduction_flags: Sequence[bool]) -> LoopDomain:
-        """One leaf for every dim; the flags tell which dims are reductions of the op that makes the tensor."""
+        """One leaf for every dim; the flags tell which are reductions of the op that makes the tensor."""
         leaves = [Leaf(None, reduction=flag) for flag in reduction_flags]
         return cls([[leaf] for leaf in leaves], list(leaves), sum(reduction_flags))
 
@@ -48,20 +52,25 @@ class LoopDomain:
         roots = [[Leaf(None, reduction=True)] if flag else _leaves(next(rest)) for flag in reduction_flags]
         return cls(roots, [leaf for root in roots for leaf in root], sum(reduction_flags))
 
+    @property
+    def loop(self) -> list[Leaf]:
+        """The leaves that the tensor itself has."""
+        return self.order[: len(self.order) - self.factored]
+
     def place(self, axis: Any, what: str) -> int:
         """The axis counted from the front. Raises DefinitionError where there is none."""
         found = as_int(axis)
-        if found is None or not -len(self.order) <= found < len(self.order):
+        if found is None or not -len(self.loop) <= found < len(self.loop):
             raise user_error(
                 f"{what}: no such axis", f"axis {axis!r} of the loop domain {self}", self._places(),
                 "Count the axes after the splits made so far.", caller_line(),
             )  # fmt: skip
-        return found % len(self.order)
+        return found % len(self.loop)
 
     def _places(self) -> str:
         return (
-            f"a number from {-len(self.order)} to {len(self.order) - 1}"
-            if self.order
+            f"a number from {-len(self.loop)} to {len(self.loop) - 1}"
+            if self.loop
             else "a tensor with dims"
         )
 
@@ -102,6 +111,19 @@ class LoopDomain:
         rest = iter([leaf for leaf in self.order if not any(leaf is moved for moved in placed.values())])
         self.order = [placed[i] if i in placed else next(rest) for i in range(len(self.order))]
 
+    def factor_out(self, chosen: Sequence[Leaf]) -> LoopDomain:
+        """Take these reduction leaves out of the loop; the result is the loop domain of the unreduced terms.
+
+        Both share the leaves of reduction dims: binding one says over which axis the later reduction runs.
+        """
+        terms = self.copy()
+        twins = dict(zip(map(id, terms.order), self.order, strict=True))
+        terms.roots = [[twins[id(leaf)] for leaf in root] if root[0].reduction else root for root in terms.roots]
+        terms.order = [twins[id(leaf)] if leaf.reduction else leaf for leaf in terms.order]
+        self.order = [leaf for leaf in self.order if not any(leaf is other for other in chosen)] + list(chosen)
+        self.factored += len(chosen)
+        return terms
+
     def layouts(self, reduction: bool = False) -> tuple[Layout, ...]:
         """The layout of every dim (or of every reduction dim)."""
         return tuple(
@@ -113,10 +135,10 @@ class LoopDomain:
     def copy(self) -> LoopDomain:
         twins = {id(leaf): dataclasses.replace(leaf) for leaf in self.order}
         roots = [[twins[id(leaf)] for leaf in root] for root in self.roots]
-        return LoopDomain(roots, [twins[id(leaf)] for leaf in self.order], self.reductions)
+        return LoopDomain(roots, [twins[id(leaf)] for leaf in self.order], self.reductions, self.factored)
 
     def __str__(self) -> str:
-        return "[" + ", ".join(map(str, self.order)) + "]"
+        return "[" + ", ".join(map(str, self.loop)) + "]"
 
 
 def _leaves(layout: Layout) -> list[Leaf]:
@@ -139,7 +161,10 @@ def _halves(leaf: Leaf, factor: int, inner: bool, what: str) -> list[Leaf]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AxisView:
-    """One axis of a tensor's loop domain, as `tv.axis(i)` gives it. `check` raises once the definition is closed."""
+    """One axis of a tensor's loop domain, as `tv.axis(i)` gives it.
+
+    `check` raises once the definition is closed.
+    """
 
     domain: LoopDomain
     leaf: Leaf
@@ -152,11 +177,16 @@ class AxisView:
         """
         self.check()
         axis = _axis_name(kind)
+        if axis == STREAM and self.leaf.swizzled and self.is_device_dim():
+            return  # The swizzled loop is the stream; the memory stays split over the mesh axis.
         if None not in (axis, self.leaf.axis) and axis != self.leaf.axis:
             raise user_error(
-                "parallelize: the axis is bound already", f"{self.leaf.axis} on {self.leaf} in {self.domain}", "a free axis",
-                "Unbind it with ParallelType.serial first.", caller_line(),
-            )  # fmt: skip
+                "parallelize: the axis is bound already",
+                f"{self.leaf.axis} on {self.leaf} in {self.domain}",
+                "a free axis",
+                "Unbind it with ParallelType.serial first.",
+                caller_line(),
+            )
         if axis != self.leaf.axis:
             self.leaf.axis = axis
             self.leaf.pre = WHOLE_AXIS if self.is_device_dim() else 1
@@ -196,7 +226,7 @@ def _axis_name(kind: ParallelType) -> str | None:
 
 
 def as_int(value: Any) -> int | None:
-    """The int that a Python int, numpy integer or the like stands for; None for anything else, bools included."""
+    """The int that a Python int or numpy integer stands for; None for anything else, bools included."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:

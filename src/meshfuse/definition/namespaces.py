@@ -1,4 +1,4 @@
-"""`fd.ops` and `fd.fusion`: a definition's ops as functions, and its inputs and outputs as nvFuser names them."""
+"""`fd.ops` and `fd.fusion`: a definition's ops as functions, its inputs and its outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..ops.base import OpDef, TensorRef
 from .tensor_view import TensorView, Val
 
 if TYPE_CHECKING:
-    from .fusion import FusionDefinition
+    from .fusion import DefinitionBuilder
 
 
 class UnknownOpError(DefinitionError, AttributeError):
@@ -36,7 +36,7 @@ class OpNamespace:
 
     __slots__ = ("_fd",)
 
-    def __init__(self, fd: FusionDefinition):
+    def __init__(self, fd: DefinitionBuilder):
         self._fd = fd
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ class Fusion:
 
     __slots__ = ("_fd",)
 
-    def __init__(self, fd: FusionDefinition):
+    def __init__(self, fd: DefinitionBuilder):
         self._fd = fd
 
     def inputs(self) -> list[TensorView | Val]:

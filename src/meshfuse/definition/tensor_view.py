@@ -12,14 +12,14 @@ from ..ops.base import ScalarRef, TensorRef, TensorType
 from .loop import AxisView, Leaf, LoopDomain, as_int
 
 if TYPE_CHECKING:
-    from .fusion import FusionDefinition
+    from .fusion import DefinitionBuilder
 
 
 class Arithmetic:
     """Python's operators as ops of the definition."""
 
     __slots__ = ("fd",)
-    fd: FusionDefinition
+    fd: DefinitionBuilder
     __hash__ = object.__hash__
 
     def _op(self, name: str, *operands: Any) -> Any:
@@ -39,10 +39,19 @@ def _operator(op: str, swapped: bool) -> Callable[..., Any]:
 
 
 for _python, _name in {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "floordiv": "div", "mod": "mod", "pow": "pow",
-    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
-    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
-}.items():  # fmt: skip
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "truediv": "truediv",
+    "floordiv": "div",
+    "mod": "mod",
+    "pow": "pow",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+}.items():
     setattr(Arithmetic, f"__{_python}__", _operator(_name, False))
     setattr(Arithmetic, f"__r{_python}__", _operator(_name, True))
 for _python, _name in {
@@ -62,7 +71,7 @@ class Val(Arithmetic):
 
     __slots__ = ("ref",)
 
-    def __init__(self, fd: FusionDefinition, ref: ScalarRef):
+    def __init__(self, fd: DefinitionBuilder, ref: ScalarRef):
         self.fd, self.ref = fd, ref
 
     @property
@@ -74,11 +83,11 @@ class Val(Arithmetic):
 
 
 class TensorView(Arithmetic):
-    """A tensor of the definition: its type, and (as in nvFuser) its mesh and loop domain, which are edited in place."""
+    """A tensor of the definition: its type, its mesh and its loop domain, edited in place as in nvFuser."""
 
     __slots__ = ("_rfactored", "ref")
 
-    def __init__(self, fd: FusionDefinition, ref: TensorRef, rfactored: LoopDomain | None = None):
+    def __init__(self, fd: DefinitionBuilder, ref: TensorRef, rfactored: LoopDomain | None = None):
         self.fd, self.ref, self._rfactored = fd, ref, rfactored
 
     @property
@@ -97,6 +106,10 @@ class TensorView(Arithmetic):
     def label(self) -> str:
         """The name after the script's own variable where its line shows one: `x (t0)`."""
         return self.fd.tensors[self.ref.id].label
+
+    def num_dims(self) -> int:
+        """The number of dims, as nvFuser calls it."""
+        return self.ndim
 
     @property
     def ndim(self) -> int:
@@ -125,7 +138,7 @@ class TensorView(Arithmetic):
     def __repr__(self) -> str:
         return f"TensorView({self.name}: {self.type})"
 
-    # nvFuser's scheduling calls --------------------------------------------------------------------------------
+    # nvFuser's scheduling calls
 
     @property
     def _domain(self) -> LoopDomain:
@@ -175,22 +188,26 @@ class TensorView(Arithmetic):
         if isinstance(moves, Mapping):
             return moves
         if not isinstance(moves, (list, tuple)) or sorted(map(str, moves)) != sorted(
-            map(str, range(len(self._domain.order)))
+            map(str, range(len(self._domain.loop)))
         ):
             raise user_error(
-                f"reorder of {self.label}", repr(moves), "{old: new, ...}, or the old position for every new one",
-                f"Its loop domain is {self._domain}.", caller_line(),
-            )  # fmt: skip
+                f"reorder of {self.label}",
+                repr(moves),
+                "{old: new, ...}, or the old position for every new one",
+                f"Its loop domain is {self._domain}.",
+                caller_line(),
+            )
         return {old: new for new, old in enumerate(moves)}
 
     def swizzle1d(self, axis: int, kind: ParallelType) -> TensorView:
-        """Let every rank begin its loop over the axis at its own place (a ring); the layout stays as it is."""
+        """Let every rank begin its loop over the axis at its own place (a ring); moves nothing."""
         self.fd.check_open()
         self._domain.order[self._domain.place(axis, "swizzle1d")].swizzled = True
         return self
 
     def rfactor(self, axes: Sequence[int]) -> TensorView:
-        """The tensor of unreduced terms: its reduction axes named in `axes` are reduced first, the others later.
+        """The tensor of unreduced terms: its reduction axes named in `axes` are reduced first, the others
+        later.
 
         Annotating the result's remaining axes says over which mesh axis the later reduction runs.
         """
@@ -199,21 +216,24 @@ class TensorView(Arithmetic):
         chosen = [domain.order[domain.place(axis, "rfactor")] for axis in _listed(axes)]
         if not chosen or not all(leaf.reduction for leaf in chosen):
             raise user_error(
-                f"rfactor of {self.label}: only reduction axes can be factored out", f"axes {axes} of {domain}",
-                "axes shown as r{...}", "Pass the positions of reduction axes.", caller_line(),
-            )  # fmt: skip
-        return TensorView(self.fd, self.ref, domain)
+                f"rfactor of {self.label}: only reduction axes can be factored out",
+                f"axes {axes} of {domain}",
+                "axes shown as r{...}",
+                "Pass the positions of reduction axes.",
+                caller_line(),
+            )
+        return TensorView(self.fd, self.ref, domain.factor_out(chosen))
 
-    def set_allocation_domain(self, loop: Sequence[Any], contiguity: Any = True) -> None:
+    def set_allocation_domain(self, new_allocation_domain: Sequence[Any], new_contiguity: Any = True) -> None:
         """Lay the tensor out in memory in the order of these loop axes, major to minor.
 
         Outputs come back with such strides. Raises DefinitionError unless every dim is there.
         """
-        self.fd.set_allocation(self, loop)
+        self.fd.set_allocation(self, new_allocation_domain)
 
     def get_loop_domain(self) -> list[AxisView]:
         domain = self._domain
-        return [self._view(domain, leaf) for leaf in domain.order]
+        return [self._view(domain, leaf) for leaf in domain.loop]
 
     def get_logical_domain(self) -> list[AxisView]:
         """The first loop axis of every dim that is no reduction."""

@@ -1,4 +1,4 @@
-"""`explain`: why a tensor is sharded as it is, what is communicated for it, and what else could have been done."""
+"""`explain`: why a tensor is sharded so, what is communicated for it, and what else there was."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 6
 
 
 def explain_tensor(compiled: CompiledProgram, tensor: int) -> str:
-    """Where a tensor's sharding comes from, what is communicated for it, and what the alternative would have cost."""
+    """Where a tensor's sharding comes from, what is communicated for it, and what else would cost."""
     return "\n".join(_Explainer(compiled).lines(tensor))
 
 
@@ -88,7 +88,7 @@ class _Explainer:
             return "an input, defined"
         return f"made by {node.name}({', '.join(map(self._label, node.inputs))})"
 
-    # why --------------------------------------------------------------------------------------------------------
+    # why
 
     def _why(self, tensor: int) -> Iterator[str]:
         if tensor in self.graph.annotations:
@@ -144,7 +144,8 @@ class _Explainer:
             yield "there was no other way to compute it"
             return
         source, seconds = choice.runner_up
-        yield f"the alternative, {self._source(node, source)}: {_time(seconds)} modelled{_verdict(choice.seconds, seconds)}"
+        verdict = _verdict(choice.seconds, seconds)
+        yield f"the alternative, {self._source(node, source)}: {_time(seconds)} modelled{verdict}"
 
     def _source(self, node: Node, source: Source) -> str:
         whole = "" if source.split_reduction else ", with the reduced dims whole"
@@ -156,7 +157,7 @@ class _Explainer:
             return f"on the unreduced terms of {self._label(node.inputs[source.place])}"
         return "whole on every rank"
 
-    # communication ----------------------------------------------------------------------------------------------
+    # communication
 
     def _moves(self, tensor: int) -> Iterator[str]:
         resharded = self.compiled.resharded
@@ -166,12 +167,13 @@ class _Explainer:
         if not found:
             yield "none: every reader takes it as it is"
         for step in found:
+            moved = f"{step.move.src} -> {step.move.dst}"
             asked = f"asked for by {self._asker(step.why)} at {_quoted(step.line)}"
             if step.move.kind is MoveKind.SLICE:
-                yield f"each rank takes its part, no bytes: {step.move.src} -> {step.move.dst}, {asked}"
+                yield f"each rank takes its part, no bytes: {moved}, {asked}"
             else:
                 count = number(wire_bytes(self.graph, tensor, step.move))
-                yield f"{_collective(step)}, {count} bytes per rank: {step.move.src} -> {step.move.dst}, {asked}"
+                yield f"{_collective(step)}, {count} bytes per rank: {moved}, {asked}"
 
     def _asker(self, why: str) -> str:
         return re.sub(r"\bt(\d+)\b", lambda found: self._label(int(found.group(1))), why)

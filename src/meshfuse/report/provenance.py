@@ -1,4 +1,4 @@
-"""Where a split of a tensor over a mesh axis comes from: the tensors that it follows, back to an annotation."""
+"""Where a split of a tensor comes from: the tensors that it follows, back to an annotation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..sharding.value import Sharding, overlap
 class Origin:
     """One split of a tensor and the tensors that it was taken over from, nearest first.
 
-    `dim` is None for an unreduced sum, which comes from the split of a reduced dim. `backward`: the chain leads to a
-    later tensor, whose annotation asks for the split. `annotated`: the chain ends in an annotation; else the split was
-    the cheapest choice at its end.
+    `dim` is None for an unreduced sum, which comes from the split of a reduced dim. `backward`: the chain
+    leads to a later tensor, whose annotation asks for the split. `annotated`: the chain ends in an
+    annotation; else the split was the cheapest choice at its end.
     """
 
     split: Split
@@ -71,10 +71,10 @@ class Provenance:
         sharding = self.graph.annotations.get(tensor)
         return sharding is not None and any(overlap(split, s) for s in sharding.splits)
 
-    # towards the inputs -----------------------------------------------------------------------------------------
+    # towards the inputs
 
     def _backward(self, tensor: int, split: Split, dim: int | None) -> list[int]:
-        """The operands that the split was taken over from, up to an annotated tensor or the last that has it."""
+        """The operands that the split came from, up to an annotated tensor or the last that has it."""
         chain: list[int] = []
         place: tuple[int, int | None] | None = (tensor, dim)
         while place is not None:
@@ -101,7 +101,7 @@ class Provenance:
         return next(iter(annotated or found), None)
 
     def _factors(self, node: Node, tensor: int, dim: int | None, split: Split) -> list[int]:
-        """The op's factors in this dim of its result (any factor, for an unreduced sum) that are split over the axis."""
+        """The op's factors in a dim of its result (all, for an unreduced sum) split over the axis."""
         layouts = self._choice(node).placement.layouts
         dims = node.rule.results[node.outputs.index(tensor)]
         candidates = range(len(layouts)) if dim is None else dims[dim]
@@ -115,10 +115,10 @@ class Provenance:
                 if _has(home.dims[dim], split):
                     yield i, dim
 
-    # towards the outputs ----------------------------------------------------------------------------------------
+    # towards the outputs
 
     def _forward(self, tensor: int, split: Split, dim: int) -> list[int]:
-        """Later tensors that have the split, nearest first, up to one whose annotation asks for it; [] for none."""
+        """Later tensors that have the split, up to one whose annotation asks for it; [] for none."""
         queue, seen = [(tensor, dim, [tensor])], {tensor}
         while queue:
             here, place, path = queue.pop(0)

@@ -1,4 +1,4 @@
-"""`repr` of a definition: Python that rebuilds it, annotations included; and when two definitions are equal."""
+"""`repr` of a definition: Python that rebuilds it; and when two definitions are equal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INDENT = "    "
 
 
 def definition_source(fd: DefinitionBuilder) -> str:
-    """Python text that defines an equal `fd`: composites as the ops they are made of, tensors under their numbers."""
+    """Python text that defines an equal `fd`: composites as their ops, tensors under their numbers."""
     meshes = {mesh: f"mesh{i}" for i, mesh in enumerate(_meshes(fd))}
     lines = ["import meshfuse as mf", ""]
     lines += [f"{name} = mf.{mesh!r}" for mesh, name in meshes.items()]
@@ -31,7 +31,7 @@ def definition_source(fd: DefinitionBuilder) -> str:
 
 
 def same_definition(a: DefinitionBuilder, b: DefinitionBuilder) -> bool:
-    """True where two definitions have equal inputs, ops, outputs and annotations (source lines may differ)."""
+    """True where inputs, ops, outputs and annotations are equal; source lines may differ."""
     return _facts(a) == _facts(b)
 
 
@@ -56,7 +56,7 @@ def _meshes(fd: DefinitionBuilder) -> list[DeviceMesh]:
     return list(dict.fromkeys(a.mesh for a in fd.all_annotations.values() if a.mesh is not None))
 
 
-# inputs, scalars and ops -------------------------------------------------------------------------------------------
+# inputs, scalars and ops
 
 
 def _step(fd: DefinitionBuilder, step: TensorRef | ScalarRef | OpNode) -> str:
@@ -117,7 +117,7 @@ def _text(value: Any) -> str:
     return f'float("{value}")' if is_special else repr(value)
 
 
-# annotations -------------------------------------------------------------------------------------------------------
+# annotations
 
 
 def _says_something(annotation: Annotation) -> bool:
@@ -146,7 +146,8 @@ def _annotation(name: str, annotation: Annotation, meshes: dict[DeviceMesh, str]
     roots = annotation.domain.roots
     written = [root for root in roots if not root[0].reduction] if annotation.stated else []
     if annotation.stated:
-        yield f"fd.mesh_split({name}, {mesh}, [{', '.join(_entry(root, annotation.mesh) for root in written)}])"
+        entries = ", ".join(_entry(root, annotation.mesh) for root in written)
+        yield f"fd.mesh_split({name}, {mesh}, [{entries}])"
     elif mesh is not None:
         yield f"{name}.set_device_mesh({mesh})"
     for place, root in enumerate(roots):
@@ -195,7 +196,7 @@ def _is_written(leaf: Leaf, written: Sequence[Sequence[Leaf]]) -> bool:
 
 
 def _splits(name: str, place: int, root: Sequence[Leaf]) -> Iterator[str]:
-    """The splits that make a dim's leaves out of one: outer ones up to the free one, then inner ones from the end."""
+    """The splits that make a dim's leaves: outer ones up to the free one, then inner ones from the end."""
     free = next(i for i, leaf in enumerate(root) if leaf.size is None)
     for i, leaf in enumerate(root[:free]):
         yield f"{name}.outer_split({place + i}, {leaf.size})"

@@ -1,0 +1,85 @@
+"""The tensors and ops that a definition holds, and what follows from them for a tensor's dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SourceLine
+from ..ops.base import Call, FactorKind, OpDef, TensorRef, TensorType, count_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDef:
+    """A tensor of a definition: its symbolic type and where it came from."""
+
+    type: TensorType
+    name: str
+    line: SourceLine
+    stride_order: tuple[int, ...] | None = None
+
+    @property
+    def label(self) -> str:
+        """The name after the script's own variable where its line shows one: `x (t0)`."""
+        return self.line.label(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class OpNode:
+    """One op of a definition. `inputs` and `outputs` number tensors."""
+
+    op: OpDef
+    args: tuple[Any, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    line: SourceLine
+
+
+def tensor_refs(args: Sequence[Any]) -> list[TensorRef]:
+    """The tensors among an op's arguments, in order."""
+    out: list[TensorRef] = []
+    for arg in args:
+        if count_tensors(arg):
+            out.extend((arg,) if isinstance(arg, TensorRef) else arg)
+    return out
+
+
+def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode | None) -> tuple[bool, ...]:
+    """For every dim of a tensor's loop domain, True where it is a reduction of the op that makes it.
+
+    An op of one operand keeps its reduced dims in their places; matmul-like ops have theirs at the end.
+    """
+    kept = (False,) * tensors[tensor].type.ndim
+    if producer is None:
+        return kept
+    types, results = (
+        tuple(_known(tensors[i].type) for i in side) for side in (producer.inputs, producer.outputs)
+    )
+    try:
+        rule = producer.op.rule(Call(producer.op, producer.args, types, results))
+    except (ValueError, TypeError):  # sizes that stand-ins do not fit: such ops reduce nothing
+        return kept
+    reduced = {i for i, factor in enumerate(rule.factors) if factor.kind is FactorKind.REDUCE}
+    if len(rule.operands) != 1:
+        return (*kept, *(True,) * len(reduced))
+    if len(rule.operands[0]) != len(kept) + len(reduced):
+        return kept
+    return tuple(bool(reduced.intersection(dim)) for dim in rule.operands[0])
+
+
+def _known(kind: TensorType) -> TensorType:
+    """A type with a stand-in for unknown sizes, to ask rules that need sizes."""
+    return TensorType(tuple(7 if n < 0 else n for n in kind.shape), kind.dtype)
+
+
+def memory_order(
+    ndim: int, allocation: tuple[int, ...] | None, producer: OpNode | None
+) -> tuple[int, ...] | None:
+    """nvFuser's stride order of a tensor with this allocation domain or producer; None for row-major."""
+    order = None
+    if allocation is not None:
+        order = tuple(ndim - 1 - allocation.index(d) for d in range(ndim))
+    elif producer is not None and "stride_order" in producer.op.places:
+        order = tuple(n % ndim for n in producer.args[producer.op.places["stride_order"]])
+    return order if order != tuple(reversed(range(ndim))) else None
