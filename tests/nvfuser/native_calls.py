@@ -63,8 +63,10 @@ def _leaves(sample: Sample) -> Iterator[Any]:
 
 
 def on_one_rank(call: Call) -> LocalCall:
-    sides = [[Sharding.replicated(ONE_RANK, t.ndim) for t in side] for side in (call.types, call.results)]
-    return LocalCall(call, [f"a{i}" for i in range(len(call.types))], *sides, 0)
+    taken, made = (
+        [Sharding.replicated(ONE_RANK, t.ndim) for t in side] for side in (call.types, call.results)
+    )
+    return LocalCall(call, [f"a{i}" for i in range(len(call.types))], taken, made, 0)
 
 
 def found_type(tensor: Any) -> tuple[str, tuple[int | None, ...]]:

@@ -25,9 +25,14 @@ class ToTorch(Exception):
 class Native(Protocol):
     """What a lowering to nvFuser sees of one call on one rank. Operands and results are TensorViews."""
 
-    call: Call
-    ops: Any
-    operands: Sequence[Any]
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def ops(self) -> Any: ...
+
+    @property
+    def operands(self) -> Sequence[Any]: ...
 
     @property
     def operand_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..dtypes import DataType
@@ -11,7 +12,7 @@ from .native import Native, ToTorch, along, cast, global_index, is_whole, local_
 
 # Ours are a function of the seed and the global index, the same on every mesh (see meshfuse.random).
 RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled"
-_CATEGORY = (bool, int, float, complex)
+_CATEGORY: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex)
 
 
 def welford(n: Native) -> Any:

@@ -1,0 +1,124 @@
+"""Programs that nvFuser and meshfuse both plan on two ranks; a script that prints nvFuser's names of tensors.
+
+`fd` and `split` (of a tensor's dim over the ranks) are of either of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+RANKS = 2
+Split = Callable[[Any, int], None]
+
+
+def column_linear(fd: Any, split: Split) -> list[Any]:
+    x, w, b = _inputs(fd, [6, 10], [14, 10], [14])
+    split(w, 0)
+    split(b, 0)
+    y = fd.ops.linear(x, w, b)
+    z = fd.ops.exp(y)
+    return [x, w, b, y, z, fd.ops.neg(z)]
+
+
+def row_linear(fd: Any, split: Split) -> list[Any]:
+    """The contracted dim is sharded: the product is a partial sum."""
+    x, w = _inputs(fd, [6, 10], [14, 10])
+    split(x, 1)
+    split(w, 1)
+    return [x, w, fd.ops.linear(x, w)]
+
+
+def rows(fd: Any, split: Split) -> list[Any]:
+    x, w, g = _inputs(fd, [6, 10], [14, 10], [14])
+    split(x, 0)
+    y = fd.ops.linear(x, w)
+    scaled = fd.ops.mul(y, fd.ops.broadcast_in_dim(g, [6, 14], [1]))
+    return [x, w, y, scaled, fd.ops.sum(scaled, [1])]
+
+
+def row_norms(fd: Any, split: Split) -> list[Any]:
+    x, g = _inputs(fd, [6, 14], [14])
+    split(x, 0)
+    scaled = fd.ops.mul(x, fd.ops.broadcast_in_dim(g, [6, 14], [1]))
+    return [x, g, scaled, fd.ops.sum(scaled, [1])]
+
+
+def reduction(fd: Any, split: Split) -> list[Any]:
+    (x,) = _inputs(fd, [6, 10])
+    split(x, 0)
+    y = fd.ops.mul(x, x)
+    return [x, y, fd.ops.sum(y, [0])]
+
+
+def permuted(fd: Any, split: Split) -> list[Any]:
+    (x,) = _inputs(fd, [6, 10, 14])
+    split(x, 1)
+    y = fd.ops.permute(x, [1, 2, 0])
+    return [x, y, fd.ops.tanh(y)]
+
+
+def heads(fd: Any, split: Split) -> list[Any]:
+    """A sharded dim split into heads, outermost."""
+    (x,) = _inputs(fd, [6, 20])
+    split(x, 1)
+    y = fd.ops.reshape(x, [6, 4, 5])
+    return [x, y, fd.ops.permute(y, [1, 0, 2])]
+
+
+def batched(fd: Any, split: Split) -> list[Any]:
+    a, b = _inputs(fd, [4, 6, 10], [4, 10, 14])
+    split(a, 0)
+    split(b, 0)
+    y = fd.ops.matmul(a, b)
+    return [a, b, y, fd.ops.max(y, [2])]
+
+
+def half_annotated(fd: Any, split: Split) -> list[Any]:
+    """Only one of two operands is annotated."""
+    x, y = _inputs(fd, [6, 10], [6, 10])
+    split(x, 0)
+    return [x, y, fd.ops.add(x, y)]
+
+
+_ALL = (column_linear, row_linear, rows, row_norms, reduction, permuted, heads, batched, half_annotated)
+PROGRAMS = {program.__name__: program for program in _ALL}
+
+
+def _inputs(fd: Any, *shapes: list[int]) -> list[Any]:
+    return [fd.define_tensor(shape, contiguity=[True] * len(shape)) for shape in shapes]
+
+
+def main(name: str) -> None:
+    """Make nvFuser plan a program; with NVFUSER_DUMP=pre_segmenter_logging it prints how."""
+    import nvfuser_direct as nv
+    import torch
+
+    mesh = nv.multidevice.DeviceMesh(torch.arange(RANKS))
+    split_of: dict[int, int] = {}
+
+    def split(tensor: Any, dim: int) -> None:
+        tensor.outer_split(dim, RANKS)
+        tensor.axis(dim).parallelize(nv.ParallelType.mesh_x)
+        split_of[id(tensor)] = dim
+
+    with nv.FusionDefinition() as fd:
+        tensors = PROGRAMS[name](fd, split)
+        inputs = fd.fusion.inputs()
+        for tensor in tensors[: len(inputs)]:
+            tensor.set_device_mesh(mesh)
+        fd.add_output(tensors[-1])
+    print("NAMES " + json.dumps([str(t).partition("_")[0] for t in tensors]), flush=True)
+    args = []
+    for tensor in tensors[: len(inputs)]:
+        shape = [int(str(n)) for n in tensor.shape()]
+        if id(tensor) in split_of:
+            shape[split_of[id(tensor)]] //= RANKS
+        args.append(torch.empty(shape, device="meta"))
+    fd.execute(args)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

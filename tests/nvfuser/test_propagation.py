@@ -1,0 +1,83 @@
+"""Shardings that meshfuse chooses, against the plan that nvFuser dumps for the same program."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+
+import meshfuse as mf
+
+pytestmark = pytest.mark.nvfuser
+
+# Where a linear's result meets a replicated vector that is broadcast along its rows, nvFuser makes the rows
+# whole (not so without the linear, as in row_norms, or without the vector), and so gathers the operand.
+DIFFERENT = ["rows"]
+_AFTER = re.compile(r"Fusion after pass: PropagateShardingsPass\n(.*?)\n=====", re.DOTALL)
+_LEAF = re.compile(r"([irb])(?:(deviceIdx)\.x|S|rf)?\d*\{")
+# (is split over the ranks, per dim; is a partial sum)
+Plan = tuple[tuple[bool, ...], bool]
+
+
+def parsed(loop: str) -> Plan:
+    """The plan of a tensor from its loop domain; the leaf after a device's is the rest of the same dim."""
+    dims, partial, rest = [], False, False
+    for letter, device in _LEAF.findall(loop):
+        if rest:
+            rest = False
+        elif letter == "r":
+            partial, rest = partial or bool(device), bool(device)
+        else:
+            dims.append(bool(device))
+            rest = bool(device)
+    return tuple(dims), partial
+
+
+@functools.cache
+def theirs(name: str) -> list[Plan]:
+    """nvFuser's plan; without a GPU it plans and then raises when it comes to a kernel."""
+    env = {**os.environ, "NVFUSER_DUMP": "pre_segmenter_logging"}
+    script = str(Path(plans.__file__))
+    done = subprocess.run(
+        [sys.executable, script, name], env=env, capture_output=True, text=True, timeout=120
+    )
+    found = _AFTER.search(done.stdout)
+    assert found is not None, done.stderr[-2000:]
+    loops = dict(re.findall(r"(T\d+)_[a-z]_[^\[\s]*\[([^\]]*)\]", found.group(1)))
+    names = json.loads(re.search(r"NAMES (.*)", done.stdout).group(1))  # type: ignore[union-attr]
+    return [parsed(loops[n]) for n in names]
+
+
+def compiled(name: str) -> tuple[mf.FusionDefinition, list[Plan]]:
+    mesh = mf.DeviceMesh((plans.RANKS,), ("x",))
+    fd = mf.FusionDefinition()
+
+    def split(tensor: Any, dim: int) -> None:
+        fd.mesh_split(tensor, mesh, ["x" if d == dim else None for d in range(tensor.ndim)])
+
+    tensors = plans.PROGRAMS[name](fd, split)
+    fd.add_output(tensors[-1])
+    homes = fd.compile().sharded.homes
+    return fd, [(tuple(map(bool, homes[t.id].dims)), bool(homes[t.id].partial)) for t in tensors]
+
+
+@pytest.mark.parametrize("name", [name for name in plans.PROGRAMS if name not in DIFFERENT])
+def test_same_plan_as_nvfuser(name: str) -> None:
+    assert compiled(name)[1] == theirs(name)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_better_plan_than_nvfusers(name: str) -> None:
+    """Nothing is sent, where nvFuser's plan turns a split operand into a whole result and so gathers it."""
+    fd, plan = compiled(name)
+    assert plan != theirs(name)
+    assert fd.bill().total == 0
+    assert theirs(name)[0][0][0] and not theirs(name)[-1][0][0]
