@@ -9,10 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import forked
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parents[1] / "src"
@@ -35,6 +38,42 @@ def base_environment(**changes: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | changes
+
+
+def run_bare(
+    script: str, folder: Path, size: int = 3, limit: float = 30, stopped: int | None = None
+) -> list[tuple[int | None, str]]:
+    """Exit code and output of each rank, started by RANK and WORLD_SIZE alone: nobody else ends them.
+
+    Only a rank that stops itself (`stopped`) is killed, once the others have ended. A rank that is still
+    there after 40 s is killed too, and says HUNG.
+    """
+    path = folder / "script.py"
+    path.write_text(script)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    common = base_environment(
+        WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, MESHFUSE_TIMEOUT=str(limit),
+        TORCH_CPP_LOG_LEVEL="ERROR",
+    )  # fmt: skip
+    logs = [folder / f"rank{rank}.log" for rank in range(size)]
+    ranks = [forked.start(path, (), common | {"RANK": str(rank)}, log) for rank, log in enumerate(logs)]
+    hung = _end(ranks, stopped)
+    said = ["HUNG" if rank in hung else log.read_text() for rank, log in enumerate(logs)]
+    return [(ranks[rank].exitcode, said[rank]) for rank in range(size)]
+
+
+def _end(ranks: Sequence[BaseProcess], stopped: int | None) -> list[int]:
+    """Wait for all ranks but `stopped`, then kill what is left; returns those that had not ended."""
+    deadline = time.monotonic() + 40
+    for rank, process in enumerate(ranks):
+        if rank != stopped:
+            process.join(max(deadline - time.monotonic(), 0.1))
+    hung = [rank for rank, process in enumerate(ranks) if rank != stopped and process.exitcode is None]
+    for process in ranks:
+        process.kill()
+        process.join()
+    return hung
 
 
 class RankFailed(AssertionError):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import rank_pool
 from rank_pool import base_environment
 
 pytestmark = pytest.mark.ranks
@@ -25,37 +26,9 @@ group.all_reduce(tensor).wait()
 """
 
 
-def run_bare(script: str, tmp_path: Path, size: int = 3, limit: float = 30) -> list[tuple[int, str]]:
-    """Exit code and stderr of each rank, started by RANK and WORLD_SIZE alone: nobody ends them but
-    themselves.
-
-    A rank that is still there when all others have ended is killed and has no code of its own.
-    """
-    path = tmp_path / "script.py"
-    path.write_text(START + script)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(path)], stderr=subprocess.PIPE, text=True,
-            env=base_environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
-                                 MASTER_PORT=port, MESHFUSE_TIMEOUT=str(limit), TORCH_CPP_LOG_LEVEL="ERROR"),
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        return [(rank.returncode, text) for rank in ranks for text in [_stderr(rank)]]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
-def _stderr(rank: subprocess.Popen[str]) -> str:
-    try:
-        return rank.communicate(timeout=40)[1]
-    except subprocess.TimeoutExpired:
-        return "HUNG"
+def run_bare(script: str, folder: Path, **more: Any) -> list[tuple[int | None, str]]:
+    """Exit code and output of each rank of START and then the script."""
+    return rank_pool.run_bare(START + script, folder, **more)
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -110,26 +83,18 @@ group.all_reduce(tensor).wait()
 
 
 def test_a_stopped_rank_is_named(tmp_path):
-    """The stopped rank is killed by the watching one once that has its error."""
     script = """
-from meshfuse.errors import RankTimeout
-world.store.set(f"pid/{world.rank}", str(os.getpid()))
-world.barrier()
+world.limit = 2  # From here on only: ranks that start late would time out before.
 if world.rank == 2:
     os.kill(os.getpid(), signal.SIGSTOP)
-try:
-    group.all_reduce(tensor).wait()
-finally:
-    if world.rank == 0:
-        time.sleep(2)
-        os.kill(int(world.store.get("pid/2")), signal.SIGKILL)
+group.all_reduce(tensor).wait()
 """
-    results = run_bare(script, tmp_path, limit=5)
+    results = run_bare(script, tmp_path, stopped=2)
     assert [code for code, _ in results] == [1, 1, -signal.SIGKILL]
     for rank in (0, 1):
         text = results[rank][1]
         assert f"RankTimeout: all_reduce #2 of group tp (ranks 0, 1, 2) timed out on rank {rank}" in text
-        assert "needed all ranks to arrive within 5 s" in text
+        assert "needed all ranks to arrive within 2 s" in text
         assert "rank 2 does not answer: it is stopped or was killed" in text
         assert f"rank {1 - rank} does not answer" not in text
 
@@ -153,9 +118,9 @@ if world.rank == 1:
     sys.exit(0)
 group.recv(tensor, 1).wait()
 """
-    results = run_bare(script, tmp_path)
-    assert [code for code, _ in results] == [1, 0, 1]
-    assert "RankError: recv #2 of group tp (ranks 0, 1, 2) failed on rank 0" in results[0][1]
+    results = run_bare(script, tmp_path, size=2)
+    assert [code for code, _ in results] == [1, 0]
+    assert "RankError: recv #2 of group tp (ranks 0, 1) failed on rank 0" in results[0][1]
     assert "rank 1 has finished" in results[0][1]
 
 

@@ -59,6 +59,11 @@ def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any, line: Sour
     shape = tuple(value.shape)
     if len(shape) != made.type.ndim:
         return  # The check of all arguments says it better.
+    if any(n not in (-1, m) for n, m in zip(made.type.shape, shape, strict=True)):
+        raise user_error(
+            f"tensor {made.label} (defined at {made.line}) has the wrong global shape", str(list(shape)),
+            str(list(made.type.shape)), "Pass a DTensor of this shape.", line, ArgumentError,
+        )  # fmt: skip
     mesh = mesh_of_torch(value.device_mesh)
     if annotation is None:
         wanted = Sharding.replicated(mesh, len(shape))
@@ -67,7 +72,7 @@ def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any, line: Sour
     given = sharding_of(mesh, tuple(value.placements), shape)
     if given is None or not same_elements(given, wanted, shape):
         raise user_error(
-            f"tensor {made.name} (defined at {made.line}) is passed with other placements",
+            f"tensor {made.label} (defined at {made.line}) is passed with other placements",
             f"{tuple(value.placements)} of shape {list(shape)} on {mesh}", f"{wanted} on {wanted.mesh}",
             "Redistribute the DTensor, or annotate the tensor so (fd.from_pytorch(dtensor) does).", line,
             ArgumentError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,9 @@ from .bind import bind_program, described, instruction_at
 
 if TYPE_CHECKING:
     from ..definition.fusion import DefinitionBuilder
+
+# Called with every program that has run on this rank: how profilers hear of it.
+finished: list[Callable[[RankProgram], None]] = []
 
 
 def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: SourceLine) -> None:
@@ -61,13 +64,14 @@ class RankProgram:
 
     def run(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
         """The rank's results. A failing collective's error names its tensor and the user's line."""
-        if not self.active:
-            return [None] * len(self.compiled.graph.outputs)
         try:
-            return list(self._main(*arguments, seed, offset))
+            out = list(self._main(*arguments, seed, offset)) if self.active else [None] * len(self.compiled.graph.outputs)
         except RankError as error:
             self._locate(error)
             raise
+        for tell in finished:
+            tell(self)
+        return out
 
     def _locate(self, error: RankError) -> None:
         instruction = instruction_at(self.bound, error.__traceback__)

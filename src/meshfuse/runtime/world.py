@@ -49,6 +49,7 @@ class World:
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.waiting: Work | None = None
+        self._meeting = ""
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
         self._counters = _Counters()
@@ -83,8 +84,8 @@ class World:
         atexit.register(self.leave)
 
     def _doing(self) -> str:
-        waiting = self.waiting
-        return main_thread_line() if waiting is None else f"waits in {waiting}"
+        waiting = self.waiting or self._meeting
+        return f"waits in {waiting}" if waiting else main_thread_line()
 
     def group(self, ranks: Sequence[int], label: str = "") -> Group:
         """The group of `ranks`, of which this rank is one; the same object at every call.
@@ -155,7 +156,11 @@ class World:
         start = time.monotonic()
         self.store.set(f"{name}/{self.rank}", value)
         keys = [f"{name}/{rank}" for rank in ranks]
-        missing = await_keys(self.store, keys, self.limit, lambda: self.raise_if_failed(what))
+        self._meeting = what
+        try:
+            missing = await_keys(self.store, keys, self.limit, lambda: self.raise_if_failed(what))
+        finally:
+            self._meeting = ""
         if missing:
             absent = [rank for rank, key in zip(ranks, keys, strict=True) if key in missing]
             raise timed_out(self._scene(), what, absent, seconds_since(start))

@@ -1,0 +1,278 @@
+"""What goes wrong with a definition on real ranks: each ends with one message that says what and where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rank_pool import run_bare
+
+import meshfuse as mf
+
+pytestmark = pytest.mark.ranks
+
+# Line 11 of a script that starts so makes y, which is what the ranks reduce.
+START = """
+import os, signal, threading, time
+import torch
+import meshfuse as mf
+world = mf.World.current()
+mesh = mf.DeviceMesh(range(world.size), ["tp"])
+with mf.FusionDefinition() as fd:
+    x = fd.define_tensor([-1, 6])
+    w = fd.define_tensor([4, 6])
+    h = fd.ops.relu(x)
+    y = fd.ops.linear(h, w)
+    fd.add_output(y)
+    fd.mesh_split(x, mesh, [None, "tp"])
+    fd.mesh_split(w, mesh, [None, "tp"])
+shards = [mf.shard_tensor(torch.ones(rows, 6), tv) for rows, tv in ((40, x), (4, w))]
+fd.execute(shards)
+"""
+PLACE = "all-reduce of y (t3) over tp (output): all_reduce #2 of group tp"
+
+
+def replicated_product(mesh: mf.DeviceMesh) -> tuple[mf.FusionDefinition, list[torch.Tensor]]:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([4])
+        y = fd.ops.mul(x, 2.0)
+        fd.add_output(y)
+        fd.mesh_split(x, mesh, [None])
+    return fd, [torch.ones(4)]
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """The class and text of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# Every rank runs; the mesh does not fit.
+
+
+def on_rank_of_mesh(size: int, idle_ranks: bool) -> tuple[str, list[torch.Tensor | None]]:
+    fd, inputs = replicated_product(mf.DeviceMesh((size,), ("tp",)))
+    found: list[torch.Tensor | None] = []
+    return error_of(lambda: found.extend(fd.execute(inputs, idle_ranks=idle_ranks))), found
+
+
+def test_a_mesh_larger_than_the_world(ranks2):
+    text = (
+        "DefinitionError: the mesh is larger than the world: DeviceMesh((4,), ('tp',)): found 2 ranks, "
+        "needed 4 ranks. Start them with 'meshfuse run --ranks 4 script.py', or use fd.simulate. "
+        "(at test_bad_programs.py:"
+    )
+    for error, _ in ranks2.run(on_rank_of_mesh, 4, False):
+        assert error.startswith(text)
+
+
+def test_a_mesh_larger_than_one_process():
+    fd, inputs = replicated_product(mf.DeviceMesh((2,), ("tp",)))
+    with pytest.raises(mf.DefinitionError, match="found 1 rank, needed 2 ranks"):
+        fd.execute(inputs)
+
+
+def test_a_world_larger_than_the_mesh(ranks4):
+    text = (
+        "DefinitionError: the world is larger than the mesh: found 4 ranks, of which the meshes use [0, 1], "
+        "needed a mesh of all ranks. Start 2 ranks, or pass idle_ranks=True to execute. "
+        "(at test_bad_programs.py:"
+    )
+    for error, _ in ranks4.run(on_rank_of_mesh, 2, False):
+        assert error.startswith(text)
+
+
+def test_idle_ranks_are_allowed_when_asked_for(ranks4):
+    found = ranks4.run(on_rank_of_mesh, 2, True)
+    assert [error for error, _ in found] == ["no error"] * 4
+    assert [outputs == [None] for _, outputs in found] == [False, False, True, True]
+    assert all(torch.equal(outputs[0], torch.full((4,), 2.0)) for _, outputs in found[:2])
+
+
+# Ranks that were given different things.
+
+
+def definition_of(odd: str) -> tuple[mf.FusionDefinition, list[torch.Tensor]]:
+    """A definition, or one that differs from it in what `odd` names."""
+    mesh = mf.DeviceMesh((4,), ("tp",))
+    rows = 16 if odd == "shape" else 8
+    with mf.FusionDefinition(seed=5 if odd == "seed" else 0) as fd:
+        x = fd.define_tensor([-1, 8])
+        y = fd.ops.mul(x, 3.0 if odd == "constant" else 2.0)
+        y = fd.ops.exp(y) if odd == "op" else fd.ops.relu(y)
+        fd.add_output(y)
+        if odd == "output":
+            fd.add_output(x)
+        fd.mesh_split(x, mesh, [None, "tp"] if odd == "annotation" else ["tp", None])
+    return fd, [mf.shard_tensor(torch.ones(rows, 8), x)]
+
+
+def on_rank_different(odd: str, rank: int) -> str:
+    fd, inputs = definition_of(odd if mf.World.current().rank == rank else "")
+    return error_of(lambda: fd.execute(inputs))
+
+
+DIFFERENCES = {
+    "constant": ("t1 = fd.ops.mul(t0, 2.0)", "t1 = fd.ops.mul(t0, 3.0)"),
+    "op": ("t2 = fd.ops.relu(t1)", "t2 = fd.ops.exp(t1)"),
+    "annotation": ("fd.mesh_split(t0, mesh0, ['tp', None])", "fd.mesh_split(t0, mesh0, [None, 'tp'])"),
+    "output": ("fd.mesh_split(t0, mesh0, ['tp', None])", "fd.add_output(t0)"),
+    "seed": ("with mf.FusionDefinition() as fd:", "with mf.FusionDefinition(seed=5) as fd:"),
+    "shape": ("x (t0): global shape [8, 8]", "x (t0): global shape [16, 8]"),
+}
+
+
+@pytest.mark.parametrize("odd", DIFFERENCES)
+def test_ranks_with_different_programs(ranks4, odd):
+    most, other = map(repr, DIFFERENCES[odd])
+    text = (
+        f"RankError: ranks disagree on the program: found ranks 0, 1, 3 {most}; rank 2 {other}, needed one "
+        "value on all of them. Make every rank run the same definition with the same shapes; let nothing in "
+        "it depend on the rank."
+    )
+    assert ranks4.run(on_rank_different, odd, 2) == [text] * 4
+
+
+def test_the_same_program_is_no_difference(ranks4):
+    assert ranks4.run(on_rank_different, "", 2) == ["no error"] * 4
+
+
+# A rank that fails while others wait. Nobody ends these ranks but themselves.
+
+
+def check_followers(results: list[tuple[int | None, str]], failing: int, cause: str) -> None:
+    """All ranks end with code 1, and all but the failing one say what they were in and why it ended."""
+    assert [code for code, _ in results] == [1] * len(results)
+    for rank, (_, text) in enumerate(results):
+        assert cause in text
+        if rank != failing:
+            ranks = ", ".join(map(str, range(len(results))))
+            assert f"RankError: {PLACE} (ranks {ranks}) cannot finish on rank {rank}" in text
+            assert f"found rank {failing} failed, needed all ranks running" in text
+            assert "(at script.py:11)" in text
+
+
+def test_a_rank_that_raises_between_steps(tmp_path):
+    script = """
+if world.rank == 1:
+    raise KeyError("the user's mistake")
+fd.execute(shards)
+"""
+    check_followers(run_bare(START + script, tmp_path, 2), 1, 'KeyError: "the user\'s mistake"')
+
+
+def test_a_rank_that_passes_a_wrong_shard(tmp_path):
+    script = """
+if world.rank == 1:
+    shards[1] = shards[1][:3]
+fd.execute(shards)
+"""
+    cause = (
+        "ArgumentError: tensor w (t1) (defined at script.py:9) has the wrong local shape: found [3, 3], "
+        "needed [4, 3], rank 1's shard of [4, 6] in [-, tp]."
+    )
+    check_followers(run_bare(START + script, tmp_path, 2), 1, cause)
+
+
+def test_a_rank_with_another_size_at_a_later_step(tmp_path):
+    """It waits for the others to compare the new plan, and they wait for it in the old one."""
+    script = """
+world.limit = 1.5
+if world.rank == 1:
+    shards[0] = shards[0][:30]
+fd.execute(shards)
+"""
+    results = run_bare(START + script, tmp_path, 2)
+    assert [code for code, _ in results] == [1, 1]
+    assert any(
+        f"RankTimeout: {PLACE} (ranks 0, 1) timed out on rank 0" in text
+        or f"waits in {PLACE.partition(': ')[2]} (ranks 0, 1)" in text
+        for _, text in results
+    )
+    assert all("comparing the program" in text for _, text in results)
+
+
+def test_a_rank_that_is_killed_in_a_collective(tmp_path):
+    script = """
+if world.rank == 2:
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+if world.rank == 0:
+    time.sleep(1)
+fd.execute(shards)
+"""
+    results = run_bare(START + script, tmp_path)
+    assert [code for code, _ in results] == [1, 1, -signal.SIGKILL]
+    for rank in (0, 1):
+        text = results[rank][1]
+        assert f"RankError: {PLACE} (ranks 0, 1, 2) failed on rank {rank}" in text
+        assert (
+            "found a lost connection" in text
+            and "rank 2 does not answer: it is stopped or was killed" in text
+        )
+        assert "(at script.py:11)" in text and text.count("RankError") == 1
+
+
+def test_a_rank_that_stops_answering(tmp_path):
+    script = """
+if world.rank == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+fd.execute(shards)
+"""
+    results = run_bare(START + script, tmp_path, limit=4, stopped=2)
+    assert [code for code, _ in results] == [1, 1, -signal.SIGKILL]
+    for rank in (0, 1):
+        text = results[rank][1]
+        assert f"RankTimeout: {PLACE} (ranks 0, 1, 2) timed out on rank {rank}" in text
+        assert "needed all ranks to arrive within 4 s" in text and "(at script.py:11)" in text
+        assert "rank 2 does not answer: it is stopped or was killed" in text
+        assert text.count("RankTimeout") == 1
+
+
+# The same under the launcher, which leaves no process behind.
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+FAILURES = {
+    "raise KeyError('the mistake')": (1, "rank 2 exited with code 1; stopped the other ranks"),
+    "os.kill(os.getpid(), signal.SIGKILL)": (137, "rank 2 was killed by SIGKILL; stopped the other ranks"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_launcher_leaves_nothing_behind(job, tmp_path, failure):
+    script = f"""
+with open(f"{tmp_path}/pid{{world.rank}}", "w") as file:
+    file.write(str(os.getpid()))
+world.barrier()
+if world.rank == 2:
+    {failure}
+fd.execute(shards)
+"""
+    done = job(START + script, "-m", "meshfuse.runtime.launcher", "--ranks", "3")
+    code, said = FAILURES[failure]
+    assert done.returncode == code and f"meshfuse run: {said}" in done.stderr
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
+    assert os.getpid() not in pids
+    until = time.monotonic() + 10
+    while any(map(is_alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))
+    if code == 1:
+        assert done.stderr.count("KeyError: 'the mistake'") == 1
+        for rank in (0, 1):
+            place = f"{PLACE} (ranks 0, 1, 2) at script.py:11"
+            assert f"rank {rank}: stopped in {place}, because rank 2 failed" in done.stderr
