@@ -1,0 +1,60 @@
+"""README, tutorial and the GPT example do what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def run(*command: str, cwd: Path = ROOT) -> str:
+    """What a command prints; its failure is the test's."""
+    done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_the_readme_s_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    code = next(text for kind, text in blocks if kind == "python")
+    shown = blocks[blocks.index(("python", code)) + 1][1]
+    (tmp_path / "readme.py").write_text(code)
+    assert run("readme.py", cwd=tmp_path) == shown
+
+
+def test_the_readme_s_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists() or target.startswith("http"), f"{page.name}: {target}"
+
+
+def test_the_tutorial_runs() -> None:
+    printed = run("examples/tutorial.py")
+    assert printed.count("same as torch: True") == 2
+    assert "argument 1" in printed.rsplit("---", 1)[1]
+
+
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "sp=4", "tp=3", "dp=8,tp=2"])
+def test_the_gpt_reads_as_unsharded_torch_does(mesh: str) -> None:
+    printed = run("examples/gpt/run.py", "--mesh", mesh, "--steps", "2", "--generate", "4")
+    difference = re.search(r"largest difference from unsharded torch: (\S+) relative", printed)
+    assert difference is not None
+    assert float(difference.group(1)) <= 1e-5
+    assert "In the beginning of t" in printed
+
+
+def test_the_gpt_compiles_for_256_ranks() -> None:
+    printed = run("examples/gpt/run.py", "--mesh", "dp=32,tp=8", "--batch", "64", "--compile-only")
+    assert "256 programs" in printed
+    assert "verified together" in printed
+
+
+def test_importing_meshfuse_loads_neither_torch_nor_nvfuser() -> None:
+    check = "import sys, meshfuse; print([m for m in ('torch', 'nvfuser_direct', 'numpy') if m in sys.modules])"
+    assert run("-c", check).strip() == "[]"
