@@ -14,7 +14,18 @@ from ..resharding.windows import window_move, window_of, window_wire
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
-from .factors import NO_CARRY, Carry, Layouts, Placement, carries, layouts_of, merged, placed, representable
+from .factors import (
+    NO_CARRY,
+    Carry,
+    Layouts,
+    Placement,
+    carries,
+    displaced,
+    layouts_of,
+    merged,
+    placed,
+    representable,
+)
 
 # Seconds per operation: a byte on the wire costs as much as a thousand operations, as on an accelerator with fast links.
 GAMMA = BETA / 1000
@@ -78,12 +89,12 @@ def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts, Carr
     rule = setting.rule
     carry = carries(setting.call, rule, setting.available)
     if carry is not None:
-        votes = _carried_votes(setting, carry)
-        yield Source("carry", carry.operands[0]), representable(rule, merged(votes, carry.axes)), carry
-    votes_by_source = _votes(setting)
-    for i, (source, _) in enumerate(votes_by_source):
-        order = [votes_by_source[i], *votes_by_source[:i], *votes_by_source[i + 1 :]]
-        layouts = representable(rule, _with_reductions(setting, merged([vote for _, vote in order])))
+        layouts = representable(rule, merged(_carried_votes(setting, carry), carry.axes))
+        yield Source("carry", carry.operands[0]), layouts, carry
+    votes = _votes(setting)
+    for source, vote in [*votes, *_displaced_votes(setting)]:
+        order = [vote, *(other for _, other in votes if other != vote)]
+        layouts = representable(rule, _with_reductions(setting, merged(order)))
         yield source, layouts, NO_CARRY
         if not setting.reductions:
             yield source._replace(split_reduction=False), _without_reductions(rule, layouts), NO_CARRY
@@ -110,6 +121,16 @@ def _operand_votes(setting: Setting, operand: int) -> list[Layouts]:
     rule, shape = setting.rule, setting.call.types[operand].shape
     here = [s for s in setting.available[operand] if s.mesh == setting.mesh]
     return [layouts_of(rule, rule.operands[operand], shape, s.dims) for s in here]
+
+
+def _displaced_votes(setting: Setting) -> list[tuple[Source, Layouts]]:
+    """What operands ask for where an all-to-all moves the axes of dims that the op needs whole to other dims."""
+    rule, found = setting.rule, []
+    for i, (dims, kind) in enumerate(zip(rule.operands, setting.call.types, strict=True)):
+        for sharding in setting.available[i]:
+            if sharding.mesh == setting.mesh:
+                found.append((Source("operand", i), displaced(rule, dims, kind.shape, sharding.dims)))
+    return [(source, vote) for source, vote in dict.fromkeys(found) if vote is not None]
 
 
 def _carried_votes(setting: Setting, carry: Carry) -> list[Layouts]:

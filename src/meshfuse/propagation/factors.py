@@ -63,6 +63,33 @@ def _spread(axes: Sequence[Split], sizes: tuple[int, ...], open_: tuple[bool, ..
     return tuple(lay.canonical(tuple(splits), size) for splits, size in zip(out, sizes, strict=True))
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> Layouts | None:
+    """As `layouts_of`, with axes that it leaves out, such as those of blocked dims, on the tensor's roomiest other factors.
+
+    The tensor comes there by an all-to-all, which moves an n-th of what gathering the dim would (attention from rows to
+    heads: Jacobs et al. 2023, DeepSpeed Ulysses). None where no axis can move.
+    """
+    out = list(layouts_of(rule, dims, shape, layouts))
+    kept = [axis for layout in out for axis in lay.axes(layout)]
+    lost = [a for layout in layouts for a in lay.axes(layout) if not any(overlap(a, k) for k in kept)]
+    free = [f for factors in dims for f in factors if rule.factors[f].kind is FactorKind.PASS]
+    before = tuple(out)
+    for axis in lost if free else ():
+        size, best, room = axis.size or 1, *_roomiest(rule, free, out, axis.size or 1)
+        part = size if room >= size else math.gcd(size, room)
+        if part > 1:
+            out[best] = lay.canonical((*out[best], axis._replace(size=part)), rule.factors[best].size)
+    return tuple(out) if tuple(out) != before else None
+
+
+def _roomiest(rule: Rule, free: Sequence[int], layouts: Sequence[Layout], ways: int) -> tuple[int, int]:
+    """The factor with the most steps left to split, before all others one that so many ways divide, and their count."""
+    room = {f: rule.factors[f].size // lay.extent(layouts[f]) for f in free}
+    best = max(free, key=lambda f: (room[f] > 0 and room[f] % ways == 0, room[f]))
+    return best, room[best]
+
+
 def merged(votes: Sequence[Layouts], taken: Sequence[Split] = ()) -> Layouts:
     """Factor layouts from the votes in their order: later ones only refine, and no axis is used twice."""
     out = list(votes[0]) if votes else []
