@@ -1,6 +1,6 @@
 """The stages in their order: the page to open first.
 
-definition → `concretize` → `propagate` (→ `distribute` → `propagate`) → `insert_resharding` → `segment` → `lower_to_host_ir` → executor.
+definition → `concretize` → `distribute` → `propagate` → `insert_resharding` → `segment` → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 
@@ -59,11 +59,8 @@ def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh
 ) -> CompiledProgram:
     """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one."""
-    graph = concretize(fd, shapes, scalars)
+    graph = distribute(concretize(fd, shapes, scalars), world)
     sharded = propagate(graph, world)
-    distributed = distribute(sharded)
-    if distributed is not graph:
-        sharded = propagate(distributed, world)
     resharded = insert_resharding(sharded)
     segmented = segment(resharded)
     digest = digest_of(str(segmented) + str(resharded) + str(sharded))

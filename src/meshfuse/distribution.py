@@ -1,51 +1,135 @@
 """Ops that need a dim whole, rewritten where that dim is sharded: into a small graph of ordinary ops.
 
-An op's `OpDef.distributed` writes its form for a dim that lies in equal blocks over ranks (the last may be short or
-empty). What comes out is propagated, resharded and run like anything that a user writes.
+An op's `OpDef.distributed` writes its form for one sharded dim that its plain form would put together. What comes out
+is propagated, resharded and run like anything that a user writes. A form is taken where its modelled time, by itself,
+is less than that of the plain op, which may also move the sharding to another dim.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from .graph import Graph, Kinds, Node, Tensor
+from .mesh import DeviceMesh
 from .ops import OPS
-from .ops.base import FactorKind, TensorRef, TensorType
+from .ops.base import Factor, FactorKind, Rule, TensorRef, TensorType
 from .ops.binding import bind
+from .propagation.choose import cheapest
+from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .sharding.layout import axes, extent
 from .sharding.value import Sharding
 
 
-def distribute(sharded: ShardedDefinition) -> Graph:
-    """The graph with distributed forms in the place of ops that would gather a sharded dim; itself if there are none."""
-    chosen = {node.id: found for node in sharded.graph.nodes if (found := _blocks(sharded, node))}
-    return _Rewriter(sharded.graph).run(chosen) if chosen else sharded.graph
+class Blocked(NamedTuple):
+    """A sharded dim of an operand that the op needs whole; it lies in `blocks` blocks over ranks, 0 if otherwise."""
+
+    operand: int
+    dim: int
+    blocks: int
 
 
-def _blocks(sharded: ShardedDefinition, node: Node) -> tuple[int, int] | None:
-    """(dim, number of blocks) where the op gathers a dim of an operand that lies in blocks over ranks."""
-    if node.call.op.distributed is None:
-        return None
-    for tensor, dims in zip(node.inputs, node.rule.operands, strict=True):
-        home = sharded.homes[tensor]
+def distribute(graph: Graph, world: DeviceMesh) -> Graph:
+    """The graph with distributed forms in the place of ops where they are cheaper; itself if there are none.
+
+    To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if it were so:
+    else a plan may put a dim together long before the op that would not have needed it.
+    """
+    if not any(node.call.op.distributed for node in graph.nodes):
+        return graph
+    chooser = _Chooser(graph, propagate(_optimistic(graph), world), world)
+    chosen = {node.id: found for node in graph.nodes if (found := chooser.best(node))}
+    return _Rewriter(graph).run(chosen) if chosen else graph
+
+
+def _optimistic(graph: Graph) -> Graph:
+    """The graph with every op that has a distributed form taking sharded dims as they are."""
+    rules: dict[int, Rule] = {}
+    nodes = []
+    for node in graph.nodes:
+        if node.call.op.distributed is not None:
+            node = dataclasses.replace(node, rule=rules.setdefault(id(node.rule), _opened(node.rule)))
+        nodes.append(node)
+    return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+def _opened(rule: Rule) -> Rule:
+    factors = [Factor(f.size) if f.kind is FactorKind.BLOCK else f for f in rule.factors]
+    return dataclasses.replace(rule, factors=tuple(factors))
+
+
+class _Chooser:
+    """Compares, for one op at a time, its form with the plain op, from the shardings that its operands have."""
+
+    def __init__(self, graph: Graph, probe: ShardedDefinition, world: DeviceMesh):
+        self.graph, self.homes, self.world = graph, probe.homes, world
+        self.read = {i for node in graph.nodes for i in node.inputs} | set(graph.outputs)
+        self._known: dict[Any, Blocked | None] = {}
+
+    def best(self, node: Node) -> Blocked | None:
+        """The dim for which to write the op's form; None where the plain op is as good."""
+        if node.call.op.distributed is None:
+            return None
+        places = [node.inputs.index(i) for i in node.inputs]
+        asked = [self.graph.annotations.get(i, i in self.read) for i in node.outputs]
+        key = (node.call, tuple(places), tuple(self.homes[i] for i in node.inputs), tuple(asked))
+        if key not in self._known:
+            self._known[key] = self._cheapest(node)
+        return self._known[key]
+
+    def _cheapest(self, node: Node) -> Blocked | None:
+        found = list(_blocked(node, [self.homes[i] for i in node.inputs]))
+        if not found:
+            return None
+        alone = self._alone(node)
+        forms = [(form, _Rewriter(alone).run({0: form})) for form in found]
+        costs = [(self._seconds(written), form) for form, written in forms if written.nodes != alone.nodes]
+        best = min(costs, key=lambda entry: entry[0], default=None)
+        return best[1] if best is not None and best[0] < self._seconds(alone) else None
+
+    def _alone(self, node: Node) -> Graph:
+        """A graph of this op alone, its operands annotated as they are."""
+        inputs = tuple(dict.fromkeys(node.inputs))
+        known = {i: self.homes[i].reduced() for i in inputs}
+        known |= {i: self.graph.annotations[i] for i in node.outputs if i in self.graph.annotations}
+        return dataclasses.replace(
+            self.graph,
+            nodes=(dataclasses.replace(node, id=0),),
+            inputs=tuple(map(TensorRef, inputs)),
+            outputs=tuple(i for i in node.outputs if i in self.read),
+            annotations=known,
+            reductions={},
+            annotation_lines=dict.fromkeys(known, node.line),
+        )
+
+    def _seconds(self, graph: Graph) -> float:
+        """The modelled time of a graph, with what it leaves unreduced."""
+        done = propagate(graph, self.world)
+        left = [(done.homes[i], graph.tensors[i].type) for i in graph.outputs]
+        owed = [cheapest((home,), home.reduced(), t.shape, t.dtype.itemsize) for home, t in left]
+        return sum(choice.seconds for choice in done.choices) + sum(owed)
+
+
+def _blocked(node: Node, homes: Sequence[Sharding]) -> Iterator[Blocked]:
+    """The sharded dims of an op's operands that the op needs whole, each operand's in turn."""
+    for operand, (home, dims) in enumerate(zip(homes, node.rule.operands, strict=True)):
         for dim, factors in enumerate(dims):
-            blocked = any(node.rule.factors[f].kind is FactorKind.BLOCK for f in factors)
-            if blocked and _in_blocks(home, dim):
-                return dim, extent(axes(home.dims[dim]))
-    return None
-
-
-def _in_blocks(home: Sharding, dim: int) -> bool:
-    return bool(home.dims[dim]) and all(split.bound for split in home.dims[dim])
+            if axes(home.dims[dim]) and any(node.rule.factors[f].kind is FactorKind.BLOCK for f in factors):
+                whole_blocks = all(split.bound for split in home.dims[dim])
+                yield Blocked(operand, dim, extent(home.dims[dim]) if whole_blocks else 0)
 
 
 class Rewriter:
-    """What a distributed form is written with: `call` appends an op of the table; `type` tells what a tensor is."""
+    """What a distributed form is written with: `call` appends an op of the table; `type` tells what a tensor is.
+
+    `operand` is the place of the operand whose dim the form is for.
+    """
 
     def __init__(self, graph: Graph):
         self.graph = graph
+        self.operand = 0
         self.tensors: list[Tensor] = list(graph.tensors)
         self.nodes: list[Node] = []
         self._kinds = Kinds()
@@ -59,8 +143,7 @@ class Rewriter:
         assert self._origin is not None
         op = OPS[name]
         bound = bind(op, args, kwargs, lambda value: value)
-        inputs = [arg.id for arg in bound if isinstance(arg, TensorRef)]
-        inputs += [ref.id for arg in bound if type(arg) is tuple for ref in arg if isinstance(ref, TensorRef)]
+        inputs = [ref.id for arg in bound for ref in _refs(arg)]
         call, rule = self._kinds.get(op, bound, tuple(self.tensors[i].type for i in inputs))
         made = [self._new(kind) for kind in call.results]
         ids = tuple(ref.id for ref in made)
@@ -69,40 +152,66 @@ class Rewriter:
         return made[0] if len(made) == 1 else tuple(made)
 
     def _new(self, kind: TensorType) -> TensorRef:
+        """A tensor of ours: it is not the variable that the user's line assigns."""
         assert self._origin is not None
-        tensor = Tensor(len(self.tensors), kind, self._origin.line)
+        tensor = Tensor(len(self.tensors), kind, dataclasses.replace(self._origin.line, given=""))
         self.tensors.append(tensor)
         return TensorRef(tensor.id)
 
 
+def _refs(arg: Any) -> list[TensorRef]:
+    """The tensors in an argument, in order."""
+    if isinstance(arg, TensorRef):
+        return [arg]
+    return [ref for ref in arg if isinstance(ref, TensorRef)] if type(arg) is tuple else []
+
+
 class _Rewriter(Rewriter):
-    def run(self, chosen: dict[int, tuple[int, int]]) -> Graph:
+    def run(self, chosen: dict[int, Blocked]) -> Graph:
+        """The graph with these ops in their forms. Its tensors keep their numbers; new ones come after them."""
         numbers: dict[int, int] = {}
         for node in self.graph.nodes:
-            if node.id in chosen:
-                self._replace(node, *chosen[node.id])
-            else:
+            if node.id not in chosen or not self._replace(node, chosen[node.id]):
                 numbers[node.id] = len(self.nodes)
                 self.nodes.append(dataclasses.replace(node, id=len(self.nodes)))
+        self._number_tensors()
         reductions = {numbers[i]: layouts for i, layouts in self.graph.reductions.items() if i in numbers}
         return dataclasses.replace(
             self.graph, tensors=tuple(self.tensors), nodes=tuple(self.nodes), reductions=reductions
         )
 
-    def _replace(self, node: Node, dim: int, blocks: int) -> None:
-        """Write the form, and let its last ops make the tensors that the op made."""
-        self._origin = node
+    def _replace(self, node: Node, where: Blocked) -> bool:
+        """Write the form, and let its last ops make the tensors that the op made; False where there is no form."""
         form = node.call.op.distributed
         assert form is not None
-        start = len(self.nodes)
-        results = form(self, node.call, tuple(map(TensorRef, node.inputs)), dim, blocks)
+        start, self._origin, self.operand = len(self.nodes), node, where.operand
+        results = form(self, node.call, tuple(map(TensorRef, node.inputs)), where.dim, where.blocks)
+        self._origin = None
         if results is None:
-            self.nodes.append(dataclasses.replace(node, id=len(self.nodes)))
-            return
-        renamed = {made.id: old for made, old in zip(results, node.outputs, strict=True)}
+            del self.nodes[start:]
+            return False
+        self._check(node, results, start)
+        self._rename({made.id: old for made, old in zip(results, node.outputs, strict=True)}, start)
+        return True
+
+    def _check(self, node: Node, results: Sequence[TensorRef], start: int) -> None:
+        """A form makes each result, of the type of the op's own."""
+        made = {i for new in self.nodes[start:] for i in new.outputs}
+        assert len({ref.id for ref in results}) == len(results) and made.issuperset(ref.id for ref in results)
+        assert tuple(map(self.type, results)) == node.call.results, (node.name, results)
+
+    def _rename(self, names: dict[int, int], start: int) -> None:
+        """Give tensors other numbers in the nodes from `start` on."""
         for place in range(start, len(self.nodes)):
             made = self.nodes[place]
-            inputs = tuple(renamed.get(i, i) for i in made.inputs)
-            outputs = tuple(renamed.get(i, i) for i in made.outputs)
+            inputs, outputs = (tuple(names.get(i, i) for i in ids) for ids in (made.inputs, made.outputs))
             self.nodes[place] = dataclasses.replace(made, inputs=inputs, outputs=outputs)
-        self._origin = None
+
+    def _number_tensors(self) -> None:
+        """Drop the new tensors that no op makes any more, and number the others on."""
+        old = len(self.graph.tensors)
+        made = [i for node in self.nodes for i in node.outputs if i >= old]
+        names = {i: old + place for place, i in enumerate(made)}
+        kept = [dataclasses.replace(self.tensors[i], id=names[i]) for i in made]
+        self.tensors = [*self.graph.tensors, *kept]
+        self._rename(names, 0)

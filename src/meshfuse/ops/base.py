@@ -243,7 +243,12 @@ Lowering = Callable[[Emit], "str | tuple[str, ...]"]
 
 
 class Rewriting(Protocol):
-    """What a distributed form is written with (`distribution.Rewriter`)."""
+    """What a distributed form is written with (`distribution.Rewriter`).
+
+    `operand` is the place of the operand whose dim the form is for.
+    """
+
+    operand: int
 
     def type(self, ref: TensorRef) -> TensorType:
         """The type of a tensor."""
@@ -254,8 +259,8 @@ class Rewriting(Protocol):
         ...
 
 
-# (rewriting, the call, its operands, the blocked dim of the first that has one, how many blocks) -> its results,
-# or None where it has no such form for this call.
+# (rewriting, the call, its operands, a sharded dim of one of them that the op needs whole, in how many blocks it
+# lies over ranks, 0 where it does not lie in blocks) -> its results, or None where it has no such form for this call.
 Distributed = Callable[[Rewriting, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
 
 
@@ -289,7 +294,7 @@ class OpDef:
     tensors. partial: what the op does with an unreduced operand. flops: operations on global tensors.
     window: for an op whose one result is a window of its first operand, or the other way round: (per dim, which
     operand index result index 0 is; what stands where the operand has nothing), None where the call is no window.
-    distributed: the op as a graph of other ops, for a blocked dim of an operand that lies in blocks.
+    distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
     torch.
     """

@@ -108,7 +108,7 @@ def distributed_scan(
     r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Scan each block, then combine with the total of all blocks before it (Blelloch 1990, prefix sums)."""
-    if call["init"] is not None or call.types[0].dtype.category in (0, 3):
+    if not blocks or call["init"] is not None or call.types[0].dtype.category in (0, 3):
         return None
     (x,), name = operands, call.op.name
     size = r.type(x).shape[dim]

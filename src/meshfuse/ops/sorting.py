@@ -77,9 +77,9 @@ def _distributed_topk(
     """
     (x,), largest = operands, call["largest"]
     k = call.results[0].shape[dim]
-    local = min(k, block_size(r.type(x).shape[dim], blocks))
-    if not k:
+    if not blocks or not k:
         return None
+    local = min(k, block_size(r.type(x).shape[dim], blocks))
     values, index = r.call("block_topk", x, local, dim, largest, blocks)
     top, place = r.call("topk", values, k, dim, largest)
     return [top, r.call("take_along_axis", index, place, dim)]

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
 from . import native_forms
-from .base import Call, Emit, Lowering, OpDef, Param, ParamKind, Rule, RuleBuilder, Sample, TensorType
+from .base import (
+    Call,
+    Emit,
+    Lowering,
+    OpDef,
+    Param,
+    ParamKind,
+    Rewriting,
+    Rule,
+    RuleBuilder,
+    Sample,
+    TensorRef,
+    TensorType,
+)
 from .native import Native
 from .pointwise import cast_text, torch_dtype, widen
 from .reductions import kept_factors, reduced_dims
@@ -70,6 +84,45 @@ def _rule(call: Call) -> Rule:
     return builder.build([operand], [result] * len(call.results))
 
 
+def _moments(
+    r: Rewriting, x: TensorRef, dims: tuple[int, ...], dtype: DataType
+) -> tuple[TensorRef, TensorRef]:
+    """(mean, sum of squared differences from it) over dims, which stay as dims of size 1.
+
+    Two passes (Chan, Golub & LeVeque 1983), each a local sum and one reduction of the result's size: as exact as on
+    one rank, unlike the difference of sums of squares, and with as many bytes as merging every rank's mean and sum of
+    squares pair by pair would take. The dims may lie over ranks in any way.
+    """
+    wide = x if widen(dtype) is dtype else r.call("cast", x, widen(dtype))
+    count = math.prod(r.type(x).shape[d] for d in dims)
+    mean = r.call("truediv", r.call("sum", wide, list(dims), True), float(count))
+    centred = r.call("sub", wide, mean)
+    size = r.call("abs", centred) if r.type(centred).dtype.category == 3 else centred
+    return mean, r.call("sum", r.call("mul", size, size), list(dims), True)
+
+
+def _distributed(
+    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+) -> Sequence[TensorRef] | None:
+    """The statistics from `_moments`, in the types and dims of the op's own results."""
+    dims, count = reduced_dims(call), math.prod(call.types[0].shape[d] for d in reduced_dims(call))
+    if not count:
+        return None
+    mean, squares = _moments(r, operands[0], dims, call.types[0].dtype)
+    if call.op.name == "welford":
+        total = r.call("full", list(call.results[2].shape), count, DataType.Int)
+        return [_like(r, mean, dims, call.results[0]), _like(r, squares, dims, call.results[1]), total]
+    variance = r.call("truediv", squares, float(max(0, count - call["correction"])))
+    found = zip((variance, mean), call.results, strict=False)
+    return [_like(r, moment, dims, kind) for moment, kind in found]
+
+
+def _like(r: Rewriting, moment: TensorRef, dims: tuple[int, ...], kind: TensorType) -> TensorRef:
+    """In this type, with its dims of size 1 dropped where it has none."""
+    kept = moment if r.type(moment).ndim == kind.ndim else r.call("squeeze", moment, list(dims))
+    return kept if r.type(kept).dtype is kind.dtype else r.call("cast", kept, kind.dtype)
+
+
 def _options(call: Call) -> str:
     return f"{list(reduced_dims(call))}, correction={call['correction']}, keepdim={call['keepdim']}"
 
@@ -122,6 +175,7 @@ OPS = (
         _rule,
         _unless_empty(_var_emit),
         nvfuser=_listed_dims,
+        distributed=_distributed,
         samples=lambda: [
             *_samples(),
             Sample((TensorType((4, 6), DataType.Half), [0])),
@@ -136,6 +190,7 @@ OPS = (
         _unless_empty(_var_mean_emit),
         samples=_samples,
         nvfuser=_listed_dims,
+        distributed=_distributed,
     ),
     OpDef(
         "welford",
@@ -145,5 +200,6 @@ OPS = (
         _unless_empty(_welford_emit),
         samples=lambda: [Sample((_EXAMPLE, [1]))],
         nvfuser=native_forms.welford,
+        distributed=_distributed,
     ),
 )
