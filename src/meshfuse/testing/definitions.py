@@ -12,7 +12,7 @@ from ..mesh import DeviceMesh, ParallelType
 from ..ops.base import TensorRef
 from ..sharding.value import Sharding
 from .blocks import FAMILIES, Block
-from .layouts import dim_layouts, meshes
+from .layouts import dim_layouts, drawn_place, meshes
 from .writer import SIZES, Writer
 
 _KINDS = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
@@ -52,14 +52,14 @@ def annotations(
     draw: st.DrawFn, fd: FusionDefinition, max_tensors: int = 6, second_mesh: bool = True
 ) -> FusionDefinition:
     """Annotate some tensors of a definition, which is returned, in any of the forms that there are."""
-    chosen = [draw(meshes())]
+    chosen = [draw(meshes(min_ranks=2))]
     if second_mesh and chosen[0].size < 8 and draw(st.integers(0, 5)) == 5:
         chosen.append(draw(meshes(max_ranks=8 - chosen[0].size, first_rank=chosen[0].size)))
     inputs = [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
     pools = [inputs, inputs, [*range(len(fd.tensors))], fd.outputs]
     wanted = draw(
         st.lists(
-            st.sampled_from(pools).flatmap(st.sampled_from), min_size=1, max_size=max_tensors, unique=True
+            st.sampled_from(pools).flatmap(st.sampled_from), min_size=2, max_size=max_tensors, unique=True
         )
     )
     for i in wanted:
@@ -85,9 +85,9 @@ def _axes(draw: st.DrawFn, mesh: DeviceMesh, ndim: int) -> list[list[str] | None
     """GSPMD's form: for every dim the axes that split it."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
     for name in draw(st.permutations(mesh.names)):
-        place = draw(st.integers(0, ndim))
-        if place:
-            dims[place - 1].append(name)
+        place = drawn_place(draw, ndim)
+        if place >= 0:
+            dims[place].append(name)
     return [names or None for names in dims]
 
 

@@ -15,25 +15,39 @@ from ..sharding.value import Sharding
 AXIS_NAMES = ("dp", "tp", "cp")
 
 
-def _shapes(axes: int, max_size: int, max_ranks: int) -> list[tuple[int, ...]]:
-    """Mesh shapes, simple ones first: counter-examples shrink towards them."""
-    sizes = range(1, max_size + 1)
-    found = [
-        s for n in range(1, axes + 1) for s in itertools.product(sizes, repeat=n) if math.prod(s) <= max_ranks
-    ]
-    return sorted(found, key=lambda shape: (math.prod(shape), len(shape), shape))
+# Numbers of ranks, the more interesting ones more often; simple ones first: counter-examples shrink towards them.
+_RANKS = (1, 2, 3, 4, 4, 4, 5, 6, 6, 6, 7, 8, 8, 8, 8)
+
+
+def _shapes(ranks: int, axes: int, max_size: int) -> list[tuple[int, ...]]:
+    """The shapes of meshes of so many ranks."""
+    sizes = [n for n in range(1, max_size + 1) if ranks % n == 0]
+    found = [shape for n in range(1, axes + 1) for shape in itertools.product(sizes, repeat=n)]
+    return [shape for shape in found if math.prod(shape) == ranks]
 
 
 @st.composite
 def meshes(
-    draw: st.DrawFn, max_axes: int = 3, max_size: int = 4, max_ranks: int = 8, first_rank: int = 0
+    draw: st.DrawFn,
+    max_axes: int = 3,
+    max_size: int = 4,
+    max_ranks: int = 8,
+    first_rank: int = 0,
+    min_ranks: int = 1,
 ) -> DeviceMesh:
     """Meshes of 1 to `max_axes` axes, with the ranks from `first_rank` on in any order."""
-    shape = draw(st.sampled_from(_shapes(max_axes, max_size, max_ranks)))
-    ranks = [first_rank + i for i in range(math.prod(shape))]
+    totals = [n for n in _RANKS if min_ranks <= n <= max_ranks and _shapes(n, max_axes, max_size)]
+    size = draw(st.sampled_from(totals))
+    shape = draw(st.sampled_from(_shapes(size, max_axes, max_size)))
+    ranks = [first_rank + i for i in range(size)]
     if draw(st.booleans()):
         ranks = draw(st.permutations(ranks))
     return DeviceMesh(shape, AXIS_NAMES[: len(shape)], ranks=ranks)
+
+
+def drawn_place(draw: st.DrawFn, ndim: int) -> int:
+    """The dim that an axis splits; -1 for none, one time in four or so."""
+    return draw(st.sampled_from([-1, *range(ndim), *range(ndim)])) if ndim else -1
 
 
 def _parts(draw: st.DrawFn, axis: str, size: int) -> list[Split]:
@@ -60,12 +74,11 @@ def layouts(draw: st.DrawFn, n: int, splits: Sequence[Split]) -> Layout:
 def dim_layouts(draw: st.DrawFn, mesh: DeviceMesh, shape: Sequence[int]) -> tuple[Layout, ...]:
     """For every dim a layout, each part of each mesh axis being used at most once. Not canonical."""
     dims: list[list[Split]] = [[] for _ in shape]
-    places = st.integers(0, len(shape))
     for axis, size in zip(mesh.names, mesh.shape, strict=True):
         for split in _parts(draw, axis, size):
-            place = draw(places)
-            if place:
-                dims[place - 1].append(split)
+            place = drawn_place(draw, len(shape))
+            if place >= 0:
+                dims[place].append(split)
     return tuple(draw(layouts(n, splits)) if splits else () for n, splits in zip(shape, dims, strict=True))
 
 
