@@ -199,6 +199,25 @@ def attention(inputs: list[Any], is_causal: Any, scale: Any, kept: Any) -> tuple
     return _attention(*inputs, is_causal, scale, kept)
 
 
+def block_attention(
+    inputs: list[Any], is_causal: Any, scale: Any, kept: Any, blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, log-sum-exp) of every block of columns by itself: all others masked out."""
+    *qkv, bias, mask = inputs
+    size = max(1, -(-qkv[1].shape[-2] // blocks))
+    made = []
+    for number in range(blocks):
+        inside = torch.arange(qkv[1].shape[-2]) // size == number
+        seen = inside if mask is None else inside & mask
+        made.append(_attention(*qkv, bias, seen, is_causal, scale, kept))
+    return torch.stack([out for out, _ in made]), torch.stack([lse for _, lse in made])
+
+
+ATTENTION: dict[str, Callable[..., Any]] = {"sdpfa_fwd": attention, "block_attention": block_attention}
+# Which of the gradients of q, k and v an op gives.
+GRADIENTS = {"sdpfa_bwd": slice(0, 3), "sdpfa_bwd_q": slice(0, 1), "sdpfa_bwd_kv": slice(1, 3)}
+
+
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     starts, ends = [0, *offsets.tolist()[:-1]], offsets.tolist()
     spans = list(enumerate(zip(starts, ends, strict=True)))

@@ -32,7 +32,7 @@ def _sampled(name: str, place: int) -> tuple[Call, list[torch.Tensor]]:
     assert samples, f"{name} has no samples"
     call = make_call(op, samples[place])
     operands = operands_of(call, samples[place], references.DOMAINS.get(name))
-    if name == "sdpfa_bwd":
+    if name.startswith("sdpfa_bwd"):
         _save_forward(call, operands)
     return call, operands
 
@@ -53,7 +53,7 @@ def _kept(call: Call, operands: list[torch.Tensor], key: torch.Tensor) -> torch.
         return None
     query = operands[call.op.places["query"]]
     shape = (*query.shape[:-1], key.shape[-2])
-    stream = (5, 2, SALT) if call.op.name == "sdpfa_fwd" else (5, 2, 1)
+    stream = (5, 2, 1) if call.op.name.startswith("sdpfa_bwd") else (5, 2, SALT)
     drawn = K.uniform(0.0, 1.0, [((0, n),) for n in shape], shape, stream, torch.float32, "cpu")
     return (drawn >= p).double() / (1 - p)
 
@@ -65,17 +65,15 @@ def _wide(t: torch.Tensor) -> torch.Tensor:
 def _reference(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """The results by the op's reference, in float64."""
     wide = [_wide(t) for t in operands]
-    if call.op.name == "sdpfa_bwd":
-        return list(
-            references.attention_bwd(
-                wide[:4], call["is_causal"], call["scale"], _kept(call, operands, wide[2])
-            )
+    if call.op.name.startswith("sdpfa_bwd"):
+        gradients = references.attention_bwd(
+            wide[:4], call["is_causal"], call["scale"], _kept(call, operands, wide[2])
         )
+        return list(gradients[references.GRADIENTS[call.op.name]])
     args = [_argument(arg, wide) for arg in call.args]
-    if call.op.name == "sdpfa_fwd":
-        made = references.attention(
-            args[:5], call["is_causal"], call["scale"], _kept(call, operands, wide[1])
-        )
+    if call.op.name in references.ATTENTION:
+        options = (call["is_causal"], call["scale"], _kept(call, operands, wide[1]))
+        made = references.ATTENTION[call.op.name](args[:5], *options, *args[8:])
         return [*made, torch.tensor([5, SALT]), torch.tensor(2)]
     made = references.REFERENCES[call.op.name](*args)
     return list(made) if isinstance(made, tuple) else [made]
@@ -203,5 +201,6 @@ def test_an_op_that_carries_unreduced_terms_commutes_with_their_reduction(name: 
 
 def test_every_op_has_samples_and_a_reference() -> None:
     assert not [name for name, op in OPS.items() if not op.samples()]
-    covered = {*references.REFERENCES, *references.RANDOM, *references.NVIDIA_ONLY, "sdpfa_fwd", "sdpfa_bwd"}
+    covered = {*references.REFERENCES, *references.RANDOM, *references.NVIDIA_ONLY}
+    covered |= {*references.ATTENTION, *references.GRADIENTS}
     assert set(OPS) <= covered

@@ -17,8 +17,8 @@ from .indices import Runs, global_index, linear_index
 from .random import Stream, fractions
 
 
-class Rows(NamedTuple):
-    """Which rows of the scores [*b, h, s, s_k] a rank has: runs and global sizes of all dims but the last."""
+class Place(NamedTuple):
+    """Which part of the scores [*b, h, s, s_k] is computed: runs of global indices, and global sizes, of all dims."""
 
     runs: Sequence[Runs]
     shape: Sequence[int]
@@ -52,18 +52,18 @@ def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     return found.reshape(*q.shape[:-1], k.shape[-2])
 
 
-def _mask_causal(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Row i sees the columns up to i, i counted in the whole sequence."""
-    row = global_index(rows.runs[-1], scores.device)[:, None]
-    return scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) > row, float("-inf"))
+def _mask_causal(scores: torch.Tensor, place: Place) -> torch.Tensor:
+    """Row i sees the columns up to i, both counted in the whole sequence."""
+    row, column = (global_index(runs, scores.device) for runs in place.runs[-2:])
+    return scores.masked_fill(column > row[:, None], float("-inf"))
 
 
-def _masked(scores: torch.Tensor, bias: Any, mask: Any, options: Options, rows: Rows) -> torch.Tensor:
+def _masked(scores: torch.Tensor, bias: Any, mask: Any, options: Options, place: Place) -> torch.Tensor:
     if bias is not None:
         scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return _mask_causal(scores, rows) if options.is_causal else scores
+    return _mask_causal(scores, place) if options.is_causal else scores
 
 
 def _probabilities(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
@@ -72,19 +72,19 @@ def _probabilities(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tenso
     return torch.exp(scores - shift.unsqueeze(-1))
 
 
-def _kept(probabilities: torch.Tensor, options: Options, rows: Rows, stream: tuple[int, ...]) -> torch.Tensor:
+def _kept(
+    probabilities: torch.Tensor, options: Options, place: Place, stream: tuple[int, ...]
+) -> torch.Tensor:
     """Dropout's factor for every probability: 0, or 1 / (1 - p). Drawn by global index."""
-    columns = probabilities.shape[-1]
-    runs = (*rows.runs, ((0, columns),) if columns else ())
-    index = linear_index(runs, (*rows.shape, columns), probabilities.device)
+    index = linear_index(place.runs, place.shape, probabilities.device)
     keep = fractions(index, Stream(*stream), torch.float32) >= options.dropout_p
     return keep.to(probabilities.dtype) / (1.0 - options.dropout_p)
 
 
-def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, rows: Rows) -> bool:
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, place: Place) -> bool:
     """Whether torch's fused CPU kernel does exactly this."""
     same = q.dtype == k.dtype == v.dtype and q.shape[-3] == k.shape[-3] and q.shape[-1] == v.shape[-1]
-    whole = not options.is_causal or q.shape[-2] == rows.shape[-1]
+    whole = not options.is_causal or (q.shape[-2], k.shape[-2]) == tuple(place.shape[-2:])
     return (
         q.device.type == "cpu"
         and same
@@ -100,6 +100,31 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, *x.shape[-3:])
 
 
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: Any,
+    mask: Any,
+    options: Options,
+    place: Place,
+    stream: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, log-sum-exp) over the columns of the place, in the precision of the computation."""
+    if bias is None and mask is None and _fused(q, k, v, options, place):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _flat(q), _flat(k), _flat(v), 0.0, options.is_causal, scale=options.scale
+        )
+        return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    scores = _masked(_scores(q, k, options.scale), bias, mask, options, place)
+    logsumexp = torch.logsumexp(scores, -1)
+    probabilities = _probabilities(scores, logsumexp)
+    if options.dropout_p > 0.0:
+        probabilities = probabilities * _kept(probabilities, options, place, stream)
+    out = torch.matmul(_grouped(probabilities, k), _compute(v))
+    return out.reshape(*q.shape[:-1], v.shape[-1]), logsumexp
+
+
 def sdpfa_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -109,26 +134,56 @@ def sdpfa_fwd(
     dropout_p: Any,
     is_causal: Any,
     scale: Any,
-    rows: tuple[Sequence[Runs], Sequence[int]],
+    place: tuple[Sequence[Runs], Sequence[int]],
     stream: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp, seed [2], offset []): the last two are what the backward pass needs to drop the
     same.
     """
-    options, place = _options(q, dropout_p, is_causal, scale), Rows(*rows)
-    state = _state(stream, q.device)
-    if bias is None and mask is None and _fused(q, k, v, options, place):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _flat(q), _flat(k), _flat(v), 0.0, options.is_causal, scale=options.scale
-        )
-        return out.reshape(q.shape), lse.reshape(q.shape[:-1]).float(), *state
-    scores = _masked(_scores(q, k, options.scale), bias, mask, options, place)
-    logsumexp = torch.logsumexp(scores, -1)
-    probabilities = _probabilities(scores, logsumexp)
-    if options.dropout_p > 0.0:
-        probabilities = probabilities * _kept(probabilities, options, place, stream)
-    out = torch.matmul(_grouped(probabilities, k), _compute(v))
-    return out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype), logsumexp.float(), *state
+    options = _options(q, dropout_p, is_causal, scale)
+    out, logsumexp = _attend(q, k, v, bias, mask, options, Place(*place), stream)
+    return out.to(q.dtype), logsumexp.float(), *_state(stream, q.device)
+
+
+def block_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: Any,
+    mask: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    place: tuple[Sequence[Runs], Sequence[int]],
+    stream: tuple[int, ...],
+    block: int,
+    numbers: Runs,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `sdpfa_fwd` of each of the rank's blocks of columns by itself: [blocks, *b, h, s, e] and [blocks, *b, h, s].
+
+    `numbers` are those of the blocks; a block with no columns gives zeros, and -inf as its log-sum-exp.
+    """
+    options, (runs, shape) = _options(q, dropout_p, is_causal, scale), place
+    q, k, v = _compute(q), _compute(k), _compute(v)
+    outs, sums, start = [], [], 0
+    for number in global_index(numbers).tolist():
+        first, last = (min(edge * block, shape[-1]) for edge in (number, number + 1))
+        here, start = slice(start, start + last - first), start + last - first
+        part = Place((*runs[:-1], ((first, last),) if last > first else ()), shape)
+        added = [_columns(x, here) for x in (bias, mask)]
+        out, logsumexp = _attend(q, k[..., here, :], v[..., here, :], *added, options, part, stream)
+        outs.append(out)
+        sums.append(logsumexp.to(out.dtype))
+    return _stacked(outs, (*q.shape[:-1], v.shape[-1]), q), _stacked(sums, q.shape[:-1], q), *_state(stream, q.device)
+
+
+def _columns(x: Any, here: slice) -> Any:
+    """These columns of a bias or mask; all where it is the same for all columns, or where there is none."""
+    return x if x is None or x.shape[-1] == 1 else x[..., here]
+
+
+def _stacked(parts: list[torch.Tensor], shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.stack(parts) if parts else like.new_empty((0, *shape))
 
 
 def _state(stream: tuple[int, ...], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,55 +198,78 @@ def _stream(seed: torch.Tensor, offset: torch.Tensor) -> tuple[int, ...]:
     return (first, int(offset.item()), salt)
 
 
-def sdpfa_bwd(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    dropout_p: Any,
-    is_causal: Any,
-    seed: torch.Tensor,
-    offset: torch.Tensor,
-    scale: Any,
-    rows: tuple[Sequence[Runs], Sequence[int]],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v from what the forward pass saved."""
-    options, place = _options(q, dropout_p, is_causal, scale), Rows(*rows)
-    if _fused(q, k, v, options, place):
-        flat = [_flat(x.contiguous()) for x in (grad, q, k, v, out)]
-        lse = logsumexp.reshape(-1, *logsumexp.shape[-2:])
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *flat, lse, 0.0, options.is_causal, scale=options.scale
-        )
-        return tuple(g.reshape(x.shape) for g, x in zip(found, (q, k, v), strict=True))  # type: ignore[return-value]
-    return _plain_bwd(grad, q, k, v, out, logsumexp, options, place, (seed, offset))
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _plain_bwd(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    options: Options,
-    rows: Rows,
-    state: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scores = _masked(_scores(q, k, options.scale), None, None, options, rows)
-    # The saved log-sum-exp is float32, too coarse for gradients in float64.
-    p = _probabilities(scores, torch.logsumexp(scores, -1) if q.dtype == torch.float64 else logsumexp)
-    grad_out = _compute(grad)
-    grad_p = torch.matmul(_grouped(grad_out, k), _compute(v).transpose(-1, -2)).reshape(p.shape)
-    dropped = p
+class _Saved(NamedTuple):
+    """What the backward pass takes, as the ops pass it."""
+
+    grad: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    logsumexp: torch.Tensor
+    dropout_p: Any
+    is_causal: Any
+    seed: torch.Tensor
+    offset: torch.Tensor
+    scale: Any
+    scores: tuple[Sequence[Runs], Sequence[int]]
+
+    @property
+    def options(self) -> Options:
+        return _options(self.q, self.dropout_p, self.is_causal, self.scale)
+
+    @property
+    def place(self) -> Place:
+        return Place(*self.scores)
+
+
+def sdpfa_bwd(*saved: Any) -> Gradients:
+    """Gradients of q, k and v from what the forward pass saved (`_Saved`)."""
+    s = _Saved(*saved)
+    if not _fused(s.q, s.k, s.v, s.options, s.place):
+        return (sdpfa_bwd_q(*saved), *sdpfa_bwd_kv(*saved))
+    flat = [_flat(x.contiguous()) for x in (s.grad, s.q, s.k, s.v, s.out)]
+    lse = s.logsumexp.reshape(-1, *s.logsumexp.shape[-2:])
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *flat, lse, 0.0, s.options.is_causal, scale=s.options.scale
+    )
+    return tuple(g.reshape(x.shape) for g, x in zip(found, (s.q, s.k, s.v), strict=True))  # type: ignore[return-value]
+
+
+def sdpfa_bwd_q(*saved: Any) -> torch.Tensor:
+    """The gradient of q, summed over the columns that are here."""
+    s = _Saved(*saved)
+    grad_scores, _ = _score_gradients(s)
+    return torch.matmul(grad_scores, _compute(s.k)).reshape(s.q.shape).to(s.q.dtype)
+
+
+def sdpfa_bwd_kv(*saved: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of k and v, summed over the rows and heads of q that are here."""
+    s = _Saved(*saved)
+    grad_scores, dropped = _score_gradients(s)
+    grad_k = torch.matmul(grad_scores.transpose(-1, -2), _grouped(_compute(s.q), s.k))
+    grad_v = torch.matmul(dropped.transpose(-1, -2), _grouped(_compute(s.grad), s.k))
+    return grad_k.to(s.k.dtype), grad_v.to(s.v.dtype)
+
+
+def _score_gradients(s: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of q kᵀ, probabilities that were kept), both grouped by the heads of k and v."""
+    options, place = s.options, s.place
+    scores = _masked(_scores(s.q, s.k, options.scale), None, None, options, place)
+    p = dropped = _probabilities(scores, _logsumexp(s, scores))
+    grad_out = _compute(s.grad)
+    grad_p = torch.matmul(_grouped(grad_out, s.k), _compute(s.v).transpose(-1, -2)).reshape(p.shape)
     if options.dropout_p > 0.0:
-        kept = _kept(p, options, rows, _stream(*state))
+        kept = _kept(p, options, place, _stream(s.seed, s.offset))
         dropped, grad_p = p * kept, grad_p * kept
-    row_dot = (grad_out * _compute(out)).sum(-1, keepdim=True)
-    grad_scores = _grouped(p * (grad_p - row_dot), k) * options.scale
-    grad_q = torch.matmul(grad_scores, _compute(k)).reshape(q.shape)
-    grad_k = torch.matmul(grad_scores.transpose(-1, -2), _grouped(_compute(q), k))
-    grad_v = torch.matmul(_grouped(dropped, k).transpose(-1, -2), _grouped(grad_out, k))
-    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+    row_dot = (grad_out * _compute(s.out)).sum(-1, keepdim=True)
+    return _grouped(p * (grad_p - row_dot), s.k) * options.scale, _grouped(dropped, s.k)
+
+
+def _logsumexp(s: _Saved, scores: torch.Tensor) -> torch.Tensor:
+    """The saved one is float32, too coarse for gradients in float64 where all columns are here to do it again."""
+    again = s.q.dtype == torch.float64 and s.k.shape[-2] == s.place.shape[-1]
+    return torch.logsumexp(scores, -1) if again else s.logsumexp

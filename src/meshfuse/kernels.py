@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 # Generated programs call these as K.name.
-from .attention import sdpfa_bwd, sdpfa_fwd  # noqa: F401
+from .adjoint_kernels import contract, embedding_bwd, take_bwd  # noqa: F401
+from .attention import block_attention, sdpfa_bwd, sdpfa_bwd_kv, sdpfa_bwd_q, sdpfa_fwd  # noqa: F401
 from .block_kernels import block_repeat, block_scan, block_topk, block_total  # noqa: F401
 from .grouped import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, scaled_mm  # noqa: F401
 from .indices import Runs, global_index

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from . import (
+    adjoints,
     attention,
+    attention_blocks,
     blocks,
     factories,
     indexing,
@@ -35,7 +37,9 @@ _FAMILIES = (
     sorting,
     factories,
     attention,
+    attention_blocks,
     products,
+    adjoints,
 )
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
 

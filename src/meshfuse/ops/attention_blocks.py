@@ -1,0 +1,225 @@
+"""Parts of attention from which its distributed forms are made: by blocks of columns, and each gradient by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..dtypes import DataType
+from .attention_rules import (
+    Dims,
+    checked,
+    options_text,
+    scale_text,
+    score_flops,
+    scores_text,
+    with_operands,
+)
+from .base import (
+    Call,
+    DimFactors,
+    Emit,
+    FactorKind,
+    OpDef,
+    Param,
+    ParamKind,
+    Rewriting,
+    Rule,
+    Sample,
+    TensorRef,
+    TensorType,
+)
+from .blocks import block_size
+from .factories import stream_text
+
+K = ParamKind
+_NOT_NATIVE = "nvFuser's attention needs keys and values whole"
+
+
+def _block_infer(call: Call) -> tuple[TensorType, ...]:
+    q, _, v = checked(call)
+    dtype = DataType.Double if q.dtype is DataType.Double else DataType.Float
+    rows = (call["blocks"], *q.shape[:-1])
+    state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
+    return (TensorType((*rows, v.shape[-1]), dtype), TensorType(rows, dtype), *state)
+
+
+def _block_rule(call: Call) -> Rule:
+    """As sdpfa_fwd, with the columns' blocks a dim of the results."""
+    blocks, passes = call["blocks"], FactorKind.PASS
+    block = block_size(checked(call)[1].shape[-2], blocks)
+    dims = Dims(call, passes, passes, [(blocks, passes), (block, FactorKind.BLOCK)])
+    outer = dims.columns[:-1]
+    operands = [dims.q, dims.k, dims.v, *dims.added(call)]
+    return dims.builder.build(operands, [(outer, *dims.out), (outer, *dims.out[:-1]), *dims.state()])
+
+
+def _block_emit(e: Emit) -> str:
+    operands = [str(e.operand(name)) for name in ("query", "key", "value", "bias", "mask")]
+    numbers, *rows = e.result_runs(1)
+    block = block_size(checked(e.call)[1].shape[-2], e.call["blocks"])
+    where = [scores_text(e, rows, 1), stream_text(e), str(block), str(numbers)]
+    return f"K.block_attention({', '.join([*operands, *options_text(e), scale_text(e), *where])})"
+
+
+def _is_columns(r: Rewriting, operands: Sequence[TensorRef], dim: int) -> bool:
+    """Whether this dim of the operand that the form is for is the rows of k and v, the columns of bias and mask."""
+    ndim = r.type(operands[r.operand]).ndim
+    return r.operand > 0 and dim == (ndim - 2 if r.operand < 3 else ndim - 1)
+
+
+def distributed_fwd(
+    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+) -> Sequence[TensorRef] | None:
+    """Attention to each block of keys and values where it is, merged by the online softmax.
+
+    Outputs and their log-sum-exp travel instead of keys and values (Rabe & Staats 2021; Liu et al. 2023, Ring
+    Attention; for one row and long keys Flash-Decoding, Dao et al. 2023).
+    """
+    if not blocks or not _is_columns(r, operands, dim):
+        return None
+    out, lse, seed, offset = r.call("block_attention", *with_operands(call, operands), blocks)
+    top = r.call("max", lse, [0])
+    top = r.call("where", r.call("isfinite", top), top, 0.0)
+    weight = r.call("exp", r.call("sub", lse, top))
+    total = r.call("sum", weight, [0])
+    merged = r.call("sum", r.call("mul", out, _column(r, weight)), [0])
+    seen = r.call("where", r.call("eq", total, 0.0), 1.0, total)
+    output = r.call("truediv", merged, _column(r, seen))
+    logsumexp = r.call("add", r.call("log", total), top)
+    pairs = zip((output, logsumexp), call.results, strict=False)
+    return [*(r.call("cast", made, kind.dtype) for made, kind in pairs), seed, offset]
+
+
+def _column(r: Rewriting, x: TensorRef) -> TensorRef:
+    """With a last dim of size 1."""
+    return r.call("broadcast", x, [False] * r.type(x).ndim + [True])
+
+
+def distributed_bwd(
+    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+) -> Sequence[TensorRef] | None:
+    """The gradient of q apart from those of k and v: the saved log-sum-exp makes every score stand by itself.
+
+    So rows of q pass through to its gradient and are summed over in those of k and v, columns the other way round
+    (Dao 2023, FlashAttention-2, computes them as separate loops). The scores are computed twice.
+    """
+    ndim = r.type(operands[r.operand]).ndim
+    if r.operand > 5 or (r.operand < 5 and dim == ndim - 1):
+        return None
+    args = with_operands(call, operands)
+    return [r.call("sdpfa_bwd_q", *args), *r.call("sdpfa_bwd_kv", *args)]
+
+
+def backward_rule(call: Call, group: FactorKind, rows: FactorKind, columns: FactorKind, of: str) -> Rule:
+    """The rule of a backward pass that gives the gradients of the tensors in `of`: some of q, k and v."""
+    dims = Dims(call, group, rows, [(checked(call)[1].shape[-2], columns)])
+    saved = [dims.out, dims.q, dims.k, dims.v, dims.out, dims.out[:-1]]
+    state = [tuple(dims.builder.blocked(n) for n in t.shape) for t in call.types[6:]]
+    results: dict[str, DimFactors] = {"q": dims.q, "k": dims.k, "v": dims.v}
+    return dims.builder.build([*saved, *state], [results[name] for name in of])
+
+
+def backward_text(e: Emit, kernel: str) -> str:
+    names = ("grad_output", "query", "key", "value", "output", "logsumexp")
+    state = [str(e.operand(name)) for name in ("philox_seed", "philox_offset")]
+    operands = [str(e.operand(name)) for name in names]
+    scores = scores_text(e, e.operand_runs(5), 2)
+    return f"K.{kernel}({', '.join([*operands, *options_text(e), *state, scale_text(e), scores])})"
+
+
+def _q_rule(call: Call) -> Rule:
+    """Rows and heads pass through; columns are summed over."""
+    return backward_rule(call, FactorKind.PASS, FactorKind.PASS, FactorKind.REDUCE, "q")
+
+
+def _kv_rule(call: Call) -> Rule:
+    """Columns pass through; rows and the heads of a group are summed over."""
+    return backward_rule(call, FactorKind.REDUCE, FactorKind.REDUCE, FactorKind.PASS, "kv")
+
+
+def qkv_types(q: tuple[int, ...], kv: tuple[int, ...]) -> tuple[TensorType, ...]:
+    return (TensorType(q, DataType.Float), TensorType(kv, DataType.Float), TensorType(kv, DataType.Float))
+
+
+def _bwd_sample(q: tuple[int, ...], kv: tuple[int, ...], dropout: float, causal: bool) -> Sample:
+    query, key, value = qkv_types(q, kv)
+    saved = (query, TensorType(q[:-1], DataType.Float), dropout, causal)
+    state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
+    return Sample(
+        (query, query, key, value, *saved, *state, 0.5), values={5: (2.0, 3.0, 2.5), 6: (5, 1), 7: (2,)}
+    )
+
+
+def backward_samples() -> list[Sample]:
+    return [
+        _bwd_sample((2, 4, 6, 8), (2, 4, 6, 8), 0.0, True),
+        _bwd_sample((2, 6, 4, 8), (2, 3, 5, 8), 0.3, False),
+        _bwd_sample((3, 2, 4, 4, 8), (3, 2, 4, 4, 8), 0.0, False),
+    ]
+
+
+def _block_sample(q: tuple[int, ...], kv: tuple[int, ...], blocks: int, *added: Any, **options: Any) -> Sample:
+    return Sample((*qkv_types(q, kv), *added), {"blocks": blocks, **options})
+
+
+def _block_samples() -> list[Sample]:
+    bias, mask = TensorType((2, 4, 6, 7), DataType.Float), TensorType((6, 7), DataType.Bool)
+    return [
+        _block_sample((2, 4, 6, 8), (2, 4, 7, 8), 3, bias, mask),
+        _block_sample((2, 6, 4, 8), (2, 3, 4, 8), 2, is_causal=True, scale=0.3),
+        _block_sample((2, 6, 4, 8), (2, 3, 5, 8), 4, dropout_p=0.4),
+        _block_sample((3, 2, 4, 4, 8), (3, 2, 4, 4, 8), 6, is_causal=True),
+    ]
+
+
+_QKV = tuple(Param(name, K.TENSOR) for name in ("query", "key", "value"))
+BACKWARD_PARAMS = (
+    Param("grad_output", K.TENSOR),
+    *_QKV,
+    Param("output", K.TENSOR),
+    Param("logsumexp", K.TENSOR),
+    Param("dropout_p", K.SCALAR),
+    Param("is_causal", K.SCALAR),
+    Param("philox_seed", K.TENSOR),
+    Param("philox_offset", K.TENSOR),
+    Param("scale", K.OPTIONAL_SCALAR, None),
+)
+FORWARD_PARAMS = (
+    *_QKV,
+    Param("bias", K.OPTIONAL_TENSOR, None),
+    Param("mask", K.OPTIONAL_TENSOR, None),
+    *(Param(name, K.OPTIONAL_SCALAR, None) for name in ("dropout_p", "is_causal", "scale")),
+)
+OPS = (
+    OpDef(
+        "block_attention",
+        (*FORWARD_PARAMS, Param("blocks", K.INT, 1)),
+        _block_infer,
+        _block_rule,
+        _block_emit,
+        flops=lambda call: score_flops(call, 2),
+        samples=_block_samples,
+        nvfuser=_NOT_NATIVE,
+    ),
+    OpDef(
+        "sdpfa_bwd_q",
+        BACKWARD_PARAMS,
+        lambda call: checked(call)[:1],
+        _q_rule,
+        lambda e: backward_text(e, "sdpfa_bwd_q"),
+        flops=lambda call: score_flops(call, 3),
+        samples=backward_samples,
+        nvfuser=_NOT_NATIVE,
+    ),
+    OpDef(
+        "sdpfa_bwd_kv",
+        BACKWARD_PARAMS,
+        lambda call: checked(call)[1:],
+        _kv_rule,
+        lambda e: backward_text(e, "sdpfa_bwd_kv"),
+        flops=lambda call: score_flops(call, 4),
+        samples=backward_samples,
+        nvfuser=_NOT_NATIVE,
+    ),
+)

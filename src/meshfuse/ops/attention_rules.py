@@ -1,0 +1,107 @@
+"""What the ops of attention share: checks of their operands, the factors of their dims, texts of their lowerings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..errors import user_error
+from .base import Call, DimFactors, Emit, FactorKind, RuleBuilder, TensorRef, TensorType
+from .shapes import UNKNOWN, check_ndim, check_same_size
+
+
+def checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
+    """(q, k, v). Raises DefinitionError where they do not fit together."""
+    types = [call.type_of(name) for name in ("query", "key", "value")]
+    q, k, v = (t for t in types if t is not None)
+    name = call.op.name
+    for t, what in ((q, "query"), (k, "key"), (v, "value")):
+        check_ndim(name, what, t, 4, 5)
+        check_ndim(name, what, t, q.ndim, q.ndim)
+    for d in range(q.ndim - 3):
+        check_same_size(name, f"query's and key's dim {d}", q.shape[d], k.shape[d])
+    for d in range(q.ndim - 1):
+        check_same_size(name, f"key's and value's dim {d}", k.shape[d], v.shape[d])
+    check_same_size(name, "query's and key's last dims", q.shape[-1], k.shape[-1])
+    _check_heads(name, q, k)
+    return q, k, v
+
+
+def _check_heads(name: str, q: TensorType, k: TensorType) -> None:
+    heads, shared = q.shape[-3], k.shape[-3]
+    if UNKNOWN not in (heads, shared) and (heads % shared if shared else heads):
+        raise user_error(
+            f"{name}: heads of query and key",
+            f"{heads} and {shared}",
+            "a multiple of the key's heads",
+            "Check the operands' shapes.",
+        )
+
+
+class Dims:
+    """The factors of attention's dims: lead* (kv heads, group) rows, columns (major to minor), inner and value.
+
+    Each group of heads of q shares one head of k and v. `columns` are the sizes and kinds of the factors of k's and
+    v's rows.
+    """
+
+    def __init__(
+        self, call: Call, group: FactorKind, rows: FactorKind, columns: Sequence[tuple[int, FactorKind]]
+    ):
+        q, k, v = checked(call)
+        self.builder = builder = RuleBuilder()
+        self.lead = builder.dims(q.shape[:-3])
+        shared, count = k.shape[-3], q.shape[-3] // max(k.shape[-3], 1)
+        self.kv_heads = builder.factor(shared)
+        self.heads = (*self.kv_heads, *(builder.factor(count, group) if count > 1 else ()))
+        self.rows = builder.factor(q.shape[-2], rows)
+        self.columns = tuple(f for size, kind in columns for f in builder.factor(size, kind))
+        inner, value = builder.blocked(q.shape[-1]), builder.blocked(v.shape[-1])
+        self.q: DimFactors = (*self.lead, self.heads, self.rows, inner)
+        self.k: DimFactors = (*self.lead, self.kv_heads, self.columns, inner)
+        self.v: DimFactors = (*self.lead, self.kv_heads, self.columns, value)
+        self.out: DimFactors = (*self.lead, self.heads, self.rows, value)
+        self.scores: DimFactors = (*self.lead, self.heads, self.rows, self.columns)
+        self.sizes = (*q.shape[:-1], k.shape[-2])
+
+    def state(self) -> tuple[DimFactors, DimFactors]:
+        """The random state: seed and offset."""
+        return ((self.builder.blocked(2),), ())
+
+    def added(self, call: Call) -> list[DimFactors]:
+        """The factors of a bias and a mask, which broadcast to the scores."""
+        given = [t for name in ("bias", "mask") if (t := call.type_of(name)) is not None]
+        return [self._broadcast(t) for t in given]
+
+    def _broadcast(self, t: TensorType) -> DimFactors:
+        offset = len(self.scores) - t.ndim
+        return tuple(
+            self.scores[offset + d] if n == self.sizes[offset + d] else () for d, n in enumerate(t.shape)
+        )
+
+
+def scores_text(e: Emit, rows: Sequence[object], key: int) -> str:
+    """(runs, global sizes) of the part of the scores that the rank computes; operand `key` has their columns."""
+    q, k, _ = checked(e.call)
+    runs = (*rows, e.operand_runs(key)[-2])
+    return f"({runs}, {[*q.shape[:-1], k.shape[-2]]})"
+
+
+def options_text(e: Emit) -> list[str]:
+    return [str(None) if e.call[name] is None else e.scalar(name) for name in ("dropout_p", "is_causal")]
+
+
+def scale_text(e: Emit) -> str:
+    return str(None) if e.call["scale"] is None else e.scalar("scale")
+
+
+def score_flops(call: Call, products: int) -> float:
+    """Operations of so many matrix products with the scores."""
+    q, k, v = checked(call)
+    return 2.0 * products * math.prod(q.shape[:-1]) * k.shape[-2] * v.shape[-1]
+
+
+def with_operands(call: Call, operands: Sequence[TensorRef]) -> list[object]:
+    """The arguments of a call with these tensors."""
+    given = iter(operands)
+    return [next(given) if isinstance(arg, TensorRef) else arg for arg in call.args]
