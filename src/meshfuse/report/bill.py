@@ -14,7 +14,7 @@ from ..resharding.moves import Move, MoveKind, wire_elements
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One collective: `wire` is the bytes of the rank that sends most, counted as a ring."""
+    """One collective: `wire` is the bytes per rank, counted as a ring: the mean over the ranks it starts from."""
 
     collective: str
     axes: str
@@ -72,14 +72,13 @@ def number(count: float) -> str:
 
 
 def wire_bytes(graph: Graph, tensor: int, move: Move) -> float:
-    """The bytes that the rank that sends most of a tensor puts on the wire in a move."""
-    kind = graph.tensors[tensor].type
-    ranks = {*move.src.mesh.ranks, *move.dst.mesh.ranks}
-    return max(wire_elements(move, kind.shape, rank) for rank in ranks) * kind.dtype.itemsize
+    """The bytes of a tensor that a move puts on the wire per rank: the mean over the ranks that it starts from."""
+    kind, ranks = graph.tensors[tensor].type, move.src.mesh.ranks
+    return sum(wire_elements(move, kind.shape, rank) for rank in ranks) / len(ranks) * kind.dtype.itemsize
 
 
 def bill_of(compiled: CompiledProgram) -> Bill:
-    """The bill of a compiled program, the same for every rank: each collective at its busiest rank."""
+    """The bill of a compiled program, the same for every rank: each collective's mean over its ranks."""
     resharded = compiled.resharded
     moves = [s for s in resharded.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE]
     return Bill(tuple(_entry(compiled, step) for step in moves))
