@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
 from collections.abc import Mapping
 from multiprocessing.context import ForkServerProcess
@@ -17,11 +18,15 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
-def start(script: Path, words: tuple[str, ...], variables: Mapping[str, str], log: Path) -> ForkServerProcess:
-    """`python script words...` with exactly these variables; stdout and stderr go to `log`."""
-    process = _CONTEXT.Process(
-        target=_as_main, args=(str(script), words, dict(variables), str(log)), daemon=True
-    )
+def start(
+    script: Path, variables: Mapping[str, str], log: Path, sockets: Mapping[str, socket.socket] | None = None
+) -> ForkServerProcess:
+    """`python script` with exactly these variables, its output in `log`.
+
+    The process gets the sockets, too, each under a variable that holds the number of its file.
+    """
+    given = (str(script), dict(variables), str(log), dict(sockets or {}))
+    process = _CONTEXT.Process(target=_as_main, args=given, daemon=True)
     with _one_thread():
         process.start()
     return process
@@ -39,14 +44,15 @@ def _one_thread():
         os.environ["OMP_NUM_THREADS"] = before
 
 
-def _as_main(script: str, words: tuple[str, ...], variables: dict[str, str], log: str) -> None:
+def _as_main(script: str, variables: dict[str, str], log: str, sockets: dict[str, socket.socket]) -> None:
     """What the interpreter does with a script: its excepthook, its exit functions and its exit code."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.clear()
     os.environ.update(variables)
-    sys.argv = [script, *words]
+    os.environ.update({name: str(handed.detach()) for name, handed in sockets.items()})
+    sys.argv = [script]
     code: object = 0
     try:
         runpy.run_path(script, run_name="__main__")

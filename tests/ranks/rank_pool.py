@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -57,7 +55,7 @@ def run_bare(
         TORCH_CPP_LOG_LEVEL="ERROR",
     )  # fmt: skip
     logs = [folder / f"rank{rank}.log" for rank in range(size)]
-    ranks = [forked.start(path, (), common | {"RANK": str(rank)}, log) for rank, log in enumerate(logs)]
+    ranks = [forked.start(path, common | {"RANK": str(rank)}, log) for rank, log in enumerate(logs)]
     hung = _end(ranks, stopped)
     said = ["HUNG" if rank in hung else log.read_text() for rank, log in enumerate(logs)]
     return [(ranks[rank].exitcode, said[rank]) for rank in range(size)]
@@ -86,7 +84,7 @@ class RankPool:
     def __init__(self, size: int, timeout: float = 20.0):
         self.size, self.timeout = size, timeout
         self.logs = Path(tempfile.mkdtemp(prefix="meshfuse-ranks-"))
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
     def run(self, target: Callable[..., Any] | str, *args: Any, timeout: float | None = None) -> list[Any]:
@@ -132,19 +130,12 @@ class RankPool:
 
     def _start(self, rank: int, listener: socket.socket) -> None:
         ours, theirs = socket.socketpair()
-        handed = [theirs.fileno()]
         variables = base_environment(
             RANK=str(rank), WORLD_SIZE=str(self.size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(self.size),
             MESHFUSE_STORE_PORT=str(listener.getsockname()[1]), MESHFUSE_TIMEOUT=str(self.timeout),
         )  # fmt: skip
-        if rank == 0:
-            variables["MESHFUSE_STORE_FD"] = str(listener.fileno())
-            handed.append(listener.fileno())
-        with open(self.logs / f"rank{rank}.log", "ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(HERE / "rank_worker.py"), str(theirs.fileno())],
-                env=variables, pass_fds=handed, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+        sockets = {"RANK_PIPE": theirs} | ({"MESHFUSE_STORE_FD": listener} if rank == 0 else {})
+        process = forked.start(HERE / "rank_worker.py", variables, self.logs / f"rank{rank}.log", sockets)
         theirs.close()
         self._processes.append(process)
         self._pipes.append(Connection(ours.detach()))
@@ -154,7 +145,7 @@ class RankPool:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait()
+            process.join()
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []

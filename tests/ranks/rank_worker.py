@@ -50,7 +50,7 @@ def answer(message: bytes) -> bytes:
 
 def main() -> None:
     torch.set_num_threads(1)
-    pipe = Connection(int(sys.argv[1]))
+    pipe = Connection(int(os.environ["RANK_PIPE"]))
     while True:
         try:
             message = pipe.recv_bytes()
