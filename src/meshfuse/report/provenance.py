@@ -74,31 +74,30 @@ class Provenance:
     # towards the inputs
 
     def _backward(self, tensor: int, split: Split, dim: int | None) -> list[int]:
-        """The operands that the split came from, up to an annotated tensor or the last that has it."""
-        chain: list[int] = []
-        place: tuple[int, int | None] | None = (tensor, dim)
-        while place is not None:
-            place = self._from_operand(*place, split)
-            if place is not None:
-                chain.append(place[0])
-                if self._is_annotated(place[0], split):
-                    break
-        return chain
+        """The operands that the split came from: to the nearest annotated one, else to an end."""
+        queue: list[tuple[int, int | None, list[int]]] = [(tensor, dim, [])]
+        seen, first = {tensor}, None
+        while queue:
+            here, place, path = queue.pop(0)
+            if path and self._is_annotated(here, split):
+                return path
+            found = [f for f in self._from_operands(here, place, split) if f[0] not in seen]
+            if not found and first is None:
+                first = path
+            for operand, operand_dim in found:
+                seen.add(operand)
+                queue.append((operand, operand_dim, [*path, operand]))
+        return first or []
 
-    def _from_operand(self, tensor: int, dim: int | None, split: Split) -> tuple[int, int | None] | None:
+    def _from_operands(self, tensor: int, dim: int | None, split: Split) -> list[tuple[int, int | None]]:
         node = self.producer(tensor)
         if node is None:
-            return None
+            return []
         carry = self._choice(node).placement.carry
         if dim is None and any(overlap(split, s) for s in carry.axes):
-            return node.inputs[carry.operands[0]], None
-        found = [
-            place
-            for factor in self._factors(node, tensor, dim, split)
-            for place in self._operands(node, factor, split)
-        ]
-        annotated = [place for place in found if self._is_annotated(place[0], split)]
-        return next(iter(annotated or found), None)
+            return [(node.inputs[carry.operands[0]], None)]
+        factors = self._factors(node, tensor, dim, split)
+        return [place for factor in factors for place in self._operands(node, factor, split)]
 
     def _factors(self, node: Node, tensor: int, dim: int | None, split: Split) -> list[int]:
         """The op's factors in a dim of its result (all, for an unreduced sum) split over the axis."""
