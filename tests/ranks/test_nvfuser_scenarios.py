@@ -21,7 +21,9 @@ def scenarios() -> list[str]:
     found = []
     for file in sorted(FOLDER.glob("*.py")):
         if file.stem != "tools":
-            functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+            functions = [
+                node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
+            ]
             found += [f"{file.stem}:{node.name}" for node in functions if _is_scenario(node)]
     return found
 

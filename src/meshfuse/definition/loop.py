@@ -31,7 +31,7 @@ class Leaf:
 class LoopDomain:
     """Leaves of every root dim, major to minor, and all leaves in loop order (what axis(i) counts).
 
-    The last `factored` leaves of the order are reduced before the tensor is (rfactor): axis(i) does not count them.
+    The last `factored` leaves of the order are reduced earlier (rfactor): axis(i) does not count them.
     """
 
     roots: list[list[Leaf]]
@@ -117,10 +117,12 @@ class LoopDomain:
         Both share the leaves of reduction dims: binding one says over which axis the later reduction runs.
         """
         terms = self.copy()
-        twins = dict(zip(map(id, terms.order), self.order, strict=True))
-        terms.roots = [[twins[id(leaf)] for leaf in root] if root[0].reduction else root for root in terms.roots]
-        terms.order = [twins[id(leaf)] if leaf.reduction else leaf for leaf in terms.order]
-        self.order = [leaf for leaf in self.order if not any(leaf is other for other in chosen)] + list(chosen)
+        pairs = zip(terms.order, self.order, strict=True)
+        shared = {id(twin): leaf for twin, leaf in pairs if leaf.reduction}
+        terms.roots = [[shared.get(id(leaf), leaf) for leaf in root] for root in terms.roots]
+        terms.order = [shared.get(id(leaf), leaf) for leaf in terms.order]
+        kept = [leaf for leaf in self.order if not any(leaf is other for other in chosen)]
+        self.order = [*kept, *chosen]
         self.factored += len(chosen)
         return terms
 

@@ -64,8 +64,10 @@ class RankProgram:
 
     def run(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
         """The rank's results. A failing collective's error names its tensor and the user's line."""
+        out: list[Any] = [None] * len(self.compiled.graph.outputs)
         try:
-            out = list(self._main(*arguments, seed, offset)) if self.active else [None] * len(self.compiled.graph.outputs)
+            if self.active:
+                out = list(self._main(*arguments, seed, offset))
         except RankError as error:
             self._locate(error)
             raise

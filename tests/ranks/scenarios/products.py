@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tools import X, Y, communications, cut, grid, line, place, rank, same, size, split, whole_numbers
+from tools import STREAM, X, Y, communications, cut, grid, line, place, rank, same, size, split, whole_numbers
 
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, PythonProfiler
 
@@ -141,7 +141,7 @@ def reduce_scatter_in_a_ring_with_a_manual_rfactor() -> None:
         split(y, 0)
         y.set_allocation_domain(y.get_loop_domain(), new_contiguity=True)
         y.swizzle1d(0, X)
-        from_stream(y)
+        y.axis(0).parallelize(STREAM)
     a, weight = whole_numbers(d * 3, d * 5), whole_numbers(d * 5, 7)
     options = {"_enable_options": ["host_ir_lowering"], "_disable_options": ["infer_contiguity"]}
     (found,) = fd.execute([cut(a, x), cut(weight, w)], **options)
@@ -152,13 +152,7 @@ def reduce_scatter_in_a_ring_with_a_manual_rfactor() -> None:
 def _in_a_ring(terms: Any) -> None:
     terms.outer_split(0, size())
     terms.swizzle1d(0, X)
-    from_stream(terms)
-
-
-def from_stream(tv: Any) -> None:
-    from tools import STREAM
-
-    tv.axis(0).parallelize(STREAM)
+    terms.axis(0).parallelize(STREAM)
 
 
 def sequence_parallel_linear() -> None:
@@ -179,7 +173,11 @@ def sequence_in_and_out_weights_on_features() -> None:
     """Gather before the first linear, reduce-scatter after the second."""
     d, e = size(), 8
     with FusionDefinition() as fd:
-        x, up, down = fd.define_tensor([2, 2 * d, e]), fd.define_tensor([4 * e, e]), fd.define_tensor([e, 4 * e])
+        x, up, down = (
+            fd.define_tensor([2, 2 * d, e]),
+            fd.define_tensor([4 * e, e]),
+            fd.define_tensor([e, 4 * e]),
+        )
         y = fd.ops.linear(fd.ops.relu(fd.ops.linear(x, up)), down)
         fd.add_output(y)
         place(line(), x, up, down, y)
@@ -206,7 +204,8 @@ def data_parallel_by_tensor_parallel_mlp() -> None:
     (found,) = fd.execute([cut(a, x), cut(b, up), cut(c, down)])
     same(found, F.linear(F.linear(a, b).relu(), c).chunk(rows)[rank() // 2])
     (sharding,) = fd.fec.get_output_shardings()
-    assert (sharding.axis_sharded_on(Y), sharding.axis_sharded_on(X)) == (0, -1)
+    assert sharding.axis_sharded_on(X) == -1
+    assert rows == 1 or sharding.axis_sharded_on(Y) == 0
 
 
 def size_one_dims_in_front() -> None:

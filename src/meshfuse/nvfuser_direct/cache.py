@@ -1,0 +1,78 @@
+"""`LruFusionCache`: equal definitions share what was compiled for the first of them."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import user_error
+from .definition import FusionDefinition
+
+
+@dataclass(slots=True)
+class _Entry:
+    definition: FusionDefinition
+    visits: int = 0
+
+
+class LruFusionCache:
+    """A decorator for functions that return a FusionDefinition.
+
+    Of definitions with the same text only the first compiles; the `max_fusions` used last are kept.
+    """
+
+    def __init__(self, max_fusions: int = 16384):
+        if max_fusions < 1:
+            raise user_error(
+                "LruFusionCache: max_fusions", repr(max_fusions), "an int >= 1", "Pass a larger one."
+            )
+        self.max_fusions, self.compiled, self.lookups, self.hits = max_fusions, 0, 0, 0
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+
+    def __call__(self, create: Callable[..., FusionDefinition]) -> Callable[..., FusionDefinition]:
+        @functools.wraps(create)
+        def cached(*args: Any, **kwargs: Any) -> FusionDefinition:
+            made = create(*args, **kwargs)
+            self._look_up(made)
+            return made
+
+        cached.stats = self.stats  # type: ignore[attr-defined]
+        cached.num_fusions = self.num_fusions  # type: ignore[attr-defined]
+        return cached
+
+    def _look_up(self, made: FusionDefinition) -> None:
+        self.lookups += 1
+        key = repr(made)
+        entry = self._entries.get(key)
+        if entry is None:
+            self._insert(key, made)
+            return
+        self.hits += 1
+        entry.visits += 1
+        self._entries.move_to_end(key)
+        made.share_programs(entry.definition)
+
+    def _insert(self, key: str, made: FusionDefinition) -> None:
+        if len(self._entries) == self.max_fusions:
+            self._entries.popitem(last=False)
+        self._entries[key] = _Entry(made)
+        self.compiled += 1
+
+    def num_fusions(self) -> int:
+        """The number of definitions kept."""
+        return len(self._entries)
+
+    def stats(self) -> str:
+        """Counts of look-ups and hits, the definition used last first."""
+        lines = [f"Max Fusions Allowed: {self.max_fusions}"]
+        if not self._entries:
+            return "\n".join([*lines, "The fusion cache is empty.", ""])
+        lines.append(f"Total Fusions in Cache: {len(self._entries)}")
+        lines += [f"Total Unique Fusions Compiled: {self.compiled}", "Cache Hits by LRU ordering:"]
+        lines += [f"\t{i} -> {entry.visits} hits" for i, entry in enumerate(reversed(self._entries.values()))]
+        rate = 100 * self.hits / self.lookups
+        lines += [f"Cache Lookups: {self.lookups}", f"Cache Hits: {self.hits}", f"Hit Rate: {rate:g}%", ""]
+        return "\n".join(lines)

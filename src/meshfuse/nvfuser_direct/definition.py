@@ -1,0 +1,237 @@
+"""nvFuser's `FusionDefinition`: meshfuse's, with the names and habits that nvFuser's scripts rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import fusion_definition as core
+from ..compiler import CompiledProgram
+from ..definition.namespaces import Fusion as CoreFusion
+from ..definition.namespaces import OpNamespace
+from ..definition.tensor_view import TensorView, Val
+from ..errors import caller_line, user_error
+from ..executor import spmd
+from ..ops.base import TensorRef
+from ..runtime.world import World
+from . import profiler, repro
+from .multidevice import DeviceMesh, Sharding
+from .strides import inferred_order
+
+
+class Ops(OpNamespace):
+    """`fd.ops`, with the argument order that sdpfa_fwd had before it took a bias and a mask."""
+
+    __slots__ = ()
+
+    def sdpfa_fwd(self, query: Any, key: Any, value: Any, *options: Any, **named: Any) -> Any:
+        """Attention. The options are bias, mask, dropout_p, is_causal, scale; or only the last three."""
+        if options and not isinstance(options[0], (TensorView, type(None))):
+            options = (None, None, *options)
+        return self._fd.call("sdpfa_fwd", (query, key, value, *options), named)
+
+
+class Fusion(CoreFusion):
+    """`fd.fusion`: inputs, outputs and all values of a definition."""
+
+    __slots__ = ()
+
+    @property
+    def definition(self) -> FusionDefinition:
+        return self._fd  # type: ignore[return-value]
+
+    def vals(self) -> list[TensorView | Val]:
+        """All tensors and scalars of the definition."""
+        tensors = [TensorView(self._fd, TensorRef(i)) for i in range(len(self._fd.tensors))]
+        return [*tensors, *(value for value in self.inputs() if isinstance(value, Val))]
+
+    def print_math(self) -> None:
+        """Print the definition."""
+        print(self)
+
+    def __str__(self) -> str:
+        return repr(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class FusionExecutorCache:
+    """What a script asks of a definition that has run."""
+
+    definition: FusionDefinition
+    compiled: CompiledProgram
+
+    def get_output_shardings(self) -> list[Sharding]:
+        """How each output of the last execution lies on its mesh."""
+        return [Sharding(sharding) for sharding in self.compiled.output_shardings()]
+
+    def fusion(self) -> Fusion:
+        return self.definition.fusion
+
+    def is_compiled(self, inputs: Sequence[Any] = ()) -> bool:
+        """True: it exists once there has been an execution."""
+        return True
+
+
+class FusionDefinition(core.FusionDefinition):
+    """nvFuser's definition: a context manager, or a subclass with a `definition` method.
+
+    That method (and `multidevice_schedule`) runs at the first execution, unless the script has called it.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.ops = Ops(self)
+        self.fusion = Fusion(self)
+        self._fec: FusionExecutorCache | None = None
+        self._repro: list[str] | None = None
+
+    def __enter__(self) -> FusionDefinition:
+        return self
+
+    @property
+    def fec(self) -> FusionExecutorCache:
+        """What the last execution ran. AttributeError before the first, as in nvFuser."""
+        if self._fec is None:
+            raise AttributeError("fec: the definition has not run yet; call fd.execute first")
+        return self._fec
+
+    # annotating: meshes are kept as meshfuse writes them, for the definition's text
+
+    def annotate_mesh(self, tensor: TensorView, mesh: Any) -> None:
+        super().annotate_mesh(tensor, _plain(mesh))
+
+    def mesh_split(self, tensor: TensorView, mesh: Any, spec: Sequence[Any]) -> None:
+        super().mesh_split(tensor, _plain(mesh), spec)
+
+    def shard(self, tensor: TensorView, sharding: Any, mesh: Any = None) -> None:
+        plain = sharding.core if isinstance(sharding, Sharding) else sharding
+        super().shard(tensor, plain, _plain(mesh))
+
+    # running
+
+    def execute(
+        self,
+        inputs: Sequence[Any],
+        *,
+        device: Any = None,
+        auto_schedule: bool = True,
+        save_repro_inputs: bool = False,
+        _enable_options: Sequence[str] = (),
+        _disable_options: Sequence[str] = (),
+        idle_ranks: bool = True,
+    ) -> list[Any]:
+        """This rank's shards (or DTensors) of the outputs from its shards of the inputs, without gradients.
+
+        It runs where the inputs are. `device`, `auto_schedule` and the options change nothing. Raises as
+        meshfuse's `execute` does.
+        """
+        self._define_by_methods()
+        values = list(inputs)
+        if save_repro_inputs:
+            self._repro = [repro.input_text(value) for value in values]
+        ran: list[spmd.RankProgram] = []
+        start = time.perf_counter()
+        with torch.no_grad(), _listening(ran):
+            outputs = super().execute(values, idle_ranks=idle_ranks)
+        if ran[-1].compiled is not getattr(self._fec, "compiled", None):
+            self._fec = FusionExecutorCache(self, ran[-1].compiled)
+        if profiler.profiling():
+            profiler.record(
+                self.fec.compiled, World.current().rank, values, outputs, time.perf_counter() - start
+            )
+        return outputs
+
+    def manual_execute(self, inputs: Sequence[Any], heuristic_params: Any = None) -> list[Any]:
+        """`execute`: meshfuse has no schedules that a script could choose by hand."""
+        return self.execute(inputs)
+
+    def _define_by_methods(self) -> None:
+        if self.tensors:
+            return
+        for name in ("definition", "multidevice_schedule"):
+            method = getattr(self, name, None)
+            if method is not None:
+                method()
+
+    def output_orders(self) -> list[tuple[int, ...] | None]:
+        """The memory order of every output: as annotated, else as it comes through from the inputs."""
+        stated = super().output_orders()
+        return [
+            order if order is not None or self._says_order(tensor) else inferred_order(self, tensor)
+            for tensor, order in zip(self.outputs, stated, strict=True)
+        ]
+
+    def _says_order(self, tensor: int) -> bool:
+        annotation = self.all_annotations.get(tensor)
+        return annotation is not None and annotation.allocation is not None
+
+    def share_programs(self, other: FusionDefinition) -> None:
+        """Use what was compiled for an equal definition. Its random numbers go on from that one's."""
+        self._compiled, self._bound, self._simulated = other._compiled, other._bound, other._simulated
+        self._steps = other._steps
+
+    # asking
+
+    def program_text(self) -> str:
+        """This rank's program of the last execution; the definition where there was none."""
+        rank = World.current().rank
+        if self._fec is None or rank not in self._fec.compiled.ranks:
+            return repr(self)
+        return str(self._fec.compiled.host_program(rank))
+
+    def last_repro_script(self) -> str:
+        """A script that runs the definition on inputs of the shapes that were saved.
+
+        Raises DefinitionError unless the last execution had save_repro_inputs=True.
+        """
+        if self._repro is None:
+            raise user_error(
+                "last_repro_script: no inputs were saved",
+                needed="fd.execute(inputs, save_repro_inputs=True)",
+                where=caller_line(),
+            )
+        return repro.script(self, self._repro)
+
+    def repro_script_for(self, inputs: Sequence[Any] | None = None) -> str:
+        """A script that runs the definition on inputs of the shapes of these."""
+        return repro.script(self, [repro.input_text(value) for value in inputs or ()])
+
+    def validate(
+        self, inputs: Sequence[Any], reference_outputs: Sequence[Any] | None = None, **tolerances: Any
+    ) -> list[Any]:
+        """Execute and compare with the given shards, or with the same definition without any sharding.
+
+        Returns the outputs. AssertionError where they differ by more than `tolerances` (rtol, atol) allow.
+        """
+        outputs = self.execute(inputs)
+        expected = repro.unsharded_outputs(self, inputs) if reference_outputs is None else reference_outputs
+        for found, wanted in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(found, wanted, **tolerances)
+        return outputs
+
+
+def _plain(mesh: Any) -> Any:
+    return mesh.plain() if isinstance(mesh, DeviceMesh) else mesh
+
+
+@contextlib.contextmanager
+def _listening(ran: list[spmd.RankProgram]) -> Iterator[None]:
+    """Collect the programs that this process runs."""
+    spmd.finished.append(ran.append)
+    try:
+        yield
+    finally:
+        spmd.finished.remove(ran.append)
+
+
+def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Sequence[Any]) -> list[Any]:
+    """DTensors in, DTensors out, on the mesh (its dim names included) of the inputs.
+
+    Raises ArgumentError where an input's placements are not as annotated.
+    """
+    return fd.execute(list(in_dtensors))

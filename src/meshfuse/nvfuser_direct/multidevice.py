@@ -1,0 +1,169 @@
+"""nvFuser's multi-device names: meshes, the communicator, cutting tensors, shardings of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import mesh as core
+from ..errors import ArgumentError, caller_line, user_error
+from ..fusion_definition import shard_tensor
+from ..mesh import ParallelType
+from ..runtime.world import World
+from ..sharding.data import shard
+from ..sharding.layout import Split
+from ..sharding.value import Sharding as CoreSharding
+from .enums import CommunicatorBackend
+
+if TYPE_CHECKING:
+    from .definition import Fusion
+
+__all__ = [
+    "Communicator",
+    "DeviceMesh",
+    "MultiDeviceExecutor",
+    "MultiDeviceExecutorParams",
+    "Sharding",
+    "shard_tensor",
+]
+
+
+class DeviceMesh(core.DeviceMesh):
+    """Ranks in a grid, from a list, a range, nested lists or a tensor; its last axis is mesh_x.
+
+    Raises DefinitionError for ranks that occur twice.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, devices: Any):
+        super().__init__(devices)
+
+    def __repr__(self) -> str:
+        return f"DeviceMesh{_braces(self.shape, list(self.ranks))}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (DeviceMesh, (torch.tensor(self.ranks).reshape(self.shape),))
+
+    def plain(self) -> core.DeviceMesh:
+        """The same mesh as meshfuse writes it."""
+        return core.DeviceMesh(self.shape, self.names, ranks=self.ranks)
+
+    def shard_tensor(self, tensor: torch.Tensor, axis: int, rank: int | None = None) -> torch.Tensor:
+        """This rank's chunk of dim `axis` of a global tensor; as in torch.chunk the last may be short.
+
+        Raises ArgumentError for a mesh of several axes, and where the tensor has no such dim.
+        """
+        if self.ndim != 1 or not -tensor.dim() <= axis < tensor.dim():
+            raise user_error(
+                "DeviceMesh.shard_tensor",
+                f"dim {axis} of shape {list(tensor.shape)} on {self!r}",
+                "an existing dim and a mesh of one axis",
+                "Annotate a tensor and cut by it: multidevice.shard_tensor(t, tv).",
+                caller_line(),
+                ArgumentError,
+            )
+        dims: list[tuple[Split, ...]] = [()] * tensor.dim()
+        dims[axis] = (Split(self.size, self.names[0]),)
+        sharding = CoreSharding.make(self.plain(), dims, tuple(tensor.shape))
+        place = Communicator.instance().rank() if rank is None else rank
+        return shard(tensor, sharding, place if place in self else self.ranks[0])
+
+
+def _braces(shape: tuple[int, ...], ranks: list[int]) -> str:
+    """Ranks by rows, as nvFuser prints a mesh: {{0 1}{2 3}}."""
+    if len(shape) <= 1:
+        return "{" + " ".join(map(str, ranks)) + "}"
+    step = len(ranks) // shape[0]
+    rows = (_braces(shape[1:], ranks[i : i + step]) for i in range(0, len(ranks), step))
+    return "{" + "".join(rows) + "}"
+
+
+def of_core(mesh: core.DeviceMesh) -> DeviceMesh:
+    """A mesh in nvFuser's form."""
+    return DeviceMesh(torch.tensor(mesh.ranks).reshape(mesh.shape))
+
+
+class Communicator:
+    """This process among its peers, as the launcher says it. There is one: `Communicator.instance()`."""
+
+    _instance: Communicator | None = None
+
+    @classmethod
+    def instance(cls) -> Communicator:
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return World.current().size
+
+    def rank(self) -> int:
+        return World.current().rank
+
+    def local_size(self) -> int:
+        """The number of ranks on this machine."""
+        return World.current().local_size
+
+    def local_rank(self) -> int:
+        return World.current().local_rank
+
+    def barrier(self) -> None:
+        """Wait for all ranks. RankTimeout where one does not come."""
+        World.current().barrier()
+
+    def is_available(self) -> bool:
+        """True: one process is a world of size 1."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a result lies on a mesh, as `fd.fec.get_output_shardings()` tells it."""
+
+    core: CoreSharding
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return of_core(self.core.mesh)
+
+    def axis_sharded_on(self, parallel_type: ParallelType) -> int:
+        """The dim that is split over nvFuser's parallel type, -1 where the result is whole along it."""
+        names = self.core.mesh.names
+        place = {ParallelType.mesh_x: 1, ParallelType.mesh_y: 2, ParallelType.mesh_z: 3}[parallel_type]
+        if place > len(names):
+            return -1
+        dims = (d for d, layout in enumerate(self.core.dims) if any(s.axis == names[-place] for s in layout))
+        return next(dims, -1)
+
+    def __repr__(self) -> str:
+        return f"Sharding({self.core} on {self.mesh!r})"
+
+
+@dataclass(slots=True)
+class MultiDeviceExecutorParams:
+    """nvFuser's switches of the overlapping executor. They order its work and change no value."""
+
+    use_allocation_cache: bool = False
+    backend_type: CommunicatorBackend = CommunicatorBackend.nccl
+    offset_stream_indexing_by_rank: bool = False
+    inter_stream_synchronization: bool = False
+    number_of_streams: int = 4
+
+
+class MultiDeviceExecutor:
+    """Runs a definition's `fusion`; `str` of it is this rank's program once it has run."""
+
+    def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None):
+        self.definition, self.params = fusion.definition, params or MultiDeviceExecutorParams()
+
+    def run(self, args: Iterable[Any]) -> list[torch.Tensor]:
+        """This rank's shards of the outputs from its shards of the inputs."""
+        return self.definition.execute(list(args))
+
+    def __str__(self) -> str:
+        return self.definition.program_text()

@@ -1,0 +1,66 @@
+"""Scripts that reproduce an execution, and the same definition without sharding to compare with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..executor.spmd import gather_output
+from ..runtime.world import World
+from ..sharding.data import shard
+
+if TYPE_CHECKING:
+    from .definition import FusionDefinition
+
+
+def input_text(value: Any) -> str:
+    """Python for an input like this one: its number, or random elements in its shape, strides and dtype."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    local = value.to_local() if hasattr(value, "to_local") else value
+    dtype, device = local.dtype, local.device.type
+    size = 1 + sum((n - 1) * step for n, step in zip(local.shape, local.stride(), strict=True))
+    count = size if local.numel() else 0
+    made = f"torch.testing.make_tensor(({count},), dtype={dtype}, device={device!r}, low=0, high=2)"
+    return f"{made}.as_strided({tuple(local.shape)}, {tuple(local.stride())})"
+
+
+def script(fd: FusionDefinition, inputs: Sequence[str]) -> str:
+    """A script that defines `fd` and executes it."""
+    lines = [f"# torch {torch.__version__}, {World.current().size} ranks", "import torch", repr(fd)]
+    lines += ["inputs = [", *(f"    {text}," for text in inputs), "]", "fd.execute(inputs)"]
+    return "\n".join([*lines, ""])
+
+
+def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tensor | None]:
+    """This rank's shards of what the definition without annotations gives for the gathered inputs.
+
+    All ranks call it, after an execution with these inputs; it repeats that one's random numbers.
+    """
+    compiled, rank = fd.fec.compiled, World.current().rank
+    plain = copy.copy(fd)
+    plain._annotations, plain._compiled, plain._simulated = {}, {}, {}
+    plain._steps = {"simulated": fd._steps["ranks"] - 1}
+    results = plain.simulate([_gathered(fd, place, value) for place, value in enumerate(inputs)])
+    shardings = compiled.output_shardings()
+    return [
+        shard(whole, sharding, rank) if rank in sharding.mesh else None
+        for whole, sharding in zip(results, shardings, strict=True)
+    ]
+
+
+def _gathered(fd: FusionDefinition, place: int, value: Any) -> Any:
+    """The global tensor that this rank's argument is a shard of."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "full_tensor"):
+        return value.full_tensor()
+    compiled, tensor = fd.fec.compiled, fd.inputs[place].id
+    if tensor not in fd.annotations:
+        return value
+    home, shape = compiled.sharded.homes[tensor], compiled.graph.shape(tensor)
+    local = value if World.current().rank in home.mesh else None
+    return gather_output(World.current(), local, home, shape, value.dtype, value.device)
