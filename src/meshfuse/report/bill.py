@@ -14,7 +14,7 @@ from ..resharding.moves import Move, MoveKind, wire_elements
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One collective: `wire` is the bytes per rank, counted as a ring: the mean over the ranks it starts from."""
+    """One collective: `wire` is the bytes per rank, counted as a ring; the mean over the starting ranks."""
 
     collective: str
     axes: str
@@ -72,7 +72,7 @@ def number(count: float) -> str:
 
 
 def wire_bytes(graph: Graph, tensor: int, move: Move) -> float:
-    """The bytes of a tensor that a move puts on the wire per rank: the mean over the ranks that it starts from."""
+    """The bytes of a tensor that a move puts on the wire: the mean over the ranks that it starts from."""
     kind, ranks = graph.tensors[tensor].type, move.src.mesh.ranks
     return sum(wire_elements(move, kind.shape, rank) for rank in ranks) / len(ranks) * kind.dtype.itemsize
 
