@@ -13,6 +13,8 @@ import torch
 from rank_pool import run_bare
 
 import meshfuse as mf
+from meshfuse.errors import SourceLine
+from meshfuse.runtime import exits
 
 pytestmark = pytest.mark.ranks
 
@@ -273,6 +275,12 @@ fd.execute(shards)
     assert not any(map(is_alive, pids))
     if code == 1:
         assert done.stderr.count("KeyError: 'the mistake'") == 1
-        for rank in (0, 1):
-            place = f"{PLACE} (ranks 0, 1, 2) at script.py:11"
-            assert f"rank {rank}: stopped in {place}, because rank 2 failed" in done.stderr
+
+
+def test_ranks_that_follow_say_where_they_were(capsys):
+    """One line each; the launcher may end them before they get to it."""
+    error = mf.RankError(f"{PLACE} (ranks 0, 1) cannot finish on rank 0: found rank 1 failed, needed others.")
+    error.peer, error.where = 1, SourceLine("/a/script.py", 11)
+    exits._print_short(0, error)
+    place = f"{PLACE} (ranks 0, 1) at script.py:11"
+    assert capsys.readouterr().err == f"rank 0: stopped in {place}, because rank 1 failed\n"
