@@ -288,6 +288,21 @@ def _block_topk(
     return torch.cat(values, dim), torch.cat(places, dim)
 
 
+def _contract(a: torch.Tensor, b: torch.Tensor, dims: int) -> torch.Tensor:
+    return torch.tensordot(a, b, (list(range(dims)), list(range(dims))))
+
+
+def _take_bwd(grad: torch.Tensor, index: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """By a one-hot product; an index that there is not adds nothing."""
+    hot = (index.movedim(dim, -1)[..., None] == torch.arange(size)).to(grad.dtype)
+    return torch.einsum("...m,...mn->...n", grad.movedim(dim, -1), hot).movedim(-1, dim)
+
+
+def _embedding_bwd(grad: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+    hot = (index.reshape(-1, 1) == torch.arange(rows)).to(grad.dtype)
+    return hot.T @ grad.reshape(-1, grad.shape[-1])
+
+
 REFERENCES: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in _SAME.split()},
     **{name: _on_tensors(getattr(torch, name)) for name in _SAME_BINARY.split()},
@@ -321,6 +336,9 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "block_repeat": _block_repeat,
     "block_topk": _block_topk,
     "linear": _linear,
+    "contract": _contract,
+    "take_along_axis_bwd": _take_bwd,
+    "embedding_bwd": _embedding_bwd,
     "reshape": lambda x, shape: x.reshape(tuple(shape)),
     "broadcast": _broadcast,
     "broadcast_in_dim": _in_dim,

@@ -25,6 +25,7 @@ from .errors import ArgumentError, SourceLine, caller_line, user_error
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.simulate import Simulation
 from .executor.spmd import RankProgram, check_world
+from .gradients.reverse import gradients
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
@@ -68,6 +69,7 @@ class FusionDefinition(DefinitionBuilder):
                 caller_line(),
             )
         self.seed = seed
+        self._constants: set[int] = set()
         self._steps: dict[str, int] = {}
         self._compiled: dict[Any, CompiledProgram] = {}
         self._simulated: dict[Any, _Simulated] = {}
@@ -82,6 +84,33 @@ class FusionDefinition(DefinitionBuilder):
 
     def __repr__(self) -> str:
         return definition_source(self)
+
+    # gradients --------------------------------------------------------------------------------------------------
+
+    def grad(self, outputs: Any, wrt: Any, grad_outputs: Any = None) -> Any:
+        """Append the backward of this definition; the gradients by `wrt`, one TensorView or a list as `wrt` is.
+
+        Each has its primal's shape and dtype: the derivative of the sum of output * grad_output over all outputs
+        (grad_outputs of None are ones), zeros where nothing depends on it. They are tensors like any other: their
+        shardings follow from annotations, theirs included. Raises DefinitionError for tensors without gradients and
+        where an op on the way has no derivative.
+        """
+        line = self._changing()
+        sources = [self._own(t, "grad: outputs", line) for t in _listed(outputs)]
+        targets = [self._own(t, "grad: wrt", line) for t in _listed(wrt)]
+        given = [None] * len(sources) if grad_outputs is None else _listed(grad_outputs)
+        if len(given) != len(sources):
+            raise user_error(
+                "grad: grad_outputs", f"{len(given)} for {len(sources)} outputs", "one per output, or None", "", line
+            )
+        seeds = [None if g is None else self._own(g, "grad: grad_outputs", line) for g in given]
+        made = gradients(self, sources, targets, seeds, self._constants, line)
+        return made if isinstance(wrt, (list, tuple)) else made[0]
+
+    def stop_gradient(self, tensor: TensorView) -> TensorView:
+        """Let no gradient pass through this tensor; the same tensor. `fd.ops.set` makes another to do it to."""
+        self._constants.add(self._own(tensor, "stop_gradient", self._changing()).id)
+        return tensor
 
     # running --------------------------------------------------------------------------------------------------
 
@@ -275,6 +304,10 @@ class FusionDefinition(DefinitionBuilder):
     def output_shardings(self, *shapes: Sequence[int]) -> list[Sharding]:
         """The sharding of every output."""
         return self.latest(shapes).output_shardings()
+
+
+def _listed(tensors: Any) -> Sequence[Any]:
+    return tensors if isinstance(tensors, (list, tuple)) else (tensors,)
 
 
 def check_equal_replicas(name: str, shards: Mapping[int, torch.Tensor], sharding: Sharding) -> None:

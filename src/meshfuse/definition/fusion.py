@@ -147,7 +147,12 @@ class DefinitionBuilder:
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """Apply an op of the table: a TensorView, a tuple of them, or (for scalars alone) a Val."""
-        line = caller_line()
+        return self.call_at(caller_line(), name, args, kwargs)
+
+    def call_at(
+        self, line: SourceLine, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As `call`, asked for by this line of the user's."""
         try:
             self.check_open()
             return self._apply(find_op(name), args, kwargs or {}, line)

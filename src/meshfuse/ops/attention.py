@@ -7,6 +7,7 @@ heads (grouped-query attention): each head of theirs then serves as many consecu
 from __future__ import annotations
 
 from ..dtypes import DataType
+from ..gradients.attention import SDPFA_FWD
 from . import native_forms
 from .attention_blocks import (
     BACKWARD_PARAMS,
@@ -76,6 +77,7 @@ OPS = (
         flops=lambda call: score_flops(call, 2),
         samples=_fwd_samples,
         nvfuser=native_forms.sdpfa_fwd,
+        vjp=SDPFA_FWD,
         distributed=distributed_fwd,
     ),
     OpDef(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ..dtypes import DataType
 
 if TYPE_CHECKING:
+    from ..gradients.context import Vjp
     from .native import Native
 
 
@@ -296,7 +297,7 @@ class OpDef:
     operand index result index 0 is; what stands where the operand has nothing), None where the call is no window.
     distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
-    torch.
+    torch. vjp: its gradients as ops of the table; None where it has no derivative.
     """
 
     name: str
@@ -310,6 +311,7 @@ class OpDef:
     nvfuser: Callable[[Native], Any] | str | None = None
     distributed: Distributed | None = None
     window: Callable[[Call], tuple[tuple[int, ...], Any] | None] | None = None
+    vjp: Vjp | None = None
     places: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

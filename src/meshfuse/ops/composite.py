@@ -58,9 +58,11 @@ def gelu(fd: Any, x: Any, approximate: str = "none") -> Any:
 
 
 def _finite_max(fd: Any, x: Any, dims: Dims) -> Any:
-    """The maximum, 0 where it is infinite: what may be taken off before exp."""
+    """The maximum, 0 where it is infinite: what may be taken off before exp. The result does not depend on it,
+    so gradients leave it out.
+    """
     top = fd.ops.max(x, dims, True)
-    return fd.ops.where(fd.ops.isfinite(top), top, 0.0)
+    return fd.stop_gradient(fd.ops.where(fd.ops.isfinite(top), top, 0.0))
 
 
 def softmax(fd: Any, x: Any, dim: int = -1, dtype: DataType | None = None) -> Any:

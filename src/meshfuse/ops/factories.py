@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..gradients.context import nothing
+from ..gradients.shapes import TRIU
 from . import native_forms
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .native import local_shape
@@ -200,6 +202,7 @@ OPS = (
         _like_emit("uniform"),
         samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))],
         nvfuser=native_forms.RANDOM,
+        vjp=nothing,
     ),
     OpDef(
         "randn_like",
@@ -209,6 +212,7 @@ OPS = (
         _like_emit("normal"),
         samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))],
         nvfuser=native_forms.RANDOM,
+        vjp=nothing,
     ),
     OpDef(
         "triu",
@@ -219,5 +223,6 @@ OPS = (
         Partial.MOVE,
         samples=_matrix_samples,
         nvfuser=native_forms.triu,
+        vjp=TRIU,
     ),
 )

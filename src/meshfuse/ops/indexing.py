@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..gradients.indexing import INDEXING
 from . import native_forms
 from .base import (
     Call,
@@ -277,6 +278,7 @@ OPS = (
         Partial.FIRST,
         samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)],
         nvfuser=native_forms.take,
+        vjp=INDEXING["take_along_axis"],
     ),
     OpDef(
         "gather",
@@ -287,6 +289,7 @@ OPS = (
         Partial.FIRST,
         samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)],
         nvfuser=native_forms.gather,
+        vjp=INDEXING["gather"],
     ),
     OpDef(
         "index_select",
@@ -297,6 +300,7 @@ OPS = (
         Partial.FIRST,
         samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)],
         nvfuser=native_forms.index_select,
+        vjp=INDEXING["index_select"],
     ),
     OpDef(
         "select",
@@ -307,6 +311,7 @@ OPS = (
         Partial.MOVE,
         samples=lambda: [Sample((_t(6, 8), 5, 1)), Sample((_t(6, 8), -1, 0))],
         nvfuser=native_forms.select,
+        vjp=INDEXING["select"],
     ),
     OpDef(
         "embedding_fwd",
@@ -316,6 +321,7 @@ OPS = (
         _embedding_emit,
         samples=_embedding_samples,
         nvfuser=native_forms.embedding,
+        vjp=INDEXING["embedding_fwd"],
     ),
     OpDef(
         "scatter",
@@ -325,5 +331,6 @@ OPS = (
         _scatter_emit,
         samples=_scatter_samples,
         nvfuser=native_forms.scatter,
+        vjp=INDEXING["scatter"],
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..dtypes import DataType
+from ..gradients.products import LINEAR, MATMUL
 from . import native_forms
 from .base import (
     Call,
@@ -130,6 +131,7 @@ OPS = (
         Partial.EACH,
         _matmul_flops,
         _matmul_samples,
+        vjp=MATMUL,
     ),
     OpDef(
         "linear",
@@ -145,5 +147,6 @@ OPS = (
         _linear_flops,
         _linear_samples,
         nvfuser=native_forms.linear,
+        vjp=LINEAR,
     ),
 )

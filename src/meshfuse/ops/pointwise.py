@@ -9,6 +9,7 @@ from typing import Any
 
 from ..dtypes import DataType, promote, scalar_dtype
 from ..errors import user_error
+from ..gradients.pointwise import POINTWISE
 from . import native_pointwise
 from .base import (
     Call,
@@ -229,6 +230,7 @@ def _op(
         partial,
         samples=functools.partial(_samples, table, numbers, dtype),
         nvfuser=nvfuser,
+        vjp=POINTWISE.get(name),
     )
 
 
@@ -356,6 +358,7 @@ MOVES = (
         _cast_emit,
         Partial.CAST,
         samples=lambda: [Sample((_EXAMPLE, DataType.Double)), Sample((_EXAMPLE, DataType.Int))],
+        vjp=POINTWISE["cast"],
     ),
     *(
         OpDef(
@@ -366,6 +369,7 @@ MOVES = (
             lambda e: e.operands[0],
             Partial.MOVE,
             samples=lambda: [Sample((_EXAMPLE,))],
+            vjp=POINTWISE[name],
         )
         for name in ("set", "segment_set")
     ),

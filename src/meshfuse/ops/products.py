@@ -7,6 +7,7 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..gradients.products import GROUPED_MM
 from . import native_forms
 from .base import (
     Call,
@@ -263,6 +264,7 @@ OPS = (
         _grouped_flops,
         _grouped_samples,
         nvfuser=native_forms.grouped_mm,
+        vjp=GROUPED_MM,
     ),
     OpDef("scaled_mm", _SCALED, _scaled_infer, _scaled_rule, _scaled_emit, samples=_scaled_samples),
     _missing(

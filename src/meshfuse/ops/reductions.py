@@ -6,6 +6,7 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..gradients.reductions import REDUCTIONS
 from .base import (
     Call,
     DimFactors,
@@ -136,6 +137,7 @@ OPS = tuple(
         Partial.FIRST if name == "sum" else Partial.NONE,
         samples=_samples,
         nvfuser=_nvfuser,
+        vjp=REDUCTIONS[name],
     )
     for name in ("sum", "prod", "max", "min")
 )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..gradients.shapes import RESHAPE
 from .base import (
     Call,
     Emit,
@@ -148,5 +149,5 @@ def _samples() -> list[Sample]:
 
 OPS = (
     OpDef("reshape", (Param("arg", K.TENSOR), Param("new_shape", K.SHAPE)), _infer, reshape_rule, _emit,
-          Partial.MOVE, samples=_samples, nvfuser=local_shape("new_shape")),
+          Partial.MOVE, samples=_samples, nvfuser=local_shape("new_shape"), vjp=RESHAPE),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..gradients.reductions import SCANS
 from . import native_forms
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .blocks import distributed_scan
@@ -63,6 +64,7 @@ OPS = tuple(
         samples=_samples,
         nvfuser=native_forms.scan,
         distributed=distributed_scan,
+        vjp=SCANS[name],
     )
     for name in ("cumsum", "cumprod", "cummax", "cummin")
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..gradients.shapes import SHAPES
 from . import native_forms
 from .base import (
     Call,
@@ -192,18 +193,19 @@ def _sample(*args: Any) -> Sample:
 _ARG = Param("arg", K.TENSOR)
 OPS = (
     OpDef("broadcast", (_ARG, Param("is_broadcast_dim", K.BOOLS)), _broadcast_infer, _broadcast_rule, _reshape_emit,
-          Partial.MOVE, samples=lambda: [_sample((4, 6), [False, True, False])]),
+          Partial.MOVE, samples=lambda: [_sample((4, 6), [False, True, False])], vjp=SHAPES["broadcast"]),
     OpDef("broadcast_in_dim", (_ARG, Param("shape", K.SHAPE), Param("broadcast_dims", K.INTS)),
           _in_dim_infer, _in_dim_rule, _in_dim_emit, Partial.MOVE,
           samples=lambda: [_sample((6,), [4, 6], [1]), _sample((4,), [4, 6, 2], [0]), _sample((1, 6), [4, 6], [0, 1])],
-          nvfuser=local_shape("shape")),
+          nvfuser=local_shape("shape"), vjp=SHAPES["broadcast_in_dim"]),
     OpDef("expand", (_ARG, Param("shape", K.SHAPE)), _expand_infer, _expand_rule, _expand_emit, Partial.MOVE,
-          samples=lambda: [_sample((4, 1), [4, 6]), _sample((1, 6), [4, -1])], nvfuser=local_shape("shape")),
+          samples=lambda: [_sample((4, 1), [4, 6]), _sample((1, 6), [4, -1])], nvfuser=local_shape("shape"),
+          vjp=SHAPES["expand"]),
     OpDef("squeeze", (_ARG, Param("dims", K.DIMS), Param("squeeze_expanded", K.BOOL, False)),
           _squeeze_infer, _squeeze_rule, _squeeze_emit, Partial.MOVE, samples=lambda: [_sample((4, 1, 6), [1])],
-          nvfuser=native_forms.squeeze),
+          nvfuser=native_forms.squeeze, vjp=SHAPES["squeeze"]),
     OpDef("permute", (_ARG, Param("dims", K.INTS)), _permute_infer, _permute_rule, _permute_emit, Partial.MOVE,
-          samples=lambda: [_sample((4, 6, 2), [2, 0, 1]), _sample((4, 6), [-1, 0])]),
+          samples=lambda: [_sample((4, 6, 2), [2, 0, 1]), _sample((4, 6), [-1, 0])], vjp=SHAPES["permute"]),
     OpDef("stride_order", (_ARG, Param("stride_order", K.INTS)), _stride_order_infer, same_rule, _stride_order_emit,
-          Partial.MOVE, samples=lambda: [_sample((4, 6, 2), [0, 2, 1])]),
+          Partial.MOVE, samples=lambda: [_sample((4, 6, 2), [0, 2, 1])], vjp=SHAPES["stride_order"]),
 )  # fmt: skip

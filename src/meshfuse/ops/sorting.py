@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..gradients.indexing import INDEXING
 from . import native_forms
 from .base import (
     Call,
@@ -122,5 +123,6 @@ OPS = (
         samples=_topk_samples,
         nvfuser=native_forms.topk,
         distributed=_distributed_topk,
+        vjp=INDEXING["topk"],
     ),
 )

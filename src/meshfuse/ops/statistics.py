@@ -8,6 +8,7 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..gradients.reductions import STATISTICS
 from . import native_forms
 from .base import (
     Call,
@@ -174,6 +175,7 @@ OPS = (
         _var_infer,
         _rule,
         _unless_empty(_var_emit),
+        vjp=STATISTICS["var"],
         nvfuser=_listed_dims,
         distributed=_distributed,
         samples=lambda: [
@@ -188,6 +190,7 @@ OPS = (
         _var_mean_infer,
         _rule,
         _unless_empty(_var_mean_emit),
+        vjp=STATISTICS["var_mean"],
         samples=_samples,
         nvfuser=_listed_dims,
         distributed=_distributed,
@@ -198,6 +201,7 @@ OPS = (
         _welford_infer,
         _rule,
         _unless_empty(_welford_emit),
+        vjp=STATISTICS["welford"],
         samples=lambda: [Sample((_EXAMPLE, [1]))],
         nvfuser=native_forms.welford,
         distributed=_distributed,

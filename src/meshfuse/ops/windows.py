@@ -12,6 +12,7 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..gradients.shapes import CAT, PAD, SLICE
 from . import native_forms
 from .base import (
     Call,
@@ -265,14 +266,15 @@ OPS = (
           _slice_infer, _slice_rule, _slice_emit, Partial.MOVE,
           samples=lambda: [_sample((6, 8), [0, 2], [6, 7]), _sample((6, 8), [1, 0], [6, 8], [2, 1]),
                            _sample((12, 8), [4, 0], [8, 8])],
-          nvfuser=_slice_nvfuser, window=_slice_window),
+          nvfuser=_slice_nvfuser, window=_slice_window, vjp=SLICE),
     OpDef("pad", (_ARG, Param("pad_widths", K.SHAPE), Param("value", K.OPTIONAL_SCALAR, None)),
           _pad_infer, _pad_rule, _pad_emit, samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5),
                                                             _sample((4, 6), [0, 0, 4, 8]), _sample((4, 6), [-1, 2])],
-          nvfuser=_pad_nvfuser, window=_pad_window),
+          nvfuser=_pad_nvfuser, window=_pad_window, vjp=PAD),
     OpDef("cat", (Param("tensors", K.TENSORS), Param("dim", K.DIM, 0), Param("manual_padding", K.BOOL, False)),
           _cat_infer, _cat_rule, _cat_emit, Partial.JOINT, distributed=_distributed_cat,
           samples=lambda: [Sample(([TensorType((4, 6), DataType.Float), TensorType((2, 6), DataType.Float)],)),
                            Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 3), DataType.Float)], -1)),
-                           Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 6), DataType.Float)], 1))]),
+                           Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 6), DataType.Float)], 1))],
+          vjp=CAT),
 )  # fmt: skip

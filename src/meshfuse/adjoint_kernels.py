@@ -1,0 +1,43 @@
+"""Local computations of `ops.adjoints`: what look-ups read is added up where it was read from."""
+
+from __future__ import annotations
+
+import torch
+
+from .indices import Runs, local_places
+
+
+def _accumulating(x: torch.Tensor) -> torch.Tensor:
+    """Many terms of half precision are summed in float32."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def contract(a: torch.Tensor, b: torch.Tensor, dims: int) -> torch.Tensor:
+    """The sum over the first dims of a product of the others."""
+    shape = (*a.shape[dims:], *b.shape[dims:])
+    rows = a.shape[:dims].numel()
+    left, right = a.reshape(rows, a.shape[dims:].numel()), b.reshape(rows, b.shape[dims:].numel())
+    return torch.matmul(left.T, right).reshape(shape)
+
+
+def take_bwd(grad: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
+    """Adds every element of `grad` to the place in `dim` that the index (broadcast in the others) names.
+
+    Of the result the rank has the indices in `runs`; what belongs elsewhere is left out.
+    """
+    places, inside = local_places(index, runs)
+    wide = _accumulating(grad)
+    size = sum(stop - start for start, stop in runs)
+    shape = [size if d == dim else n for d, n in enumerate(grad.shape)]
+    out = wide.new_zeros(shape)
+    if size:
+        out.scatter_add_(dim, places.expand(grad.shape), torch.where(inside, wide, 0))
+    return out.to(grad.dtype)
+
+
+def embedding_bwd(grad: torch.Tensor, index: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """Adds the rows of `grad` [.., D] to the rows that `index` [..] names, of which the rank has those in `runs`."""
+    places, inside = local_places(index.reshape(-1), runs)
+    wide = _accumulating(grad.reshape(len(places), grad.shape[-1]))
+    out = wide.new_zeros(sum(stop - start for start, stop in runs), grad.shape[-1])
+    return out.index_add_(0, places[inside], wide[inside]).to(grad.dtype)

@@ -1,0 +1,135 @@
+"""What VJPs (vector-Jacobian products) are written with: one use of an op, and the gradients of its results.
+
+A VJP gives, by parameter, the gradients of the tensors that need one. Of complex numbers the gradient is that of the
+real and imaginary parts, as in torch: a holomorphic op multiplies by the conjugate of its derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+Tensor = Any  # a TensorView of the definition; where an op takes numbers too, perhaps a number or a Val
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """One use of an op. `ops` appends ops to the definition; `arguments` are those of the use, by parameter.
+
+    `grads` are the gradients of the results, of their shapes and dtypes, None for results that nothing depends on.
+    `active` numbers the tensors that need gradients.
+    """
+
+    name: str
+    ops: Any
+    arguments: Mapping[str, Any]
+    results: tuple[Tensor, ...]
+    grads: tuple[Tensor | None, ...]
+    active: AbstractSet[int]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of the first result."""
+        return self.grads[0]
+
+    @property
+    def result(self) -> Tensor:
+        return self.results[0]
+
+    def needs(self, name: str) -> bool:
+        """Whether any tensor passed as this parameter needs a gradient."""
+        value = self.arguments[name]
+        listed = value if isinstance(value, (list, tuple)) else (value,)
+        return any(is_tensor(v) and v.id in self.active for v in listed)
+
+    def conj(self, x: Tensor) -> Tensor:
+        """The complex conjugate; anything real is its own."""
+        if isinstance(x, complex):
+            return x.conjugate()
+        if not is_tensor(x) or x.dtype.category < 3:
+            return x
+        return self.ops.complex(self.ops.real(x), self.ops.neg(self.ops.imag(x)))
+
+    def times(self, derivative: Tensor) -> Tensor:
+        return self.ops.mul(self.grad, self.conj(derivative))
+
+    def over(self, divisor: Tensor) -> Tensor:
+        return self.ops.truediv(self.grad, self.conj(divisor))
+
+
+Vjp = Callable[[Backward], Mapping[str, Any]]
+Part = Callable[[Backward], Tensor]
+
+
+def is_tensor(value: Any) -> bool:
+    """True for a TensorView, False for numbers, Vals and what else an op takes."""
+    return hasattr(value, "ndim") and hasattr(value, "fd")
+
+
+def each(**parts: Part) -> Vjp:
+    """A VJP from one function per parameter; those of parameters that need no gradient are not called."""
+    return lambda b: {name: part(b) for name, part in parts.items() if b.needs(name)}
+
+
+def elementwise(**parts: Part) -> Vjp:
+    """As `each`, with every gradient summed over the dims in which the operand was broadcast."""
+    return lambda b: {name: sum_to(b, part(b), b[name]) for name, part in parts.items() if b.needs(name)}
+
+
+def nothing(_: Backward) -> Mapping[str, Any]:
+    """The VJP of an op that is constant wherever it has a derivative."""
+    return {}
+
+
+def sizes(t: Tensor) -> list[Any]:
+    """The shape of a tensor, as numbers where they are known and as Vals where they are not."""
+    return [n if n >= 0 else t.size(d) for d, n in enumerate(t.type.shape)]
+
+
+def sum_to(b: Backward, grad: Tensor, like: Tensor) -> Tensor:
+    """The gradient of an operand that was broadcast to the shape of `grad`."""
+    extra = grad.ndim - like.ndim
+    pairs = zip(grad.type.shape[extra:], like.type.shape, strict=True)
+    inner = [extra + d for d, (n, m) in enumerate(pairs) if m == 1 and n != 1]
+    outer = list(range(extra))
+    if not inner:
+        return b.ops.sum(grad, outer) if outer else grad
+    kept = b.ops.sum(grad, [*outer, *inner], True)
+    return b.ops.squeeze(kept, outer) if outer else kept
+
+
+def count(t: Tensor, dims: Sequence[int]) -> Any:
+    """The number of elements along dims: a number where the sizes are known, else a Val."""
+    found: Any = 1
+    for d in dims:
+        n = t.type.shape[d]
+        found = found * n if n >= 0 else t.size(d) * found
+    return found
+
+
+def listed_dims(dims: Any, ndim: int) -> list[int]:
+    """The dims of an argument that is one, a list of them or None for all, counted from the front, ascending."""
+    if dims is None:
+        return list(range(ndim))
+    return sorted(d % ndim for d in ((dims,) if isinstance(dims, int) else dims))
+
+
+def restored(b: Backward, reduced: Tensor, like: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """What is left of a reduction over dims, repeated to the shape before it."""
+    if not dims:
+        return reduced
+    if keepdim or not reduced.ndim:
+        return b.ops.expand(reduced, sizes(like))
+    return b.ops.broadcast_in_dim(reduced, sizes(like), [d for d in range(like.ndim) if d not in dims])
+
+
+def kept(b: Backward, reduced: Tensor, like: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """What is left of a reduction over dims, with those dims of size 1."""
+    if keepdim or not dims:
+        return reduced
+    return b.ops.broadcast(reduced, [d in dims for d in range(like.ndim)])

@@ -1,0 +1,114 @@
+"""VJPs of look-ups and sorts: what was read is written back, added where it was read more than once.
+
+The dim that was read from is free in `take_along_axis_bwd` and `embedding_bwd`: each rank adds up what belongs to the
+indices that it holds, so that the gradient of a sharded table is made in shards, without communication.
+"""
+
+from __future__ import annotations
+
+from ..errors import user_error
+from .context import Backward, Tensor, Vjp, each, sizes, sum_to
+from .shapes import padded
+
+
+def _dim(b: Backward) -> int:
+    return b["dim"] % b["arg"].ndim
+
+
+def _written(b: Backward, index: Tensor) -> Tensor:
+    return b.ops.take_along_axis_bwd(b.grad, index, _dim(b), sizes(b["arg"])[_dim(b)])
+
+
+def _take_along_axis(b: Backward) -> Tensor:
+    return sum_to(b, _written(b, b["index"]), b["arg"])
+
+
+def _gather(b: Backward) -> Tensor:
+    """Of the dims in which the index was shorter the rest was not read."""
+    x, index, dim = b["arg"], b["index"], _dim(b)
+    pairs = zip(sizes(x), sizes(index), strict=True)
+    after = [0 if d == dim else n - m for d, (n, m) in enumerate(pairs)]
+    found = _written(b, index)
+    same = x.type.shape[:dim] + x.type.shape[dim + 1 :] == index.type.shape[:dim] + index.type.shape[dim + 1 :]
+    return found if same else padded(b, found, [0] * x.ndim, after)
+
+
+def _index_select(b: Backward) -> Tensor:
+    index, ndim = b["index"], b["arg"].ndim
+    flags = [d != _dim(b) for d in range(ndim)]
+    return _written(b, b.ops.broadcast(index, flags if index.ndim else [True] * ndim))
+
+
+def _select(b: Backward) -> Tensor:
+    """Zeros around what was selected; by comparing where the index is a scalar of the definition."""
+    x, dim, index = b["arg"], _dim(b), b["index"]
+    n = sizes(x)[dim]
+    grad = b.ops.broadcast(b.grad, [d == dim for d in range(x.ndim)])
+    if isinstance(index, int) and isinstance(n, int):
+        place = index % n
+        alone = [d == dim for d in range(x.ndim)]
+        return padded(b, grad, [place * a for a in alone], [(n - 1 - place) * a for a in alone])
+    place = b.ops.where(b.ops.lt(index, 0), b.ops.add(index, n), index)
+    here = b.ops.broadcast(b.ops.eq(b.ops.iota(n), place), [d != dim for d in range(x.ndim)])
+    return b.ops.where(here, grad, 0.0)
+
+
+def _take_along_axis_bwd(b: Backward) -> Tensor:
+    """An index that names no place has added nothing."""
+    index = b["index"]
+    found = b.ops.take_along_axis(b.grad, b.ops.maximum(index, 0), b["dim"])
+    return b.ops.where(b.ops.ge(index, 0), found, 0.0)
+
+
+def _embedding_weight(b: Backward) -> Tensor:
+    """Rows of `padding_idx` get nothing; `scale_grad_by_freq` divides by how often a row was read."""
+    index, weight = b["input"], b["weight"]
+    if b["max_norm"] is not None:
+        raise user_error(
+            "embedding_fwd: no derivative here", "max_norm", "None", "Limit the norm of the table before the look-up."
+        )
+    grad, rows = b.grad, sizes(weight)[0]
+    read = None
+    if b["padding_idx"] is not None:
+        read = b.ops.ne(index, b["padding_idx"])
+        grad = b.ops.where(_column(b, read), grad, 0.0)
+    found = b.ops.embedding_bwd(grad, index, rows)
+    if not b["scale_grad_by_freq"]:
+        return found
+    ones = b.ops.full([*sizes(index), 1], 1.0, weight.dtype)
+    return b.ops.truediv(found, b.ops.maximum(b.ops.embedding_bwd(ones, index, rows), 1.0))
+
+
+def _column(b: Backward, x: Tensor) -> Tensor:
+    return b.ops.broadcast(x, [False] * x.ndim + [True])
+
+
+def _scattered_into(b: Backward) -> Tensor:
+    """What was written over has no influence."""
+    return b.ops.scatter(b.grad, b["index"], 0.0, b["dim"])
+
+
+def _scattered(b: Backward) -> Tensor:
+    source, index = b["src"], b["index"]
+    found = b.ops.gather(b.grad, index, b["dim"])
+    if source.type.shape == index.type.shape:
+        return found
+    after = [n - m for n, m in zip(sizes(source), sizes(index), strict=True)]
+    return padded(b, found, [0] * source.ndim, after)
+
+
+def _topk(b: Backward) -> Tensor:
+    return _written(b, b.results[1])
+
+
+INDEXING: dict[str, Vjp] = {
+    "take_along_axis": each(arg=_take_along_axis),
+    "gather": each(arg=_gather),
+    "index_select": each(arg=_index_select),
+    "select": each(arg=_select),
+    "embedding_fwd": each(weight=_embedding_weight),
+    "scatter": each(arg=_scattered_into, src=_scattered),
+    "topk": each(arg=_topk),
+    "take_along_axis_bwd": each(grad=_take_along_axis_bwd),
+    "embedding_bwd": each(grad=lambda b: b.ops.embedding_fwd(b["index"], b.grad)),
+}

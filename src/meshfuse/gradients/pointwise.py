@@ -1,0 +1,215 @@
+"""VJPs of ops that work element by element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from .context import Backward, Tensor, Vjp, each, elementwise, is_tensor, nothing, sum_to
+
+# (ops, operand, result) -> the derivative of the result.
+_DERIVATIVES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "acos": lambda o, x, _: o.neg(o.rsqrt(o.sub(1.0, o.mul(x, x)))),
+    "acosh": lambda o, x, _: o.mul(o.rsqrt(o.sub(x, 1.0)), o.rsqrt(o.add(x, 1.0))),
+    "asin": lambda o, x, _: o.rsqrt(o.sub(1.0, o.mul(x, x))),
+    "asinh": lambda o, x, _: o.rsqrt(o.add(o.mul(x, x), 1.0)),
+    "atan": lambda o, x, _: o.reciprocal(o.add(o.mul(x, x), 1.0)),
+    "atanh": lambda o, x, _: o.reciprocal(o.sub(1.0, o.mul(x, x))),
+    "cos": lambda o, x, _: o.neg(o.sin(x)),
+    "cosh": lambda o, x, _: o.sinh(x),
+    "erf": lambda o, x, _: o.mul(o.exp(o.neg(o.mul(x, x))), 2.0 / math.sqrt(math.pi)),
+    "erfc": lambda o, x, _: o.mul(o.exp(o.neg(o.mul(x, x))), -2.0 / math.sqrt(math.pi)),
+    "erfinv": lambda o, _, y: o.mul(o.exp(o.mul(y, y)), math.sqrt(math.pi) / 2.0),
+    "erfcinv": lambda o, _, y: o.mul(o.exp(o.mul(y, y)), -math.sqrt(math.pi) / 2.0),
+    "exp": lambda o, _, y: y,
+    "exp2": lambda o, _, y: o.mul(y, math.log(2.0)),
+    "expm1": lambda o, _, y: o.add(y, 1.0),
+    "reciprocal": lambda o, _, y: o.neg(o.mul(y, y)),
+    "rsqrt": lambda o, _, y: o.mul(o.mul(o.mul(y, y), y), -0.5),
+    "sigmoid": lambda o, _, y: o.mul(y, o.sub(1.0, y)),
+    "silu": lambda o, x, _: _silu(o, x),
+    "sin": lambda o, x, _: o.cos(x),
+    "sinh": lambda o, x, _: o.cosh(x),
+    "tan": lambda o, _, y: o.add(o.mul(y, y), 1.0),
+    "tanh": lambda o, _, y: o.sub(1.0, o.mul(y, y)),
+}
+# (ops, operand, result) -> what the gradient is divided by.
+_DIVISORS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "log": lambda o, x, _: x,
+    "log10": lambda o, x, _: o.mul(x, math.log(10.0)),
+    "log1p": lambda o, x, _: o.add(x, 1.0),
+    "log2": lambda o, x, _: o.mul(x, math.log(2.0)),
+    "sqrt": lambda o, _, y: o.mul(y, 2.0),
+}
+_CONSTANT = "ceil floor round sign trunc".split()
+
+
+def _silu(o: Any, x: Tensor) -> Tensor:
+    gate = o.sigmoid(x)
+    return o.mul(gate, o.add(o.mul(x, o.sub(1.0, gate)), 1.0))
+
+
+def _derivative(formula: Callable[[Any, Tensor, Tensor], Tensor]) -> Vjp:
+    return each(x=lambda b: b.times(formula(b.ops, b["x"], b.result)))
+
+
+def _divisor(formula: Callable[[Any, Tensor, Tensor], Tensor]) -> Vjp:
+    return each(x=lambda b: b.over(formula(b.ops, b["x"], b.result)))
+
+
+def _same(b: Backward) -> Tensor:
+    return b.grad
+
+
+def _negative(b: Backward) -> Tensor:
+    return b.ops.neg(b.grad)
+
+
+def _subtracted(b: Backward) -> Tensor:
+    return b.ops.neg(sum_to(b, b.grad, b["b"]))
+
+
+def _abs(b: Backward) -> Tensor:
+    """sign(x), of complex numbers x / |x|; 0 at 0."""
+    x = b["x"]
+    if x.dtype.category < 3:
+        return b.times(b.ops.sign(x))
+    unit = b.ops.where(b.ops.eq(b.result, 0.0), 0.0, b.ops.truediv(b.grad, b.result))
+    return b.ops.mul(x, unit)
+
+
+def _real(b: Backward) -> Tensor:
+    if b["x"].dtype.category < 3:
+        return b.grad
+    return b.ops.complex(b.grad, b.ops.mul(b.grad, 0.0))
+
+
+def _imag(b: Backward) -> Tensor:
+    return b.ops.complex(b.ops.mul(b.grad, 0.0), b.grad)
+
+
+def _mul(b: Backward) -> dict[str, Tensor]:
+    x, y = b["a"], b["b"]
+    if is_tensor(x) and is_tensor(y) and x.id == y.id:
+        return {"a": b.times(b.ops.mul(x, 2.0))}
+    return dict(_mul_apart(b))
+
+
+_mul_apart = elementwise(a=lambda b: b.times(b["b"]), b=lambda b: b.times(b["a"]))
+
+
+def _divided_by(b: Backward) -> Tensor:
+    """-grad * result / b, summed before it is divided where b was broadcast."""
+    total = sum_to(b, b.times(b.result), b["b"])
+    return b.ops.neg(b.ops.truediv(total, b.conj(b["b"])))
+
+
+def _quotient(name: str) -> Callable[[Backward], Tensor]:
+    """Of a remainder by its divisor: the quotient, rounded as the remainder rounds it, negative."""
+    return lambda b: b.ops.neg(b.times(getattr(b.ops, name)(b.ops.truediv(b["a"], b["b"]))))
+
+
+def _chosen(first: str, second: str) -> Vjp:
+    """Of maximum and minimum: all to the operand that was taken, half to each of equal ones, as in torch."""
+
+    def part(mine: str, other: str) -> Callable[[Backward], Tensor]:
+        def grad(b: Backward) -> Tensor:
+            x, y = b[mine], b[other]
+            taken = getattr(b.ops, first if mine == "a" else second)
+            shared = b.ops.where(b.ops.eq(x, y), b.ops.mul(b.grad, 0.5), 0.0)
+            return b.ops.where(taken(b["a"], b["b"]), b.grad, shared)
+
+        return grad
+
+    return elementwise(a=part("a", "b"), b=part("b", "a"))
+
+
+def _base(b: Backward) -> Tensor:
+    """grad * b * a^(b - 1), 0 where b is 0."""
+    o, x, exponent = b.ops, b["a"], b["b"]
+    if isinstance(exponent, (int, float)):
+        if exponent == 0:
+            return o.mul(b.grad, 0.0)
+        power = x if exponent == 2 else o.pow(x, exponent - 1)
+        return b.times(o.mul(power, exponent))
+    slope = o.mul(exponent, o.pow(x, o.sub(exponent, 1)))
+    return b.times(o.where(o.eq(exponent, 0), 0.0, slope))
+
+
+def _exponent(b: Backward) -> Tensor:
+    """grad * result * log(a), 0 where a is 0."""
+    o, x = b.ops, b["a"]
+    if isinstance(x, (int, float)):
+        return b.times(o.mul(b.result, math.log(x) if x > 0 else 0.0 if x == 0 else math.nan))
+    return b.times(o.where(o.eq(x, 0), 0.0, o.mul(b.result, o.log(x))))
+
+
+def _angle(name: str, sign: float) -> Callable[[Backward], Tensor]:
+    def grad(b: Backward) -> Tensor:
+        o, x, y = b.ops, b["a"], b["b"]
+        return o.mul(b.grad, o.truediv(o.mul(b[name], sign), o.add(o.mul(x, x), o.mul(y, y))))
+
+    return grad
+
+
+def _where(kept: bool) -> Callable[[Backward], Tensor]:
+    def grad(b: Backward) -> Tensor:
+        return b.ops.where(b["condition"], *((b.grad, 0.0) if kept else (0.0, b.grad)))
+
+    return grad
+
+
+def _clamp(b: Backward) -> Tensor:
+    """Passes where nothing was changed, the bounds included."""
+    return b.ops.where(b.ops.eq(b["x"], b.result), b.grad, 0.0)
+
+
+def _relu(b: Backward) -> Tensor:
+    return b.ops.where(b.ops.gt(b.result, 0.0), b.grad, 0.0)
+
+
+def _threshold(b: Backward) -> Tensor:
+    return b.ops.where(b.ops.gt(b["x"], b["threshold"]), b.grad, 0.0)
+
+
+POINTWISE: dict[str, Vjp] = {
+    **{name: _derivative(formula) for name, formula in _DERIVATIVES.items()},
+    **{name: _divisor(formula) for name, formula in _DIVISORS.items()},
+    **dict.fromkeys(_CONSTANT, nothing),
+    "abs": each(x=_abs),
+    "relu": each(x=_relu),
+    "frac": each(x=_same),
+    "neg": each(x=_negative),
+    "real": each(x=_real),
+    "imag": each(x=_imag),
+    "add": elementwise(a=_same, b=_same),
+    "sub": elementwise(a=_same, b=_subtracted),
+    "mul": _mul,
+    "div": elementwise(a=lambda b: b.over(b["b"]), b=_divided_by),
+    "truediv": elementwise(a=lambda b: b.over(b["b"]), b=_divided_by),
+    "maximum": _chosen("gt", "lt"),
+    "minimum": _chosen("lt", "gt"),
+    "pow": elementwise(a=_base, b=_exponent),
+    "remainder": elementwise(a=_same, b=_quotient("floor")),
+    "fmod": elementwise(a=_same, b=_quotient("trunc")),
+    "mod": elementwise(a=_same, b=_quotient("trunc")),
+    "atan2": elementwise(a=_angle("b", 1.0), b=_angle("a", -1.0)),
+    "complex": elementwise(a=lambda b: b.ops.real(b.grad), b=lambda b: b.ops.imag(b.grad)),
+    "where": elementwise(a=_where(True), b=_where(False)),
+    "addcmul": elementwise(
+        a=_same,
+        b=lambda b: b.times(b.ops.mul(b["c"], b["value"])),
+        c=lambda b: b.times(b.ops.mul(b["b"], b["value"])),
+    ),
+    "clamp": each(x=_clamp),
+    "lerp": elementwise(
+        start=lambda b: b.times(b.ops.sub(1.0, b["weight"])),
+        end=lambda b: b.times(b["weight"]),
+        weight=lambda b: b.times(b.ops.sub(b["end"], b["start"])),
+    ),
+    "threshold": each(x=_threshold),
+    "cast": each(arg=_same),
+    "set": each(arg=_same),
+    "segment_set": each(arg=_same),
+}

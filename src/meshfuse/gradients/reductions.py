@@ -1,0 +1,127 @@
+"""VJPs of reductions, statistics and scans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dtypes import DataType
+from .context import Backward, Tensor, Vjp, count, each, kept, listed_dims, restored, sizes
+
+
+def _dims(b: Backward) -> list[int]:
+    return listed_dims(b["dims"], b["arg"].ndim)
+
+
+def _sum(b: Backward) -> Tensor:
+    return restored(b, b.grad, b["arg"], _dims(b), b["keepdim"])
+
+
+def _prod(b: Backward) -> Tensor:
+    """The product of the others: of all by the one, or of those that are not 0 where the one alone is."""
+    o, x, dims = b.ops, b["arg"], _dims(b)
+    is_zero = o.eq(x, 0)
+    others = o.prod(o.where(is_zero, 1.0, x), dims, True)
+    zeros = o.sum(is_zero, dims, True)
+    grad = o.mul(kept(b, b.grad, x, dims, b["keepdim"]), b.conj(others))
+    alone = o.where(is_zero, o.where(o.eq(zeros, 1), grad, 0.0), 0.0)
+    return o.where(o.eq(zeros, 0), o.truediv(grad, b.conj(x)), alone)
+
+
+def _extreme(b: Backward) -> Tensor:
+    """Equal extremes share the gradient, as of torch.amax."""
+    o, x, dims = b.ops, b["arg"], _dims(b)
+    is_top = o.eq(x, kept(b, b.result, x, dims, b["keepdim"]))
+    share = o.truediv(kept(b, b.grad, x, dims, b["keepdim"]), o.sum(is_top, dims, True))
+    return o.where(is_top, share, 0.0)
+
+
+def _deviation(b: Backward, mean: Tensor, grad: Tensor, factor: Any) -> Tensor:
+    """grad * factor * (x - mean); mean and grad have the reduced dims of size 1."""
+    return b.ops.mul(b.ops.mul(grad, factor), b.ops.sub(b["arg"], mean))
+
+
+def _variance_slope(b: Backward) -> Any:
+    """2 / (n - correction)."""
+    return _reciprocal(b, count(b["arg"], _dims(b)) - b["correction"], 2.0)
+
+
+def _reciprocal(b: Backward, n: Any, numerator: float) -> Any:
+    return numerator / n if isinstance(n, int) and n else b.ops.truediv(numerator, n) if n else float("nan")
+
+
+def _var(b: Backward) -> Tensor:
+    x, dims = b["arg"], _dims(b)
+    mean = b.ops.truediv(b.ops.sum(x, dims, True), count(x, dims))
+    return _deviation(b, mean, kept(b, b.grad, x, dims, b["keepdim"]), _variance_slope(b))
+
+
+def _moments(b: Backward, spread: int, mean: int, slope: Any, keepdim: bool) -> Tensor:
+    """Of the results with these places: a variance (or squared deviations) and a mean."""
+    x, dims = b["arg"], _dims(b)
+    parts: list[Tensor] = []
+    if b.grads[spread] is not None:
+        grad = kept(b, b.grads[spread], x, dims, keepdim)
+        parts.append(_deviation(b, kept(b, b.results[mean], x, dims, keepdim), grad, slope))
+    if b.grads[mean] is not None:
+        grad = kept(b, b.grads[mean], x, dims, keepdim)
+        share = b.ops.mul(grad, _reciprocal(b, count(x, dims), 1.0))
+        parts.append(share if parts else restored(b, share, x, dims, True))
+    return parts[0] if len(parts) == 1 else b.ops.add(*parts)
+
+
+def _var_mean(b: Backward) -> Tensor:
+    return _moments(b, 0, 1, _variance_slope(b), b["keepdim"])
+
+
+def _welford(b: Backward) -> Tensor:
+    """The second result is the sum of squared deviations."""
+    return _moments(b, 1, 0, 2.0, False)
+
+
+def _scan_dim(b: Backward) -> int:
+    return b["dim"] % b["arg"].ndim
+
+
+def _backward_sum(b: Backward, terms: Tensor, dim: int) -> Tensor:
+    """The sum of every term and those after it: all, less those up to it, and the term itself."""
+    o = b.ops
+    return o.sub(o.add(o.sum(terms, [dim], True), terms), o.cumsum(terms, dim))
+
+
+def _cumsum(b: Backward) -> Tensor:
+    return _backward_sum(b, b.grad, _scan_dim(b))
+
+
+def _cumprod(b: Backward) -> Tensor:
+    """By x_i the sum of grad_j y_j / x_i for j >= i. Only the first 0 of a line counts beside what is before it."""
+    o, x, dim = b.ops, b["arg"], _scan_dim(b)
+    is_zero = o.eq(x, 0)
+    zeros = o.cumsum(o.cast(is_zero, DataType.Int), dim)
+    before = _backward_sum(b, b.times(b.result), dim)
+    first = o.logical_and(is_zero, o.eq(zeros, 1))
+    without = o.cumprod(o.where(first, 1.0, x), dim, b["init"])
+    at_first = o.where(first, _backward_sum(b, b.times(without), dim), 0.0)
+    return o.where(o.eq(zeros, 0), o.truediv(before, b.conj(x)), at_first)
+
+
+def _cumulative_extreme(b: Backward) -> Tensor:
+    """To the last element that is the extreme so far, as in torch; to none where `init` is."""
+    o, x, dim = b.ops, b["arg"], _scan_dim(b)
+    index = o.broadcast(o.iota(sizes(x)[dim]), [d != dim for d in range(x.ndim)])
+    found = o.cummax(o.where(o.eq(x, b.result), index, -1), dim)
+    return o.take_along_axis_bwd(b.grad, found, dim, sizes(x)[dim])
+
+
+REDUCTIONS: dict[str, Vjp] = {
+    "sum": each(arg=_sum),
+    "prod": each(arg=_prod),
+    "max": each(arg=_extreme),
+    "min": each(arg=_extreme),
+}
+STATISTICS: dict[str, Vjp] = {"var": each(arg=_var), "var_mean": each(arg=_var_mean), "welford": each(arg=_welford)}
+SCANS: dict[str, Vjp] = {
+    "cumsum": each(arg=_cumsum),
+    "cumprod": each(arg=_cumprod),
+    "cummax": each(arg=_cumulative_extreme),
+    "cummin": each(arg=_cumulative_extreme),
+}

@@ -1,0 +1,200 @@
+"""The reverse sweep: appends the backward of a definition to it, as ordinary ops.
+
+Reverse mode over the recorded ops, last first (Linnainmaa 1970; the form of autograd and JAX's `vjp`): the gradient of
+every tensor is the sum of what its readers ask for, and each op's own VJP passes it on to its operands. What is made
+twice is made once. Unreduced sums stay unreduced as long as the VJPs' ops can carry them: that is propagation's work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..definition.tensor_view import TensorView, Val
+from ..errors import SourceLine, user_error
+from ..ops.base import ScalarRef, TensorRef
+from ..scalars import FUNCTIONS
+from .context import Backward, sizes
+
+if TYPE_CHECKING:
+    from ..definition.fusion import DefinitionBuilder
+    from ..definition.records import OpNode
+    from ..dtypes import DataType
+
+
+def gradients(
+    fd: DefinitionBuilder,
+    outputs: Sequence[TensorView],
+    wrt: Sequence[TensorView],
+    grad_outputs: Sequence[TensorView | None],
+    constants: Iterable[int],
+    line: SourceLine,
+) -> list[TensorView]:
+    """The gradients of the sum of (output * its grad_output), by every tensor of `wrt`, of their shapes and dtypes.
+
+    A grad_output of None stands for ones; `constants` are tensors that nothing passes through. Raises DefinitionError
+    for tensors that are no real or complex numbers, and for an op on the way that has no derivative.
+    """
+    for tensor, what in (*((t, "outputs") for t in outputs), *((t, "wrt") for t in wrt)):
+        _check_differentiable(tensor, what, line)
+    sweep = _Sweep(fd, [t.id for t in wrt], frozenset(constants), line)
+    for output, grad in zip(outputs, grad_outputs, strict=True):
+        sweep.seed(output, grad)
+    sweep.run()
+    return sweep.results(wrt)
+
+
+def _check_differentiable(tensor: TensorView, what: str, line: SourceLine) -> None:
+    if tensor.dtype.category < 2:
+        raise user_error(
+            f"grad: {what}", f"{tensor.label}: {tensor.type}", "floating point or complex tensors",
+            "Only those have gradients.", line,
+        )  # fmt: skip
+
+
+class _Ops:
+    """Ops of the table as functions, appended at a given line; an op of the same arguments is made once.
+
+    Of numbers alone the result is a number.
+    """
+
+    def __init__(self, fd: DefinitionBuilder, line: SourceLine):
+        self.fd, self.line = fd, line
+        self._made: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(self._call, name)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        if name in FUNCTIONS and all(isinstance(arg, (bool, int, float)) for arg in args):
+            return FUNCTIONS[name](*args)
+        key = (name, *map(_key, args))
+        if key not in self._made:
+            self._made[key] = self.fd.call_at(self.line, name, args)
+        return self._made[key]
+
+
+def _key(arg: Any) -> Any:
+    """Equal for arguments that mean the same."""
+    if isinstance(arg, (TensorView, Val)):
+        return arg.ref
+    if isinstance(arg, (list, tuple)):
+        return tuple(map(_key, arg))
+    return (type(arg), repr(arg))
+
+
+class _Sweep:
+    """Gradients on their way back: `_parts[t]` are what the readers of tensor t have asked for so far.
+
+    Parts that are another tensor's gradient, passed on as it is, are added last: those that an op has made may be
+    unreduced sums, which are then added up before they are reduced.
+    """
+
+    def __init__(self, fd: DefinitionBuilder, wrt: Sequence[int], constants: frozenset[int], line: SourceLine):
+        self.fd, self.line = fd, line
+        self.nodes = tuple(fd.nodes)
+        self.first_new = len(fd.tensors)
+        self.ops = _Ops(fd, line)
+        self.active = self._reached(wrt, constants)
+        self._parts: dict[int, list[tuple[bool, TensorView]]] = {}
+        self._lines: dict[SourceLine, SourceLine] = {}
+
+    def _reached(self, wrt: Sequence[int], constants: frozenset[int]) -> set[int]:
+        """The tensors that depend on those, less the constants."""
+        found, tensors = set(wrt), self.fd.tensors
+        for node in self.nodes:
+            if any(i in found for i in node.inputs):
+                found.update(i for i in node.outputs if tensors[i].type.dtype.category >= 2 and i not in constants)
+        return found
+
+    def seed(self, output: TensorView, grad: TensorView | None) -> None:
+        if grad is None:
+            grad = self.ops.full(sizes(output), 1.0, output.dtype)
+        elif not _fits(grad, output):
+            raise user_error(
+                "grad: grad_outputs", f"{grad.label}: {grad.type} for {output.label}: {output.type}", "the output's shape",
+                "Pass a tensor of the shape of the output.", self.line,
+            )  # fmt: skip
+        if output.id in self.active:
+            self._parts.setdefault(output.id, []).append((True, grad))
+
+    def run(self) -> None:
+        """Every op that something depends on and that depends on something, last first."""
+        for node in reversed(self.nodes):
+            asked = any(i in self._parts for i in node.outputs)
+            if asked and any(i in self.active for i in node.inputs):
+                self.ops.line = self._line_of(node)
+                self._pass_on(node, tuple(self._total(i) for i in node.outputs))
+
+    def _line_of(self, node: OpNode) -> SourceLine:
+        """The line of the op itself: what its backward communicates is asked for there."""
+        at = node.line
+        if at not in self._lines:
+            self._lines[at] = SourceLine(at.file, at.line, at.function, f"gradient of: {at.text}")
+        return self._lines[at]
+
+    def _total(self, tensor: int) -> TensorView | None:
+        """The sum of a tensor's parts, in its dtype; None where there are none."""
+        parts = self._parts.get(tensor)
+        if not parts:
+            return None
+        first, *others = (part for _, part in sorted(parts, key=lambda entry: entry[0]))
+        total = functools.reduce(self.ops.add, others, first)
+        total = self._as_type(total, self.fd.tensors[tensor].type.dtype)
+        self._parts[tensor] = [(True, total)]
+        return total
+
+    def _as_type(self, grad: TensorView, dtype: DataType) -> TensorView:
+        if grad.dtype.category > dtype.category:
+            grad = self.ops.real(grad)
+        return grad if grad.dtype is dtype else self.ops.cast(grad, dtype)
+
+    def _pass_on(self, node: OpNode, grads: tuple[TensorView | None, ...]) -> None:
+        if node.op.vjp is None:
+            raise user_error(
+                f"{node.op.name} has no derivative here", "a gradient that passes through it", "",
+                "Leave what depends on it out of the outputs, or cut it off with fd.stop_gradient(t).", node.line,
+            )  # fmt: skip
+        arguments = {
+            param.name: self._value(arg) for param, arg in zip(node.op.params, node.args, strict=True)
+        }
+        results = tuple(TensorView(self.fd, TensorRef(i)) for i in node.outputs)  # type: ignore[arg-type]
+        made = node.op.vjp(Backward(node.op.name, self.ops, arguments, results, grads, self.active))
+        passed = {grad.id for grad in grads if grad is not None}
+        for name, grad in made.items():
+            self._add(arguments[name], grad, passed)
+
+    def _value(self, arg: Any) -> Any:
+        if isinstance(arg, TensorRef):
+            return TensorView(self.fd, arg)  # type: ignore[arg-type]
+        if isinstance(arg, ScalarRef):
+            return Val(self.fd, arg)  # type: ignore[arg-type]
+        return tuple(map(self._value, arg)) if isinstance(arg, tuple) else arg
+
+    def _add(self, operand: Any, grad: Any, passed: set[int]) -> None:
+        if isinstance(operand, tuple):
+            for one, part in zip(operand, grad, strict=True):
+                self._add(one, part, passed)
+        elif grad is not None and operand.id in self.active:
+            assert _fits(grad, operand), f"{operand.type} has a gradient {grad.type}"
+            self._parts.setdefault(operand.id, []).append((grad.id in passed, grad))
+
+    def results(self, wrt: Sequence[TensorView]) -> list[TensorView]:
+        """A tensor of its own for each, so that each can be annotated."""
+        self.ops.line = self.line
+        out: list[TensorView] = []
+        for tensor in wrt:
+            grad = self._total(tensor.id)
+            if grad is None:
+                grad = self.fd.call_at(self.line, "full", (sizes(tensor), 0.0, tensor.dtype))
+            elif grad.id < self.first_new or any(grad.id == other.id for other in out):
+                grad = self.fd.call_at(self.line, "set", (grad,))
+            out.append(grad)
+        return out
+
+
+def _fits(grad: TensorView, primal: TensorView) -> bool:
+    """Whether the shapes are equal where they are known."""
+    pairs = zip(grad.type.shape, primal.type.shape, strict=False)
+    return grad.ndim == primal.ndim and all(n == m or -1 in (n, m) for n, m in pairs)

@@ -1,0 +1,121 @@
+"""VJPs of ops that move, repeat and cut elements along dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .context import Backward, Tensor, Vjp, each, sizes, sum_to
+
+
+def _reshape(b: Backward) -> Tensor:
+    return b.ops.reshape(b.grad, sizes(b["arg"]))
+
+
+def _permute(b: Backward) -> Tensor:
+    order = [d % b.grad.ndim for d in b["dims"]]
+    return b.ops.permute(b.grad, [order.index(d) for d in range(len(order))])
+
+
+def _broadcast(b: Backward) -> Tensor:
+    new = [d for d, flag in enumerate(b["is_broadcast_dim"]) if flag]
+    return b.ops.squeeze(b.grad, new) if new else b.grad
+
+
+def _broadcast_in_dim(b: Backward) -> Tensor:
+    """Summed over the new dims and those that were repeated."""
+    ndim, x, shape = b.grad.ndim, b["arg"], b.grad.type.shape
+    source = {d % ndim: n for d, n in zip(b["broadcast_dims"], x.type.shape, strict=True)}
+    repeated = [d for d, n in source.items() if n == 1 and shape[d] != 1]
+    new = [d for d in range(ndim) if d not in source]
+    if not repeated:
+        return b.ops.sum(b.grad, new) if new else b.grad
+    total = b.ops.sum(b.grad, sorted([*repeated, *new]), True)
+    return b.ops.squeeze(total, new) if new else total
+
+
+def _expand(b: Backward) -> Tensor:
+    return sum_to(b, b.grad, b["arg"])
+
+
+def _squeeze(b: Backward) -> Tensor:
+    """Of a dim that is larger than 1 only the first element was taken."""
+    x = b["arg"]
+    given = (b["dims"],) if isinstance(b["dims"], int) else b["dims"]
+    dims = {d % x.ndim for d in given}
+    grad = b.ops.broadcast(b.grad, [d in dims for d in range(x.ndim)]) if dims else b.grad
+    after = [n - 1 if d in dims else 0 for d, n in enumerate(x.type.shape)]
+    return padded(b, grad, [0] * x.ndim, after) if any(n > 0 for n in after) else grad
+
+
+def padded(b: Backward, x: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
+    """Zeros around a tensor: how many before and after, by dim."""
+    widths = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
+    return b.ops.pad(x, widths)
+
+
+def _bound(n: int, index: int) -> int:
+    return min(max(index + n if index < 0 else index, 0), n)
+
+
+def _slice(b: Backward) -> Tensor:
+    """Put back to where it was cut from, step by step where it was cut in steps."""
+    x, grad = b["arg"], b.grad
+    steps = b["strides"] or (1,) * x.ndim
+    starts = [_start(n, a) for n, a in zip(sizes(x), b["start_indices"], strict=True)]
+    for d, step in enumerate(steps):
+        if step != 1:
+            index = b.ops.iota(sizes(grad)[d], starts[d], step)
+            index = b.ops.broadcast(index, [other != d for other in range(x.ndim)])
+            grad, starts[d] = b.ops.take_along_axis_bwd(grad, index, d, sizes(x)[d]), 0
+    after = [n - a - m for n, a, m in zip(sizes(x), starts, sizes(grad), strict=True)]
+    return padded(b, grad, starts, after) if any(_is_width(w) for w in (*starts, *after)) else grad
+
+
+def _start(n: Any, start: Any) -> Any:
+    return _bound(n, start) if isinstance(n, int) and isinstance(start, int) else start
+
+
+def _is_width(n: Any) -> bool:
+    return not isinstance(n, int) or n != 0
+
+
+def _pad(b: Backward) -> Tensor:
+    """Cut off again; what was cut off gets zeros."""
+    x, widths = b["arg"], list(b["pad_widths"])
+    if not all(isinstance(w, int) and w >= 0 for w in widths) or -1 in x.type.shape:
+        return b.ops.pad(b.grad, [0 - w for w in widths])
+    before = [0] * (x.ndim - len(widths) // 2) + widths[-2::-2]
+    return b.ops.slice(b.grad, before, [a + n for a, n in zip(before, x.type.shape, strict=True)])
+
+
+def _cat(b: Backward) -> dict[str, Any]:
+    """Of each operand its piece."""
+    tensors, dim, start, parts = b["tensors"], b["dim"] % b.grad.ndim, 0, []
+    for x in tensors:
+        stop = sizes(x)[dim] + start
+        parts.append(_piece(b, dim, start, stop) if x.id in b.active else None)
+        start = stop
+    return {"tensors": parts}
+
+
+def _piece(b: Backward, dim: int, start: Any, stop: Any) -> Tensor:
+    ends = sizes(b.grad)
+    starts = [start if d == dim else 0 for d in range(len(ends))]
+    ends[dim] = stop
+    return b.ops.slice(b.grad, starts, ends)
+
+
+SHAPES: dict[str, Vjp] = {
+    "broadcast": each(arg=_broadcast),
+    "broadcast_in_dim": each(arg=_broadcast_in_dim),
+    "expand": each(arg=_expand),
+    "squeeze": each(arg=_squeeze),
+    "permute": each(arg=_permute),
+    "stride_order": each(arg=lambda b: b.grad),
+}
+RESHAPE: Vjp = each(arg=_reshape)
+SLICE: Vjp = each(arg=_slice)
+PAD: Vjp = each(arg=_pad)
+CAT: Vjp = _cat
+TRIU: Vjp = each(arg=lambda b: b.ops.triu(b.grad, b["diagonal"]))

@@ -1,0 +1,159 @@
+"""Ops that gradients need beside those of nvFuser: contract, take_along_axis_bwd, embedding_bwd.
+
+They are written so that a gradient is sharded like its primal without communication, or is an unreduced sum: batch
+dims are reductions, the dim that was looked up in is free and each rank adds up its own part.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..dtypes import DataType
+from ..errors import user_error
+from ..gradients import indexing, products
+from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .native import Native
+from .shapes import (
+    aligned_dims,
+    broadcast_shapes,
+    check_dim,
+    check_dtypes,
+    check_ndim,
+    check_same_size,
+    known_size,
+)
+
+K = ParamKind
+_ADDS = "nvFuser has no scatter that adds"
+
+
+def _contract_infer(call: Call) -> tuple[TensorType, ...]:
+    (a, b), dims = call.types, call["dims"]
+    if dims < 0:
+        raise user_error("contract: dims", str(dims), "0 or more", "Say over how many first dims is summed.")
+    for name, t in (("the first operand", a), ("the second operand", b)):
+        check_ndim("contract", name, t, dims)
+    for d in range(dims):
+        check_same_size("contract", f"the sizes of dim {d}", a.shape[d], b.shape[d])
+    return (TensorType((*a.shape[dims:], *b.shape[dims:]), check_dtypes(call)),)
+
+
+def _contract_rule(call: Call) -> Rule:
+    """r* a*, r* b* -> a* b*, summed over every r."""
+    (a, b), dims, builder = call.types, call["dims"], RuleBuilder()
+    rows = tuple(builder.reduction(n) for n in a.shape[:dims])
+    left, right = builder.dims(a.shape[dims:]), builder.dims(b.shape[dims:])
+    return builder.build([(*rows, *left), (*rows, *right)], [(*left, *right)])
+
+
+def _contract_emit(e: Emit) -> str:
+    return f"K.contract({e.operands[0]}, {e.operands[1]}, {e.call['dims']})"
+
+
+def _contract_flops(call: Call) -> float:
+    return 2.0 * call.results[0].numel * math.prod(call.types[0].shape[: call["dims"]])
+
+
+def _contract_nvfuser(n: Native) -> Any:
+    """A matrix product of the rows."""
+    dims, ops = n.call["dims"], n.ops
+    rows = math.prod(n.operand_shapes[0][:dims])
+    left, right = (
+        ops.reshape(x, [rows, math.prod(shape[dims:])])
+        for x, shape in zip(n.operands, n.operand_shapes, strict=True)
+    )
+    return ops.reshape(ops.matmul(ops.permute(left, [1, 0]), right), list(n.result_shapes[0]))
+
+
+def _take_bwd_infer(call: Call) -> tuple[TensorType, ...]:
+    grad, index = call.types
+    check_ndim(call.op.name, "the index", index, grad.ndim, grad.ndim)
+    if index.dtype.category != 1:
+        raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.")
+    dim = check_dim(call.op.name, call["dim"], grad.ndim)
+    broadcast_shapes(call.op.name, [grad.shape, index.shape])
+    return (TensorType((*grad.shape[:dim], known_size(call["size"]), *grad.shape[dim + 1 :]), grad.dtype),)
+
+
+def _take_bwd_rule(call: Call) -> Rule:
+    """b* m, b* m -> b* n, summed over m; n is free."""
+    (grad, index), builder = call.types, RuleBuilder()
+    dim = call["dim"] % grad.ndim
+    dims = tuple(builder.reduction(n) if d == dim else builder.factor(n) for d, n in enumerate(grad.shape))
+    free = builder.factor(call.results[0].shape[dim])
+    result = tuple(free if d == dim else factors for d, factors in enumerate(dims))
+    return builder.build([dims, aligned_dims(index.shape, grad.shape, dims)], [result])
+
+
+def _take_bwd_emit(e: Emit) -> str:
+    dim = e.call["dim"] % e.call.types[0].ndim
+    return f"K.take_bwd({e.operands[0]}, {e.operands[1]}, {dim}, {e.result_runs(0)[dim]})"
+
+
+def _embedding_bwd_infer(call: Call) -> tuple[TensorType, ...]:
+    grad, index = call.types
+    check_ndim("embedding_bwd", "the gradient", grad, index.ndim + 1, index.ndim + 1)
+    if index.dtype.category != 1:
+        raise user_error("embedding_bwd: index", str(index), "integers", "Cast the index to DataType.Int.")
+    for d, n in enumerate(index.shape):
+        check_same_size("embedding_bwd", f"the sizes of dim {d}", grad.shape[d], n)
+    return (TensorType((known_size(call["rows"]), grad.shape[-1]), grad.dtype),)
+
+
+def _embedding_bwd_rule(call: Call) -> Rule:
+    """b* e, b* -> v e, summed over every b; v is free."""
+    (grad, index), builder = call.types, RuleBuilder()
+    places = tuple(builder.reduction(n) for n in index.shape)
+    rows, row = builder.factor(call.results[0].shape[0]), builder.factor(grad.shape[-1])
+    return builder.build([(*places, row), places], [(rows, row)])
+
+
+def _embedding_bwd_emit(e: Emit) -> str:
+    return f"K.embedding_bwd({e.operands[0]}, {e.operands[1]}, {e.result_runs(0)[0]})"
+
+
+def _t(*shape: int, dtype: DataType = DataType.Float) -> TensorType:
+    return TensorType(shape, dtype)
+
+
+def _contract_samples() -> list[Sample]:
+    return [
+        Sample((_t(2, 6, 4), _t(2, 6, 8), 2)),
+        Sample((_t(6, 4, 3), _t(6, 8), 1)),
+        Sample((_t(4), _t(8), 0)),
+        Sample((_t(6, 4), _t(6), 1)),
+    ]
+
+
+def _take_bwd_samples() -> list[Sample]:
+    def sample(grad: tuple[int, ...], index: tuple[int, ...], dim: int, size: int, *values: int) -> Sample:
+        return Sample((_t(*grad), _t(*index, dtype=DataType.Int), dim, size), values={1: values})
+
+    return [
+        sample((6, 3), (6, 3), 1, 8, 0, 7, 3, 3, 2),
+        sample((6, 8), (6, 1), -2, 5, 4, 0, 4, 1),
+        sample((4, 6), (1, 6), 1, 3, 2, 0, -1),
+    ]
+
+
+def _embedding_bwd_samples() -> list[Sample]:
+    index, values = _t(2, 6, dtype=DataType.Int), {1: (9, 0, 4, 9, 2)}
+    return [
+        Sample((_t(2, 6, 8), index, 10), values=values),
+        Sample((_t(8), _t(dtype=DataType.Int), 10), values={1: (3,)}),
+    ]
+
+
+_GRAD, _INDEX = Param("grad", K.TENSOR), Param("index", K.TENSOR)
+OPS = (
+    OpDef("contract", (Param("a", K.TENSOR), Param("b", K.TENSOR), Param("dims", K.INT)),
+          _contract_infer, _contract_rule, _contract_emit, Partial.EACH, _contract_flops, _contract_samples,
+          nvfuser=_contract_nvfuser, vjp=products.CONTRACT),
+    OpDef("take_along_axis_bwd", (_GRAD, _INDEX, Param("dim", K.DIM), Param("size", K.SIZE)),
+          _take_bwd_infer, _take_bwd_rule, _take_bwd_emit, Partial.FIRST, samples=_take_bwd_samples,
+          nvfuser=_ADDS, vjp=indexing.INDEXING["take_along_axis_bwd"]),
+    OpDef("embedding_bwd", (_GRAD, _INDEX, Param("rows", K.SIZE)),
+          _embedding_bwd_infer, _embedding_bwd_rule, _embedding_bwd_emit, Partial.FIRST,
+          samples=_embedding_bwd_samples, nvfuser=_ADDS, vjp=indexing.INDEXING["embedding_bwd"]),
+)  # fmt: skip
