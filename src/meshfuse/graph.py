@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .errors import SourceLine, user_error
@@ -225,3 +225,29 @@ def users(nodes: Sequence[Node]) -> dict[int, list[int]]:
         for tensor in dict.fromkeys(node.inputs):
             found.setdefault(tensor, []).append(node.id)
     return found
+
+
+def depth_first(graph: Graph) -> tuple[int, ...]:
+    """The nodes, each after what it reads, in an order that follows from the outputs alone.
+
+    It is the same however independent ops are permuted, and keeps what is read together close together.
+    """
+    producer = {out: node.id for node in graph.nodes for out in node.outputs}
+    found: dict[int, None] = {}
+    stack = [producer[i] for i in reversed([*graph.outputs, *sorted(producer)]) if i in producer]
+    while stack:
+        node = stack[-1]
+        before = [producer[i] for i in graph.nodes[node].inputs if i in producer]
+        missing = [i for i in reversed(before) if i not in found]
+        if node in found or not missing:
+            found[stack.pop()] = None
+        else:
+            stack += missing
+    return tuple(found)
+
+
+def reordered(graph: Graph, order: Sequence[int]) -> Graph:
+    """The graph with its nodes in this order, numbered anew."""
+    nodes = tuple(replace(graph.nodes[old], id=new) for new, old in enumerate(order))
+    reductions = {new: graph.reductions[old] for new, old in enumerate(order) if old in graph.reductions}
+    return replace(graph, nodes=nodes, reductions=reductions)

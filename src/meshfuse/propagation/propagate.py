@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ..graph import Graph, Node
+from ..graph import Graph, Node, depth_first, reordered
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE
@@ -27,11 +27,13 @@ ASKED = 3
 
 def propagate(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
     """A sharding for every tensor and a placement for every op. `world` is the mesh where no annotation names one."""
-    state = _Propagation(graph, world)
+    order = depth_first(graph)
+    state = _Propagation(reordered(graph, order), world)
     state.want(state.forward(width=1))
     state.backward()
-    choices = [_choice(step) for step in state.forward(WIDTH)]
-    done = ShardedDefinition(graph, tuple(choices), state.homes(choices))
+    steps = dict(zip(order, state.forward(WIDTH), strict=True))
+    choices = [_choice(steps[node.id]) for node in graph.nodes]
+    done = ShardedDefinition(graph, tuple(choices), state.homes(graph, choices))
     done.verify()
     return done
 
@@ -117,9 +119,9 @@ class _Propagation:
         elif asked not in wanted and len(wanted) < ASKED:
             self.wanted[tensor] = (*wanted, asked)
 
-    def homes(self, choices: list[Choice]) -> dict[int, Sharding]:
+    def homes(self, graph: Graph, choices: list[Choice]) -> dict[int, Sharding]:
         """Where each tensor is after its op: its annotation, or what the op makes."""
         homes = {i: available[0] for i, available in self.inputs.items()}
-        for node, choice in zip(self.graph.nodes, choices, strict=True):
+        for node, choice in zip(graph.nodes, choices, strict=True):
             homes.update(zip(node.outputs, choice.placement.results, strict=True))
-        return homes | dict(self.graph.annotations)
+        return homes | dict(graph.annotations)
