@@ -8,7 +8,6 @@ relatives; the dominance test is our own.)
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -97,15 +96,16 @@ class Beam:
             annotated = self.graph.annotations.get(i)
             if self.last_read[i] > node.id:
                 table[i] = (made,) if annotated in (None, made) else (annotated, made)
-        grown = State(state.seconds + option.seconds, 0.0, table, Step(option, state.last, other))
-        return dataclasses.replace(grown, owed=state.owed + self._owed_change(state, grown, node))
+        owed = state.owed + self._owed_change(state, table, node)
+        return State(state.seconds + option.seconds, owed, table, Step(option, state.last, other))
 
-    def _owed_change(self, before: State, after: State, node: Node) -> float:
+    def _owed_change(self, before: State, table: Mapping[int, Available], node: Node) -> float:
         """Reductions that the op adds to what is owed, less those that are done or whose tensor is not read again."""
         change = 0.0
         for i in {*node.inputs, *node.outputs}:
-            change -= self._owed(i, self._available(before, i))
-            change += self._owed(i, self._available(after, i)) if self.last_read[i] > node.id else 0.0
+            old = self._available(before, i)
+            change -= self._owed(i, old)
+            change += self._owed(i, table.get(i, old)) if self.last_read[i] > node.id else 0.0
         return change
 
     def _owed(self, tensor: int, available: Available | None) -> float:

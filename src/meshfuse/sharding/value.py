@@ -5,42 +5,50 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ..mesh import DeviceMesh
 from . import layout as lay
 from .layout import Layout, Runs, Split
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """Where the elements of a tensor are. Hashable; equal shardings give every rank the same elements.
+    """Where the elements of a tensor are. Immutable; equal shardings are one object, so that comparing them is free.
 
     `dims[d]` is the layout of dim d. `partial` are the axes over which the value on each rank is one term of a
     reduction by `reduce` ("sum", "prod", "max" or "min") that has not been done.
     """
 
+    __slots__ = ("dims", "mesh", "partial", "reduce")
+
     mesh: DeviceMesh
     dims: tuple[Layout, ...]
-    partial: tuple[Split, ...] = ()
-    reduce: str = ""
-    _hash: int = field(init=False, repr=False, default=0)
+    partial: tuple[Split, ...]
+    reduce: str
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.partial, self.reduce)))
+    _interned: ClassVar[dict[tuple[object, ...], Sharding]] = {}
 
-    def __hash__(self) -> int:
-        return self._hash
+    def __new__(
+        cls, mesh: DeviceMesh, dims: Sequence[Layout], partial: Sequence[Split] = (), reduce: str = ""
+    ) -> Sharding:
+        key = (mesh, tuple(dims), tuple(partial), reduce)
+        found = cls._interned.get(key)
+        if found is None:
+            found = super().__new__(cls)
+            for name, value in zip(("mesh", "dims", "partial", "reduce"), key, strict=True):
+                object.__setattr__(found, name, value)
+            found = cls._interned.setdefault(key, found)
+        return found
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            isinstance(other, Sharding)
-            and self._hash == other._hash
-            and (self.dims, self.partial, self.reduce, self.mesh)
-            == (other.dims, other.partial, other.reduce, other.mesh)
-        )
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Sharding is immutable: cannot set {name!r}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Sharding, (self.mesh, self.dims, self.partial, self.reduce))
+
+    def __repr__(self) -> str:
+        more = f", {self.partial}, {self.reduce!r}" if self.partial else ""
+        return f"Sharding({self.mesh}, {self.dims}{more})"
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh, ndim: int) -> Sharding:
