@@ -18,7 +18,7 @@ from .random import Stream, fractions
 
 
 class Place(NamedTuple):
-    """Which part of the scores [*b, h, s, s_k] is computed: runs of global indices, and global sizes, of all dims."""
+    """Which part of the scores [*b, h, s, s_k] is computed: runs and global sizes of all dims."""
 
     runs: Sequence[Runs]
     shape: Sequence[int]
@@ -159,7 +159,8 @@ def block_attention(
     block: int,
     numbers: Runs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `sdpfa_fwd` of each of the rank's blocks of columns by itself: [blocks, *b, h, s, e] and [blocks, *b, h, s].
+    """As `sdpfa_fwd` of each of the rank's blocks of columns by itself: [blocks, *b, h, s, e] and [blocks,
+    *b, h, s].
 
     `numbers` are those of the blocks; a block with no columns gives zeros, and -inf as its log-sum-exp.
     """
@@ -174,7 +175,8 @@ def block_attention(
         out, logsumexp = _attend(q, k[..., here, :], v[..., here, :], *added, options, part, stream)
         outs.append(out)
         sums.append(logsumexp.to(out.dtype))
-    return _stacked(outs, (*q.shape[:-1], v.shape[-1]), q), _stacked(sums, q.shape[:-1], q), *_state(stream, q.device)
+    made = _stacked(outs, (*q.shape[:-1], v.shape[-1]), q), _stacked(sums, q.shape[:-1], q)
+    return *made, *_state(stream, q.device)
 
 
 def _columns(x: Any, here: slice) -> Any:
@@ -236,7 +238,8 @@ def sdpfa_bwd(*saved: Any) -> Gradients:
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *flat, lse, 0.0, s.options.is_causal, scale=s.options.scale
     )
-    return tuple(g.reshape(x.shape) for g, x in zip(found, (s.q, s.k, s.v), strict=True))  # type: ignore[return-value]
+    grad_q, grad_k, grad_v = (g.reshape(x.shape) for g, x in zip(found, (s.q, s.k, s.v), strict=True))
+    return grad_q, grad_k, grad_v
 
 
 def sdpfa_bwd_q(*saved: Any) -> torch.Tensor:
@@ -270,6 +273,6 @@ def _score_gradients(s: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _logsumexp(s: _Saved, scores: torch.Tensor) -> torch.Tensor:
-    """The saved one is float32, too coarse for gradients in float64 where all columns are here to do it again."""
+    """In float64 done again where all columns are here: the saved one is float32."""
     again = s.q.dtype == torch.float64 and s.k.shape[-2] == s.place.shape[-1]
     return torch.logsumexp(scores, -1) if again else s.logsumexp

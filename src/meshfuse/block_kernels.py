@@ -1,4 +1,4 @@
-"""Local computations on the blocks of a dim (`ops.blocks`): a rank's part of the dim is some blocks in a row."""
+"""Local computations on the blocks of a dim (`ops.blocks`): a rank's part of it is some blocks in a row."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def block_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, global indices) of the k first elements of each block in sorted order.
 
-    `blocks` are the numbers of the blocks that the rank has. A block with fewer than k elements is filled up with what
-    comes last in the order, so that after all blocks' elements in a stable sort none of the filling is before an equal
-    element.
+    `blocks` are the numbers of the blocks that the rank has. A block with fewer than k elements is filled up
+    with what comes last in the order: only empty blocks come after it, so a stable sort of all blocks puts
+    no filling before an element.
     """
     numbers = global_index(blocks, x.device)
     parts = _in_blocks(x, dim, block, len(numbers), _last(x.dtype, largest))

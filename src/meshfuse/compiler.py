@@ -1,6 +1,7 @@
 """The stages in their order: the page to open first.
 
-definition → `concretize` → `distribute` → `propagate` → `insert_resharding` → `segment` → `lower_to_host_ir` → executor.
+definition → `concretize` → `distribute` → `propagate` → `insert_resharding` → `segment` → `lower_to_host_ir`
+→ executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 

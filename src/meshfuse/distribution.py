@@ -1,8 +1,8 @@
 """Ops that need a dim whole, rewritten where that dim is sharded: into a small graph of ordinary ops.
 
-An op's `OpDef.distributed` writes its form for one sharded dim that its plain form would put together. What comes out
-is propagated, resharded and run like anything that a user writes. A form is taken where its modelled time, by itself,
-is less than that of the plain op, which may also move the sharding to another dim.
+An op's `OpDef.distributed` writes its form for one sharded dim that its plain form would put together. The form is
+propagated, resharded and run like anything that a user writes. It is taken where the modelled time of the plan is
+less with it than with the plain op, which may also move the sharding to another dim.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .mesh import DeviceMesh
 from .ops import OPS
 from .ops.base import Factor, FactorKind, Rule, TensorRef, TensorType
 from .ops.binding import bind
+from .propagation.beam import EPSILON
 from .propagation.choose import cheapest
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
@@ -24,24 +25,54 @@ from .sharding.value import Sharding
 
 
 class Blocked(NamedTuple):
-    """A sharded dim of an operand that the op needs whole; it lies in `blocks` blocks over ranks, 0 if otherwise."""
+    """A sharded dim of an operand that the op needs whole, in so many blocks over ranks (0: not in blocks)."""
 
     operand: int
     dim: int
     blocks: int
 
 
+Forms = dict[int, Blocked]  # ops by number, and for which dim of theirs the form is
+
+
 def distribute(graph: Graph, world: DeviceMesh) -> Graph:
     """The graph with distributed forms in the place of ops where they are cheaper; itself if there are none.
 
-    To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if it were so:
-    else a plan may put a dim together long before the op that would not have needed it.
+    To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if it
+    were so: else a plan may put a dim together long before the op that would not have needed it.
     """
     if not any(node.call.op.distributed for node in graph.nodes):
         return graph
     chooser = _Chooser(graph, propagate(_optimistic(graph), world), world)
-    chosen = {node.id: found for node in graph.nodes if (found := chooser.best(node))}
+    return _settled(graph, chooser.groups(), world)
+
+
+def _settled(graph: Graph, groups: list[Forms], world: DeviceMesh) -> Graph:
+    """The graph with those of the forms without which the whole plan would be dearer."""
+    if not groups:
+        return graph
+    best = _written(graph, groups)
+    seconds = _seconds(best, world)
+    for group in list(groups):
+        without = [other for other in groups if other is not group]
+        other = _written(graph, without)
+        found = _seconds(other, world)
+        if found <= seconds + EPSILON:
+            groups, best, seconds = without, other, found
+    return best
+
+
+def _written(graph: Graph, groups: Sequence[Forms]) -> Graph:
+    chosen = {node: where for group in groups for node, where in group.items()}
     return _Rewriter(graph).run(chosen) if chosen else graph
+
+
+def _seconds(graph: Graph, world: DeviceMesh) -> float:
+    """The modelled time of a graph's plan, with what it leaves unreduced."""
+    done = propagate(graph, world)
+    left = [(done.homes[i], graph.tensors[i].type) for i in graph.outputs]
+    owed = [cheapest((home,), home.reduced(), t.shape, t.dtype.itemsize) for home, t in left]
+    return sum(choice.seconds for choice in done.choices) + sum(owed)
 
 
 def _optimistic(graph: Graph) -> Graph:
@@ -61,33 +92,38 @@ def _opened(rule: Rule) -> Rule:
 
 
 class _Chooser:
-    """Compares, for one op at a time, its form with the plain op, from the shardings that its operands have."""
+    """Compares, one op at a time, its form with the plain op, from the shardings that its operands have."""
 
     def __init__(self, graph: Graph, probe: ShardedDefinition, world: DeviceMesh):
         self.graph, self.homes, self.world = graph, probe.homes, world
         self.read = {i for node in graph.nodes for i in node.inputs} | set(graph.outputs)
-        self._known: dict[Any, Blocked | None] = {}
 
-    def best(self, node: Node) -> Blocked | None:
-        """The dim for which to write the op's form; None where the plain op is as good."""
-        if node.call.op.distributed is None:
-            return None
-        places = [node.inputs.index(i) for i in node.inputs]
-        asked = [self.graph.annotations.get(i, i in self.read) for i in node.outputs]
-        key = (node.call, tuple(places), tuple(self.homes[i] for i in node.inputs), tuple(asked))
-        if key not in self._known:
-            self._known[key] = self._cheapest(node)
-        return self._known[key]
+    def groups(self) -> list[Forms]:
+        """The forms that pay: alike ops, such as those of a model's layers, together."""
+        alike: dict[Any, list[Node]] = {}
+        for node in self.graph.nodes:
+            if node.call.op.distributed is not None:
+                alike.setdefault(self._kind(node), []).append(node)
+        found = [(nodes, self._cheapest(nodes[0])) for nodes in alike.values()]
+        return [dict.fromkeys((n.id for n in nodes), where) for nodes, where in found if where is not None]
+
+    def _kind(self, node: Node) -> Any:
+        """Equal for ops with the same choice to make."""
+        places = tuple(node.inputs.index(i) for i in node.inputs)
+        asked = tuple(self.graph.annotations.get(i, i in self.read) for i in node.outputs)
+        return (node.call, places, tuple(self.homes[i] for i in node.inputs), asked)
 
     def _cheapest(self, node: Node) -> Blocked | None:
+        """The dim for which to write the op's form; None where the plain op is as good."""
         found = list(_blocked(node, [self.homes[i] for i in node.inputs]))
         if not found:
             return None
         alone = self._alone(node)
         forms = [(form, _Rewriter(alone).run({0: form})) for form in found]
-        costs = [(self._seconds(written), form) for form, written in forms if written.nodes != alone.nodes]
+        written = [(form, graph) for form, graph in forms if graph.nodes != alone.nodes]
+        costs = [(_seconds(graph, self.world), form) for form, graph in written]
         best = min(costs, key=lambda entry: entry[0], default=None)
-        return best[1] if best is not None and best[0] < self._seconds(alone) else None
+        return best[1] if best is not None and best[0] < _seconds(alone, self.world) - EPSILON else None
 
     def _alone(self, node: Node) -> Graph:
         """A graph of this op alone, its operands annotated as they are."""
@@ -104,13 +140,6 @@ class _Chooser:
             annotation_lines=dict.fromkeys(known, node.line),
         )
 
-    def _seconds(self, graph: Graph) -> float:
-        """The modelled time of a graph, with what it leaves unreduced."""
-        done = propagate(graph, self.world)
-        left = [(done.homes[i], graph.tensors[i].type) for i in graph.outputs]
-        owed = [cheapest((home,), home.reduced(), t.shape, t.dtype.itemsize) for home, t in left]
-        return sum(choice.seconds for choice in done.choices) + sum(owed)
-
 
 def _blocked(node: Node, homes: Sequence[Sharding]) -> Iterator[Blocked]:
     """The sharded dims of an op's operands that the op needs whole, each operand's in turn."""
@@ -122,7 +151,8 @@ def _blocked(node: Node, homes: Sequence[Sharding]) -> Iterator[Blocked]:
 
 
 class Rewriter:
-    """What a distributed form is written with: `call` appends an op of the table; `type` tells what a tensor is.
+    """What a distributed form is written with: `call` appends an op of the table; `type` tells what a tensor
+    is.
 
     `operand` is the place of the operand whose dim the form is for.
     """
@@ -167,8 +197,8 @@ def _refs(arg: Any) -> list[TensorRef]:
 
 
 class _Rewriter(Rewriter):
-    def run(self, chosen: dict[int, Blocked]) -> Graph:
-        """The graph with these ops in their forms. Its tensors keep their numbers; new ones come after them."""
+    def run(self, chosen: Forms) -> Graph:
+        """The graph with these ops in their forms. Its tensors keep their numbers; new ones come after."""
         numbers: dict[int, int] = {}
         for node in self.graph.nodes:
             if node.id not in chosen or not self._replace(node, chosen[node.id]):
@@ -181,7 +211,7 @@ class _Rewriter(Rewriter):
         )
 
     def _replace(self, node: Node, where: Blocked) -> bool:
-        """Write the form, and let its last ops make the tensors that the op made; False where there is no form."""
+        """Write the form, and let its last ops make what the op made; False where there is no form."""
         form = node.call.op.distributed
         assert form is not None
         start, self._origin, self.operand = len(self.nodes), node, where.operand

@@ -49,7 +49,7 @@ def _fwd_emit(e: Emit) -> str:
 
 
 def _bwd_rule(call: Call) -> Rule:
-    """Batch and the heads of k and v pass through: gradients of k and v sum over rows and over a group's heads."""
+    """Batch and heads of k and v pass through: gradients of these sum over rows and a group's heads."""
     return backward_rule(call, FactorKind.BLOCK, FactorKind.BLOCK, FactorKind.BLOCK, "qkv")
 
 

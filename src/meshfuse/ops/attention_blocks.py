@@ -1,4 +1,4 @@
-"""Parts of attention from which its distributed forms are made: by blocks of columns, and each gradient by itself."""
+"""What attention's distributed forms are made of: its blocks of columns, and each gradient by itself."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _block_emit(e: Emit) -> str:
 
 
 def _is_columns(r: Rewriting, operands: Sequence[TensorRef], dim: int) -> bool:
-    """Whether this dim of the operand that the form is for is the rows of k and v, the columns of bias and mask."""
+    """Whether the form is for the scores' columns: the rows of k and v, the last dim of bias and mask."""
     ndim = r.type(operands[r.operand]).ndim
     return r.operand > 0 and dim == (ndim - 2 if r.operand < 3 else ndim - 1)
 
@@ -101,8 +101,8 @@ def distributed_bwd(
 ) -> Sequence[TensorRef] | None:
     """The gradient of q apart from those of k and v: the saved log-sum-exp makes every score stand by itself.
 
-    So rows of q pass through to its gradient and are summed over in those of k and v, columns the other way round
-    (Dao 2023, FlashAttention-2, computes them as separate loops). The scores are computed twice.
+    So rows of q pass through to its gradient and are summed over in those of k and v, columns the other way
+    round (Dao 2023, FlashAttention-2, computes them as separate loops). The scores are computed twice.
     """
     ndim = r.type(operands[r.operand]).ndim
     if r.operand > 5 or (r.operand < 5 and dim == ndim - 1):
@@ -159,7 +159,9 @@ def backward_samples() -> list[Sample]:
     ]
 
 
-def _block_sample(q: tuple[int, ...], kv: tuple[int, ...], blocks: int, *added: Any, **options: Any) -> Sample:
+def _block_sample(
+    q: tuple[int, ...], kv: tuple[int, ...], blocks: int, *added: TensorType, **options: Any
+) -> Sample:
     return Sample((*qkv_types(q, kv), *added), {"blocks": blocks, **options})
 
 

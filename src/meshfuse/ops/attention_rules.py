@@ -1,4 +1,4 @@
-"""What the ops of attention share: checks of their operands, the factors of their dims, texts of their lowerings."""
+"""What the ops of attention share: checks of operands, the factors of their dims, texts of lowerings."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def _check_heads(name: str, q: TensorType, k: TensorType) -> None:
 
 
 class Dims:
-    """The factors of attention's dims: lead* (kv heads, group) rows, columns (major to minor), inner and value.
+    """The factors of attention's dims: lead* (kv heads, group) rows, columns (major to minor), inner and
+    value.
 
-    Each group of heads of q shares one head of k and v. `columns` are the sizes and kinds of the factors of k's and
-    v's rows.
+    Each group of heads of q shares one head of k and v. `columns` are the sizes and kinds of the factors of
+    k's and v's rows.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Dims:
 
 
 def scores_text(e: Emit, rows: Sequence[object], key: int) -> str:
-    """(runs, global sizes) of the part of the scores that the rank computes; operand `key` has their columns."""
+    """(runs, global sizes) of the rank's part of the scores; operand `key` has their columns."""
     q, k, _ = checked(e.call)
     runs = (*rows, e.operand_runs(key)[-2])
     return f"({runs}, {[*q.shape[:-1], k.shape[-2]]})"

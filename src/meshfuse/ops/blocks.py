@@ -1,8 +1,8 @@
 """Ops on the blocks of a dim, in terms of which distributed forms are written.
 
-A dim of size n in `blocks` blocks has ceil(n / blocks) elements per block; the last blocks may be short or empty. The
-blocks are a factor of the dim that passes through, what is inside them is needed whole: a dim that lies in such blocks
-over ranks is local to all of these ops.
+A dim of size n in `blocks` blocks has ceil(n / blocks) elements per block; the last blocks may be short or
+empty. The blocks are a factor of the dim that passes through, what is inside them is needed whole: a dim
+that lies in such blocks over ranks is local to all of these ops.
 """
 
 from __future__ import annotations
@@ -154,21 +154,23 @@ def _samples(dtype: DataType, *more: int) -> list[Sample]:
 
 
 _ARG, _DIM, _BLOCKS = Param("arg", K.TENSOR), Param("dim", K.DIM), Param("blocks", K.INT)
+_UNEVEN = "blocks that may be short or empty are left to torch"
 OPS = (
     *(
-        OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _same_type, lambda c: _block_rule(c, True, True), _scan_emit,
-              samples=lambda: _samples(DataType.Float), nvfuser="nvFuser has no scan that begins anew at each block")
+        OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _same_type, lambda c: _block_rule(c, True, True),
+              _scan_emit, samples=lambda: _samples(DataType.Float),
+              nvfuser="nvFuser has no scan that begins anew at each block")
         for name in _COMBINE
     ),
     *(
-        OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _total_infer, lambda c: _block_rule(c, True, False), _total_emit,
-              samples=lambda: _samples(DataType.Float), nvfuser="blocks that may be short or empty are left to torch")
+        OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _total_infer, lambda c: _block_rule(c, True, False),
+              _total_emit, samples=lambda: _samples(DataType.Float), nvfuser=_UNEVEN)
         for name in _REDUCE.values()
     ),
     OpDef("block_repeat", (_ARG, _DIM, Param("size", K.INT), _BLOCKS), _repeat_infer,
           lambda c: _block_rule(c, False, True), _repeat_emit,
           samples=lambda: [Sample((TensorType((3, 4), DataType.Float), 0, 7, 3))],
-          nvfuser="blocks that may be short or empty are left to torch"),
-    OpDef("block_topk", (_ARG, Param("k", K.INT), _DIM, Param("largest", K.BOOL), _BLOCKS), _topk_infer, _topk_rule,
-          _topk_emit, samples=_topk_samples, nvfuser="blocks that may be short or empty are left to torch"),
+          nvfuser=_UNEVEN),
+    OpDef("block_topk", (_ARG, Param("k", K.INT), _DIM, Param("largest", K.BOOL), _BLOCKS), _topk_infer,
+          _topk_rule, _topk_emit, samples=_topk_samples, nvfuser=_UNEVEN),
 )  # fmt: skip

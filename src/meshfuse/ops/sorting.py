@@ -73,8 +73,8 @@ def _distributed_topk(
 ) -> Sequence[TensorRef] | None:
     """Each block's own first k are the candidates; the first k of those are the result.
 
-    Only candidates leave their ranks (local top-k, then a merge, as in distributed beam search and in XLA's TopK
-    partitioning). Equal elements keep the order of their indices, block by block.
+    Only candidates leave their ranks (local top-k, then a merge, as XLA partitions TopK). Equal elements
+    keep the order of their indices, block by block.
     """
     (x,), largest = operands, call["largest"]
     k = call.results[0].shape[dim]

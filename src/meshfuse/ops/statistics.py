@@ -90,9 +90,9 @@ def _moments(
 ) -> tuple[TensorRef, TensorRef]:
     """(mean, sum of squared differences from it) over dims, which stay as dims of size 1.
 
-    Two passes (Chan, Golub & LeVeque 1983), each a local sum and one reduction of the result's size: as exact as on
-    one rank, unlike the difference of sums of squares, and with as many bytes as merging every rank's mean and sum of
-    squares pair by pair would take. The dims may lie over ranks in any way.
+    Two passes (Chan, Golub & LeVeque 1983), each a local sum and one reduction of the result's size: as
+    exact as on one rank, unlike the difference of sums of squares, and with as many bytes as merging every
+    rank's mean and sum of squares pair by pair would take. The dims may lie over ranks in any way.
     """
     wide = x if widen(dtype) is dtype else r.call("cast", x, widen(dtype))
     count = math.prod(r.type(x).shape[d] for d in dims)

@@ -1,0 +1,457 @@
+"""Ops over a dim that is sharded: right on every mesh, and never a gather where a distributed form exists."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import meshfuse as mf
+from meshfuse import distribution
+from meshfuse.sharding.layout import Split
+
+Build = Callable[[mf.FusionDefinition, Any], Any]
+Reference = Callable[[torch.Tensor], Any]
+X = torch.randn(12, 10, generator=torch.Generator().manual_seed(0))
+X[3], X[:, 7] = X[8], X[:, 2]
+# Mesh, its axes, and the axes of the two dims: in equal blocks, short, empty, on two axes, and not in blocks.
+SPECS: dict[str, tuple[tuple[int, ...], Sequence[Any]]] = {
+    "rows over 2": ((2,), ["x", None]),
+    "columns over 2": ((2,), [None, "x"]),
+    "rows over 4": ((4,), ["x", None]),
+    "columns over 4, the last short": ((4,), [None, "x"]),
+    "columns over 6, one empty": ((6,), [None, "x"]),
+    "rows over more ranks than rows": ((14,), ["x", None]),
+    "both": ((2, 3), ["x", "y"]),
+    "both, the other way": ((2, 3), ["y", "x"]),
+    "rows over both axes": ((2, 3), [["y", "x"], None]),
+    "columns over both axes": ((2, 3), [None, ["x", "y"]]),
+    "columns strided": ((2,), [None, [Split(5), Split(2, "x")]]),
+}
+
+
+def _stable_topk(x: torch.Tensor, k: int, dim: int, largest: bool) -> tuple[torch.Tensor, ...]:
+    found = torch.sort(x, dim=dim, descending=largest, stable=True)
+    return found.values.narrow(dim, 0, k), found.indices.narrow(dim, 0, k)
+
+
+def _welford(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, ...]:
+    var, mean = torch.var_mean(x, dims, correction=0)
+    count = math.prod(x.shape[d] for d in dims)
+    return mean, var * count, torch.full(mean.shape, count)
+
+
+class Case(NamedTuple):
+    """An op, what it computes, the dims that its form is for, and whether these must lie in blocks."""
+
+    build: Build
+    reference: Reference
+    dims: tuple[int, ...] = ()
+    in_blocks: bool = True
+
+    def has_form(self, spec: str) -> bool:
+        sharded = any(SPECS[spec][1][d] is not None for d in self.dims)
+        return sharded and (not self.in_blocks or "strided" not in spec)
+
+
+def _topk(k: int, dim: int, largest: bool) -> Case:
+    return Case(
+        lambda fd, x: fd.ops.topk(x, k, dim, largest), lambda x: _stable_topk(x, k, dim, largest), (dim,)
+    )
+
+
+def _var(name: str, dims: list[int], correction: int, keepdim: bool) -> Case:
+    return Case(
+        lambda fd, x: getattr(fd.ops, name)(x, dims, correction, keepdim),
+        lambda x: getattr(torch, name)(x, dims, correction=correction, keepdim=keepdim),
+        tuple(dims),
+        False,
+    )
+
+
+def _scan(name: str, dim: int) -> Case:
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        found = getattr(torch, name)(x, dim)
+        return found.values if name in ("cummax", "cummin") else found
+
+    return Case(lambda fd, x: getattr(fd.ops, name)(x, dim), reference, (dim,))
+
+
+def _sort(dim: int, descending: bool) -> Case:
+    return Case(
+        lambda fd, x: fd.ops.argsort(x, dim, descending),
+        lambda x: torch.sort(x, dim=dim, descending=descending, stable=True).indices,
+    )
+
+
+def _moments(*dims: int) -> Case:
+    return Case(lambda fd, x: fd.ops.welford(x, list(dims)), lambda x: _welford(x, list(dims)), dims, False)
+
+
+CASES: dict[str, Case] = {
+    "topk of rows": _topk(3, 0, True),
+    "topk of columns": _topk(8, -1, True),
+    "the least columns": _topk(2, 1, False),
+    "rows sorted by topk": _topk(12, -2, False),
+    "argsort of rows": _sort(0, False),
+    "argsort of columns": _sort(-1, True),
+    "var of rows": _var("var", [0], 1, False),
+    "var of columns, dims kept": _var("var", [-1], 0, True),
+    "var of all": _var("var", [0, 1], 1, False),
+    "var_mean of columns": _var("var_mean", [1], 1, False),
+    "var_mean of all, dims kept": _var("var_mean", [-2, 1], 1, True),
+    "welford of rows": _moments(0),
+    "welford of all": _moments(0, 1),
+    **{f"{name} of dim {dim}": _scan(name, dim)
+       for name in ("cumsum", "cumprod", "cummax", "cummin") for dim in (0, -1)},
+    "max": Case(lambda fd, x: fd.ops.max(x, [1]), lambda x: x.amax(1)),
+    "min of all": Case(lambda fd, x: fd.ops.min(x), lambda x: x.amin()),
+    "argmax": Case(lambda fd, x: fd.ops.argmax(x, 1), lambda x: x.argmax(1)),
+}  # fmt: skip
+
+
+def _type(t: torch.Tensor) -> mf.DataType:
+    return mf.DataType(str(t.dtype).removeprefix("torch."))
+
+
+def _mesh(shape: tuple[int, ...]) -> mf.DeviceMesh:
+    return mf.DeviceMesh(shape, ("x", "y")[: len(shape)])
+
+
+def _define(build: Build, x: torch.Tensor, mesh: tuple[int, ...], dims: Sequence[Any]) -> mf.FusionDefinition:
+    fd = mf.FusionDefinition()
+    t = fd.define_tensor(list(x.shape), dtype=_type(x))
+    made = build(fd, t)
+    for tensor in made if isinstance(made, tuple) else (made,):
+        fd.add_output(tensor)
+    fd.mesh_split(t, _mesh(mesh), list(dims))
+    return fd
+
+
+def _ops(fd: mf.FusionDefinition, *shapes: Sequence[int]) -> list[str]:
+    return [node.name for node in fd.compile(*shapes).graph.nodes]
+
+
+def _assert_close(found: Sequence[torch.Tensor], wanted: Any, tolerance: float = 2e-5) -> None:
+    for a, b in zip(found, wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.fixture
+def forms_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every form that there is gets taken, whatever it costs."""
+    monkeypatch.setattr(distribution, "_seconds", lambda graph, world: -float(len(graph.nodes)))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", CASES)
+def test_an_op_over_a_sharded_dim_computes_what_torch_does(name: str, spec: str) -> None:
+    build, reference, *_ = CASES[name]
+    found = _define(build, X, *SPECS[spec]).simulate([X], check_replicas=True)
+    _assert_close(found, reference(X.double()))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dims])
+@pytest.mark.usefixtures("forms_forced")
+def test_every_distributed_form_computes_what_torch_does(name: str, spec: str) -> None:
+    build, reference, *_ = CASES[name]
+    fd = _define(build, X, *SPECS[spec])
+    names = _ops(fd, X.shape)
+    assert (len(names) > 1) == CASES[name].has_form(spec), names
+    _assert_close(fd.simulate([X], check_replicas=True), reference(X.double()))
+
+
+@pytest.mark.parametrize("spec", ["columns over 4, the last short", "columns over 6, one empty"])
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.int64])
+@pytest.mark.usefixtures("forms_forced")
+def test_topk_of_extreme_elements_takes_them_in_the_order_of_their_indices(
+    dtype: torch.dtype, largest: bool, spec: str
+) -> None:
+    x = torch.zeros(3, 10, dtype=dtype)
+    if dtype.is_floating_point:
+        x[0], x[1, ::2], x[2, 1:] = -math.inf, math.nan, math.inf
+    else:
+        x[0], x[1, ::2], x[2, 1:] = torch.iinfo(dtype).min, 5, torch.iinfo(dtype).max
+    fd = _define(lambda fd, t: fd.ops.topk(t, 9, 1, largest), x, *SPECS[spec])
+    assert "block_topk" in _ops(fd, x.shape)
+    values, index = fd.simulate([x], check_replicas=True)
+    wanted = _stable_topk(x, 9, 1, largest)
+    assert torch.equal(index, wanted[1])
+    torch.testing.assert_close(values, wanted[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["var_mean of columns", "welford of rows", "var of all"])
+@pytest.mark.parametrize("spec", ["both", "columns over 6, one empty", "rows over 4"])
+@pytest.mark.usefixtures("forms_forced")
+def test_statistics_of_numbers_far_from_zero_keep_their_digits(name: str, spec: str) -> None:
+    """In float32 the difference of sums of squares would have no digit right."""
+    x = X + 1e4
+    build, reference, *_ = CASES[name]
+    found = _define(build, x, *SPECS[spec]).simulate([x], check_replicas=True)
+    _assert_close(found, reference(x.double()), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.complex64, torch.float64])
+@pytest.mark.usefixtures("forms_forced")
+def test_the_variance_of_other_types(dtype: torch.dtype) -> None:
+    x = (torch.randn(12, 10) * 4).to(dtype)
+    wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
+    (found,) = _define(lambda fd, t: fd.ops.var(t, [0]), x, *SPECS["rows over 4"]).simulate([x])
+    _assert_close([found], wide.var(0).to(found.dtype))
+
+
+# Bytes per rank on the wire.
+WIDE = (256, 1024)
+RESULT = 4 * WIDE[0]
+BILLS: dict[str, tuple[Build, float]] = {
+    # One all-to-all: an eighth of the operand, of which a rank keeps an eighth.
+    "argsort": (lambda fd, x: fd.ops.argsort(x, 1), 4 * math.prod(WIDE) / 8),
+    # 8 candidates per rank with their indices, moved at most once to every rank.
+    "topk": (lambda fd, x: fd.ops.topk(x, 8, 1), 12 * 8 * RESULT),
+    "var": (lambda fd, x: fd.ops.var(x, [1]), 4 * RESULT),
+    "var_mean": (lambda fd, x: fd.ops.var_mean(x, [1]), 4 * RESULT),
+    "welford": (lambda fd, x: fd.ops.welford(x, [1]), 4 * RESULT),
+    "cumsum": (lambda fd, x: fd.ops.cumsum(x, 1), 8 * RESULT),
+    "cummax": (lambda fd, x: fd.ops.cummax(x, 1), 8 * RESULT),
+    "max": (lambda fd, x: fd.ops.max(x, [1]), 2 * RESULT),
+    "min": (lambda fd, x: fd.ops.min(x, [1]), 2 * RESULT),
+    # The maxima, and the smallest of the indices where they are.
+    "argmax": (lambda fd, x: fd.ops.argmax(x, 1), 2 * RESULT + 4 * RESULT),
+    "mean": (lambda fd, x: fd.ops.mean(x, 1), 2 * RESULT),
+    "logsumexp": (lambda fd, x: fd.ops.logsumexp(x, 1), 4 * RESULT),
+}
+
+
+@pytest.mark.parametrize("name", BILLS)
+def test_only_statistics_or_candidates_travel(name: str) -> None:
+    build, limit = BILLS[name]
+    x = torch.empty(WIDE)
+    bill = _define(build, x, (8,), [None, "x"]).bill(WIDE)
+    assert 0 < bill.total <= limit, str(bill)
+
+
+def test_the_bill_of_the_largest_logits() -> None:
+    """n4 of the reference bills: 0.11 MB for the top 8 of [256, 32768] with the vocabulary over 8 ranks."""
+    fd = _define(lambda fd, x: fd.ops.topk(x, 8), torch.empty(256, 32768), (8,), [None, "x"])
+    assert fd.bill((256, 32768)).total <= 0.11e6
+
+
+def test_a_form_is_found_behind_ops_that_could_gather_cheaper() -> None:
+    """The operand is half as large before the cast; gathering it there would hide that nothing needs it."""
+    x = torch.empty(256, 4096, dtype=torch.float16)
+    fd = _define(lambda fd, t: fd.ops.topk(fd.ops.cast(t, mf.DataType.Float), 4), x, (4,), [None, "x"])
+    assert fd.bill(x.shape).total <= 12 * 4 * 256 * 4
+    values = torch.randn(256, 4096).half()
+    _assert_close(fd.simulate([values]), _stable_topk(values.float(), 4, 1, True))
+
+
+def test_an_op_that_moves_its_operand_to_another_dim_for_less_keeps_its_plain_form() -> None:
+    fd = _define(lambda fd, t: fd.ops.topk(t, 500, 1), torch.empty(64, 512), (4,), [None, "x"])
+    assert _ops(fd, (64, 512)) == ["topk"]
+
+
+def _rewritten() -> mf.FusionDefinition:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([12, 10])
+        doubled = fd.ops.mul(x, 2.0)
+        summed = fd.ops.cumsum(doubled, 0)
+        values, index = fd.ops.topk(summed, 2, 0)
+        shifted = fd.ops.add(values, 1.0)
+        fd.add_output(index)
+        fd.add_output(shifted)
+        fd.add_output(summed)
+        fd.mesh_split(x, _mesh((4,)), ["x", None])
+        fd.mesh_split(values, _mesh((4,)), [None, "x"])
+    return fd
+
+
+@pytest.mark.usefixtures("forms_forced")
+def test_a_rewritten_graph_keeps_its_tensors_and_explains_them() -> None:
+    fd = _rewritten()
+    compiled = fd.compile((12, 10))
+    made = [i for node in compiled.graph.nodes for i in node.outputs]
+    assert len(made) == len(set(made)) and len(made) + 1 == len(compiled.graph.tensors)
+    assert [tensor.id for tensor in compiled.graph.tensors] == list(range(len(compiled.graph.tensors)))
+    assert len(compiled.graph.nodes) > 4
+    labels = [line.split("  ")[0] for line in fd.explain().splitlines()[2:]]
+    assert labels[:6] == ["x (t0)", "doubled (t1)", "summed (t2)", "t3", "t4", "shifted (t5)"]
+    assert labels[6:] == [f"t{i}" for i in range(6, len(compiled.graph.tensors))]
+    known = {0}
+    for node in compiled.graph.nodes:
+        assert known.issuperset(node.inputs)
+        known.update(node.outputs)
+
+
+@pytest.mark.usefixtures("forms_forced")
+def test_an_annotation_of_a_rewritten_op_s_result_holds() -> None:
+    fd = _rewritten()
+    assert str(fd.output_shardings((12, 10))[1]) == "[-, x]"
+    index, shifted, summed = fd.simulate([X], check_replicas=True)
+    wanted = (X.double() * 2).cumsum(0)
+    values, places = _stable_topk(wanted, 2, 0, True)
+    _assert_close([summed, shifted, index], (wanted, values + 1, places))
+
+
+@pytest.mark.usefixtures("forms_forced")
+def test_the_same_op_twice_and_a_result_that_nobody_reads() -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([12, 10])
+        first, _ = fd.ops.topk(x, 2, 0)
+        _, second = fd.ops.topk(x, 2, 0)
+        fd.add_output(first)
+        fd.add_output(second)
+        fd.add_output(first)
+        fd.mesh_split(x, _mesh((4,)), ["x", None])
+    values, index = _stable_topk(X, 2, 0, True)
+    _assert_close(fd.simulate([X], check_replicas=True), (values, index, values))
+
+
+ROWS = [None, None, "x", None]
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+# Shapes of q and of k and v, and whether q, k and v are sharded along the sequence.
+ATTENTION: dict[str, tuple[Shapes, str]] = {
+    "one row of q": (((2, 4, 1, 8), (2, 2, 19, 8)), "kv"),
+    "few rows of q": (((1, 3, 5, 8), (1, 3, 17, 8)), "kv"),
+    "an empty block": (((1, 1, 3, 8), (1, 1, 5, 8)), "kv"),
+    "all along the sequence": (((1, 3, 12, 8), (1, 1, 12, 8)), "qkv"),
+    "rows of q only": (((1, 3, 10, 8), (1, 1, 7, 8)), "q"),
+    "keys only": (((2, 2, 3, 8), (2, 2, 21, 8)), "k"),
+}
+
+
+def _attention(shapes: Shapes, sharded: str, ranks: int, **options: Any) -> mf.FusionDefinition:
+    fd = mf.FusionDefinition()
+    tensors = {n: fd.define_tensor(list(shapes[n != "q"]), dtype=mf.DataType.Double) for n in "qkv"}
+    causal, dropout = options.get("causal", False), options.get("dropout", 0.0)
+    scale = fd.define_scalar(dtype=mf.DataType.Double) if options.get("scaled") else None
+    out, lse, seed, offset = fd.ops.sdpfa_fwd(
+        *tensors.values(), None, options.get("mask"), dropout, causal, scale
+    )
+    made = [out, lse]
+    if options.get("backward", True):
+        saved = (*tensors.values(), out, lse, dropout, causal, seed, offset, scale)
+        made += fd.ops.sdpfa_bwd(out, *saved)
+    for tensor in made:
+        fd.add_output(tensor)
+    for name in sharded:
+        fd.mesh_split(tensors[name], _mesh((ranks,)), ROWS)
+    return fd
+
+
+def _inputs(shapes: Shapes) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shapes[i > 0], generator=generator, dtype=torch.float64) for i in range(3)]
+
+
+def _attention_reference(inputs: list[torch.Tensor], causal: bool, scale: float | None = None) -> Any:
+    q, k, v = leaves = [t.clone().requires_grad_() for t in inputs]
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
+    out = scores.softmax(-1) @ v
+    out.backward(out.detach())
+    return (out.detach(), scores.logsumexp(-1).detach(), *(t.grad for t in leaves))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_with_its_sequence_sharded(name: str, causal: bool, ranks: int) -> None:
+    shapes, sharded = ATTENTION[name]
+    inputs = _inputs(shapes)
+    found = _attention(shapes, sharded, ranks, causal=causal).simulate(inputs, check_replicas=True)
+    _assert_close(found, _attention_reference(inputs, causal), 1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.usefixtures("forms_forced")
+def test_every_distributed_form_of_attention(name: str, causal: bool, ranks: int) -> None:
+    shapes, sharded = ATTENTION[name]
+    inputs = _inputs(shapes)
+    fd = _attention(shapes, sharded, ranks, causal=causal)
+    names = _ops(fd, *(t.shape for t in inputs))
+    assert ("block_attention" in names) == ("k" in sharded) and "sdpfa_bwd_kv" in names
+    _assert_close(fd.simulate(inputs, check_replicas=True), _attention_reference(inputs, causal), 1e-5)
+
+
+@pytest.mark.usefixtures("forms_forced")
+def test_attention_drops_the_same_on_every_mesh() -> None:
+    shapes, _ = ATTENTION["few rows of q"]
+    inputs = _inputs(shapes)
+    runs = [_attention(shapes, sharded, ranks, dropout=0.4).simulate(inputs, check_replicas=True)
+            for sharded, ranks in (("kv", 1), ("kv", 4), ("q", 2))]  # fmt: skip
+    assert not torch.allclose(runs[0][0], _attention_reference(inputs, False)[0])
+    for other in runs[1:]:
+        _assert_close(other, tuple(runs[0]), 1e-6)
+
+
+@pytest.mark.usefixtures("forms_forced")
+def test_attention_s_scale_may_be_a_scalar_of_the_definition() -> None:
+    shapes, sharded = ATTENTION["one row of q"]
+    inputs = _inputs(shapes)
+    found = _attention(shapes, sharded, 4, scaled=True).simulate([*inputs, 0.7], check_replicas=True)
+    _assert_close(found, _attention_reference(inputs, False, 0.7), 1e-5)
+
+
+def test_rows_that_see_nothing_stay_so_when_blocks_are_merged() -> None:
+    with mf.FusionDefinition() as fd:
+        q, k, v = (fd.define_tensor(shape) for shape in ([1, 1, 3, 4], [1, 1, 64, 4], [1, 1, 64, 4]))
+        mask = fd.define_tensor([3, 64], dtype=mf.DataType.Bool)
+        out, lse, _, _ = fd.ops.sdpfa_fwd(q, k, v, None, mask, 0.0, False, None)
+        fd.add_output(out)
+        fd.add_output(lse)
+        for tensor in (k, v):
+            fd.mesh_split(tensor, _mesh((4,)), ROWS)
+    inputs = [torch.randn(1, 1, 3, 4), torch.randn(1, 1, 64, 4), torch.randn(1, 1, 64, 4)]
+    seen = torch.ones(3, 64, dtype=torch.bool)
+    seen[1], seen[2, :40] = False, False
+    assert "block_attention" in _ops(fd, *(t.shape for t in (*inputs, seen)))
+    found, logsumexp = fd.simulate([*inputs, seen], check_replicas=True)
+    scores = (inputs[0] @ inputs[1].mT / 2).masked_fill(~seen, -math.inf)
+    _assert_close([found, logsumexp], (scores.softmax(-1).nan_to_num() @ inputs[2], scores.logsumexp(-1)))
+
+
+def test_for_one_row_outputs_travel_and_not_keys_and_values() -> None:
+    """Eight heads of 64 over 16,384 keys: k and v have 67 MB, the output and its statistics a few kB."""
+    shapes = ((1, 8, 1, 64), (1, 8, 16384, 64))
+    bill = _attention(shapes, "kv", 8, backward=False).bill(shapes[0], shapes[1], shapes[1])
+    assert bill.total <= 2.2 * 8 * (8 * 65), str(bill)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_with_enough_heads_rows_are_exchanged_for_heads(backward: bool) -> None:
+    shapes = ((1, 8, 64, 16), (1, 8, 64, 16))
+    bill = _attention(shapes, "qkv", 4, backward=backward).bill(shapes[0], *[shapes[1]] * 2)
+    operand = 8 * 8 * 64 * 16
+    assert bill.total <= 3 * operand / 4 * 3 / 4, str(bill)
+
+
+def test_with_one_head_for_keys_these_are_gathered_and_their_gradients_summed() -> None:
+    shapes = ((1, 7, 64, 16), (1, 1, 64, 16))
+    operand = 8 * 64 * 16
+    bill = _attention(shapes, "qkv", 4).bill(shapes[0], *[shapes[1]] * 2)
+    assert bill.total <= 2 * (1 + 2) * operand * 3 / 4 + 100, str(bill)
+
+
+@pytest.mark.usefixtures("forms_forced")
+def test_every_pair_of_sharded_dims_of_a_product_of_forms() -> None:
+    """Statistics of a scan of a sort: each form's result is the next one's operand."""
+
+    def build(fd: mf.FusionDefinition, x: Any) -> Any:
+        values, _ = fd.ops.topk(x, 6, 0)
+        return fd.ops.var_mean(fd.ops.cumsum(values, 0), [0, 1])
+
+    values, _ = _stable_topk(X.double(), 6, 0, True)
+    for dims in itertools.permutations(["x", "y", None], 2):
+        found = _define(build, X, (2, 3), dims).simulate([X], check_replicas=True)
+        _assert_close(found, torch.var_mean(values.cumsum(0), [0, 1]))
