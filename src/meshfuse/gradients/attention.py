@@ -1,33 +1,116 @@
-"""The VJP of scaled dot product attention."""
+"""The VJP of scaled dot product attention: `sdpfa_bwd`, or what that does not do written out."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from ..dtypes import DataType
 from ..errors import user_error
-from .context import Backward, Vjp
+from .context import Backward, Tensor, Vjp, sizes, sum_to
+from .products import transposed
 
 
 def _attention(b: Backward) -> dict[str, Any]:
-    """By `sdpfa_bwd`, from what the forward pass saved."""
-    _check(b)
+    """By `sdpfa_bwd`, from what the forward pass saved, where only the output is asked of."""
+    if any(b[name] is not None for name in ("bias", "mask")) or b.grads[1] is not None:
+        return _WrittenOut(b).gradients()
     out, lse, seed, offset = b.results
-    qkv = (b["query"], b["key"], b["value"])
     p, causal = b["dropout_p"], b["is_causal"]
     options = (0.0 if p is None else p, False if causal is None else causal)
-    made = b.ops.sdpfa_bwd(b.grads[0], *qkv, out, lse, *options, seed, offset, b["scale"])
+    qkv = (b["query"], b["key"], b["value"])
+    made = b.ops.sdpfa_bwd(b.grad, *qkv, out, lse, *options, seed, offset, b["scale"])
     return dict(zip(("query", "key", "value"), made, strict=True))
 
 
-def _check(b: Backward) -> None:
-    for name in ("bias", "mask"):
-        if b[name] is not None:
+class _WrittenOut:
+    """With a bias, a mask or a gradient of the log-sum-exp: the probabilities anew from the log-sum-exp.
+
+    Scores are [.., h, s, s_k]; tensors that meet k and v are [.., h_k, (h / h_k) s, n], since h / h_k heads of q in a
+    row share one of k and v.
+    """
+
+    def __init__(self, b: Backward):
+        self.b, self.o = b, b.ops
+        if b["dropout_p"] not in (None, 0, 0.0):
             raise user_error(
-                f"sdpfa_fwd: no derivative here with a {name}", "", "",
-                "Write the attention with matmul and softmax, or pass is_causal.",
+                "sdpfa_fwd: no derivative here with dropout beside a bias, a mask or a use of its log-sum-exp", "", "",
+                "Write the attention with matmul, softmax and dropout.",
             )  # fmt: skip
-    if b.grads[1] is not None or b.grads[0] is None:
-        raise user_error("sdpfa_fwd: no derivative here of its log-sum-exp", "", "", "Write the scores with matmul.")
+        self.q, self.k, self.v = (self._wide(b[name]) for name in ("query", "key", "value"))
+        self.scale = b["scale"] if b["scale"] is not None else self._default_scale()
+        self.shape = [*sizes(b["query"])[:-1], sizes(b["key"])[-2]]
+
+    def gradients(self) -> dict[str, Any]:
+        b, o = self.b, self.o
+        p = self._probabilities()
+        scores = o.mul(p, self._slopes())
+        rows, found = o.mul(self._grouped(scores), self.scale), {}
+        if b.needs("query"):
+            found["query"] = o.reshape(o.matmul(rows, self.k), sizes(b["query"]))
+        if b.needs("key"):
+            found["key"] = o.matmul(transposed(b, rows), self._grouped(self.q))
+        if b.needs("value") and b.grad is not None:
+            found["value"] = o.matmul(transposed(b, self._grouped(p)), self._grouped(self._wide(b.grad)))
+        return found | {name: sum_to(b, scores, b[name]) for name in ("bias", "mask") if b.needs(name)}
+
+    def _wide(self, x: Tensor) -> Tensor:
+        return self.o.cast(x, DataType.Float) if x.dtype.is_reduced_float else x
+
+    def _default_scale(self) -> Any:
+        n = sizes(self.q)[-1]
+        return 1.0 / math.sqrt(n) if isinstance(n, int) else self.o.rsqrt(n)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[.., h, s, n] as [.., h_k, (h / h_k) s, n]."""
+        heads = sizes(self.k)[-3]
+        if x.type.shape[-3] == self.k.type.shape[-3]:
+            return x
+        return self.o.reshape(x, [*sizes(x)[:-3], heads, -1, sizes(x)[-1]])
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """What is of every row, for every column of it."""
+        return self.o.broadcast(x, [False] * x.ndim + [True])
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """left [.., h, s, n] times right [.., h_k, s_k, n], by columns of both, in the scores' shape."""
+        found = self.o.matmul(self._grouped(left), transposed(self.b, right))
+        return found if left.type.shape[-3] == right.type.shape[-3] else self.o.reshape(found, self.shape)
+
+    def _probabilities(self) -> Tensor:
+        """exp(scores - logsumexp); in float64, for which the log-sum-exp is too coarse, over their sum."""
+        o, lse = self.o, self.b.results[1]
+        shift = self._rows(o.where(o.isfinite(lse), lse, 0.0))
+        found = o.exp(o.sub(self._scores(), shift))
+        if self.q.dtype is not DataType.Double:
+            return found
+        total = o.sum(found, [-1], True)
+        return o.truediv(found, o.where(o.eq(total, 0.0), 1.0, total))
+
+    def _scores(self) -> Tensor:
+        b, o = self.b, self.o
+        scores = o.mul(self._product(self.q, self.k), self.scale)
+        if b["bias"] is not None:
+            scores = o.add(scores, b["bias"])
+        if b["mask"] is not None:
+            is_flag = b["mask"].dtype is DataType.Bool
+            scores = o.where(b["mask"], scores, -math.inf) if is_flag else o.add(scores, b["mask"])
+        return o.where(self._seen(), scores, -math.inf) if b["is_causal"] else scores
+
+    def _seen(self) -> Tensor:
+        """Row i sees the columns up to i."""
+        rows, columns = (self.o.iota(n) for n in self.shape[-2:])
+        return self.o.ge(self._rows(rows), columns)
+
+    def _slopes(self) -> Tensor:
+        """Of every score's gradient what stands beside its probability."""
+        b, o = self.b, self.o
+        lse = None if b.grads[1] is None else self._rows(b.grads[1])
+        if b.grad is None:
+            return lse
+        grad = self._wide(b.grad)
+        through = self._rows(o.sum(o.mul(grad, b.results[0]), [-1]))
+        return o.sub(self._product(grad, self.v), through if lse is None else o.sub(through, lse))
 
 
 SDPFA_FWD: Vjp = _attention

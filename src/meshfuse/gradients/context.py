@@ -1,7 +1,8 @@
 """What VJPs (vector-Jacobian products) are written with: one use of an op, and the gradients of its results.
 
-A VJP gives, by parameter, the gradients of the tensors that need one. Of complex numbers the gradient is that of the
-real and imaginary parts, as in torch: a holomorphic op multiplies by the conjugate of its derivative.
+A VJP gives, by parameter, the gradients (or a `Piece` of one) of the tensors that need one. Of complex numbers the
+gradient is that of the real and imaginary parts, as in torch: a holomorphic op multiplies by the conjugate of its
+derivative.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..errors import user_error
 from .context import Backward, Tensor, Vjp, each, sizes, sum_to
-from .shapes import padded
+from .pieces import Piece, padded
 
 
 def _dim(b: Backward) -> int:
@@ -30,7 +30,7 @@ def _gather(b: Backward) -> Tensor:
     after = [0 if d == dim else n - m for d, (n, m) in enumerate(pairs)]
     found = _written(b, index)
     same = x.type.shape[:dim] + x.type.shape[dim + 1 :] == index.type.shape[:dim] + index.type.shape[dim + 1 :]
-    return found if same else padded(b, found, [0] * x.ndim, after)
+    return found if same else padded(b.ops, found, [0] * x.ndim, after)
 
 
 def _index_select(b: Backward) -> Tensor:
@@ -39,15 +39,13 @@ def _index_select(b: Backward) -> Tensor:
     return _written(b, b.ops.broadcast(index, flags if index.ndim else [True] * ndim))
 
 
-def _select(b: Backward) -> Tensor:
+def _select(b: Backward) -> Tensor | Piece:
     """Zeros around what was selected; by comparing where the index is a scalar of the definition."""
     x, dim, index = b["arg"], _dim(b), b["index"]
     n = sizes(x)[dim]
     grad = b.ops.broadcast(b.grad, [d == dim for d in range(x.ndim)])
     if isinstance(index, int) and isinstance(n, int):
-        place = index % n
-        alone = [d == dim for d in range(x.ndim)]
-        return padded(b, grad, [place * a for a in alone], [(n - 1 - place) * a for a in alone])
+        return Piece(grad, tuple(index % n if d == dim else 0 for d in range(x.ndim)))
     place = b.ops.where(b.ops.lt(index, 0), b.ops.add(index, n), index)
     here = b.ops.broadcast(b.ops.eq(b.ops.iota(n), place), [d != dim for d in range(x.ndim)])
     return b.ops.where(here, grad, 0.0)
@@ -94,7 +92,7 @@ def _scattered(b: Backward) -> Tensor:
     if source.type.shape == index.type.shape:
         return found
     after = [n - m for n, m in zip(sizes(source), sizes(index), strict=True)]
-    return padded(b, found, [0] * source.ndim, after)
+    return padded(b.ops, found, [0] * source.ndim, after)
 
 
 def _topk(b: Backward) -> Tensor:

@@ -16,6 +16,7 @@ from ..errors import SourceLine, user_error
 from ..ops.base import ScalarRef, TensorRef
 from ..scalars import FUNCTIONS
 from .context import Backward, sizes
+from .pieces import Piece, joined
 
 if TYPE_CHECKING:
     from ..definition.fusion import DefinitionBuilder
@@ -97,7 +98,7 @@ class _Sweep:
         self.first_new = len(fd.tensors)
         self.ops = _Ops(fd, line)
         self.active = self._reached(wrt, constants)
-        self._parts: dict[int, list[tuple[bool, TensorView]]] = {}
+        self._parts: dict[int, list[tuple[bool, TensorView | Piece]]] = {}
         self._lines: dict[SourceLine, SourceLine] = {}
 
     def _reached(self, wrt: Sequence[int], constants: frozenset[int]) -> set[int]:
@@ -109,15 +110,14 @@ class _Sweep:
         return found
 
     def seed(self, output: TensorView, grad: TensorView | None) -> None:
-        if grad is None:
-            grad = self.ops.full(sizes(output), 1.0, output.dtype)
-        elif not _fits(grad, output):
+        grad = self.ops.full(sizes(output), 1.0, output.dtype) if grad is None else grad
+        if not _fits(grad, output):
             raise user_error(
                 "grad: grad_outputs", f"{grad.label}: {grad.type} for {output.label}: {output.type}", "the output's shape",
                 "Pass a tensor of the shape of the output.", self.line,
             )  # fmt: skip
         if output.id in self.active:
-            self._parts.setdefault(output.id, []).append((True, grad))
+            self._add(output, grad, {grad.id})
 
     def run(self) -> None:
         """Every op that something depends on and that depends on something, last first."""
@@ -139,9 +139,11 @@ class _Sweep:
         parts = self._parts.get(tensor)
         if not parts:
             return None
-        first, *others = (part for _, part in sorted(parts, key=lambda entry: entry[0]))
-        total = functools.reduce(self.ops.add, others, first)
-        total = self._as_type(total, self.fd.tensors[tensor].type.dtype)
+        shape, dtype = self.fd.tensors[tensor].type
+        pieces = [part for _, part in parts if isinstance(part, Piece)]
+        others = sorted((entry for entry in parts if not isinstance(entry[1], Piece)), key=lambda entry: entry[0])
+        added = [*joined(self.ops, pieces, shape), *(part for _, part in others)]
+        total = self._as_type(functools.reduce(self.ops.add, added), dtype)
         self._parts[tensor] = [(True, total)]
         return total
 
@@ -177,8 +179,9 @@ class _Sweep:
             for one, part in zip(operand, grad, strict=True):
                 self._add(one, part, passed)
         elif grad is not None and operand.id in self.active:
-            assert _fits(grad, operand), f"{operand.type} has a gradient {grad.type}"
-            self._parts.setdefault(operand.id, []).append((grad.id in passed, grad))
+            is_piece = isinstance(grad, Piece)
+            assert is_piece or _fits(grad, operand), f"{operand.type} has a gradient {grad.type}"
+            self._parts.setdefault(operand.id, []).append((not is_piece and grad.id in passed, grad))
 
     def results(self, wrt: Sequence[TensorView]) -> list[TensorView]:
         """A tensor of its own for each, so that each can be annotated."""

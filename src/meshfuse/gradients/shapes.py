@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from .context import Backward, Tensor, Vjp, each, sizes, sum_to
+from .pieces import Piece, padded
 
 
 def _reshape(b: Backward) -> Tensor:
@@ -45,20 +45,14 @@ def _squeeze(b: Backward) -> Tensor:
     dims = {d % x.ndim for d in given}
     grad = b.ops.broadcast(b.grad, [d in dims for d in range(x.ndim)]) if dims else b.grad
     after = [n - 1 if d in dims else 0 for d, n in enumerate(x.type.shape)]
-    return padded(b, grad, [0] * x.ndim, after) if any(n > 0 for n in after) else grad
-
-
-def padded(b: Backward, x: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
-    """Zeros around a tensor: how many before and after, by dim."""
-    widths = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
-    return b.ops.pad(x, widths)
+    return padded(b.ops, grad, [0] * x.ndim, after) if any(n > 0 for n in after) else grad
 
 
 def _bound(n: int, index: int) -> int:
     return min(max(index + n if index < 0 else index, 0), n)
 
 
-def _slice(b: Backward) -> Tensor:
+def _slice(b: Backward) -> Tensor | Piece:
     """Put back to where it was cut from, step by step where it was cut in steps."""
     x, grad = b["arg"], b.grad
     steps = b["strides"] or (1,) * x.ndim
@@ -68,16 +62,14 @@ def _slice(b: Backward) -> Tensor:
             index = b.ops.iota(sizes(grad)[d], starts[d], step)
             index = b.ops.broadcast(index, [other != d for other in range(x.ndim)])
             grad, starts[d] = b.ops.take_along_axis_bwd(grad, index, d, sizes(x)[d]), 0
+    if all(isinstance(n, int) for n in (*starts, *sizes(x), *sizes(grad))):
+        return Piece(grad, tuple(starts))
     after = [n - a - m for n, a, m in zip(sizes(x), starts, sizes(grad), strict=True)]
-    return padded(b, grad, starts, after) if any(_is_width(w) for w in (*starts, *after)) else grad
+    return padded(b.ops, grad, starts, after)
 
 
 def _start(n: Any, start: Any) -> Any:
     return _bound(n, start) if isinstance(n, int) and isinstance(start, int) else start
-
-
-def _is_width(n: Any) -> bool:
-    return not isinstance(n, int) or n != 0
 
 
 def _pad(b: Backward) -> Tensor:

@@ -1,0 +1,56 @@
+"""Gradients of windows of a tensor: slices that make up the whole are joined, others padded with zeros.
+
+Without it a fused q, k, v projection that is sliced in three would add up three tensors of its size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .context import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The gradient of the window of a tensor that begins at these indices."""
+
+    grad: Tensor
+    starts: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.grad.type.shape
+
+
+def padded(ops: Any, x: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
+    """Zeros around a tensor: how many before and after, by dim."""
+    widths = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
+    return ops.pad(x, widths)
+
+
+def joined(ops: Any, pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[Tensor]:
+    """Gradients of the whole tensor whose sum is that of the pieces."""
+    dim = _tiled_dim(pieces, shape)
+    if dim is None:
+        return [_alone(ops, piece, shape) for piece in pieces]
+    ordered = sorted(pieces, key=lambda piece: piece.starts[dim])
+    return [ops.cat([piece.grad for piece in ordered], dim)]
+
+
+def _tiled_dim(pieces: Sequence[Piece], shape: tuple[int, ...]) -> int | None:
+    """The one dim that the pieces cut, if they are the whole tensor, each element once."""
+    cut = {d for piece in pieces for d, (n, m) in enumerate(zip(piece.shape, shape, strict=True)) if n != m}
+    if len(cut) != 1:
+        return None
+    (dim,) = cut
+    spans = sorted((piece.starts[dim], piece.starts[dim] + piece.shape[dim]) for piece in pieces)
+    whole = spans[0][0] == 0 and spans[-1][1] == shape[dim]
+    return dim if whole and all(a[1] == b[0] for a, b in itertools.pairwise(spans)) else None
+
+
+def _alone(ops: Any, piece: Piece, shape: tuple[int, ...]) -> Tensor:
+    after = [n - a - m for n, a, m in zip(shape, piece.starts, piece.shape, strict=True)]
+    return padded(ops, piece.grad, piece.starts, after) if any((*piece.starts, *after)) else piece.grad
