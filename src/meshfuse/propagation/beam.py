@@ -17,7 +17,7 @@ from ..sharding.value import Sharding
 from .choose import Option, Setting, cheapest, options
 
 Available = tuple[Sharding, ...]
-WIDTH = 8
+WIDTH = 32
 # Costs that differ by less than this many seconds (half a byte on the wire) are equal.
 EPSILON = 1e-11
 
