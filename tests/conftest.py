@@ -10,7 +10,5 @@ _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_bas
 settings.register_profile(
     "ci", derandomize=True, database=None, print_blob=True, deadline=None, suppress_health_check=_SLOW
 )
-settings.register_profile(
-    "fuzz", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=_SLOW
-)
+settings.register_profile("fuzz", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -20,9 +20,7 @@ def widened(tensor: Any, dtype: DataType) -> torch.Tensor:
     return tensor.to(_WIDEST[dtype.category])
 
 
-def _sdpfa(
-    q: Any, k: Any, v: Any, bias: Any, mask: Any, _: Any, is_causal: Any, scale: Any
-) -> tuple[Any, ...]:
+def _sdpfa(q: Any, k: Any, v: Any, bias: Any, mask: Any, _: Any, is_causal: Any, scale: Any) -> tuple[Any, ...]:
     out, lse = attention([q, k, v, bias, mask], is_causal, scale, None)
     return out, lse, None, None
 

@@ -41,26 +41,18 @@ def make_call(op: OpDef, sample: Sample) -> Call:
     return Call(op, args, tuple(types), results)
 
 
-def fill(
-    kind: TensorType, values: Sequence[float] | None, domain: tuple[float, float] | None
-) -> torch.Tensor:
+def fill(kind: TensorType, values: Sequence[float] | None, domain: tuple[float, float] | None) -> torch.Tensor:
     """A tensor of this type: the values in turn, or random numbers."""
     dtype = getattr(torch, kind.dtype.value)
     if values is not None:
-        return (
-            torch.tensor(list(itertools.islice(itertools.cycle(values), kind.numel)))
-            .to(dtype)
-            .reshape(kind.shape)
-        )
+        return torch.tensor(list(itertools.islice(itertools.cycle(values), kind.numel))).to(dtype).reshape(kind.shape)
     if kind.dtype is DataType.Bool:
         return torch.rand(kind.shape) < 0.5
     if kind.dtype.category == 1:
         return torch.randint(1, 7, kind.shape).to(dtype)
     if domain is not None:
         return (torch.rand(kind.shape, dtype=torch.float64) * (domain[1] - domain[0]) + domain[0]).to(dtype)
-    return torch.randn(kind.shape, dtype=torch.complex64 if kind.dtype.category == 3 else torch.float32).to(
-        dtype
-    )
+    return torch.randn(kind.shape, dtype=torch.complex64 if kind.dtype.category == 3 else torch.float32).to(dtype)
 
 
 def operands_of(call: Call, sample: Sample, domain: tuple[float, float] | None) -> list[torch.Tensor]:
@@ -202,12 +194,8 @@ class Sharded:
             out.append(tensor)
         return out
 
-    def _collect(
-        self, blocks: list[dict[Any, torch.Tensor]], results: Sequence[torch.Tensor], rank: int
-    ) -> None:
-        for kind, dims, result, parts in zip(
-            self.call.results, self.rule.results, results, blocks, strict=True
-        ):
+    def _collect(self, blocks: list[dict[Any, torch.Tensor]], results: Sequence[torch.Tensor], rank: int) -> None:
+        for kind, dims, result, parts in zip(self.call.results, self.rule.results, results, blocks, strict=True):
             index = self.indices(dims, kind.shape, rank)
             assert tuple(result.shape) == tuple(map(len, index)), (result.shape, index)
             assert result.dtype == getattr(torch, kind.dtype.value)

@@ -184,9 +184,7 @@ def _attention(
     return torch.einsum("...st,...te->...se", weights, v), torch.logsumexp(scores, -1)
 
 
-def attention_bwd(
-    inputs: list[torch.Tensor], is_causal: Any, scale: Any, kept: Any
-) -> tuple[torch.Tensor, ...]:
+def attention_bwd(inputs: list[torch.Tensor], is_causal: Any, scale: Any, kept: Any) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k, v by autograd from [grad, q, k, v]."""
     grad, *qkv = inputs
     leaves = [t.detach().requires_grad_() for t in qkv]
@@ -228,9 +226,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
     return torch.stack([a[:, s:e] @ b[s:e] for _, (s, e) in spans])
 
 
-def _scaled_mm(
-    a: Any, b: Any, scale_a: Any, scale_b: Any, alpha: Any, bias: Any, beta: Any, *_: Any
-) -> torch.Tensor:
+def _scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, alpha: Any, bias: Any, beta: Any, *_: Any) -> torch.Tensor:
     for x in (0, 1):
         scale, t = (scale_a, a) if x == 0 else (scale_b, b)
         if scale.ndim == 2:
@@ -269,9 +265,7 @@ def _block_repeat(x: torch.Tensor, dim: int, size: int, blocks: int) -> torch.Te
     return x.index_select(dim, index)
 
 
-def _block_topk(
-    x: torch.Tensor, k: int, dim: int, largest: bool, blocks: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_topk(x: torch.Tensor, k: int, dim: int, largest: bool, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Block by block; what a short block lacks comes last in the order, at the places after its end."""
     size = max(1, -(-x.shape[dim] // blocks))
     last = float("-inf") if largest else float("nan")
@@ -355,9 +349,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "select": lambda x, index, dim: x.select(dim, index),
     "embedding_fwd": _embedding,
     "scatter": _scatter,
-    "argsort": lambda x, dim, descending, _: (
-        torch.sort(x, dim=dim, descending=descending, stable=True).indices
-    ),
+    "argsort": lambda x, dim, descending, _: torch.sort(x, dim=dim, descending=descending, stable=True).indices,
     "topk": _topk,
     "full": lambda shape, value, _: torch.full(tuple(shape), value),
     "iota": _iota,

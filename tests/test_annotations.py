@@ -59,9 +59,7 @@ FORMS: dict[str, Annotate] = {
     "lists of names": lambda fd, t: fd.mesh_split(t, MESH, (["dp"], ("tp",))),
     "numbers": lambda fd, t: fd.mesh_split(t, MESH, [0, 1]),
     "splits": lambda fd, t: fd.mesh_split(t, MESH, [mf.Split(2, "dp"), [(4, "tp")]]),
-    "sub-axes put together": lambda fd, t: fd.mesh_split(
-        t, MESH, ["dp", [Split(2, "tp", 1), Split(2, "tp", 2)]]
-    ),
+    "sub-axes put together": lambda fd, t: fd.mesh_split(t, MESH, ["dp", [Split(2, "tp", 1), Split(2, "tp", 2)]]),
     "Sharding": _by_sharding,
     "placements": lambda fd, t: fd.shard(t, [Shard(0), Shard(1)], MESH),
     "placements, from the end": lambda fd, t: fd.shard(t, [Shard(-2), Shard(-1)], MESH),
@@ -94,9 +92,7 @@ def test_every_form_gives_the_same_sharding(form: str, when: str) -> None:
     fd, _ = program(FORMS[form], when)
     plain, _ = program(FORMS["names"], "before")
     assert fd.latest().sharded.homes == plain.latest().sharded.homes
-    assert [c.placement for c in fd.latest().sharded.choices] == [
-        c.placement for c in plain.latest().sharded.choices
-    ]
+    assert [c.placement for c in fd.latest().sharded.choices] == [c.placement for c in plain.latest().sharded.choices]
     wanted = mf.Sharding(MESH, ((Split(2, "dp"),), (Split(4, "tp"),)))
     assert fd.latest().sharded.homes[0] == wanted
     x = torch.randn(8, 16)
@@ -259,9 +255,7 @@ def test_an_allocation_domain_keeps_an_annotation() -> None:
 
 def test_define_tensor_in_both_forms_and_from_pytorch() -> None:
     fd = mf.FusionDefinition()
-    plain = fd.define_tensor(
-        shape=[-1, 8, 1], contiguity=[True, True, None], dtype=DataType.Half, is_cpu=False
-    )
+    plain = fd.define_tensor(shape=[-1, 8, 1], contiguity=[True, True, None], dtype=DataType.Half, is_cpu=False)
     assert plain.type == ((-1, 8, 1), DataType.Half)
     by_sizes = fd.define_tensor(sizes=[5, 8, 1], strides=[8, 1, 1], dtype=DataType.Float)
     assert by_sizes.type.shape == (-1, -1, 1) and fd.tensors[by_sizes.id].stride_order is None
@@ -318,9 +312,7 @@ def test_dtype_is_an_attribute_and_a_method() -> None:
     assert x.dtype is x.dtype() is DataType.BFloat16
 
 
-@pytest.mark.parametrize(
-    "mesh", [MESH, mf.DeviceMesh(torch.arange(8).reshape(2, 4)), mf.DeviceMesh([[3, 1], [2, 0]])]
-)
+@pytest.mark.parametrize("mesh", [MESH, mf.DeviceMesh(torch.arange(8).reshape(2, 4)), mf.DeviceMesh([[3, 1], [2, 0]])])
 def test_shard_tensor_cuts_what_the_annotation_says(mesh: mf.DeviceMesh) -> None:
     fd = mf.FusionDefinition()
     t = fd.define_tensor([-1, 7])

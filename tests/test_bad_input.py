@@ -67,9 +67,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "spec"), [(text, spec) for text, specs in SPECS.items() for spec in specs], ids=str
-)
+@pytest.mark.parametrize(("text", "spec"), [(text, spec) for text, specs in SPECS.items() for spec in specs], ids=str)
 def test_mesh_split(text: str, spec: Any) -> None:
     fd, x = define()
     raises(text, lambda: fd.mesh_split(x, MESH, spec))
@@ -179,9 +177,7 @@ DEFINING: list[tuple[str, Callable[[mf.FusionDefinition], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "call"), DEFINING, ids=[f"{i}-{text}" for i, (text, _) in enumerate(DEFINING)]
-)
+@pytest.mark.parametrize(("text", "call"), DEFINING, ids=[f"{i}-{text}" for i, (text, _) in enumerate(DEFINING)])
 def test_inputs_of_a_definition(text: str, call: Callable[[mf.FusionDefinition], Any]) -> None:
     raises(text, lambda: call(define()[0]))
 
@@ -211,10 +207,7 @@ VIEWS: list[tuple[str, Callable[[mf.TensorView, mf.TensorView], Any]]] = [
     *[("reorder", lambda x, y, v=v: x.reorder(v)) for v in ({0: 7}, "ab", [0, 0], None, {"a": 0})],
     *[("rfactor of y (t1): only reduction axes", lambda x, y, v=v: y.rfactor(v)) for v in ([], [0])],
     *[("rfactor", lambda x, y, v=v: y.rfactor(v)) for v in (0, None, [7])],
-    *[
-        ("set_allocation_domain of x (t0)", lambda x, y, v=v: x.set_allocation_domain(v))
-        for v in (None, [0, 1], [])
-    ],
+    *[("set_allocation_domain of x (t0)", lambda x, y, v=v: x.set_allocation_domain(v)) for v in (None, [0, 1], [])],
     ("of every dim", lambda x, y: x.set_allocation_domain([x.axis(0)])),
     ("set_allocation_domain of x (t0)", lambda x, y: x.set_allocation_domain(y.get_loop_domain())),
     ("swizzle1d: no such axis", lambda x, y: x.swizzle1d(9, ParallelType.mesh_x)),
@@ -239,9 +232,7 @@ COMPILING: list[tuple[str, Callable[[mf.TensorView], Any]]] = [
     ),
     (
         "mesh axis 'tp' is used twice: found on dims 0 and 1",
-        lambda x: (
-            _parallel(x, 4, ParallelType.mesh_x).outer_split(2, 4).axis(2).parallelize(ParallelType.mesh_x)
-        ),
+        lambda x: _parallel(x, 4, ParallelType.mesh_x).outer_split(2, 4).axis(2).parallelize(ParallelType.mesh_x),
     ),
     (
         "tensor x (t0) is parallelized and has no mesh",
@@ -276,9 +267,7 @@ CONTRADICTIONS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
 
 @pytest.mark.parametrize(("first", "second"), CONTRADICTIONS)
 @pytest.mark.parametrize("after_ops", [False, True])
-def test_contradicting_annotations(
-    first: Callable[..., Any], second: Callable[..., Any], after_ops: bool
-) -> None:
+def test_contradicting_annotations(first: Callable[..., Any], second: Callable[..., Any], after_ops: bool) -> None:
     fd, x = define()
     first(fd, x)
     if after_ops:
@@ -389,9 +378,7 @@ CALLS: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "arguments"), CALLS, ids=[f"{i}-{text}" for i, (text, _) in enumerate(CALLS)]
-)
+@pytest.mark.parametrize(("text", "arguments"), CALLS, ids=[f"{i}-{text}" for i, (text, _) in enumerate(CALLS)])
 @pytest.mark.parametrize("method", ["simulate", "execute"])
 def test_arguments_of_a_call(text: str, arguments: Any, method: str) -> None:
     fd, x = define()
@@ -439,9 +426,7 @@ def test_a_mesh_larger_than_the_world() -> None:
     raises("host_program: no such rank: found 99", lambda: fd.host_program(99))
 
 
-@pytest.mark.parametrize(
-    "ask", [lambda fd: fd.simulate([X]), lambda fd: fd.execute([X]), lambda fd: fd.bill()]
-)
+@pytest.mark.parametrize("ask", [lambda fd: fd.simulate([X]), lambda fd: fd.execute([X]), lambda fd: fd.bill()])
 def test_no_outputs(ask: Callable[[mf.FusionDefinition], Any]) -> None:
     fd, _ = define()
     raises("the definition has no outputs: found no add_output call", lambda: ask(fd))
@@ -487,9 +472,7 @@ def test_no_changes_after_the_first_call(change: Callable[..., Any]) -> None:
     raises("has been compiled and cannot change any more", lambda: change(fd, x, axis))
 
 
-@pytest.mark.parametrize(
-    "shapes", [(), ([3, 4], [2, 2]), (5,), ("ab",), ([3],), ([3, 5],), ([-1, 4],), ([True, 4],)]
-)
+@pytest.mark.parametrize("shapes", [(), ([3, 4], [2, 2]), (5,), ("ab",), ([3],), ([3, 5],), ([-1, 4],), ([True, 4],)])
 def test_shapes_to_compile_for(shapes: Any) -> None:
     fd = mf.FusionDefinition()
     fd.add_output(fd.ops.relu(fd.define_tensor([-1, 4])))
@@ -522,7 +505,5 @@ def test_numbers_of_numpy_and_sizes_of_torch_are_fine() -> None:
         fd.add_output(fd.ops.add(fd.ops.cast(x, DataType.ComplexFloat), complex(0, float("inf"))))
         fd.mesh_split(x, MESH, [np.int64(0), np.int64(-1)])
     first, second, third = fd.simulate([X])
-    assert torch.equal(first, torch.full((16, 8), 1.5)) and torch.equal(
-        second, torch.full((2,), float("-inf"))
-    )
+    assert torch.equal(first, torch.full((16, 8), 1.5)) and torch.equal(second, torch.full((2,), float("-inf")))
     assert torch.isinf(third.imag).all()

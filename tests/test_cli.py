@@ -87,9 +87,7 @@ fd.simulate([torch.zeros(6, 4)])
     assert "all-reduce" in capsys.readouterr().out
 
 
-def test_a_definition_with_open_shapes_that_never_ran(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_definition_with_open_shapes_that_never_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "import meshfuse as mf\nfd = mf.FusionDefinition()\n"
     text += "fd.add_output(fd.ops.relu(fd.define_tensor([-1])))\n"
     assert main(["bill", write(tmp_path, text)]) == 1
@@ -98,9 +96,7 @@ def test_a_definition_with_open_shapes_that_never_ran(
     assert "has made no FusionDefinition that is compiled" in err
 
 
-def test_an_error_of_the_script_is_shown_as_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_script_is_shown_as_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "def f():\n    return 1 / 0\n\n\nf()\n")
     assert main(["bill", path]) == 1
     err = capsys.readouterr().err
@@ -138,9 +134,7 @@ def test_run_hands_its_arguments_to_the_launcher(tmp_path: Path) -> None:
     path = write(tmp_path, "import sys, os\nprint(sys.argv[1:], os.environ['WORLD_SIZE'])\nsys.exit(7)\n")
     source = str(Path(meshfuse.__file__).parents[1])
     command = [sys.executable, "-m", "meshfuse", "run", "--ranks", "1", path, "--mesh", "x"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": source}, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": source}, check=False)
     assert done.returncode == 7, done.stderr
     assert done.stdout == "['--mesh', 'x'] 1\n"
 

@@ -59,9 +59,7 @@ class Case(NamedTuple):
 
 
 def _topk(k: int, dim: int, largest: bool) -> Case:
-    return Case(
-        lambda fd, x: fd.ops.topk(x, k, dim, largest), lambda x: _stable_topk(x, k, dim, largest), (dim,)
-    )
+    return Case(lambda fd, x: fd.ops.topk(x, k, dim, largest), lambda x: _stable_topk(x, k, dim, largest), (dim,))
 
 
 def _var(name: str, dims: list[int], correction: int, keepdim: bool) -> Case:
@@ -331,9 +329,7 @@ def _attention(shapes: Shapes, sharded: str, ranks: int, **options: Any) -> mf.F
     tensors = {n: fd.define_tensor(list(shapes[n != "q"]), dtype=mf.DataType.Double) for n in "qkv"}
     causal, dropout = options.get("causal", False), options.get("dropout", 0.0)
     scale = fd.define_scalar(dtype=mf.DataType.Double) if options.get("scaled") else None
-    out, lse, seed, offset = fd.ops.sdpfa_fwd(
-        *tensors.values(), None, options.get("mask"), dropout, causal, scale
-    )
+    out, lse, seed, offset = fd.ops.sdpfa_fwd(*tensors.values(), None, options.get("mask"), dropout, causal, scale)
     made = [out, lse]
     if options.get("backward", True):
         saved = (*tensors.values(), out, lse, dropout, causal, seed, offset, scale)

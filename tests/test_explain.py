@@ -41,19 +41,13 @@ def test_a_result_follows_its_operands_back_to_the_annotations() -> None:
     made = Mlp()
     found = lines(made.fd.explain(made.h))
     assert found[0] == "h (t4): Float[8, 256], sharded [dp, tp] on DeviceMesh((2, 4), ('dp', 'tp'))"
-    x_line, w_line = (
-        line_of(f'fd.mesh_split({a}, MESH, ["{b}", None])') for a, b in (("x", "dp"), ("w1", "tp"))
-    )
+    x_line, w_line = (line_of(f'fd.mesh_split({a}, MESH, ["{b}", None])') for a, b in (("x", "dp"), ("w1", "tp")))
     where = f'{HERE}:{x_line}: fd.mesh_split(x, MESH, ["dp", None])'
     unlabelled = [line.replace("h (t3)", "t3") for line in found]
     assert f"dp on dim 0: follows x (t0) through t3, annotated at {where}" in unlabelled
-    assert any(
-        line.startswith("tp on dim 1: follows w1 (t1)") and f"{HERE}:{w_line}" in line for line in found
-    )
+    assert any(line.startswith("tp on dim 1: follows w1 (t1)") and f"{HERE}:{w_line}" in line for line in found)
     assert any(line.startswith("relu is computed following") and "us modelled" in line for line in found)
-    assert any(
-        line.startswith("the alternative, whole on every rank: ") and "times)" in line for line in found
-    )
+    assert any(line.startswith("the alternative, whole on every rank: ") and "times)" in line for line in found)
     assert found[-1] == "none: every reader takes it as it is"
 
 
@@ -62,14 +56,11 @@ def test_an_unreduced_sum_and_its_collective() -> None:
     found = lines(made.fd.explain(made.y))
     assert "partial(sum: tp)" in found[0]
     assert any(
-        line.startswith("unreduced over tp: a dim summed over is split in w2 (t2), annotated at")
-        for line in found
+        line.startswith("unreduced over tp: a dim summed over is split in w2 (t2), annotated at") for line in found
     )
     wire = 2 * 3 / 4 * (8 // 2) * 64 * 4
     where = line_of("self.y = y = fd.ops.linear(h, w2)")
-    assert found[-1].startswith(
-        f"all-reduce over tp, {wire:,.0f} bytes per rank: [dp, -] partial(sum: tp) -> [dp, -]"
-    )
+    assert found[-1].startswith(f"all-reduce over tp, {wire:,.0f} bytes per rank: [dp, -] partial(sum: tp) -> [dp, -]")
     assert f"asked for by output at {HERE}:{where}" in found[-1]
 
 
@@ -93,9 +84,7 @@ def test_an_annotation_downstream_is_named() -> None:
         y = fd.ops.neg(h)
         fd.add_output(y)
         fd.mesh_split(y, MESH, ["tp", None])
-    assert any(
-        line.startswith("tp on dim 0: wanted by y (t2), annotated at") for line in lines(fd.explain(h))
-    )
+    assert any(line.startswith("tp on dim 0: wanted by y (t2), annotated at") for line in lines(fd.explain(h)))
 
 
 def test_an_annotation_that_the_op_does_not_make() -> None:

@@ -158,9 +158,7 @@ def test_gradients_of_an_op_are_the_same_however_an_operand_is_sharded(name: str
     for operand, dim in [(i, d) for i, t in enumerate(call.types) for d, n in enumerate(t.shape) if n > 1]:
 
         def annotate(fd: mf.FusionDefinition, tensors: list[Any], operand: int = operand, dim: int = dim) -> None:
-            fd.mesh_split(
-                tensors[operand], MESH, ["x" if d == dim else None for d in range(tensors[operand].ndim)]
-            )
+            fd.mesh_split(tensors[operand], MESH, ["x" if d == dim else None for d in range(tensors[operand].ndim)])
 
         found, _ = _gradients(name, sample, operands, annotate)
         for a, b in zip(found, expected, strict=True):
@@ -201,7 +199,8 @@ FORMS: dict[str, tuple[Any, Any, list[torch.Tensor]]] = {
     "cumprod with zeros": (lambda o, x: o.cumprod(x, 1), lambda x: x.cumprod(1), [ZEROS]),
     "cummax of equals": (lambda o, x: o.cummax(x, 1), lambda x: x.cummax(1).values, [TIES]),
     "cummax from a number": (
-        lambda o, x: o.cummax(x, 1, 1.7), lambda x: torch.where(x.cummax(1).values > 1.7, x.cummax(1).values, 1.7), [TIES],
+        lambda o, x: o.cummax(x, 1, 1.7),
+        lambda x: torch.where(x.cummax(1).values > 1.7, x.cummax(1).values, 1.7), [TIES],
     ),
     "squeeze of what was expanded": (
         lambda o, x: o.squeeze(o.expand(x, [4, 3]), [1], True), lambda x: x.expand(4, 3)[:, 0], [X[:, :1]],
@@ -226,7 +225,8 @@ FORMS: dict[str, tuple[Any, Any, list[torch.Tensor]]] = {
     ),
     "linear of a row": (lambda o, x, w: o.linear(x, w), torch.nn.functional.linear, [X[0], Y]),
     "embedding without its padding": (
-        lambda o, x: o.embedding_fwd(o.iota(3), x, 1), lambda x: torch.nn.functional.embedding(torch.arange(3), x, 1), [X],
+        lambda o, x: o.embedding_fwd(o.iota(3), x, 1),
+        lambda x: torch.nn.functional.embedding(torch.arange(3), x, 1), [X],
     ),
     "embedding scaled by frequency": (
         lambda o, x: o.embedding_fwd(o.cast(o.truediv(o.iota(3), 2), DataType.Int), x, None, None, None, True),
@@ -262,7 +262,9 @@ def test_other_forms_of_calls(form: str) -> None:
     seed = fd.define_tensor(list(out.type.shape), dtype=out.dtype)
     for grad in fd.grad(out, tensors, seed):
         fd.add_output(grad)
-    given = torch.randn(out.type.shape, dtype=getattr(torch, out.dtype.value), generator=torch.Generator().manual_seed(4))
+    given = torch.randn(
+        out.type.shape, dtype=getattr(torch, out.dtype.value), generator=torch.Generator().manual_seed(4)
+    )
     leaves = [t.clone().requires_grad_() for t in values]
     wanted = torch.autograd.grad(reference(*leaves), leaves, given)
     for a, b in zip(fd.simulate([*values, given]), wanted, strict=True):

@@ -34,11 +34,7 @@ def _outcome(name: str, operands: list[str]) -> str:
 def _difference(name: str, operands: list[str], wanted: str) -> str | None:
     found = _outcome(name, operands)
     if name == "complex" and "ComplexFloat" in operands:
-        return (
-            None
-            if found == RAISES
-            else "complex() of complex numbers has no meaning, though nvFuser types it"
-        )
+        return None if found == RAISES else "complex() of complex numbers has no meaning, though nvFuser types it"
     if wanted.startswith(RAISES):
         wider = name == "complex" or "complex" in operands or HALF_WITH_COMPLEX.search(",".join(operands))
         return None if found == RAISES or wider else f"{name}({', '.join(operands)}): {found}, nvFuser raises"
@@ -73,9 +69,7 @@ def test_ternary_types(name: str) -> None:
 
 
 ONE_OPERAND = [
-    row
-    for row in FOUND["reductions_scans_sorts"]
-    if re.fullmatch(r"(sum|prod|max|min|cum\w+|triu|var)\(\w+\)", row)
+    row for row in FOUND["reductions_scans_sorts"] if re.fullmatch(r"(sum|prod|max|min|cum\w+|triu|var)\(\w+\)", row)
 ]
 
 

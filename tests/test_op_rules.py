@@ -66,9 +66,7 @@ def _reference(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """The results by the op's reference, in float64."""
     wide = [_wide(t) for t in operands]
     if call.op.name.startswith("sdpfa_bwd"):
-        gradients = references.attention_bwd(
-            wide[:4], call["is_causal"], call["scale"], _kept(call, operands, wide[2])
-        )
+        gradients = references.attention_bwd(wide[:4], call["is_causal"], call["scale"], _kept(call, operands, wide[2]))
         return list(gradients[references.GRADIENTS[call.op.name]])
     args = [_argument(arg, wide) for arg in call.args]
     if call.op.name in references.ATTENTION:
@@ -159,9 +157,7 @@ def _claims(op: OpDef, sample: Sample) -> list[tuple[tuple[int, ...], str]]:
     if op.partial is Partial.EACH:
         return [((i,), "sum") for i in range(min(2, count))]
     if op.partial is Partial.JOINT:
-        numbers = [
-            a for p, a in zip(op.params, call.args, strict=True) if p.kind is ParamKind.TENSOR_OR_SCALAR
-        ]
+        numbers = [a for p, a in zip(op.params, call.args, strict=True) if p.kind is ParamKind.TENSOR_OR_SCALAR]
         return [(tuple(range(count)), "sum")] if all(isinstance(a, TensorRef) for a in numbers) else []
     if op.partial is Partial.FIRST:
         return [((0,), "sum")] if floating else []

@@ -48,9 +48,7 @@ def test_an_op_of_a_definition_is_right_however_an_operand_is_annotated(name: st
     for operand, dim in _splits(call):
         fd, tensors = _define(name, place)
         if operand >= 0:
-            fd.mesh_split(
-                tensors[operand], MESH, ["x" if d == dim else None for d in range(tensors[operand].ndim)]
-            )
+            fd.mesh_split(tensors[operand], MESH, ["x" if d == dim else None for d in range(tensors[operand].ndim)])
         found = fd.simulate(operands)
         expected = expected if expected is not None else found
         for a, b in zip(found, expected, strict=True):

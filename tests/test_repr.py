@@ -144,9 +144,7 @@ def test_scalars_and_special_numbers() -> None:
 
 
 def test_definitions_that_differ_are_not_equal() -> None:
-    def make(
-        value: Any = 1.0, annotate: bool = False, shape: int = 4, order: Any = None
-    ) -> mf.FusionDefinition:
+    def make(value: Any = 1.0, annotate: bool = False, shape: int = 4, order: Any = None) -> mf.FusionDefinition:
         with mf.FusionDefinition() as fd:
             x = fd.define_tensor([shape, 4], stride_order=order)
             fd.add_output(fd.ops.mul(x, value))

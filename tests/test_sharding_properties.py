@@ -115,9 +115,7 @@ def test_canonical_forms_are_equal_where_the_indices_are(
 ) -> None:
     mesh, n = data.draw(meshes()), data.draw(st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24]))
     one = data.draw(dim_layouts(mesh, (n,)))[0]
-    other = data.draw(
-        st.one_of(st.permutations(one).map(tuple), dim_layouts(mesh, (n,)).map(lambda dims: dims[0]))
-    )
+    other = data.draw(st.one_of(st.permutations(one).map(tuple), dim_layouts(mesh, (n,)).map(lambda dims: dims[0])))
     same_form = lay.canonical(one, n) == lay.canonical(other, n)
     same_sets = all(indices(one, n, mesh, rank) == indices(other, n, mesh, rank) for rank in mesh.ranks)
     if same_form:
@@ -180,9 +178,7 @@ def test_project_gives_factors_whose_product_is_the_dim(case: FactoredCase) -> N
         assert product_indices(parts, sizes, mesh, rank) == indices(layout, n, mesh, rank)
     joined = lay.concat(parts, sizes)
     assert joined is not None
-    assert [indices(joined, n, mesh, r) for r in mesh.ranks] == [
-        indices(layout, n, mesh, r) for r in mesh.ranks
-    ]
+    assert [indices(joined, n, mesh, r) for r in mesh.ranks] == [indices(layout, n, mesh, r) for r in mesh.ranks]
 
 
 @settings(max_examples=2000)

@@ -73,7 +73,11 @@ def measure(ops: int, repeats: int) -> dict[str, float]:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     count = len(fd.nodes)
-    return {"ops": count, "us_per_op": round(statistics.median(times) / count * 1e6, 1), "peak_mb": round(peak / 2**20, 1)}
+    return {
+        "ops": count,
+        "us_per_op": round(statistics.median(times) / count * 1e6, 1),
+        "peak_mb": round(peak / 2**20, 1),
+    }
 
 
 def main() -> int:

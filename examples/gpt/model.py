@@ -152,9 +152,7 @@ def generate(
     Raises ``ValueError`` for an empty prompt, because the model has no start token.
     """
     if not prompt:
-        raise ValueError(
-            "the prompt is empty: found 0 bytes, need at least 1; pass a newline to start a verse"
-        )
+        raise ValueError("the prompt is empty: found 0 bytes, need at least 1; pass a newline to start a verse")
     generator = torch.Generator().manual_seed(seed)
     text = bytearray(prompt)
     for _ in range(length):

@@ -1,9 +1,9 @@
 """The main job: a trained byte-level GPT reads real text on a mesh of ranks, and writes some.
 
-    python examples/gpt/run.py --mesh dp=2,tp=4                     simulated ranks, in this process
-    meshfuse run --ranks 4 examples/gpt/run.py --mesh dp=2,tp=2     real ranks (torchrun works, too)
-    python examples/gpt/run.py --mesh sp=4                          sequence parallel
-    python examples/gpt/run.py --mesh dp=32,tp=8 --compile-only     any number of ranks, compiled but not run
+python examples/gpt/run.py --mesh dp=2,tp=4                     simulated ranks, in this process
+meshfuse run --ranks 4 examples/gpt/run.py --mesh dp=2,tp=2     real ranks (torchrun works, too)
+python examples/gpt/run.py --mesh sp=4                          sequence parallel
+python examples/gpt/run.py --mesh dp=32,tp=8 --compile-only     any number of ranks, compiled but not run
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="tp=1", help="axes and sizes, as in dp=2,tp=4; dp: batch, tp: weights, sp: positions")
+    parser.add_argument(
+        "--mesh", default="tp=1", help="axes and sizes, as in dp=2,tp=4; dp: batch, tp: weights, sp: positions"
+    )
     parser.add_argument("--batch", type=int, default=8, help="windows of 128 bytes per step")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--generate", type=int, default=48, help="bytes to write after the reading")
@@ -132,7 +134,10 @@ def compile_only(gpt: FusedGPT, batch: int, talk) -> None:
     compiled = gpt.fd.compile(*shapes)
     compiled.verify()
     seconds = time.perf_counter() - start
-    talk(f"{len(compiled.ranks)} programs of {len(compiled.host_program(0).instructions)} instructions, verified together, in {seconds:.1f} s")
+    talk(
+        f"{len(compiled.ranks)} programs of {len(compiled.host_program(0).instructions)} instructions, "
+        f"verified together, in {seconds:.1f} s"
+    )
     report(gpt, talk)
 
 

@@ -109,9 +109,7 @@ def sample_batch(text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tens
     return text[offsets], text[offsets + 1]
 
 
-def train_step(
-    params: model.Params, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor
-) -> float:
+def train_step(params: model.Params, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> float:
     """One update; matrix products run in bfloat16, weights and updates stay in float32."""
     with torch.autocast("cpu", torch.bfloat16):
         value = model.loss(params, tokens, targets)

@@ -26,9 +26,7 @@ class Inputs:
     device: torch.device
 
 
-def split_arguments(
-    fd: DefinitionBuilder, arguments: Sequence[Any], line: SourceLine | None = None
-) -> Inputs:
+def split_arguments(fd: DefinitionBuilder, arguments: Sequence[Any], line: SourceLine | None = None) -> Inputs:
     """The arguments by number.
 
     Raises ArgumentError for a wrong count, kind (DTensors included), dtype, number of dims, stride order or
@@ -117,9 +115,7 @@ def _stride_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
     """A definition that names a stride order means it: kernels are made for it."""
     if made.stride_order is None or value.numel() == 0:
         return None
-    sizes_strides = [
-        (made.stride_order[d], value.stride(d)) for d in range(value.dim()) if value.shape[d] > 1
-    ]
+    sizes_strides = [(made.stride_order[d], value.stride(d)) for d in range(value.dim()) if value.shape[d] > 1]
     strides = [stride for _, stride in sorted(sizes_strides)]
     if strides == sorted(strides):
         return None
@@ -130,9 +126,7 @@ def _stride_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
     )  # fmt: skip
 
 
-def _checked_scalar(
-    fd: DefinitionBuilder, place: int, number: int, value: Any, line: SourceLine | None
-) -> Any:
+def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, line: SourceLine | None) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         value = value.item()
     value, dtype = plain_number(value), fd.scalars[number].dtype
@@ -149,9 +143,7 @@ def _checked_scalar(
     return value
 
 
-def _device(
-    fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: SourceLine | None
-) -> torch.device:
+def _device(fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: SourceLine | None) -> torch.device:
     first: dict[str, int] = {}
     for i, tensor in tensors.items():
         first.setdefault(str(tensor.device), i)
@@ -167,9 +159,7 @@ def _device(
     return next((t.device for t in tensors.values()), torch.device("cpu"))
 
 
-def compile_shapes(
-    fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLine
-) -> dict[int, tuple[int, ...]]:
+def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:
     """Global shapes by input tensor, as given or (for none) as defined.
 
     Raises DefinitionError for a wrong count, for sizes left open and for those that contradict the
@@ -204,9 +194,7 @@ def _is_shape(shape: Any) -> bool:
     return isinstance(shape, (list, tuple)) and all(n is not None and n >= 0 for n in map(as_int, shape))
 
 
-def scalar_values(
-    fd: DefinitionBuilder, scalars: Mapping[Any, Any] | None, line: SourceLine
-) -> dict[int, Any]:
+def scalar_values(fd: DefinitionBuilder, scalars: Mapping[Any, Any] | None, line: SourceLine) -> dict[int, Any]:
     """The values of scalar inputs by number, from a mapping by `Val` or number.
 
     Raises DefinitionError for others.
@@ -243,9 +231,7 @@ def _if_shard(fd: DefinitionBuilder, i: int, tensor: torch.Tensor) -> str:
     if annotation is None or annotation.mesh is None or -1 in shape:
         return ""
     sharding = annotation.sharding(fd.tensors[i].label, shape).placement(shape)
-    rank = next(
-        (r for r in annotation.mesh.ranks if sharding.local_shape(shape, r) == tuple(tensor.shape)), None
-    )
+    rank = next((r for r in annotation.mesh.ranks if sharding.local_shape(shape, r) == tuple(tensor.shape)), None)
     return "" if rank is None else f", rank {rank}'s shard"
 
 

@@ -72,9 +72,7 @@ def _probabilities(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tenso
     return torch.exp(scores - shift.unsqueeze(-1))
 
 
-def _kept(
-    probabilities: torch.Tensor, options: Options, place: Place, stream: tuple[int, ...]
-) -> torch.Tensor:
+def _kept(probabilities: torch.Tensor, options: Options, place: Place, stream: tuple[int, ...]) -> torch.Tensor:
     """Dropout's factor for every probability: 0, or 1 / (1 - p). Drawn by global index."""
     index = linear_index(place.runs, place.shape, probabilities.device)
     keep = fractions(index, Stream(*stream), torch.float32) >= options.dropout_p

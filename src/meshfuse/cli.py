@@ -46,17 +46,13 @@ def _parts(argv: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="meshfuse", description="Sharded programs from annotated definitions."
-    )
+    parser = argparse.ArgumentParser(prog="meshfuse", description="Sharded programs from annotated definitions.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a script as several ranks on this machine")
     launcher.add_arguments(run)
     run.set_defaults(command=launcher.main)
     explain = _script_command(commands, "explain", "why a script's tensors are sharded as they are")
-    explain.add_argument(
-        "--tensor", metavar="NAME", help="one tensor, by its variable or number (x, t3); else a table"
-    )
+    explain.add_argument("--tensor", metavar="NAME", help="one tensor, by its variable or number (x, t3); else a table")
     explain.set_defaults(command=_explain)
     bill = _script_command(commands, "bill", "the bytes that a script's ranks put on the wire")
     bill.add_argument("--json", action="store_true", help="print JSON: one bill per definition")

@@ -158,10 +158,7 @@ class FusionDefinition(DefinitionBuilder):
         found = split_arguments(self, inputs, line)
         shapes = check_global_shapes(self, found, line)
         shardings = self._input_shardings(shapes)
-        args = [
-            self._local(ref, value, shardings, world.rank)
-            for ref, value in zip(self.inputs, inputs, strict=True)
-        ]
+        args = [self._local(ref, value, shardings, world.rank) for ref, value in zip(self.inputs, inputs, strict=True)]
         key = (self._key(found), "global")
         if key not in self._bound:
             self._bound[key] = self._bind_rank(found, shapes, False, line, whole=True)
@@ -237,7 +234,8 @@ class FusionDefinition(DefinitionBuilder):
         missing = [f"s{i}" for i in sorted(self._sized_by()) if i not in found.scalars]
         if missing:
             raise user_error(
-                "compile needs the scalars that sizes depend on", "none", ", ".join(missing), "Pass scalars={val: number}.",
+                "compile needs the scalars that sizes depend on", "none", ", ".join(missing),
+                "Pass scalars={val: number}.",
                 line,
             )  # fmt: skip
         scalars = {i: found.scalars[i] for i in self._sized_by()}
@@ -296,9 +294,7 @@ class FusionDefinition(DefinitionBuilder):
         """The program of a rank for the latest (or the given) shapes."""
         line, compiled = caller_line(), self.latest(shapes)
         if rank not in compiled.ranks:
-            raise user_error(
-                "host_program: no such rank", repr(rank), f"one of {list(compiled.ranks)}", "", line
-            )
+            raise user_error("host_program: no such rank", repr(rank), f"one of {list(compiled.ranks)}", "", line)
         return compiled.host_program(rank)
 
     def output_shardings(self, *shapes: Sequence[int]) -> list[Sharding]:
@@ -328,14 +324,10 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) 
     line = caller_line()
     if not isinstance(tensor, torch.Tensor) or not isinstance(tv, TensorView) or tensor.dim() != tv.ndim:
         needed = (
-            f"a tensor of {tv.ndim} dims for {tv.label}"
-            if isinstance(tv, TensorView)
-            else "a tensor and a TensorView"
+            f"a tensor of {tv.ndim} dims for {tv.label}" if isinstance(tv, TensorView) else "a tensor and a TensorView"
         )
         found = f"shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise user_error(
-            "shard_tensor", f"{found}, {tv!r}", needed, "Pass the global tensor.", line, ArgumentError
-        )
+        raise user_error("shard_tensor", f"{found}, {tv!r}", needed, "Pass the global tensor.", line, ArgumentError)
     place = World.current().rank if rank is None else rank
     annotation = tv.fd.annotations.get(tv.id)
     if annotation is None:
@@ -343,6 +335,4 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) 
     assert annotation.mesh is not None
     if place not in annotation.mesh:
         return tensor.new_zeros(()).expand(tensor.shape)
-    return shard(
-        tensor, annotation.sharding(tv.name, tuple(tensor.shape)).placement(tuple(tensor.shape)), place
-    )
+    return shard(tensor, annotation.sharding(tv.name, tuple(tensor.shape)).placement(tuple(tensor.shape)), place)

@@ -108,7 +108,10 @@ def _entries(kind: ParamKind, arg: Any) -> tuple[Any, ...]:
 
 
 def concretize(
-    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], rank_count: int | None = None
+    fd: DefinitionBuilder,
+    shapes: Mapping[int, tuple[int, ...]],
+    scalars: Mapping[int, Any],
+    rank_count: int | None = None,
 ) -> Graph:
     """The graph of a definition for inputs of these shapes and (where sizes need them) scalars of these values.
 
@@ -116,7 +119,10 @@ def concretize(
     """
     if not fd.outputs:
         raise user_error(
-            "the definition has no outputs", "no add_output call", "at least one", "Call fd.add_output(t) for each result."
+            "the definition has no outputs",
+            "no add_output call",
+            "at least one",
+            "Call fd.add_output(t) for each result.",
         )
     types: dict[int, TensorType] = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
     kinds = Kinds()
@@ -167,7 +173,12 @@ def _anonymous(arg: Any) -> Any:
 
 
 def _concrete_node(
-    fd: DefinitionBuilder, number: int, node: OpNode, types: dict[int, TensorType], scalars: Mapping[int, Any], kinds: Kinds
+    fd: DefinitionBuilder,
+    number: int,
+    node: OpNode,
+    types: dict[int, TensorType],
+    scalars: Mapping[int, Any],
+    kinds: Kinds,
 ) -> Node:
     try:
         args = _concrete_args(fd, node, types, scalars)
@@ -185,7 +196,9 @@ def _concrete_node(
 def _check_sizes(call: Call) -> None:
     for made in call.results:
         if any(n < 0 for n in made.shape):
-            raise user_error(f"{call.op.name}: a size is negative", str(list(made.shape)), "sizes >= 0", "Correct the sizes.")
+            raise user_error(
+                f"{call.op.name}: a size is negative", str(list(made.shape)), "sizes >= 0", "Correct the sizes."
+            )
 
 
 def _concrete_args(

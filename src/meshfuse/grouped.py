@@ -24,9 +24,7 @@ def _members(runs: Runs) -> list[int]:
     return [i for a, b in runs for i in range(a, b)]
 
 
-def grouped_rows(
-    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, rows: Runs, groups: Runs
-) -> torch.Tensor:
+def grouped_rows(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, rows: Runs, groups: Runs) -> torch.Tensor:
     """[m, k] and [g, k, n] to [m, n]: row i times the matrix of its group; zero for rows of groups held
     elsewhere.
     """
@@ -45,9 +43,7 @@ def grouped_columns(
     return grouped_rows(b.transpose(0, 1), a.transpose(1, 2), offsets, columns, groups).transpose(0, 1)
 
 
-def grouped_inner(
-    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, inner: Runs, groups: Runs
-) -> torch.Tensor:
+def grouped_inner(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, inner: Runs, groups: Runs) -> torch.Tensor:
     """[m, k] and [k, n] to [g, m, n]: one product per group of inner indices."""
     spans = list(pairwise(_bounds(offsets, inner)))
     made = [torch.matmul(a[:, slice(*spans[g])], b[slice(*spans[g])]) for g in _members(groups)]

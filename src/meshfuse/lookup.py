@@ -22,9 +22,7 @@ def take(x: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Te
     places, inside = local_places(index, runs)
     if x.shape[dim] == 0:
         x = x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])
-    return torch.where(
-        inside, torch.take_along_dim(x, places, dim), torch.zeros((), dtype=x.dtype, device=x.device)
-    )
+    return torch.where(inside, torch.take_along_dim(x, places, dim), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def take_rows(x: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:

@@ -43,9 +43,7 @@ class DeviceMesh:
     names: tuple[str, ...]
     ranks: tuple[int, ...]
 
-    def __init__(
-        self, devices: Any, names: Sequence[str] | None = None, *, ranks: Iterable[int] | None = None
-    ):
+    def __init__(self, devices: Any, names: Sequence[str] | None = None, *, ranks: Iterable[int] | None = None):
         names = (names,) if isinstance(names, str) else names
         try:
             shape, flat = _read_devices(devices, names, ranks)
@@ -158,9 +156,7 @@ def _read_devices(
     nested = devices.tolist() if hasattr(devices, "tolist") else devices
     nested = [nested] if isinstance(nested, int) else list(nested) if _is_list(nested) else nested
     flat_ints = _is_list(nested) and all(isinstance(entry, int) for entry in nested)
-    is_shape = (
-        names is not None and flat_ints and len(names) == len(nested) and not hasattr(devices, "tolist")
-    )
+    is_shape = names is not None and flat_ints and len(names) == len(nested) and not hasattr(devices, "tolist")
     if is_shape or ranks is not None:
         shape = tuple(_rank(n) for n in nested) if flat_ints else ()
         given = () if ranks is None else tuple(map(_rank, ranks))
@@ -224,9 +220,7 @@ def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int
             f"{len(shape)} different strings",
             "Name every axis.",
         )
-    repeated = (
-        sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) != len(ranks) else []
-    )
+    repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) != len(ranks) else []
     if repeated or min(ranks) < 0:
         raise user_error(
             "a mesh holds each rank once, none negative",

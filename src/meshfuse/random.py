@@ -54,9 +54,7 @@ def words(index: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, ...]:
     """Four random words for every global index."""
     salt = torch.full_like(index, stream.salt & _MASK)
     offset = torch.full_like(index, stream.offset & _MASK)
-    return philox(
-        (index & _MASK, index >> 32, salt, offset), (stream.seed & _MASK, (stream.seed >> 32) & _MASK)
-    )
+    return philox((index & _MASK, index >> 32, salt, offset), (stream.seed & _MASK, (stream.seed >> 32) & _MASK))
 
 
 def _fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

@@ -40,20 +40,12 @@ def highest(dtype: torch.dtype) -> Any:
 
 def reduce_max(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
     """The largest elements; the lowest value of the type over a shard with nothing in it."""
-    return (
-        _reduced_empty(x, dims, keepdim, lowest(x.dtype))
-        if _is_empty(x, dims)
-        else torch.amax(x, dims, keepdim)
-    )
+    return _reduced_empty(x, dims, keepdim, lowest(x.dtype)) if _is_empty(x, dims) else torch.amax(x, dims, keepdim)
 
 
 def reduce_min(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
     """The smallest elements; the highest value of the type over a shard with nothing in it."""
-    return (
-        _reduced_empty(x, dims, keepdim, highest(x.dtype))
-        if _is_empty(x, dims)
-        else torch.amin(x, dims, keepdim)
-    )
+    return _reduced_empty(x, dims, keepdim, highest(x.dtype)) if _is_empty(x, dims) else torch.amin(x, dims, keepdim)
 
 
 def reduce_prod(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:

@@ -63,9 +63,7 @@ def _leaves(sample: Sample) -> Iterator[Any]:
 
 
 def on_one_rank(call: Call) -> LocalCall:
-    taken, made = (
-        [Sharding.replicated(ONE_RANK, t.ndim) for t in side] for side in (call.types, call.results)
-    )
+    taken, made = ([Sharding.replicated(ONE_RANK, t.ndim) for t in side] for side in (call.types, call.results))
     return LocalCall(call, [f"a{i}" for i in range(len(call.types))], taken, made, 0)
 
 

@@ -18,9 +18,7 @@ from meshfuse.ops.base import OpDef, ParamKind, Sample, TensorType
 pytestmark = pytest.mark.nvfuser
 
 NUMBERS = [True, 2, 2.5, 1 + 2j]
-MIXING = [
-    name for name, op in OPS.items() if [p.kind for p in op.params].count(ParamKind.TENSOR_OR_SCALAR) > 1
-]
+MIXING = [name for name, op in OPS.items() if [p.kind for p in op.params].count(ParamKind.TENSOR_OR_SCALAR) > 1]
 
 
 def pairs() -> Iterator[tuple[Any, Any]]:

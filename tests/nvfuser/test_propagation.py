@@ -46,9 +46,7 @@ def theirs(name: str) -> list[Plan]:
     """nvFuser's plan; without a GPU it plans and then raises when it comes to a kernel."""
     env = {**os.environ, "NVFUSER_DUMP": "pre_segmenter_logging"}
     script = str(Path(plans.__file__))
-    done = subprocess.run(
-        [sys.executable, script, name], env=env, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, script, name], env=env, capture_output=True, text=True, timeout=120)
     found = _AFTER.search(done.stdout)
     assert found is not None, done.stderr[-2000:]
     loops = dict(re.findall(r"(T\d+)_[a-z]_[^\[\s]*\[([^\]]*)\]", found.group(1)))

@@ -126,9 +126,7 @@ def _argument(fd: mf.FusionDefinition, ref: Any) -> Any:
 Launched = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
-def launches(
-    fd: mf.FusionDefinition, monkeypatch: pytest.MonkeyPatch
-) -> tuple[CompiledProgram, dict[Any, Launched]]:
+def launches(fd: mf.FusionDefinition, monkeypatch: pytest.MonkeyPatch) -> tuple[CompiledProgram, dict[Any, Launched]]:
     """The program, and by (rank, kernel) the tensors that the kernel takes and gives when all ranks run."""
     found: dict[Any, Launched] = {}
     made = Simulation.__init__

@@ -100,9 +100,7 @@ class RankPool:
         if all(worked for worked, _ in replies):
             return [result for _, result in replies]
         self.close()
-        said = "\n".join(
-            f"--- rank {rank}\n{text}" for rank, (worked, text) in enumerate(replies) if not worked
-        )
+        said = "\n".join(f"--- rank {rank}\n{text}" for rank, (worked, text) in enumerate(replies) if not worked)
         raise RankFailed(f"ranks failed (logs in {self.logs}):\n{said}")
 
     def _collect(self, limit: float) -> list[tuple[bool, Any]]:

@@ -215,10 +215,7 @@ fd.execute(shards)
     for rank in (0, 1):
         text = results[rank][1]
         assert f"RankError: {PLACE} (ranks 0, 1, 2) failed on rank {rank}" in text
-        assert (
-            "found a lost connection" in text
-            and "rank 2 does not answer: it is stopped or was killed" in text
-        )
+        assert "found a lost connection" in text and "rank 2 does not answer: it is stopped or was killed" in text
         assert "(at script.py:11)" in text and text.count("RankError") == 1
 
 

@@ -241,8 +241,7 @@ def test_different_programs_are_an_error_on_every_rank(ranks4):
     assert ranks4.run(on_rank_digest, True) == ["same"] * 4
     (text,) = set(ranks4.run(on_rank_digest, False))
     assert text.startswith(
-        "ranks disagree on the program: found ranks 0, 1, 3 'abc'; rank 2 'def', "
-        "needed one value on all of them."
+        "ranks disagree on the program: found ranks 0, 1, 3 'abc'; rank 2 'def', needed one value on all of them."
     )
 
 
@@ -259,13 +258,7 @@ def on_rank_bad_group(ranks: tuple[int, ...]) -> str:
 
 def test_groups_of_wrong_ranks(ranks2):
     text = ranks2.run(on_rank_bad_group, (0, 1, 2))[0]
-    assert text.startswith(
-        "the group has ranks that do not exist: found ranks [0, 1, 2] in a world of 2, needed"
-    )
+    assert text.startswith("the group has ranks that do not exist: found ranks [0, 1, 2] in a world of 2, needed")
     assert "meshfuse run --ranks 3" in text
-    assert ranks2.run(on_rank_bad_group, (0,))[1].startswith(
-        "no group for this rank: found rank 1 and a group of"
-    )
-    assert ranks2.run(on_rank_bad_group, (0, 0, 1))[0].startswith(
-        "no group for this rank: found rank 0 and a group"
-    )
+    assert ranks2.run(on_rank_bad_group, (0,))[1].startswith("no group for this rank: found rank 1 and a group of")
+    assert ranks2.run(on_rank_bad_group, (0, 0, 1))[0].startswith("no group for this rank: found rank 0 and a group")

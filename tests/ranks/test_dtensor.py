@@ -186,10 +186,7 @@ def on_rank_unsayable() -> dict[str, str]:
         "inner": [[mf.Split(2), mf.Split(2, "tp")], None],
         "fine": [("dp", "tp"), None],
     }
-    return {
-        name: error_of(lambda s=spec: annotated(["dp", None], s).execute([x]))
-        for name, spec in outputs.items()
-    }
+    return {name: error_of(lambda s=spec: annotated(["dp", None], s).execute([x])) for name, spec in outputs.items()}
 
 
 def test_outputs_that_no_dtensor_can_be(ranks4):
@@ -199,10 +196,7 @@ def test_outputs_that_no_dtensor_can_be(ranks4):
     for error in found[0].values():
         assert error.startswith("output y (t1) (made at test_dtensor.py:")
         assert ") cannot be a DTensor: found [" in error and "of shape [8, 6] on DeviceMesh((2, 2)" in error
-        assert (
-            "needed placements that DTensor has. Annotate the output otherwise, or pass plain shards."
-            in error
-        )
+        assert "needed placements that DTensor has. Annotate the output otherwise, or pass plain shards." in error
 
 
 def on_rank_other_mesh() -> str:
@@ -218,7 +212,5 @@ def on_rank_other_mesh() -> str:
 
 def test_an_output_on_a_mesh_of_no_input(ranks4):
     for error in ranks4.run(on_rank_other_mesh):
-        assert (
-            "cannot be a DTensor: found [-, -] of shape [8, 6] on DeviceMesh((2, 2), ('dp', 'tp'))" in error
-        )
+        assert "cannot be a DTensor: found [-, -] of shape [8, 6] on DeviceMesh((2, 2), ('dp', 'tp'))" in error
         assert "needed one of [DeviceMesh(" in error

@@ -145,13 +145,9 @@ def test_no_rank_0(tmp_path):
         RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1", MESHFUSE_TIMEOUT="1",
         TORCH_CPP_LOG_LEVEL="ERROR",
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=50
-    )
+    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=50)
     assert done.returncode == 1
-    assert (
-        "RankTimeout: rank 1 cannot reach the store of its job: found no answer at 127.0.0.1:1" in done.stderr
-    )
+    assert "RankTimeout: rank 1 cannot reach the store of its job: found no answer at 127.0.0.1:1" in done.stderr
 
 
 def test_errors_carry_the_users_line():

@@ -54,18 +54,14 @@ def free_port() -> str:
 
 
 def test_launcher_runs_ranks(job):
-    script = (
-        SUM + "import sys; print(world.place.source, world.rank, world.size, tensor.item(), sys.argv[1:])"
-    )
+    script = SUM + "import sys; print(world.place.source, world.rank, world.size, tensor.item(), sys.argv[1:])"
     done = job(script, *LAUNCHER, "--ranks", "2", args=("--mesh", "tp=2"))
     assert done.stdout == "meshfuse run 0 2 3.0 ['--mesh', 'tp=2']\n", done.stderr
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_launcher_shows_all_output_when_asked(job):
-    script = (
-        "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
-    )
+    script = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
     quiet = job(script, *LAUNCHER, "--ranks", "3")
     assert quiet.stdout == "out 0\n"
     assert sorted(quiet.stderr.splitlines()) == ["[rank 1] err 1", "[rank 2] err 2", "err 0"]

@@ -156,9 +156,7 @@ def linear_cases(size: int) -> dict[str, Case]:
                 name = f"{define.__name__} {kind}{' bias' if bias else ''}"
                 made[name] = Case(lambda d=define, s=shapes: d(size, s), shapes, F.linear)
         shapes = linear_shapes(*sizes, False)
-        made[f"reduce_scatter_linear {kind}"] = Case(
-            lambda s=shapes: reduce_scatter_linear(size, s), shapes, F.linear
-        )
+        made[f"reduce_scatter_linear {kind}"] = Case(lambda s=shapes: reduce_scatter_linear(size, s), shapes, F.linear)
     return made
 
 

@@ -66,9 +66,7 @@ class Annotation:
     def _named(self, layout: Layout, what: str) -> Layout:
         """The layout with mesh axes for nvFuser's parallel types, its sizes checked against the mesh's."""
         assert self.mesh is not None
-        return tuple(
-            _sized(_mesh_axis(split, self.mesh, self.line), self.mesh, what, self.line) for split in layout
-        )
+        return tuple(_sized(_mesh_axis(split, self.mesh, self.line), self.mesh, what, self.line) for split in layout)
 
 
 def _trimmed(layout: Layout) -> Layout:

@@ -66,8 +66,7 @@ def checked_order(order: Any, strides: Any, shape: Sequence[int], line: SourceLi
         raise user_error(
             f"define_tensor: {what}",
             repr(given),
-            f"{len(shape)} ints, one per dim"
-            + (", each of 0 (the fastest) up once" if order is not None else ""),
+            f"{len(shape)} ints, one per dim" + (", each of 0 (the fastest) up once" if order is not None else ""),
             "Correct it or leave it out.",
             line,
         )
@@ -92,9 +91,7 @@ def plain_number(value: Any) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     if type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST:
-        raise user_error(
-            "a number is too large", repr(value), "an int of 64 bits", "Pass a float.", caller_line()
-        )
+        raise user_error("a number is too large", repr(value), "an int of 64 bits", "Pass a float.", caller_line())
     return value
 
 
@@ -102,21 +99,15 @@ def check_results(op: str, types: Sequence[TensorType]) -> None:
     """Raises DefinitionError for results of no type, or larger than any memory."""
     for found in types:
         if found.dtype is DataType.Null:
-            raise user_error(
-                f"{op}: dtype", "DataType.Null", "a type of elements", "Pass DataType.Float, for example."
-            )
+            raise user_error(f"{op}: dtype", "DataType.Null", "a type of elements", "Pass DataType.Float, for example.")
         if math.prod(max(n, 1) for n in found.shape) * found.dtype.itemsize > _LARGEST:
-            raise user_error(
-                f"{op}: the result is larger than any memory", str(found), "less than 2**63 bytes", ""
-            )
+            raise user_error(f"{op}: the result is larger than any memory", str(found), "less than 2**63 bytes", "")
 
 
 def check_meshes(annotations: Iterable[Annotation]) -> None:
     """Raises DefinitionError where an axis is bound to a mesh axis and the tensor has no mesh."""
     for annotation in annotations:
-        if annotation.mesh is None and any(
-            leaf.axis not in (None, STREAM) for leaf in annotation.domain.order
-        ):
+        if annotation.mesh is None and any(leaf.axis not in (None, STREAM) for leaf in annotation.domain.order):
             raise user_error(
                 f"tensor {annotation.label} is parallelized and has no mesh",
                 str(annotation.domain),
@@ -130,9 +121,7 @@ def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLi
     """A Python number that the dtype can hold. Raises DefinitionError for anything else."""
     number = plain_number(value)
     if not isinstance(number, (bool, int, float, complex)):
-        raise user_error(
-            what, f"{value!r} ({type(value).__name__})", "a number", "Pass a Python number.", line
-        )
+        raise user_error(what, f"{value!r} ({type(value).__name__})", "a number", "Pass a Python number.", line)
     if not fits(number, dtype):
         assert dtype is not None
         raise user_error(what, repr(number), f"a number that {dtype.name} holds", "Pass a wider dtype.", line)
@@ -159,9 +148,7 @@ def checked_mesh(mesh: Any, line: SourceLine) -> DeviceMesh:
         error.where = line
         raise
     except (TypeError, ValueError):
-        raise user_error(
-            "mesh", repr(mesh), "an mf.DeviceMesh or a torch DeviceMesh", "Pass a mesh.", line
-        ) from None
+        raise user_error("mesh", repr(mesh), "an mf.DeviceMesh or a torch DeviceMesh", "Pass a mesh.", line) from None
 
 
 def mesh_of_torch(mesh: Any) -> DeviceMesh:
@@ -194,9 +181,7 @@ def composite_call(
             error.args = (f"{name}: {error.args[0]}",)
         raise
     except (TypeError, AttributeError) as error:
-        raise user_error(
-            f"{name}: an argument is of the wrong kind", str(error), "", f"Call it as {usage}."
-        ) from error
+        raise user_error(f"{name}: an argument is of the wrong kind", str(error), "", f"Call it as {usage}.") from error
 
 
 @functools.cache

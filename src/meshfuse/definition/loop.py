@@ -68,11 +68,7 @@ class LoopDomain:
         return found % len(self.loop)
 
     def _places(self) -> str:
-        return (
-            f"a number from {-len(self.loop)} to {len(self.loop) - 1}"
-            if self.loop
-            else "a tensor with dims"
-        )
+        return f"a number from {-len(self.loop)} to {len(self.loop) - 1}" if self.loop else "a tensor with dims"
 
     def split(self, axis: int, factor: int, inner: bool) -> None:
         """Split an axis in two, `factor` being the size of the inner (or else the outer) one."""

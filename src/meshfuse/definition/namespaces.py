@@ -59,9 +59,7 @@ class Fusion:
 
     def inputs(self) -> list[TensorView | Val]:
         """The inputs in the order of their definition."""
-        return [
-            TensorView(self._fd, r) if isinstance(r, TensorRef) else Val(self._fd, r) for r in self._fd.inputs
-        ]
+        return [TensorView(self._fd, r) if isinstance(r, TensorRef) else Val(self._fd, r) for r in self._fd.inputs]
 
     def outputs(self) -> list[TensorView]:
         return [TensorView(self._fd, TensorRef(i)) for i in self._fd.outputs]

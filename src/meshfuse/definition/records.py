@@ -53,9 +53,7 @@ def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode 
     kept = (False,) * tensors[tensor].type.ndim
     if producer is None:
         return kept
-    types, results = (
-        tuple(_known(tensors[i].type) for i in side) for side in (producer.inputs, producer.outputs)
-    )
+    types, results = (tuple(_known(tensors[i].type) for i in side) for side in (producer.inputs, producer.outputs))
     try:
         rule = producer.op.rule(Call(producer.op, producer.args, types, results))
     except (ValueError, TypeError):  # sizes that stand-ins do not fit: such ops reduce nothing
@@ -73,9 +71,7 @@ def _known(kind: TensorType) -> TensorType:
     return TensorType(tuple(7 if n < 0 else n for n in kind.shape), kind.dtype)
 
 
-def memory_order(
-    ndim: int, allocation: tuple[int, ...] | None, producer: OpNode | None
-) -> tuple[int, ...] | None:
+def memory_order(ndim: int, allocation: tuple[int, ...] | None, producer: OpNode | None) -> tuple[int, ...] | None:
     """nvFuser's stride order of a tensor with this allocation domain or producer; None for row-major."""
     order = None
     if allocation is not None:

@@ -131,9 +131,7 @@ class TensorView(Arithmetic):
         return self.ndim
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError(
-            f"a TensorView is not iterable: {self.label} has {self.ndim} dims; use fd.ops.slice or select"
-        )
+        raise TypeError(f"a TensorView is not iterable: {self.label} has {self.ndim} dims; use fd.ops.slice or select")
 
     def __repr__(self) -> str:
         return f"TensorView({self.name}: {self.type})"

@@ -42,9 +42,7 @@ def _settled(local: torch.Tensor) -> torch.Tensor:
     return local.wait() if hasattr(local, "wait") else local
 
 
-def dtensor_shapes(
-    fd: DefinitionBuilder, inputs: Sequence[Any], line: SourceLine
-) -> dict[int, tuple[int, ...]]:
+def dtensor_shapes(fd: DefinitionBuilder, inputs: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:
     """The global shapes of DTensor inputs. Raises ArgumentError where placements are not as annotated."""
     found = {}
     for ref, value in zip(fd.inputs, inputs, strict=False):

@@ -39,9 +39,7 @@ class Hub:
         self._sent: dict[tuple[tuple[int, ...], int, int], list[torch.Tensor]] = {}
         self._expected: dict[tuple[tuple[int, ...], int, int], list[tuple[torch.Tensor, SimulatedWork]]] = {}
 
-    def arrive(
-        self, group: SimulatedGroup, number: int, kind: str, arguments: tuple[Any, ...]
-    ) -> SimulatedWork:
+    def arrive(self, group: SimulatedGroup, number: int, kind: str, arguments: tuple[Any, ...]) -> SimulatedWork:
         work = SimulatedWork(f"{kind} #{number} of ranks {group.ranks}")
         meeting = self._meetings.setdefault((group.ranks, number), _Meeting(group.size))
         meeting.calls[group.index] = (kind, arguments, work)
@@ -119,9 +117,7 @@ class SimulatedGroup:
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> SimulatedWork:
         return self._issue("all_gather", out, tensor)
 
-    def all_to_all(
-        self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Any, in_sizes: Any
-    ) -> SimulatedWork:
+    def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Any, in_sizes: Any) -> SimulatedWork:
         return self._issue("all_to_all", out, tensor, out_sizes, in_sizes)
 
     def send(self, tensor: torch.Tensor, target: int) -> SimulatedWork:
@@ -143,9 +139,7 @@ class Simulation:
         self.bound: dict[int, BoundProgram] = {p.rank: self._bind(p, device) for p in programs}
 
     def _bind(self, program: HostProgram, device: torch.device) -> BoundProgram:
-        return bind_program(
-            program, lambda ranks: SimulatedGroup(self.hub, ranks, program.rank), device, True
-        )
+        return bind_program(program, lambda ranks: SimulatedGroup(self.hub, ranks, program.rank), device, True)
 
     def run(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
         """Every rank's results from every rank's arguments. RankError where they wait for each other."""
@@ -155,9 +149,7 @@ class Simulation:
         while waiting:
             ready = [rank for rank, work in waiting.items() if work is None or work.done]
             if not ready:
-                stuck = "; ".join(
-                    f"rank {rank} waits for {work.what}" for rank, work in waiting.items() if work
-                )
+                stuck = "; ".join(f"rank {rank} waits for {work.what}" for rank, work in waiting.items() if work)
                 raise RankError(f"the simulated ranks wait for each other: {stuck}")
             for rank in ready:
                 _advance(rank, running[rank], waiting, results)

@@ -89,9 +89,7 @@ class RankProgram:
     def gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
         """The global outputs on every rank, from every rank's shards."""
         graph, out = self.compiled.graph, []
-        for tensor, sharding, local in zip(
-            graph.outputs, self.compiled.output_shardings(), outputs, strict=True
-        ):
+        for tensor, sharding, local in zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True):
             kind = graph.tensors[tensor].type
             dtype = getattr(torch, kind.dtype.value)
             out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))

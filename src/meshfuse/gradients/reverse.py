@@ -1,18 +1,19 @@
 """The reverse sweep: appends the backward of a definition to it, as ordinary ops.
 
-Reverse mode over the recorded ops, last first (Linnainmaa 1970; the form of autograd and JAX's `vjp`): the gradient of
-every tensor is the sum of what its readers ask for, and each op's own VJP passes it on to its operands. What is made
-twice is made once. Unreduced sums stay unreduced as long as the VJPs' ops can carry them: that is propagation's work.
+Reverse mode over the recorded ops, last first (Linnainmaa 1970; the form of autograd and JAX's `vjp`): the
+gradient of every tensor is the sum of what its readers ask for, and each op's own VJP passes it on to its
+operands. What is made twice is made once. Unreduced sums stay unreduced as long as the VJPs' ops can carry them:
+that is propagation's work.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..definition.tensor_view import TensorView, Val
-from ..errors import SourceLine, user_error
+from ..errors import MeshfuseError, SourceLine, user_error
 from ..ops.base import ScalarRef, TensorRef
 from ..scalars import FUNCTIONS
 from .context import Backward, sizes
@@ -32,10 +33,11 @@ def gradients(
     constants: Iterable[int],
     line: SourceLine,
 ) -> list[TensorView]:
-    """The gradients of the sum of (output * its grad_output), by every tensor of `wrt`, of their shapes and dtypes.
+    """The gradients of the sum of (output * its grad_output), by every tensor of `wrt`, of its shape and dtype.
 
-    A grad_output of None stands for ones; `constants` are tensors that nothing passes through. Raises DefinitionError
-    for tensors that are no real or complex numbers, and for an op on the way that has no derivative.
+    A grad_output of None stands for ones; `constants` are tensors that nothing passes through. Raises
+    DefinitionError for tensors that are no real or complex numbers, and for an op on the way that has no
+    derivative.
     """
     for tensor, what in (*((t, "outputs") for t in outputs), *((t, "wrt") for t in wrt)):
         _check_differentiable(tensor, what, line)
@@ -88,8 +90,8 @@ def _key(arg: Any) -> Any:
 class _Sweep:
     """Gradients on their way back: `_parts[t]` are what the readers of tensor t have asked for so far.
 
-    Parts that are another tensor's gradient, passed on as it is, are added last: those that an op has made may be
-    unreduced sums, which are then added up before they are reduced.
+    Parts that are another tensor's gradient, passed on as it is, are added last: those that an op has made may
+    be unreduced sums, which are then added up before they are reduced.
     """
 
     def __init__(self, fd: DefinitionBuilder, wrt: Sequence[int], constants: frozenset[int], line: SourceLine):
@@ -113,7 +115,8 @@ class _Sweep:
         grad = self.ops.full(sizes(output), 1.0, output.dtype) if grad is None else grad
         if not _fits(grad, output):
             raise user_error(
-                "grad: grad_outputs", f"{grad.label}: {grad.type} for {output.label}: {output.type}", "the output's shape",
+                "grad: grad_outputs", f"{grad.label}: {grad.type} for {output.label}: {output.type}",
+                "the output's shape",
                 "Pass a tensor of the shape of the output.", self.line,
             )  # fmt: skip
         if output.id in self.active:
@@ -158,14 +161,20 @@ class _Sweep:
                 f"{node.op.name} has no derivative here", "a gradient that passes through it", "",
                 "Leave what depends on it out of the outputs, or cut it off with fd.stop_gradient(t).", node.line,
             )  # fmt: skip
-        arguments = {
-            param.name: self._value(arg) for param, arg in zip(node.op.params, node.args, strict=True)
-        }
+        arguments = {param.name: self._value(arg) for param, arg in zip(node.op.params, node.args, strict=True)}
         results = tuple(TensorView(self.fd, TensorRef(i)) for i in node.outputs)  # type: ignore[arg-type]
-        made = node.op.vjp(Backward(node.op.name, self.ops, arguments, results, grads, self.active))
+        made = self._applied(node, Backward(node.op.name, self.ops, arguments, results, grads, self.active))
         passed = {grad.id for grad in grads if grad is not None}
         for name, grad in made.items():
             self._add(arguments[name], grad, passed)
+
+    def _applied(self, node: OpNode, used: Backward) -> Mapping[str, Any]:
+        assert node.op.vjp is not None
+        try:
+            return node.op.vjp(used)
+        except MeshfuseError as error:
+            error.where = error.where or node.line
+            raise
 
     def _value(self, arg: Any) -> Any:
         if isinstance(arg, TensorRef):

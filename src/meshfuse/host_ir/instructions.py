@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,11 @@ class Kernel:
 
     def source(self) -> list[str]:
         returned = ", ".join(self.results)
-        return [f"def {self.name}({', '.join(self.params)}):", *(f"    {line}" for line in self.lines), f"    return {returned}"]
+        return [
+            f"def {self.name}({', '.join(self.params)}):",
+            *(f"    {line}" for line in self.lines),
+            f"    return {returned}",
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,11 @@ class Pack:
             box = box_text(self.boxes[0], self.shape)
             return f"{self.target} = {self.source_name}{box}.reshape(-1).contiguous()"
         parts = ", ".join(f"{self.source_name}{box_text(box, self.shape)}.reshape(-1)" for box in self.boxes)
-        return f"{self.target} = torch.cat([{parts}])" if self.boxes else f"{self.target} = {self.source_name}.new_empty(0)"
+        return (
+            f"{self.target} = torch.cat([{parts}])"
+            if self.boxes
+            else f"{self.target} = {self.source_name}.new_empty(0)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +247,6 @@ def _stride(part: Runs) -> str:
     if any(b - a != 1 for a, b in part):
         return ""
     step = part[1][0] - part[0][0]
-    if any(b[0] - a[0] != step for a, b in zip(part, part[1:], strict=False)):
+    if any(b[0] - a[0] != step for a, b in itertools.pairwise(part)):
         return ""
     return f"{part[0][0]}:{part[-1][1]}:{step}"

@@ -32,7 +32,6 @@ class _Lowering:
     rank: int
     digest: str
     instructions: list[Instruction] = field(default_factory=list)
-    works: int = 0
     names: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -119,12 +118,24 @@ class _Lowering:
             return
         wire = wire_elements(step.move, tensor.type.shape, self.rank) * tensor.type.dtype.itemsize
         about = Communication(
-            step.move.kind.value, ",".join(map(str, step.move.axes)), tensor.label, wire, step.why, step.line, str(step.move)
+            step.move.kind.value,
+            ",".join(map(str, step.move.axes)),
+            tensor.label,
+            wire,
+            step.why,
+            step.line,
+            str(step.move),
         )
         context = MoveContext(
-            self.rank, step.move, tensor.type, self._name(step.source), f"v{step.target}", about, fresh, f"w{self.works}"
+            self.rank,
+            step.move,
+            tensor.type,
+            self._name(step.source),
+            f"v{step.target}",
+            about,
+            fresh,
+            f"w{step.target}",
         )
-        self.works += 1
         self.instructions.extend(lower_move(context))
 
 
@@ -172,5 +183,6 @@ def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
 def _sums_locally(graph: Graph, compute: Compute) -> bool:
     rule = graph.nodes[compute.node].rule
     layouts = compute.placement.layouts
-    return any(f.kind is FactorKind.REDUCE and lay.axes(layout) for f, layout in zip(rule.factors, layouts, strict=True))
-
+    return any(
+        f.kind is FactorKind.REDUCE and lay.axes(layout) for f, layout in zip(rule.factors, layouts, strict=True)
+    )

@@ -83,4 +83,3 @@ def _comment(instruction: Instruction | None) -> str:
 def digest_of(text: str) -> str:
     """A short name for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-

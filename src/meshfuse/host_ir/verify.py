@@ -68,7 +68,9 @@ def _collective_orders(program: HostProgram) -> dict[tuple[int, ...], list[tuple
     orders: dict[tuple[int, ...], list[tuple[object, ...]]] = {}
     for instruction in program.instructions:
         if isinstance(instruction, Collective):
-            orders.setdefault(instruction.group, []).append((instruction.kind, instruction.work, instruction.payload[1]))
+            orders.setdefault(instruction.group, []).append(
+                (instruction.kind, instruction.work, instruction.payload[1])
+            )
     return orders
 
 

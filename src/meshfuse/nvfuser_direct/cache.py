@@ -26,9 +26,7 @@ class LruFusionCache:
 
     def __init__(self, max_fusions: int = 16384):
         if max_fusions < 1:
-            raise user_error(
-                "LruFusionCache: max_fusions", repr(max_fusions), "an int >= 1", "Pass a larger one."
-            )
+            raise user_error("LruFusionCache: max_fusions", repr(max_fusions), "an int >= 1", "Pass a larger one.")
         self.max_fusions, self.compiled, self.lookups, self.hits = max_fusions, 0, 0, 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 

@@ -76,9 +76,7 @@ def profiling() -> bool:
     return _recorder.switched_on > 0
 
 
-def record(
-    compiled: CompiledProgram, rank: int, values: Sequence[Any], results: Sequence[Any], seconds: float
-) -> None:
+def record(compiled: CompiledProgram, rank: int, values: Sequence[Any], results: Sequence[Any], seconds: float) -> None:
     """Note an execution on `rank` with its local inputs and outputs."""
     kernels: list[KernelProfile] = []
     if rank in compiled.ranks:
@@ -125,9 +123,7 @@ def _scheduler(compiled: CompiledProgram, segment: Segment) -> str:
 def get_fusion_profile() -> FusionProfile:
     """The profile of the last execution under a PythonProfiler; DefinitionError where there was none."""
     if _recorder.last is None:
-        raise user_error(
-            "there is no profile", needed="an execution", do="Execute inside 'with PythonProfiler()'."
-        )
+        raise user_error("there is no profile", needed="an execution", do="Execute inside 'with PythonProfiler()'.")
     return _recorder.last
 
 

@@ -1,7 +1,7 @@
 """Ops that gradients need beside those of nvFuser: contract, take_along_axis_bwd, embedding_bwd.
 
-They are written so that a gradient is sharded like its primal without communication, or is an unreduced sum: batch
-dims are reductions, the dim that was looked up in is free and each rank adds up its own part.
+They are written so that a gradient is sharded like its primal without communication, or is an unreduced sum:
+batch dims are reductions, the dim that was looked up in is free and each rank adds up its own part.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def _contract_nvfuser(n: Native) -> Any:
     dims, ops = n.call["dims"], n.ops
     rows = math.prod(n.operand_shapes[0][:dims])
     left, right = (
-        ops.reshape(x, [rows, math.prod(shape[dims:])])
-        for x, shape in zip(n.operands, n.operand_shapes, strict=True)
+        ops.reshape(x, [rows, math.prod(shape[dims:])]) for x, shape in zip(n.operands, n.operand_shapes, strict=True)
     )
     return ops.reshape(ops.matmul(ops.permute(left, [1, 0]), right), list(n.result_shapes[0]))
 

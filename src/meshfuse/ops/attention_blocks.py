@@ -146,9 +146,7 @@ def _bwd_sample(q: tuple[int, ...], kv: tuple[int, ...], dropout: float, causal:
     query, key, value = qkv_types(q, kv)
     saved = (query, TensorType(q[:-1], DataType.Float), dropout, causal)
     state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
-    return Sample(
-        (query, query, key, value, *saved, *state, 0.5), values={5: (2.0, 3.0, 2.5), 6: (5, 1), 7: (2,)}
-    )
+    return Sample((query, query, key, value, *saved, *state, 0.5), values={5: (2.0, 3.0, 2.5), 6: (5, 1), 7: (2,)})
 
 
 def backward_samples() -> list[Sample]:
@@ -159,9 +157,7 @@ def backward_samples() -> list[Sample]:
     ]
 
 
-def _block_sample(
-    q: tuple[int, ...], kv: tuple[int, ...], blocks: int, *added: TensorType, **options: Any
-) -> Sample:
+def _block_sample(q: tuple[int, ...], kv: tuple[int, ...], blocks: int, *added: TensorType, **options: Any) -> Sample:
     return Sample((*qkv_types(q, kv), *added), {"blocks": blocks, **options})
 
 

@@ -46,9 +46,7 @@ class Dims:
     k's and v's rows.
     """
 
-    def __init__(
-        self, call: Call, group: FactorKind, rows: FactorKind, columns: Sequence[tuple[int, FactorKind]]
-    ):
+    def __init__(self, call: Call, group: FactorKind, rows: FactorKind, columns: Sequence[tuple[int, FactorKind]]):
         q, k, v = checked(call)
         self.builder = builder = RuleBuilder()
         self.lead = builder.dims(q.shape[:-3])
@@ -76,9 +74,7 @@ class Dims:
 
     def _broadcast(self, t: TensorType) -> DimFactors:
         offset = len(self.scores) - t.ndim
-        return tuple(
-            self.scores[offset + d] if n == self.sizes[offset + d] else () for d, n in enumerate(t.shape)
-        )
+        return tuple(self.scores[offset + d] if n == self.sizes[offset + d] else () for d, n in enumerate(t.shape))
 
 
 def scores_text(e: Emit, rows: Sequence[object], key: int) -> str:

@@ -170,8 +170,7 @@ class Partial(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One use of an op, with concrete or symbolic types: what rules, lowerings and costs are computed from.
-    """
+    """One use of an op, with concrete or symbolic types: what rules, lowerings and costs are computed from."""
 
     op: OpDef
     args: tuple[Any, ...]

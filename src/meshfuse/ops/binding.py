@@ -25,21 +25,15 @@ def bind(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], resolve: Res
 
 def _by_name(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if len(args) > len(op.params):
-        raise user_error(
-            f"{op.name}: too many arguments", str(len(args)), f"at most {len(op.params)}", signature(op)
-        )
+        raise user_error(f"{op.name}: too many arguments", str(len(args)), f"at most {len(op.params)}", signature(op))
     given = {
-        param.name: arg
-        for param, arg in zip(op.params, _shift_dtype(op, args), strict=False)
-        if arg is not REQUIRED
+        param.name: arg for param, arg in zip(op.params, _shift_dtype(op, args), strict=False) if arg is not REQUIRED
     }
     names = {alias: param.name for param in op.params for alias in (param.name, param.alias) if alias}
     for key, value in kwargs.items():
         if key not in names or names[key] in given:
             what = "is not a parameter" if key not in names else "is given twice"
-            raise user_error(
-                f"{op.name}: {key!r} {what}", f"keywords {sorted(kwargs)}", signature(op), "Fix the call."
-            )
+            raise user_error(f"{op.name}: {key!r} {what}", f"keywords {sorted(kwargs)}", signature(op), "Fix the call.")
         given[names[key]] = value
     return given
 
@@ -65,9 +59,7 @@ def signature(op: OpDef) -> str:
 
 def _checked(op: OpDef, param: Param, value: Any, resolve: Resolve) -> Any:
     if value is REQUIRED:
-        raise user_error(
-            f"{op.name}: argument {param.name!r} is missing", "", "", f"Call it as {signature(op)}."
-        )
+        raise user_error(f"{op.name}: argument {param.name!r} is missing", "", "", f"Call it as {signature(op)}.")
     found = _CHECKS[param.kind](resolve, value) if value is not None else _none(param)
     if found is REQUIRED:
         raise user_error(

@@ -51,9 +51,7 @@ def _block_rule(call: Call, operand_in_blocks: bool, result_in_blocks: bool) -> 
 
 def _scan_emit(e: Emit) -> str:
     block = block_size(e.call.types[0].shape[_dim(e.call)], e.call["blocks"])
-    return (
-        f"K.block_scan({e.operands[0]}, {_dim(e.call)}, {block}, {e.call.op.name.removeprefix('block_')!r})"
-    )
+    return f"K.block_scan({e.operands[0]}, {_dim(e.call)}, {block}, {e.call.op.name.removeprefix('block_')!r})"
 
 
 def _total_infer(call: Call) -> tuple[TensorType, ...]:

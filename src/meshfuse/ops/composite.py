@@ -85,9 +85,7 @@ def logsumexp(fd: Any, x: Any, dims: Dims, keepdim: bool = False) -> Any:
     wide = _wide(fd, x)
     top = _finite_max(fd, wide, dims)
     found = fd.ops.add(fd.ops.log(fd.ops.sum(fd.ops.exp(fd.ops.sub(wide, top)), dims, True)), top)
-    return _back(
-        fd, found if keepdim else fd.ops.squeeze(found, list(check_dims("logsumexp", dims, x.ndim))), x
-    )
+    return _back(fd, found if keepdim else fd.ops.squeeze(found, list(check_dims("logsumexp", dims, x.ndim))), x)
 
 
 def _count(x: Any, dims: Sequence[int]) -> Any:
@@ -108,12 +106,12 @@ def mean(fd: Any, x: Any, dims: Dims = None, keepdim: bool = False, dtype: DataT
 def _last_dims(x: Any, normalized_shape: Sequence[int]) -> list[int]:
     count = len(normalized_shape)
     if not 0 < count <= x.ndim:
-        raise user_error(
-            "normalized_shape", str(list(normalized_shape)), f"1 to {x.ndim} sizes", "Name the last dims."
-        )
+        raise user_error("normalized_shape", str(list(normalized_shape)), f"1 to {x.ndim} sizes", "Name the last dims.")
     for given, n in zip(normalized_shape, x.type.shape[-count:], strict=True):
         if isinstance(given, int) and -1 not in (given, n) and given != n:
-            raise user_error("normalized_shape", str(list(normalized_shape)), f"the last sizes of {x.type}", "Correct it.")
+            raise user_error(
+                "normalized_shape", str(list(normalized_shape)), f"the last sizes of {x.type}", "Correct it."
+            )
     return list(range(x.ndim - count, x.ndim))
 
 
@@ -135,9 +133,7 @@ def layer_norm(
     return _back(fd, _affine(fd, ops.mul(centred, ops.rsqrt(ops.add(variance, eps))), weight, bias), x)
 
 
-def rms_norm(
-    fd: Any, x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
-) -> Any:
+def rms_norm(fd: Any, x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
     """x / sqrt(mean(x²) + eps) over the last dims, times weight (Zhang & Sennrich 2019). eps: the type's own
     for None.
     """
@@ -147,9 +143,7 @@ def rms_norm(
     return _back(fd, _affine(fd, ops.mul(wide, ops.rsqrt(ops.add(square, eps))), weight, None), x)
 
 
-def cross_entropy(
-    fd: Any, logits: Any, targets: Any, reduction: str = "mean", ignore_index: int | None = None
-) -> Any:
+def cross_entropy(fd: Any, logits: Any, targets: Any, reduction: str = "mean", ignore_index: int | None = None) -> Any:
     """-log softmax(logits)[target]; logits [.., V] and integer targets [..], reduced by "mean", "sum" or
     "none".
 

@@ -46,7 +46,10 @@ def _full_infer(call: Call) -> tuple[TensorType, ...]:
     value = call["fill_value"]
     if isinstance(value, float) and not math.isfinite(value) and call["dtype"].category < 2:
         raise user_error(
-            "full: a number that no integer is", f"{value} as {call['dtype'].name}", "a finite number", "Pass another dtype."
+            "full: a number that no integer is",
+            f"{value} as {call['dtype'].name}",
+            "a finite number",
+            "Pass another dtype.",
         )
     return _shape_infer(call)
 
@@ -58,9 +61,7 @@ def _full_emit(e: Emit) -> str:
 
 def _iota_infer(call: Call) -> tuple[TensorType, ...]:
     if call["dtype"].category not in (1, 2):
-        raise user_error(
-            "iota: dtype", call["dtype"].name, "an integer or floating point type", "Cast its result."
-        )
+        raise user_error("iota: dtype", call["dtype"].name, "an integer or floating point type", "Cast its result.")
     return (TensorType((known_size(call["length"]),), call["dtype"]),)
 
 
@@ -86,9 +87,7 @@ def stream_text(e: Emit) -> str:
     salt.
     """
     given = (
-        [e.call[name] is not None for name in ("rng_seed", "rng_offset")]
-        if "rng_seed" in e.call.op.places
-        else [False]
+        [e.call[name] is not None for name in ("rng_seed", "rng_offset")] if "rng_seed" in e.call.op.places else [False]
     )
     if not all(given):
         return f"({SEED}, {OFFSET}, {e.salt()})"

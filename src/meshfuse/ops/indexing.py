@@ -126,9 +126,7 @@ def _index_select_infer(call: Call) -> tuple[TensorType, ...]:
     check_ndim("index_select", "the index", index, 0, 1)
     _check_index(call, index)
     dim = _dim(call)
-    return (
-        TensorType((*arg.shape[:dim], index.shape[0] if index.ndim else 1, *arg.shape[dim + 1 :]), arg.dtype),
-    )
+    return (TensorType((*arg.shape[:dim], index.shape[0] if index.ndim else 1, *arg.shape[dim + 1 :]), arg.dtype),)
 
 
 def _index_select_rule(call: Call) -> Rule:
@@ -151,7 +149,9 @@ def _select_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), dim = call.types, _dim(call)
     index, n = call["index"], arg.shape[dim]
     if isinstance(index, int) and n != UNKNOWN and not -n <= index < n:
-        raise user_error("select: index", str(index), f"{-n} to {n - 1} in dim {dim} of {arg}", "Pass an existing index.")
+        raise user_error(
+            "select: index", str(index), f"{-n} to {n - 1} in dim {dim} of {arg}", "Pass an existing index."
+        )
     return (TensorType((*arg.shape[:dim], *arg.shape[dim + 1 :]), arg.dtype),)
 
 
@@ -165,9 +165,7 @@ def _select_emit(e: Emit) -> str:
     dim, index = _dim(e.call), e.scalar("index")
     if _is_whole(e, 0, dim):
         return f"{e.operands[0]}.select({dim}, {index})"
-    return (
-        f"K.select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]}, {e.call.types[0].shape[dim]})"
-    )
+    return f"K.select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]}, {e.call.types[0].shape[dim]})"
 
 
 def _embedding_infer(call: Call) -> tuple[TensorType, ...]:

@@ -79,4 +79,3 @@ class LocalCall:
         """Python text of every result, or one that gives a tuple of them all."""
         made = self.call.op.emit(self)
         return (made,) if isinstance(made, str) else tuple(made)
-

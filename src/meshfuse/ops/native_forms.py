@@ -18,9 +18,7 @@ _CATEGORY: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex)
 def welford(n: Native) -> Any:
     """The count as Int instead of nvFuser's index type."""
     dims = n.call["dims"]
-    mean, spread, count = n.plain(
-        dims=sorted(d % n.call.types[0].ndim for d in _listed(dims, n.call.types[0].ndim))
-    )
+    mean, spread, count = n.plain(dims=sorted(d % n.call.types[0].ndim for d in _listed(dims, n.call.types[0].ndim)))
     return mean, spread, n.ops.cast(count, n.dtype(DataType.Int))
 
 

@@ -17,11 +17,7 @@ def _tensors(n: Native) -> list[str]:
 def _recast(n: Native, found: tuple[DataType, ...], wanted: DataType) -> dict[str, Any]:
     """The tensor operands of some types, in another one."""
     kinds = {name: kind for name in _tensors(n) if (kind := n.call.type_of(name)) is not None}
-    return {
-        name: cast(n, n.operand(name), kind.dtype, wanted)
-        for name, kind in kinds.items()
-        if kind.dtype in found
-    }
+    return {name: cast(n, n.operand(name), kind.dtype, wanted) for name, kind in kinds.items() if kind.dtype in found}
 
 
 def _meets_complex(n: Native) -> bool:

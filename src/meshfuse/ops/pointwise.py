@@ -72,9 +72,7 @@ def operand_dtypes(call: Call) -> list[DataType]:
     """The types that take part in promotion: those of tensors; of 0-d tensors, and then of scalars, only the
     ones of a higher category (bool, integer, floating point, complex) than all before.
     """
-    names = [
-        p.name for p in call.op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"
-    ]
+    names = [p.name for p in call.op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"]
     types = [t for name in names if (t := call.type_of(name)) is not None]
     scalars = [_scalar_type(call[name]) for name in names if not isinstance(call[name], TensorRef)]
     out = [t.dtype for t in types if t.ndim]
@@ -122,9 +120,7 @@ class _Infer:
         wrong = [d for d in found if d.category not in self.accepts]
         if wrong:
             kinds = " or ".join(("Bool", "integer", "floating point", "complex")[c] for c in self.accepts)
-            raise user_error(
-                f"{call.op.name}: operand type", wrong[0].name, f"{kinds} operands", "Cast the operand."
-            )
+            raise user_error(f"{call.op.name}: operand type", wrong[0].name, f"{kinds} operands", "Cast the operand.")
 
 
 def pointwise_rule(call: Call) -> Rule:
@@ -164,9 +160,7 @@ class _Emit:
 def _raised(call: Call, wanted: DataType) -> bool:
     """Whether a number that takes no part in promotion would raise the type that torch gives."""
     numbers = [
-        arg
-        for param, arg in zip(call.op.params, call.args, strict=True)
-        if param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)
+        arg for param, arg in zip(call.op.params, call.args, strict=True) if param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)
     ]
     return any(_scalar_type(n).category > wanted.category for n in numbers if n is not None)
 
@@ -194,9 +188,7 @@ def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) ->
         rows += [[full, *[thin] * (len(names) - 1)], [*rows[0][:-1], 2 if dtype.category < 2 else 2.5]]
     if dtype is DataType.Float:
         rows.append([TensorType((6, 8), DataType.Half)] * len(names))
-    found = [
-        [flags if name == "condition" else t for name, t in zip(names, row, strict=True)] for row in rows
-    ]
+    found = [[flags if name == "condition" else t for name, t in zip(names, row, strict=True)] for row in rows]
     return [Sample((*row, *numbers)) for row in found]
 
 
@@ -218,9 +210,7 @@ def _op(
     compute = compute or (widened if promotion is predicate else promotion)
     names = params.split()
     tensors = len(names) - len(numbers)
-    table = tuple(
-        Param(p, K.TENSOR_OR_SCALAR if i < tensors else K.OPTIONAL_SCALAR) for i, p in enumerate(names)
-    )
+    table = tuple(Param(p, K.TENSOR_OR_SCALAR if i < tensors else K.OPTIONAL_SCALAR) for i, p in enumerate(names))
     return OpDef(
         name,
         table,
@@ -271,10 +261,7 @@ BINARY = (
     _binary("mul", "({a} * {b})", partial=Partial.EACH),
     _binary("div", "K.div({a}, {b})", partial=Partial.FIRST),
     _binary("truediv", "({a} / {b})", floating, partial=Partial.FIRST),
-    *(
-        _binary(name, f"K.{name}({{a}}, {{b}})")
-        for name in ("maximum", "minimum", "pow", "remainder", "fmod")
-    ),
+    *(_binary(name, f"K.{name}({{a}}, {{b}})") for name in ("maximum", "minimum", "pow", "remainder", "fmod")),
     _binary("mod", "K.mod({a}, {b})", dtype=_INT),
     _binary("gcd", "K.gcd({a}, {b})", dtype=_INT, accepts=_INTEGERS, nvfuser=native_pointwise.integral),
     _binary("atan2", "K.atan2({a}, {b})", floating),
@@ -301,9 +288,7 @@ BINARY = (
         nvfuser=native_pointwise.integral,
     ),
     *(
-        _binary(
-            f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate, nvfuser=native_pointwise.logical
-        )
+        _binary(f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate, nvfuser=native_pointwise.logical)
         for name in ("and", "or")
     ),
     *(

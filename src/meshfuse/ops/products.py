@@ -63,9 +63,7 @@ def _grouped_rule(call: Call) -> Rule:
     group = builder.factor(offsets.shape[0]) if kind == "inner" else builder.reduction(offsets.shape[0])
     left = (group, rows, inner) if kind == "columns" else (rows, inner)
     right = (group, inner, columns) if kind == "rows" else (inner, columns)
-    return builder.build(
-        [left, right, ends], [(group, rows, columns) if kind == "inner" else (rows, columns)]
-    )
+    return builder.build([left, right, ends], [(group, rows, columns) if kind == "inner" else (rows, columns)])
 
 
 def _grouped_emit(e: Emit) -> str:

@@ -57,30 +57,23 @@ def _check_order(call: Call, asked: DataType) -> None:
     if call.op.name not in ("max", "min"):
         return
     if asked is not DataType.Null:
-        raise user_error(
-            f"{call.op.name}: a result type", asked.name, "none", "Cast the result with fd.ops.cast."
-        )
+        raise user_error(f"{call.op.name}: a result type", asked.name, "none", "Cast the result with fd.ops.cast.")
     if call.types[0].dtype.category == 3:
-        raise user_error(
-            f"{call.op.name}: complex numbers have no order", str(call.types[0]), "a real type", ""
-        )
+        raise user_error(f"{call.op.name}: complex numbers have no order", str(call.types[0]), "a real type", "")
 
 
 def reduction_rule(call: Call, reduce: str) -> Rule:
     """Kept dims pass through; reduced dims are reduction factors of the operand."""
     dims, builder = reduced_dims(call), RuleBuilder()
     operand = tuple(
-        builder.reduction(n, reduce) if d in dims else builder.factor(n)
-        for d, n in enumerate(call.types[0].shape)
+        builder.reduction(n, reduce) if d in dims else builder.factor(n) for d, n in enumerate(call.types[0].shape)
     )
     return builder.build([operand], [kept_factors(operand, dims, call["keepdim"])])
 
 
 def kept_factors(operand: DimFactors, dims: tuple[int, ...], keepdim: bool) -> DimFactors:
     """The factors of a reduction's result, dim by dim."""
-    return tuple(
-        () if d in dims else factors for d, factors in enumerate(operand) if keepdim or d not in dims
-    )
+    return tuple(() if d in dims else factors for d, factors in enumerate(operand) if keepdim or d not in dims)
 
 
 def _rule(call: Call) -> Rule:
@@ -97,9 +90,7 @@ def _emit_sum(e: Emit) -> str:
 def _emit_reduce(e: Emit) -> str:
     """prod, max, min: helpers that know the neutral element, for shards with nothing in them."""
     result, dims = e.call.results[0].dtype, list(reduced_dims(e.call))
-    operand = (
-        e.operands[0] if e.call.op.name != "prod" else cast_text(e.operands[0], e.call.types[0].dtype, result)
-    )
+    operand = e.operands[0] if e.call.op.name != "prod" else cast_text(e.operands[0], e.call.types[0].dtype, result)
     return f"K.reduce_{e.call.op.name}({operand}, {dims}, {e.call['keepdim']})" if dims else operand
 
 

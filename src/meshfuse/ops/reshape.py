@@ -35,9 +35,7 @@ def inferred_shape(shape: Sequence[int], wanted: Sequence[object]) -> tuple[int,
     sizes = [UNKNOWN if isinstance(n, ScalarRef) else int(n) for n in wanted]  # type: ignore[call-overload]
     open_places = [i for i, n in enumerate(wanted) if not isinstance(n, ScalarRef) and n == -1]
     if len(open_places) > 1:
-        raise user_error(
-            "reshape: more than one size is -1", str(list(wanted)), "at most one", "Name the others."
-        )
+        raise user_error("reshape: more than one size is -1", str(list(wanted)), "at most one", "Name the others.")
     if UNKNOWN in shape or any(isinstance(n, ScalarRef) for n in wanted):
         return tuple(sizes)
     known = math.prod(n for n in sizes if n >= 0)

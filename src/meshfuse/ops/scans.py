@@ -17,9 +17,7 @@ def _infer(call: Call) -> tuple[TensorType, ...]:
     """The operand's type: unlike torch, nvFuser keeps Int32 and Bool."""
     check_dim(call.op.name, call["dim"], call.types[0].ndim)
     if call.types[0].dtype.category == 3 and call.op.name in ("cummax", "cummin"):
-        raise user_error(
-            f"{call.op.name}: complex numbers have no order", str(call.types[0]), "a real type", ""
-        )
+        raise user_error(f"{call.op.name}: complex numbers have no order", str(call.types[0]), "a real type", "")
     return call.types
 
 

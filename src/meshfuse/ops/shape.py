@@ -101,9 +101,7 @@ def _expand_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), shape = call.types, call["shape"]
     offset = len(shape) - arg.ndim
     if offset < 0:
-        raise user_error(
-            "expand: fewer sizes than dims", f"{list(shape)} for {arg}", f"at least {arg.ndim}", ""
-        )
+        raise user_error("expand: fewer sizes than dims", f"{list(shape)} for {arg}", f"at least {arg.ndim}", "")
     kept = (1,) * offset + arg.shape
     sizes = tuple(old if n == -1 else known_size(n) for old, n in zip(kept, shape, strict=True))
     return (TensorType(broadcast_shapes("expand", [kept, sizes]), arg.dtype),)
@@ -126,9 +124,7 @@ def _squeeze_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), dims = call.types, _squeezed(call)
     wrong = [d for d in dims if arg.shape[d] not in (1, UNKNOWN)]
     if wrong and not call["squeeze_expanded"]:
-        raise user_error(
-            f"squeeze: dim {wrong[0]}", f"size {arg.shape[wrong[0]]}", "size 1", "Use select or slice."
-        )
+        raise user_error(f"squeeze: dim {wrong[0]}", f"size {arg.shape[wrong[0]]}", "size 1", "Use select or slice.")
     return (TensorType(tuple(n for d, n in enumerate(arg.shape) if d not in dims), arg.dtype),)
 
 

@@ -44,8 +44,7 @@ def broadcast_shapes(op: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...
 
 
 def aligned_dims(shape: Sequence[int], result: Sequence[int], factors: DimFactors) -> DimFactors:
-    """The factors of an operand broadcast to a result: those of the dim it meets; none where it is of size 1.
-    """
+    """The factors of an operand broadcast to a result: those of the dim it meets; none where it is of size 1."""
     offset = len(result) - len(shape)
     return tuple(
         factors[offset + d] if n == result[offset + d] else () for d, n in enumerate(shape)
@@ -74,9 +73,7 @@ def check_dims(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[in
     listed = [dims] if isinstance(dims, int) else list(dims)
     found = [check_dim(op, dim, ndim) for dim in listed]
     if len(set(found)) != len(found):
-        raise user_error(
-            f"{op}: a dim is given twice", f"dims {listed}", "each dim once", "Remove the repeated dim."
-        )
+        raise user_error(f"{op}: a dim is given twice", f"dims {listed}", "each dim once", "Remove the repeated dim.")
     return tuple(sorted(found))
 
 

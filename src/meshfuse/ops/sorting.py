@@ -39,26 +39,20 @@ def _argsort_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _argsort_emit(e: Emit) -> str:
     """Always stable: the order of equal elements must not depend on the mesh."""
-    return (
-        f"torch.argsort({e.operands[0]}, dim={_dim(e.call)}, descending={e.call['descending']}, stable=True)"
-    )
+    return f"torch.argsort({e.operands[0]}, dim={_dim(e.call)}, descending={e.call['descending']}, stable=True)"
 
 
 def _topk_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), dim, k = call.types, _dim(call), known_size(call["k"])
     if UNKNOWN not in (k, arg.shape[dim]) and not 0 <= k <= arg.shape[dim]:
-        raise user_error(
-            "topk: k", str(k), f"at most {arg.shape[dim]}, the size of dim {dim}", "Ask for fewer."
-        )
+        raise user_error("topk: k", str(k), f"at most {arg.shape[dim]}, the size of dim {dim}", "Ask for fewer.")
     shape = (*arg.shape[:dim], k, *arg.shape[dim + 1 :])
     return (TensorType(shape, arg.dtype), TensorType(shape, DataType.Int))
 
 
 def _topk_rule(call: Call) -> Rule:
     dim, builder = _dim(call), RuleBuilder()
-    operand = tuple(
-        builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(call.types[0].shape)
-    )
+    operand = tuple(builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(call.types[0].shape))
     result = (*operand[:dim], builder.blocked(call.results[0].shape[dim]), *operand[dim + 1 :])
     return builder.build([operand], [result, result])
 

@@ -78,16 +78,12 @@ def _welford_infer(call: Call) -> tuple[TensorType, ...]:
 def _rule(call: Call) -> Rule:
     """Kept dims pass through; the op needs the reduced dims whole."""
     dims, builder = reduced_dims(call), RuleBuilder()
-    operand = tuple(
-        builder.blocked(n) if d in dims else builder.factor(n) for d, n in enumerate(call.types[0].shape)
-    )
+    operand = tuple(builder.blocked(n) if d in dims else builder.factor(n) for d, n in enumerate(call.types[0].shape))
     result = kept_factors(operand, dims, _keepdim(call))
     return builder.build([operand], [result] * len(call.results))
 
 
-def _moments(
-    r: Rewriting, x: TensorRef, dims: tuple[int, ...], dtype: DataType
-) -> tuple[TensorRef, TensorRef]:
+def _moments(r: Rewriting, x: TensorRef, dims: tuple[int, ...], dtype: DataType) -> tuple[TensorRef, TensorRef]:
     """(mean, sum of squared differences from it) over dims, which stay as dims of size 1.
 
     Two passes (Chan, Golub & LeVeque 1983), each a local sum and one reduction of the result's size: as

@@ -73,9 +73,7 @@ def windows_of(whole: int, start: int, size: int) -> Window | None:
     return (whole // size, start // size) if size > 0 and whole % size == 0 and start % size == 0 else None
 
 
-def _windowed(
-    builder: RuleBuilder, whole: int, start: int, size: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _windowed(builder: RuleBuilder, whole: int, start: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The factors of a dim and of a window of it: in common where windows line up, else both are needed whole."""
     window = windows_of(whole, start, size)
     if window is None:
@@ -87,9 +85,7 @@ def _windowed(
 def _slice_rule(call: Call) -> Rule:
     """A dim sliced without steps has its window's factors; one sliced with steps is needed whole."""
     builder, operand, result = RuleBuilder(), [], []
-    for n, m, (start, _, step) in zip(
-        call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True
-    ):
+    for n, m, (start, _, step) in zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True):
         dims = _windowed(builder, n, start, m) if step == 1 else (builder.blocked(n), builder.blocked(m))
         operand.append(dims[0])
         result.append(dims[1])
@@ -145,9 +141,7 @@ def _pad_infer(call: Call) -> tuple[TensorType, ...]:
     widths = pad_widths(call)
     sizes = [n if n == UNKNOWN else n + sum(widths.get(d, ())) for d, n in enumerate(call.types[0].shape)]
     if any(n < 0 and old != UNKNOWN for n, old in zip(sizes, call.types[0].shape, strict=True)):
-        raise user_error(
-            "pad: more is cut off than there is", str(list(call["pad_widths"])), "sizes >= 0", ""
-        )
+        raise user_error("pad: more is cut off than there is", str(list(call["pad_widths"])), "sizes >= 0", "")
     return (TensorType(tuple(sizes), call.types[0].dtype),)
 
 
@@ -156,11 +150,7 @@ def _pad_rule(call: Call) -> Rule:
     builder, widths, operand, result = RuleBuilder(), pad_widths(call), [], []
     for d, (n, m) in enumerate(zip(call.types[0].shape, call.results[0].shape, strict=True)):
         before, after = widths.get(d, (0, 0))
-        dims = (
-            _windowed(builder, m, before, n)
-            if min(before, after) >= 0
-            else (builder.blocked(m), builder.blocked(n))
-        )
+        dims = _windowed(builder, m, before, n) if min(before, after) >= 0 else (builder.blocked(m), builder.blocked(n))
         result.append(dims[0])
         operand.append(dims[1])
     return builder.build([tuple(operand)], [tuple(result)])
@@ -178,11 +168,7 @@ def local_widths(call: Call, local: tuple[int, ...]) -> list[int]:
         n, m = call.types[0].shape[d], call.results[0].shape[d]
         window = windows_of(m, before, n) if min(before, after) >= 0 else None
         out += [0, 0] * (len(local) - 1 - d - len(out) // 2)
-        out += (
-            [before, after]
-            if window is None
-            else [window[1] * local[d], (window[0] - 1 - window[1]) * local[d]]
-        )
+        out += [before, after] if window is None else [window[1] * local[d], (window[0] - 1 - window[1]) * local[d]]
     return out
 
 
@@ -261,14 +247,16 @@ def _sample(*args: Any) -> Sample:
 
 _ARG = Param("arg", K.TENSOR)
 OPS = (
-    OpDef("slice", (_ARG, Param("start_indices", K.SHAPE), Param("end_indices", K.SHAPE), Param("strides", K.SHAPE, None),
+    OpDef("slice", (_ARG, Param("start_indices", K.SHAPE), Param("end_indices", K.SHAPE),
+                    Param("strides", K.SHAPE, None),
                     Param("manual_normalization", K.BOOL, False)),
           _slice_infer, _slice_rule, _slice_emit, Partial.MOVE,
           samples=lambda: [_sample((6, 8), [0, 2], [6, 7]), _sample((6, 8), [1, 0], [6, 8], [2, 1]),
                            _sample((12, 8), [4, 0], [8, 8])],
           nvfuser=_slice_nvfuser, window=_slice_window, vjp=SLICE),
     OpDef("pad", (_ARG, Param("pad_widths", K.SHAPE), Param("value", K.OPTIONAL_SCALAR, None)),
-          _pad_infer, _pad_rule, _pad_emit, samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5),
+          _pad_infer, _pad_rule, _pad_emit,
+          samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5),
                                                             _sample((4, 6), [0, 0, 4, 8]), _sample((4, 6), [-1, 2])],
           nvfuser=_pad_nvfuser, window=_pad_window, vjp=PAD),
     OpDef("cat", (Param("tensors", K.TENSORS), Param("dim", K.DIM, 0), Param("manual_padding", K.BOOL, False)),

@@ -52,7 +52,8 @@ class Beam:
     """The search over one graph. `setting_of` makes a node's setting from the shardings of its operands."""
 
     def __init__(
-        self, graph: Graph, wanted: Mapping[int, Available], setting_of: Callable[[Node, tuple[Available, ...]], Setting],
+        self, graph: Graph, wanted: Mapping[int, Available],
+        setting_of: Callable[[Node, tuple[Available, ...]], Setting],
         inputs: Mapping[int, Available], width: int = WIDTH,
     ):  # fmt: skip
         self.graph, self.wanted, self.setting_of, self.width = graph, wanted, setting_of, width
@@ -64,9 +65,7 @@ class Beam:
         """The cheapest plan's decisions, op by op."""
         states = [State(0.0, 0.0, {}, None)]
         for node in self.graph.nodes:
-            grown = [
-                self._grown(state, node, *entry) for state in states for entry in self._entries(state, node)
-            ]
+            grown = [self._grown(state, node, *entry) for state in states for entry in self._entries(state, node)]
             states = self._settled(self._pruned(grown, node.id), node.id)
         return _steps(min(states, key=lambda state: state.total).last)
 

@@ -31,7 +31,7 @@ NO_CARRY = Carry((), "", ())
 
 @functools.lru_cache(maxsize=1 << 16)
 def layouts_of(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> Layouts:
-    """The factor layouts that a tensor's dims ask for; WHOLE for factors that it says nothing of or that are blocked."""
+    """The factor layouts that a tensor's dims ask for; WHOLE for those that it leaves out or that are blocked."""
     out = [WHOLE] * len(rule.factors)
     for factors, n, layout in zip(dims, shape, layouts, strict=True):
         if not layout or not factors:
@@ -65,7 +65,7 @@ def _spread(axes: Sequence[Split], sizes: tuple[int, ...], open_: tuple[bool, ..
 
 @functools.lru_cache(maxsize=1 << 16)
 def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> Layouts | None:
-    """As `layouts_of`, with axes that it leaves out, such as those of blocked dims, on the tensor's roomiest other factors.
+    """As `layouts_of`, with axes that it leaves out, such as those of blocked dims, on the tensor's roomiest others.
 
     The tensor comes there by an all-to-all, which moves an n-th of what gathering the dim would (attention from rows to
     heads: Jacobs et al. 2023, DeepSpeed Ulysses). None where no axis can move.
@@ -119,9 +119,7 @@ def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts
         if not factors:
             out.append(WHOLE)
             continue
-        joined = lay.concat(
-            tuple(layouts[f] for f in factors), tuple(rule.factors[f].size for f in factors), n
-        )
+        joined = lay.concat(tuple(layouts[f] for f in factors), tuple(rule.factors[f].size for f in factors), n)
         if joined is None:
             return None
         out.append(joined)
@@ -154,16 +152,10 @@ class Placement:
     move: Move | None = None
 
 
-def placed(
-    call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY
-) -> Placement | None:
+def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:
     """The placement of an op on a mesh; None where some dim cannot be laid out so."""
-    operand_dims = [
-        tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.operands, call.types, strict=True)
-    ]
-    result_dims = [
-        tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.results, call.results, strict=True)
-    ]
+    operand_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.operands, call.types, strict=True)]
+    result_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.results, call.results, strict=True)]
     if None in operand_dims or None in result_dims:
         return None
     operands = [

@@ -45,9 +45,7 @@ def _first(tensors: Mapping[int, DeviceMesh], ids: tuple[int, ...]) -> DeviceMes
     return next((tensors[i] for i in ids if i in tensors), None)
 
 
-def _place(
-    node: Node, mesh: DeviceMesh, nodes: dict[int, DeviceMesh], tensors: dict[int, DeviceMesh]
-) -> None:
+def _place(node: Node, mesh: DeviceMesh, nodes: dict[int, DeviceMesh], tensors: dict[int, DeviceMesh]) -> None:
     nodes[node.id] = mesh
     for i in node.outputs:
         tensors.setdefault(i, mesh)

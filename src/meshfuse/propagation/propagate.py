@@ -40,9 +40,7 @@ def propagate(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
 
 def _choice(step: Step) -> Choice:
     option, other = step.option, step.runner_up
-    return Choice(
-        option.placement, option.source, option.seconds, (other.source, other.seconds) if other else None
-    )
+    return Choice(option.placement, option.source, option.seconds, (other.source, other.seconds) if other else None)
 
 
 class _Propagation:
@@ -90,9 +88,7 @@ class _Propagation:
         for node in reversed(self.graph.nodes):
             results = [self.wanted[i] for i in node.outputs]
             for asked in itertools.islice(itertools.zip_longest(*results), ASKED):
-                layouts = self._wanted_layouts(
-                    node, [new or old[0] for new, old in zip(asked, results, strict=True)]
-                )
+                layouts = self._wanted_layouts(node, [new or old[0] for new, old in zip(asked, results, strict=True)])
                 for place, i in enumerate(node.inputs):
                     if i not in self.graph.annotations and i not in self.inputs:
                         self._ask(node, place, i, layouts)

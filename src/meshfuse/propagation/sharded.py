@@ -48,11 +48,8 @@ class ShardedDefinition:
             lines.append(f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.homes[i]}")
         for node, choice in zip(self.graph.nodes, self.choices, strict=True):
             made = ", ".join(
-                f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.homes[i]}"
-                for i in node.outputs
+                f"{self.graph.tensors[i].label}: {self.graph.tensors[i].type} {self.homes[i]}" for i in node.outputs
             )
-            taken = ", ".join(
-                f"t{i} {s}" for i, s in zip(node.inputs, choice.placement.operands, strict=True)
-            )
+            taken = ", ".join(f"t{i} {s}" for i, s in zip(node.inputs, choice.placement.operands, strict=True))
             lines.append(f"{made} = {node.name}({taken})")
         return "\n".join(lines)

@@ -37,9 +37,7 @@ class Bill:
         return sum(entry.wire for entry in self.entries)
 
     def to_json(self) -> str:
-        return json.dumps(
-            {"total": self.total, "entries": [asdict(entry) for entry in self.entries]}, indent=1
-        )
+        return json.dumps({"total": self.total, "entries": [asdict(entry) for entry in self.entries]}, indent=1)
 
     def __str__(self) -> str:
         if not self.entries:
@@ -47,9 +45,7 @@ class Bill:
         rows = [("collective", "axis", "bytes", "tensor", "why", "line")]
         rows += [(e.collective, e.axes, number(e.wire), e.tensor, e.why, e.line) for e in self.entries]
         count = len(self.entries)
-        rows.append(
-            ("total", "", number(self.total), "", f"{count} collective{'s' if count > 1 else ''}", "")
-        )
+        rows.append(("total", "", number(self.total), "", f"{count} collective{'s' if count > 1 else ''}", ""))
         return table(rows, right=(2,))
 
 
@@ -59,8 +55,7 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     lines = []
     for row in rows:
         cells = [
-            cell.rjust(w) if c in right else cell.ljust(w)
-            for c, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(w) if c in right else cell.ljust(w) for c, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -28,9 +28,7 @@ def explain_all(compiled: CompiledProgram) -> str:
     rows = [("tensor", "type", "sharding", "why", "line")]
     for tensor in graph.tensors:
         sharding = str(compiled.sharded.homes[tensor.id])
-        rows.append(
-            (tensor.label, str(tensor.type), sharding, explainer.in_short(tensor.id), str(tensor.line))
-        )
+        rows.append((tensor.label, str(tensor.type), sharding, explainer.in_short(tensor.id), str(tensor.line)))
     meshes = dict.fromkeys(str(sharding.mesh) for sharding in compiled.sharded.homes.values())
     return "\n".join([f"on {', '.join(meshes)}", table(rows)])
 
@@ -106,11 +104,7 @@ class _Explainer:
             yield "computed whole: neither an operand nor an annotation splits it over an axis"
 
     def _origin(self, origin: Origin) -> str:
-        what = (
-            f"{origin.split} on dim {origin.dim}"
-            if origin.dim is not None
-            else f"unreduced over {origin.split}"
-        )
+        what = f"{origin.split} on dim {origin.dim}" if origin.dim is not None else f"unreduced over {origin.split}"
         if not origin.chain:
             return f"{what}: no annotation asks for it; it was the cheapest"
         end = origin.chain[-1]
@@ -161,9 +155,7 @@ class _Explainer:
 
     def _moves(self, tensor: int) -> Iterator[str]:
         resharded = self.compiled.resharded
-        found = [
-            s for s in resharded.steps if isinstance(s, Set) and resharded.values[s.source].tensor == tensor
-        ]
+        found = [s for s in resharded.steps if isinstance(s, Set) and resharded.values[s.source].tensor == tensor]
         if not found:
             yield "none: every reader takes it as it is"
         for step in found:

@@ -91,15 +91,11 @@ def _op(node: OpNode) -> str:
     if node.op.name in COMPOSITES:  # `fd.ops` has a function of that name that gives something else
         keywords = ", ".join(f"{name!r}: {text}" for name, text in named)
         return f"{made} = fd.call({node.op.name!r}, [{', '.join(plain)}], {{{keywords}}})"
-    return (
-        f"{made} = fd.ops.{node.op.name}({', '.join([*plain, *(f'{name}={text}' for name, text in named)])})"
-    )
+    return f"{made} = fd.ops.{node.op.name}({', '.join([*plain, *(f'{name}={text}' for name, text in named)])})"
 
 
 def _is_default(param: Param, arg: Any) -> bool:
-    return param.default is REQUIRED or (
-        type(arg) is type(param.default) and repr(arg) == repr(param.default)
-    )
+    return param.default is REQUIRED or (type(arg) is type(param.default) and repr(arg) == repr(param.default))
 
 
 def _text(value: Any) -> str:
@@ -127,12 +123,7 @@ def _says_something(annotation: Annotation) -> bool:
         or not _in_order(domain)
         or any(leaf.axis or leaf.swizzled for leaf in domain.order)
     )
-    return (
-        annotation.mesh is not None
-        or edited
-        or annotation.allocation is not None
-        or annotation.memory is not None
-    )
+    return annotation.mesh is not None or edited or annotation.allocation is not None or annotation.memory is not None
 
 
 def _in_order(domain: LoopDomain) -> bool:
@@ -175,11 +166,7 @@ def _entry(root: Sequence[Leaf], mesh: DeviceMesh | None) -> str:
 
 
 def _factor(leaf: Leaf, mesh: DeviceMesh | None) -> str:
-    if (
-        mesh is not None
-        and leaf.axis in mesh.names
-        and (leaf.size, leaf.pre) == (mesh.axis_size(leaf.axis), 1)
-    ):
+    if mesh is not None and leaf.axis in mesh.names and (leaf.size, leaf.pre) == (mesh.axis_size(leaf.axis), 1):
         return repr(leaf.axis)
     if leaf.axis == STREAM and leaf.size is None:
         return repr(STREAM)

@@ -146,9 +146,7 @@ def _transfer_pieces(move: Move, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     return tuple(_group_pieces(move, shape, move.src.mesh.ranks, move.dst.mesh.ranks))
 
 
-def _group_pieces(
-    move: Move, shape: tuple[int, ...], sources: Sequence[int], targets: Sequence[int]
-) -> list[Piece]:
+def _group_pieces(move: Move, shape: tuple[int, ...], sources: Sequence[int], targets: Sequence[int]) -> list[Piece]:
     holders: dict[tuple[lay.Runs, ...], list[int]] = {}
     for rank in sources:
         held = move.held(shape, rank)

@@ -93,9 +93,7 @@ class Gloo:
 
     def broadcast(self, tensor: torch.Tensor, src_index: int) -> Work:
         """In place, from the rank at `src_index`."""
-        return self._issue(
-            "broadcast", self._pg.broadcast, ([movable(tensor)], self._broadcast_options[src_index])
-        )
+        return self._issue("broadcast", self._pg.broadcast, ([movable(tensor)], self._broadcast_options[src_index]))
 
     def send(self, tensor: torch.Tensor, dst_index: int) -> Work:
         """To the rank at `dst_index`."""

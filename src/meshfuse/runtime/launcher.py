@@ -122,9 +122,7 @@ def _job_variables(ranks: int, attempt: int, store_port: int) -> dict[str, str]:
     }
 
 
-def _start(
-    rank: int, argv: list[str], base: Mapping[str, str], listener: socket.socket, all_output: bool
-) -> Rank:
+def _start(rank: int, argv: list[str], base: Mapping[str, str], listener: socket.socket, all_output: bool) -> Rank:
     variables = dict(base) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     handed: tuple[int, ...] = ()
     if rank == 0:
@@ -193,9 +191,7 @@ def _first_failure(started: list[Rank], failed: dict[int, int]) -> tuple[int, in
         time.sleep(_POLL)
         codes = {r.rank: r.process.poll() for r in started}
         failed = {rank: code for rank, code in codes.items() if code}
-    return next(
-        ((rank, code) for rank, code in failed.items() if code != FOLLOWER_CODE), next(iter(failed.items()))
-    )
+    return next(((rank, code) for rank, code in failed.items() if code != FOLLOWER_CODE), next(iter(failed.items())))
 
 
 def _report(failure: tuple[int, int]) -> int:
@@ -279,19 +275,13 @@ def _write_line(fd: int, text: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `meshfuse run`."""
-    parser.add_argument(
-        "--ranks", "-n", type=int, required=True, help="number of processes to start on this machine"
-    )
+    parser.add_argument("--ranks", "-n", type=int, required=True, help="number of processes to start on this machine")
     parser.add_argument("--timeout", type=float, help="end the job after this many seconds (exit code 124)")
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, help="start a failed job anew, this often at most"
-    )
+    parser.add_argument("--max-restarts", type=int, default=0, help="start a failed job anew, this often at most")
     parser.add_argument(
         "--all-output", action="store_true", help="show every rank's stdout, prefixed (else rank 0's alone)"
     )
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m"
-    )
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     parser.add_argument("script", help="the Python script that every rank runs")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
 

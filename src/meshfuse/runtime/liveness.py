@@ -75,9 +75,7 @@ def look_for_failure(store: dist.Store, seconds: float = _LOOK) -> Failure | Non
     return within(1.0, lambda: published(store), None)
 
 
-def roll_call(
-    store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK
-) -> dict[int, str | None] | None:
+def roll_call(store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK) -> dict[int, str | None] | None:
     """What each rank says it is doing, None where it does not answer; None if the store does not."""
     ranks = tuple(ranks)
     return within(seconds + 2, lambda: _call(store, ranks, seconds), None)

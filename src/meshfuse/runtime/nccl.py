@@ -67,9 +67,7 @@ class Nccl:
             stack = tensor.new_empty((self._group.size, out.numel()))
             return self._issue(
                 "reduce_scatter",
-                lambda: self._pg.alltoall_base(
-                    movable(stack), movable(tensor), [], [], dist.AllToAllOptions()
-                ),
+                lambda: self._pg.alltoall_base(movable(stack), movable(tensor), [], [], dist.AllToAllOptions()),
                 lambda: fold(stack, op, out.view(-1)),
             )
         options: Any = dist.ReduceScatterOptions()

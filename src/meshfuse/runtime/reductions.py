@@ -64,9 +64,7 @@ def check_reducible(dtype: torch.dtype, op: str) -> None:
     if op not in OPS:
         raise user_error("an unknown reduction", repr(op), f"one of {', '.join(OPS)}", cls=ArgumentError)
     if dtype.is_complex and op in ("max", "min"):
-        raise user_error(
-            f"complex numbers have no {op}", str(dtype), "sum or prod, or a real dtype", cls=ArgumentError
-        )
+        raise user_error(f"complex numbers have no {op}", str(dtype), "sum or prod, or a real dtype", cls=ArgumentError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,9 +84,7 @@ def _start(place: Environment, listener: socket.socket) -> dist.Store:
 def _share(place: Environment, error: OSError) -> dist.Store:
     """The store that this process serves already, as the script called init_process_group first."""
     try:
-        return dist.TCPStore(
-            place.address, place.port, is_master=True, wait_for_workers=False, multi_tenant=True
-        )
+        return dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False, multi_tenant=True)
     except RuntimeError:
         raise user_error(
             "rank 0 cannot serve the store of its job",

@@ -129,9 +129,7 @@ class World:
         if self.size > 1:
             self._arrive(f"barrier/{self._counters.next(self.all_ranks)}", self.all_ranks, "barrier")
 
-    def check_same(
-        self, value: str, what: str, ranks: Sequence[int], detail: Callable[[], str] | None = None
-    ) -> None:
+    def check_same(self, value: str, what: str, ranks: Sequence[int], detail: Callable[[], str] | None = None) -> None:
         """Compare a short text over `ranks`, which all call this. RankError on every one if it differs.
 
         `detail` gives a longer text to show in its place: the first line in which the ranks differ.
@@ -213,9 +211,7 @@ class World:
         within(1.0, lambda: self.store.set(f"done/{self.rank}", ""), None)
 
     def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> None:
-        joined = [
-            rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])
-        ]
+        joined = [rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])]
         await_keys(self.store, [f"done/{rank}" for rank in joined], limit, check)
 
 

@@ -22,7 +22,7 @@ def take_runs(tensor: torch.Tensor, dim: int, part: Runs) -> torch.Tensor:
 
 
 def shard(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
-    """The rank's shard of a global tensor, contiguous. Partial axes: the first rank holds the value, others the identity."""
+    """The rank's shard of a global tensor, contiguous."""
     out = tensor
     for dim, part in enumerate(sharding.runs(tensor.shape, rank)):
         out = take_runs(out, dim, part)

@@ -137,7 +137,9 @@ def runs(layout: Layout, n: int, digits: tuple[int, ...]) -> Runs:
         assert split.size is not None
         if split.bound:
             digit = remaining.pop(0)
-            intervals = [(a * split.size + digit, a * split.size + digit + 1) for a, b in intervals for a in range(a, b)]
+            intervals = [
+                (a * split.size + digit, a * split.size + digit + 1) for a, b in intervals for a in range(a, b)
+            ]
         else:
             intervals = [(a * split.size, b * split.size) for a, b in intervals]
     return _clip(intervals, n)

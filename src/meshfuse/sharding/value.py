@@ -56,7 +56,12 @@ class Sharding:
 
     @classmethod
     def make(
-        cls, mesh: DeviceMesh, dims: Sequence[Layout], shape: Sequence[int], partial: Iterable[Split] = (), reduce: str = ""
+        cls,
+        mesh: DeviceMesh,
+        dims: Sequence[Layout],
+        shape: Sequence[int],
+        partial: Iterable[Split] = (),
+        reduce: str = "",
     ) -> Sharding:
         """The canonical sharding of a tensor of this shape."""
         terms = canonical_partial(partial)
@@ -108,7 +113,8 @@ class Sharding:
     def max_local_numel(self, shape: Sequence[int]) -> int:
         """Elements of the largest shard."""
         return math.prod(
-            lay.count(lay.runs(d, n, (0,) * len(lay.axes(d)))) if d else n for d, n in zip(self.dims, shape, strict=True)
+            lay.count(lay.runs(d, n, (0,) * len(lay.axes(d)))) if d else n
+            for d, n in zip(self.dims, shape, strict=True)
         )
 
     def coordinates(self, rank: int) -> tuple[int, ...]:

@@ -58,9 +58,7 @@ def annotations(
     inputs = [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
     pools = [inputs, inputs, [*range(len(fd.tensors))], fd.outputs]
     wanted = draw(
-        st.lists(
-            st.sampled_from(pools).flatmap(st.sampled_from), min_size=2, max_size=max_tensors, unique=True
-        )
+        st.lists(st.sampled_from(pools).flatmap(st.sampled_from), min_size=2, max_size=max_tensors, unique=True)
     )
     for i in wanted:
         mesh = chosen[0] if len(chosen) == 1 else draw(st.sampled_from(chosen))
@@ -96,9 +94,7 @@ def _schedule(draw: st.DrawFn, tensor: TensorView, mesh: DeviceMesh) -> None:
     tensor.set_device_mesh(mesh)
     for kind, size in zip(_KINDS, reversed(mesh.shape), strict=False):
         free = [
-            i
-            for i, axis in enumerate(tensor.get_loop_domain())
-            if axis.leaf.axis is None and axis.leaf.size is None
+            i for i, axis in enumerate(tensor.get_loop_domain()) if axis.leaf.axis is None and axis.leaf.size is None
         ]
         place = draw(st.sampled_from([-1, *free]))
         if place >= 0:
