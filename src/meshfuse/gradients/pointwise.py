@@ -42,7 +42,7 @@ _DIVISORS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "log2": lambda o, x, _: o.mul(x, math.log(2.0)),
     "sqrt": lambda o, _, y: o.mul(y, 2.0),
 }
-_CONSTANT = "ceil floor round sign trunc".split()
+_CONSTANT = ["ceil", "floor", "round", "sign", "trunc"]
 
 
 def _silu(o: Any, x: Tensor) -> Tensor:

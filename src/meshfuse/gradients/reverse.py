@@ -111,13 +111,13 @@ class _Sweep:
                 found.update(i for i in node.outputs if tensors[i].type.dtype.category >= 2 and i not in constants)
         return found
 
-    def seed(self, output: TensorView, grad: TensorView | None) -> None:
-        grad = self.ops.full(sizes(output), 1.0, output.dtype) if grad is None else grad
+    def seed(self, output: TensorView, given: TensorView | None) -> None:
+        """What the gradient of an output begins with: ones for None."""
+        grad: TensorView = self.ops.full(sizes(output), 1.0, output.dtype) if given is None else given
         if not _fits(grad, output):
             raise user_error(
                 "grad: grad_outputs", f"{grad.label}: {grad.type} for {output.label}: {output.type}",
-                "the output's shape",
-                "Pass a tensor of the shape of the output.", self.line,
+                "the output's shape", "Pass a tensor of the shape of the output.", self.line,
             )  # fmt: skip
         if output.id in self.active:
             self._add(output, grad, {grad.id})
