@@ -27,7 +27,23 @@ _HOME = {
     "RankError": "errors",
     "RankTimeout": "errors",
 }
-__all__ = sorted(_HOME)  # noqa: PLE0605 - the names are those of _HOME
+__all__ = [
+    "ArgumentError",
+    "DataType",
+    "DefinitionError",
+    "DeviceMesh",
+    "FusionDefinition",
+    "MeshfuseError",
+    "ParallelType",
+    "RankError",
+    "RankTimeout",
+    "Sharding",
+    "Split",
+    "TensorView",
+    "Val",
+    "World",
+    "shard_tensor",
+]
 
 if TYPE_CHECKING:
     from .definition.tensor_view import TensorView, Val

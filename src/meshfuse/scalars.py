@@ -43,7 +43,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bitwise_left_shift": lambda a, b: a << b, "bitwise_right_shift": lambda a, b: a >> b,
     "neg": lambda a: -a, "abs": abs, "logical_not": lambda a: not a, "bitwise_not": lambda a: ~a,
     "ceil": math.ceil, "floor": math.floor, "round": round, "trunc": math.trunc, "reciprocal": lambda a: 1.0 / a,
-    "sqrt": math.sqrt, "rsqrt": lambda a: 1.0 / math.sqrt(a), "relu": lambda a: max(a, 0), "sign": lambda a: (a > 0) - (a < 0),
+    "sqrt": math.sqrt, "rsqrt": lambda a: 1.0 / math.sqrt(a), "relu": lambda a: max(a, 0),
+    "sign": lambda a: (a > 0) - (a < 0),
     "sigmoid": lambda a: 1.0 / (1.0 + math.exp(-a)), "silu": lambda a: a / (1.0 + math.exp(-a)),
     **{name: getattr(math, name) for name in (
         "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "exp", "expm1", "lgamma",
@@ -53,11 +54,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "threshold": lambda x, t, v: x if x > t else v,
     "set": lambda a: a, "segment_set": lambda a: a, "real": lambda a: a.real, "imag": lambda a: a.imag,
 }  # fmt: skip
-_PREDICATES = frozenset("eq ne lt le gt ge logical_and logical_or logical_not isfinite isinf isnan".split())
-_INTEGRAL = frozenset(
-    "add sub mul div mod remainder pow maximum minimum gcd neg abs bitwise_and bitwise_or bitwise_xor bitwise_not "
-    "bitwise_left_shift bitwise_right_shift relu sign set segment_set where clamp".split()
+_PREDICATES = frozenset(
+    ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isfinite", "isinf", "isnan")
 )
+_INTEGRAL = frozenset(
+    ("add", "sub", "mul", "div", "mod", "remainder", "pow", "maximum", "minimum", "gcd", "neg", "abs", "relu", "sign",
+     "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "set",
+     "segment_set", "where", "clamp")
+)  # fmt: skip
 
 
 def result_dtype(op: str, operands: list[DataType]) -> DataType:

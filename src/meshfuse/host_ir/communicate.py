@@ -11,7 +11,18 @@ from ..resharding.moves import Move, MoveKind, Piece, pieces
 from ..sharding import layout as lay
 from ..sharding.layout import Runs
 from .instructions import (
-    Allocate, Box, Collective, Communication, Instruction, Join, Own, Pack, Put, SendRecv, View, Wait,
+    Allocate,
+    Box,
+    Collective,
+    Communication,
+    Instruction,
+    Join,
+    Own,
+    Pack,
+    Put,
+    SendRecv,
+    View,
+    Wait,
 )  # fmt: skip
 
 
@@ -89,7 +100,7 @@ def _all_reduce(c: MoveContext) -> list[Instruction]:
 
 
 def joined_dim(c: MoveContext) -> int | None:
-    """The dim along which the equal blocks of the group, in its order, make up the gathered tensor; None if none does."""
+    """The dim along which the equal blocks of the group, in order, make up the gathered tensor; None if none does."""
     shapes = {c.move.src.local_shape(c.type.shape, rank) for rank in c.group}
     if len(shapes) != 1 or not math.prod(next(iter(shapes))):
         return None

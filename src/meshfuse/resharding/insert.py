@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from dataclasses import dataclass, field
 
 from ..errors import SourceLine
@@ -95,7 +94,8 @@ class ReshardedDefinition:
         for step in self.steps:
             if isinstance(step, Set):
                 tensor = graph.tensors[self.values[step.source].tensor]
-                lines.append(f"v{step.target} = set v{step.source} {tensor.label}: {step.move}  # {step.why} {step.line}")
+                text = f"v{step.target} = set v{step.source} {tensor.label}: {step.move}"
+                lines.append(f"{text}  # {step.why} {step.line}")
             else:
                 made = ", ".join(f"v{v} {self.values[v].sharding}" for v in step.outputs)
                 node = graph.nodes[step.node]
@@ -118,7 +118,8 @@ class _Inserter:
         for node, choice in zip(graph.nodes, self.sharded.choices, strict=True):
             self._compute(node.id, choice.placement)
         outputs = [self._output(i) for i in graph.outputs]
-        done = ReshardedDefinition(self.sharded, tuple(self.values), tuple(self.steps), tuple(self.inputs), tuple(outputs))
+        made = map(tuple, (self.values, self.steps, self.inputs, outputs))
+        done = ReshardedDefinition(self.sharded, *made)
         done.verify()
         return done
 
@@ -184,7 +185,7 @@ class _Inserter:
 
 
 def insert_resharding(sharded: ShardedDefinition) -> ReshardedDefinition:
-    """Put in the moves that the placements need, each planned as the cheapest path from what exists; equal ones once."""
+    """Put in the moves that the placements need, each planned as the cheapest path; equal ones once."""
     return _Inserter(sharded).run()
 
 
