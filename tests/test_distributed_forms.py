@@ -311,6 +311,25 @@ def test_the_same_op_twice_and_a_result_that_nobody_reads() -> None:
     _assert_close(fd.simulate([X], check_replicas=True), (values, index, values))
 
 
+@pytest.mark.parametrize("name", ["topk of rows", "welford of rows", "var_mean of columns", "cumsum of dim 0"])
+@pytest.mark.parametrize("ranks", [[0, 1], [1, 7]])
+@pytest.mark.usefixtures("forms_forced")
+def test_a_form_whose_result_is_wanted_on_another_mesh(name: str, ranks: list[int]) -> None:
+    """Ranks in both meshes do more moves than the others; unreduced sums do not travel between meshes."""
+    build, reference, *_ = CASES[name]
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor(list(X.shape))
+    made = build(fd, fd.ops.mul(x, 1.0))
+    results = made if isinstance(made, tuple) else (made,)
+    for tensor in results:
+        fd.add_output(tensor)
+    fd.mesh_split(x, mf.DeviceMesh((4, 2), ("x", "y")), ["x", "y"])
+    fd.mesh_split(
+        results[0], mf.DeviceMesh((2,), ("z",), ranks=ranks), ["z", *[None] * (results[0].ndim - 1)]
+    )
+    _assert_close(fd.simulate([X], check_replicas=True), reference(X.double()))
+
+
 ROWS = [None, None, "x", None]
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 # Shapes of q and of k and v, and whether q, k and v are sharded along the sequence.

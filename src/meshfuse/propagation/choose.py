@@ -27,7 +27,7 @@ from .factors import (
     representable,
 )
 
-# Seconds per operation: a byte on the wire costs as much as a thousand operations, as on an accelerator with fast links.
+# Seconds per operation: a byte on the wire costs as much as a thousand operations, as with an accelerator's fast links.
 GAMMA = BETA / 1000
 
 
@@ -87,7 +87,8 @@ def _priced(setting: Setting, source: Source, layouts: Layouts, carry: Carry) ->
 
 def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts, Carry]]:
     rule = setting.rule
-    carry = carries(setting.call, rule, setting.available)
+    here = [[s for s in found if s.mesh == setting.mesh] for found in setting.available]
+    carry = carries(setting.call, rule, here)
     if carry is not None:
         layouts = representable(rule, merged(_carried_votes(setting, carry), carry.axes))
         yield Source("carry", carry.operands[0]), layouts, carry
@@ -138,7 +139,7 @@ def _carried_votes(setting: Setting, carry: Carry) -> list[Layouts]:
     rule, call = setting.rule, setting.call
     first = []
     for i in carry.operands:
-        sharding = next(s for s in setting.available[i] if s.partial)
+        sharding = next(s for s in setting.available[i] if s.partial and s.mesh == setting.mesh)
         first.append(layouts_of(rule, rule.operands[i], call.types[i].shape, sharding.dims))
     return [*first, *(vote for _, vote in _votes(setting))]
 
