@@ -4,30 +4,63 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
 from interpreter import interpret
+from laws import LAWS, Law
+from meshfuse.propagation.sharded import ShardedDefinition
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
 from meshfuse.testing.blocks import FAMILIES
 
-BATCHES = {**{name: (name, "pointwise") for name in FAMILIES}, "all": ()}
+# Programs per family of ops, 5,300 in all.
+FAMILY_NAMES = [*FAMILIES, "all"]
+PROGRAMS = {"pointwise": 800, "reductions": 900, "products": 900, "shapes": 900, "lookups": 800, "all": 1000}
 
 
-def check(fd: mf.FusionDefinition, number: int) -> None:
-    inputs = inputs_for(fd, number)
-    assert_same_as_unsharded(fd, inputs, interpret(fd, inputs))
+def examples(count: int) -> int:
+    """So many in CI, as many as the profile says in `make fuzz`."""
+    return count if settings.get_current_profile_name() == "ci" else settings().max_examples
+
+
+def families(name: str) -> tuple[str, ...]:
+    return () if name == "all" else (name, "pointwise")
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("family", BATCHES)
-def test_a_random_program_is_what_torch_computes(family: str) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_random_program_is_what_torch_computes_and_propagation_keeps_its_laws(family: str) -> None:
     torch.set_num_threads(1)
 
-    @settings(max_examples=100)
-    @given(definitions(BATCHES[family]).flatmap(annotations), st.integers(0, 99))
-    def run(fd: mf.FusionDefinition, number: int) -> None:
-        check(fd, number)
+    @settings(max_examples=examples(PROGRAMS[family]))
+    @given(definitions(families(family)).flatmap(annotations), st.integers(0, 99), st.sampled_from(LAWS))
+    def check(fd: mf.FusionDefinition, number: int, law: Law) -> None:
+        inputs = inputs_for(fd, number)
+        assert_same_as_unsharded(fd, inputs, interpret(fd, inputs))
+        compiled = fd.compile()
+        keeps_annotations(fd, compiled.sharded)
+        law(compiled.sharded, number)
 
-    run()
+    check()
+
+
+def keeps_annotations(fd: mf.FusionDefinition, done: ShardedDefinition) -> None:
+    for i, annotation in fd.annotations.items():
+        shape = fd.tensors[i].type.shape
+        assert done.homes[i] == annotation.sharding("t", shape).placement(shape)
+
+
+@settings(max_examples=50)
+@given(definitions().flatmap(annotations), st.data())
+def test_a_wrong_number_on_any_rank_is_noticed(fd: mf.FusionDefinition, data: st.DataObject) -> None:
+    """The comparison itself: with one output changed by one it fails."""
+    inputs = inputs_for(fd)
+    wrong = interpret(fd, inputs)
+    place = data.draw(st.integers(0, len(wrong) - 1))
+    wrong[place] = ~wrong[place] if wrong[place].dtype == torch.bool else wrong[place] + 1.0
+    if not torch.isfinite(wrong[place].double()).all():
+        return
+    with pytest.raises(AssertionError, match=f"output {fd.tensors[fd.outputs[place]].name}"):
+        assert_same_as_unsharded(fd, inputs, wrong)

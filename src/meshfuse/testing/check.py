@@ -13,7 +13,7 @@ from ..ops.base import TensorRef
 
 
 def inputs_for(fd: DefinitionBuilder, seed: int = 0) -> list[Any]:
-    """Arguments for a definition: small whole numbers, and for inputs that index something numbers that exist there.
+    """Arguments for a definition: small whole numbers, and for inputs that index numbers that exist there.
 
     Whole numbers add up to the same in every order, so that ops that jump can be compared. Scalars are 1.5.
     """
@@ -70,7 +70,7 @@ def tolerance_of(fd: DefinitionBuilder) -> float:
 def assert_same_as_unsharded(
     fd: FusionDefinition, inputs: Sequence[Any], expected: Sequence[torch.Tensor] | None = None
 ) -> None:
-    """Simulate `fd` on all its ranks and compare each output, and each replica of it, with the unsharded result.
+    """Simulate `fd` on all its ranks and compare each output and each replica with the unsharded result.
 
     `expected` are the results to compare with; without them, those of the definition run whole on one rank. Raises
     AssertionError where numbers differ by more than rounding.

@@ -1,0 +1,152 @@
+"""Laws of propagation: what may not change its outcome. Each takes a propagated graph and makes a twin of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping
+
+import meshfuse as mf
+from meshfuse.errors import SourceLine
+from meshfuse.graph import Graph, reordered
+from meshfuse.propagation.propagate import propagate
+from meshfuse.propagation.sharded import ShardedDefinition
+from meshfuse.resharding.insert import Set, insert_resharding
+from meshfuse.resharding.moves import wire_elements
+from meshfuse.sharding import Layout, Sharding, Split
+from meshfuse.sharding.value import canonical_partial
+
+WORLD = mf.DeviceMesh([0])
+NOWHERE = SourceLine("", 0, "", "")
+
+
+def same_homes(a: ShardedDefinition, b: ShardedDefinition) -> None:
+    different = {i: f"{a.homes[i]} and {b.homes[i]}" for i in a.homes if a.homes[i] != b.homes[i]}
+    assert not different, f"{different}\n{a}\n\n{b}"
+
+
+def same_placements(a: ShardedDefinition, b: ShardedDefinition) -> None:
+    for node, mine, other in zip(a.graph.nodes, a.choices, b.choices, strict=True):
+        assert mine.placement == other.placement, f"{node.name} {node.outputs}:\n{a}\n\n{b}"
+
+
+def deterministic(done: ShardedDefinition, _: int) -> None:
+    twin = propagate(done.graph, WORLD)
+    assert str(twin) == str(done)
+    same_homes(done, twin)
+    same_placements(done, twin)
+
+
+def annotated(graph: Graph, more: Mapping[int, Sharding]) -> Graph:
+    lines = {**graph.annotation_lines, **dict.fromkeys(more, NOWHERE)}
+    return dataclasses.replace(graph, annotations={**graph.annotations, **more}, annotation_lines=lines)
+
+
+def chosen(done: ShardedDefinition) -> dict[int, Sharding]:
+    """The shardings that propagation chose and an annotation can say.
+
+    Those of inputs are left out where there are several meshes: to say where an input is takes it from the others.
+    """
+    meshes = {sharding.mesh for sharding in done.homes.values()}
+    inputs = set(done.graph.input_tensors) if len(meshes) > 1 else set()
+    free = set(done.homes) - set(done.graph.annotations) - inputs
+    return {i: done.homes[i] for i in sorted(free) if not done.homes[i].partial}
+
+
+def wire(done: ShardedDefinition) -> float:
+    """Bytes on the wire, each move counted at its busiest rank."""
+    total = 0.0
+    resharded = insert_resharding(done)
+    for step in resharded.steps:
+        if isinstance(step, Set):
+            kind = done.graph.tensors[resharded.values[step.source].tensor].type
+            ranks = {*step.move.src.mesh.ranks, *step.move.dst.mesh.ranks}
+            total += kind.dtype.itemsize * max(wire_elements(step.move, kind.shape, rank) for rank in ranks)
+    return total
+
+
+def same_or_as_cheap(done: ShardedDefinition, twin: ShardedDefinition) -> None:
+    """The same homes, or others at no more bytes: a beam that knows more may find another plan."""
+    if any(done.homes[i] != twin.homes[i] for i in done.homes):
+        assert wire(twin) <= wire(done) + 1e-6, f"{wire(twin)} bytes after {wire(done)}:\n{done}\n\n{twin}"
+
+
+def idempotent(done: ShardedDefinition, _: int) -> None:
+    same_or_as_cheap(done, propagate(annotated(done.graph, chosen(done)), WORLD))
+
+
+def annotating_what_was_chosen_costs_nothing(done: ShardedDefinition, seed: int) -> None:
+    free = chosen(done)
+    if free:
+        tensor = random.Random(seed).choice(sorted(free))
+        same_or_as_cheap(done, propagate(annotated(done.graph, {tensor: free[tensor]}), WORLD))
+
+
+# renaming axes ----------------------------------------------------------------------------------------------
+
+
+def _names(mesh: mf.DeviceMesh) -> dict[str, str]:
+    """New names, in another alphabetical order."""
+    return {name: f"{chr(ord('z') - place)}_{name}" for place, name in enumerate(sorted(mesh.names))}
+
+
+def renamed_mesh(mesh: mf.DeviceMesh) -> mf.DeviceMesh:
+    return mf.DeviceMesh(mesh.shape, [_names(mesh)[n] for n in mesh.names], ranks=mesh.ranks)
+
+
+def _renamed_layout(layout: Layout, names: Mapping[str, str]) -> Layout:
+    return tuple(split._replace(axis=names.get(split.axis or "", split.axis)) for split in layout)
+
+
+def renamed(sharding: Sharding) -> Sharding:
+    names = _names(sharding.mesh)
+    dims = tuple(_renamed_layout(layout, names) for layout in sharding.dims)
+    partial: tuple[Split, ...] = _renamed_layout(sharding.partial, names)
+    return Sharding(renamed_mesh(sharding.mesh), dims, canonical_partial(partial), sharding.reduce)
+
+
+def renaming_axes_commutes(done: ShardedDefinition, _: int) -> None:
+    graph = done.graph
+    annotations = {i: renamed(sharding) for i, sharding in graph.annotations.items()}
+    meshes = {i: sharding.mesh for i, sharding in graph.annotations.items()}
+    reductions = {
+        node.id: tuple(_renamed_layout(layout, _names(meshes[out])) for layout in graph.reductions[node.id])
+        for node in graph.nodes if node.id in graph.reductions
+        for out in node.outputs if out in meshes
+    }  # fmt: skip
+    twin = propagate(dataclasses.replace(graph, annotations=annotations, reductions=reductions), WORLD)
+    different = {
+        i: f"{home} and {twin.homes[i]}" for i, home in done.homes.items()
+        if (renamed(home) if home.mesh != WORLD else home) != twin.homes[i]
+    }  # fmt: skip
+    assert not different, f"{different}\n{done}\n\n{twin}"
+
+
+# permuting ops ----------------------------------------------------------------------------------------------
+
+
+def shuffled(graph: Graph, seed: int) -> Graph:
+    """The graph with its ops in another order that respects who reads whom."""
+    draw, known, order = random.Random(seed), set(graph.input_tensors), []
+    left = list(graph.nodes)
+    while left:
+        ready = [node for node in left if known.issuperset(node.inputs)]
+        node = draw.choice(ready)
+        left.remove(node)
+        order.append(node.id)
+        known.update(node.outputs)
+    return reordered(graph, order)
+
+
+def permuting_independent_ops_commutes(done: ShardedDefinition, seed: int) -> None:
+    same_homes(done, propagate(shuffled(done.graph, seed), WORLD))
+
+
+Law = Callable[[ShardedDefinition, int], None]
+LAWS: tuple[Law, ...] = (
+    deterministic,
+    idempotent,
+    annotating_what_was_chosen_costs_nothing,
+    renaming_axes_commutes,
+    permuting_independent_ops_commutes,
+)

@@ -1,0 +1,253 @@
+"""Resharding: any sharding to any other, by moves that cost no more than a search over more moves finds."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import meshfuse as mf
+from meshfuse.executor import simulate
+from meshfuse.resharding.insert import Set
+from meshfuse.resharding.moves import wire_elements
+from meshfuse.resharding.planner import ALPHA, BETA, plan
+from meshfuse.sharding import Sharding, Split
+from meshfuse.testing import dim_layouts, meshes, shardings
+
+SHAPES = st.lists(st.integers(0, 8), min_size=1, max_size=3).map(tuple)
+REDUCTIONS = {"sum": torch.sum, "prod": torch.prod, "max": torch.amax, "min": torch.amin}
+
+
+def numbers(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64).reshape(shape)
+
+
+class CountingHub(simulate.Hub):
+    """The transport, with the bytes that each rank puts on the wire counted as rings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[int] = Counter()
+
+    def arrive(self, group: Any, number: int, kind: str, arguments: tuple[Any, ...]) -> Any:
+        tensor, n = arguments[1 if kind == "all_to_all" else 0], group.size
+        if kind == "all_to_all":
+            leaving = sum(size for place, size in enumerate(arguments[3]) if place != group.index)
+        else:
+            leaving = {"all_reduce": 2, "all_gather": 1}[kind] * tensor.numel() * (n - 1) / n
+        self.bytes[group.ranks[group.index]] += leaving * tensor.element_size()
+        return super().arrive(group, number, kind, arguments)
+
+    def send(self, group: Any, tensor: torch.Tensor, target: int) -> Any:
+        self.bytes[group.ranks[group.index]] += tensor.numel() * tensor.element_size()
+        return super().send(group, tensor, target)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counting() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulate, "Hub", CountingHub)
+        yield
+
+
+def run(fd: mf.FusionDefinition, value: torch.Tensor) -> torch.Tensor:
+    """The output, with the bytes on the wire compared with the bill."""
+    (found,) = fd.simulate([value], check_replicas=True)
+    (made,) = fd._simulated.values()
+    compiled, counted = made.compiled, made.simulation.hub.bytes
+    resharded = compiled.resharded
+    for rank in compiled.ranks:
+        billed = 0.0
+        for step in resharded.steps:
+            if isinstance(step, Set) and rank in (*step.move.src.mesh.ranks, *step.move.dst.mesh.ranks):
+                kind = compiled.graph.tensors[resharded.values[step.source].tensor].type
+                billed += wire_elements(step.move, kind.shape, rank) * kind.dtype.itemsize
+        assert billed == pytest.approx(counted[rank]), f"rank {rank}\n{resharded}"
+    return found
+
+
+def moved(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> None:
+    """Simulate the reshard of a tensor and compare."""
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor(list(shape), dtype=mf.DataType.Double)
+    y = fd.ops.set(x)
+    fd.add_output(y)
+    fd.shard(x, src)
+    fd.shard(y, dst)
+    value = numbers(shape)
+    assert torch.equal(run(fd, value), value)
+
+
+@settings(max_examples=800)
+@given(st.data())
+def test_any_sharding_to_any_other_on_one_mesh(data: st.DataObject) -> None:
+    mesh, shape = data.draw(meshes()), data.draw(SHAPES)
+    src, dst = data.draw(shardings(shape, mesh)), data.draw(shardings(shape, mesh))
+    moved(src, dst, shape)
+
+
+@settings(max_examples=600)
+@given(st.data())
+def test_any_sharding_to_any_other_on_a_mesh_of_other_ranks(data: st.DataObject) -> None:
+    """Other ranks, some of the same, or the same ranks in another order."""
+    mesh, shape = data.draw(meshes(max_ranks=6)), data.draw(SHAPES)
+    other = data.draw(meshes(max_ranks=6, first_rank=data.draw(st.sampled_from([6, 3, 0]))))
+    moved(data.draw(shardings(shape, mesh)), data.draw(shardings(shape, other)), shape)
+
+
+@settings(max_examples=600)
+@given(st.data(), st.sampled_from(sorted(REDUCTIONS)))
+def test_any_partial_value_to_any_sharding(data: st.DataObject, reduce: str) -> None:
+    """The reduction dim is split over some axes, kept dims over others, and the result wanted anywhere."""
+    mesh = data.draw(meshes())
+    shape = (data.draw(st.integers(1, 6)), *data.draw(SHAPES))
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor(list(shape), dtype=mf.DataType.Double)
+    y = fd.call(reduce, (x, [0]))
+    fd.add_output(y)
+    fd.mesh_split(x, mesh, [list(layout) or None for layout in data.draw(dim_layouts(mesh, shape))])
+    target = mesh if data.draw(st.integers(0, 3)) else data.draw(meshes(first_rank=4))
+    fd.shard(y, data.draw(shardings(shape[1:], target)))
+    value = numbers(shape) % 5 - 2
+    torch.testing.assert_close(run(fd, value), REDUCTIONS[reduce](value, 0), rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_reduction_forced_over_mesh_axes(data: st.DataObject) -> None:
+    """nvFuser's DIDs on the reduction dim of the result: the terms of every rank are reduced."""
+    mesh, shape = data.draw(meshes()), (data.draw(st.integers(2, 9)), *data.draw(SHAPES))
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor(list(shape), dtype=mf.DataType.Double)
+    y = fd.ops.sum(x, [0])
+    z = fd.ops.set(y)
+    fd.add_output(z)
+    y.set_device_mesh(mesh)
+    y.outer_split(0, mesh.shape[-1])
+    y.axis(0).parallelize(mf.ParallelType.mesh_x)
+    fd.shard(z, data.draw(shardings(shape[1:], mesh)))
+    value = numbers(shape)
+    assert torch.equal(run(fd, value), value.sum(0))
+    partial = fd.compile().resharded.values
+    assert mesh.shape[-1] == 1 or any(v.sharding.partial for v in partial)
+
+
+# cost -------------------------------------------------------------------------------------------------------
+
+# A state of the independent search: per dim the axes that split it, major to minor. All sizes divide.
+State = tuple[tuple[str, ...], ...]
+
+
+def steps(state: State, shape: tuple[int, ...], mesh: mf.DeviceMesh) -> Iterator[tuple[float, State]]:
+    """Every gather, slice and all-to-all of one minor axis of a dim, and its seconds."""
+    local = math.prod(shape) * 8 / math.prod(mesh.axis_size(a) for dim in state for a in dim)
+    used = {a for dim in state for a in dim}
+    for axis in set(mesh.names) - used:
+        yield from ((0.0, placed) for placed in placements(state, axis))
+    for d, dim in enumerate(state):
+        if dim:
+            n, without = mesh.axis_size(dim[-1]), (*state[:d], dim[:-1], *state[d + 1 :])
+            yield ALPHA + BETA * (n - 1) * local, without
+            for placed in placements(without, dim[-1]):
+                yield ALPHA + BETA * (n - 1) / n * local, placed
+
+
+def placements(state: State, axis: str) -> Iterator[State]:
+    for d, dim in enumerate(state):
+        yield (*state[:d], (*dim, axis), *state[d + 1 :])
+
+
+def cheapest(src: State, dst: State, shape: tuple[int, ...], mesh: mf.DeviceMesh) -> float:
+    """Dijkstra over all states; from each of them everything that is lacking may be sent at once."""
+    order, best, last = itertools.count(), math.inf, sharding(mesh, dst, shape)
+    queue, done = [(0.0, next(order), src)], set()
+    while queue:
+        seconds, _, state = heapq.heappop(queue)
+        if state == dst:
+            return min(seconds, best)
+        if state not in done:
+            done.add(state)
+            at_once = BETA * 8 * lacking(sharding(mesh, state, shape), last, shape) + 2 * ALPHA
+            best = min(best, seconds + at_once)
+            for more, other in steps(state, shape, mesh):
+                heapq.heappush(queue, (seconds + more, next(order), other))
+    raise AssertionError("every state is within reach")
+
+
+def states(draw: st.DrawFn, names: tuple[str, ...], ndim: int) -> State:
+    dims: list[tuple[str, ...]] = [()] * ndim
+    for axis in draw(st.permutations(names)):
+        d = draw(st.integers(0, ndim))
+        if d:
+            dims[d - 1] = (*dims[d - 1], axis)
+    return tuple(dims)
+
+
+@st.composite
+def cost_cases(draw: st.DrawFn) -> tuple[mf.DeviceMesh, tuple[int, ...], State, State]:
+    sizes = draw(st.lists(st.sampled_from([2, 3]), min_size=1, max_size=3))
+    mesh = mf.DeviceMesh(tuple(sizes), ("dp", "tp", "cp")[: len(sizes)])
+    shape = tuple(mesh.size * n for n in draw(st.lists(st.integers(1, 2), min_size=1, max_size=3)))
+    return mesh, shape, states(draw, mesh.names, len(shape)), states(draw, mesh.names, len(shape))
+
+
+def sharding(mesh: mf.DeviceMesh, state: State, shape: tuple[int, ...]) -> Sharding:
+    return Sharding.make(mesh, [tuple(Split(mesh.axis_size(a), a) for a in dim) for dim in state], shape)
+
+
+@settings(max_examples=200)
+@given(cost_cases())
+def test_a_plan_costs_no_more_than_a_search_over_all_layouts_finds(
+    case: tuple[mf.DeviceMesh, tuple[int, ...], State, State],
+) -> None:
+    mesh, shape, first, last = case
+    src, dst = sharding(mesh, first, shape), sharding(mesh, last, shape)
+    found = plan(src, dst, shape, 8)
+    assert found is not None
+    assert found.seconds <= cheapest(first, last, shape, mesh) + 1e-11
+
+
+def lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
+    """The elements that a rank needs and does not hold, on the average."""
+    total = 0.0
+    for rank in src.mesh.ranks:
+        have, need = src.runs(shape, rank), dst.runs(shape, rank)
+        held = [{i for a, b in runs for i in range(a, b)} for runs in have]
+        wanted = [{i for a, b in runs for i in range(a, b)} for runs in need]
+        total += math.prod(map(len, wanted)) - math.prod(len(h & w) for h, w in zip(held, wanted, strict=True))
+    return total / src.mesh.size
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_a_plan_sends_what_is_lacking_and_no_more_than_sending_exactly_that_costs(
+    data: st.DataObject,
+) -> None:
+    mesh, shape = data.draw(meshes(min_ranks=2)), data.draw(SHAPES)
+    src, dst = data.draw(shardings(shape, mesh)), data.draw(shardings(shape, mesh))
+    found = plan(src, dst, shape, 8)
+    assume(found is not None)
+    needed = 8 * lacking(src, dst, shape)
+    sent = 8 * sum(wire_elements(m, shape, rank) for m in found.moves for rank in mesh.ranks) / mesh.size
+    assert sent >= needed - 1e-6
+    assert found.seconds <= BETA * needed + 2 * ALPHA + 1e-12
+    if sent == 0:
+        assert needed == 0
+
+
+def test_an_axis_moves_to_another_dim_without_replicating_the_tensor() -> None:
+    mesh, shape = mf.DeviceMesh((2, 4), ("dp", "tp")), (64, 64)
+    src = sharding(mesh, (("dp", "tp"), ()), shape)
+    dst = sharding(mesh, ((), ("dp", "tp")), shape)
+    found = plan(src, dst, shape, 8)
+    assert found is not None
+    assert not any(move.dst.is_replicated for move in found.moves)
+    assert found.wire <= 8 * 64 * 64 / 8
