@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -120,9 +121,12 @@ def report(gpt: FusedGPT, talk) -> None:
     compiled = gpt.fd.latest()
     talk(f"\nsharding of the inputs ({len(compiled.graph.nodes)} ops follow from these):")
     names = {gpt.tokens.id: "tokens", gpt.targets.id: "targets", **{tv.id: name for name, tv in gpt.weights.items()}}
-    for tensor in compiled.graph.input_tensors:
-        kind = compiled.graph.tensors[tensor].type
-        talk(f"  {names[tensor]:<16} {kind!s:<18} {compiled.sharded.homes[tensor]}")
+    rows = dict.fromkeys(
+        (re.sub(r"^h\d+", "h*", names[i]), compiled.graph.tensors[i].type, compiled.sharded.homes[i])
+        for i in compiled.graph.input_tensors
+    )
+    for name, kind, sharding in rows:
+        talk(f"  {name:<16} {kind!s:<18} {sharding}")
     talk("\nbytes on the wire per rank and step:")
     talk(str(gpt.fd.bill()))
 
