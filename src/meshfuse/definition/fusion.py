@@ -348,7 +348,11 @@ class DefinitionBuilder:
         axes = (
             [axis for axis in loop if isinstance(axis, AxisView)] if isinstance(loop, (list, tuple)) else []
         )
-        dims = tuple(dict.fromkeys(dim_of[id(axis.leaf)] for axis in axes if id(axis.leaf) in dim_of))
+        listed = [axis.leaf for axis in axes if id(axis.leaf) in dim_of]
+        first = {dim_of[id(leaf)]: place for place, leaf in reversed([*enumerate(listed)])}
+        # Where a dim lies in a rank's memory is told by the part of it that the rank has.
+        local = {dim_of[id(leaf)]: i for i, leaf in reversed([*enumerate(listed)]) if leaf.axis is None}
+        dims = tuple(sorted(first, key=lambda d: local.get(d, first[d])))
         if len(dims) != tensor.ndim:
             raise user_error(
                 f"set_allocation_domain of {tensor.label}",

@@ -20,6 +20,7 @@ from ..executor import spmd
 from ..ops.base import TensorRef
 from ..runtime.world import World
 from . import profiler, repro
+from .followed import bound_outputs
 from .multidevice import DeviceMesh, Sharding
 from .strides import inferred_order
 
@@ -67,7 +68,9 @@ class FusionExecutorCache:
 
     def get_output_shardings(self) -> list[Sharding]:
         """How each output of the last execution lies on its mesh."""
-        return [Sharding(sharding) for sharding in self.compiled.output_shardings()]
+        shardings = self.compiled.output_shardings()
+        pairs = zip(shardings, self.definition.bound_outputs(self.compiled), strict=True)
+        return [Sharding(sharding, ones) for sharding, ones in pairs]
 
     def fusion(self) -> Fusion:
         return self.definition.fusion
@@ -184,6 +187,11 @@ class FusionDefinition(core.FusionDefinition):
             return repr(self)
         return str(self._fec.compiled.host_program(rank))
 
+    def bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]:
+        """For every output the dims that are bound to mesh axes of one rank."""
+        shapes, scalars, _ = next(key for key, made in self._compiled.items() if made is compiled)
+        return bound_outputs(self, dict(shapes), dict(scalars))
+
     def last_repro_script(self) -> str:
         """A script that runs the definition on inputs of the shapes that were saved.
 
@@ -234,4 +242,19 @@ def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Sequence[Any]) -> l
 
     Raises ArgumentError where an input's placements are not as annotated.
     """
-    return fd.execute(list(in_dtensors))
+    outputs = fd.execute(list(in_dtensors))
+    pairs = zip(outputs, fd.fec.get_output_shardings(), strict=True)
+    return [out if out is None or not sharding.ones else _with_ones(out, sharding) for out, sharding in pairs]
+
+
+def _with_ones(out: Any, sharding: Sharding) -> Any:
+    """The DTensor with the placements that say the same over mesh axes of one rank."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    names, ones = sharding.core.mesh.names, sharding.ones
+    placements = [
+        Shard(ones[name]) if name in ones else p for name, p in zip(names, out.placements, strict=True)
+    ]
+    return DTensor.from_local(
+        out.to_local(), out.device_mesh, placements, run_check=False, shape=out.shape, stride=out.stride()
+    )

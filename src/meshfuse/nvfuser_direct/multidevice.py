@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,9 +123,13 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a result lies on a mesh, as `fd.fec.get_output_shardings()` tells it."""
+    """How a result lies on a mesh, as `fd.fec.get_output_shardings()` tells it.
+
+    `ones` are dims bound to mesh axes of one rank, which `core` does not have.
+    """
 
     core: CoreSharding
+    ones: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -137,8 +141,9 @@ class Sharding:
         place = {ParallelType.mesh_x: 1, ParallelType.mesh_y: 2, ParallelType.mesh_z: 3}[parallel_type]
         if place > len(names):
             return -1
-        dims = (d for d, layout in enumerate(self.core.dims) if any(s.axis == names[-place] for s in layout))
-        return next(dims, -1)
+        axis = names[-place]
+        dims = (d for d, layout in enumerate(self.core.dims) if any(split.axis == axis for split in layout))
+        return next(dims, self.ones.get(axis, -1))
 
     def __repr__(self) -> str:
         return f"Sharding({self.core} on {self.mesh!r})"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tools import X, Y, cut, grid, line, rank, same, size, split
+from tools import X, Y, columns, coordinates, cut, grid, line, rank, rows, same, size, split
 
 import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import FusionDefinition
@@ -44,35 +44,35 @@ def a_split_behind_another() -> None:
 
 def two_axes_on_two_dims() -> None:
     def notes(tv: Any) -> None:
-        split(tv, 0, Y, size() // 2)
-        split(tv, 2, X, 2)
+        split(tv, 0, Y)
+        split(tv, 2, X)
 
-    whole, (row, column) = torch.arange(size() * 12.0).view(size(), 12), divmod(rank(), 2)
-    same(cut(whole, annotated([-1, -1], grid(), notes)), whole.chunk(size() // 2)[row].chunk(2, 1)[column])
+    whole, (row, column) = torch.arange(size() * 12.0).view(size(), 12), coordinates()
+    wanted = whole.chunk(rows())[row].chunk(columns(), 1)[column]
+    same(cut(whole, annotated([-1, -1], grid(), notes)), wanted)
 
 
 def two_axes_nested_with_a_factor_between() -> None:
-    rows = size() // 2
-
     def notes(tv: Any) -> None:
-        tv.inner_split(0, 2 * 3)
-        split(tv, 0, Y, rows)
-        split(tv, 2, X, 2)
+        tv.inner_split(0, columns() * 3)
+        split(tv, 0, Y)
+        split(tv, 2, X)
 
-    whole, (row, column) = torch.arange(rows * 24.0), divmod(rank(), 2)
-    same(cut(whole, annotated([-1], grid(), notes)), whole.view(rows, 4, 2, 3)[row, :, column].flatten())
+    whole, (row, column) = torch.arange(rows() * columns() * 12.0), coordinates()
+    same(
+        cut(whole, annotated([-1], grid(), notes)),
+        whole.view(rows(), 4, columns(), 3)[row, :, column].flatten(),
+    )
 
 
 def x_outside_y_on_one_dim_in_any_loop_order() -> None:
-    rows = size() // 2
-
     def notes(tv: Any) -> None:
-        split(tv, 1, X, 2)
-        split(tv, 2, Y, rows)
+        split(tv, 1, X)
+        split(tv, 2, Y)
         tv.reorder({2: 0, 1: 1})
 
-    whole, (row, column) = torch.arange(2.0 * 2 * rows * 3 * 5).view(2, 6 * rows, 5), divmod(rank(), 2)
-    wanted = whole.view(2, 2, rows, 3, 5)[:, column, row]
+    whole, (row, column) = torch.arange(30.0 * size()).view(2, 3 * size(), 5), coordinates()
+    wanted = whole.view(2, columns(), rows(), 3, 5)[:, column, row]
     same(cut(whole, annotated([-1, -1, 5], grid(), notes)), wanted)
 
 
@@ -102,7 +102,7 @@ def reduction_dims_are_not_cut() -> None:
 def mesh_cuts_a_dim() -> None:
     whole = torch.arange(2.0 * size() * 3).view(2, -1)
     same(line().shard_tensor(whole, -1), whole.chunk(size(), 1)[rank()])
-    same(line().shard_tensor(whole, 1, 1), whole.chunk(size(), 1)[1])
+    same(line().shard_tensor(whole, 1, size() - 1), whole.chunk(size(), 1)[-1])
 
 
 def an_inner_split_input_and_an_uneven_one() -> None:

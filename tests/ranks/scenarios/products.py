@@ -6,7 +6,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tools import STREAM, X, Y, communications, cut, grid, line, place, rank, same, size, split, whole_numbers
+from tools import (
+    STREAM,
+    X,
+    Y,
+    coordinates,
+    cut,
+    expect,
+    grid,
+    line,
+    place,
+    rank,
+    rows,
+    same,
+    size,
+    split,
+    whole_numbers,
+)
 
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, PythonProfiler
 
@@ -27,7 +43,7 @@ def column_parallel_linear(bias: bool = True) -> None:
     with PythonProfiler() as profiler:
         (found,) = fd.execute(arguments)
     same(found, F.linear(a, weight, offset if bias else None).chunk(size(), -1)[rank()])
-    assert not communications(profiler)
+    expect(profiler)
     (sharding,) = fd.fec.get_output_shardings()
     assert sharding.axis_sharded_on(X) == 2 and sharding.axis_sharded_on(Y) == -1
     assert sharding.mesh == line()
@@ -85,7 +101,7 @@ def linear_and_reduce_scatter_is_one_communication() -> None:
     a, weight, offset = whole_numbers(3, d * 5, d * e), whole_numbers(e, d * e), whole_numbers(e)
     with PythonProfiler() as profiler:
         (found,) = fd.execute([cut(a, x), cut(weight, w), offset])
-    assert communications(profiler) == ["reduce-scatter"]
+    expect(profiler, "reduce-scatter")
     assert "expr_eval" in [kernel.scheduler for kernel in profiler.profile.kernel_profiles]
     same(found, F.linear(a, weight, offset).chunk(d, 1)[rank()])
 
@@ -187,25 +203,24 @@ def sequence_in_and_out_weights_on_features() -> None:
     with PythonProfiler() as profiler:
         (found,) = fd.execute([cut(a, x), cut(b, up), cut(c, down)])
     same(found, cut(F.linear(F.linear(a, b).relu(), c), y), rtol=1e-4, atol=1e-4)
-    assert communications(profiler) == ["all-gather", "reduce-scatter"]
+    expect(profiler, "all-gather", "reduce-scatter")
 
 
 def data_parallel_by_tensor_parallel_mlp() -> None:
-    rows, e = size() // 2, 4
+    e = 4
     with FusionDefinition() as fd:
         x, up, down = fd.define_tensor([-1, e]), fd.define_tensor([4 * e, e]), fd.define_tensor([e, 4 * e])
         y = fd.ops.linear(fd.ops.relu(fd.ops.linear(x, up)), down)
         fd.add_output(y)
         place(grid(), x, up, down)
-        split(x, 0, Y, rows)
-        split(up, 0, X, 2)
-        split(down, -1, X, 2)
-    a, b, c = torch.randn(3 * rows, e), torch.randn(4 * e, e), torch.randn(e, 4 * e)
+        split(x, 0, Y)
+        split(up, 0, X)
+        split(down, -1, X)
+    a, b, c = torch.randn(3 * rows(), e), torch.randn(4 * e, e), torch.randn(e, 4 * e)
     (found,) = fd.execute([cut(a, x), cut(b, up), cut(c, down)])
-    same(found, F.linear(F.linear(a, b).relu(), c).chunk(rows)[rank() // 2])
+    same(found, F.linear(F.linear(a, b).relu(), c).chunk(rows())[coordinates()[0]])
     (sharding,) = fd.fec.get_output_shardings()
-    assert sharding.axis_sharded_on(X) == -1
-    assert rows == 1 or sharding.axis_sharded_on(Y) == 0
+    assert (sharding.axis_sharded_on(Y), sharding.axis_sharded_on(X)) == (0, -1)
 
 
 def size_one_dims_in_front() -> None:

@@ -28,9 +28,22 @@ def line() -> nvfuser.multidevice.DeviceMesh:
     return nvfuser.multidevice.DeviceMesh(torch.arange(size()))
 
 
+def rows() -> int:
+    return size() // columns()
+
+
+def columns() -> int:
+    return min(2, size())
+
+
 def grid() -> nvfuser.multidevice.DeviceMesh:
-    """Half of the ranks along mesh_y, two along mesh_x."""
-    return nvfuser.multidevice.DeviceMesh(torch.arange(size()).reshape(-1, 2))
+    """Rows of ranks along mesh_y, two columns (one, where there is one rank) along mesh_x."""
+    return nvfuser.multidevice.DeviceMesh(torch.arange(size()).reshape(rows(), columns()))
+
+
+def coordinates() -> tuple[int, int]:
+    """This rank's row and column in the grid."""
+    return divmod(rank(), columns())
 
 
 def place(mesh: nvfuser.multidevice.DeviceMesh, *tensors: Any) -> None:
@@ -38,10 +51,10 @@ def place(mesh: nvfuser.multidevice.DeviceMesh, *tensors: Any) -> None:
         tv.set_device_mesh(mesh)
 
 
-def split(tv: Any, axis: int, kind: ParallelType = X, ways: int | None = None) -> None:
-    """Cut a loop axis in as many parts as the mesh (of one axis) has ranks, and bind the outer one."""
+def split(tv: Any, axis: int, kind: ParallelType = X) -> None:
+    """Cut a loop axis in as many parts as the mesh has ranks along `kind`, and bind the outer one."""
     axis = axis % len(tv.get_loop_domain())
-    tv.outer_split(axis, size() if ways is None else ways)
+    tv.outer_split(axis, tv.mesh.axis_size(tv.mesh.parallel_axis(kind)))
     tv.axis(axis).parallelize(kind)
 
 
@@ -53,3 +66,9 @@ def whole_numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
 def communications(profiler: nvfuser.PythonProfiler) -> list[str]:
     """The names of the collectives of the last profiled execution."""
     return [kernel.name for kernel in profiler.profile.kernel_profiles if kernel.scheduler == "communication"]
+
+
+def expect(profiler: nvfuser.PythonProfiler, *kinds: str) -> None:
+    """The collectives of the last profiled execution must be these; none where there is one rank."""
+    found = communications(profiler)
+    assert found == (list(kinds) if size() > 1 else []), found

@@ -1,0 +1,185 @@
+"""`meshfuse.nvfuser_direct` in one process: names, forms of arguments, and what needs no second rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
+from meshfuse.nvfuser_direct import DataType, FusionDefinition, pytorch_utils
+
+NVMesh = nvfuser.multidevice.DeviceMesh
+X = nvfuser.ParallelType.mesh_x
+
+NAMES = {
+    "": "CommunicatorBackend DataType Fusion FusionDefinition LruFusionCache MemoryType ParallelType Val "
+    "PythonProfiler TensorView execute_with_dtensors",
+    "multidevice": "Communicator DeviceMesh MultiDeviceExecutor MultiDeviceExecutorParams Sharding shard_tensor",
+    "pytorch_utils": "torch_dtype_to_nvfuser_dtype",
+    "TensorView": "set_device_mesh outer_split inner_split split axis reorder rfactor set_allocation_domain "
+    "get_loop_domain get_logical_domain has_device_mesh set_memory_type swizzle1d num_dims shape size dtype",
+    "FusionDefinition": "define_tensor define_scalar define_vector from_pytorch add_output execute validate "
+    "manual_execute last_repro_script",
+    "multidevice.Communicator": "instance size rank local_size local_rank barrier",
+}
+
+
+@pytest.mark.parametrize("owner", NAMES)
+def test_names_of_nvfuser_direct(owner: str) -> None:
+    found: Any = nvfuser
+    for part in owner.split(".") if owner else ():
+        found = getattr(found, part)
+    assert [name for name in NAMES[owner].split() if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize(
+    "devices, text, shape",
+    [
+        ([0, 1, 2], "DeviceMesh{0 1 2}", (3,)),
+        (range(2), "DeviceMesh{0 1}", (2,)),
+        (torch.arange(4).reshape(2, 2), "DeviceMesh{{0 1}{2 3}}", (2, 2)),
+        ([[3, 1], [0, 2]], "DeviceMesh{{3 1}{0 2}}", (2, 2)),
+        (torch.arange(4).reshape(2, 1, 2), "DeviceMesh{{{0 1}}{{2 3}}}", (2, 1, 2)),
+    ],
+)
+def test_meshes(devices: Any, text: str, shape: tuple[int, ...]) -> None:
+    mesh = NVMesh(devices)
+    assert (repr(mesh), str(mesh), mesh.shape) == (text, text, shape)
+    assert mesh.size == torch.Size(shape).numel()
+    assert mesh == mesh.plain() and mesh.plain() == mesh and "{" not in repr(mesh.plain())
+
+
+def test_a_mesh_with_a_rank_twice() -> None:
+    with pytest.raises(mf.DefinitionError, match="each rank once"):
+        NVMesh([0, 1, 1])
+
+
+def test_a_mesh_cuts_as_torch_chunks() -> None:
+    whole = torch.arange(14).view(7, 2)
+    for rank, part in enumerate(whole.chunk(3)):
+        assert torch.equal(NVMesh([4, 2, 0]).shard_tensor(whole, 0, [4, 2, 0][rank]), part)
+    with pytest.raises(mf.ArgumentError, match="a mesh of one axis"):
+        NVMesh([[0, 1]]).shard_tensor(whole, 0)
+    with pytest.raises(mf.ArgumentError, match="dim 2"):
+        NVMesh([0, 1]).shard_tensor(whole, 2)
+
+
+@pytest.mark.parametrize(
+    "define",
+    [
+        lambda fd: fd.define_tensor(shape=[-1, 3], contiguity=[True, True], dtype=DataType.Double, is_cpu=False),
+        lambda fd: fd.define_tensor(sizes=[4, 3], strides=[3, 1], dtype=DataType.Double, static_sizes=True),
+        lambda fd: fd.define_tensor([4, 3], [3, 1], DataType.Double),
+        lambda fd: fd.define_tensor((-1, -1), contiguity=False, dtype=DataType.Double, stride_order=[1, 0]),
+        lambda fd: fd.from_pytorch(torch.empty(4, 3, dtype=torch.float64)),
+    ],
+)
+def test_forms_of_define_tensor(define: Callable[[FusionDefinition], Any]) -> None:
+    with FusionDefinition() as fd:
+        x = define(fd)
+        factor = fd.define_scalar(dtype=DataType.Double)
+        rows, columns = fd.define_vector(2)
+        y = fd.ops.mul(fd.ops.reshape(x, [columns, rows]), factor)
+        fd.add_output(y)
+    assert x.dtype() is DataType.Double and x.num_dims() == 2
+    whole = torch.randn(4, 3, dtype=torch.float64)
+    (found,) = fd.execute([whole, 2.0, 4, 3])
+    assert torch.equal(found, 2 * whole.view(3, 4))
+
+
+def test_dtypes_both_ways() -> None:
+    for dtype in (
+        torch.half,
+        torch.bfloat16,
+        torch.float,
+        torch.double,
+        torch.int,
+        torch.long,
+        torch.bool,
+        torch.cfloat,
+    ):
+        there = pytorch_utils.torch_dtype_to_nvfuser_dtype(dtype)
+        assert pytorch_utils.nvfuser_dtype_to_torch_dtype(there) is dtype
+    assert pytorch_utils.torch_dtype_to_nvfuser_dtype(float) is DataType.Double
+    assert pytorch_utils.python_scalar_to_nvfuser_dtype(True) is DataType.Bool
+    with pytest.raises(ValueError, match="dtype"):
+        pytorch_utils.torch_dtype_to_nvfuser_dtype(torch.qint8)
+    with pytest.raises(ValueError, match="dtype"):
+        pytorch_utils.nvfuser_dtype_to_torch_dtype(DataType.Null)
+
+
+def simple() -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 3])
+        fd.add_output(fd.ops.relu(x))
+    return fd
+
+
+def test_outputs_have_no_gradient() -> None:
+    whole = torch.randn(4, 3, requires_grad=True)
+    (found,) = simple().execute([whole], device="cuda:0", _enable_options=["host_ir_lowering"], _disable_options=["x"])
+    assert not found.requires_grad
+    assert torch.equal(found, whole.detach().relu())
+    assert torch.equal(simple().manual_execute([whole])[0], found)
+
+
+def test_fec_is_there_after_the_first_execution() -> None:
+    fd = simple()
+    assert not hasattr(fd, "fec")
+    with pytest.raises(mf.DefinitionError, match="no inputs were saved"):
+        fd.last_repro_script()
+    fd.execute([torch.ones(2, 3)])
+    (sharding,) = fd.fec.get_output_shardings()
+    assert sharding.axis_sharded_on(X) == -1 and repr(sharding.mesh) == "DeviceMesh{0}"
+    assert fd.fec.fusion() is fd.fusion
+
+
+def test_the_fusion_of_a_definition(capsys: pytest.CaptureFixture[str]) -> None:
+    fd = simple()
+    assert [tv.name for tv in fd.fusion.inputs()] == ["t0"]
+    assert [tv.name for tv in fd.fusion.outputs()] == ["t1"]
+    assert [tv.name for tv in fd.fusion.vals()] == ["t0", "t1"]
+    fd.fusion.print_math()
+    assert "fd.ops.relu(t0)" in capsys.readouterr().out
+
+
+def test_annotations_print_as_meshfuse_writes_them() -> None:
+    """The text of a definition rebuilds it, whatever the mesh was written as."""
+    with FusionDefinition() as fd:
+        x, y = fd.define_tensor([4, 4]), fd.define_tensor([4, 4])
+        fd.add_output(fd.ops.add(x, y))
+        x.set_device_mesh(NVMesh([[0, 1], [2, 3]]))
+        x.outer_split(0, 2)
+        x.axis(0).parallelize(nvfuser.ParallelType.mesh_y)
+        fd.mesh_split(y, NVMesh([[0, 1], [2, 3]]), ["y", "x"])
+    space: dict[str, Any] = {}
+    exec(repr(fd), space)
+    assert repr(space["fd"]) == repr(fd)
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    assert torch.equal(fd.simulate([a, b])[0], a + b)
+
+
+STRIDES = {
+    "elementwise follows its operand": (lambda fd, x: fd.ops.exp(fd.ops.neg(x)), (1, 8, 2)),
+    "a cast as well": (lambda fd, x: fd.ops.cast(x, DataType.Double), (1, 8, 2)),
+    "a scalar does not count": (lambda fd, x: fd.ops.mul(2.0, x), (1, 8, 2)),
+    "a permuted result is row-major": (lambda fd, x: fd.ops.permute(x, [1, 0, 2]), (8, 4, 1)),
+    "stride_order says it": (lambda fd, x: fd.ops.stride_order(x, [0, 1, 2]), (1, 2, 6)),
+}
+
+
+@pytest.mark.parametrize("name", STRIDES)
+def test_strides_of_outputs(name: str) -> None:
+    make, strides = STRIDES[name]
+    with FusionDefinition() as fd:
+        fd.add_output(make(fd, fd.define_tensor([2, 3, 4], stride_order=[0, 2, 1])))
+    whole = torch.randn(2, 3, 4).permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    plain = FusionDefinition()
+    plain.add_output(make(plain, plain.define_tensor([2, 3, 4])))
+    (found,), (wanted,) = fd.execute([whole]), plain.execute([whole])
+    assert torch.equal(found, wanted)
+    assert found.stride() == strides
