@@ -148,9 +148,7 @@ def cast(w: Writer) -> None:
     x = w.pick(lambda v: v.exact and v.bound < 1e5) or w.input([w.size(), w.size()])
     kind = w.choose(("float", "int", "float32"))
     types = {"float": DataType.Double, "int": DataType.Int, "float32": DataType.Float}
-    w.like(
-        x, "cast", types[kind], kind="int" if kind == "int" else "float", exact=x.exact and kind != "float32"
-    )
+    w.like(x, "cast", types[kind], kind="int" if kind == "int" else "float", exact=x.exact and kind != "float32")
 
 
 # reductions and scans ---------------------------------------------------------------------------------------
@@ -217,9 +215,7 @@ def matmul(w: Writer) -> None:
     a = w.tamed(w.float(lambda v: 1 < v.ndim < 4), 50.0)
     *batch, _, k = a.shape
     b = w.pick(
-        lambda v: (
-            v.kind == "float" and v.ndim == 2 and v.shape[0] == k and v is not a and v.tv.dtype is a.tv.dtype
-        )
+        lambda v: v.kind == "float" and v.ndim == 2 and v.shape[0] == k and v is not a and v.tv.dtype is a.tv.dtype
     )
     if b is None or w.flag():
         lead = batch if w.flag() else []
@@ -311,12 +307,7 @@ def cat(w: Writer) -> None:
 
 
 def _cat_fits(v: Var, x: Var, dim: int) -> bool:
-    if (
-        v.kind != "float"
-        or v.ndim != x.ndim
-        or v.tv.dtype != x.tv.dtype
-        or math.prod(v.shape) > MAX_NUMEL // 3
-    ):
+    if v.kind != "float" or v.ndim != x.ndim or v.tv.dtype != x.tv.dtype or math.prod(v.shape) > MAX_NUMEL // 3:
         return False
     return all(a == b for d, (a, b) in enumerate(zip(v.shape, x.shape, strict=True)) if d != dim)
 

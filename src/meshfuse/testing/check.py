@@ -20,8 +20,7 @@ def inputs_for(fd: DefinitionBuilder, seed: int = 0) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     limits = dict(_index_limits(fd))
     return [
-        _values(fd, ref, limits, generator) if isinstance(ref, TensorRef) else _scalar(fd, ref)
-        for ref in fd.inputs
+        _values(fd, ref, limits, generator) if isinstance(ref, TensorRef) else _scalar(fd, ref) for ref in fd.inputs
     ]
 
 
@@ -29,9 +28,7 @@ def _scalar(fd: DefinitionBuilder, ref: Any) -> Any:
     return (True, 2, 1.5, 1.5 + 0.5j)[fd.scalars[ref.id].dtype.category]
 
 
-def _values(
-    fd: DefinitionBuilder, ref: TensorRef, limits: dict[int, int], generator: torch.Generator
-) -> torch.Tensor:
+def _values(fd: DefinitionBuilder, ref: TensorRef, limits: dict[int, int], generator: torch.Generator) -> torch.Tensor:
     kind = fd.tensors[ref.id].type
     dtype = getattr(torch, kind.dtype.value)
     low, high = (0, limits.get(ref.id, 5)) if kind.dtype.category < 2 else (-3, 5)

@@ -1,0 +1,294 @@
+"""The verifier of host programs: it accepts what the compiler makes and catches every broken program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfuse as mf
+from meshfuse.host_ir.instructions import Collective, Free, Instruction, Launch, SendRecv, Wait
+from meshfuse.host_ir.liveness import reads_of
+from meshfuse.host_ir.program import HostProgram
+from meshfuse.host_ir.verify import verify, verify_together
+from meshfuse.testing import annotations, definitions
+
+MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
+OTHER = mf.DeviceMesh((2,), ("pp",), ranks=[4, 5])
+
+
+def layer() -> list[HostProgram]:
+    """A layer whose reduction, gather and transfer are all there: collectives, messages, frees."""
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([8, 8], dtype=mf.DataType.Double)
+    w1, w2 = (fd.define_tensor([8, 8], dtype=mf.DataType.Double) for _ in range(2))
+    h = fd.ops.matmul(fd.ops.tanh(fd.ops.matmul(x, w1)), w2)
+    y = fd.ops.set(h)
+    fd.add_output(fd.ops.tanh(y))
+    z = fd.ops.set(h)
+    fd.add_output(z)
+    fd.mesh_split(x, MESH, ["dp", None])
+    fd.mesh_split(w1, MESH, [None, "tp"])
+    fd.mesh_split(w2, MESH, ["tp", None])
+    fd.mesh_split(h, MESH, ["dp", None])
+    fd.mesh_split(y, MESH, [None, None])
+    fd.mesh_split(z, OTHER, ["pp", None])
+    compiled = fd.compile()
+    return [compiled.host_program(rank) for rank in compiled.ranks]
+
+
+PROGRAMS = layer()
+
+
+def place_of(program: HostProgram, kind: type, number: int = 0) -> int:
+    return [i for i, ins in enumerate(program.instructions) if isinstance(ins, kind)][number]
+
+
+def with_body(program: HostProgram, body: Sequence[Instruction]) -> HostProgram:
+    return dataclasses.replace(program, instructions=tuple(body))
+
+
+def without(program: HostProgram, kind: type, number: int = 0) -> HostProgram:
+    place = place_of(program, kind, number)
+    return with_body(program, [*program.instructions[:place], *program.instructions[place + 1 :]])
+
+
+def test_the_programs_have_what_the_mutations_break() -> None:
+    for program in PROGRAMS:
+        verify(program)
+    verify_together(PROGRAMS)
+    kinds = {type(ins) for ins in PROGRAMS[0].instructions}
+    assert {Collective, SendRecv, Wait, Free, Launch} <= kinds
+    assert len([ins for ins in PROGRAMS[0].instructions if isinstance(ins, Collective)]) >= 2
+
+
+# one rank -----------------------------------------------------------------------------------------------------
+
+
+def never_waited(program: HostProgram) -> HostProgram:
+    return without(program, Wait)
+
+
+def waited_twice(program: HostProgram) -> HostProgram:
+    body, place = list(program.instructions), place_of(program, Wait)
+    return with_body(program, [*body[: place + 1], *body[place:]])
+
+
+def waited_before_issued(program: HostProgram) -> HostProgram:
+    body = list(program.instructions)
+    wait = body.pop(place_of(program, Wait))
+    body.insert(place_of(program, Collective), wait)
+    return with_body(program, body)
+
+
+def read_before_the_wait(program: HostProgram) -> HostProgram:
+    body = list(program.instructions)
+    place = place_of(program, Wait)
+    call = next(ins for ins in body if isinstance(ins, Collective) and ins.work == body[place].work)
+    reader = next(i for i in range(place, len(body)) if reads_of(body[i]) & set(call.writes))
+    body.insert(place, body.pop(reader))
+    return with_body(program, body)
+
+
+def freed_twice(program: HostProgram) -> HostProgram:
+    body, place = list(program.instructions), place_of(program, Free)
+    return with_body(program, [*body[: place + 1], *body[place:]])
+
+
+def used_after_free(program: HostProgram) -> HostProgram:
+    body = list(program.instructions)
+    launch = body[place_of(program, Launch, -1)]
+    free = Free(tuple(name for name in launch.inputs if name.startswith("v"))[:1])
+    body.insert(place_of(program, Launch, -1), free)
+    return with_body(program, body)
+
+
+def freed_while_in_flight(program: HostProgram) -> HostProgram:
+    body, place = list(program.instructions), place_of(program, Collective)
+    return with_body(program, [*body[: place + 1], Free(body[place].writes), *body[place + 1 :]])
+
+
+def output_freed(program: HostProgram) -> HostProgram:
+    return with_body(program, [*program.instructions, Free((program.outputs[0],))])
+
+
+def never_made(program: HostProgram) -> HostProgram:
+    return without(program, Launch)
+
+
+def leaked(program: HostProgram) -> HostProgram:
+    return without(program, Free)
+
+
+def written_while_in_flight(program: HostProgram) -> HostProgram:
+    """The launch that made what a collective reads, again before the collective is over."""
+    body, place = list(program.instructions), place_of(program, SendRecv)
+    maker = next(ins for ins in body[:place] if getattr(ins, "target", None) == body[place].buffer)
+    return with_body(program, [*body[: place + 1], maker, *body[place + 1 :]])
+
+
+ALONE = (
+    never_waited, waited_twice, waited_before_issued, read_before_the_wait, freed_twice, used_after_free,
+    freed_while_in_flight, output_freed, never_made, leaked, written_while_in_flight,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", ALONE, ids=lambda f: f.__name__)
+def test_a_broken_program_is_refused(mutation: Callable[[HostProgram], HostProgram]) -> None:
+    with pytest.raises(AssertionError):
+        verify(mutation(PROGRAMS[0]))
+
+
+# all ranks ----------------------------------------------------------------------------------------------------
+
+
+def missing_member(programs: list[HostProgram]) -> None:
+    programs[1] = without(programs[1], Collective)
+
+
+def missing_in_all_but_one(programs: list[HostProgram]) -> None:
+    for place in (1, 2, 3):
+        body = [ins for ins in programs[place].instructions if not isinstance(ins, Collective)]
+        programs[place] = with_body(programs[place], body)
+
+
+def a_rank_that_is_not_there(programs: list[HostProgram]) -> None:
+    del programs[1]
+
+
+def another_collective(programs: list[HostProgram]) -> None:
+    change(programs, kind="all_gather" if first_call(programs).kind != "all_gather" else "all_reduce")
+
+
+def another_dtype(programs: list[HostProgram]) -> None:
+    change(programs, payload=(first_call(programs).payload[0], "float32"))
+
+
+def another_size(programs: list[HostProgram]) -> None:
+    change(programs, payload=(first_call(programs).payload[0] + 1, first_call(programs).payload[1]))
+
+
+def first_place(program: HostProgram) -> int:
+    """The first collective of equal blocks: an all-to-all has another size on every rank."""
+    calls = enumerate(program.instructions)
+    return next(i for i, ins in calls if isinstance(ins, Collective) and ins.kind != "all_to_all")
+
+
+def first_call(programs: list[HostProgram]) -> Collective:
+    return programs[1].instructions[first_place(programs[1])]  # type: ignore[return-value]
+
+
+def change(programs: list[HostProgram], **facts: object) -> None:
+    body = list(programs[1].instructions)
+    body[first_place(programs[1])] = dataclasses.replace(first_call(programs), **facts)  # type: ignore[arg-type]
+    programs[1] = with_body(programs[1], body)
+
+
+def a_group_without_the_rank_itself(programs: list[HostProgram]) -> None:
+    group = first_call(programs).group
+    others = tuple(rank for rank in range(4) if rank not in group)
+    change(programs, group=others)
+
+
+def message_not_sent(programs: list[HostProgram]) -> None:
+    programs[0] = without(programs[0], SendRecv)
+
+
+def message_of_another_size(programs: list[HostProgram]) -> None:
+    place = place_of(programs[0], SendRecv)
+    body = list(programs[0].instructions)
+    old = body[place]
+    body[place] = dataclasses.replace(old, payload=(old.payload[0] + 1, old.payload[1]))
+    programs[0] = with_body(programs[0], body)
+
+
+def another_digest(programs: list[HostProgram]) -> None:
+    programs[2] = dataclasses.replace(programs[2], digest="another")
+
+
+TOGETHER = (
+    missing_member, missing_in_all_but_one, a_rank_that_is_not_there, another_collective, another_dtype, another_size,
+    a_group_without_the_rank_itself, message_not_sent, message_of_another_size, another_digest,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", TOGETHER, ids=lambda f: f.__name__)
+def test_ranks_that_do_not_fit_together_are_refused(mutation: Callable[[list[HostProgram]], None]) -> None:
+    programs = list(PROGRAMS)
+    mutation(programs)
+    with pytest.raises(AssertionError):
+        verify_together(programs)
+
+
+def swapped(program: HostProgram, a: int, b: int) -> HostProgram:
+    """The program with two of its collectives issued in the other order."""
+    body = list(program.instructions)
+    first, second = place_of(program, Collective, a), place_of(program, Collective, b)
+    body[first], body[second] = body[second], body[first]
+    return with_body(program, body)
+
+
+def test_collectives_of_a_group_in_another_order_on_one_rank_are_refused() -> None:
+    fd = mf.FusionDefinition()
+    x, y = (fd.define_tensor([8, n], dtype=mf.DataType.Double) for n in (8, 4))
+    for t in (x, y):
+        out = fd.ops.set(t)
+        fd.add_output(out)
+        fd.mesh_split(t, MESH, [["dp", "tp"], None])
+        fd.mesh_split(out, MESH, [None, None])
+    compiled = fd.compile()
+    programs = [compiled.host_program(rank) for rank in compiled.ranks]
+    verify_together(programs)
+    programs[2] = swapped(programs[2], 0, 1)
+    with pytest.raises(AssertionError, match="differ in group"):
+        verify_together(programs)
+
+
+def crossed() -> list[HostProgram]:
+    """A collective of rows and one of columns of the mesh, on one rank in the other order: a ring of waits."""
+    fd = mf.FusionDefinition()
+    x, y = (fd.define_tensor([8, 8], dtype=mf.DataType.Double) for _ in range(2))
+    for t, axis in ((x, "dp"), (y, "tp")):
+        out = fd.ops.set(t)
+        fd.add_output(out)
+        fd.mesh_split(t, MESH, [axis, None])
+        fd.mesh_split(out, MESH, [None, None])
+    compiled = fd.compile()
+    programs = [compiled.host_program(rank) for rank in compiled.ranks]
+    body = programs[0].instructions
+    turn = place_of(programs[0], Wait) + 1
+    ending = place_of(programs[0], Wait, 1) + 1
+    programs[0] = with_body(programs[0], [*body[turn:ending], *body[:turn], *body[ending:]])
+    return programs
+
+
+def test_waits_that_go_round_in_a_ring_over_two_groups_are_refused() -> None:
+    """Each group agrees on its own order, and yet rank 0 waits for a rank that waits for rank 0."""
+    programs = crossed()
+    programs[3] = with_order_of(programs[3], programs[0])
+    with pytest.raises(AssertionError):
+        verify_together(programs)
+
+
+def with_order_of(program: HostProgram, other: HostProgram) -> HostProgram:
+    """The program with its two rounds in the order of the other's."""
+    body = program.instructions
+    turn, ending = place_of(program, Wait) + 1, place_of(program, Wait, 1) + 1
+    assert other.instructions[0] != body[0]
+    return with_body(program, [*body[turn:ending], *body[:turn], *body[ending:]])
+
+
+@settings(max_examples=150)
+@given(definitions(min_ops=3, max_ops=8).flatmap(annotations), st.data())
+def test_no_instruction_of_any_program_is_idle(fd: mf.FusionDefinition, data: st.DataObject) -> None:
+    """A Wait left out of any program, or an instruction that makes what is read later, is noticed."""
+    compiled = fd.compile()
+    program = compiled.host_program(data.draw(st.sampled_from(compiled.ranks)))
+    vital = [i for i, ins in enumerate(program.instructions) if isinstance(ins, (Wait, Collective, SendRecv, Free))]
+    if vital:
+        place = data.draw(st.sampled_from(vital))
+        with pytest.raises(AssertionError):
+            verify(with_body(program, [*program.instructions[:place], *program.instructions[place + 1 :]]))
