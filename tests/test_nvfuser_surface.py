@@ -91,6 +91,26 @@ def test_forms_of_define_tensor(define: Callable[[FusionDefinition], Any]) -> No
     assert torch.equal(found, 2 * whole.view(3, 4))
 
 
+def test_arguments_by_nvfusers_names() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor(shape=[4, 6], contiguity=[True, True], dtype=DataType.Float, stride_order=[])
+        two, rows = fd.define_scalar(2.0, dtype=DataType.Float), fd.define_scalar(None, DataType.Int)
+        y = fd.ops.mul(x, two)
+        fd.add_output(y)
+        for tv in (x, y):
+            tv.set_device_mesh(mesh=NVMesh([0, 1]))
+            tv.split(axis=0, factor=2, inner_split=False)
+            tv.axis(index=0).parallelize(parallel_type=X)
+            tv.set_allocation_domain(new_allocation_domain=tv.get_loop_domain(), new_contiguity=True)
+        y.swizzle1d(axis=0, parallel_type=X)
+        y.axis(0).parallelize(nvfuser.ParallelType.stream)
+        y.set_memory_type(memory_type=nvfuser.MemoryType.symmetric)
+    assert (x.is_tensor(), two.is_tensor(), two.is_symbolic(), rows.is_symbolic()) == (True, False, False, True)
+    whole = torch.randn(4, 6)
+    assert torch.equal(fd.simulate([whole, 4])[0], 2 * whole)
+    assert "x" in str(fd.output_shardings()[0])
+
+
 def test_dtypes_both_ways() -> None:
     for dtype in (
         torch.half,

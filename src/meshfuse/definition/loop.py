@@ -168,13 +168,13 @@ class AxisView:
     leaf: Leaf
     check: Callable[[], None]
 
-    def parallelize(self, kind: ParallelType) -> None:
+    def parallelize(self, parallel_type: ParallelType) -> None:
         """Bind the axis to a mesh axis or a stream; `ParallelType.serial` unbinds it.
 
         Raises DefinitionError where it is bound to something else already.
         """
         self.check()
-        axis = _axis_name(kind)
+        axis = _axis_name(parallel_type)
         if axis == STREAM and self.leaf.swizzled and self.is_device_dim():
             return  # The swizzled loop is the stream; the memory stays split over the mesh axis.
         if None not in (axis, self.leaf.axis) and axis != self.leaf.axis:

@@ -96,6 +96,12 @@ class FusionDefinition(core.FusionDefinition):
     def __enter__(self) -> FusionDefinition:
         return self
 
+    def define_tensor(self, *args: Any, **options: Any) -> TensorView:
+        """As meshfuse's; nvFuser's empty `stride_order` means none."""
+        if "stride_order" in options and not options["stride_order"]:
+            del options["stride_order"]
+        return super().define_tensor(*args, **options)
+
     @property
     def fec(self) -> FusionExecutorCache:
         """What the last execution ran. AttributeError before the first, as in nvFuser."""
@@ -144,9 +150,7 @@ class FusionDefinition(core.FusionDefinition):
         if ran[-1].compiled is not getattr(self._fec, "compiled", None):
             self._fec = FusionExecutorCache(self, ran[-1].compiled)
         if profiler.profiling():
-            profiler.record(
-                self.fec.compiled, World.current().rank, values, outputs, time.perf_counter() - start
-            )
+            profiler.record(self.fec.compiled, World.current().rank, values, outputs, time.perf_counter() - start)
         return outputs
 
     def manual_execute(self, inputs: Sequence[Any], heuristic_params: Any = None) -> list[Any]:
@@ -252,9 +256,7 @@ def _with_ones(out: Any, sharding: Sharding) -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
     names, ones = sharding.core.mesh.names, sharding.ones
-    placements = [
-        Shard(ones[name]) if name in ones else p for name, p in zip(names, out.placements, strict=True)
-    ]
+    placements = [Shard(ones[name]) if name in ones else p for name, p in zip(names, out.placements, strict=True)]
     return DTensor.from_local(
         out.to_local(), out.device_mesh, placements, run_check=False, shape=out.shape, stride=out.stride()
     )

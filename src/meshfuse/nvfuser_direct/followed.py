@@ -36,9 +36,7 @@ def _bound(annotation: Annotation) -> Iterator[tuple[str, int]]:
                 yield split.axis or "", dim
 
 
-def _graph(
-    fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any], annotated: Mapping[int, Bound]
-) -> Graph:
+def _graph(fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any], annotated: Mapping[int, Bound]) -> Graph:
     """The graph, with 2 for bound dims of size 1 where possible: there is no factor to follow in 1."""
     wide = {i: _widened(shape, annotated.get(i, {})) for i, shape in shapes.items()}
     try:

@@ -20,7 +20,7 @@ def input_text(value: Any) -> str:
     """Python for an input like this one: its number, or random elements in its shape, strides and dtype."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    local = value.to_local() if hasattr(value, "to_local") else value
+    local = getattr(value, "to_local", lambda: value)()
     dtype, device = local.dtype, local.device.type
     size = 1 + sum((n - 1) * step for n, step in zip(local.shape, local.stride(), strict=True))
     count = size if local.numel() else 0
@@ -56,8 +56,8 @@ def _gathered(fd: FusionDefinition, place: int, value: Any) -> Any:
     """The global tensor that this rank's argument is a shard of."""
     if not isinstance(value, torch.Tensor):
         return value
-    if hasattr(value, "full_tensor"):
-        return value.full_tensor()
+    if (full := getattr(value, "full_tensor", None)) is not None:
+        return full()
     compiled, tensor = fd.fec.compiled, fd.inputs[place].id
     if tensor not in fd.annotations:
         return value
