@@ -78,6 +78,13 @@ class Val(Arithmetic):
     def dtype(self) -> DataType:
         return self.fd.scalars[self.ref.id].dtype
 
+    def is_tensor(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        """False for a constant."""
+        return self.fd.scalars[self.ref.id].op != "const"
+
     def __repr__(self) -> str:
         return f"Val(s{self.ref.id}: {self.dtype.name})"
 
@@ -106,6 +113,10 @@ class TensorView(Arithmetic):
     def label(self) -> str:
         """The name after the script's own variable where its line shows one: `x (t0)`."""
         return self.fd.tensors[self.ref.id].label
+
+    def is_tensor(self) -> bool:
+        """Tells tensors from scalars among a definition's values."""
+        return True
 
     def num_dims(self) -> int:
         """The number of dims, as nvFuser calls it."""
@@ -197,7 +208,7 @@ class TensorView(Arithmetic):
             )
         return {old: new for new, old in enumerate(moves)}
 
-    def swizzle1d(self, axis: int, kind: ParallelType) -> TensorView:
+    def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
         """Let every rank begin its loop over the axis at its own place (a ring); moves nothing."""
         self.fd.check_open()
         self._domain.order[self._domain.place(axis, "swizzle1d")].swizzled = True
@@ -238,10 +249,10 @@ class TensorView(Arithmetic):
         domain = self._domain
         return [self._view(domain, root[0]) for root in domain.roots if not root[0].reduction]
 
-    def set_memory_type(self, kind: Any) -> None:
+    def set_memory_type(self, memory_type: Any) -> None:
         """Accepted for nvFuser's symmetric memory; a hint that changes no value."""
         self.fd.check_open()
-        self.fd.annotation(self).memory = str(kind)
+        self.fd.annotation(self).memory = str(memory_type)
 
 
 def _listed(axes: Any) -> Sequence[Any]:
