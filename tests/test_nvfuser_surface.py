@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -187,6 +188,7 @@ STRIDES = {
     "elementwise follows its operand": (lambda fd, x: fd.ops.exp(fd.ops.neg(x)), (1, 8, 2)),
     "a cast as well": (lambda fd, x: fd.ops.cast(x, DataType.Double), (1, 8, 2)),
     "a scalar does not count": (lambda fd, x: fd.ops.mul(2.0, x), (1, 8, 2)),
+    "through many sums": (lambda fd, x: functools.reduce(lambda y, _: fd.ops.add(y, y), range(60), x), (1, 8, 2)),
     "a permuted result is row-major": (lambda fd, x: fd.ops.permute(x, [1, 0, 2]), (8, 4, 1)),
     "stride_order says it": (lambda fd, x: fd.ops.stride_order(x, [0, 1, 2]), (1, 2, 6)),
 }

@@ -22,7 +22,7 @@ from ..runtime.world import World
 from . import profiler, repro
 from .followed import bound_outputs
 from .multidevice import DeviceMesh, Sharding
-from .strides import inferred_order
+from .strides import inferred_orders
 
 
 class Ops(OpNamespace):
@@ -167,9 +167,9 @@ class FusionDefinition(core.FusionDefinition):
 
     def output_orders(self) -> list[tuple[int, ...] | None]:
         """The memory order of every output: as annotated, else as it comes through from the inputs."""
-        stated = super().output_orders()
+        stated, inferred = super().output_orders(), inferred_orders(self)
         return [
-            order if order is not None or self._says_order(tensor) else inferred_order(self, tensor)
+            order if order is not None or self._says_order(tensor) else inferred[tensor]
             for tensor, order in zip(self.outputs, stated, strict=True)
         ]
 

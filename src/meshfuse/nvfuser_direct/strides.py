@@ -14,17 +14,15 @@ def row_major(ndim: int) -> Order:
     return tuple(reversed(range(ndim)))
 
 
-def inferred_order(fd: DefinitionBuilder, tensor: int) -> Order:
-    """The order that a tensor takes over from the inputs: elementwise ops and attention pass it on."""
-    ndim = fd.tensors[tensor].type.ndim
-    node = next((node for node in fd.nodes if tensor in node.outputs), None)
-    if node is None:
-        return fd.tensors[tensor].stride_order or row_major(ndim)
-    for operand in _followed(fd, node, tensor):
-        order = inferred_order(fd, operand)
-        if order != row_major(ndim):
-            return order
-    return row_major(ndim)
+def inferred_orders(fd: DefinitionBuilder) -> list[Order]:
+    """For every tensor the order that it takes over from the inputs: elementwise ops and attention pass it on."""
+    orders = [made.stride_order or row_major(made.type.ndim) for made in fd.tensors]
+    for node in fd.nodes:
+        for tensor in node.outputs:
+            plain = row_major(fd.tensors[tensor].type.ndim)
+            found = (orders[operand] for operand in _followed(fd, node, tensor))
+            orders[tensor] = next((order for order in found if order != plain), plain)
+    return orders
 
 
 def _followed(fd: DefinitionBuilder, node: OpNode, tensor: int) -> list[int]:
