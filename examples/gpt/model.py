@@ -161,7 +161,7 @@ def generate(
     return bytes(text)
 
 
-def pick_byte(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+def pick_byte(logits: Tensor, temperature: float, generator: torch.Generator | None = None) -> int:
     """The next byte from its logits ``[vocab]``: the largest at temperature 0, else a softmax draw."""
     if temperature == 0.0:
         return int(logits.argmax())

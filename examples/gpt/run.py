@@ -152,7 +152,7 @@ def generate(runner: Runner, prompt: bytes, length: int, talk) -> None:
         window = text[-GPT.block :]
         tokens = torch.zeros(1, GPT.block, dtype=torch.int64)
         tokens[0, : len(window)] = torch.tensor(list(window))
-        text.append(pick_byte(runner.logits(tokens)[0, len(window) - 1], 0.0, None))
+        text.append(pick_byte(runner.logits(tokens)[0, len(window) - 1], 0.0))
     talk(f"\n{text.decode(errors='replace')}")
 
 

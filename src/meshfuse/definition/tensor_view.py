@@ -31,39 +31,98 @@ class Arithmetic:
             "Use fd.ops.where to choose by it, or 'is None' to ask whether there is one.", caller_line(),
         )  # fmt: skip
 
+    def __add__(self, other: Any) -> Any:
+        return self._op("add", self, other)
 
-def _operator(op: str, swapped: bool) -> Callable[..., Any]:
-    if swapped:
-        return lambda self, other: self._op(op, other, self)
-    return lambda self, *others: self._op(op, self, *others)
+    def __radd__(self, other: Any) -> Any:
+        return self._op("add", other, self)
 
+    def __sub__(self, other: Any) -> Any:
+        return self._op("sub", self, other)
 
-for _python, _name in {
-    "add": "add",
-    "sub": "sub",
-    "mul": "mul",
-    "truediv": "truediv",
-    "floordiv": "div",
-    "mod": "mod",
-    "pow": "pow",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-}.items():
-    setattr(Arithmetic, f"__{_python}__", _operator(_name, False))
-    setattr(Arithmetic, f"__r{_python}__", _operator(_name, True))
-for _python, _name in {
-    "lt": "lt",
-    "le": "le",
-    "gt": "gt",
-    "ge": "ge",
-    "neg": "neg",
-    "invert": "bitwise_not",
-    "abs": "abs",
-}.items():
-    setattr(Arithmetic, f"__{_python}__", _operator(_name, False))
+    def __rsub__(self, other: Any) -> Any:
+        return self._op("sub", other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._op("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._op("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._op("truediv", self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._op("truediv", other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._op("div", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._op("div", other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._op("mod", self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return self._op("mod", other, self)
+
+    def __pow__(self, other: Any) -> Any:
+        return self._op("pow", self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return self._op("pow", other, self)
+
+    def __and__(self, other: Any) -> Any:
+        return self._op("bitwise_and", self, other)
+
+    def __rand__(self, other: Any) -> Any:
+        return self._op("bitwise_and", other, self)
+
+    def __or__(self, other: Any) -> Any:
+        return self._op("bitwise_or", self, other)
+
+    def __ror__(self, other: Any) -> Any:
+        return self._op("bitwise_or", other, self)
+
+    def __xor__(self, other: Any) -> Any:
+        return self._op("bitwise_xor", self, other)
+
+    def __rxor__(self, other: Any) -> Any:
+        return self._op("bitwise_xor", other, self)
+
+    def __lshift__(self, other: Any) -> Any:
+        return self._op("bitwise_left_shift", self, other)
+
+    def __rlshift__(self, other: Any) -> Any:
+        return self._op("bitwise_left_shift", other, self)
+
+    def __rshift__(self, other: Any) -> Any:
+        return self._op("bitwise_right_shift", self, other)
+
+    def __rrshift__(self, other: Any) -> Any:
+        return self._op("bitwise_right_shift", other, self)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._op("lt", self, other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._op("le", self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._op("gt", self, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._op("ge", self, other)
+
+    def __neg__(self) -> Any:
+        return self._op("neg", self)
+
+    def __invert__(self) -> Any:
+        return self._op("bitwise_not", self)
+
+    def __abs__(self) -> Any:
+        return self._op("abs", self)
 
 
 class Val(Arithmetic):

@@ -39,7 +39,8 @@ def local_parts(inputs: Sequence[Any]) -> list[Any]:
 
 def _settled(local: torch.Tensor) -> torch.Tensor:
     """A collective of torch that still runs (AsyncCollectiveTensor) is waited for."""
-    return local.wait() if hasattr(local, "wait") else local
+    wait = getattr(local, "wait", None)
+    return local if wait is None else wait()
 
 
 def dtensor_shapes(fd: DefinitionBuilder, inputs: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:

@@ -75,14 +75,9 @@ class Beam:
     def _entries(self, state: State, node: Node) -> Iterable[tuple[Option, Option | None]]:
         """The options of a node in a state, each with the best of the others."""
         setting = self.setting_of(node, tuple(self._available(state, i) for i in node.inputs))
-        found = self._options.get(setting)
-        if found is None:
-            found = self._options[setting] = options(setting)
-        kept = found[: self.width]
-        return [
-            (option, found[1] if i == 0 and len(found) > 1 else found[0] if i else None)
-            for i, option in enumerate(kept)
-        ]
+        found = self._options.get(setting) or self._options.setdefault(setting, options(setting))
+        first, second = found[0], found[1] if len(found) > 1 else None
+        return [(option, second if option is first else first) for option in found[: self.width]]
 
     def _grown(self, state: State, node: Node, option: Option, other: Option | None) -> State:
         table = dict(state.table)

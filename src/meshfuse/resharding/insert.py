@@ -118,8 +118,8 @@ class _Inserter:
         for node, choice in zip(graph.nodes, self.sharded.choices, strict=True):
             self._compute(node.id, choice.placement)
         outputs = [self._output(i) for i in graph.outputs]
-        made = map(tuple, (self.values, self.steps, self.inputs, outputs))
-        done = ReshardedDefinition(self.sharded, *made)
+        values, steps = tuple(self.values), tuple(self.steps)
+        done = ReshardedDefinition(self.sharded, values, steps, tuple(self.inputs), tuple(outputs))
         done.verify()
         return done
 
@@ -187,5 +187,3 @@ class _Inserter:
 def insert_resharding(sharded: ShardedDefinition) -> ReshardedDefinition:
     """Put in the moves that the placements need, each planned as the cheapest path; equal ones once."""
     return _Inserter(sharded).run()
-
-
