@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .instructions import Collective, Free, Instruction, SendRecv, Wait
+from .instructions import Collective, Free, Instruction, Launch, SendRecv, Wait
 from .liveness import reads_of
 from .program import HostProgram
 
@@ -43,11 +43,12 @@ def _verify_reads(instruction: Instruction, alive: set[str], pending: dict[str, 
 
 
 def _made_by(instruction: Instruction) -> set[str]:
-    if hasattr(instruction, "outputs"):
+    if isinstance(instruction, Launch):
         return set(instruction.outputs)
     if isinstance(instruction, (Collective, SendRecv)):
         return {instruction.work}
-    return {instruction.target}  # type: ignore[union-attr]
+    assert not isinstance(instruction, (Wait, Free))
+    return {instruction.target}
 
 
 def verify_together(programs: Sequence[HostProgram]) -> None:
