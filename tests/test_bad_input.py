@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - tables of texts and calls read best as lines
 """Bad input of every kind is a ValueError that names what is wrong, at the user's own line."""
 
 from __future__ import annotations

@@ -324,9 +324,7 @@ def test_a_form_whose_result_is_wanted_on_another_mesh(name: str, ranks: list[in
     for tensor in results:
         fd.add_output(tensor)
     fd.mesh_split(x, mf.DeviceMesh((4, 2), ("x", "y")), ["x", "y"])
-    fd.mesh_split(
-        results[0], mf.DeviceMesh((2,), ("z",), ranks=ranks), ["z", *[None] * (results[0].ndim - 1)]
-    )
+    fd.mesh_split(results[0], mf.DeviceMesh((2,), ("z",), ranks=ranks), ["z", *[None] * (results[0].ndim - 1)])
     _assert_close(fd.simulate([X], check_replicas=True), reference(X.double()))
 
 

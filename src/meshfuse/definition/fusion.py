@@ -103,9 +103,7 @@ class DefinitionBuilder:
         shape = tuple(tensor.shape)
         found = shape if static_sizes else tuple(n if n == 1 else -1 for n in shape)
         dtype = checked_dtype("from_pytorch", tensor.dtype, line)
-        out = self._new_input(
-            TensorType(found, dtype), line, checked_order(None, tensor.stride(), shape, line)
-        )
+        out = self._new_input(TensorType(found, dtype), line, checked_order(None, tensor.stride(), shape, line))
         if hasattr(tensor, "placements"):
             self.shard(out, tensor.placements, tensor.device_mesh)
         return out
@@ -130,12 +128,8 @@ class DefinitionBuilder:
         if count is not None and count >= 0:
             return [self.define_scalar(dtype=dtype) for _ in range(count)]
         if not isinstance(values, (list, tuple)):
-            raise user_error(
-                "define_vector", repr(values), "how many scalars, or a list of numbers", "", line
-            )
-        return [
-            v if isinstance(v, Val) or as_int(v) == -1 else self._constant(v, dtype, line) for v in values
-        ]
+            raise user_error("define_vector", repr(values), "how many scalars, or a list of numbers", "", line)
+        return [v if isinstance(v, Val) or as_int(v) == -1 else self._constant(v, dtype, line) for v in values]
 
     def _constant(self, value: Any, dtype: Any, line: SourceLine) -> Val:
         return self.define_scalar(checked_number("define_vector", value, None, line), dtype)
@@ -149,9 +143,7 @@ class DefinitionBuilder:
         """Apply an op of the table: a TensorView, a tuple of them, or (for scalars alone) a Val."""
         return self.call_at(caller_line(), name, args, kwargs)
 
-    def call_at(
-        self, line: SourceLine, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def call_at(self, line: SourceLine, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """As `call`, asked for by this line of the user's."""
         try:
             self.check_open()
@@ -190,11 +182,7 @@ class DefinitionBuilder:
         given = [*args, *kwargs.values()]
         numbers = (Val, bool, int, float, complex, DataType)
         scalars_only = bool(given) and all(isinstance(plain_number(a), numbers) for a in given)
-        return (
-            scalars_only
-            and (op.name in FUNCTIONS or op.name == "cast")
-            and any(isinstance(a, Val) for a in given)
-        )
+        return scalars_only and (op.name in FUNCTIONS or op.name == "cast") and any(isinstance(a, Val) for a in given)
 
     def _scalar_op(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Val:
         names = [param.name for param in op.params]
@@ -290,9 +278,7 @@ class DefinitionBuilder:
     def _check_agreement(self, tensor: TensorView, old: Annotation, new: Annotation) -> None:
         """A mesh alone may be refined by what is said later; anything more must be said the same again."""
         told = old.stated or any(leaf.axis is not None for leaf in old.domain.order)
-        same = (
-            old.meaning() == new.meaning() if told and old.mesh is not None else old.mesh in (None, new.mesh)
-        )
+        same = old.meaning() == new.meaning() if told and old.mesh is not None else old.mesh in (None, new.mesh)
         if not same:
             raise _contradiction(tensor.label, str(new), f"{old} at {old.line}", new.line)
 
@@ -345,9 +331,7 @@ class DefinitionBuilder:
         found = self.annotation(tensor)
         roots = [root for root in found.domain.roots if not root[0].reduction]
         dim_of = {id(leaf): d for d, root in enumerate(roots) for leaf in root}
-        axes = (
-            [axis for axis in loop if isinstance(axis, AxisView)] if isinstance(loop, (list, tuple)) else []
-        )
+        axes = [axis for axis in loop if isinstance(axis, AxisView)] if isinstance(loop, (list, tuple)) else []
         listed = [axis.leaf for axis in axes if id(axis.leaf) in dim_of]
         first = {dim_of[id(leaf)]: place for place, leaf in reversed([*enumerate(listed)])}
         # Where a dim lies in a rank's memory is told by the part of it that the rank has.
@@ -404,9 +388,7 @@ class DefinitionBuilder:
         self.history.append(tensor.ref)
         return tensor
 
-    def _new_tensor(
-        self, kind: TensorType, line: SourceLine, order: tuple[int, ...] | None = None
-    ) -> TensorView:
+    def _new_tensor(self, kind: TensorType, line: SourceLine, order: tuple[int, ...] | None = None) -> TensorView:
         ref = TensorRef(len(self.tensors))
         self.tensors.append(TensorDef(kind, f"t{ref.id}", line, order))
         return TensorView(self, ref)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from ..errors import caller_line, user_error
 from ..executor import spmd
 from ..ops.base import TensorRef
 from ..runtime.world import World
+from ..sharding.layout import Split
 from . import profiler, repro
-from .followed import bound_outputs
+from .followed import common_mesh, followed_outputs
 from .multidevice import DeviceMesh, Sharding
 from .strides import inferred_orders
 
@@ -191,10 +192,29 @@ class FusionDefinition(core.FusionDefinition):
             return repr(self)
         return str(self._fec.compiled.host_program(rank))
 
+    def _compile(self, found: Any, shapes: Any, world: Any, line: Any) -> CompiledProgram:
+        """Outputs that nothing is said of lie where nvFuser leaves them, as the first shapes tell."""
+        if not self._compiled and (mesh := common_mesh(self)) is not None:
+            scalars = {i: found.scalars[i] for i in self._sized_by() if i in found.scalars}
+            for tensor, bound in zip(self.outputs, followed_outputs(self, shapes, scalars), strict=True):
+                if bound is not None and tensor not in self.annotations:
+                    self._annotate_output(tensor, mesh, bound, line)
+        return super()._compile(found, shapes, world, line)
+
+    def _annotate_output(self, tensor: int, mesh: Any, bound: Mapping[str, int], line: Any) -> None:
+        dims: list[tuple[Split, ...]] = [()] * self.tensors[tensor].type.ndim
+        for axis, dim in bound.items():
+            dims[dim] = (*dims[dim], Split(mesh.axis_size(axis), axis))
+        self._annotate(TensorView(self, TensorRef(tensor)), mesh, dims, line)
+
     def bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]:
         """For every output the dims that are bound to mesh axes of one rank."""
         shapes, scalars, _ = next(key for key, made in self._compiled.items() if made is compiled)
-        return bound_outputs(self, dict(shapes), dict(scalars))
+        mesh = common_mesh(self)
+        found = followed_outputs(self, dict(shapes), dict(scalars)) if mesh is not None else []
+        ones = [] if mesh is None else [name for name in mesh.names if mesh.axis_size(name) == 1]
+        kept = [{name: d for name, d in (bound or {}).items() if name in ones} for bound in found]
+        return kept or [{} for _ in self.outputs]
 
     def last_repro_script(self) -> str:
         """A script that runs the definition on inputs of the shapes that were saved.

@@ -1,44 +1,60 @@
-"""Mesh axes of one rank: they split nothing, so meshfuse drops them, but scripts ask for their dims."""
+"""Where nvFuser puts what no annotation says: each op's results follow its operands, the most sharded first.
+
+meshfuse chooses by cost; a script written for nvFuser reads its outputs where nvFuser leaves them. Axes of one rank,
+which split nothing, are followed as well: scripts ask for their dims.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..definition.annotation import Annotation
 from ..definition.fusion import DefinitionBuilder
 from ..errors import DefinitionError
 from ..graph import Graph, Node, concretize
+from ..mesh import DeviceMesh
+from ..ops.base import FactorKind
 
-# For a tensor: the dim that is bound to each axis of one rank.
+# For a tensor: the dim that each mesh axis cuts in chunks. None where that is not all there is to say.
 Bound = dict[str, int]
 Shapes = Mapping[int, tuple[int, ...]]
 
 
-def bound_outputs(fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any]) -> list[Bound]:
-    """For every output the dims bound to axes of one rank; `shapes` are the inputs' global ones."""
-    annotated = {i: dict(_bound(annotation)) for i, annotation in fd.annotations.items()}
-    if not any(annotated.values()):
-        return [{} for _ in fd.outputs]
-    found = dict(annotated)
-    for node in _graph(fd, shapes, scalars, annotated).nodes:
-        factors = _factors(node, found)
+def followed_outputs(fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any]) -> list[Bound | None]:
+    """For every output the bindings that follow from the annotations, for these global input shapes."""
+    found: dict[int, Bound | None] = {i: _bound(annotation) for i, annotation in fd.annotations.items()}
+    for node in _graph(fd, shapes, scalars, found).nodes:
         for place, tensor in enumerate(node.outputs):
-            found.setdefault(tensor, _of_result(node, place, factors))
+            if tensor not in found:
+                found[tensor] = _of_result(node, place, found)
     return [found.get(tensor, {}) for tensor in fd.outputs]
 
 
-def _bound(annotation: Annotation) -> Iterator[tuple[str, int]]:
+def common_mesh(fd: DefinitionBuilder) -> DeviceMesh | None:
+    """The mesh of all annotations, None where there are several or none."""
+    meshes = {annotation.mesh for annotation in fd.annotations.values()}
+    return meshes.pop() if len(meshes) == 1 else None
+
+
+def _bound(annotation: Annotation) -> Bound | None:
     assert annotation.mesh is not None
+    found: Bound = {}
     for dim, layout in enumerate(annotation.named()):
-        for split in layout:
-            if split.bound and annotation.mesh.axis_size(split.axis or "") == 1:
-                yield split.axis or "", dim
+        for place, split in enumerate(layout):
+            if split.bound:
+                axis = split.axis or ""
+                if split.size != annotation.mesh.axis_size(axis) or not all(s.bound for s in layout[:place]):
+                    return None
+                found[axis] = dim
+    return found
 
 
-def _graph(fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any], annotated: Mapping[int, Bound]) -> Graph:
+def _graph(
+    fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any], bound: Mapping[int, Bound | None]
+) -> Graph:
     """The graph, with 2 for bound dims of size 1 where possible: there is no factor to follow in 1."""
-    wide = {i: _widened(shape, annotated.get(i, {})) for i, shape in shapes.items()}
+    wide = {i: _widened(shape, bound.get(i) or {}) for i, shape in shapes.items()}
     try:
         return concretize(fd, wide, scalars)
     except DefinitionError:  # A size is written in the definition.
@@ -49,17 +65,33 @@ def _widened(shape: tuple[int, ...], bound: Bound) -> tuple[int, ...]:
     return tuple(2 if n == 1 and d in bound.values() else n for d, n in enumerate(shape))
 
 
-def _factors(node: Node, found: Mapping[int, Bound]) -> Bound:
-    """The op's factor for each axis, from the first operand that has the axis."""
-    factors: Bound = {}
-    for tensor, dims in zip(node.inputs, node.rule.operands, strict=True):
-        for axis, dim in found.get(tensor, {}).items():
-            if dims[dim]:
-                factors.setdefault(axis, dims[dim][0])
-    return factors
+def _of_result(node: Node, place: int, found: Mapping[int, Bound | None]) -> Bound | None:
+    operands = [(found.get(tensor, {}), dims) for tensor, dims in zip(node.inputs, node.rule.operands, strict=True)]
+    if any(bound is None for bound, _ in operands):
+        return None
+    # Weights come before activations: the later operand wins among equally sharded ones.
+    operands = sorted(reversed(operands), key=lambda operand: -len(operand[0] or {}))
+    result: Bound = {}
+    for bound, dims in operands:
+        for axis, dim in (bound or {}).items():
+            target = _target(node, place, dims[dim])
+            if target is None:
+                return None
+            if target >= 0:
+                result.setdefault(axis, target)
+    return result
 
 
-def _of_result(node: Node, place: int, factors: Bound) -> Bound:
+def _target(node: Node, place: int, factors: tuple[int, ...]) -> int | None:
+    """The result's dim that a chunked dim of these factors becomes: -1 where it is reduced, None for neither."""
+    if not factors:
+        return -1
+    kind = node.rule.factors[factors[0]].kind
+    if kind is FactorKind.REDUCE:
+        return -1
     dims = node.rule.results[place]
-    pairs = ((axis, d) for axis, factor in factors.items() for d, dim in enumerate(dims) if factor in dim)
-    return dict(pairs)
+    return (
+        next((d for d, dim in enumerate(dims) if dim and dim[0] == factors[0]), None)
+        if kind is FactorKind.PASS
+        else None
+    )

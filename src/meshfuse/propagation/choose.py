@@ -111,9 +111,7 @@ def _votes(setting: Setting) -> list[tuple[Source, Layouts]]:
     for j, wanted in enumerate(setting.wanted):
         for sharding in wanted:
             if sharding.mesh == setting.mesh:
-                vote = layouts_of(
-                    setting.rule, setting.rule.results[j], setting.call.results[j].shape, sharding.dims
-                )
+                vote = layouts_of(setting.rule, setting.rule.results[j], setting.call.results[j].shape, sharding.dims)
                 votes.setdefault(vote, Source("result", j))
     return [(source, vote) for vote, source in votes.items()]
 
@@ -166,9 +164,7 @@ def _wire_seconds(setting: Setting, placement: Placement) -> float:
     call, total = setting.call, 0.0
     for available, needed, kind in zip(setting.available, placement.operands, call.types, strict=True):
         total += cheapest(available, needed, kind.shape, kind.dtype.itemsize)
-    for made, wanted, fixed, kind in zip(
-        placement.results, setting.wanted, setting.fixed, call.results, strict=True
-    ):
+    for made, wanted, fixed, kind in zip(placement.results, setting.wanted, setting.fixed, call.results, strict=True):
         if fixed:
             total += cheapest((made,), wanted[0], kind.shape, kind.dtype.itemsize)
     return total

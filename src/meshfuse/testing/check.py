@@ -46,7 +46,7 @@ def _index_limits(fd: DefinitionBuilder) -> Iterator[tuple[int, int]]:
             index, size = args["index"], fd.tensors[args["arg"].id].type.shape[args["dim"]]
         else:
             continue
-        found[index.id] = min(size, found.get(index.id, size))
+        found[index.id] = min(size, found[index.id]) if index.id in found else size
     yield from found.items()
 
 

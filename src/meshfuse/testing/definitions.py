@@ -1,6 +1,6 @@
 """Strategies for whole definitions and for annotations of them."""
 
-from __future__ import annotations
+from __future__ import annotations  # pyright: ignore[reportAssignmentType] - a strategy has that name
 
 from collections.abc import Sequence
 
