@@ -166,7 +166,7 @@ def one_set_for_many_readers() -> None:
         outputs = [fd.ops.relu(gathered), fd.ops.sum(gathered, [0]), fd.ops.neg(gathered)]
         for y in outputs:
             fd.add_output(y)
-        place(line(), x, gathered, *outputs)
+        place(line(), x, gathered)
         split(x, 0)
     whole = torch.randn(2 * size(), 4)
     with PythonProfiler() as profiler:

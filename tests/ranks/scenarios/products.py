@@ -180,7 +180,8 @@ def sequence_parallel_linear() -> None:
         split(x, 1)
         for tv in (w, b):
             split(tv, 0)
-    a, weight, offset = torch.randn(2, 8, 12), torch.randn(8, 12), torch.randn(8)
+    # Gathering the weight would cost less: the output that nothing is said of lies where nvFuser leaves it.
+    a, weight, offset = torch.randn(2, 64, 12), torch.randn(8, 12), torch.randn(8)
     (found,) = fd.execute([cut(a, x), cut(weight, w), cut(offset, b)])
     same(found, F.linear(a, weight, offset).chunk(size(), -1)[rank()])
 
