@@ -71,7 +71,7 @@ def _cpu() -> Finding:
 
 def _torch_row(torch: Any) -> Finding:
     if torch is not None:
-        return Finding("torch", torch.__version__, "programs run in eager torch or Inductor")
+        return Finding("torch", torch.__version__, "programs run in eager torch")
     broken = importlib.util.find_spec("torch") is not None
     if broken:
         return Finding("torch", "broken", "its import fails: reinstall it")
@@ -132,8 +132,8 @@ def _version(package: str) -> str:
 
 def _thunder() -> Finding:
     if importlib.util.find_spec("thunder") is None:
-        return Finding("Thunder", "none", "its executor is off; install meshfuse[thunder] to use it")
-    return Finding("Thunder", _version("lightning-thunder"), "meshfuse.thunder can take its graphs")
+        return Finding("Thunder", "none", "not needed: definitions are written with meshfuse")
+    return Finding("Thunder", _version("lightning-thunder"), "not used yet: definitions are written with meshfuse")
 
 
 def _launched() -> Finding:
