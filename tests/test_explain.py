@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 import meshfuse as mf
 
@@ -137,3 +138,20 @@ def test_a_tensor_of_another_definition() -> None:
     made = Mlp()
     with pytest.raises(mf.DefinitionError, match=r"explain: found .* of another definition"):
         made.fd.explain(Mlp().x)
+
+
+def test_what_no_output_needs_is_neither_computed_nor_communicated() -> None:
+    mesh = mf.DeviceMesh((4,), ("tp",))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8, 8])
+        unused = fd.ops.sum(x, [0])
+        tail = fd.ops.relu(unused)
+        fd.add_output(fd.ops.neg(x))
+        fd.mesh_split(x, mesh, ["tp", None])
+        fd.mesh_split(tail, mesh, [None])
+    assert not fd.bill().entries
+    assert [node.name for node in fd.compile().graph.nodes] == ["neg"]
+    assert "no output needs it, so it is not computed" in fd.explain(tail)
+    assert "unused" not in fd.explain()
+    t = torch.randn(8, 8)
+    assert torch.equal(fd(t)[0], -t)

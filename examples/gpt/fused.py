@@ -81,7 +81,7 @@ def _attention(
 
 def _mean_loss(fd: mf.FusionDefinition, logits: mf.TensorView, targets: mf.TensorView) -> mf.TensorView:
     """Mean cross entropy in nats per byte."""
-    shifted = logits - fd.ops.max(logits, [-1], keepdim=True)
+    shifted = logits - fd.stop_gradient(fd.ops.max(logits, [-1], keepdim=True))
     total = fd.ops.log(fd.ops.sum(fd.ops.exp(shifted), [-1]))
     picked = fd.ops.take_along_axis(shifted, fd.ops.broadcast(targets, [False, False, True]), -1)
     count = fd.ops.size(targets, 0) * fd.ops.size(targets, 1)

@@ -111,7 +111,6 @@ def concretize(
     fd: DefinitionBuilder,
     shapes: Mapping[int, tuple[int, ...]],
     scalars: Mapping[int, Any],
-    rank_count: int | None = None,
 ) -> Graph:
     """The graph of a definition for inputs of these shapes and (where sizes need them) scalars of these values.
 
@@ -128,15 +127,28 @@ def concretize(
     kinds = Kinds()
     nodes = [_concrete_node(fd, number, node, types, scalars, kinds) for number, node in enumerate(fd.nodes)]
     tensors = tuple(Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors))
+    nodes = _needed(nodes, fd.outputs)
     producer = {out: node.id for node in nodes for out in node.outputs}
     annotations, reductions, lines = {}, {}, {}
     for i, annotation in fd.annotations.items():
-        annotations[i] = annotation.sharding(tensors[i].label, types[i].shape).placement(types[i].shape)
-        lines[i] = annotation.line
+        sharding = annotation.sharding(tensors[i].label, types[i].shape).placement(types[i].shape)
+        if i not in producer and TensorRef(i) not in fd.inputs:
+            continue
+        annotations[i], lines[i] = sharding, annotation.line
         layouts = tuple(annotation.reduction_layouts())
         if any(split.bound for layout in layouts for split in layout):
             reductions[producer[i]] = layouts
-    return Graph(tensors, tuple(nodes), tuple(fd.inputs), tuple(fd.outputs), annotations, reductions, lines, fd.scalars)
+    return Graph(tensors, nodes, tuple(fd.inputs), tuple(fd.outputs), annotations, reductions, lines, fd.scalars)
+
+
+def _needed(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:
+    """The nodes that an output follows from, numbered anew."""
+    needed, kept = set(outputs), []
+    for node in reversed(nodes):
+        if needed.intersection(node.outputs):
+            needed.update(node.inputs)
+            kept.append(node)
+    return tuple(replace(node, id=number) for number, node in enumerate(reversed(kept)))
 
 
 _ANY = TensorRef(-1)

@@ -27,6 +27,8 @@ def explain_all(compiled: CompiledProgram) -> str:
     explainer, graph = _Explainer(compiled), compiled.graph
     rows = [("tensor", "type", "sharding", "why", "line")]
     for tensor in graph.tensors:
+        if tensor.id not in compiled.sharded.homes:
+            continue
         sharding = str(compiled.sharded.homes[tensor.id])
         rows.append((tensor.label, str(tensor.type), sharding, explainer.in_short(tensor.id), str(tensor.line)))
     meshes = dict.fromkeys(str(sharding.mesh) for sharding in compiled.sharded.homes.values())
@@ -54,6 +56,9 @@ class _Explainer:
 
     def lines(self, tensor: int) -> Iterator[str]:
         made = self.graph.tensors[tensor]
+        if tensor not in self.compiled.sharded.homes:
+            yield f"{made.label}: {made.type} at {_quoted(made.line)}: no output needs it, so it is not computed"
+            return
         home = self.compiled.sharded.homes[tensor]
         yield f"{made.label}: {made.type}, sharded {home} on {home.mesh}"
         yield f"  {self._maker(tensor)} at {_quoted(made.line)}"
