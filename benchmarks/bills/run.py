@@ -1,8 +1,8 @@
 """The bytes that 31 programs move per rank, beside the best plan known by hand and XLA's for the same annotations.
 
 Writes results.json: [{id, ours_mb, opt_mb, xla_cpu_mb, dtensor_mb, executed_mb}]. `executed_mb` is counted by the
-transport while all ranks' programs run on whole-size tensors, and must equal the bill (about 8 GB and a few minutes;
---no-execute leaves it null). `dtensor_mb` is null: DTensor is not measured here.
+transport while all ranks' programs run on tensors of full size, and must equal the bill: minutes, and several GB.
+`dtensor_mb` is null: DTensor is not measured here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def ratio(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("ids", nargs="*", help="programs of the table; all of them, and results.json, without")
-    parser.add_argument("--no-execute", action="store_true", help="print the bills only")
+    parser.add_argument("ids", nargs="*", help="programs of the table; all of them without")
+    parser.add_argument("--no-execute", action="store_true", help="only print; results.json stays as it is")
     args = parser.parse_args()
     results = []
     print("MB per rank on the wire, float32, ring collectives\n" + heading())
@@ -68,7 +68,7 @@ def main() -> int:
         if not args.ids or name in args.ids:
             results.append(measure(figures, not args.no_execute))
             print(line(figures, results[-1]), flush=True)
-    if not args.ids:
+    if not args.ids and not args.no_execute:
         (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
