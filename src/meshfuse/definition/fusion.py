@@ -14,7 +14,6 @@ from ..ops.base import (
     REQUIRED,
     Call,
     OpDef,
-    ParamKind,
     ScalarRef,
     TensorRef,
     TensorType,
@@ -411,4 +410,4 @@ def _are_strides(contiguity: Any) -> bool:
     return isinstance(contiguity, (list, tuple)) and any(type(c) is int for c in contiguity)
 
 
-__all__ = ["DefinitionBuilder", "OpNode", "ParamKind", "TensorDef", "mesh_of_torch", "tensor_refs"]
+__all__ = ["DefinitionBuilder", "OpNode", "TensorDef", "mesh_of_torch", "tensor_refs"]

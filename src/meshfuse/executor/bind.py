@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import kernels
-from ..host_ir.instructions import Collective, Instruction, Launch, SendRecv, Wait, group_name
+from ..host_ir.instructions import Collective, Communication, Instruction, SendRecv, Wait, group_name
 from ..host_ir.program import HostProgram
 from ..scalars import FUNCTIONS
 
@@ -52,14 +52,9 @@ def instruction_at(bound: BoundProgram, trace: TracebackType | None) -> Instruct
     return found
 
 
-def described(program: HostProgram, instruction: Instruction | None) -> str:
-    """What an instruction is about, for error texts: the collective, its tensor and who asked for it."""
+def communication_of(program: HostProgram, instruction: Instruction | None) -> Communication | None:
+    """What a communication, or the wait for one, is about; None for any other instruction."""
+    works = [i for i in program.instructions if isinstance(i, (Collective, SendRecv))]
     if isinstance(instruction, Wait):
-        works = (i for i in program.instructions if isinstance(i, (Collective, SendRecv)))
-        instruction = next((i for i in works if i.work == instruction.work), instruction)
-    if isinstance(instruction, (Collective, SendRecv)):
-        about = instruction.about
-        return f"{about.kind} of {about.tensor} over {about.axes or 'two meshes'} ({about.why})"
-    if isinstance(instruction, Launch):
-        return f"kernel {instruction.kernel.name}"
-    return instruction.source() if instruction is not None else "the program"
+        instruction = next(work for work in works if work.work == instruction.work)
+    return instruction.about if isinstance(instruction, (Collective, SendRecv)) else None

@@ -10,12 +10,12 @@ import torch
 
 from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
-from ..host_ir.instructions import Collective, SendRecv, Wait
+from ..host_ir.instructions import Collective, SendRecv
 from ..host_ir.program import HostProgram, digest_of
 from ..runtime.world import World
 from ..sharding.data import unshard
 from ..sharding.value import Sharding
-from .bind import bind_program, described, instruction_at
+from .bind import bind_program, communication_of, instruction_at
 
 if TYPE_CHECKING:
     from ..definition.fusion import DefinitionBuilder
@@ -76,15 +76,12 @@ class RankProgram:
         return out
 
     def _locate(self, error: RankError) -> None:
-        instruction = instruction_at(self.bound, error.__traceback__)
-        if error.where is not None or instruction is None:
-            return
-        if isinstance(instruction, Wait):
-            works = (i for i in self.program.instructions if isinstance(i, (Collective, SendRecv)))
-            instruction = next(i for i in works if i.work == instruction.work)
-        if isinstance(instruction, (Collective, SendRecv)):
-            error.where = instruction.about.line
-            error.args = (f"{described(self.program, instruction)}: {error.args[0]}", *error.args[1:])
+        """Let an error name the collective that it came from, its tensor, who asked for it and the user's line."""
+        about = communication_of(self.program, instruction_at(self.bound, error.__traceback__))
+        if error.where is None and about is not None:
+            error.where = about.line
+            what = f"{about.kind} of {about.tensor} over {about.axes or 'two meshes'} ({about.why})"
+            error.args = (f"{what}: {error.args[0]}", *error.args[1:])
 
     def gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
         """The global outputs on every rank, from every rank's shards."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from . import layout as lay
+from ..indices import global_index
 from .layout import Runs
 from .value import Sharding
 
@@ -48,20 +48,5 @@ def _put(out: torch.Tensor, local: torch.Tensor, index: tuple[Runs, ...]) -> Non
     if all(len(part) == 1 for part in index):
         out[tuple(slice(a, b) for ((a, b),) in index)] = local
     elif all(index):
-        grids = [torch.cat([torch.arange(a, b, device=out.device) for a, b in part]) for part in index]
+        grids = [global_index(part, out.device) for part in index]
         out[torch.meshgrid(*grids, indexing="ij")] = local
-
-
-def identity(reduce: str, dtype: torch.dtype) -> bool | int | float:
-    """The neutral element of a reduction."""
-    if reduce in ("sum", "prod"):
-        return 0 if reduce == "sum" else 1
-    if dtype == torch.bool:
-        return reduce == "min"
-    if dtype.is_floating_point:
-        return float("inf") if reduce == "min" else float("-inf")
-    info = torch.iinfo(dtype)
-    return info.max if reduce == "min" else info.min
-
-
-__all__ = ["identity", "lay", "shard", "take_runs", "unshard"]

@@ -112,13 +112,6 @@ def axes(layout: Layout) -> tuple[Split, ...]:
     return tuple(split for split in layout if split.bound)
 
 
-def keep_axes(layout: Layout, n: int, keep: frozenset[Split]) -> Layout:
-    """The layout with every bound split that is not in `keep` unbound: the shards along it put together."""
-    if all(split in keep for split in layout if split.bound):
-        return layout
-    return canonical(tuple(s if not s.bound or s in keep else Split(s.size) for s in padded(layout, n)), n)
-
-
 def is_prefix(coarse: Layout, fine: Layout) -> bool:
     """True where `fine` only splits further what `coarse` splits."""
     return len(coarse) <= len(fine) and fine[: len(coarse)] == coarse
