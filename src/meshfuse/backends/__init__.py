@@ -1,1 +1,55 @@
-"""Compilers of local kernels that are optional: each is imported only by who asks for it."""
+"""Compilers of segments: what one is given, what it gives back, and how it says that it cannot.
+
+A backend makes of a segment (the ops between two communications) on one rank a function that is called like the
+segment's `Kernel`, whose text is the reference: same parameters in the same order, results of the same shapes, dtypes
+and strides. A backend is imported only by those who ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..host_ir.instructions import Kernel
+from ..segmentation import Segment, SegmentedDefinition
+
+# Called with the kernel's parameters; gives the result, or a tuple of them where the kernel has several.
+Prepared = Callable[..., Any]
+
+
+class Unsupported(Exception):
+    """A backend cannot compile a segment; the text says why, for a reader of the host program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One segment to compile for one rank.
+
+    `eager` runs the kernel's text. `arguments` are examples of what it is called with, one per parameter: tensors on
+    the meta device with the shapes, dtypes and strides that calls have, and Python numbers. `segment` has the ops in
+    their placements, by the numbers of `definition`; None for a kernel that is only a part of one (of a loop).
+    """
+
+    kernel: Kernel
+    segment: Segment | None
+    definition: SegmentedDefinition
+    rank: int
+    device: torch.device
+    eager: Prepared
+    arguments: tuple[Any, ...]
+
+
+class Backend(Protocol):
+    """One way to compile segments."""
+
+    name: str
+
+    def prepare(self, task: Task) -> Prepared:
+        """The segment compiled, ready to be called any number of times. Raises Unsupported.
+
+        Must not communicate. Called once per segment and rank, between executions.
+        """
+        ...
