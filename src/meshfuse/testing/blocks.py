@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hypothesis import strategies as st
 
 from ..dtypes import DataType
-from .writer import MAX_NUMEL, Var, Writer, joint
+from .writer import Var, Writer, joint
 
 Block = Callable[[Writer], None]
 
@@ -222,7 +222,7 @@ def matmul(w: Writer) -> None:
         b = w.input([*lead, k, w.size()], dtype=a.tv.dtype)
     b = w.tamed(b, 50.0)
     shape = (*batch, a.shape[-2], b.shape[-1])
-    if math.prod(shape) <= MAX_NUMEL:
+    if math.prod(shape) <= w.max_numel:
         w.like(a, "matmul", b.tv, shape=shape, bound=a.bound * b.bound * k)
 
 
@@ -232,7 +232,7 @@ def linear(w: Writer) -> None:
     weight = w.input([n, x.shape[-1]], dtype=x.tv.dtype)
     more = [w.input([n], dtype=x.tv.dtype).tv] if w.flag() else []
     shape, bound = (*x.shape[:-1], n), x.bound * 4 * x.shape[-1] + 4
-    if math.prod(shape) <= MAX_NUMEL:
+    if math.prod(shape) <= w.max_numel:
         w.like(x, "linear", weight.tv, *more, shape=shape, bound=bound)
 
 
@@ -293,21 +293,21 @@ def slice_(w: Writer) -> None:
 
 
 def pad(w: Writer) -> None:
-    x = w.float(lambda v: v.ndim > 0 and math.prod(v.shape) < MAX_NUMEL // 2)
+    x = w.float(lambda v: v.ndim > 0 and math.prod(v.shape) < w.max_numel // 2)
     before, after, value = w.draw(st.integers(0, 2)), w.draw(st.integers(0, 2)), w.choose((0.0, 1.0))
     w.like(x, "pad", [before, after], value, shape=(*x.shape[:-1], x.shape[-1] + before + after))
 
 
 def cat(w: Writer) -> None:
-    x = w.float(lambda v: v.ndim > 0 and math.prod(v.shape) < MAX_NUMEL // 3)
+    x = w.float(lambda v: v.ndim > 0 and math.prod(v.shape) < w.max_numel // 3)
     dim = w.dim(x)
-    y = w.pick(lambda v: _cat_fits(v, x, dim)) or x
+    y = w.pick(lambda v: _cat_fits(v, x, dim, w.max_numel // 3)) or x
     shape = [*x.shape[:dim], x.shape[dim] + y.shape[dim], *x.shape[dim + 1 :]]
     w.add(w.fd.ops.cat([x.tv, y.tv], dim), shape, "float", max(x.bound, y.bound), x.exact and y.exact)
 
 
-def _cat_fits(v: Var, x: Var, dim: int) -> bool:
-    if v.kind != "float" or v.ndim != x.ndim or v.tv.dtype != x.tv.dtype or math.prod(v.shape) > MAX_NUMEL // 3:
+def _cat_fits(v: Var, x: Var, dim: int, limit: int) -> bool:
+    if v.kind != "float" or v.ndim != x.ndim or v.tv.dtype != x.tv.dtype or math.prod(v.shape) > limit:
         return False
     return all(a == b for d, (a, b) in enumerate(zip(v.shape, x.shape, strict=True)) if d != dim)
 
@@ -319,13 +319,13 @@ def broadcast(w: Writer) -> None:
     shape = (*x.shape[:place], 1, *x.shape[place:])
     y = w.like(x, "broadcast", flags, shape=shape)
     n = w.size()
-    if w.flag() and math.prod(shape) * n <= MAX_NUMEL:
+    if w.flag() and math.prod(shape) * n <= w.max_numel:
         wide = [n if flag else m for flag, m in zip(flags, shape, strict=True)]
         w.like(y, "expand", wide, shape=wide)
 
 
 def broadcast_in_dim(w: Writer) -> None:
-    x = w.float(lambda v: v.ndim < 3 and math.prod(v.shape) < MAX_NUMEL // 8)
+    x = w.float(lambda v: v.ndim < 3 and math.prod(v.shape) < w.max_numel // 8)
     place, n = w.draw(st.integers(0, x.ndim)), w.choose((1, 2, 3, 5))
     shape = [*x.shape[:place], n, *x.shape[place:]]
     w.like(x, "broadcast_in_dim", shape, [d for d in range(x.ndim + 1) if d != place], shape=shape)
@@ -355,7 +355,7 @@ def index_select(w: Writer) -> None:
     x = w.float(lambda v: v.ndim > 0)
     dim, n = w.dim(x), w.size()
     shape = (*x.shape[:dim], n, *x.shape[dim + 1 :])
-    if math.prod(shape) <= MAX_NUMEL:
+    if math.prod(shape) <= w.max_numel:
         w.like(x, "index_select", _index(w, [n]).tv, dim, shape=shape)
 
 
@@ -363,14 +363,14 @@ def take_along(w: Writer) -> None:
     x = w.float(lambda v: v.ndim > 0)
     dim, n = w.dim(x), w.choose((1, 2, 3, 5))
     shape = (*x.shape[:dim], n, *x.shape[dim + 1 :])
-    if math.prod(shape) <= MAX_NUMEL:
+    if math.prod(shape) <= w.max_numel:
         w.like(x, w.choose(("take_along_axis", "gather")), _index(w, shape).tv, dim, shape=shape)
 
 
 def embedding(w: Writer) -> None:
     table, index = w.float(lambda v: v.ndim == 2), _index(w, [w.choose((1, 2, 3, 4)), w.choose((1, 2, 5))])
     shape = (*index.shape, table.shape[1])
-    if table.ndim == 2 and math.prod(shape) <= MAX_NUMEL:
+    if table.ndim == 2 and math.prod(shape) <= w.max_numel:
         w.add(w.fd.ops.embedding_fwd(index.tv, table.tv), shape, "float", table.bound, table.exact)
 
 

@@ -13,22 +13,24 @@ from ..ops.base import TensorRef
 from ..sharding.value import Sharding
 from .blocks import FAMILIES, Block
 from .layouts import dim_layouts, drawn_place, meshes
-from .writer import SIZES, Writer
+from .writer import MAX_NUMEL, SIZES, Writer
 
 _KINDS = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
 
 
 @st.composite
 def definitions(
-    draw: st.DrawFn, families: Sequence[str] = (), min_ops: int = 10, max_ops: int = 16
-) -> FusionDefinition:
-    """Definitions of at least `min_ops` random ops, not annotated. `families` (of `blocks.FAMILIES`) narrow the ops.
+    draw: st.DrawFn, families: Sequence[str] = (), min_ops: int = 10, max_ops: int = 16,
+    blocks: Sequence[Block] = (), sizes: Sequence[int] = SIZES, max_numel: int = MAX_NUMEL,
+) -> FusionDefinition:  # fmt: skip
+    """Definitions of at least `min_ops` random ops, not annotated. `families` (of `blocks.FAMILIES`) narrow the ops,
+    or `blocks` name them; inputs are made of `sizes`, and no tensor has more than `max_numel` elements.
 
     What nothing reads is an output, and so are a few intermediate tensors. Inputs that index take any numbers
     that `inputs_for` gives them.
     """
-    blocks: list[Block] = [b for name in families or FAMILIES for b in FAMILIES[name]]
-    w = Writer(draw, sizes=tuple(draw(st.lists(st.sampled_from(SIZES), min_size=2, max_size=3))))
+    blocks = blocks or [b for name in families or FAMILIES for b in FAMILIES[name]]
+    w = Writer(draw, sizes=tuple(draw(st.lists(st.sampled_from(sizes), min_size=2, max_size=3))), max_numel=max_numel)
     for _ in range(draw(st.integers(1, 2))):
         w.input([w.size() for _ in range(draw(st.integers(1, 3)))])
     length = draw(st.integers(min_ops, max_ops))

@@ -14,7 +14,7 @@ from ..dtypes import DataType
 from ..fusion_definition import FusionDefinition
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12)
-# Elements of the largest tensor, and the magnitude from which on values are squashed.
+# Elements of the largest tensor unless told otherwise, and the magnitude from which on values are squashed.
 MAX_NUMEL, MAX_BOUND = 400, 1e4
 
 
@@ -38,12 +38,16 @@ Test = Callable[[Var], bool]
 
 @dataclass(slots=True)
 class Writer:
-    """Draws operands and appends ops. `vars` are the tensors so far, `sizes` those that inputs are made of."""
+    """Draws operands and appends ops. `vars` are the tensors so far, `sizes` those that inputs are made of.
+
+    No tensor is made of more than `max_numel` elements.
+    """
 
     draw: st.DrawFn
     fd: FusionDefinition = field(default_factory=FusionDefinition)
     vars: list[Var] = field(default_factory=list)
     sizes: tuple[int, ...] = SIZES
+    max_numel: int = MAX_NUMEL
 
     def choose(self, options: Sequence[Any]) -> Any:
         return options[0] if len(options) == 1 else self.draw(st.sampled_from(options))
@@ -92,18 +96,17 @@ class Writer:
 
     def broadcastable(self, x: Var, kind: str = "float") -> Var:
         """A tensor that x can be combined with; a new input of a part of its dims where there is none."""
-        found = self.pick(lambda v: v.kind == kind and v is not x and fits(v.shape, x.shape))
+        found = self.pick(lambda v: v.kind == kind and v is not x and self._fits(v.shape, x.shape))
         if found is not None and self.flag():
             return self.tamed(found, MAX_BOUND)
         shape = [1 if self.draw(st.integers(0, 3)) == 3 else n for n in x.shape]
         keep = self.draw(st.integers(0, len(shape))) if shape else 0
         return self.input(shape[len(shape) - keep :] if keep else shape, kind)
 
-
-def fits(a: Sequence[int], b: Sequence[int]) -> bool:
-    """True where the shapes broadcast to one that is not too large."""
-    pairs = list(zip(reversed(a), reversed(b), strict=False))
-    return all(m == n or 1 in (m, n) for m, n in pairs) and math.prod(joint(a, b)) <= MAX_NUMEL
+    def _fits(self, a: Sequence[int], b: Sequence[int]) -> bool:
+        """True where the shapes broadcast to one that is not too large."""
+        pairs = list(zip(reversed(a), reversed(b), strict=False))
+        return all(m == n or 1 in (m, n) for m, n in pairs) and math.prod(joint(a, b)) <= self.max_numel
 
 
 def joint(*shapes: Sequence[int]) -> tuple[int, ...]:
