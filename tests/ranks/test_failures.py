@@ -31,9 +31,17 @@ def run_bare(script: str, folder: Path, **more: Any) -> list[tuple[int | None, s
     return rank_pool.run_bare(START + script, folder, **more)
 
 
+DEFAULT_GROUP = """
+store = torch.distributed.PrefixStore("script", world.store)
+torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+"""
+
+
+@pytest.mark.parametrize("setup", ["", DEFAULT_GROUP], ids=["own groups", "torch's group too"])
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_raise_reaches_every_rank(tmp_path, failing):
+def test_a_raise_reaches_every_rank(tmp_path, failing, setup):
     script = f"""
+{setup}
 def mistake():
     raise KeyError("the user's mistake")
 if world.rank == {failing}:

@@ -40,11 +40,13 @@ def install_hook(world: Publisher) -> None:
         follows = FOLLOWER in os.environ and isinstance(error, RankError)
         try:
             world.publish_failure(error)
-            if follows and _is_told_elsewhere(error):
-                _print_short(world.rank, error)
-            else:
-                previous(kind, error, trace)
-            _flush()
+            # torch.distributed's own hook, where it came later, collects what this one prints: the process ends first.
+            with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
+                if follows and _is_told_elsewhere(error):
+                    _print_short(world.rank, error)
+                else:
+                    previous(kind, error, trace)
+                _flush()
             world.depart(error)
         finally:
             os._exit(int(os.environ[FOLLOWER]) if follows else 1)
