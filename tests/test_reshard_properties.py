@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +15,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
+from meshfuse.costs import DEFAULT_LINK
 from meshfuse.executor import simulate
 from meshfuse.resharding.insert import Set
 from meshfuse.resharding.moves import wire_elements
-from meshfuse.resharding.planner import ALPHA, BETA, plan
+from meshfuse.resharding.planner import plan
 from meshfuse.sharding import Sharding, Split
 from meshfuse.testing import dim_layouts, meshes, shardings
 
@@ -147,7 +148,7 @@ State = tuple[tuple[str, ...], ...]
 
 
 def steps(state: State, shape: tuple[int, ...], mesh: mf.DeviceMesh) -> Iterator[tuple[float, State]]:
-    """Every gather, slice and all-to-all of one minor axis of a dim, and its seconds."""
+    """Every gather, slice and all-to-all of one minor axis of a dim, and its seconds on the axis' link."""
     local = math.prod(shape) * 8 / math.prod(mesh.axis_size(a) for dim in state for a in dim)
     used = {a for dim in state for a in dim}
     for axis in set(mesh.names) - used:
@@ -155,9 +156,26 @@ def steps(state: State, shape: tuple[int, ...], mesh: mf.DeviceMesh) -> Iterator
     for d, dim in enumerate(state):
         if dim:
             n, without = mesh.axis_size(dim[-1]), (*state[:d], dim[:-1], *state[d + 1 :])
-            yield ALPHA + BETA * (n - 1) * local, without
+            alpha, beta = link_over(mesh, {dim[-1]})
+            yield alpha * math.ceil(math.log2(n)) + beta * (n - 1) * local, without
             for placed in placements(without, dim[-1]):
-                yield ALPHA + BETA * (n - 1) / n * local, placed
+                yield alpha * (n - 1) + beta * (n - 1) / n * local, placed
+
+
+def link_over(mesh: mf.DeviceMesh, axes: Iterable[str]) -> tuple[float, float]:
+    """Seconds per start and per byte: of the slowest of the axes."""
+    found = [link for name, link in zip(mesh.names, mesh.links, strict=True) if name in axes]
+    return max(link.latency for link in found), 1 / min(link.bandwidth for link in found)
+
+
+def at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
+    """Seconds to send every rank exactly what it lacks, among the ranks that differ along an axis of either."""
+    axes = {split.axis for s in (src, dst) for split in s.splits if split.axis}
+    if not axes:
+        return 0.0
+    alpha, beta = link_over(src.mesh, axes)
+    peers = math.prod(map(src.mesh.axis_size, axes)) - 1
+    return alpha * peers + beta * 8 * lacking(src, dst, shape)
 
 
 def placements(state: State, axis: str) -> Iterator[State]:
@@ -175,8 +193,7 @@ def cheapest(src: State, dst: State, shape: tuple[int, ...], mesh: mf.DeviceMesh
             return min(seconds, best)
         if state not in done:
             done.add(state)
-            at_once = BETA * 8 * lacking(sharding(mesh, state, shape), last, shape) + 2 * ALPHA
-            best = min(best, seconds + at_once)
+            best = min(best, seconds + at_once(sharding(mesh, state, shape), last, shape))
             for more, other in steps(state, shape, mesh):
                 heapq.heappush(queue, (seconds + more, next(order), other))
     raise AssertionError("every state is within reach")
@@ -191,10 +208,13 @@ def states(draw: st.DrawFn, names: tuple[str, ...], ndim: int) -> State:
     return tuple(dims)
 
 
+LINKS = (DEFAULT_LINK, mf.Link(450e9, 1e-9), mf.Link(1e9, 0.0))
+
+
 @st.composite
 def cost_cases(draw: st.DrawFn) -> tuple[mf.DeviceMesh, tuple[int, ...], State, State]:
     sizes = draw(st.lists(st.sampled_from([2, 3]), min_size=1, max_size=3))
-    mesh = mf.DeviceMesh(tuple(sizes), ("dp", "tp", "cp")[: len(sizes)])
+    mesh = mf.DeviceMesh(tuple(sizes), ("dp", "tp", "cp")[: len(sizes)], links=draw(st.sampled_from(LINKS)))
     shape = tuple(mesh.size * n for n in draw(st.lists(st.integers(1, 2), min_size=1, max_size=3)))
     return mesh, shape, states(draw, mesh.names, len(shape)), states(draw, mesh.names, len(shape))
 
@@ -212,7 +232,8 @@ def test_a_plan_costs_no_more_than_a_search_over_all_layouts_finds(
     src, dst = sharding(mesh, first, shape), sharding(mesh, last, shape)
     found = plan(src, dst, shape, 8)
     assert found is not None
-    assert found.seconds <= cheapest(first, last, shape, mesh) + 1e-11
+    starts = mesh.size * max(link.latency for link in mesh.links)
+    assert found.seconds <= cheapest(first, last, shape, mesh) + starts
 
 
 def lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
@@ -238,7 +259,7 @@ def test_a_plan_sends_what_is_lacking_and_no_more_than_sending_exactly_that_cost
     needed = 8 * lacking(src, dst, shape)
     sent = 8 * sum(wire_elements(m, shape, rank) for m in found.moves for rank in mesh.ranks) / mesh.size
     assert sent >= needed - 1e-6
-    assert found.seconds <= BETA * needed + 2 * ALPHA + 1e-12
+    assert found.seconds <= at_once(src, dst, shape) + 1e-11
     if sent == 0:
         assert needed == 0
 

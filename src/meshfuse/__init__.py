@@ -16,6 +16,8 @@ _HOME = {
     "TensorView": "definition.tensor_view",
     "Val": "definition.tensor_view",
     "DeviceMesh": "mesh",
+    "Link": "costs",
+    "Machine": "costs",
     "ParallelType": "mesh",
     "DataType": "dtypes",
     "Sharding": "sharding.value",
@@ -33,6 +35,8 @@ __all__ = [
     "DefinitionError",
     "DeviceMesh",
     "FusionDefinition",
+    "Link",
+    "Machine",
     "MeshfuseError",
     "ParallelType",
     "RankError",
@@ -46,6 +50,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .costs import Link, Machine
     from .definition.tensor_view import TensorView, Val
     from .dtypes import DataType
     from .errors import ArgumentError, DefinitionError, MeshfuseError, RankError, RankTimeout

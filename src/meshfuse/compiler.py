@@ -17,6 +17,7 @@ from .graph import Graph, concretize
 from .host_ir.lower import lower_to_host_ir
 from .host_ir.program import HostProgram, digest_of
 from .host_ir.verify import verify, verify_together
+from .linked import with_links
 from .mesh import DeviceMesh
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
@@ -60,7 +61,7 @@ def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh
 ) -> CompiledProgram:
     """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one."""
-    graph = distribute(concretize(fd, shapes, scalars), world)
+    graph = distribute(with_links(concretize(fd, shapes, scalars)), world)
     sharded = propagate(graph, world)
     resharded = insert_resharding(sharded)
     segmented = segment(resharded)

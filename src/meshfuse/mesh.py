@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .costs import DEFAULT_FLOPS, DEFAULT_LINK, MACHINES, Link, Machine, plain, slowest
 from .errors import MeshfuseError, caller_line, user_error
 
 _DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
@@ -29,21 +30,35 @@ class ParallelType(enum.Enum):
 
 
 class DeviceMesh:
-    """Ranks in a grid with one name per axis. Immutable; meshes of equal ranks, shape and names are equal.
+    """Ranks in a grid with one name per axis. Immutable; meshes of equal ranks, shape, names and links are equal.
 
     `DeviceMesh((2, 4), ("dp", "tp"))` is ranks 0..7 in that shape; `DeviceMesh(array)` and
     `DeviceMesh(array, names)` take the ranks themselves from a list, a range or a torch tensor (nvFuser's
     form). Unnamed axes are called x (the last), y, z. Raises DefinitionError for ranks or names that occur
     twice.
+
+    `links` says how fast each axis is, and so which of several plans is the fastest: one `Link` for all axes, one
+    per axis (`{"dp": Link(25e9, 20e-6), "tp": Link(450e9, 5e-6)}`), a `Machine` or the name of one in
+    `meshfuse.costs.MACHINES` ("dgx-h100"). `flops` is a rank's operations per second. A definition may annotate
+    some tensors on the mesh with links and others on the same mesh without: the links hold for all.
     """
 
-    __slots__ = ("_coordinates", "_hash", "names", "ranks", "shape")
+    __slots__ = (
+        "_coordinates", "_hash", "_over", "flops", "linked", "links", "names", "ranks", "shape", "uniform",
+    )  # fmt: skip
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
     ranks: tuple[int, ...]
+    links: tuple[Link, ...]
+    flops: float
+    linked: bool
+    uniform: bool
 
-    def __init__(self, devices: Any, names: Sequence[str] | None = None, *, ranks: Iterable[int] | None = None):
+    def __init__(
+        self, devices: Any, names: Sequence[str] | None = None, *, ranks: Iterable[int] | None = None,
+        links: Link | Machine | str | Mapping[str, Link] | None = None, flops: float | None = None,
+    ):  # fmt: skip
         names = (names,) if isinstance(names, str) else names
         try:
             shape, flat = _read_devices(devices, names, ranks)
@@ -53,8 +68,17 @@ class DeviceMesh:
             error.where = caller_line()
             raise
         self.shape, self.names, self.ranks = shape, names, flat
-        self._hash = hash((shape, names, flat))
-        self._coordinates = {rank: _unravel(place, shape) for place, rank in enumerate(flat)}
+        self.linked = links is not None or flops is not None
+        self._over: dict[tuple[str, ...], Link] = {}
+        coordinates = {rank: _unravel(place, shape) for place, rank in enumerate(flat)}
+        try:
+            self.links, self.flops = _read_costs(self, coordinates, links, flops)
+        except MeshfuseError as error:
+            error.where = caller_line()
+            raise
+        self.uniform = len(set(self.links)) == 1
+        self._hash = hash((shape, names, flat, self.links, self.flops))
+        self._coordinates = coordinates
 
     def __setattr__(self, name: str, value: object) -> None:
         if hasattr(self, "_coordinates"):
@@ -64,18 +88,41 @@ class DeviceMesh:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, DeviceMesh) and (self.shape, self.names, self.ranks) == (
-            other.shape, other.names, other.ranks)  # fmt: skip
+        if not isinstance(other, DeviceMesh) or self._hash != other._hash:
+            return False
+        return self.grid == other.grid and (self.links, self.flops) == (other.links, other.flops)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_mesh, (self.shape, self.names, self.ranks))
+        links = dict(zip(self.names, self.links, strict=True)) if self.linked else None
+        return (_rebuild_mesh, (*self.grid, links, self.flops if self.linked else None))
 
     def __repr__(self) -> str:
         plain = self.ranks == tuple(range(self.size))
-        return f"DeviceMesh({self.shape}, {self.names}{'' if plain else f', ranks={list(self.ranks)}'})"
+        return f"DeviceMesh({self.shape}, {self.names}{'' if plain else f', ranks={list(self.ranks)}'}{self._costs()})"
+
+    def _costs(self) -> str:
+        """What is said of links and rate, as arguments."""
+        rate = f", flops={plain(self.flops)}" if self.flops != DEFAULT_FLOPS else ""
+        if all(link == DEFAULT_LINK for link in self.links):
+            return rate
+        links = ", ".join(f"{name!r}: mf.{link}" for name, link in zip(self.names, self.links, strict=True))
+        return f", links={{{links}}}{rate}"
+
+    @property
+    def grid(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
+        """Shape, names and ranks: equal for meshes that differ in their links only."""
+        return (self.shape, self.names, self.ranks)
+
+    def link(self, axes: tuple[str, ...]) -> Link:
+        """The link of a collective over these axes (all of the mesh, if none is named): the slowest of theirs."""
+        found = self._over.get(axes)
+        if found is None:
+            over = [link for name, link in zip(self.names, self.links, strict=True) if not axes or name in axes]
+            found = self._over[axes] = slowest(over)
+        return found
 
     @property
     def size(self) -> int:
@@ -137,8 +184,56 @@ class DeviceMesh:
         return groups
 
 
-def _rebuild_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:
-    return DeviceMesh(shape, names, ranks=ranks)
+def _rebuild_mesh(
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    ranks: tuple[int, ...],
+    links: Mapping[str, Link] | None = None,
+    flops: float | None = None,
+) -> DeviceMesh:
+    return DeviceMesh(shape, names, ranks=ranks, links=links, flops=flops)
+
+
+def _read_costs(
+    mesh: DeviceMesh, coordinates: Mapping[int, tuple[int, ...]], links: Any, flops: float | None
+) -> tuple[tuple[Link, ...], float]:
+    """A link per axis and the rate of a rank, from any of the forms they may be given in."""
+    links = MACHINES.get(links, links) if isinstance(links, str) else links
+    rate = flops if flops is not None else links.flops if isinstance(links, Machine) else DEFAULT_FLOPS
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+        raise user_error(
+            "a mesh's flops", repr(flops), "operations per second, more than 0", "flops=989e12 is an H100 in bfloat16."
+        )
+    if links is None or isinstance(links, Link):
+        return (links or DEFAULT_LINK,) * len(mesh.shape), float(rate)
+    if isinstance(links, Machine):
+        return tuple(links.link(_lines(coordinates, axis)) for axis in range(len(mesh.shape))), float(rate)
+    return _links_by_axis(mesh, links), float(rate)
+
+
+def _lines(coordinates: Mapping[int, tuple[int, ...]], axis: int) -> Iterable[list[int]]:
+    """The groups of ranks that differ in one coordinate only."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in coordinates.items():
+        groups.setdefault((*place[:axis], *place[axis + 1 :]), []).append(rank)
+    return groups.values()
+
+
+def _links_by_axis(mesh: DeviceMesh, links: Any) -> tuple[Link, ...]:
+    named = isinstance(links, Mapping) and all(isinstance(link, Link) for link in links.values())
+    if not named:
+        raise user_error(
+            "a mesh's links", repr(links),
+            f"a Link, a Link for each of {mesh.names}, a Machine or one of {', '.join(map(repr, MACHINES))}",
+            'links={"tp": Link(450e9, 5e-6)} gives bytes per second and seconds.',
+        )  # fmt: skip
+    idle = {name: DEFAULT_LINK for name, size in zip(mesh.names, mesh.shape, strict=True) if size == 1}
+    if not set(links) <= set(mesh.names) or not set(mesh.names) <= {*links, *idle}:
+        raise user_error(
+            "a mesh's links", f"links of {tuple(links)}", f"one for each axis {mesh.names}", "Give each axis a link."
+        )
+    found = {**idle, **links}
+    return tuple(found[name] for name in mesh.names)
 
 
 def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:

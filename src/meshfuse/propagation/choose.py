@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ..costs import computation
 from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, Rule
 from ..resharding.moves import Window
-from ..resharding.planner import BETA, plan
-from ..resharding.windows import window_move, window_of, window_wire
+from ..resharding.planner import plan
+from ..resharding.prices import price
+from ..resharding.windows import window_move, window_of
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
@@ -26,9 +28,6 @@ from .factors import (
     placed,
     representable,
 )
-
-# Seconds per operation: a byte on the wire costs as much as a thousand operations, as with an accelerator's fast links.
-GAMMA = BETA / 1000
 
 
 class Setting(NamedTuple):
@@ -81,7 +80,8 @@ def _priced(setting: Setting, source: Source, layouts: Layouts, carry: Carry) ->
     placement = placed(setting.call, setting.rule, setting.mesh, layouts, carry)
     if placement is None:
         return None
-    seconds = _wire_seconds(setting, placement) + GAMMA * _work(setting.call, placement)
+    seconds = _wire_seconds(setting, placement)
+    seconds += computation(_work(setting.call, placement), setting.mesh.flops)
     return Option(placement, source, seconds) if math.isfinite(seconds) else None
 
 
@@ -181,7 +181,8 @@ def window_options(setting: Setting) -> Iterator[Option]:
             continue
         for dst in _window_targets(setting, src, window):
             move = window_move(src, dst, window)
-            seconds = BETA * kind.dtype.itemsize * window_wire(move) + GAMMA * dst.max_local_numel(target.shape)
+            seconds = price(move, kind.shape, kind.dtype.itemsize).seconds
+            seconds += computation(dst.max_local_numel(target.shape), setting.mesh.flops)
             seconds += sum(cheapest((dst,), w[0], target.shape, kind.dtype.itemsize)
                            for w, fixed in zip(setting.wanted, setting.fixed, strict=True) if fixed)  # fmt: skip
             placement = Placement((WHOLE,) * len(setting.rule.factors), (src,), (dst,), move=move)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ..costs import DEFAULT_LINK
+from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, overlap
 from .moves import Move, MoveKind
+from .prices import Price, byte_seconds, price
 
-# Seconds per byte and per collective of the default link. The start of a collective counts as 500 bytes: bytes decide.
-BETA = 1 / 50e9
-ALPHA = 1e-8
+# Seconds per byte of the default link: for code that does not ask `prices.byte_seconds` of a mesh's axes yet.
+BETA = 1 / DEFAULT_LINK.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsi
     first = plan(src, src.reduced(), shape, itemsize)
     assert first is not None
     move = Move(MoveKind.TRANSFER, (), src.reduced(), dst)
-    wire = itemsize * max((dst.max_local_numel(shape), 1))
-    return Plan((*first.moves, move), first.seconds + ALPHA + BETA * wire, first.wire + wire)
+    added = price(move, shape, itemsize)
+    return Plan((*first.moves, move), first.seconds + added.seconds, first.wire + added.wire)
 
 
 def _cut_points(shardings: Iterable[Sharding]) -> dict[str, tuple[int, ...]]:
@@ -67,6 +68,13 @@ def _cut_points(shardings: Iterable[Sharding]) -> dict[str, tuple[int, ...]]:
     return {axis: tuple(sorted(points)) for axis, points in cuts.items()}
 
 
+def _faster_axes(mesh: DeviceMesh) -> tuple[Split, ...]:
+    """The axes of more than one rank that are faster than another of the mesh."""
+    least = min(link.bandwidth for link in mesh.links)
+    axes = zip(mesh.names, mesh.shape, mesh.links, strict=True)
+    return tuple(Split(size, name) for name, size, link in axes if size > 1 and link.bandwidth > least)
+
+
 class _Search:
     """Dijkstra from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms."""
 
@@ -75,6 +83,7 @@ class _Search:
         self.cuts = _cut_points((src, dst))
         self.wanted = [self._atoms(layout) for layout in dst.dims]
         self.kept_partial = frozenset(self._parts(dst.partial))
+        self.fast = _faster_axes(src.mesh)
 
     def run(self) -> Plan | None:
         order = itertools.count()
@@ -90,10 +99,10 @@ class _Search:
             if state == self.dst:
                 return Plan(path, seconds, wire)
             for move in self._moves(state):
-                added = self.itemsize * self._wire(move)
-                total = seconds + _seconds(move.kind, added)
+                added = self._price(move)
+                total = seconds + added.seconds
                 if move.dst not in best or total < best[move.dst][0] - 1e-15:
-                    best[move.dst] = (total, wire + added, (*path, move))
+                    best[move.dst] = (total, wire + added.wire, (*path, move))
                     heapq.heappush(queue, (total, next(order), move.dst))
         return None
 
@@ -104,7 +113,7 @@ class _Search:
         out: list[Split] = []
         for split in splits:
             assert split.axis is not None and split.size is not None
-            inside = [c for c in self.cuts[split.axis] if split.pre < c < split.pre * split.size]
+            inside = [c for c in self.cuts.get(split.axis, ()) if split.pre < c < split.pre * split.size]
             bounds = [split.pre, *inside, split.pre * split.size]
             out.extend(Split(b // a, split.axis, a) for a, b in itertools.pairwise(bounds))
         return out
@@ -136,6 +145,7 @@ class _Search:
         to_reduce = [p for p in self._parts(state.partial) if p not in self.kept_partial]
         yield from self._reductions(state, to_reduce)
         yield from self._slices(state)
+        yield from self._sliced_for_a_while(state)
         yield from self._gathers(state)
         if not to_reduce:
             yield self._exchange(state)
@@ -153,6 +163,39 @@ class _Search:
                 grown = self._grown(state, dim, frozenset((atom,))) if atom in wanted else None
                 if grown is not None:
                     yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, {dim: grown}, rest))
+            yield from self._scattered_for_a_while(state, atom, rest)
+
+    def _scattered_for_a_while(self, state: Sharding, atom: Split, rest: list[Split]) -> Iterator[Move]:
+        """Where axes differ in speed: scattered over a fast axis, so that less is reduced over a slow one.
+
+        The gather that undoes it comes last (as hierarchical all-reduces do, in NCCL and Horovod).
+        """
+        if self.fast and rest:
+            for parts in self._minor(state, atom):
+                yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
+
+    def _minor(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
+        """The first dim that the atom cuts evenly, with it as its minor split; nothing where there is none."""
+        for dim, layout in enumerate(state.dims):
+            n = self.shape[dim]
+            if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
+                yield {dim: (*layout, atom)}
+                return
+
+    def _sliced_for_a_while(self, state: Sharding) -> Iterator[Move]:
+        """Replicas along a fast axis move different parts over a slow one, and put them together after it."""
+        if not self.fast:
+            return
+        used = {split.axis for split in (*state.splits, *state.partial)}
+        leaving = [s for d, layout in enumerate(state.dims) if layout != self.dst.dims[d] for s in lay.axes(layout)]
+        for atom in self.fast:
+            if atom.axis not in used and any(self._is_slower(split, atom) for split in leaving):
+                for parts in self._minor(state, atom):
+                    yield Move(MoveKind.SLICE, (atom,), state, self._with(state, parts))
+
+    def _is_slower(self, split: Split, atom: Split) -> bool:
+        """True for a split over an axis slower than the atom's."""
+        return byte_seconds(self.src.mesh, (split,)) > byte_seconds(self.src.mesh, (atom,))
 
     def _slices(self, state: Sharding) -> Iterator[Move]:
         used = [*state.splits, *state.partial]
@@ -186,32 +229,5 @@ class _Search:
         axes = [s for s in self._parts([*state.splits, *self.dst.splits]) if s not in self.kept_partial]
         return Move(MoveKind.EXCHANGE, tuple(sorted(set(axes))), state, self.dst)
 
-    def _wire(self, move: Move) -> float:
-        """Elements per rank on the wire, from the largest shards (exact where sizes divide)."""
-        n = math.prod(s.size or 1 for s in move.axes)
-        if move.kind is MoveKind.SLICE:
-            return 0.0
-        if move.kind in (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.ALL_TO_ALL):
-            factor = 2 if move.kind is MoveKind.ALL_REDUCE else 1
-            return factor * (n - 1) / n * move.src.max_local_numel(self.shape)
-        if move.kind is MoveKind.ALL_GATHER:
-            return (n - 1) / n * move.dst.max_local_numel(self.shape)
-        return _received(move.src, move.dst, self.shape)
-
-
-def _seconds(kind: MoveKind, wire: float) -> float:
-    """Time of a move; an exchange of odd pieces is dearer to start than a named collective."""
-    if kind is MoveKind.SLICE:
-        return 1e-13
-    return BETA * wire + (2 * ALPHA if kind is MoveKind.EXCHANGE else ALPHA)
-
-
-def _received(src: Sharding, dst: Sharding, shape: tuple[int, ...], sample: int = 16) -> float:
-    """Elements that a rank gets from others when everything moves at once: the mean over up to 16 ranks."""
-    ranks = src.mesh.ranks[:: max(1, src.mesh.size // sample)]
-    lacking = 0
-    for rank in ranks:
-        held, wanted = src.runs(shape, rank), dst.runs(shape, rank)
-        common = math.prod(lay.count(lay.intersect(a, b)) for a, b in zip(held, wanted, strict=True))
-        lacking += math.prod(map(lay.count, wanted)) - common
-    return lacking / len(ranks)
+    def _price(self, move: Move) -> Price:
+        return price(move, self.shape, self.itemsize)

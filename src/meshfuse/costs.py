@@ -1,0 +1,170 @@
+"""What communication and computation cost: links of mesh axes, collectives over them, and figures of common machines.
+
+A link sends a message of b bytes in latency + b / bandwidth seconds (Hockney's model, 1994). A collective takes the
+least time of its known forms, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH" (2005), and for short all-to-alls Bruck et al. (1997). Times are in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .errors import user_error
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one rank sends to its neighbours along a mesh axis: bytes per second in one direction, seconds to start.
+
+    Raises DefinitionError for a bandwidth that is not positive and finite, or a latency that is negative.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.bandwidth) or not 0 < self.bandwidth < math.inf:
+            raise user_error(
+                "a link's bandwidth",
+                repr(self.bandwidth),
+                "bytes per second, more than 0",
+                "Link(450e9, 5e-6) is NVLink.",
+            )
+        if not _is_number(self.latency) or not 0 <= self.latency < math.inf:
+            raise user_error(
+                "a link's latency", repr(self.latency), "seconds, 0 or more", "Link(450e9, 5e-6) is NVLink."
+            )
+
+    def seconds(self, steps: float, wire: float) -> float:
+        """Time of `steps` messages one after the other that are `wire` bytes in all."""
+        return steps * self.latency + wire / self.bandwidth
+
+    def __repr__(self) -> str:
+        return f"Link({plain(self.bandwidth)}, {plain(self.latency)})"
+
+
+def plain(number: float) -> str:
+    """A number as a person writes it, that reads back as the same."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# Of axes that nothing is said of: fast, and so quick to start (a step counts as 150 bytes) that bytes decide.
+DEFAULT_LINK = Link(50e9, 3e-9)
+# Operations per second of a rank that nothing is said of: a byte on the default link costs as much as a thousand.
+DEFAULT_FLOPS = 50e12
+
+
+def slowest(links: Iterable[Link]) -> Link:
+    """The link that a collective over several axes goes at: the least bandwidth and the greatest latency of them."""
+    found = list(dict.fromkeys(links))
+    return found[0] if len(found) == 1 else Link(min(k.bandwidth for k in found), max(k.latency for k in found))
+
+
+# collectives ------------------------------------------------------------------------------------------------------
+
+
+def _doublings(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+def all_gather(link: Link, n: int, nbytes: float) -> float:
+    """Seconds until each of n ranks has all of a tensor of `nbytes`, of which each has 1/n.
+
+    By recursive doubling (Bruck's form where n is no power of two): a ring sends as much in more steps.
+    """
+    return link.seconds(_doublings(n), nbytes * (n - 1) / n)
+
+
+def reduce_scatter(link: Link, n: int, nbytes: float) -> float:
+    """Seconds until each of n ranks has 1/n of the sum of their tensors of `nbytes` each: recursive halving."""
+    return link.seconds(_doublings(n), nbytes * (n - 1) / n)
+
+
+def all_reduce(link: Link, n: int, nbytes: float) -> float:
+    """Seconds until n ranks have the sum of their tensors of `nbytes` each.
+
+    The least of a reduce-scatter and an all-gather (Rabenseifner's form; a ring in more steps), and, for small
+    tensors, of recursive doubling, which sends the whole tensor in each of half as many steps.
+    """
+    in_parts = link.seconds(2 * _doublings(n), 2 * nbytes * (n - 1) / n)
+    return min(in_parts, link.seconds(_doublings(n), nbytes * _doublings(n)))
+
+
+def all_to_all(link: Link, n: int, nbytes: float) -> float:
+    """Seconds for n ranks with `nbytes` each to send 1/n of it to every other.
+
+    The least of one message to each (pairwise), and, for small tensors, of Bruck's form: half of the tensor per step.
+    """
+    pairwise = link.seconds(n - 1, nbytes * (n - 1) / n)
+    return min(pairwise, link.seconds(_doublings(n), nbytes / 2 * _doublings(n)))
+
+
+def exchange(link: Link, n: int, wire: float) -> float:
+    """Seconds for each of n ranks to send `wire` bytes in all, in pieces of any sizes, to any of the others.
+
+    As pairwise all-to-alls do: one step for each peer.
+    """
+    return link.seconds(n - 1, wire)
+
+
+def permute(link: Link, nbytes: float) -> float:
+    """Seconds for each rank to send `nbytes` to one other: a shift, or a message between meshes."""
+    return link.seconds(1, nbytes)
+
+
+def computation(flops: float, rate: float) -> float:
+    """Seconds for one rank's operations (`OpDef.flops` over the ranks that share them) at its peak rate."""
+    return flops / rate
+
+
+# machines ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Links and peak rate of a kind of machine: `inside` between ranks of a host, `between` hosts.
+
+    `host` is the number of ranks of a host, `flops` the dense bfloat16 operations per second of a rank. Ranks 0 to
+    host - 1 are on the first host, and so on. Pass one as `links=` of a DeviceMesh.
+    """
+
+    inside: Link
+    between: Link
+    host: int
+    flops: float
+
+    def link(self, groups: Iterable[Sequence[int]]) -> Link:
+        """The link of an axis along which these groups of ranks communicate."""
+        within = all(len({rank // self.host for rank in group}) == 1 for group in groups)
+        return self.inside if within else self.between
+
+
+# Bandwidths are data sheets' figures for one direction; latencies are what a collective's step takes in practice.
+# NVIDIA DGX H100 data sheet: NVLink 900 GB/s both ways per GPU; one ConnectX-7 of 400 Gb/s per GPU; 989 TFLOP/s.
+DGX_H100 = Machine(Link(450e9, 5e-6), Link(50e9, 15e-6), 8, 989e12)
+# NVIDIA DGX H200 data sheet: as the H100, with more memory.
+DGX_H200 = Machine(Link(450e9, 5e-6), Link(50e9, 15e-6), 8, 989e12)
+# NVIDIA DGX A100 data sheet: NVLink 600 GB/s both ways per GPU; one ConnectX-6 of 200 Gb/s per GPU; 312 TFLOP/s.
+DGX_A100 = Machine(Link(300e9, 5e-6), Link(25e9, 20e-6), 8, 312e12)
+# Google Cloud's page of TPU v5p: 1200 GB/s both ways per chip over the three axes of a torus, so 200 GB/s one way along
+# each; 50 Gb/s per chip to other slices; 459 TFLOP/s. `host` is the largest slice.
+TPU_V5P = Machine(Link(200e9, 1e-6), Link(6.25e9, 50e-6), 6144, 459e12)
+# Google Cloud's page of TPU v5e: 400 GB/s both ways per chip over two axes; 6.4 Tb/s for a pod of 256; 197 TFLOP/s.
+TPU_V5E = Machine(Link(100e9, 1e-6), Link(3.125e9, 50e-6), 256, 197e12)
+# Eight cards on PCI Express 4.0 x16 (31.5 GB/s one way, less what its packets take) and 100 Gb/s Ethernet; the rate is
+# of NVIDIA's L4 data sheet, dense bfloat16.
+PCIE_BOX = Machine(Link(25e9, 10e-6), Link(12.5e9, 30e-6), 8, 121e12)
+# Processes of one laptop over gloo's loopback, as `meshfuse doctor --links` measures them, and a core or two each.
+LAPTOP = Machine(Link(1e9, 100e-6), Link(0.1e9, 500e-6), 64, 50e9)
+
+MACHINES: Mapping[str, Machine] = {
+    "dgx-h100": DGX_H100, "dgx-h200": DGX_H200, "dgx-a100": DGX_A100, "tpu-v5p": TPU_V5P, "tpu-v5e": TPU_V5E,
+    "pcie": PCIE_BOX, "laptop": LAPTOP,
+}  # fmt: skip

@@ -1,0 +1,85 @@
+"""What one move costs: its modelled seconds on the links of its axes, and the bytes per rank on the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .. import costs
+from ..costs import Link
+from ..mesh import DeviceMesh
+from ..sharding import layout as lay
+from ..sharding.layout import Split
+from ..sharding.value import Sharding
+from .moves import Move, MoveKind
+from .windows import window_wire
+
+# A slice moves nothing, and a plan with fewer of them is the better one.
+SLICE_SECONDS = 1e-13
+
+
+class Price(NamedTuple):
+    """Modelled seconds, and bytes per rank on the wire: of the largest shards, exact where sizes divide."""
+
+    seconds: float
+    wire: float
+
+
+FREE = Price(SLICE_SECONDS, 0.0)
+_IN_RINGS = {
+    MoveKind.ALL_REDUCE: (costs.all_reduce, 2),
+    MoveKind.REDUCE_SCATTER: (costs.reduce_scatter, 1),
+    MoveKind.ALL_TO_ALL: (costs.all_to_all, 1),
+    MoveKind.ALL_GATHER: (costs.all_gather, 1),
+}
+
+
+def price(move: Move, shape: Sequence[int], itemsize: int) -> Price:
+    """The price of a move of a tensor of this global shape."""
+    if move.kind is MoveKind.SLICE:
+        return FREE
+    mesh = move.src.mesh
+    if move.kind is MoveKind.TRANSFER:
+        wire = itemsize * max(move.dst.max_local_numel(shape), 1)
+        return Price(costs.permute(between(mesh, move.dst.mesh), wire), wire)
+    n, link = ways(move.axes), link_over(mesh, move.axes)
+    ring = _IN_RINGS.get(move.kind)
+    if ring is not None:
+        form, passes = ring
+        whole = move.dst if move.kind is MoveKind.ALL_GATHER else move.src
+        nbytes = itemsize * whole.max_local_numel(shape)
+        return Price(form(link, n, nbytes), passes * (n - 1) / n * nbytes)
+    lacking = window_wire(move) if move.kind is MoveKind.WINDOW else received(move.src, move.dst, shape)
+    return Price(costs.exchange(link, n, itemsize * lacking), itemsize * lacking)
+
+
+def ways(axes: Sequence[Split]) -> int:
+    """How many ranks take part in a collective over these axes."""
+    return math.prod(split.size or 1 for split in axes)
+
+
+def link_over(mesh: DeviceMesh, axes: Sequence[Split]) -> Link:
+    """The link of a collective over these axes and sub-axes: the slowest of theirs."""
+    return mesh.links[0] if mesh.uniform else mesh.link(tuple(split.axis or "" for split in axes))
+
+
+def between(a: DeviceMesh, b: DeviceMesh) -> Link:
+    """The link between two meshes: as slow as their slowest axis."""
+    return costs.slowest((a.link(()), b.link(())))
+
+
+def byte_seconds(mesh: DeviceMesh, axes: Sequence[Split]) -> float:
+    """Seconds that one more byte per rank takes over these axes (all of the mesh, if none is named)."""
+    return 1.0 / link_over(mesh, axes).bandwidth
+
+
+def received(src: Sharding, dst: Sharding, shape: Sequence[int], sample: int = 16) -> float:
+    """Elements that a rank gets from others when everything moves at once: the mean over up to 16 ranks."""
+    ranks = src.mesh.ranks[:: max(1, src.mesh.size // sample)]
+    lacking = 0
+    for rank in ranks:
+        held, wanted = src.runs(shape, rank), dst.runs(shape, rank)
+        common = math.prod(lay.count(lay.intersect(a, b)) for a, b in zip(held, wanted, strict=True))
+        lacking += math.prod(map(lay.count, wanted)) - common
+    return lacking / len(ranks)
