@@ -10,6 +10,7 @@ import torch
 import meshfuse as mf
 from meshfuse.dtypes import DataType
 from meshfuse.ops.base import ParamKind, ScalarRef, TensorRef
+from meshfuse.scalars import evaluate
 from op_references import REFERENCES, attention
 
 _WIDEST = (torch.bool, torch.int64, torch.float64, torch.complex128)
@@ -36,8 +37,14 @@ def _scatter(x: torch.Tensor, index: torch.Tensor, src: torch.Tensor, dim: int) 
 _FUNCTIONS = {**REFERENCES, "cast": _cast, "sdpfa_fwd": _sdpfa, "scatter": _scatter}
 
 
+def has_reference(fd: mf.FusionDefinition) -> bool:
+    """Whether every op has one, and no number is of less than single precision: those follow the op's own rounding."""
+    low = any(t.type.dtype.category == 2 and t.type.dtype.itemsize < 4 for t in fd.tensors)
+    return not low and all(node.op.name in _FUNCTIONS for node in fd.nodes)
+
+
 def interpret(fd: mf.FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The outputs of a definition whose scalars are inputs or numbers."""
+    """The outputs of a definition."""
     tensors: dict[int, torch.Tensor] = {}
     scalars: dict[int, Any] = {}
     for ref, value in zip(fd.inputs, inputs, strict=True):
@@ -46,23 +53,24 @@ def interpret(fd: mf.FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tens
         else:
             scalars[ref.id] = value
     for node in fd.nodes:
-        args = [_value(arg, tensors, scalars) for arg in node.args]
+        args = [_value(fd, arg, tensors, scalars) for arg in node.args]
         numbers = [param.kind is ParamKind.TENSOR_OR_SCALAR for param in node.op.params]
         results = _FUNCTIONS[node.op.name](*map(_operand, args, numbers))
         for i, result in zip(node.outputs, results if len(node.outputs) > 1 else (results,), strict=True):
             if result is not None:  # attention's random state
                 tensors[i] = widened(result, fd.tensors[i].type.dtype)
-                assert tuple(tensors[i].shape) == fd.tensors[i].type.shape, node
+                wanted = fd.tensors[i].type.shape
+                assert all(n in (m, -1) for m, n in zip(tensors[i].shape, wanted, strict=True)), node
     return [tensors[i] for i in fd.outputs]
 
 
-def _value(arg: Any, tensors: Mapping[int, torch.Tensor], scalars: Mapping[int, Any]) -> Any:
+def _value(fd: mf.FusionDefinition, arg: Any, tensors: Mapping[int, torch.Tensor], scalars: Mapping[int, Any]) -> Any:
     if isinstance(arg, TensorRef):
         return tensors[arg.id]
     if isinstance(arg, ScalarRef):
-        return scalars[arg.id]
-    if isinstance(arg, tuple) and arg and isinstance(arg[0], TensorRef):
-        return [tensors[ref.id] for ref in arg]
+        return evaluate(arg, fd.scalars, scalars, lambda ref, dim: tensors[ref.id].shape[dim])
+    if isinstance(arg, tuple):
+        return [_value(fd, one, tensors, scalars) for one in arg]
     return arg
 
 

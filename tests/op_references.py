@@ -99,7 +99,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
 
 def _scan(name: str) -> Callable[..., torch.Tensor]:
     def scan(x: torch.Tensor, dim: int, init: Any) -> torch.Tensor:
-        wide = x.double()
+        wide = x if x.is_complex() else x.double()
         parts = list(wide.unbind(dim))
         steps = {"cumsum": torch.add, "cumprod": torch.mul, "cummax": torch.maximum, "cummin": torch.minimum}
         last = None if init is None else torch.full_like(parts[0], init)

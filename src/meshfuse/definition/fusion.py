@@ -138,11 +138,13 @@ class DefinitionBuilder:
     def call_with_keywords(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self.call(name, args, kwargs)
 
-    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Apply an op of the table: a TensorView, a tuple of them, or (for scalars alone) a Val."""
+    def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Apply an op by its name, or an OpDef: a TensorView, a tuple of them, or (for scalars alone) a Val."""
         return self.call_at(caller_line(), name, args, kwargs)
 
-    def call_at(self, line: SourceLine, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+    def call_at(
+        self, line: SourceLine, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """As `call`, asked for by this line of the user's."""
         try:
             self.check_open()

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DefinitionError, caller_line, user_error
-from ..ops import COMPOSITES, OPS
+from ..ops import COMPOSITES
 from ..ops.base import OpDef, TensorRef
+from ..ops.registry import find, names
 from .tensor_view import TensorView, Val
 
 if TYPE_CHECKING:
@@ -20,19 +21,20 @@ class UnknownOpError(DefinitionError, AttributeError):
     """`fd.ops` has no such op."""
 
 
-def find_op(name: str) -> OpDef:
-    """The op of this name. Raises UnknownOpError with the names near to it."""
-    if name not in OPS:
-        near = difflib.get_close_matches(name, [*OPS, *COMPOSITES])
+def find_op(name: str | OpDef) -> OpDef:
+    """The op of this name (an OpDef is its own). Raises UnknownOpError with the names near to it."""
+    op = find(name)
+    if op is None:
+        near = difflib.get_close_matches(str(name), [*names(), *COMPOSITES])
         raise user_error(
             f"meshfuse has no op {name!r}", f"near to it {near}" if near else "", "",
-            "dir(fd.ops) lists all.", caller_line(), UnknownOpError,
+            "dir(fd.ops) lists all; mf.register_op adds one.", caller_line(), UnknownOpError,
         )  # fmt: skip
-    return OPS[name]
+    return op
 
 
 class OpNamespace:
-    """`fd.ops`: every op of the table and every composite, as a function."""
+    """`fd.ops`: every op of the table, every registered one and every composite, as a function."""
 
     __slots__ = ("_fd",)
 
@@ -46,7 +48,7 @@ class OpNamespace:
         return functools.partial(self._fd.call_with_keywords, name)
 
     def __dir__(self) -> list[str]:
-        return sorted([*OPS, *COMPOSITES])
+        return sorted([*names(), *COMPOSITES])
 
 
 class Fusion:

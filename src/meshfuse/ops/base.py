@@ -296,7 +296,8 @@ class OpDef:
     operand index result index 0 is; what stands where the operand has nothing), None where the call is no window.
     distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
-    torch. vjp: its gradients as ops of the table; None where it has no derivative.
+    torch. vjp: its gradients as ops of the table; None where it has no derivative. domain: the open interval that
+    tests draw real operands from. compute: a Python function that the emitted text calls as OP.name.
     """
 
     name: str
@@ -311,6 +312,8 @@ class OpDef:
     distributed: Distributed | None = None
     window: Callable[[Call], tuple[tuple[int, ...], Any] | None] | None = None
     vjp: Vjp | None = None
+    domain: tuple[float, float] | None = None
+    compute: Callable[..., Any] | None = None
     places: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

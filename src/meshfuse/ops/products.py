@@ -185,6 +185,11 @@ def whole_rule(call: Call) -> Rule:
     return builder.build(tensors[: len(call.types)], tensors[len(call.types) :])
 
 
+def needs_nvidia(op: OpDef) -> bool:
+    """True for an op that is typed and propagated here and cannot run on a CPU."""
+    return op.emit is _missing_emit
+
+
 def _missing_emit(e: Emit) -> str:
     return f"K.needs_nvidia({e.call.op.name!r})"
 

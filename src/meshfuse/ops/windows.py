@@ -82,11 +82,26 @@ def _windowed(builder: RuleBuilder, whole: int, start: int, size: int) -> tuple[
     return (*(builder.blocked(window[0]) if window[0] > 1 else ()), *inside), inside
 
 
+def takes_one_of_each(whole: int, start: int, size: int, step: int) -> bool:
+    """True where a slice with steps takes one element of each `step` of the dim, as [::2] and [1::2] do."""
+    return start < step and whole == size * step
+
+
+def _stepped(
+    builder: RuleBuilder, whole: int, start: int, size: int, step: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The factors of a dim and of its slice with steps: which step passes through, the place in it is needed whole."""
+    if not takes_one_of_each(whole, start, size, step):
+        return builder.blocked(whole), builder.blocked(size)
+    steps = builder.factor(size)
+    return (*steps, *builder.blocked(step)), steps
+
+
 def _slice_rule(call: Call) -> Rule:
-    """A dim sliced without steps has its window's factors; one sliced with steps is needed whole."""
+    """A dim sliced without steps has its window's factors; one sliced with steps those of its steps."""
     builder, operand, result = RuleBuilder(), [], []
     for n, m, (start, _, step) in zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True):
-        dims = _windowed(builder, n, start, m) if step == 1 else (builder.blocked(n), builder.blocked(m))
+        dims = _windowed(builder, n, start, m) if step == 1 else _stepped(builder, n, start, m, step)
         operand.append(dims[0])
         result.append(dims[1])
     return builder.build([tuple(operand)], [tuple(result)])
@@ -99,7 +114,12 @@ def local_bounds(call: Call, local: tuple[int, ...]) -> list[tuple[int, int, int
         call.types[0].shape, call.results[0].shape, slice_bounds(call), local, strict=True
     ):
         window = windows_of(n, start, m) if step == 1 else None
-        out.append((start, stop, step) if window is None else (window[1] * size, (window[1] + 1) * size, 1))
+        if window is not None:
+            out.append((window[1] * size, (window[1] + 1) * size, 1))
+        elif step > 1:  # a shard begins with a whole step
+            out.append((start, start + max(size * step - step + 1, 0), step))
+        else:
+            out.append((start, stop, step))
     return out
 
 
@@ -252,7 +272,7 @@ OPS = (
                     Param("manual_normalization", K.BOOL, False)),
           _slice_infer, _slice_rule, _slice_emit, Partial.MOVE,
           samples=lambda: [_sample((6, 8), [0, 2], [6, 7]), _sample((6, 8), [1, 0], [6, 8], [2, 1]),
-                           _sample((12, 8), [4, 0], [8, 8])],
+                           _sample((7, 8), [1, 3], [6, 8], [2, 4]), _sample((12, 8), [4, 0], [8, 8])],
           nvfuser=_slice_nvfuser, window=_slice_window, vjp=SLICE),
     OpDef("pad", (_ARG, Param("pad_widths", K.SHAPE), Param("value", K.OPTIONAL_SCALAR, None)),
           _pad_infer, _pad_rule, _pad_emit,

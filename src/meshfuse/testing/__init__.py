@@ -3,7 +3,7 @@
 Needs `hypothesis`, which nothing else of meshfuse imports.
 """
 
-from .check import assert_same_as_unsharded, inputs_for
+from .check import assert_same_as_unsharded, inputs_for, shapes_for
 from .definitions import annotations, definitions
 from .layouts import dim_layouts, layouts, meshes, shardings
 
@@ -15,5 +15,6 @@ __all__ = [
     "inputs_for",
     "layouts",
     "meshes",
+    "shapes_for",
     "shardings",
 ]

@@ -7,14 +7,24 @@ order they were summed, so that a sharded program may be compared with an unshar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
 from ..dtypes import DataType
-from .writer import Var, Writer, joint
-
-Block = Callable[[Writer], None]
+from .complex_blocks import complex_of, complex_pointwise, complex_product, complex_reduction, complex_shape, parts_of
+from .more_blocks import (
+    attention,
+    attention_with_dropout,
+    composite,
+    dropout,
+    grouped,
+    random_like,
+    scaled,
+    uniform,
+)
+from .op_blocks import any_op, any_pointwise
+from .writer import Block, Var, Writer, joint
 
 SMOOTH = ("tanh", "sigmoid", "sin", "cos", "erf", "erfc", "atan", "asinh", "silu")
 KEEPING = ("relu", "abs", "neg", "set", "segment_set", "real")
@@ -78,9 +88,9 @@ def with_number(w: Writer) -> None:
     elif name == "clamp":
         w.like(x, "clamp", -1.0, 2.5, bound=4.0)
     elif name == "pow":
-        w.like(x, "pow", 2.0, bound=x.bound**2)
+        w.like(x, "pow", w.number(2.0), bound=x.bound**2)
     else:
-        w.like(x, name, 2.0, bound=2 * x.bound + 2)
+        w.like(x, name, w.number(2.0), bound=2 * x.bound + 2)
 
 
 def with_scalar_input(w: Writer) -> None:
@@ -193,10 +203,11 @@ def statistics(w: Writer) -> None:
 
 
 def scan(w: Writer) -> None:
-    x, name = w.float(lambda v: v.ndim > 0), w.choose(("cumsum", "cummax", "cummin"))
-    dim = w.dim(x)
-    bound = x.bound * x.shape[dim] if name == "cumsum" else x.bound
-    w.like(x, name, dim, bound=bound)
+    x, name = w.float(lambda v: v.ndim > 0), w.choose(("cumsum", "cummax", "cummin", "cumprod"))
+    x = w.tamed(x, 1.0) if name == "cumprod" else x
+    dim, init = w.dim(x), [0.5] if w.draw(st.integers(0, 3)) == 3 else []
+    bound = x.bound * x.shape[dim] + 1 if name == "cumsum" else x.bound
+    w.like(x, name, dim, *init, bound=bound, exact=x.exact and name != "cumprod")
 
 
 def softmax(w: Writer) -> None:
@@ -251,7 +262,7 @@ def merge(w: Writer) -> None:
     first = w.draw(st.integers(0, x.ndim - 2))
     last = w.draw(st.integers(first + 1, x.ndim - 1))
     shape = (*x.shape[:first], math.prod(x.shape[first : last + 1]), *x.shape[last + 1 :])
-    w.like(x, "reshape", list(shape), shape=shape)
+    w.like(x, "reshape", w.sizes_of(shape), shape=shape)
 
 
 def split(w: Writer) -> None:
@@ -260,7 +271,7 @@ def split(w: Writer) -> None:
     n = x.shape[dim]
     major = w.choose([m for m in range(1, n + 1) if n % m == 0])
     shape = (*x.shape[:dim], major, n // major, *x.shape[dim + 1 :])
-    w.like(x, "reshape", list(shape), shape=shape)
+    w.like(x, "reshape", w.sizes_of(shape), shape=shape)
 
 
 def reshape(w: Writer) -> None:
@@ -271,7 +282,7 @@ def reshape(w: Writer) -> None:
         shape.append(w.choose([m for m in range(2, rest + 1) if rest % m == 0]))
         rest //= shape[-1]
     shape = [*shape, rest] if rest > 1 else shape or [1]
-    w.like(x, "reshape", shape, shape=shape)
+    w.like(x, "reshape", w.sizes_of(shape), shape=shape)
 
 
 def permute(w: Writer) -> None:
@@ -321,7 +332,7 @@ def broadcast(w: Writer) -> None:
     n = w.size()
     if w.flag() and math.prod(shape) * n <= w.max_numel:
         wide = [n if flag else m for flag, m in zip(flags, shape, strict=True)]
-        w.like(y, "expand", wide, shape=wide)
+        w.like(y, "expand", w.sizes_of(wide), shape=wide)
 
 
 def broadcast_in_dim(w: Writer) -> None:
@@ -399,14 +410,6 @@ def order(w: Writer) -> None:
     w.add(values, (*x.shape[:dim], k, *x.shape[dim + 1 :]), "float", x.bound, x.exact)
 
 
-def attention(w: Writer) -> None:
-    heads, groups, length = w.choose((1, 2, 4)), w.choose((1, 2)), w.choose((2, 3, 5))
-    shape = (w.choose((1, 2, 3)), heads * groups, length, 2)
-    q, k, v = w.input(shape), *(w.input((shape[0], heads, length, 2)) for _ in range(2))
-    made = w.fd.call("sdpfa_fwd", (q.tv, k.tv, v.tv), {"is_causal": w.flag()})
-    w.add(made[0], shape, "float", v.bound, False)
-
-
 # factories --------------------------------------------------------------------------------------------------
 
 
@@ -417,7 +420,7 @@ def factory(w: Writer) -> None:
         values = w.like(line, "cast", DataType.Double, kind="float")
     else:
         shape = [x.shape[-1]] if w.flag() else list(x.shape)
-        values = w.add(w.fd.ops.full(shape, 1.5, DataType.Double), shape, "float", 2.0, True)
+        values = w.add(w.fd.ops.full(w.sizes_of(shape), w.number(1.5), DataType.Double), shape, "float", 2.0, True)
     w.like(x, "add", values.tv, bound=x.bound + values.bound)
 
 
@@ -425,7 +428,10 @@ FAMILIES: Mapping[str, tuple[Block, ...]] = {
     "pointwise": (unary, unary_in_domain, step, test_of, binary, with_number, with_scalar_input, quotient,
                   comparison, where, ternary, integers, logic, cast, factory),
     "reductions": (reduction, reduction, count_of, statistics, scan, softmax, squeeze),
-    "products": (matmul, linear, linear, gram, attention),
+    "products": (matmul, linear, linear, gram, attention, grouped, scaled),
     "shapes": (merge, split, reshape, permute, slice_, pad, cat, broadcast, broadcast_in_dim, squeeze, triu),
     "lookups": (index_select, take_along, embedding, select, scatter, order),
+    "random": (uniform, random_like, dropout, attention_with_dropout),
+    "complex": (complex_of, complex_pointwise, complex_product, complex_reduction, complex_shape, parts_of),
+    "ops": (any_op, any_op, any_pointwise, composite),
 }  # fmt: skip

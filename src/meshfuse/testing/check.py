@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from ..definition.fusion import DefinitionBuilder
+from ..dtypes import DataType
 from ..fusion_definition import FusionDefinition
-from ..ops.base import TensorRef
+from ..ops.base import TensorRef, TensorType
+from .calls import fill, torch_dtype
+from .examples import examples_of, shape_of
 
 
 def inputs_for(fd: DefinitionBuilder, seed: int = 0) -> list[Any]:
@@ -28,11 +31,25 @@ def _scalar(fd: DefinitionBuilder, ref: Any) -> Any:
     return (True, 2, 1.5, 1.5 + 0.5j)[fd.scalars[ref.id].dtype.category]
 
 
-def _values(fd: DefinitionBuilder, ref: TensorRef, limits: dict[int, int], generator: torch.Generator) -> torch.Tensor:
-    kind = fd.tensors[ref.id].type
-    dtype = getattr(torch, kind.dtype.value)
+def _values(fd: DefinitionBuilder, ref: TensorRef, limits: dict[int, int], made: torch.Generator) -> torch.Tensor:
+    kind, example = TensorType(_known_shape(fd, ref), fd.tensors[ref.id].type.dtype), examples_of(fd).get(ref.id)
+    if example is not None and (example.values is not None or example.domain is not None):
+        return fill(kind, example.values, example.domain, made)
     low, high = (0, limits.get(ref.id, 5)) if kind.dtype.category < 2 else (-3, 5)
-    return torch.randint(low, 2 if dtype == torch.bool else high, kind.shape, generator=generator).to(dtype)
+    dtype, high = torch_dtype(kind), 2 if kind.dtype is DataType.Bool else high
+    found = torch.randint(low, high, kind.shape, generator=made).to(dtype)
+    return found + 1j * torch.randint(low, high, kind.shape, generator=made) if dtype.is_complex else found
+
+
+def shapes_for(fd: DefinitionBuilder) -> list[tuple[int, ...]]:
+    """The shapes of a definition's input tensors, those that are open as the strategy drew them: for `fd.compile`."""
+    return [_known_shape(fd, ref) for ref in fd.inputs if isinstance(ref, TensorRef)]
+
+
+def _known_shape(fd: DefinitionBuilder, ref: TensorRef) -> tuple[int, ...]:
+    shape = shape_of(fd, ref.id)
+    assert -1 not in shape, f"{fd.tensors[ref.id].label} has open sizes: pass inputs of your own"
+    return shape
 
 
 def _index_limits(fd: DefinitionBuilder) -> Iterator[tuple[int, int]]:
@@ -41,9 +58,9 @@ def _index_limits(fd: DefinitionBuilder) -> Iterator[tuple[int, int]]:
     for node in fd.nodes:
         args = {param.name: arg for param, arg in zip(node.op.params, node.args, strict=True)}
         if "weight" in args and "padding_idx" in args:
-            index, size = args["input"], fd.tensors[args["weight"].id].type.shape[0]
-        elif isinstance(args.get("index"), TensorRef):
-            index, size = args["index"], fd.tensors[args["arg"].id].type.shape[args["dim"]]
+            index, size = args["input"], shape_of(fd, args["weight"].id)[0]
+        elif isinstance(args.get("index"), TensorRef) and "arg" in args:
+            index, size = args["index"], shape_of(fd, args["arg"].id)[args["dim"]]
         else:
             continue
         found[index.id] = min(size, found[index.id]) if index.id in found else size
@@ -55,6 +72,7 @@ def unsharded_copy(fd: FusionDefinition) -> FusionDefinition:
     copy = FusionDefinition(fd.seed)
     copy.tensors, copy.scalars, copy.nodes = fd.tensors, fd.scalars, fd.nodes
     copy.inputs, copy.outputs = fd.inputs, fd.outputs
+    copy._steps = dict(fd._steps)  # the same random numbers
     return copy
 
 

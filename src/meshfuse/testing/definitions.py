@@ -7,37 +7,64 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from ..definition.tensor_view import TensorView
+from ..dtypes import DataType
 from ..fusion_definition import FusionDefinition
 from ..mesh import DeviceMesh, ParallelType
-from ..ops.base import TensorRef
+from ..ops.base import OpDef, TensorRef
 from ..sharding.value import Sharding
-from .blocks import FAMILIES, Block
+from .blocks import FAMILIES
+from .examples import shape_of
 from .layouts import dim_layouts, drawn_place, meshes
-from .writer import MAX_NUMEL, SIZES, Writer
+from .op_blocks import op_block
+from .writer import DTYPES, MAX_NUMEL, SIZES, Block, Writer
 
 _KINDS = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
 
 
 @st.composite
 def definitions(
-    draw: st.DrawFn, families: Sequence[str] = (), min_ops: int = 10, max_ops: int = 16,
-    blocks: Sequence[Block] = (), sizes: Sequence[int] = SIZES, max_numel: int = MAX_NUMEL,
-) -> FusionDefinition:  # fmt: skip
-    """Definitions of at least `min_ops` random ops, not annotated. `families` (of `blocks.FAMILIES`) narrow the ops,
-    or `blocks` name them; inputs are made of `sizes`, and no tensor has more than `max_numel` elements.
+    draw: st.DrawFn,
+    families: Sequence[str] = (),
+    min_ops: int = 1,
+    max_ops: int = 16,
+    *,
+    ops: Sequence[OpDef | str] = (),
+    blocks: Sequence[Block] = (),
+    sizes: Sequence[int] = SIZES,
+    max_numel: int = MAX_NUMEL,
+    dtypes: Sequence[DataType] = DTYPES,
+    open_sizes: bool = True,
+) -> FusionDefinition:
+    """Definitions of `min_ops` to `max_ops` random ops, or a few more; not annotated.
 
-    What nothing reads is an output, and so are a few intermediate tensors. Inputs that index take any numbers
-    that `inputs_for` gives them.
+    They shrink to few ops, small sizes and simple ops.
+
+    `ops` are ops of the table by name, or OpDefs of your own, which then make about half of each program, called as
+    their samples call them. `families` (of `blocks.FAMILIES`) narrow the other ops, or `blocks` name them. Inputs are
+    made of `sizes` and `dtypes` (one with many places comes often); with `open_sizes` one program in four leaves some
+    open (-1). No tensor has more than `max_numel` elements. What nothing reads is an output, and so are a few
+    intermediate tensors. `inputs_for` gives inputs that fit.
     """
-    blocks = blocks or [b for name in families or FAMILIES for b in FAMILIES[name]]
-    w = Writer(draw, sizes=tuple(draw(st.lists(st.sampled_from(sizes), min_size=2, max_size=3))), max_numel=max_numel)
+    if not blocks:
+        chosen = tuple(families) or (("pointwise", "shapes") if ops else tuple(FAMILIES))
+        found = [b for name in chosen for b in FAMILIES[name]]
+        blocks = [*found, *[op_block(op) for op in ops] * max(1, len(found) // max(1, len(ops)))]
+    w = Writer(
+        draw, sizes=tuple(draw(st.lists(st.sampled_from(sizes), min_size=2, max_size=3))), max_numel=max_numel,
+        dtypes=tuple(dtypes), open_sizes=open_sizes and draw(st.integers(0, 3)) == 3,
+    )  # fmt: skip
     for _ in range(draw(st.integers(1, 2))):
         w.input([w.size() for _ in range(draw(st.integers(1, 3)))])
-    length = draw(st.integers(min_ops, max_ops))
+    length = draw(st.sampled_from(_lengths(min_ops, max_ops)))
     while len(w.fd.nodes) < length:
         draw(st.sampled_from(blocks))(w)
     _add_outputs(draw, w)
     return w.fd
+
+
+def _lengths(low: int, high: int) -> list[int]:
+    """Numbers of ops: mostly in the upper half, and simple ones first, to which counter-examples shrink."""
+    return [*range(low, high + 1), *[*range((low + high) // 2, high + 1)] * 4]
 
 
 def _add_outputs(draw: st.DrawFn, w: Writer) -> None:
@@ -51,16 +78,20 @@ def _add_outputs(draw: st.DrawFn, w: Writer) -> None:
 
 @st.composite
 def annotations(
-    draw: st.DrawFn, fd: FusionDefinition, max_tensors: int = 6, second_mesh: bool = True
+    draw: st.DrawFn, fd: FusionDefinition, max_tensors: int = 6, second_mesh: bool = True, max_ranks: int = 8
 ) -> FusionDefinition:
-    """Annotate some tensors of a definition, which is returned, in any of the forms that there are."""
-    chosen = [draw(meshes(min_ranks=2))]
-    if second_mesh and chosen[0].size < 8 and draw(st.integers(0, 5)) == 5:
-        chosen.append(draw(meshes(max_ranks=8 - chosen[0].size, first_rank=chosen[0].size)))
+    """Annotate some tensors of a definition, which is returned, in any of the forms that there are.
+
+    Over one mesh of 2 to `max_ranks` ranks or, with `second_mesh`, now and then over two that have as many together.
+    """
+    chosen = [draw(meshes(min_ranks=2, max_ranks=max_ranks))]
+    if second_mesh and chosen[0].size < max_ranks and draw(st.integers(0, 5)) == 5:
+        chosen.append(draw(meshes(max_ranks=max_ranks - chosen[0].size, first_rank=chosen[0].size)))
+    known = [i for i in range(len(fd.tensors)) if -1 not in shape_of(fd, i)]
     inputs = [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
-    pools = [inputs, inputs, [*range(len(fd.tensors))], fd.outputs]
+    pools = [pool for pool in (inputs, inputs, known, [i for i in fd.outputs if i in known]) if pool]
     wanted = draw(
-        st.lists(st.sampled_from(pools).flatmap(st.sampled_from), min_size=2, max_size=max_tensors, unique=True)
+        st.lists(st.sampled_from(pools).flatmap(st.sampled_from), min_size=1, max_size=max_tensors, unique=True)
     )
     for i in wanted:
         mesh = chosen[0] if len(chosen) == 1 else draw(st.sampled_from(chosen))
@@ -69,8 +100,8 @@ def annotations(
 
 
 def _annotate(draw: st.DrawFn, fd: FusionDefinition, tensor: TensorView, mesh: DeviceMesh) -> None:
-    form = draw(st.sampled_from(("axes", "axes", "splits", "sharding", "loop")))
-    shape = tensor.type.shape
+    form = draw(st.sampled_from(("axes", "axes", "splits", "sharding", "loop", "stream")))
+    shape = shape_of(fd, tensor.id)
     if form == "axes":
         fd.mesh_split(tensor, mesh, _axes(draw, mesh, tensor.ndim))
     elif form == "splits":
@@ -79,6 +110,17 @@ def _annotate(draw: st.DrawFn, fd: FusionDefinition, tensor: TensorView, mesh: D
         fd.shard(tensor, Sharding.make(mesh, draw(dim_layouts(mesh, shape)), shape))
     else:
         _schedule(draw, tensor, mesh)
+        if form == "stream":
+            _stream(draw, tensor)
+
+
+def _stream(draw: st.DrawFn, tensor: TensorView) -> None:
+    """One part of the loop domain, a reduction's too, as the steps of a loop."""
+    free = [i for i, a in enumerate(tensor.get_loop_domain()) if a.leaf.axis is None and a.leaf.size is None]
+    if free:
+        place = draw(st.sampled_from(free))
+        tensor.outer_split(place, draw(st.sampled_from((2, 3, 4))))
+        tensor.axis(place).parallelize(ParallelType.stream)
 
 
 def _axes(draw: st.DrawFn, mesh: DeviceMesh, ndim: int) -> list[list[str] | None]:

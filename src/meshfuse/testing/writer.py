@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 from ..definition.tensor_view import TensorView
 from ..dtypes import DataType
 from ..fusion_definition import FusionDefinition
+from .examples import Example, examples_of
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12)
 # Elements of the largest tensor unless told otherwise, and the magnitude from which on values are squashed.
 MAX_NUMEL, MAX_BOUND = 400, 1e4
+# The types of inputs, the widest of each kind more often.
+DTYPES = (
+    *(DataType.Double,) * 4, DataType.Float, DataType.Half, DataType.BFloat16,
+    DataType.Int, DataType.Int, DataType.Int32, DataType.Bool, DataType.ComplexDouble, DataType.ComplexFloat,
+)  # fmt: skip
+# The largest numbers whose sums are the same in every order, with a few binary digits behind the point.
+_EXACT = {DataType.Float: 4096.0, DataType.Half: 16.0, DataType.BFloat16: 4.0}
+KINDS = ("bool", "int", "float", "complex")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +45,16 @@ class Var:
 Test = Callable[[Var], bool]
 
 
+_WIDEST = {
+    "bool": DataType.Bool, "int": DataType.Int, "float": DataType.Double, "complex": DataType.ComplexDouble,
+}  # fmt: skip
+
+
 @dataclass(slots=True)
 class Writer:
-    """Draws operands and appends ops. `vars` are the tensors so far, `sizes` those that inputs are made of.
+    """Draws operands and appends ops. `vars` are the tensors so far, `sizes` and `dtypes` those of inputs.
 
-    No tensor is made of more than `max_numel` elements.
+    No tensor is made of more than `max_numel` elements. With `open_sizes` some sizes of inputs are left open (-1).
     """
 
     draw: st.DrawFn
@@ -48,6 +62,8 @@ class Writer:
     vars: list[Var] = field(default_factory=list)
     sizes: tuple[int, ...] = SIZES
     max_numel: int = MAX_NUMEL
+    dtypes: tuple[DataType, ...] = (DataType.Double, DataType.Int, DataType.Bool)
+    open_sizes: bool = False
 
     def choose(self, options: Sequence[Any]) -> Any:
         return options[0] if len(options) == 1 else self.draw(st.sampled_from(options))
@@ -62,22 +78,41 @@ class Writer:
         return self.draw(st.integers(0, x.ndim - 1)) if x.ndim > 1 else 0
 
     def input(
-        self, shape: Sequence[int], kind: str = "float", bound: float = 4.0, dtype: DataType | None = None
+        self,
+        shape: Sequence[int],
+        kind: str = "float",
+        bound: float = 4.0,
+        dtype: DataType | None = None,
+        example: Example | None = None,
     ) -> Var:
-        """A new input, of the widest type of its kind unless another is given."""
-        widest = {"float": DataType.Double, "int": DataType.Int, "bool": DataType.Bool}[kind]
-        tv = self.fd.define_tensor(list(shape), dtype=dtype or widest)
-        return self.add(tv, shape, kind, bound, True)
+        """A new input; of one of the kind's dtypes unless one is given."""
+        chosen = dtype or self.choose([d for d in self.dtypes if KINDS[d.category] == kind] or [_WIDEST[kind]])
+        shown = [-1 if n > 1 and self.open_sizes and self.flag() else n for n in shape]
+        tv = self.fd.define_tensor(shown, dtype=chosen)
+        var = self.add(tv, shape, kind, bound, example is None or example.domain is None)
+        if example is not None:
+            examples_of(self.fd)[tv.id] = example
+        return var
 
     def add(self, tv: Any, shape: Sequence[int], kind: str, bound: float, exact: bool) -> Var:
+        exact = exact and bound <= _EXACT.get(tv.dtype, float("inf"))
         var = Var(tv, tuple(shape), kind, max(bound, 1.0), exact)
         self.vars.append(var)
+        examples_of(self.fd)[tv.id] = Example(var.shape)
         return var
 
     def like(self, x: Var, name: str, *args: Any, **facts: Any) -> Var:
         """A new tensor fd.ops.name(x, *args), with x's facts but for those given."""
         known = {"shape": x.shape, "kind": x.kind, "bound": x.bound, "exact": x.exact} | facts
         return self.add(self.fd.call(name, (x.tv, *args)), **known)
+
+    def sizes_of(self, shape: Sequence[int]) -> Any:
+        """A shape as an op takes it: numbers, or a vector of scalars of the definition."""
+        return list(shape) if self.draw(st.integers(0, 3)) < 3 else self.fd.define_vector(list(shape))
+
+    def number(self, value: float) -> Any:
+        """A number as an op takes it: itself, or a constant of the definition."""
+        return value if self.draw(st.integers(0, 3)) < 3 else self.fd.define_scalar(value)
 
     def pick(self, test: Test = lambda _: True) -> Var | None:
         """One of the last tensors that pass the test, mostly: programs are to be deep; None where there are none."""
@@ -114,3 +149,6 @@ def joint(*shapes: Sequence[int]) -> tuple[int, ...]:
     ndim = max(map(len, shapes))
     full = [(1,) * (ndim - len(s)) + tuple(s) for s in shapes]
     return tuple(max(sizes) for sizes in zip(*full, strict=True))
+
+
+Block = Callable[[Writer], None]

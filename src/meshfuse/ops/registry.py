@@ -1,0 +1,62 @@
+"""The ops that `fd.ops` has: those of the table, and those that users register, by name."""
+
+from __future__ import annotations
+
+import keyword
+
+from ..errors import caller_line, user_error
+from . import COMPOSITES, OPS
+from .base import OpDef
+
+_registered: dict[str, OpDef] = {}
+
+
+def register_op(op: OpDef) -> OpDef:
+    """Give `fd.ops` of every definition an op of the user's own, from here on and in this process; the op itself.
+
+    On real ranks the script, which every rank runs, registers it on each. Raises DefinitionError for what is no
+    OpDef, for a name that is no Python name, and for a name that is taken: no op takes another's place unseen.
+    """
+    if not isinstance(op, OpDef):
+        raise user_error("register_op", f"{op!r} ({type(op).__name__})", "an OpDef",
+                         "Make one with mf.torch_op, or mf.OpDef(...).", caller_line())  # fmt: skip
+    _check_name(op.name)
+    _registered[op.name] = op
+    return op
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        raise user_error("register_op: the op's name", repr(name), "a Python name without a leading underscore",
+                         "Rename the op.", caller_line())  # fmt: skip
+    if name in _registered:
+        raise user_error(f"register_op: {name!r} is registered already", repr(_registered[name]), "a new name",
+                         f"Rename the op, or call mf.unregister_op({name!r}) first.", caller_line())  # fmt: skip
+    if name in OPS or name in COMPOSITES:
+        raise user_error(f"register_op: meshfuse has an op {name!r}", "", "a new name", "Rename the op.",
+                         caller_line())  # fmt: skip
+
+
+def unregister_op(op: str | OpDef) -> None:
+    """Take a registered op back out of `fd.ops`; definitions that use it keep it. Raises DefinitionError where it is
+    not registered.
+    """
+    name = op.name if isinstance(op, OpDef) else op
+    if name not in _registered:
+        raise user_error(f"unregister_op: {name!r} is not registered", f"registered {sorted(_registered)}", "",
+                         "Ops of the table stay.", caller_line())  # fmt: skip
+    del _registered[name]
+
+
+def find(op: str | OpDef) -> OpDef | None:
+    """The op of this name, None where there is none; an OpDef is its own."""
+    return op if isinstance(op, OpDef) else OPS.get(op) or _registered.get(op)
+
+
+def names() -> list[str]:
+    """The names of all ops: the table's, then the registered ones."""
+    return [*OPS, *_registered]
+
+
+def is_registered(op: OpDef) -> bool:
+    return _registered.get(op.name) is op

@@ -1,0 +1,100 @@
+"""One call of an op, as its samples say: its types, numbers for its operands, and its results on one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .. import kernels
+from ..definition.fusion import DefinitionBuilder
+from ..definition.tensor_view import TensorView
+from ..mesh import DeviceMesh
+from ..ops.base import Call, OpDef, Sample, TensorRef, TensorType
+from ..ops.binding import bind
+from ..ops.local import LocalCall
+from ..sharding.value import Sharding
+
+# What stands for the place of the call in a program, and for the seed and step of the run.
+SALT, SEED, OFFSET = 11, 5, 2
+
+
+def torch_dtype(kind: TensorType) -> torch.dtype:
+    return getattr(torch, kind.dtype.value)
+
+
+def make_call(op: OpDef, sample: Sample) -> Call:
+    """The sample as a call with its tensors' types."""
+    types: list[TensorType] = []
+
+    def resolve(value: Any) -> Any:
+        if not isinstance(value, TensorType):
+            return value
+        types.append(value)
+        return TensorRef(len(types) - 1)
+
+    args = bind(op, sample.args, sample.kwargs, resolve)
+    results = op.infer(Call(op, args, tuple(types)))
+    return Call(op, args, tuple(types), results)
+
+
+def fill(
+    kind: TensorType, values: Sequence[float] | None, domain: tuple[float, float] | None, made: torch.Generator
+) -> torch.Tensor:
+    """A tensor of this type: the values in turn, or random numbers from the domain."""
+    dtype = torch_dtype(kind)
+    if values is not None:
+        return torch.tensor(list(itertools.islice(itertools.cycle(values), kind.numel))).to(dtype).reshape(kind.shape)
+    if dtype == torch.bool:
+        return torch.rand(kind.shape, generator=made) < 0.5
+    if kind.dtype.category == 1:
+        return torch.randint(1, 7, kind.shape, generator=made).to(dtype)
+    if domain is not None and kind.dtype.category == 2:
+        unit = torch.rand(kind.shape, dtype=torch.float64, generator=made)
+        return (unit * (domain[1] - domain[0]) + domain[0]).to(dtype)
+    wide = torch.complex64 if kind.dtype.category == 3 else torch.float32
+    return torch.randn(kind.shape, dtype=wide, generator=made).to(dtype)
+
+
+def operands_of(call: Call, sample: Sample, seed: int = 0) -> list[torch.Tensor]:
+    """Numbers for a call's operands."""
+    made = torch.Generator().manual_seed(seed)
+    return [fill(t, sample.values.get(i), call.op.domain, made) for i, t in enumerate(call.types)]
+
+
+def names_of(call: Call) -> list[str]:
+    return [f"a{i}" for i in range(len(call.types))]
+
+
+def evaluate(local: LocalCall, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results of the op's lowering on one rank's operands."""
+    scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "seed": SEED, "offset": OFFSET, "device": "cpu"}
+    scope |= dict(zip(local.operands, operands, strict=True))
+    targets = [f"out{i}" for i in range(len(local.call.results))]
+    exec("\n".join(local.statements(targets)), scope)
+    return [scope[target] for target in targets]
+
+
+def whole(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results on one rank."""
+    mesh = DeviceMesh((1,), ("x",))
+    taken, made = ([Sharding.replicated(mesh, t.ndim) for t in side] for side in (call.types, call.results))
+    return evaluate(LocalCall(call, names_of(call), taken, made, 0, number=SALT), operands)
+
+
+def define_call(fd: DefinitionBuilder, op: OpDef, sample: Sample) -> tuple[list[TensorView], list[TensorView]]:
+    """The call in a definition, on inputs of their own: (its operands, its results)."""
+    tensors: list[TensorView] = []
+
+    def defined(arg: Any) -> Any:
+        if isinstance(arg, TensorType):
+            tensors.append(fd.define_tensor(list(arg.shape), dtype=arg.dtype))
+            return tensors[-1]
+        return [defined(a) for a in arg] if isinstance(arg, list) else arg
+
+    args = [defined(arg) for arg in sample.args]
+    made = fd.call(op, args, {key: defined(value) for key, value in sample.kwargs.items()})
+    return tensors, list(made) if isinstance(made, tuple) else [made]

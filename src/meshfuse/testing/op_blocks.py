@@ -1,0 +1,118 @@
+"""Pieces of random programs that are made of ops' own samples: every op of the table, and any op of a user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ..definition.tensor_view import TensorView
+from ..dtypes import DataType
+from ..ops import OPS
+from ..ops.base import OpDef, ParamKind, Sample, TensorType
+from ..ops.products import needs_nvidia
+from .calls import make_call
+from .examples import Example
+from .writer import KINDS, Block, Var, Writer, joint
+
+RUNNABLE = tuple(name for name, op in OPS.items() if not needs_nvidia(op))
+# Pointwise ops that jump: of the same operands alone are their results the same.
+_JUMPING = (
+    "ceil floor round sign trunc frac logical_not isfinite isinf isnan isneginf isposinf isreal signbit remainder fmod "
+    "mod nextafter logical_and logical_or eq ne lt le gt ge atan2 threshold div bitwise_not"
+)
+_JUMPS = frozenset(_JUMPING.split())
+_POINTWISE = tuple(
+    name for name, op in OPS.items()
+    if name in RUNNABLE and op.params and all(p.kind is ParamKind.TENSOR_OR_SCALAR for p in op.params[:1])
+)  # fmt: skip
+
+
+def op_block(op: OpDef | str) -> Block:
+    """A piece that calls this op (or the op of the table of this name) as one of its samples does."""
+    found = OPS[op] if isinstance(op, str) else op
+    return lambda w: _call_sample(w, found, w.choose(list(found.samples())))
+
+
+def any_op(w: Writer) -> None:
+    op_block(w.choose(RUNNABLE))(w)
+
+
+def _call_sample(w: Writer, op: OpDef, sample: Sample) -> None:
+    call, place = make_call(op, sample), iter(range(99))
+
+    def operand(arg: Any) -> Any:
+        if isinstance(arg, TensorType):
+            return _operand(w, op, arg, sample, next(place))
+        return [operand(a) for a in arg] if isinstance(arg, (list, tuple)) else arg
+
+    args = [operand(arg) for arg in sample.args]
+    kwargs = {key: operand(value) for key, value in sample.kwargs.items()}
+    made = w.fd.call(op, args, kwargs)
+    for tv, kind in zip(made if isinstance(made, tuple) else (made,), call.results, strict=True):
+        add_result(w, tv, kind)
+
+
+def _operand(w: Writer, op: OpDef, kind: TensorType, sample: Sample, place: int) -> TensorView:
+    """A tensor of the program that is the same on every mesh to the last digit, or a new input."""
+    values = sample.values.get(place)
+    free = values is None and op.domain is None
+    found = w.pick(lambda v: v.exact and v.bound <= 8 and v.tv.dtype is kind.dtype and v.shape == kind.shape)
+    if free and found is not None and w.flag():
+        return found.tv
+    example = Example(kind.shape, values, None if values is not None else op.domain or (0, 4))
+    return w.input(kind.shape, KINDS[kind.dtype.category], dtype=kind.dtype, example=example).tv
+
+
+def add_result(w: Writer, tv: TensorView, kind: TensorType) -> None:
+    """A result of any size: real ones are squashed, and complex ones are left to be outputs."""
+    if kind.dtype is DataType.UInt64 or kind.dtype.category == 3:
+        return
+    name = KINDS[kind.dtype.category]
+    made = w.add(tv, kind.shape, name, 1.0 if name != "int" else 1e9, name != "float")
+    if name == "float":
+        w.like(made, "tanh", bound=1.0, exact=False)
+
+
+# pointwise ops on what the program has ----------------------------------------------------------------------
+
+
+def any_pointwise(w: Writer) -> None:
+    """A pointwise op in one of its overloads, its numbers plain, constants or inputs, on tensors of any shape."""
+    op = OPS[w.choose(_POINTWISE)]
+    sample = w.choose(list(op.samples()))
+    lead = w.pick(lambda v: v.kind == "float") or w.input([w.size(), w.size()])
+    shapes: list[tuple[int, ...]] = []
+    args = [_pointwise_argument(w, op, arg, lead, shapes) for arg in sample.args]
+    shape = joint(*shapes)
+    made = w.fd.call(op, args)
+    add_result(w, made, TensorType(shape, made.type.dtype))
+
+
+def _pointwise_argument(w: Writer, op: OpDef, arg: Any, lead: Var, shapes: list[tuple[int, ...]]) -> Any:
+    if not isinstance(arg, TensorType):
+        return _number(w, arg)
+    thin = arg.shape[0] == 1
+    shape = tuple(1 if thin and d == 0 else n for d, n in enumerate(lead.shape))
+    shapes.append(shape)
+    if arg.dtype.category != 2 or op.name in _JUMPS or thin:
+        domain = None if arg.dtype.category == 2 and op.domain is None else op.domain or (1, 7)
+        example = Example(shape, None, domain) if domain else None
+        return w.input(shape, KINDS[arg.dtype.category], dtype=arg.dtype, example=example).tv
+    x = w.tamed(lead, 4.0) if lead.exact else w.like(lead, "tanh", bound=1.0, exact=False)
+    if op.domain is not None:
+        low, high = op.domain
+        x = w.like(w.like(x, "sigmoid", exact=False), "mul", high - low, exact=False)
+        x = w.like(x, "add", low, exact=False)
+    wanted = DataType.Double if arg.dtype is DataType.Float and w.flag() else arg.dtype
+    return x.tv if x.tv.dtype is wanted else w.like(x, "cast", wanted, exact=False).tv
+
+
+def _number(w: Writer, value: Any) -> Any:
+    """Itself, a constant, or an input, which is 2 or 1.5."""
+    how = w.draw(st.integers(0, 3))
+    if how < 2 or value is None or isinstance(value, bool):
+        return value
+    if how == 2:
+        return w.fd.define_scalar(value)
+    return w.fd.define_scalar(dtype=DataType.Int if isinstance(value, int) else DataType.Double)
