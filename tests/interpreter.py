@@ -40,7 +40,8 @@ _FUNCTIONS = {**REFERENCES, "cast": _cast, "sdpfa_fwd": _sdpfa, "scatter": _scat
 def has_reference(fd: mf.FusionDefinition) -> bool:
     """Whether every op has one, and no number is of less than single precision: those follow the op's own rounding."""
     low = any(t.type.dtype.category == 2 and t.type.dtype.itemsize < 4 for t in fd.tensors)
-    return not low and all(node.op.name in _FUNCTIONS for node in fd.nodes)
+    drawn = any(node.args[node.op.places["dropout_p"]] for node in fd.nodes if "dropout_p" in node.op.places)
+    return not low and not drawn and all(node.op.name in _FUNCTIONS for node in fd.nodes)
 
 
 def interpret(fd: mf.FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tensor]:
