@@ -8,14 +8,15 @@ RANKS ?= --ranks 4 $(MAIN_JOB) dp=2,tp=2
 ENV = $(PYTHON) tools/env.py
 PYTEST = $(PY) -m pytest -q
 
-.PHONY: help env run test test-nvfuser fuzz lint gpu-check bench bench-bills bench-compile
+.PHONY: help env run test test-nvfuser fuzz lint gpu-check bench bench-bills bench-compile bench-runtime
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
 	@echo "make test       nvFuser's tests in their own environment, then the main suite"
 	@echo "make lint       ruff and pyright"
 	@echo "make fuzz       random programs until one fails or Ctrl-C"
-	@echo "make bench      the benchmarks: bench-bills (bytes on the wire) and bench-compile (time to compile)"
+	@echo "make bench      the benchmarks: bench-bills (bytes on the wire), bench-compile (time to compile)"
+	@echo "                and bench-runtime (steps on real ranks, beside hand-written torch and DTensor)"
 	@echo "make gpu-check  the tests that need a GPU"
 
 env:
@@ -47,10 +48,13 @@ lint: env
 gpu-check:
 	@PYTHONPATH=src $(PYTEST) -m gpu
 
-bench: bench-bills bench-compile
+bench: bench-bills bench-compile bench-runtime
 
 bench-bills: env
 	@$(PY) benchmarks/bills/run.py
 
 bench-compile: env
 	@$(PY) benchmarks/compile/run.py
+
+bench-runtime: env
+	@$(PY) benchmarks/runtime/run.py

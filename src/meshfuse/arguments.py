@@ -26,6 +26,25 @@ class Inputs:
     device: torch.device
 
 
+def outline(arguments: Any) -> Any:
+    """All facts that the checks of a call's arguments look at, as a key; None where they look at more than a key can
+    tell cheaply: at numbers, DTensors and other subclasses of tensors.
+    """
+    if type(arguments) not in (list, tuple):
+        return None
+    found = []
+    for value in arguments:
+        if type(value) not in _PLAIN:
+            return None
+        found.append((value.shape, value.dtype, value.device, value.layout))
+        if value.layout is torch.strided:
+            found.append(value.stride())
+    return tuple(found)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def split_arguments(fd: DefinitionBuilder, arguments: Sequence[Any], line: SourceLine | None = None) -> Inputs:
     """The arguments by number.
 

@@ -14,9 +14,11 @@ from .arguments import (
     check_global_shapes,
     compile_shapes,
     global_shapes,
+    outline,
     scalar_values,
     split_arguments,
 )
+from .backends.choose import requested
 from .compiler import CompiledProgram, compile_definition
 from .definition.fusion import DefinitionBuilder
 from .definition.loop import as_int
@@ -74,8 +76,10 @@ class FusionDefinition(DefinitionBuilder):
         self._compiled: dict[Any, CompiledProgram] = {}
         self._simulated: dict[Any, _Simulated] = {}
         self._bound: dict[Any, RankProgram] = {}
+        self._ready: dict[Any, RankProgram] = {}
         self._shape_scalars: frozenset[int] | None = None
         self._orders: list[tuple[int, ...] | None] | None = None
+        self._ordered = False
         for observe in observers:
             observe(self)
 
@@ -114,21 +118,33 @@ class FusionDefinition(DefinitionBuilder):
 
     # running --------------------------------------------------------------------------------------------------
 
-    def execute(self, inputs: Sequence[Any], *, idle_ranks: bool = False) -> list[Any]:
+    def execute(
+        self, inputs: Sequence[Any], *, idle_ranks: bool = False, backend: str | None = None
+    ) -> list[Any]:  # fmt: skip
         """Run on this rank: `inputs` are the rank's shards (or DTensors), in the order of definition.
 
         Returns the rank's shards of the outputs, DTensors if an input was one; None for an output on a mesh that the
         rank is not part of. Raises ArgumentError for arguments that do not fit, RankError where a peer fails or
         disagrees and RankTimeout where one does not answer. `idle_ranks` allows a mesh smaller than the world.
+        `backend` says what computes the segments between communications: "eager" (torch, op by op), "inductor",
+        "nvfuser", or "auto" (eager, and compiled once that pays); for None MESHFUSE_BACKEND, else "auto".
         """
+        # What once was found to fit is told by these facts alone.
+        known = (outline(inputs), idle_ranks, backend)
+        ready = self._ready.get(known)
+        if ready is not None:
+            return self._laid_out(ready.run(inputs, self.seed, self._next_step("ranks")))
         line = caller_line()
         check_count(self, inputs, line)
+        name = requested(backend, line)
         locals_, dtensors = local_parts(inputs), dtensor_shapes(self, inputs, line)
         found = split_arguments(self, locals_, line)
-        key = self._key(found, idle_ranks, *dtensors.items())
+        key = self._key(found, idle_ranks, name, *dtensors.items())
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line)
+            bound = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line, backend=name)
+        if known[0] is not None:
+            self._ready[known] = bound
         homes = output_homes(bound.compiled, inputs, line) if dtensors else None
         outputs = self._laid_out(bound.run(locals_, self.seed, self._next_step("ranks")))
         return outputs if homes is None else wrap_outputs(outputs, homes)
@@ -141,12 +157,14 @@ class FusionDefinition(DefinitionBuilder):
         """
         line = caller_line()
         found = split_arguments(self, inputs, line)
-        key = self._key(found)
+        name = requested(None, line)
+        key = self._key(found, name)
         if key not in self._simulated:
             compiled = self._compile(found, check_global_shapes(self, found, line), DeviceMesh([0]), line)
             programs = [compiled.host_program(rank) for rank in compiled.ranks]
             compiled.verify()
-            self._simulated[key] = _Simulated(compiled, Simulation(programs, found.device))
+            simulation = Simulation(programs, found.device, compiled.segmented, name)
+            self._simulated[key] = _Simulated(compiled, simulation)
         return self._run_simulation(self._simulated[key], found, check_replicas)
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
@@ -192,6 +210,9 @@ class FusionDefinition(DefinitionBuilder):
         """The outputs with the strides that allocation domains and stride_order ask for."""
         if self._orders is None:
             self._orders = self.output_orders()
+            self._ordered = any(order is not None for order in self._orders)
+        if not self._ordered:
+            return outputs
         return [
             out if order is None or out is None else in_stride_order(out, list(order))
             for out, order in zip(outputs, self._orders, strict=True)
@@ -251,13 +272,14 @@ class FusionDefinition(DefinitionBuilder):
         idle_ranks: bool,
         line: SourceLine,
         whole: bool = False,
+        backend: str | None = None,
     ) -> RankProgram:
         """`known` are the global shapes that the arguments tell; `whole` arguments are not shards but global."""
         world = World.current()
         check_world(self, world.size, idle_ranks, line)
         shapes = dict(known) if whole else global_shapes(self, found, world.rank, known, line)
         compiled = self._compile(found, shapes, DeviceMesh(list(range(world.size))), line)
-        return RankProgram(compiled, world, found.device, repr(self))
+        return RankProgram(compiled, world, found.device, repr(self), requested(backend, line))
 
     def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
         """Compile for global shapes, one per input tensor; without arguments for the shapes as defined.

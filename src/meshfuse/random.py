@@ -23,10 +23,12 @@ _ROUNDS = 10
 
 
 class Stream(NamedTuple):
-    """What the numbers of one op depend on beside the element's index."""
+    """What the numbers of one op depend on beside the element's index. In compiled code seed and offset are int64
+    tensors without dims.
+    """
 
-    seed: int
-    offset: int
+    seed: int | torch.Tensor
+    offset: int | torch.Tensor
     salt: int = 0
 
 
@@ -38,7 +40,7 @@ def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox(counter: Sequence[torch.Tensor], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+def philox(counter: Sequence[torch.Tensor], key: tuple[Any, Any]) -> tuple[torch.Tensor, ...]:
     """Four random 32-bit words (in int64) of four counter words, element by element."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -50,10 +52,13 @@ def philox(counter: Sequence[torch.Tensor], key: tuple[int, int]) -> tuple[torch
     return c0, c1, c2, c3
 
 
+def _filled(index: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
+    return number.expand_as(index) if isinstance(number, torch.Tensor) else torch.full_like(index, number)
+
+
 def words(index: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, ...]:
     """Four random words for every global index."""
-    salt = torch.full_like(index, stream.salt & _MASK)
-    offset = torch.full_like(index, stream.offset & _MASK)
+    salt, offset = (_filled(index, number & _MASK) for number in (stream.salt, stream.offset))
     return philox((index & _MASK, index >> 32, salt, offset), (stream.seed & _MASK, (stream.seed >> 32) & _MASK))
 
 

@@ -21,11 +21,14 @@ GroupOf = Callable[[tuple[int, ...]], Any]
 
 @dataclass(frozen=True, slots=True)
 class BoundProgram:
-    """`main` is the function that runs the program; `where` names the instruction of each of its lines."""
+    """`main` is the function that runs the program; `where` names the instruction of each of its lines. `scope` are
+    the text's globals, the kernels' functions among them: compiled code takes a function's place there.
+    """
 
     main: Callable[..., Any]
     where: Mapping[int, Instruction]
     file: str
+    scope: dict[str, Any]
 
 
 def bind_program(
@@ -39,7 +42,7 @@ def bind_program(
     scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": FUNCTIONS, "device": device}
     scope.update({group_name(group): group_of(group) for group in program.groups})
     exec(compile(text, file, "exec"), scope)
-    return BoundProgram(scope["main"], where, file)
+    return BoundProgram(scope["main"], where, file, scope)
 
 
 def instruction_at(bound: BoundProgram, trace: TracebackType | None) -> Instruction | None:

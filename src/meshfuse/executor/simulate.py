@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -12,7 +13,9 @@ import torch
 from .. import kernels
 from ..errors import RankError
 from ..host_ir.program import HostProgram
+from ..segmentation import SegmentedDefinition
 from .bind import BoundProgram, bind_program
+from .segments import Segments
 
 
 @dataclass(slots=True, eq=False)
@@ -131,18 +134,44 @@ Arguments = Sequence[Any]
 
 
 class Simulation:
-    """The programs of all ranks, bound once; `run` may be called any number of times."""
+    """The programs of all ranks, bound once; `run` may be called any number of times.
 
-    def __init__(self, programs: Sequence[HostProgram], device: torch.device):
+    `backend` compiles the segments of `definition` before the first run; "auto" never does here.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[HostProgram],
+        device: torch.device,
+        definition: SegmentedDefinition | None = None,
+        backend: str = "eager",
+    ):
         self.hub = Hub()
         self.programs = {program.rank: program for program in programs}
         self.bound: dict[int, BoundProgram] = {p.rank: self._bind(p, device) for p in programs}
+        self.segments: list[Segments] = []
+        if definition is not None and backend != "auto":
+            self.segments = [Segments(self.bound[p.rank], p, definition, device, backend) for p in programs]
 
     def _bind(self, program: HostProgram, device: torch.device) -> BoundProgram:
         return bind_program(program, lambda ranks: SimulatedGroup(self.hub, ranks, program.rank), device, True)
 
     def run(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
         """Every rank's results from every rank's arguments. RankError where they wait for each other."""
+        if any(segments.due == 0 for segments in self.segments):
+            self._compile(arguments, seed, offset)
+        return self._run(arguments, seed, offset)
+
+    def _compile(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> None:
+        with contextlib.ExitStack() as stack:
+            for segments in self.segments:
+                stack.enter_context(segments.recorded())
+            self._run(arguments, seed, offset)
+        for segments in self.segments:
+            while segments.compile_next():
+                pass
+
+    def _run(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
         running = {rank: bound.main(*arguments[rank], seed, offset) for rank, bound in self.bound.items()}
         waiting: dict[int, SimulatedWork | None] = dict.fromkeys(running)
         results: dict[int, tuple[Any, ...]] = {}

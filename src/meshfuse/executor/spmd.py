@@ -12,10 +12,12 @@ from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
 from ..host_ir.instructions import Collective, SendRecv
 from ..host_ir.program import HostProgram, digest_of
+from ..resharding.insert import Set
 from ..runtime.world import World
 from ..sharding.data import unshard
 from ..sharding.value import Sharding
 from .bind import bind_program, communication_of, instruction_at
+from .segments import Segments
 
 if TYPE_CHECKING:
     from ..definition.fusion import DefinitionBuilder
@@ -48,32 +50,60 @@ class RankProgram:
     """A compiled program bound to this rank's process groups.
 
     `source` is the definition's text: all ranks compare it (and the plan) before the first execution. Raises
-    RankError on every rank where they differ, with the first line in which they do.
+    RankError on every rank where they differ, with the first line in which they do. `backend` is a name of
+    `backends.choose.NAMES`: what runs the segments.
     """
 
-    def __init__(self, compiled: CompiledProgram, world: World, device: torch.device, source: str):
+    def __init__(self, compiled: CompiledProgram, world: World, device: torch.device, source: str, backend: str):
         self.compiled, self.world, self.device = compiled, world, device
         self.active = world.rank in compiled.ranks
-        text = agreed_text(compiled, source)
+        self._calls, self._due = 0, None
+        text = agreed_text(compiled, source, backend)
         world.check_same(digest_of(text), "the program", world.all_ranks, lambda: text)
         if self.active:
             self.program = compiled.host_program(world.rank)
             labels = group_labels(self.program)
             self.bound = bind_program(self.program, lambda ranks: world.group(ranks, labels[ranks]), device)
             self._main = self.bound.main
+            self.segments = Segments(self.bound, self.program, compiled.segmented, device, backend)
+            self._due = self.segments.due
 
     def run(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
-        """The rank's results. A failing collective's error names its tensor and the user's line."""
-        out: list[Any] = [None] * len(self.compiled.graph.outputs)
+        """The rank's results. A failing collective's error names its tensor and the user's line.
+
+        No gradients are recorded: those of a definition are `fd.grad`'s.
+        """
+        if not self.active:
+            return self._told([None] * len(self.compiled.graph.outputs))
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
         try:
-            if self.active:
-                out = list(self._main(*arguments, seed, offset))
+            if self._calls == self._due:
+                self._compile(arguments, seed, offset)
+            self._calls += 1
+            return self._told(list(self._main(*arguments, seed, offset)))
         except RankError as error:
             self._locate(error)
             raise
+        finally:
+            torch._C._set_grad_enabled(recording)
+
+    def _told(self, out: list[Any]) -> list[Any]:
         for tell in finished:
             tell(self)
         return out
+
+    def _compile(self, arguments: Sequence[Any], seed: int, offset: int) -> None:
+        """Put compiled segments in place, all ranks one segment each in turn: none waits long for another's compiler.
+
+        An execution more than was asked for, with the same random numbers, tells what segments are called with.
+        """
+        with self.segments.recorded():
+            self._main(*arguments, seed, offset)
+        waits = any(isinstance(part, Set) for part in self.compiled.segmented.parts)
+        ranks = self.compiled.ranks if waits else ()
+        while self.world.any(self.segments.compile_next(), "compiling segments", ranks):
+            pass
 
     def _locate(self, error: RankError) -> None:
         """Let an error name the collective that it came from, its tensor, who asked for it and the user's line."""
@@ -93,11 +123,11 @@ class RankProgram:
         return out
 
 
-def agreed_text(compiled: CompiledProgram, source: str) -> str:
+def agreed_text(compiled: CompiledProgram, source: str, backend: str) -> str:
     """All that must be equal on all ranks: the definition, the shapes and the plan that was made of them."""
     graph = compiled.graph
     shapes = [f"{graph.tensors[i].label}: global shape {list(graph.shape(i))}" for i in graph.input_tensors]
-    return "\n".join([source, *shapes, f"plan {compiled.digest}"])
+    return "\n".join([source, *shapes, f"backend {backend}", f"plan {compiled.digest}"])
 
 
 def group_labels(program: HostProgram) -> dict[tuple[int, ...], str]:

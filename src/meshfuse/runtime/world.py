@@ -145,6 +145,14 @@ class World:
             values = self._share(f"{name}/detail", ranks, f"comparing {what}", detail())
         raise disagreement(what, values, ranks)
 
+    def any(self, value: bool, what: str, ranks: Sequence[int]) -> bool:
+        """Whether `value` is True on any of `ranks`, which all call this; this rank's own value for less than two."""
+        ranks = tuple(ranks)
+        if len(ranks) < 2:
+            return value
+        name = f"any/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
+        return "1" in self._share(name, ranks, what, "1" if value else "0")
+
     def _share(self, name: str, ranks: tuple[int, ...], what: str, value: str) -> list[str]:
         """Every rank's value."""
         self._arrive(name, ranks, what, value)

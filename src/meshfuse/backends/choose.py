@@ -1,0 +1,118 @@
+"""Which backend compiles which segments, and at which call of a program.
+
+"eager" runs the text of every segment, "inductor" and "nvfuser" compile all that they can before the first call. "auto"
+runs the text until compiling would have paid: a program that runs a few times is never compiled. It follows the rule
+for rent or buy (Karlin et al., "Competitive snoopy caching", 1988): buy once the rent paid is the price, which costs
+at most twice what knowing the future would. All of it is modelled from the definition alone, so that all ranks compile
+the same segments at the same call.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ..errors import ArgumentError, SourceLine, user_error
+from ..ops.base import Call
+from ..resharding.insert import ReshardedDefinition
+from ..segmentation import Segment, SegmentedDefinition
+from . import Backend
+from .eager import Eager
+
+VARIABLE = "MESHFUSE_BACKEND"
+
+# Seconds to start an op from Python and to call compiled code, and bytes per second that an op reads or writes, all of
+# one CPU core; a GPU's ratios of the three are alike.
+_START, _CALL, _BANDWIDTH = 2e-6, 6e-6, 1e10
+# Seconds to compile: a C++ or CUDA compiler's start, and per op.
+_COMPILE, _COMPILE_OP = 3.0, 0.02
+# A segment that saves less per call is left alone, and no program is compiled before this call.
+_LEAST, _PATIENCE = 2e-5, 16
+
+
+def _inductor() -> Backend:
+    from .inductor import Inductor
+
+    return Inductor()
+
+
+def _nvfuser() -> Backend:
+    from .nvfuser.backend import NvFuser  # pyright: ignore[reportMissingImports]
+
+    return NvFuser()
+
+
+MAKERS: Mapping[str, Callable[[], Backend]] = {"eager": Eager, "inductor": _inductor, "nvfuser": _nvfuser}
+NAMES = ("auto", *MAKERS)
+
+
+def requested(given: str | None, line: SourceLine | None = None) -> str:
+    """The name asked for: an argument, else MESHFUSE_BACKEND, else "auto". Raises ArgumentError for other names."""
+    name = given if given is not None else os.environ.get(VARIABLE) or "auto"
+    if name not in NAMES:
+        what = "backend" if given is not None else VARIABLE
+        raise user_error(what, repr(name), f"one of {', '.join(NAMES)}", "", line, ArgumentError)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What runs a segment, and why."""
+
+    backend: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Per segment's number what to run it with from call number `due` (from 0) on; before, and for None, the text."""
+
+    due: int | None
+    chosen: Mapping[int, Chosen]
+
+
+def plan(definition: SegmentedDefinition, name: str) -> Plan:
+    """What to compile, and when; equal on all ranks."""
+    segments = [part for part in definition.parts if isinstance(part, Segment)]
+    if name != "auto":
+        due = None if name == "eager" else 0
+        return Plan(due, {segment.id: Chosen(name, "asked for") for segment in segments})
+    saved = {segment.id: saved_seconds(definition.resharded, segment) for segment in segments}
+    price = sum(_COMPILE + _COMPILE_OP * len(s.computes) for s in segments if saved[s.id] >= _LEAST)
+    total = sum(seconds for seconds in saved.values() if seconds >= _LEAST)
+    due = max(_PATIENCE, math.ceil(price / total)) if total else None
+    return Plan(due, {number: _auto(seconds, due) for number, seconds in saved.items()})
+
+
+def _auto(saved: float, due: int | None) -> Chosen:
+    micro = f"{saved * 1e6:.0f} us per call"
+    if saved < _LEAST:
+        return Chosen("eager", f"compiling it would save {micro} at most")
+    return Chosen("inductor", f"from call {due} on, to save about {micro}")
+
+
+def saved_seconds(resharded: ReshardedDefinition, segment: Segment) -> float:
+    """What fusing the ops of a segment saves per call, at least 0: their starts and the traffic of values between them.
+
+    Products and attention cost the same in either way, as do values that enter or leave the segment.
+    """
+    fused = [c for c in segment.computes if _by_element(resharded.graph.nodes[c.node].call)]
+    starts = _START * len(fused) - _CALL
+    inside = [v for c in fused for v in c.outputs if v not in segment.outputs]
+    # Each value is written once and read at least once.
+    traffic = 2 * sum(_bytes(resharded, v) for v in inside) / _BANDWIDTH
+    return max(0.0, starts + traffic)
+
+
+def _by_element(call: Call) -> bool:
+    """Whether an op does no more than a little work per element: pointwise ops, reductions, changes of shape."""
+    return call.op.flops(call) <= max((t.numel for t in (*call.types, *call.results)), default=0)
+
+
+def _bytes(resharded: ReshardedDefinition, value: int) -> int:
+    """Of the largest shard, so that ranks with others model the same."""
+    made = resharded.values[value]
+    kind = resharded.graph.tensors[made.tensor].type
+    return made.sharding.max_local_numel(kind.shape) * kind.dtype.itemsize

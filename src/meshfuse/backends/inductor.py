@@ -1,0 +1,165 @@
+"""Segments compiled by Inductor, torch's compiler, and called without any of torch.compile's guards.
+
+The kernel's function is traced once into ATen ops, on fake tensors of the shapes and strides that its calls have, and
+given to Inductor's graph compiler (Ansel et al., "PyTorch 2", ASPLOS 2024). A program's shapes never change, so a call
+is the generated code's own: it checks sizes and strides, and what does not fit runs the text instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import Prepared, Task, Unsupported
+
+# Numbers of a call that differ at every execution, and are tensors in compiled code.
+RANDOM_STATE = ("seed", "offset")
+_INT64 = 2**64
+# (the text, what it is called with): equal kernels of the simulated ranks of a process are compiled once.
+_compiled: dict[Any, Prepared] = {}
+
+
+class Inductor:
+    """Compiles ahead, for the very shapes and strides of the task."""
+
+    name = "inductor"
+
+    def prepare(self, task: Task) -> Prepared:
+        key = ("\n".join(task.kernel.source()), str(task.device), tuple(map(_described, task.arguments)))
+        if key not in _compiled:
+            with own_cache(task.rank), torch.no_grad():
+                _compiled[key] = _compile(task)
+        return _guarded(_compiled[key], task)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.stride(), value.dtype)
+    return (type(value), value)
+
+
+@contextlib.contextmanager
+def own_cache(rank: int) -> Iterator[None]:
+    """A folder for what Inductor keeps on disk that no other rank reads: their constants may differ."""
+    name, root = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("MESHFUSE_CACHE", "~/.cache/meshfuse")
+    before = os.environ.get(name)
+    os.environ[name] = str(Path(root).expanduser() / "inductor" / torch.__version__ / f"rank_{rank}")
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+
+
+def trace(task: Task) -> torch.fx.GraphModule:
+    """The kernel as a graph of functional ATen ops on the task's tensor parameters and its random state.
+
+    Other numbers are constants of it. Raises Unsupported where the kernel's Python depends on tensors' values.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    varying = _varying(task)
+    with FakeTensorMode() as mode:
+        fakes = [_fake(task.arguments[place], task.device) for place in varying]
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        arguments = list(task.arguments)
+        for place, tensor in zip(varying, tensors, strict=True):
+            arguments[place] = tensor
+        found = task.eager(*arguments)
+        return found if isinstance(found, tuple) else (found,)
+
+    assert mode is not None
+    try:
+        return make_fx(torch.func.functionalize(run), select_decomp_table(), tracing_mode="fake")(*fakes)
+    except Exception as error:
+        raise Unsupported(f"it cannot be traced: {_first_line(error)}") from error
+
+
+def _varying(task: Task) -> list[int]:
+    """The places of parameters that are not constants of the compiled code."""
+    pairs = enumerate(zip(task.kernel.params, task.arguments, strict=True))
+    return [place for place, (name, value) in pairs if isinstance(value, torch.Tensor) or name in RANDOM_STATE]
+
+
+def _fake(value: Any, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+def _compile(task: Task) -> Prepared:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    module = trace(task)
+    # Results lie as those of the text do.
+    output = module.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    try:
+        made: Any = compile_fx_inner(module, examples, is_inference=True)
+    except Exception as error:
+        raise Unsupported(f"Inductor cannot compile it: {_first_line(error)}") from error
+    return getattr(made, "current_callable", None) or made
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _guarded(code: Prepared, task: Task) -> Prepared:
+    """Compiled code as a function of the kernel's parameters.
+
+    The code takes a list, which it empties, and raises AssertionError for other sizes or strides before it does
+    anything: such a call, and one with other constants, runs the text.
+    """
+    varying, results = _varying(task), len(task.kernel.results)
+    take: Callable[[Sequence[Any]], Any] = (lambda found: found[0]) if results == 1 else tuple
+    eager = task.eager
+    if len(varying) == len(task.arguments) and not any(name in RANDOM_STATE for name in task.kernel.params):
+        return _plain(code, eager, results)
+    states = [place for place in varying if not isinstance(task.arguments[place], torch.Tensor)]
+    constants = [(place, value) for place, value in enumerate(task.arguments) if place not in varying]
+
+    def run(*arguments: Any) -> Any:
+        if any(arguments[place] != value for place, value in constants):
+            return eager(*arguments)
+        given = list(arguments)
+        for place in states:
+            given[place] = _wrapped(given[place], task.device)
+        try:
+            return take(code([given[place] for place in varying]))
+        except AssertionError:
+            return eager(*arguments)
+
+    return run
+
+
+def _plain(code: Prepared, eager: Prepared, results: int) -> Prepared:
+    """For kernels of tensors only, the shortest way into the code."""
+
+    def one(*arguments: torch.Tensor) -> Any:
+        try:
+            return code([*arguments])[0]
+        except AssertionError:
+            return eager(*arguments)
+
+    def several(*arguments: torch.Tensor) -> Any:
+        try:
+            return code([*arguments])
+        except AssertionError:
+            return eager(*arguments)
+
+    return one if results == 1 else several
+
+
+def _wrapped(number: int, device: torch.device) -> torch.Tensor:
+    """The low 64 bits of an int as an int64 tensor."""
+    low = number % _INT64
+    return torch.tensor(low - _INT64 if low >= _INT64 // 2 else low, device=device)

@@ -1,0 +1,111 @@
+"""The segments of a bound program: what each is called with, and the compiled code put in its place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..backends import Backend, Prepared, Task, Unsupported
+from ..backends.choose import MAKERS, Chosen, plan
+from ..host_ir.instructions import Kernel
+from ..host_ir.program import HostProgram
+from ..segmentation import Segment, SegmentedDefinition
+from .bind import BoundProgram
+
+Arguments = tuple[Any, ...]
+
+
+class Segments:
+    """Runs the segments of one rank's program by the plan of a backend's name.
+
+    When call number `due` comes, run the program once inside `recorded()` and call `compile_next` until it is False.
+    `chosen` says what runs each kernel, and why.
+    """
+
+    def __init__(
+        self,
+        bound: BoundProgram,
+        program: HostProgram,
+        definition: SegmentedDefinition,
+        device: torch.device,
+        name: str,
+    ):
+        made = plan(definition, name)
+        self._scope, self._definition, self._device, self._rank = bound.scope, definition, device, program.rank
+        self._segments = {part.name: part for part in definition.parts if isinstance(part, Segment)}
+        self._kernels = {kernel.name: kernel for kernel in program.kernels}
+        self._seen: dict[str, set[Arguments]] = {}
+        self.due = made.due
+        self.chosen: dict[str, Chosen] = {kernel: self._planned(kernel, made.chosen) for kernel in self._kernels}
+        self._left = [kernel for kernel, chosen in self.chosen.items() if chosen.backend != "eager"]
+        self._makers: dict[str, Backend] = {}
+
+    def _planned(self, kernel: str, chosen: Any) -> Chosen:
+        segment = self._segments.get(kernel)
+        return Chosen("eager", "a part of a segment, in a loop") if segment is None else chosen[segment.id]
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Note what the kernels to be compiled are called with meanwhile."""
+        texts = {name: self._scope[name] for name in self._left}
+        self._scope.update({name: self._recorder(name, text) for name, text in texts.items()})
+        try:
+            yield
+        finally:
+            self._scope.update(texts)
+
+    def _recorder(self, name: str, text: Prepared) -> Prepared:
+        seen = self._seen.setdefault(name, set())
+
+        def record(*arguments: Any) -> Any:
+            seen.add(tuple(map(_outline, arguments)))
+            return text(*arguments)
+
+        return record
+
+    def compile_next(self) -> bool:
+        """Compile one more kernel; False where none was left."""
+        self.due = None
+        if not self._left:
+            return False
+        name = self._left.pop(0)
+        chosen = self.chosen[name]
+        try:
+            self._scope[name] = self._maker(chosen.backend).prepare(self._task(self._kernels[name]))
+            self.chosen[name] = Chosen(chosen.backend, "compiled")
+        except Unsupported as error:
+            self.chosen[name] = Chosen("eager", f"{chosen.backend}: {error}")
+        return True
+
+    def _maker(self, backend: str) -> Backend:
+        if backend not in self._makers:
+            self._makers[backend] = MAKERS[backend]()
+        return self._makers[backend]
+
+    def _task(self, kernel: Kernel) -> Task:
+        seen = self._seen.get(kernel.name, set())
+        if len(seen) != 1:
+            raise Unsupported(f"one execution calls it with {len(seen)} kinds of arguments")
+        arguments = tuple(v.empty() if isinstance(v, _Outline) else v for v in next(iter(seen)))
+        segment = self._segments.get(kernel.name)
+        text = self._scope[kernel.name]
+        return Task(kernel, segment, self._definition, self._rank, self._device, text, arguments)
+
+
+class _Outline(tuple[Any, ...]):
+    """Shape, strides and dtype of a tensor."""
+
+    __slots__ = ()
+
+    def empty(self) -> torch.Tensor:
+        shape, strides, dtype = self
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Outline((value.shape, value.stride(), value.dtype))
+    return value
