@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from .graph import Graph, Kinds, Node, Tensor
 from .mesh import DeviceMesh
-from .ops import OPS
-from .ops.base import Factor, FactorKind, Rule, TensorRef, TensorType
+from .ops.base import Factor, FactorKind, OpDef, Rule, TensorRef, TensorType
 from .ops.binding import bind
+from .ops.registry import find
 from .propagation.beam import EPSILON
 from .propagation.choose import cheapest
 from .propagation.propagate import propagate
@@ -168,10 +168,11 @@ class Rewriter:
     def type(self, ref: TensorRef) -> TensorType:
         return self.tensors[ref.id].type
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Apply an op to tensors (by reference), sizes and numbers: a reference, or a tuple of them."""
+    def call(self, name: str | OpDef, *args: Any, **kwargs: Any) -> Any:
+        """Apply an op (or an op by its name) to references, sizes and numbers: a reference, or a tuple of them."""
         assert self._origin is not None
-        op = OPS[name]
+        op = find(name)
+        assert op is not None, name
         bound = bind(op, args, kwargs, lambda value: value)
         inputs = [ref.id for arg in bound for ref in _refs(arg)]
         call, rule = self._kinds.get(op, bound, tuple(self.tensors[i].type for i in inputs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def bind_program(
     file = f"<meshfuse rank {program.rank} {program.digest}{' simulated' if simulated else ''}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": FUNCTIONS, "device": device}
+    scope["OP"] = SimpleNamespace(**program.functions)
     scope.update({group_name(group): group_of(group) for group in program.groups})
     exec(compile(text, file, "exec"), scope)
     return BoundProgram(scope["main"], where, file, scope)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..dtypes import DataType
 from ..errors import SourceLine
@@ -16,12 +17,16 @@ Box = tuple[Runs, ...]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A segment on one rank: a local function of tensors and scalars, one line of torch code per op."""
+    """A segment on one rank: a local function of tensors and scalars, one line of torch code per op.
+
+    `functions` are those of registered ops that its lines call as OP.name.
+    """
 
     name: str
     params: tuple[str, ...]
     lines: tuple[str, ...]
     results: tuple[str, ...]
+    functions: tuple[tuple[str, Callable[..., Any]], ...] = ()
 
     def source(self) -> list[str]:
         returned = ", ".join(self.results)

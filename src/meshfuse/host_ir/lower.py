@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,15 @@ class _Lowering:
         inputs = tuple(dict.fromkeys(map(self._name, part.inputs)))
         outputs = tuple(f"v{v}" for v in part.outputs)
         params = (*inputs, *scalars, *(name for name in ("seed", "offset") if _mentions(lines, name)))
-        self.instructions.append(Launch(Kernel(part.name, params, tuple(lines), outputs), params, outputs))
+        kernel = Kernel(part.name, params, tuple(lines), outputs, self._functions(part))
+        self.instructions.append(Launch(kernel, params, outputs))
+
+    def _functions(self, part: Segment) -> tuple[tuple[str, Callable[..., Any]], ...]:
+        """What the ops' lines call as OP.name."""
+        ops = {self.graph.nodes[c.node].call.op for c in part.computes}
+        found = sorted((op.name, op.compute) for op in ops if op.compute is not None)
+        assert len({name for name, _ in found}) == len(found), "two ops of one name"
+        return tuple(found)
 
     def _kernel_lines(self, part: Segment) -> list[str]:
         """The ops' lines, with intermediate values dropped after their last use."""

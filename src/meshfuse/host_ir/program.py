@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .instructions import Collective, Communication, Instruction, Kernel, Launch, SendRecv, Wait, group_name
 
@@ -26,6 +28,11 @@ class HostProgram:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         return tuple(i.kernel for i in self.instructions if isinstance(i, Launch))
+
+    @property
+    def functions(self) -> Mapping[str, Callable[..., Any]]:
+        """The functions of registered ops that the kernels call as OP.name."""
+        return {name: function for kernel in self.kernels for name, function in kernel.functions}
 
     @property
     def communications(self) -> tuple[Communication, ...]:
@@ -60,6 +67,7 @@ class HostProgram:
         out = [f"# rank {self.rank}", "import torch", "import torch.nn.functional as F", "import meshfuse.kernels as K"]
         for group in self.groups:
             out.append(f"{group_name(group)} = world.group({group})")
+        out += [f"# OP.{name}: {_where(function)}" for name, function in self.functions.items()]
         out.append("")
         lines, where = self.lines()
         for number, line in enumerate(lines, 1):
@@ -78,6 +86,12 @@ def _comment(instruction: Instruction | None) -> str:
         return ""
     about = instruction.about
     return f"  # {about.tensor}: {about.move}; {about.wire:.0f} bytes; {about.why} {about.line}"
+
+
+def _where(function: Callable[..., Any]) -> str:
+    """Where a registered op's function is written."""
+    code = getattr(function, "__code__", None)
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code else repr(function)
 
 
 def digest_of(text: str) -> str:

@@ -254,8 +254,8 @@ class Rewriting(Protocol):
         """The type of a tensor."""
         ...
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Apply an op of the table: a TensorRef, or a tuple of them."""
+    def call(self, name: str | OpDef, *args: Any, **kwargs: Any) -> Any:
+        """Apply an op, by name or itself: a TensorRef, or a tuple of them."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def names_of(call: Call) -> list[str]:
 def evaluate(local: LocalCall, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results of the op's lowering on one rank's operands."""
     scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "seed": SEED, "offset": OFFSET, "device": "cpu"}
+    scope["OP"] = SimpleNamespace(**{local.call.op.name: local.call.op.compute})
     scope |= dict(zip(local.operands, operands, strict=True))
     targets = [f"out{i}" for i in range(len(local.call.results))]
     exec("\n".join(local.statements(targets)), scope)
