@@ -33,7 +33,7 @@ def definitions(
     sizes: Sequence[int] = SIZES,
     max_numel: int = MAX_NUMEL,
     dtypes: Sequence[DataType] = DTYPES,
-    open_sizes: bool = True,
+    open_sizes: bool = False,
 ) -> FusionDefinition:
     """Definitions of `min_ops` to `max_ops` random ops, or a few more; not annotated.
 
