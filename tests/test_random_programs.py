@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -33,6 +33,10 @@ def families(name: str) -> tuple[str, ...]:
     return () if name == "all" else (name, "pointwise")
 
 
+def programs(chosen: Sequence[str] = ()) -> st.SearchStrategy[mf.FusionDefinition]:
+    return definitions(chosen, open_sizes=True).flatmap(annotations)
+
+
 @pytest.mark.fuzz
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -40,7 +44,7 @@ def test_a_random_program_is_what_torch_computes_and_propagation_keeps_its_laws(
     torch.set_num_threads(1)
 
     @settings(max_examples=examples(PROGRAMS[family]))
-    @given(definitions(families(family), open_sizes=True).flatmap(annotations), st.integers(0, 99), st.sampled_from(LAWS))
+    @given(programs(families(family)), st.integers(0, 99), st.sampled_from(LAWS))
     def check(fd: mf.FusionDefinition, number: int, law: Law) -> None:
         inputs = inputs_for(fd, number)
         assert_same_as_unsharded(fd, inputs, interpret(fd, inputs) if has_reference(fd) else None)
@@ -64,7 +68,7 @@ def test_annotating_what_was_chosen_changes_next_to_nothing(again: Callable[...,
     before, after, different = [], [], []
 
     @settings(max_examples=examples(400))
-    @given(definitions(open_sizes=True).flatmap(annotations), st.integers(0, 99))
+    @given(programs(), st.integers(0, 99))
     def collect(fd: mf.FusionDefinition, number: int) -> None:
         done = fd.compile(*shapes_for(fd)).sharded
         twin = again(done, number)

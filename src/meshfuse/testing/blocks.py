@@ -194,7 +194,7 @@ def statistics(w: Writer) -> None:
     x = w.tamed(w.float(lambda v: v.ndim > 0), 100.0)
     dims, keep = _dims(w, x), w.flag()
     shape = _reduced(x, dims, keep)
-    if w.flag():
+    if x.tv.dtype.is_reduced_float or w.flag():  # var_mean takes no half precision
         w.like(x, "var", dims, 0, keep, shape=shape, bound=x.bound**2, exact=False)
         return
     var, mean = w.fd.call("var_mean", (x.tv, dims, 0, keep))
