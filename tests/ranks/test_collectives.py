@@ -11,8 +11,10 @@ INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [torch.bool, *INTEGERS, *FLOATS, torch.complex64, torch.complex128]
 OPS = ["sum", "prod", "max", "min"]
-# The last one is beyond the size up to which all-reduce gathers, in every dtype of 2 bytes or more.
-SIZES = [1, 12, 40000]
+# The last one is beyond the size up to which all-reduce gathers, in every dtype.
+SIZES = [1, 12, 140_000]
+# The last one is beyond the size up to which an all-gather is an exchange, in every dtype.
+GATHERED = [6, 270_000]
 
 
 def values(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -72,8 +74,8 @@ def on_rank_move(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All-gather, uneven all-to-all with empty parts, broadcast, and a ring of send/receive."""
     world, group = _world_group()
     rank, size = world.rank, world.size
-    gathered = torch.empty(size * 6, dtype=dtype)
-    works = [group.all_gather(gathered, values(rank, 6, dtype).view(2, 3))]
+    gathered = [torch.empty(size * n, dtype=dtype) for n in GATHERED]
+    works = [group.all_gather(g, values(rank, n, dtype).view(2, -1)) for g, n in zip(gathered, GATHERED, strict=True)]
     sent = torch.cat([values(rank * size + to, rank * to, dtype) for to in range(size)])
     exchanged = torch.empty(sum(rank * of for of in range(size)), dtype=dtype)
     counts = [rank * peer for peer in range(size)]
@@ -85,7 +87,7 @@ def on_rank_move(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     works.append(group.send(values(rank, 5, dtype), (rank + 1) % size))
     for work in works:
         work.wait()
-    return {"all_gather": gathered, "all_to_all": exchanged, "broadcast": copied, "recv": received}
+    return {"all_gather": torch.cat(gathered), "all_to_all": exchanged, "broadcast": copied, "recv": received}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -114,7 +116,7 @@ def test_reduce_scatter(ranks4, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_moves(ranks4, dtype):
-    gathered = torch.cat([values(rank, 6, dtype) for rank in range(4)])
+    gathered = torch.cat([values(rank, n, dtype) for n in GATHERED for rank in range(4)])
     for rank, results in enumerate(ranks4.run(on_rank_move, dtype)):
         assert torch.equal(results["all_gather"], gathered)
         parts = [values(of * 4 + rank, of * rank, dtype) for of in range(4)]
@@ -137,7 +139,7 @@ def on_rank_nan(dtype: torch.dtype, n: int, place: int) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("n", [8, 40000])
+@pytest.mark.parametrize("n", [8, 140_000])
 def test_max_and_min_keep_nan_and_infinity(ranks4, dtype, n):
     stack = torch.stack([torch.linspace(-3, 3, n).to(dtype) * (rank + 1) for rank in range(4)])
     stack[2, 0], stack[1, 1] = float("nan"), float("-inf")
