@@ -81,7 +81,8 @@ BOTH = "%r = (f32[8,4]{1,0}, f32[8,4]{1,0}) all-reduce(%p, %p), replica_groups=[
         (
             (
                 BOTH,
-                "%x = f32[8,4]{1,0} get-tuple-element(%r), index=0", "%y = f32[8,4]{1,0} get-tuple-element(%r), index=1",
+                "%x = f32[8,4]{1,0} get-tuple-element(%r), index=0",
+                "%y = f32[8,4]{1,0} get-tuple-element(%r), index=1",
                 "%d = f32[1,4]{1,0} dynamic-slice(%x, %i, %i)", "ROOT %n = f32[8,4]{1,0} negate(%y)",
             ),
             3,
