@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from .dtypes import DataType
 from .errors import SourceLine, user_error
 from .ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorRef, TensorType, count_tensors
-from .scalars import ScalarDef, evaluate, inputs_of
+from .scalars import ScalarDef, evaluate, inputs_of, python_cast, scalar_dtype
 from .sharding.layout import Layout
 from .sharding.value import Sharding
 
@@ -197,6 +198,7 @@ def _concrete_node(
         call, rule = kinds.get(node.op, args, tuple(types[i] for i in node.inputs))
         _check_sizes(call)
         for out, made in zip(node.outputs, call.results, strict=True):
+            assert made.dtype is fd.tensors[out].type.dtype, (node, made)
             types[out] = made
         return Node(number, call, rule, node.inputs, node.outputs, node.line, number)
     except ValueError as error:
@@ -236,9 +238,12 @@ def _concrete_args(
         if kind in _SIZES:
             found = tuple(map(size, _entries(kind, arg)))
             return found if kind is ParamKind.SHAPE and arg is not None else found[0] if found else None
-        if isinstance(arg, ScalarRef) and not inputs_of(arg, fd.scalars):
-            return value(arg)
-        return arg
+        if not isinstance(arg, ScalarRef) or inputs_of(arg, fd.scalars):
+            return arg
+        found = python_cast(value(arg), arg.dtype)
+        # A number is taken as Int, Double or ComplexDouble: any other type stays with its reference.
+        plain = arg.dtype is scalar_dtype(found) and arg.dtype is not DataType.Bool
+        return found if plain or kind is not ParamKind.TENSOR_OR_SCALAR else arg
 
     return tuple(concrete(param.kind, arg) for param, arg in zip(node.op.params, node.args, strict=True))
 

@@ -52,10 +52,30 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "where": lambda c, a, b: a if c else b, "clamp": lambda x, low, high: min(max(x, low), high),
     "lerp": lambda a, b, w: a + w * (b - a), "addcmul": lambda a, b, c, v: a + v * b * c,
     "threshold": lambda x, t, v: x if x > t else v,
+    "signbit": lambda a: math.copysign(1.0, a) < 0, "frac": lambda a: a - math.trunc(a), "exp2": lambda a: 2.0**a,
+    "isneginf": lambda a: a == -math.inf, "isposinf": lambda a: a == math.inf,
+    "isreal": lambda a: complex(a).imag == 0, "complex": complex,
     "set": lambda a: a, "segment_set": lambda a: a, "real": lambda a: a.real, "imag": lambda a: a.imag,
 }  # fmt: skip
 _PREDICATES = frozenset(
-    ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isfinite", "isinf", "isnan")
+    (
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "isfinite",
+        "isinf",
+        "isnan",
+        "isneginf",
+        "isposinf",
+        "isreal",
+        "signbit",
+    )
 )
 _INTEGRAL = frozenset(
     ("add", "sub", "mul", "div", "mod", "remainder", "pow", "maximum", "minimum", "gcd", "neg", "abs", "relu", "sign",
@@ -92,11 +112,12 @@ def evaluate(
         return size(*made.operands)
     found = [evaluate(operand, scalars, values, size) for operand in made.operands]
     if made.op == "cast":
-        return _python_cast(found[0], made.dtype)
+        return python_cast(found[0], made.dtype)
     return FUNCTIONS[made.op](*found)
 
 
-def _python_cast(value: Any, dtype: DataType) -> Any:
+def python_cast(value: Any, dtype: DataType) -> Any:
+    """The number as the Python type that stands for a DataType's category."""
     return (bool, int, float, complex)[dtype.category](value)
 
 
@@ -112,4 +133,4 @@ def inputs_of(ref: Operand, scalars: Mapping[int, ScalarDef]) -> frozenset[int]:
     return frozenset().union(*(inputs_of(operand, scalars) for operand in made.operands))
 
 
-__all__ = ["FUNCTIONS", "ScalarDef", "evaluate", "inputs_of", "result_dtype", "scalar_dtype"]
+__all__ = ["FUNCTIONS", "ScalarDef", "evaluate", "inputs_of", "python_cast", "result_dtype", "scalar_dtype"]

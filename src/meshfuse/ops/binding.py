@@ -127,7 +127,8 @@ def _check_shape(resolve: Resolve, value: Any) -> Any:
 
 
 def _check_bool(_: Resolve, value: Any) -> Any:
-    return value if isinstance(value, bool) else REQUIRED
+    """0 and 1 as well, which C++'s bool takes: traces of programs write them."""
+    return bool(value) if isinstance(value, bool) or _int(value) in (0, 1) else REQUIRED
 
 
 def _check_bools(_: Resolve, value: Any) -> Any:

@@ -110,8 +110,8 @@ def _as_scores(n: Native, name: str) -> Any:
 
 def sdpfa_bwd(n: Native) -> Any:
     _check_attention(n)
-    dropout = n.number("dropout_p")
-    return n.plain(dropout_p=float(dropout), is_causal=n.number("is_causal"), scale=n.number("scale"))
+    dropout, causal = n.number("dropout_p") or 0.0, n.number("is_causal") or False
+    return n.plain(dropout_p=float(dropout), is_causal=causal, scale=n.number("scale"))
 
 
 def iota(n: Native) -> Any:

@@ -72,7 +72,7 @@ def operand_dtypes(call: Call) -> list[DataType]:
     """The types that take part in promotion: those of tensors; of 0-d tensors, and then of scalars, only the
     ones of a higher category (bool, integer, floating point, complex) than all before.
     """
-    names = [p.name for p in call.op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"]
+    names = _operands(call.op)
     types = [t for name in names if (t := call.type_of(name)) is not None]
     scalars = [_scalar_type(call[name]) for name in names if not isinstance(call[name], TensorRef)]
     out = [t.dtype for t in types if t.ndim]
@@ -80,6 +80,11 @@ def operand_dtypes(call: Call) -> list[DataType]:
         top = max((d.category for d in out), default=-1)
         out += [_beside(d, out) for d in group if d.category > top]
     return out
+
+
+def _operands(op: OpDef) -> list[str]:
+    """The parameters whose types make the result's: a condition has none to add."""
+    return [p.name for p in op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"]
 
 
 def _scalar_type(value: Any) -> DataType:
@@ -168,7 +173,8 @@ def _raised(call: Call, wanted: DataType) -> bool:
 def _operand_text(e: Emit, name: str, wanted: DataType) -> str:
     tensor, found = e.operand(name), e.call.type_of(name)
     if tensor is None or found is None:
-        return e.scalar(name)
+        typed = name in _operands(e.call.op) and not any(e.call.type_of(n) for n in _operands(e.call.op))
+        return f"torch.tensor({e.scalar(name)}, dtype={torch_dtype(wanted)})" if typed else e.scalar(name)
     return tensor if name == "condition" else cast_text(tensor, found.dtype, wanted)
 
 
@@ -188,6 +194,8 @@ def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) ->
         rows += [[full, *[thin] * (len(names) - 1)], [*rows[0][:-1], 2 if dtype.category < 2 else 2.5]]
     if dtype is DataType.Float:
         rows.append([TensorType((6, 8), DataType.Half)] * len(names))
+    if names[0] == "condition":
+        rows += [[full, 0.1, 2], [full, 3, 5]]
     found = [[flags if name == "condition" else t for name, t in zip(names, row, strict=True)] for row in rows]
     return [Sample((*row, *numbers)) for row in found]
 

@@ -67,9 +67,9 @@ def _in_dim_infer(call: Call) -> tuple[TensorType, ...]:
     sizes = [known_size(n) for n in shape]
     for source, dim in enumerate(dims):
         place = check_dim("broadcast_in_dim", dim, len(shape))
-        check_same_size("broadcast_in_dim", "an operand's size and its result's", arg.shape[source], sizes[place]) if (
-            arg.shape[source] != 1) else None  # fmt: skip
-        sizes[place] = max(sizes[place], arg.shape[source])
+        if arg.shape[source] != 1:
+            check_same_size("broadcast_in_dim", "an operand's size and its result's", arg.shape[source], sizes[place])
+            sizes[place] = max(sizes[place], arg.shape[source])
     return (TensorType(tuple(sizes), arg.dtype),)
 
 
