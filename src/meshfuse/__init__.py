@@ -23,6 +23,13 @@ _HOME = {
     "Sharding": "sharding.value",
     "Split": "sharding.layout",
     "World": "runtime.world",
+    "OpDef": "ops.base",
+    "Partial": "ops.base",
+    "Sample": "ops.base",
+    "TensorType": "ops.base",
+    "register_op": "ops.registry",
+    "torch_op": "ops.torch_ops",
+    "unregister_op": "ops.registry",
     "MeshfuseError": "errors",
     "DefinitionError": "errors",
     "ArgumentError": "errors",
@@ -38,15 +45,22 @@ __all__ = [
     "Link",
     "Machine",
     "MeshfuseError",
+    "OpDef",
     "ParallelType",
+    "Partial",
     "RankError",
     "RankTimeout",
+    "Sample",
     "Sharding",
     "Split",
+    "TensorType",
     "TensorView",
     "Val",
     "World",
+    "register_op",
     "shard_tensor",
+    "torch_op",
+    "unregister_op",
 ]
 
 if TYPE_CHECKING:
@@ -56,6 +70,9 @@ if TYPE_CHECKING:
     from .errors import ArgumentError, DefinitionError, MeshfuseError, RankError, RankTimeout
     from .fusion_definition import FusionDefinition, shard_tensor
     from .mesh import DeviceMesh, ParallelType
+    from .ops.base import OpDef, Partial, Sample, TensorType
+    from .ops.registry import register_op, unregister_op
+    from .ops.torch_ops import torch_op
     from .runtime.world import World
     from .sharding.layout import Split
     from .sharding.value import Sharding

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from .indices import Runs, local_places
@@ -41,3 +44,20 @@ def embedding_bwd(grad: torch.Tensor, index: torch.Tensor, runs: Runs) -> torch.
     wide = _accumulating(grad.reshape(len(places), grad.shape[-1]))
     out = wide.new_zeros(sum(stop - start for start, stop in runs), grad.shape[-1])
     return out.index_add_(0, places[inside], wide[inside]).to(grad.dtype)
+
+
+def backward_of(function: Callable[..., Any], count: int, operand: int) -> Callable[..., torch.Tensor]:
+    """The function of `count` gradients of results, then the operands, that gives the gradient by one operand."""
+
+    def backward(*args: Any) -> torch.Tensor:
+        grads, rest = args[:count], list(args[count:])
+        with torch.enable_grad():
+            rest[operand] = leaf = rest[operand].detach().requires_grad_()
+            made = function(*rest)
+            pairs = zip(made if isinstance(made, tuple) else (made,), grads, strict=True)
+            used = [(result, grad) for result, grad in pairs if result.requires_grad]
+            results, given = [r for r, _ in used], [g for _, g in used]
+            found = torch.autograd.grad(results, [leaf], given, allow_unused=True) if used else [None]
+        return torch.zeros_like(leaf) if found[0] is None else found[0]
+
+    return backward

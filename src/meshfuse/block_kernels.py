@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,3 +65,23 @@ def _last(dtype: torch.dtype, largest: bool) -> Any:
     if largest:
         return lowest(dtype)
     return float("nan") if dtype.is_floating_point else highest(dtype)
+
+
+def over_blocks(
+    function: Callable[..., Any], places: list[int | None], made: list[int | None], operands: list[Any], *numbers: Any
+) -> Any:
+    """A function on each of the rank's blocks, which are dim `places[i]` of operand i (None: all blocks take it all).
+
+    Its results are stacked at dim `made[j]`, or where that is None added up.
+    """
+    count = next(t.shape[p] for t, p in zip(operands, places, strict=True) if p is not None)
+    found = []
+    for i in range(count):
+        parts = [t if p is None else t.select(p, i) for t, p in zip(operands, places, strict=True)]
+        result = function(*parts, *numbers)
+        found.append(result if isinstance(result, tuple) else (result,))
+    joined = [
+        sum(parts[1:], parts[0]) if p is None else torch.stack(parts, p)
+        for parts, p in zip(zip(*found, strict=True), made, strict=True)
+    ]
+    return joined[0] if len(joined) == 1 else tuple(joined)

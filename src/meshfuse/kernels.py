@@ -10,12 +10,12 @@ import torch
 # Generated programs call these as K.name.
 from .adjoint_kernels import contract, embedding_bwd, take_bwd  # noqa: F401
 from .attention import block_attention, sdpfa_bwd, sdpfa_bwd_kv, sdpfa_bwd_q, sdpfa_fwd  # noqa: F401
-from .block_kernels import block_repeat, block_scan, block_topk, block_total  # noqa: F401
+from .block_kernels import block_repeat, block_scan, block_topk, block_total, over_blocks  # noqa: F401
 from .grouped import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, scaled_mm  # noqa: F401
 from .indices import Runs, global_index
 from .lookup import embedding, index_select, limit_norm, scatter, select, take, take_rows, triu  # noqa: F401
 from .random import normal, uniform  # noqa: F401
-from .reduction_kernels import reduce_max, reduce_min, reduce_prod, scan, tensor_like  # noqa: F401
+from .reduction_kernels import neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like  # noqa: F401
 
 
 def _both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,6 +141,15 @@ def combine(a: torch.Tensor, b: torch.Tensor, reduce: str) -> torch.Tensor:
     if a.dtype == torch.bool:
         return torch.logical_or(a, b) if reduce in ("sum", "max") else torch.logical_and(a, b)
     return {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}[reduce](a, b)
+
+
+def fold(terms: torch.Tensor, reduce: str) -> torch.Tensor:
+    """[n, *shape] terms of a reduction to their result [*shape]."""
+    if terms.dtype == torch.bool:
+        return terms.any(0) if reduce in ("sum", "max") else terms.all(0)
+    if reduce in ("sum", "prod"):
+        return (torch.sum if reduce == "sum" else torch.prod)(terms, 0, dtype=terms.dtype)
+    return (torch.amax if reduce == "max" else torch.amin)(terms, 0)
 
 
 def iota(length: Runs, start: Any, step: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:

@@ -38,6 +38,12 @@ def highest(dtype: torch.dtype) -> Any:
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
+def neutral(shape: tuple[int, ...], reduce: str, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """What a rank that has nothing to reduce adds to a reduction."""
+    value = {"sum": 0, "prod": 1, "max": lowest, "min": highest}[reduce]
+    return torch.full(shape, value(dtype) if callable(value) else value, dtype=dtype, device=device)
+
+
 def reduce_max(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
     """The largest elements; the lowest value of the type over a shard with nothing in it."""
     return _reduced_empty(x, dims, keepdim, lowest(x.dtype)) if _is_empty(x, dims) else torch.amax(x, dims, keepdim)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..definition.fusion import DefinitionBuilder
     from ..definition.records import OpNode
     from ..dtypes import DataType
+    from ..ops.base import OpDef
 
 
 def gradients(
@@ -69,8 +70,12 @@ class _Ops:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return functools.partial(self._call, name)
 
-    def _call(self, name: str, *args: Any) -> Any:
-        if name in FUNCTIONS and all(isinstance(arg, (bool, int, float)) for arg in args):
+    def apply(self, op: OpDef, *args: Any) -> Any:
+        """An op that need not be registered."""
+        return self._call(op, *args)
+
+    def _call(self, name: str | OpDef, *args: Any) -> Any:
+        if isinstance(name, str) and name in FUNCTIONS and all(isinstance(arg, (bool, int, float)) for arg in args):
             return FUNCTIONS[name](*args)
         key = (name, *map(_key, args))
         if key not in self._made:

@@ -297,7 +297,8 @@ class OpDef:
     distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
     torch. vjp: its gradients as ops of the table; None where it has no derivative. domain: the open interval that
-    tests draw real operands from. compute: a Python function that the emitted text calls as OP.name.
+    tests draw real operands from. compute: a Python function that the emitted text calls as OP.name. adjoints: ops of a
+    registered op's own that its gradients are written in; they are registered with it.
     """
 
     name: str
@@ -314,6 +315,7 @@ class OpDef:
     vjp: Vjp | None = None
     domain: tuple[float, float] | None = None
     compute: Callable[..., Any] | None = None
+    adjoints: tuple[OpDef, ...] = ()
     places: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

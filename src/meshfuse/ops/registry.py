@@ -20,8 +20,9 @@ def register_op(op: OpDef) -> OpDef:
     if not isinstance(op, OpDef):
         raise user_error("register_op", f"{op!r} ({type(op).__name__})", "an OpDef",
                          "Make one with mf.torch_op, or mf.OpDef(...).", caller_line())  # fmt: skip
-    _check_name(op.name)
-    _registered[op.name] = op
+    for one in (op, *op.adjoints):
+        _check_name(one.name)
+    _registered.update({one.name: one for one in (op, *op.adjoints)})
     return op
 
 
@@ -45,7 +46,8 @@ def unregister_op(op: str | OpDef) -> None:
     if name not in _registered:
         raise user_error(f"unregister_op: {name!r} is not registered", f"registered {sorted(_registered)}", "",
                          "Ops of the table stay.", caller_line())  # fmt: skip
-    del _registered[name]
+    for one in (_registered[name], *_registered[name].adjoints):
+        _registered.pop(one.name, None)
 
 
 def find(op: str | OpDef) -> OpDef | None:
@@ -56,7 +58,3 @@ def find(op: str | OpDef) -> OpDef | None:
 def names() -> list[str]:
     """The names of all ops: the table's, then the registered ones."""
     return [*OPS, *_registered]
-
-
-def is_registered(op: OpDef) -> bool:
-    return _registered.get(op.name) is op
