@@ -15,6 +15,7 @@ from .instructions import (
     Box,
     Collective,
     Communication,
+    Fold,
     Instruction,
     Join,
     Own,
@@ -23,6 +24,7 @@ from .instructions import (
     SendRecv,
     View,
     Wait,
+    box_text,
 )  # fmt: skip
 
 
@@ -153,8 +155,8 @@ def _terms(c: MoveContext) -> list[Piece]:
     return [Piece(source, target, wanted[target]) for source in c.group for target in c.group if all(wanted[target])]
 
 
-def _swap(c: MoveContext, traffic: _Traffic, reduce: str) -> list[Instruction]:
-    """One all-to-all of exact pieces, and the pieces put (or reduced) into their places."""
+def _swap(c: MoveContext, traffic: _Traffic) -> list[Instruction]:
+    """One all-to-all of exact pieces, and the pieces put into their places."""
     packed, flat = f"{c.target}_sent", f"{c.target}_flat"
     boxes = tuple(c.source_box(box) for peer in traffic.sent for box in peer)
     out_sizes, in_sizes = [numel(peer) for peer in traffic.received], [numel(peer) for peer in traffic.sent]
@@ -166,7 +168,7 @@ def _swap(c: MoveContext, traffic: _Traffic, reduce: str) -> list[Instruction]:
         Allocate(c.target, c.target_shape, c.type.dtype, c.move.window.fill if c.move.window else ""),
         *_keep(c, traffic.kept),
         Wait(c.work),
-        *_unpack(c, flat, [box for peer in traffic.received for box in peer], reduce),
+        *_unpack(c, flat, [box for peer in traffic.received for box in peer]),
     ]
 
 
@@ -178,25 +180,61 @@ def _keep(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
     ]  # fmt: skip
 
 
-def _unpack(c: MoveContext, flat: str, boxes: Sequence[Sequence[Runs]], reduce: str = "") -> list[Instruction]:
+def _unpack(c: MoveContext, flat: str, boxes: Sequence[Sequence[Runs]]) -> list[Instruction]:
     out: list[Instruction] = []
     start = 0
     for box in boxes:
         place, stop = local_box(c.wanted, box), start + numel([box])
         shape = tuple(map(lay.count, place))
-        out.append(Put(c.target, place, c.target_shape, f"{flat}[{start}:{stop}].view({list(shape)})", reduce))
+        out.append(Put(c.target, place, c.target_shape, f"{flat}[{start}:{stop}].view({list(shape)})"))
         start = stop
     return out
 
 
 def _reduce_scatter(c: MoveContext) -> list[Instruction]:
-    return _swap(c, _Traffic.of(_terms(c), c.rank, c.group), c.move.src.reduce)
+    """One all-to-all, by which each rank gets all terms of its part, and their reduction."""
+    if _in_rows(c):
+        return _scatter_rows(c)
+    traffic = _Traffic.of(_terms(c), c.rank, c.group)
+    packed, flat = f"{c.target}_sent", f"{c.target}_flat"
+    boxes = tuple(c.source_box(box) for peer in traffic.sent for box in peer)
+    out_sizes, in_sizes = [numel(peer) for peer in traffic.received], [numel(peer) for peer in traffic.sent]
+    text = f"all_to_all({flat}, {packed}, {out_sizes}, {in_sizes})"
+    own = c.source + box_text(local_box(c.held, c.wanted), c.source_shape)
+    return [
+        Pack(packed, c.source, boxes, c.source_shape),
+        Allocate(flat, (sum(out_sizes),), c.type.dtype),
+        c.collective("all_to_all", [packed], [flat], text, sum(in_sizes)),
+        Wait(c.work),
+        Fold(c.target, flat, len(c.group) - 1, c.target_shape, c.move.src.reduce, own),
+    ]
+
+
+def _in_rows(c: MoveContext) -> bool:
+    """Whether the ranks' parts, in order, are equal slices of the outermost dim: the tensor is sent as it lies."""
+    parts = [local_box(c.held, c.move.dst.runs(c.type.shape, rank)) for rank in c.group]
+    count = c.source_shape[0] // len(c.group) if c.source_shape else 0
+    whole = tuple(((0, n),) for n in c.source_shape[1:])
+    return all(part == (((i * count, (i + 1) * count),), *whole) for i, part in enumerate(parts)) and count > 0
+
+
+def _scatter_rows(c: MoveContext) -> list[Instruction]:
+    packed, flat, count = f"{c.target}_sent", f"{c.target}_flat", math.prod(c.target_shape)
+    sizes = [count] * len(c.group)
+    text = f"all_to_all({flat}, {packed}, {sizes}, {sizes})"
+    return [
+        Pack(packed, c.source, (tuple(((0, n),) for n in c.source_shape),), c.source_shape),
+        Allocate(flat, (sum(sizes),), c.type.dtype),
+        c.collective("all_to_all", [packed], [flat], text, sum(sizes)),
+        Wait(c.work),
+        Fold(c.target, flat, len(c.group), c.target_shape, c.move.src.reduce),
+    ]
 
 
 def _exchange(c: MoveContext) -> list[Instruction]:
     group = c.group
     mine = [p for p in pieces(c.move, c.type.shape) if p.source in group]
-    return _swap(c, _Traffic.of(mine, c.rank, group), "")
+    return _swap(c, _Traffic.of(mine, c.rank, group))
 
 
 def _transfer(c: MoveContext) -> list[Instruction]:

@@ -113,19 +113,34 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Write a part of a tensor or of a flat buffer into a box of the target, or reduce it into there."""
+    """Write a part of a tensor or of a flat buffer into a box of the target."""
 
     target: str
     box: Box
     shape: tuple[int, ...]
     value: str
-    reduce: str = ""
 
     def source(self) -> str:
-        place = f"{self.target}{box_text(self.box, self.shape, assign=True)}"
-        if not self.reduce:
-            return f"{place} = {self.value}"
-        return f"{place} = K.combine({place}, {self.value}, {self.reduce!r})"
+        return f"{self.target}{box_text(self.box, self.shape, assign=True)} = {self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Terms of a reduction behind each other in a flat buffer, and the rank's own (Python text) if given, reduced."""
+
+    target: str
+    source_name: str
+    terms: int
+    shape: tuple[int, ...]
+    reduce: str
+    own: str = ""
+
+    def source(self) -> str:
+        if self.own and self.terms == 1:
+            term = f"{self.source_name}.view({_tuple(self.shape)})"
+            return f"{self.target} = K.combine({self.own}, {term}, {self.reduce!r})"
+        folded = f"K.fold({self.source_name}.view({_tuple((self.terms, *self.shape))}), {self.reduce!r})"
+        return f"{self.target} = " + (f"K.combine({self.own}, {folded}, {self.reduce!r})" if self.own else folded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +228,7 @@ class Free:
         return f"del {', '.join(self.names)}"
 
 
-Instruction = Launch | View | Allocate | Own | Pack | Put | Join | Collective | SendRecv | Wait | Free
+Instruction = Launch | View | Allocate | Own | Pack | Put | Fold | Join | Collective | SendRecv | Wait | Free
 
 
 def _tuple(values: Sequence[int]) -> str:

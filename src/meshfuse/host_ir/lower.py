@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ from .instructions import Communication, Instruction, Kernel, Launch
 from .liveness import with_frees
 from .program import HostProgram
 
+# A Python expression of tensors, which torch computes into new memory.
+_ARITHMETIC = re.compile(r"v\d+ = \(\w+ [-+*/] [\w.]+\)")
+
 
 def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str) -> HostProgram:
     """The program of a rank: its kernels, its part in every collective, and where each buffer's life ends."""
@@ -33,6 +37,7 @@ class _Lowering:
     digest: str
     instructions: list[Instruction] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
 
     @property
     def graph(self) -> Graph:
@@ -45,12 +50,12 @@ class _Lowering:
     def run(self) -> HostProgram:
         self._name_inputs()
         readers = _reader_counts(self.segmented)
-        fresh = _fresh_values(self.segmented)
+        self.fresh = _fresh_values(self.segmented)
         for part in self.segmented.parts:
             if isinstance(part, Segment):
                 self._launch(part)
             else:
-                self._communicate(part, part.source in fresh and readers[part.source] == 1)
+                self._communicate(part, part.source in self.fresh and readers[part.source] == 1)
         resharded = self.segmented.resharded
         outputs = tuple(self._name(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
         body = with_frees(self.instructions, keep={*filter(None, outputs)})
@@ -97,6 +102,8 @@ class _Lowering:
         lines: list[str] = []
         for place, compute in enumerate(part.computes):
             lines += self._op_lines(compute)
+            if _ARITHMETIC.fullmatch(lines[-1]):
+                self.fresh.add(compute.outputs[-1])
             dead = [f"v{v}" for v, end in last.items() if end == place and v not in kept]
             if dead and place + 1 < len(part.computes):
                 lines.append(f"del {', '.join(dead)}")
