@@ -358,5 +358,5 @@ def test_the_text_of_definitions_reads_well() -> None:
     x.axis(0).parallelize(X)
     assert repr(x) == "TensorView(t0: Float[?, 4])"
     assert x.label == "x (t0)"
-    assert [str(axis) for axis in x.get_loop_domain()] == ["iDIDx{2}", "i{?}", "i{?}"]
+    assert [str(axis) for axis in x.get_loop_domain()] == ["ideviceIdx.x0{2}", "iS1{?}", "iS2{4}"]
     assert os.path.basename(__file__) == str(fd.tensors[0].line).split(":")[0]

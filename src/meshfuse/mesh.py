@@ -17,13 +17,27 @@ _MOST_RANKS = 1 << 20
 
 
 class ParallelType(enum.Enum):
-    """What a factor of a dim is bound to, in nvFuser's words; mesh_x is the last axis of a mesh."""
+    """What a factor of a dim is bound to, in nvFuser's words; mesh_x is the last axis of a mesh.
+
+    Those after `stream` order the work inside a kernel: they are accepted and change nothing.
+    """
 
     serial = 0
     mesh_x = 1
     mesh_y = 2
     mesh_z = 3
     stream = 4
+    grid_x = 5
+    grid_y = 6
+    grid_z = 7
+    block_x = 8
+    block_y = 9
+    block_z = 10
+    vectorize = 11
+    unroll = 12
+    unswitch = 13
+    mma = 14
+    tma = 15
 
     def __repr__(self) -> str:
         return f"ParallelType.{self.name}"

@@ -355,13 +355,21 @@ class DefinitionBuilder:
     def _order_of_output(self, tensor: int) -> tuple[int, ...] | None:
         annotation = self._annotations.get(tensor)
         allocation = annotation.allocation if annotation is not None else None
-        return memory_order(self.tensors[tensor].type.ndim, allocation, self._producer(tensor))
+        return memory_order(self.tensors[tensor].type.ndim, allocation, self.producer(tensor))
 
-    def _producer(self, tensor: int) -> OpNode | None:
+    def producer(self, tensor: int) -> OpNode | None:
+        """The op that makes a tensor, None for an input."""
         return self.nodes[self._producers[tensor]] if tensor in self._producers else None
 
     def _reduction_flags(self, tensor: int) -> tuple[bool, ...]:
-        return reduction_flags(self.tensors, tensor, self._producer(tensor))
+        return reduction_flags(self.tensors, tensor, self.producer(tensor))
+
+    def loop_dims(self, tensor: int) -> int:
+        """How many dims a tensor has, those that its op reduces counted."""
+        return len(self._reduction_flags(tensor))
+
+    def input_tensors(self) -> list[int]:
+        return [ref.id for ref in self.inputs if isinstance(ref, TensorRef)]
 
     def check_open(self) -> None:
         """Raises DefinitionError once the definition has run: its plans would not hold any more."""

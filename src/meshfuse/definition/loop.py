@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,18 @@ from ..sharding.layout import Layout, Split
 
 @dataclass(eq=False, slots=True)
 class Leaf:
-    """One axis of a loop domain. A size of None is what remains of its dim."""
+    """One axis of a loop domain. A size of None is what remains of its dim.
+
+    A `merged` axis goes over leaves of several dims, which stay as they are in their roots: it orders a kernel's
+    work and cannot be bound.
+    """
 
     size: int | None
     axis: str | None = None
     reduction: bool = False
     swizzled: bool = False
     pre: int = 1
+    merged: bool = False
 
     def __str__(self) -> str:
         kind = "r" if self.reduction else "i"
@@ -91,9 +96,38 @@ class LoopDomain:
             )  # fmt: skip
         parts = _halves(leaf, size, inner, what)
         self.order[place : place + 1] = parts
-        root = next(root for root in self.roots if any(other is leaf for other in root))
-        at = next(i for i, other in enumerate(root) if other is leaf)
+        root = self._root(leaf)
+        at = next((i for i, other in enumerate(root) if other is leaf), 0)
         root[at : at + 1] = parts
+
+    def merge(self, outer: Any, inner: Any) -> None:
+        """Put two axes together, in the place of the outer one: the inverse of a split, or one axis over two dims.
+
+        Raises DefinitionError for an axis that is bound, and where one is a reduction and the other not.
+        """
+        places = self.place(outer, "merge"), self.place(inner, "merge")
+        pair = [self.order[place] for place in places]
+        if places[0] == places[1] or any(leaf.axis for leaf in pair) or pair[0].reduction != pair[1].reduction:
+            raise user_error(
+                "merge: these axes cannot be one", f"{pair[0]} and {pair[1]} of {self}",
+                "two free axes, both or none a reduction", "Merge before parallelizing.", caller_line(),
+            )  # fmt: skip
+        made = self._merged(pair[0], pair[1])
+        self.order = [made if leaf is pair[0] else leaf for leaf in self.order if leaf is not pair[1]]
+
+    def _merged(self, outer: Leaf, inner: Leaf) -> Leaf:
+        sizes = (outer.size, inner.size)
+        size = None if None in sizes else sizes[0] * sizes[1]  # type: ignore[operator]
+        root = self._root(outer)
+        at = next((i for i, leaf in enumerate(root) if leaf is outer), len(root))
+        if not any(leaf is inner for leaf in root[at + 1 : at + 2]):
+            return Leaf(size, reduction=outer.reduction, merged=True)
+        root[at : at + 2] = [Leaf(size, reduction=outer.reduction)]
+        return root[at]
+
+    def _root(self, leaf: Leaf) -> list[Leaf]:
+        """The leaves of its dim; an empty list, of no dim, for a merged axis."""
+        return next((root for root in self.roots if any(other is leaf for other in root)), [])
 
     def reorder(self, moves: Mapping[int, int]) -> None:
         """Move axes: old position to new position; the others keep their order (nvFuser's reorder)."""
@@ -131,7 +165,8 @@ class LoopDomain:
         )
 
     def copy(self) -> LoopDomain:
-        twins = {id(leaf): dataclasses.replace(leaf) for leaf in self.order}
+        leaves = [*self.order, *(leaf for root in self.roots for leaf in root)]
+        twins = {id(leaf): dataclasses.replace(leaf) for leaf in leaves}
         roots = [[twins[id(leaf)] for leaf in root] for root in self.roots]
         return LoopDomain(roots, [twins[id(leaf)] for leaf in self.order], self.reductions, self.factored)
 
@@ -154,27 +189,34 @@ def _halves(leaf: Leaf, factor: int, inner: bool, what: str) -> list[Leaf]:
             )  # fmt: skip
         rest = leaf.size // factor
     sizes = (rest, factor) if inner else (factor, rest)
-    return [Leaf(size, None, leaf.reduction) for size in sizes]
+    return [Leaf(size, None, leaf.reduction, merged=leaf.merged) for size in sizes]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AxisView:
     """One axis of a tensor's loop domain, as `tv.axis(i)` gives it.
 
-    `check` raises once the definition is closed.
+    `tensor` is the TensorView: it knows sizes, and whether the definition is closed.
     """
 
     domain: LoopDomain
     leaf: Leaf
-    check: Callable[[], None]
+    tensor: Any
 
     def parallelize(self, parallel_type: ParallelType) -> None:
         """Bind the axis to a mesh axis or a stream; `ParallelType.serial` unbinds it.
 
         Raises DefinitionError where it is bound to something else already.
         """
-        self.check()
+        self.tensor.fd.check_open()
+        if parallel_type in KERNEL_TYPES:
+            return  # These order the work inside a kernel, which is torch's here.
         axis = _axis_name(parallel_type)
+        if self.leaf.merged and axis is not None:
+            raise user_error(
+                "parallelize: an axis merged of several dims", f"{self.leaf} in {self.domain}", "an axis of one dim",
+                "Split each dim and parallelize its parts.", caller_line(),
+            )  # fmt: skip
         if axis == STREAM and self.leaf.swizzled and self.is_device_dim():
             return  # The swizzled loop is the stream; the memory stays split over the mesh axis.
         if None not in (axis, self.leaf.axis) and axis != self.leaf.axis:
@@ -198,10 +240,23 @@ class AxisView:
     def is_reduction(self) -> bool:
         return self.leaf.reduction
 
+    def is_tensor(self) -> bool:
+        return False
+
+    def extent(self) -> Any:
+        """The size of the axis: an int where the definition says it, else a scalar of the definition."""
+        return self.tensor.extent(self.domain, self.leaf)
+
+    def is_symbolic(self) -> bool:
+        """Whether arguments decide the size."""
+        return not isinstance(self.extent(), int)
+
     def __repr__(self) -> str:
-        return str(self.leaf)
+        return self.tensor.axis_text(self.domain, self.leaf)
 
 
+# nvFuser's types for the axes of one device's kernels.
+KERNEL_TYPES = frozenset(kind for kind in ParallelType if kind.value > ParallelType.stream.value)
 # In the place of a sub-axis' `pre`: the factor must be as large as the axis.
 WHOLE_AXIS = 0
 # Until a tensor's mesh is known, nvFuser's parallel types stand in the axis' place.

@@ -10,6 +10,7 @@ from ..errors import caller_line, user_error
 from ..mesh import DeviceMesh, ParallelType
 from ..ops.base import ScalarRef, TensorRef, TensorType
 from .loop import AxisView, Leaf, LoopDomain, as_int
+from .text import Extents, TensorDomain, tensor_text
 
 if TYPE_CHECKING:
     from .fusion import DefinitionBuilder
@@ -206,6 +207,21 @@ class TensorView(Arithmetic):
     def __repr__(self) -> str:
         return f"TensorView({self.name}: {self.type})"
 
+    def __str__(self) -> str:
+        return tensor_text(self.fd, self.id, self.domain())
+
+    def is_symbolic(self) -> bool:
+        """True: a tensor is no constant."""
+        return True
+
+    def definition(self) -> Any:
+        """The op that makes the tensor, None for an input."""
+        return self.fd.producer(self.id)
+
+    def uses(self) -> list[Any]:
+        """The ops that read the tensor."""
+        return [node for node in self.fd.nodes if self.id in node.inputs]
+
     # nvFuser's scheduling calls
 
     @property
@@ -225,12 +241,29 @@ class TensorView(Arithmetic):
 
     def axis(self, index: int) -> AxisView:
         """An axis of the loop domain, to parallelize or ask."""
-        self.fd.check_open()
         domain = self._domain
-        return self._view(domain, domain.order[domain.place(index, f"axis of {self.label}")])
+        return AxisView(domain, domain.order[domain.place(index, f"axis of {self.label}")], self)
 
-    def _view(self, domain: LoopDomain, leaf: Leaf) -> AxisView:
-        return AxisView(domain, leaf, self.fd.check_open)
+    def domain(self) -> TensorDomain:
+        """The loop domain: its `str` is nvFuser's text of it."""
+        return self._numbered(self._domain)
+
+    def _numbered(self, domain: LoopDomain) -> TensorDomain:
+        extents = Extents(domain, self.type.shape, self.mesh)
+        return TensorDomain(extents, sum(self.fd.loop_dims(i) for i in range(self.id)))
+
+    def axis_text(self, domain: LoopDomain, leaf: Leaf) -> str:
+        place = next((i for i, other in enumerate(domain.loop) if other is leaf), 0)
+        return self._numbered(domain).axis(leaf, place)
+
+    def extent(self, domain: LoopDomain, leaf: Leaf) -> Any:
+        """The size of a loop axis: an int where the definition says it, else a scalar of the definition."""
+        extents = Extents(domain, self.type.shape, self.mesh)
+        dim = extents.dim(leaf)
+        if (known := extents.known(leaf)) is not None or dim is None:
+            return known
+        others = extents.others(leaf) or 1
+        return self.size(dim) if others == 1 else (self.size(dim) + (others - 1)) // others
 
     def split(self, axis: int, factor: int, inner_split: bool = True) -> TensorView:
         """Split a loop axis; the inner part has size `factor` (the outer one with inner_split=False)."""
@@ -245,6 +278,22 @@ class TensorView(Arithmetic):
     def inner_split(self, axis: int, factor: int) -> TensorView:
         """Split a loop axis into parts of size `factor`: the inner axis has size `factor`."""
         return self.split(axis, factor, True)
+
+    def merge(self, axis_o: int, axis_i: int) -> TensorView:
+        """Put two loop axes together, in the place of `axis_o`.
+
+        Parts of one dim become one axis of it. An axis over several dims orders a kernel's work; it cannot be
+        parallelized over a mesh.
+        """
+        self.fd.check_open()
+        self._domain.merge(axis_o, axis_i)
+        return self
+
+    def cache_before(self, *options: Any) -> TensorView:
+        """nvFuser's copy in a kernel, to schedule: torch's kernels have none, and what is done to it has no effect."""
+        return TensorView(self.fd, self.ref, self._domain.copy())
+
+    cache_after = cache_before
 
     def reorder(self, moves: Mapping[int, int] | Sequence[int]) -> TensorView:
         """Move loop axes; a mapping old → new, or for every new position the old one."""
@@ -292,6 +341,10 @@ class TensorView(Arithmetic):
             )
         return TensorView(self.fd, self.ref, domain.factor_out(chosen))
 
+    def swizzle(self, *options: Any) -> TensorView:
+        """nvFuser's order of the work inside a kernel: accepted, and changes nothing."""
+        return self
+
     def set_allocation_domain(self, new_allocation_domain: Sequence[Any], new_contiguity: Any = True) -> None:
         """Lay the tensor out in memory in the order of these loop axes, major to minor.
 
@@ -301,12 +354,18 @@ class TensorView(Arithmetic):
 
     def get_loop_domain(self) -> list[AxisView]:
         domain = self._domain
-        return [self._view(domain, leaf) for leaf in domain.loop]
+        return [AxisView(domain, leaf, self) for leaf in domain.loop]
 
     def get_logical_domain(self) -> list[AxisView]:
         """The first loop axis of every dim that is no reduction."""
         domain = self._domain
-        return [self._view(domain, root[0]) for root in domain.roots if not root[0].reduction]
+        return [AxisView(domain, root[0], self) for root in domain.roots if not root[0].reduction]
+
+    get_root_domain = get_logical_domain
+
+    def has_root(self) -> bool:
+        """Whether the op that makes the tensor has dims besides its logical ones: meshfuse keeps none."""
+        return False
 
     def set_memory_type(self, memory_type: Any) -> None:
         """Accepted for nvFuser's symmetric memory; a hint that changes no value."""

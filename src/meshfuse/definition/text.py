@@ -1,0 +1,79 @@
+"""The sizes of loop axes, and how nvFuser writes a tensor: `T0_g_float[iS0{2}, ideviceIdx.x1{4}]`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..dtypes import DataType
+from ..mesh import STREAM, DeviceMesh
+from .loop import Leaf, LoopDomain
+
+if TYPE_CHECKING:
+    from .fusion import DefinitionBuilder
+
+_TYPES = {
+    DataType.Double: "double", DataType.Float: "float", DataType.Half: "__half", DataType.BFloat16: "__bfloat",
+    DataType.Int: "int64_t", DataType.Int32: "int", DataType.Bool: "bool",
+    DataType.ComplexFloat: "std::complex<float>", DataType.ComplexDouble: "std::complex<double>",
+}  # fmt: skip
+_BOUND = {None: "S", "DIDx": "deviceIdx.x", "DIDy": "deviceIdx.y", "DIDz": "deviceIdx.z", STREAM: "streamIdx"}
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """What is known of the sizes of a tensor's loop axes: its shape (-1 where open) and mesh."""
+
+    domain: LoopDomain
+    shape: Sequence[int]
+    mesh: DeviceMesh | None
+
+    def known(self, leaf: Leaf) -> int | None:
+        """The size of an axis where the definition says it."""
+        if leaf.size is not None:
+            return leaf.size
+        dim, others = self.dim(leaf), self.others(leaf)
+        return None if dim is None or self.shape[dim] < 0 or others is None else -(-self.shape[dim] // others)
+
+    def dim(self, leaf: Leaf) -> int | None:
+        """The tensor's dim that the axis is (a part of); None for reductions and for axes over several dims."""
+        roots = [root for root in self.domain.roots if not root[0].reduction]
+        return next((d for d, root in enumerate(roots) if any(other is leaf for other in root)), None)
+
+    def others(self, leaf: Leaf) -> int | None:
+        """The product of the sizes of the other parts of its dim."""
+        root = next(root for root in self.domain.roots if any(other is leaf for other in root))
+        sizes = [other.size or self._bound(other) for other in root if other is not leaf]
+        return None if None in sizes else math.prod(sizes)  # type: ignore[arg-type]
+
+    def _bound(self, leaf: Leaf) -> int | None:
+        return self.mesh.axis_size(leaf.axis) if self.mesh is not None and leaf.axis in self.mesh.names else None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TensorDomain:
+    """The loop domain of a tensor, as `tv.domain()` gives it. `first` numbers its first axis."""
+
+    extents: Extents
+    first: int
+
+    def __repr__(self) -> str:
+        axes = (self.axis(leaf, place) for place, leaf in enumerate(self.extents.domain.loop))
+        return f"[{', '.join(axes)}]"
+
+    def axis(self, leaf: Leaf, place: int) -> str:
+        """One axis: kind, what it is bound to, number and size (? where arguments decide)."""
+        size = self.extents.known(leaf)
+        kind = "r" if leaf.reduction else "b" if size == 1 else "i"
+        bound = _BOUND.get(leaf.axis, f"deviceIdx.{leaf.axis}")
+        return f"{kind}{bound}{self.first + place}{{{'?' if size is None else size}}}"
+
+
+def tensor_text(fd: DefinitionBuilder, tensor: int, domain: TensorDomain) -> str:
+    """The tensor's number, place (g for arguments and results, l for what is in between), type and domain."""
+    place = "g" if tensor in fd.outputs or tensor in fd.input_tensors() else "l"
+    kind, mesh = fd.tensors[tensor].type.dtype, domain.extents.mesh
+    where = "" if mesh is None else f" ({mesh!r})"
+    return f"T{tensor}_{place}_{_TYPES.get(kind, kind.value)}{domain}{where}"
