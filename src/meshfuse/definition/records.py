@@ -56,7 +56,7 @@ def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode 
     types, results = (tuple(_known(tensors[i].type) for i in side) for side in (producer.inputs, producer.outputs))
     try:
         rule = producer.op.rule(Call(producer.op, producer.args, types, results))
-    except (ValueError, TypeError):  # sizes that stand-ins do not fit: such ops reduce nothing
+    except (ValueError, TypeError, LookupError):  # sizes that stand-ins do not fit: such ops reduce nothing
         return kept
     reduced = {i for i, factor in enumerate(rule.factors) if factor.kind is FactorKind.REDUCE}
     if len(rule.operands) != 1:

@@ -69,7 +69,7 @@ def add_result(w: Writer, tv: TensorView, kind: TensorType) -> None:
     if kind.dtype is DataType.UInt64 or kind.dtype.category == 3:
         return
     name = KINDS[kind.dtype.category]
-    made = w.add(tv, kind.shape, name, 1.0 if name != "int" else 1e9, name != "float")
+    made = w.add(tv, kind.shape, name, 1.0 if name != "int" else 64.0, name != "float")
     if name == "float":
         w.like(made, "tanh", bound=1.0, exact=False)
 
