@@ -55,8 +55,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# Of axes that nothing is said of: fast, and so quick to start (a step counts as 150 bytes) that bytes decide.
-DEFAULT_LINK = Link(50e9, 3e-9)
+# Of axes that nothing is said of: fast, and so quick to start (a step counts as a tenth of a byte) that bytes decide.
+DEFAULT_LINK = Link(50e9, 2e-12)
 # Operations per second of a rank that nothing is said of: a byte on the default link costs as much as a thousand.
 DEFAULT_FLOPS = 50e12
 
