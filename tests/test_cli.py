@@ -54,9 +54,26 @@ def test_bill_of_a_script_that_only_defines(script: str, capsys: pytest.CaptureF
 
 
 def test_bill_as_json_with_arguments_for_the_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bill", "--json", script, "--", "--width", "64", "--mesh", "tp=8"]) == 0
+    assert main(["bill", "--json", "-", script, "--", "--width", "64", "--mesh", "tp=8"]) == 0
     (bill,) = json.loads(capsys.readouterr().out)
     assert bill["total"] == 2 * 7 / 8 * 8 * 32 * 4
+
+
+def test_bill_written_to_files(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = tmp_path / "bill.json", tmp_path / "bill.html"
+    assert main(["bill", script, "--why", "--json", str(files[0]), "--html", str(files[1])]) == 0
+    out = capsys.readouterr().out
+    assert "all-reduce over tp of y (t2)" in out and "runner-up: " in out
+    (bill,) = json.loads(files[0].read_text())
+    (entry,) = bill["entries"]
+    assert entry["instead"]["total_wire"] >= 0 and entry["held_by"][0].endswith('fd.mesh_split(x, mesh, [None, "tp"])')
+    assert "<title>script.py</title>" in files[1].read_text()
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_file_that_cannot_be_written(script: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bill", script, option, "/nowhere/file"]) == 1
+    assert "cannot write /nowhere/file: found No such file or directory" in capsys.readouterr().err
 
 
 def test_explain(script: str, capsys: pytest.CaptureFixture[str]) -> None:

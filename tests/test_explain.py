@@ -61,8 +61,11 @@ def test_an_unreduced_sum_and_its_collective() -> None:
     )
     wire = 2 * 3 / 4 * (8 // 2) * 64 * 4
     where = line_of("self.y = y = fd.ops.linear(h, w2)")
-    assert found[-1].startswith(f"all-reduce over tp, {wire:,.0f} bytes per rank: [dp, -] partial(sum: tp) -> [dp, -]")
-    assert f"asked for by output at {HERE}:{where}" in found[-1]
+    (reduction,) = (line for line in found if line.startswith("all-reduce over tp"))
+    assert (
+        f"all-reduce over tp, {wire:,.0f} bytes per rank, 0.0307 us: [dp, -] partial(sum: tp) -> [dp, -]" in reduction
+    )
+    assert f"asked for by output at {HERE}:{where}" in reduction
 
 
 def test_annotated_and_unannotated_inputs() -> None:
@@ -155,3 +158,16 @@ def test_what_no_output_needs_is_neither_computed_nor_communicated() -> None:
     assert "unused" not in fd.explain()
     t = torch.randn(8, 8)
     assert torch.equal(fd(t)[0], -t)
+
+
+def test_a_collective_names_the_other_annotation_that_it_is_for() -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([512, 64])
+        w = fd.define_tensor([64, 64])
+        fd.add_output(fd.ops.matmul(x, w))
+        fd.mesh_split(x, MESH, ["tp", None])
+        fd.mesh_split(w, MESH, ["tp", None])
+    found = lines(fd.explain(w))
+    assert any(
+        line.startswith("for x (t0), annotated at") and 'fd.mesh_split(x, MESH, ["tp", None])' in line for line in found
+    )

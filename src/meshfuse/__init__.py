@@ -31,6 +31,7 @@ _HOME = {
     "torch_op": "ops.torch_ops",
     "unregister_op": "ops.registry",
     "MeshfuseError": "errors",
+    "PlanWarning": "report.watch",
     "DefinitionError": "errors",
     "ArgumentError": "errors",
     "RankError": "errors",
@@ -48,6 +49,7 @@ __all__ = [
     "OpDef",
     "ParallelType",
     "Partial",
+    "PlanWarning",
     "RankError",
     "RankTimeout",
     "Sample",
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from .ops.base import OpDef, Partial, Sample, TensorType
     from .ops.registry import register_op, unregister_op
     from .ops.torch_ops import torch_op
+    from .report.watch import PlanWarning
     from .runtime.world import World
     from .sharding.layout import Split
     from .sharding.value import Sharding

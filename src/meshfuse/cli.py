@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .errors import DefinitionError
+from .errors import DefinitionError, user_error
 from .runtime import doctor, launcher
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--tensor", metavar="NAME", help="one tensor, by its variable or number (x, t3); else a table")
     explain.set_defaults(command=_explain)
     bill = _script_command(commands, "bill", "the bytes that a script's ranks put on the wire")
-    bill.add_argument("--json", action="store_true", help="print JSON: one bill per definition")
+    bill.add_argument("--why", action="store_true", help="what is behind every collective, and its runner-up (slow)")
+    bill.add_argument("--json", metavar="FILE", help="write JSON, one bill per definition (- prints it)")
+    bill.add_argument("--html", metavar="FILE", help="write one page of graph, timeline and bill, for a browser")
     bill.set_defaults(command=_bill)
     look = commands.add_parser(
         "doctor", help="what of torch, CUDA, gloo, NCCL and nvFuser is there, and what that means"
@@ -93,12 +95,27 @@ def _bill(args: argparse.Namespace) -> int:
     bill = importlib.import_module("meshfuse.report.bill")
 
     def text(programs: list[CompiledProgram]) -> str:
-        bills = [bill.bill_of(compiled) for compiled in programs]
-        if args.json:
-            return json.dumps([json.loads(b.to_json()) for b in bills], indent=1)
-        return "\n\n".join(map(str, bills))
+        bills = [bill.bill_of(compiled, args.why) for compiled in programs]
+        written = json.dumps([b.to_dict() for b in bills], indent=1)
+        if args.html is not None:
+            page = importlib.import_module("meshfuse.report.page")
+            _write(args.html, page.page(programs, os.path.basename(args.script), args.why))
+        if args.json == "-":
+            return written
+        if args.json is not None:
+            _write(args.json, written + "\n")
+        return "\n\n".join(f"{b}\n\n{b.details()}" if args.why and b.entries else str(b) for b in bills)
 
     return _report(args, text)
+
+
+def _write(path: str, text: str) -> None:
+    """Raises DefinitionError where the file cannot be written."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise user_error(f"cannot write {path}", error.strerror or str(error), "a path that can be written") from None
 
 
 def _report(args: argparse.Namespace, text: Callable[[list[CompiledProgram]], str]) -> int:

@@ -36,6 +36,7 @@ from .ops.base import TensorRef
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
 from .report.reprint import definition_source
+from .report.watch import bound, watch
 from .runtime.world import World
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
@@ -58,9 +59,12 @@ class FusionDefinition(DefinitionBuilder):
     Use it as a context manager, define inputs, apply `fd.ops`, mark outputs and annotate; then `execute` runs it on
     this process' rank (shards in, shards out) and `simulate` on all ranks in this process (global tensors in and
     out). Compiling happens at the first call for a set of shapes; later calls with the same shapes plan nothing.
+
+    A plan that moves more than `max_wire` bytes per rank (MESHFUSE_MAX_WIRE, where it is None) gives a PlanWarning
+    that names the annotation to change; without a bound, only one that another annotation would halve.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, max_wire: float | None = None) -> None:
         super().__init__()
         if as_int(seed) is None:
             raise user_error(
@@ -71,6 +75,7 @@ class FusionDefinition(DefinitionBuilder):
                 caller_line(),
             )
         self.seed = seed
+        self.max_wire = bound(max_wire, caller_line())
         self._constants: set[int] = set()
         self._steps: dict[str, int] = {}
         self._compiled: dict[Any, CompiledProgram] = {}
@@ -263,6 +268,7 @@ class FusionDefinition(DefinitionBuilder):
         key = (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
         if key not in self._compiled:
             self._compiled[key] = compile_definition(self, shapes, scalars, world)
+            watch(self._compiled[key], self.max_wire, line)
         return self._compiled[key]
 
     def _bind_rank(
@@ -308,9 +314,13 @@ class FusionDefinition(DefinitionBuilder):
             return explain_all(self.latest(shapes))
         return explain_tensor(self.latest(shapes), self._own(tensor, "explain", line).id)
 
-    def bill(self, *shapes: Sequence[int]) -> Bill:
-        """The bytes that each rank puts on the wire, by collective, axis and source line."""
-        return bill_of(self.latest(shapes))
+    def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
+        """The bytes that each rank puts on the wire, by collective, axis and source line.
+
+        With `alternatives` also each collective's runner-up, the best plan in which an annotation behind it is another
+        one; that takes as long as some compilations. `print(bill.details())` shows all that is known.
+        """
+        return bill_of(self.latest(shapes), alternatives)
 
     def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
         """The program of a rank for the latest (or the given) shapes."""

@@ -7,14 +7,35 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..compiler import CompiledProgram
-from ..graph import Graph
 from ..resharding.insert import Set
-from ..resharding.moves import Move, MoveKind, wire_elements
+from ..resharding.moves import MoveKind
+from .alternatives import Alternative, Alternatives, Total, move_seconds, wire_bytes
+from .causes import Cause, Causes, quoted
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """The runner-up of a collective: an annotation to change, and the bytes and seconds of the whole plan then."""
+
+    tensor: str
+    line: str
+    change: str
+    total_wire: float
+    total_seconds: float
+
+    def __str__(self) -> str:
+        cost = f"{number(self.total_wire)} bytes and {micro(self.total_seconds)} us in all"
+        return f"{self.tensor} as {self.change} at {self.line}: {cost}"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One collective: `wire` is the bytes per rank, counted as a ring; the mean over the starting ranks."""
+    """One collective: `wire` is the bytes per rank, counted as a ring; the mean over the starting ranks.
+
+    `seconds` is its modelled time, `source` and `target` the shardings it moves the tensor between. `op` is the op
+    that reads the result ("" for outputs and annotations). `held_by` and `needed_by` are the annotations that those
+    shardings follow, with their lines. `instead` is None where it was not asked for, or nothing else may be said.
+    """
 
     collective: str
     axes: str
@@ -23,6 +44,13 @@ class Entry:
     why: str
     line: str
     move: str
+    seconds: float
+    source: str
+    target: str
+    op: str
+    held_by: tuple[str, ...]
+    needed_by: tuple[str, ...]
+    instead: Instead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +64,45 @@ class Bill:
         """Bytes per rank on the wire."""
         return sum(entry.wire for entry in self.entries)
 
+    @property
+    def seconds(self) -> float:
+        """Modelled time of all collectives, one after the other."""
+        return sum(entry.seconds for entry in self.entries)
+
     def to_json(self) -> str:
-        return json.dumps({"total": self.total, "entries": [asdict(entry) for entry in self.entries]}, indent=1)
+        return json.dumps(self.to_dict(), indent=1)
+
+    def to_dict(self) -> dict[str, object]:
+        """The bill as JSON's types."""
+        entries = [asdict(entry) for entry in self.entries]
+        return {"total": self.total, "seconds": self.seconds, "entries": entries}
 
     def __str__(self) -> str:
         if not self.entries:
             return "no communication"
-        rows = [("collective", "axis", "bytes", "tensor", "why", "line")]
-        rows += [(e.collective, e.axes, number(e.wire), e.tensor, e.why, e.line) for e in self.entries]
+        rows = [("collective", "axis", "bytes", "us", "tensor", "why", "line")]
+        rows += [
+            (e.collective, e.axes, number(e.wire), micro(e.seconds), e.tensor, e.why, e.line) for e in self.entries
+        ]
         count = len(self.entries)
-        rows.append(("total", "", number(self.total), "", f"{count} collective{'s' if count > 1 else ''}", ""))
-        return table(rows, right=(2,))
+        plural = f"{count} collective{'s' if count > 1 else ''}"
+        rows.append(("total", "", number(self.total), micro(self.seconds), "", plural, ""))
+        return table(rows, right=(2, 3))
+
+    def details(self) -> str:
+        """For every collective its shardings, the annotations behind them, and its runner-up."""
+        return "\n".join(line for entry in self.entries for line in self._details(entry))
+
+    def _details(self, entry: Entry) -> list[str]:
+        over = f" over {entry.axes}" if entry.axes else ""
+        for_op = f" ({entry.op})" if entry.op else ""
+        lines = [f"{entry.collective}{over} of {entry.tensor}, {number(entry.wire)} bytes, {micro(entry.seconds)} us"]
+        lines.append(f"  asked for by {entry.why}{for_op} at {entry.line}: {entry.source} -> {entry.target}")
+        lines += [f"  {entry.source} follows {text}" for text in entry.held_by]
+        lines += [f"  {entry.target} follows {text}" for text in entry.needed_by]
+        if entry.instead is not None:
+            lines.append(f"  runner-up: {entry.instead}; now {number(self.total)} bytes and {micro(self.seconds)} us")
+        return lines
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
@@ -66,21 +122,55 @@ def number(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def wire_bytes(graph: Graph, tensor: int, move: Move) -> float:
-    """The bytes of a tensor that a move puts on the wire: the mean over the ranks that it starts from."""
-    kind, ranks = graph.tensors[tensor].type, move.src.mesh.ranks
-    return sum(wire_elements(move, kind.shape, rank) for rank in ranks) / len(ranks) * kind.dtype.itemsize
+def micro(seconds: float) -> str:
+    """Seconds as microseconds, three figures."""
+    found = seconds * 1e6
+    return f"{found:,.0f}" if found >= 100 else f"{found:.3g}"
 
 
-def bill_of(compiled: CompiledProgram) -> Bill:
-    """The bill of a compiled program, the same for every rank: each collective's mean over its ranks."""
-    resharded = compiled.resharded
-    moves = [s for s in resharded.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE]
-    return Bill(tuple(_entry(compiled, step) for step in moves))
+def collectives(compiled: CompiledProgram) -> list[Set]:
+    """The moves of a program that put bytes on the wire, in order."""
+    return [s for s in compiled.resharded.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE]
 
 
-def _entry(compiled: CompiledProgram, step: Set) -> Entry:
+def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
+    """The bill of a compiled program, the same for every rank: each collective's mean over its ranks.
+
+    With `alternatives` every collective has its runner-up: plans are made anew, so that it takes as long as several
+    compilations.
+    """
+    causes, others = Causes(compiled), Alternatives(compiled) if alternatives else None
+    return Bill(tuple(_entry(compiled, causes, others, step) for step in collectives(compiled)))
+
+
+def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | None, step: Set) -> Entry:
+    graph, move, cause = compiled.graph, step.move, causes.of(step)
     tensor = compiled.resharded.values[step.source].tensor
-    wire = wire_bytes(compiled.graph, tensor, step.move)
-    axes, label = ", ".join(map(str, step.move.axes)), compiled.graph.tensors[tensor].label
-    return Entry(step.move.kind.value, axes, label, wire, step.why, str(step.line), str(step.move))
+    other = others.best(cause.annotated) if others is not None else None
+    return Entry(
+        move.kind.value, ", ".join(map(str, move.axes)), graph.tensors[tensor].label,
+        wire_bytes(graph, tensor, move), step.why, str(step.line), str(move),
+        move_seconds(graph, tensor, move), str(move.src), str(move.dst), _op(compiled, cause),
+        _said(causes, cause.held), _said(causes, cause.needed),
+        _instead(causes, other) if other is not None else None,
+    )  # fmt: skip
+
+
+def _op(compiled: CompiledProgram, cause: Cause) -> str:
+    if cause.reader is None:
+        return ""
+    made = compiled.graph.tensors[cause.reader.outputs[0]]
+    return f"{made.label} = {cause.reader.name}"
+
+
+def _said(causes: Causes, tensors: tuple[int, ...]) -> tuple[str, ...]:
+    tables = causes.graph.tensors
+    return tuple(f"{tables[i].label}, annotated at {quoted(causes.line(i))}" for i in tensors)
+
+
+def _instead(causes: Causes, other: Alternative) -> Instead:
+    found: Total = other.total
+    label = ", ".join(causes.graph.tensors[i].label for i in other.tensors[:3])
+    more = f" and {len(other.tensors) - 3} more" if len(other.tensors) > 3 else ""
+    line = str(causes.line(next(iter(other.tensors))))
+    return Instead(label + more, line, str(other), found.wire, found.seconds)

@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..compiler import CompiledProgram
-from ..errors import SourceLine, user_error
+from ..errors import user_error
 from ..graph import Node
 from ..propagation.choose import Source
 from ..resharding.insert import Set
 from ..resharding.moves import MoveKind
-from .bill import number, table, wire_bytes
+from .alternatives import move_seconds, wire_bytes
+from .bill import micro, number, table
+from .causes import Causes, quoted
 from .provenance import Origin, Provenance
 
 _SHOWN = 6
@@ -19,12 +21,12 @@ _SHOWN = 6
 
 def explain_tensor(compiled: CompiledProgram, tensor: int) -> str:
     """Where a tensor's sharding comes from, what is communicated for it, and what else would cost."""
-    return "\n".join(_Explainer(compiled).lines(tensor))
+    return "\n".join(Explainer(compiled).lines(tensor))
 
 
 def explain_all(compiled: CompiledProgram) -> str:
     """A table of all tensors: type, sharding, and why in few words."""
-    explainer, graph = _Explainer(compiled), compiled.graph
+    explainer, graph = Explainer(compiled), compiled.graph
     rows = [("tensor", "type", "sharding", "why", "line")]
     for tensor in graph.tensors:
         if tensor.id not in compiled.sharded.homes:
@@ -49,19 +51,22 @@ def tensor_named(compiled: CompiledProgram, name: str) -> int:
     )
 
 
-class _Explainer:
+class Explainer:
+    """Writes what `explain` says of the tensors of one compiled program."""
+
     def __init__(self, compiled: CompiledProgram):
         self.compiled, self.graph = compiled, compiled.graph
         self.provenance = Provenance(compiled.sharded)
+        self.causes = Causes(compiled)
 
     def lines(self, tensor: int) -> Iterator[str]:
         made = self.graph.tensors[tensor]
         if tensor not in self.compiled.sharded.homes:
-            yield f"{made.label}: {made.type} at {_quoted(made.line)}: no output needs it, so it is not computed"
+            yield f"{made.label}: {made.type} at {quoted(made.line)}: no output needs it, so it is not computed"
             return
         home = self.compiled.sharded.homes[tensor]
         yield f"{made.label}: {made.type}, sharded {home} on {home.mesh}"
-        yield f"  {self._maker(tensor)} at {_quoted(made.line)}"
+        yield f"  {self._maker(tensor)} at {quoted(made.line)}"
         yield from (f"  {line}" for line in self._why(tensor))
         yield from (f"  {line}" for line in self._alternative(tensor))
         yield "communication for it:"
@@ -95,7 +100,7 @@ class _Explainer:
 
     def _why(self, tensor: int) -> Iterator[str]:
         if tensor in self.graph.annotations:
-            yield f"annotated so at {_quoted(self.graph.annotation_lines[tensor])}"
+            yield f"annotated so at {quoted(self.graph.annotation_lines[tensor])}"
             made = self.provenance.made_as(tensor)
             if made != self.compiled.sharded.homes[tensor]:
                 yield f"its op makes it as {made}, because:"
@@ -114,7 +119,7 @@ class _Explainer:
             return f"{what}: no annotation asks for it; it was the cheapest"
         end = origin.chain[-1]
         said = (
-            f", annotated at {_quoted(self.graph.annotation_lines[end])}"
+            f", annotated at {quoted(self.graph.annotation_lines[end])}"
             if origin.annotated
             else ", where it was cheapest"
         )
@@ -165,12 +170,21 @@ class _Explainer:
             yield "none: every reader takes it as it is"
         for step in found:
             moved = f"{step.move.src} -> {step.move.dst}"
-            asked = f"asked for by {self._asker(step.why)} at {_quoted(step.line)}"
+            asked = f"asked for by {self._asker(step.why)} at {quoted(step.line)}"
             if step.move.kind is MoveKind.SLICE:
                 yield f"each rank takes its part, no bytes: {moved}, {asked}"
             else:
                 count = number(wire_bytes(self.graph, tensor, step.move))
-                yield f"{_collective(step)}, {count} bytes per rank: {moved}, {asked}"
+                seconds = micro(move_seconds(self.graph, tensor, step.move))
+                yield f"{_collective(step)}, {count} bytes per rank, {seconds} us: {moved}, {asked}"
+                yield from self._needed(step)
+
+    def _needed(self, step: Set) -> Iterator[str]:
+        """The annotations of other tensors that a collective is for."""
+        tensor = self.compiled.resharded.values[step.source].tensor
+        for other in self.causes.of(step).needed:
+            if other != tensor:
+                yield f"  for {self._label(other)}, annotated at {quoted(self.causes.line(other))}"
 
     def _asker(self, why: str) -> str:
         return re.sub(r"\bt(\d+)\b", lambda found: self._label(int(found.group(1))), why)
@@ -179,10 +193,6 @@ class _Explainer:
 def _collective(step: Set) -> str:
     over = f" over {', '.join(map(str, step.move.axes))}" if step.move.axes else ""
     return f"{step.move.kind.value}{over}"
-
-
-def _quoted(line: SourceLine) -> str:
-    return f"{line}: {' '.join(line.text.split())}" if line.text else str(line)
 
 
 def _time(seconds: float) -> str:

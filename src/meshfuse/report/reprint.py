@@ -44,10 +44,11 @@ def _facts(fd: DefinitionBuilder) -> tuple[Any, ...]:
 
 
 def _annotation_facts(annotation: Annotation) -> tuple[Any, ...]:
-    leaves = {id(leaf): place for place, leaf in enumerate(annotation.domain.order)}
+    domain = annotation.domain.unmerged()
+    leaves = {id(leaf): place for place, leaf in enumerate(domain.order)}
     roots = [
         [(leaf.size, leaf.axis, leaf.reduction, leaf.swizzled, leaf.pre, leaves[id(leaf)]) for leaf in root]
-        for root in annotation.domain.roots
+        for root in domain.roots
     ]
     return (annotation.mesh, roots, annotation.allocation, annotation.memory)
 
@@ -117,7 +118,7 @@ def _text(value: Any) -> str:
 
 
 def _says_something(annotation: Annotation) -> bool:
-    domain = annotation.domain
+    domain = annotation.domain.unmerged()
     edited = (
         len(domain.order) > len(domain.roots)
         or not _in_order(domain)
@@ -134,7 +135,8 @@ def _in_order(domain: LoopDomain) -> bool:
 def _annotation(name: str, annotation: Annotation, meshes: dict[DeviceMesh, str]) -> Iterator[str]:
     """`mesh_split` for what it can say; nvFuser's calls, in an order that works, for everything else."""
     mesh = meshes.get(annotation.mesh) if annotation.mesh is not None else None
-    roots = annotation.domain.roots
+    domain = annotation.domain.unmerged()
+    roots = domain.roots
     written = [root for root in roots if not root[0].reduction] if annotation.stated else []
     if annotation.stated:
         entries = ", ".join(_entry(root, annotation.mesh) for root in written)
@@ -144,11 +146,11 @@ def _annotation(name: str, annotation: Annotation, meshes: dict[DeviceMesh, str]
     for place, root in enumerate(roots):
         if not any(root is done for done in written):
             yield from _splits(name, sum(len(done) for done in roots[:place]), root)
-    yield from _reordered(name, annotation.domain)
-    for place, leaf in enumerate(annotation.domain.order):
+    yield from _reordered(name, domain)
+    for place, leaf in enumerate(domain.order):
         yield from _marks(f"{name}.axis({place})", name, place, leaf, _is_written(leaf, written))
     if annotation.allocation is not None:
-        places = [_first_place(annotation.domain, d) for d in annotation.allocation]
+        places = [_first_place(domain, d) for d in annotation.allocation]
         yield f"{name}.set_allocation_domain([{', '.join(f'{name}.axis({p})' for p in places)}])"
     if annotation.memory is not None:
         yield f"{name}.set_memory_type({annotation.memory!r})"

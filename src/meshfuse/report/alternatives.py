@@ -1,0 +1,131 @@
+"""What other annotations would cost: the plan is made anew with one of them changed, and its bill compared.
+
+This is the runner-up of a collective: the best plan in which an annotation behind it says something else, all other
+annotations and the distributed forms of ops staying as they are. Annotations of one source line and kind (the layers
+of a model) are changed together. An input keeps its share of memory: its axes only move to other dims, or swap them;
+other tensors may also be left free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..compiler import CompiledProgram
+from ..graph import Graph
+from ..propagation.propagate import propagate
+from ..resharding.insert import ReshardedDefinition, Set, insert_resharding
+from ..resharding.moves import Move, MoveKind, wire_elements
+from ..resharding.prices import price
+from ..sharding.layout import WHOLE, Layout, axes, extent
+from ..sharding.value import Sharding
+
+# Plans made anew for one annotation, at most.
+TRIED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Bytes per rank on the wire of all collectives of a plan, and their modelled seconds."""
+
+    wire: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another annotation of some tensors (None: none at all) and what the whole plan would cost with it."""
+
+    tensors: tuple[int, ...]
+    old: Sharding
+    new: Sharding | None
+    total: Total
+
+    def __str__(self) -> str:
+        return f"{self.old} -> {'no annotation' if self.new is None else self.new}"
+
+
+def wire_bytes(graph: Graph, tensor: int, move: Move) -> float:
+    """The bytes of a tensor that a move puts on the wire: the mean over the ranks that it starts from."""
+    kind, ranks = graph.tensors[tensor].type, move.src.mesh.ranks
+    return sum(wire_elements(move, kind.shape, rank) for rank in ranks) / len(ranks) * kind.dtype.itemsize
+
+
+def move_seconds(graph: Graph, tensor: int, move: Move) -> float:
+    """The modelled seconds of a move of a tensor."""
+    kind = graph.tensors[tensor].type
+    return price(move, kind.shape, kind.dtype.itemsize).seconds
+
+
+def total(resharded: ReshardedDefinition) -> Total:
+    """The bytes and seconds of all collectives of a plan."""
+    graph, wire, seconds = resharded.graph, 0.0, 0.0
+    for step in resharded.steps:
+        if isinstance(step, Set) and step.move.kind is not MoveKind.SLICE:
+            tensor = resharded.values[step.source].tensor
+            wire += wire_bytes(graph, tensor, step.move)
+            seconds += move_seconds(graph, tensor, step.move)
+    return Total(wire, seconds)
+
+
+class Alternatives:
+    """The other annotations of one compiled program, each tried at most once."""
+
+    def __init__(self, compiled: CompiledProgram):
+        self.graph = compiled.graph
+        self.world = compiled.resharded.values[0].sharding.mesh
+        self._found: dict[tuple[int, ...], tuple[Alternative, ...]] = {}
+
+    def best(self, tensors: tuple[int, ...]) -> Alternative | None:
+        """The fastest plan with one of these tensors annotated otherwise; None where none of them may be."""
+        found = [other for tensor in tensors for other in self.of(tensor)]
+        return min(found, key=lambda other: (other.total.seconds, other.total.wire), default=None)
+
+    def of(self, tensor: int) -> tuple[Alternative, ...]:
+        """The plans with another annotation of this tensor, and of those annotated alike."""
+        alike = self._alike(tensor)
+        if alike not in self._found:
+            old = self.graph.annotations[tensor]
+            others = itertools.islice(self._others(tensor), TRIED)
+            self._found[alike] = tuple(Alternative(alike, old, new, self._total(alike, new)) for new in others)
+        return self._found[alike]
+
+    def _alike(self, tensor: int) -> tuple[int, ...]:
+        graph = self.graph
+
+        def kind(i: int) -> object:
+            return (graph.annotation_lines[i], graph.annotations[i], graph.tensors[i].type, i in graph.input_tensors)
+
+        return tuple(i for i in graph.annotations if kind(i) == kind(tensor))
+
+    def _others(self, tensor: int) -> Iterator[Sharding | None]:
+        old, shape = self.graph.annotations[tensor], self.graph.shape(tensor)
+        if tensor not in self.graph.input_tensors:
+            yield None
+        for dims in sorted(set(itertools.permutations(old.dims)), key=str):
+            cut = [_recut(layout, n) for layout, n in zip(dims, shape, strict=True)]
+            if all(layout is not None for layout in cut):
+                new = Sharding.make(old.mesh, [layout or WHOLE for layout in cut], shape)
+                if new != old:
+                    yield new
+
+    def _total(self, tensors: tuple[int, ...], new: Sharding | None) -> Total:
+        kept = {i: s for i, s in self.graph.annotations.items() if i not in tensors}
+        if new is not None:
+            kept.update(dict.fromkeys(tensors, new))
+        reductions = {n: r for n, r in self.graph.reductions.items() if not self._makes(n, tensors)}
+        changed = dataclasses.replace(self.graph, annotations=kept, reductions=reductions)
+        return total(insert_resharding(propagate(changed, self.world)))
+
+    def _makes(self, node: int, tensors: tuple[int, ...]) -> bool:
+        return any(i in tensors for i in self.graph.nodes[node].outputs)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _recut(layout: Layout, n: int) -> Layout | None:
+    """A layout for a dim of another size: the same axes in even chunks; None where they do not divide it."""
+    bound = axes(layout)
+    return bound if n and n % extent(bound) == 0 else None

@@ -1,0 +1,95 @@
+"""Who asked for a collective: the op that reads its result, and the annotations behind both of its shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..compiler import CompiledProgram
+from ..errors import SourceLine
+from ..graph import Node
+from ..resharding.insert import Compute, Set
+from ..sharding.value import Sharding, overlap
+from .provenance import Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Of one move: its reader (None for an output or an annotation), and annotated tensors, nearest first.
+
+    `held`: whose annotations the sharding it starts from follows; `needed`: those that the one it ends in follows.
+    """
+
+    reader: Node | None
+    held: tuple[int, ...]
+    needed: tuple[int, ...]
+
+    @property
+    def annotated(self) -> tuple[int, ...]:
+        """All the annotated tensors that it follows from, each once."""
+        return tuple(dict.fromkeys((*self.needed, *self.held)))
+
+
+class Causes:
+    """Traces the moves of a compiled program."""
+
+    def __init__(self, compiled: CompiledProgram):
+        self.graph, self.resharded = compiled.graph, compiled.resharded
+        self.choices = compiled.sharded.choices
+        self.provenance = Provenance(compiled.sharded)
+        self._places = {id(step): place for place, step in enumerate(self.resharded.steps)}
+
+    def of(self, step: Set) -> Cause:
+        """The cause of a move of the program."""
+        tensor = self.resharded.values[step.source].tensor
+        reader = self.graph.nodes[step.node] if step.node is not None else self._reader(step)
+        held = self._behind(tensor)
+        if reader is None:
+            return Cause(None, held, (tensor,) if tensor in self.graph.annotations else ())
+        return Cause(reader, held, self._needed(reader, tensor, step.move.dst))
+
+    def _reader(self, step: Set) -> Node | None:
+        """The op that the value is moved for, perhaps by more moves after this one."""
+        value = step.target
+        for later in self.resharded.steps[self._places[id(step)] + 1 :]:
+            if isinstance(later, Compute) and value in later.inputs:
+                return self.graph.nodes[later.node] if step.why.startswith("operand") else None
+            if isinstance(later, Set) and later.source == value and later.why == step.why:
+                if later.node is not None:
+                    return self.graph.nodes[later.node]
+                value = later.target
+        return None
+
+    def _behind(self, tensor: int) -> tuple[int, ...]:
+        """Annotated tensors that a tensor's sharding comes from; itself, where it is one."""
+        if tensor in self.graph.annotations:
+            return (tensor,)
+        origins = self.provenance.origins(tensor)
+        return tuple(dict.fromkeys(o.chain[-1] for o in origins if o.annotated and o.chain))
+
+    def _needed(self, reader: Node, tensor: int, target: Sharding) -> tuple[int, ...]:
+        """What the reader follows, and whatever else has the splits that its operand must have."""
+        source = self.choices[reader.id].source
+        followed: list[int] = []
+        if source.kind in ("operand", "carry"):
+            followed.append(reader.inputs[source.place])
+        elif source.kind == "result":
+            followed.append(reader.outputs[source.place])
+        followed += self._with_splits_of(reader, tensor, target)
+        return tuple(dict.fromkeys(a for i in followed for a in self._behind(i)))
+
+    def _with_splits_of(self, reader: Node, tensor: int, target: Sharding) -> Iterable[int]:
+        homes = self.provenance.sharded.homes
+        for other in reader.inputs:
+            splits = homes[other].splits if other in homes and other != tensor else ()
+            if any(overlap(a, b) for a in splits for b in target.splits):
+                yield other
+
+    def line(self, tensor: int) -> SourceLine:
+        """The line of a tensor's annotation."""
+        return self.graph.annotation_lines[tensor]
+
+
+def quoted(line: SourceLine) -> str:
+    """A source line with its text."""
+    return f"{line}: {' '.join(line.text.split())}" if line.text else str(line)

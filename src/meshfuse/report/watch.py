@@ -1,0 +1,102 @@
+"""A warning for plans that move more than they need, with the annotation to change and what that saves."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from typing import Any
+
+from ..compiler import CompiledProgram
+from ..errors import SourceLine, user_error
+from ..resharding.insert import Set
+from ..resharding.moves import MoveKind
+from .alternatives import Alternative, Alternatives, Total, total, wire_bytes
+from .bill import collectives, number
+from .causes import Causes
+
+VARIABLE = "MESHFUSE_MAX_WIRE"
+# Without a bound: one collective of so many bytes per rank is looked at, in programs of so many ops, and a warning
+# needs a plan that moves less than half.
+NOTABLE = 256e6
+OPS = 400
+WORTH = 0.5
+# How many of the largest collectives are looked behind.
+LOOKED_AT = 3
+
+
+class PlanWarning(UserWarning):
+    """A plan that moves more than its bound, or far more than with another annotation."""
+
+
+def bound(given: Any, line: SourceLine | None = None) -> float | None:
+    """The bound in bytes per rank: as given, else of MESHFUSE_MAX_WIRE; None without.
+
+    Raises DefinitionError where it is no number from 0 on.
+    """
+    text = os.environ.get(VARIABLE) if given is None else given
+    if text is None or text == "":
+        return None
+    try:
+        found = math.nan if isinstance(text, bool) else float(text)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not found >= 0:
+        name = "max_wire" if given is not None else VARIABLE
+        raise user_error(name, repr(text), "bytes per rank, 0 or more", "64e6 is 64 MB.", line)
+    return found
+
+
+def watch(compiled: CompiledProgram, max_wire: float | None, line: SourceLine) -> None:
+    """Warn (PlanWarning, at the user's line) of a plan over its bound, or one that another annotation would halve."""
+    moves = [s for s in compiled.resharded.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE]
+    if not moves or (max_wire is None and not _notable(compiled, moves)):
+        return
+    now = total(compiled.resharded)
+    if max_wire is not None and now.wire <= max_wire:
+        return
+    text = _text(compiled, now, max_wire)
+    if text:
+        warnings.warn_explicit(text, PlanWarning, line.file, line.line)
+
+
+def _notable(compiled: CompiledProgram, moves: list[Set]) -> bool:
+    """True for a program that is small enough to be planned anew, and gathers a large tensor somewhere."""
+    types = compiled.graph.tensors
+    large = (types[compiled.resharded.values[s.source].tensor].type.nbytes >= NOTABLE for s in moves)
+    return len(compiled.graph.nodes) <= OPS and any(large)
+
+
+def _text(compiled: CompiledProgram, now: Total, max_wire: float | None) -> str:
+    """What to say; nothing where no bound is given and no other plan is much better."""
+    largest = _largest(compiled)
+    step, wire = largest[0]
+    causes = Causes(compiled)
+    behind = dict.fromkeys(i for s, _ in largest for i in causes.of(s).annotated)
+    other = Alternatives(compiled).best(tuple(behind))
+    limit = now.wire if max_wire is not None else WORTH * now.wire
+    if other is not None and other.total.wire >= limit:
+        other = None
+    if max_wire is None and (other is None or wire < NOTABLE):
+        return ""
+    label = compiled.graph.tensors[compiled.resharded.values[step.source].tensor].label
+    over = f", more than max_wire={number(max_wire)}" if max_wire is not None else ""
+    most = f"{step.move.kind.value} of {label} for {step.why} at {step.line}, {number(wire)} bytes"
+    advice = _advice(causes, other, now) if other is not None else "No other annotation behind the largest moves less."
+    return f"the plan moves {number(now.wire)} bytes per rank{over}; the largest collective is the {most}. {advice}"
+
+
+def _largest(compiled: CompiledProgram) -> list[tuple[Set, float]]:
+    """The collectives that move most, and their bytes."""
+    graph, values = compiled.graph, compiled.resharded.values
+    found = [(s, wire_bytes(graph, values[s.source].tensor, s.move)) for s in collectives(compiled)]
+    return sorted(found, key=lambda entry: -entry[1])[:LOOKED_AT]
+
+
+def _advice(causes: Causes, other: Alternative, now: Total) -> str:
+    first = other.tensors[0]
+    label, more = causes.graph.tensors[first].label, len(other.tensors) - 1
+    alike = f" (and {more} more annotated there)" if more else ""
+    change = "Leave out the annotation of" if other.new is None else f"Annotate as {other.new}, not {other.old},"
+    saved = f"that saves {number(now.wire - other.total.wire)} bytes per rank"
+    return f"{change} {label}{alike} at {causes.line(first)}: {saved}."
