@@ -61,7 +61,11 @@ def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh
 ) -> CompiledProgram:
     """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one."""
-    graph = distribute(with_links(concretize(fd, shapes, scalars)), world)
+    return compile_graph(distribute(with_links(concretize(fd, shapes, scalars)), world), world)
+
+
+def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
+    """The stages after the choice of distributed forms."""
     sharded = propagate(graph, world)
     resharded = insert_resharding(sharded)
     segmented = segment(resharded)

@@ -67,6 +67,11 @@ def _written(graph: Graph, groups: Sequence[Forms]) -> Graph:
     return _Rewriter(graph).run(chosen) if chosen else graph
 
 
+def with_forms(graph: Graph, forms: Forms) -> Graph:
+    """The graph with these ops in their forms, whatever they cost; itself where they have none."""
+    return _Rewriter(graph).run(forms)
+
+
 def _seconds(graph: Graph, world: DeviceMesh) -> float:
     """The modelled time of a graph's plan, with what it leaves unreduced."""
     done = propagate(graph, world)

@@ -114,7 +114,9 @@ def distributed_scan(
     totals = r.call(name, r.call(f"block_{_REDUCE[name]}", x, dim, blocks), dim)
     before = r.call("block_repeat", _shifted(r, totals, dim, name), dim, size, blocks)
     first = r.call("block_repeat", _is_first(r, dim, blocks, r.type(x).ndim), dim, size, blocks)
-    return [r.call("where", first, scanned, r.call(_COMBINE[name], scanned, before))]
+    combined = r.call("where", first, scanned, r.call(_COMBINE[name], scanned, before))
+    dtype = call.results[0].dtype  # arithmetic widens half precision
+    return [combined if r.type(combined).dtype is dtype else r.call("cast", combined, dtype)]
 
 
 def _shifted(r: Rewriting, totals: TensorRef, dim: int, name: str) -> TensorRef:

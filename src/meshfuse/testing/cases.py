@@ -1,0 +1,321 @@
+"""The cases that `check_op` tries: a call of an op, and one way to shard it; and what is wrong with the op there."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import DefinitionError
+from ..mesh import DeviceMesh
+from ..ops.base import Call, FactorKind, OpDef, Sample, TensorRef, TensorType
+from ..ops.local import LocalCall
+from ..propagation.factors import carries
+from ..sharding.layout import Layout, Split, axes, text
+from ..sharding.value import Sharding
+from .calls import SALT, evaluate, make_call, names_of, operands_of, torch_dtype, whole
+from .parts import Sharded, Wrong, ways
+
+REDUCTIONS = ("sum", "prod", "max", "min")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample of an op, sharded along some of its factors."""
+
+    sample: Sample
+    mesh: DeviceMesh = dataclasses.field(default_factory=lambda: DeviceMesh((1,), ("x",)))
+    layouts: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unreduced:
+    """One sample of an op, some of its operands being terms of a reduction over an axis of two ranks."""
+
+    sample: Sample
+    operands: tuple[int, ...]
+    reduce: str
+
+
+def tolerance(call: Call) -> float:
+    return 2e-3 if any(t.dtype.is_reduced_float for t in (*call.types, *call.results)) else 2e-5
+
+
+def report(op: OpDef, call: Call, what: str, facts: Sequence[tuple[str, str]], do: str) -> str:
+    """What is wrong, as a person reads it."""
+    lines = [f"{op.name}: {what}", f"  call       {call_text(call)}"]
+    lines += [f"  {name:<10} {value}" for name, value in facts if value]
+    return "\n".join([*lines, f"  what to do {do}"])
+
+
+def call_text(call: Call) -> str:
+    """The call with its operands' types."""
+    types = iter(call.types)
+
+    def shown(arg: Any) -> str:
+        if isinstance(arg, TensorRef):
+            return str(next(types))
+        return f"[{', '.join(map(shown, arg))}]" if isinstance(arg, tuple) else str(arg)
+
+    parts = [f"{p.name}: {shown(arg)}" if isinstance(arg, TensorRef) else f"{p.name}={shown(arg)}"
+             for p, arg in zip(call.op.params, call.args, strict=True)]  # fmt: skip
+    return f"{call.op.name}({', '.join(parts)}) -> {', '.join(map(str, call.results))}"
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> tuple[tuple[int, ...], str] | None:
+    """The first element that is not as it should be, and what it is; None where all are."""
+    a, b = (t.to(torch.int64) if t.dtype in (torch.uint64, torch.bool) else t for t in (found, wanted))
+    same = torch.isclose(a, b.to(a.dtype), rtol=limit, atol=limit, equal_nan=True)
+    if bool(same.all()):
+        return None
+    place = tuple((~same).nonzero()[0].tolist()) if same.ndim else ()
+    count = int((~same).sum())
+    what = f"element {list(place)} is {_number(found[place])}, expected {_number(wanted[place])}"
+    return place, f"{what} ({count} of {same.numel()} differ)"
+
+
+def _number(t: torch.Tensor) -> str:
+    value = t.item()
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def wrong_results(
+    found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], limit: float
+) -> tuple[int, tuple[int, ...], str] | None:
+    """(which result, where, the difference as text) of the first that differs."""
+    for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        if a.shape != b.shape:
+            return place, (), f"result {place} has shape {list(a.shape)}, expected {list(b.shape)}"
+        found_difference = difference(a, b, limit)
+        if found_difference is not None:
+            name = f"result {place}, " if len(wanted) > 1 else ""
+            return place, found_difference[0], name + found_difference[1]
+    return None
+
+
+def computed(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results on one rank, which must not change the operands."""
+    before = [t.clone() for t in operands]
+    found = whole(call, operands)
+    for name, a, b in zip(names_of(call), before, operands, strict=True):
+        assert torch.equal(a, b) or torch.equal(a.isnan(), b.isnan()), f"the lowering writes into {name}"
+    return found
+
+
+# the type rule ----------------------------------------------------------------------------------------------
+
+
+def type_problem(op: OpDef, sample: Sample) -> str | None:
+    """What the lowering makes of whole operands against what the type rule says; and the rule's dims."""
+    call = make_call(op, sample)
+    try:
+        found = computed(call, operands_of(call, sample))
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else ""
+        return report(op, call, "the lowering fails on whole operands", [("error", f"{type(error).__name__}: {first}")],
+                      "Make infer refuse such a call, or the lowering take it.")  # fmt: skip
+    for place, (tensor, kind) in enumerate(zip(found, call.results, strict=True)):
+        if (tuple(tensor.shape), tensor.dtype) != (kind.shape, torch_dtype(kind)):
+            facts = [("found", f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} from the lowering"),
+                     ("expected", f"{kind.dtype.value}{list(kind.shape)} by infer")]  # fmt: skip
+            return report(op, call, f"the type rule is wrong about result {place}", facts,
+                          "Correct infer (of a torch_op: its rule, sizes or dtype) or the lowering.")  # fmt: skip
+    return rule_problem(op, call) or open_problem(op, sample, call)
+
+
+def rule_problem(op: OpDef, call: Call) -> str | None:
+    """A rule's dims must be made of its factors."""
+    rule = op.rule(call)
+    sides = [("operand", rule.operands, call.types), ("result", rule.results, call.results)]
+    for name, tensors, types in sides:
+        if len(tensors) != len(types) or any(len(d) != t.ndim for d, t in zip(tensors, types, strict=False)):
+            return report(op, call, f"the factor rule has other {name}s than the call", [("rule", str(rule))],
+                          "Give every tensor one tuple of factors per dim.")  # fmt: skip
+        for place, (dims, kind) in enumerate(zip(tensors, types, strict=True)):
+            for d, factors in enumerate(dims):
+                size = math.prod(rule.factors[f].size for f in factors)
+                short = len(factors) > 1 and rule.factors[factors[-1]].kind is FactorKind.BLOCK  # blocks may be
+                if size < kind.shape[d] or (size > kind.shape[d] and not short):
+                    return report(op, call, f"the factors of dim {d} of {name} {place} make up {size}, not its size",
+                                  [("rule", str(rule)), ("found", str(size)), ("expected", str(kind.shape[d]))],
+                                  "Correct the factors' sizes or their places.")  # fmt: skip
+    return None
+
+
+def open_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
+    """With sizes left open the type rule says the same, as far as it can say it."""
+    kinds = [TensorType(tuple(n if n == 1 else -1 for n in t.shape), t.dtype) for t in call.types]
+    try:
+        found = op.infer(Call(op, call.args, tuple(kinds)))
+    except DefinitionError:
+        return None  # an op may need to know its sizes
+    for place, (a, b) in enumerate(zip(found, call.results, strict=True)):
+        fits = len(a.shape) == len(b.shape) and all(n in (-1, m) for n, m in zip(a.shape, b.shape, strict=True))
+        if not fits or a.dtype is not b.dtype:
+            facts = [("open", f"{', '.join(map(str, kinds))} gives {a}"), ("known", f"gives {b}")]
+            return report(op, call, f"the type rule of open sizes contradicts that of known ones in result {place}",
+                          facts, "Return -1 where a size that a result's follows from is -1.")  # fmt: skip
+    return None
+
+
+# the factor rule --------------------------------------------------------------------------------------------
+
+
+def free_factors(call: Call) -> list[int]:
+    return [i for i, f in enumerate(call.op.rule(call).factors) if f.kind is not FactorKind.BLOCK and f.size > 1]
+
+
+def factor_cases(op: OpDef, sample: Sample) -> Iterator[Case]:
+    """Every factor in every way, then neighbouring factors at once."""
+    call = make_call(op, sample)
+    sizes, free = [f.size for f in op.rule(call).factors], free_factors(call)
+    for factor in free:
+        for how in ways(sizes[factor]).values():
+            yield Case(sample, how.mesh, {factor: how.layout})
+    mesh = DeviceMesh((2, 3), ("x", "y"))
+    for a, b in itertools.pairwise(free):
+        yield Case(sample, mesh, {a: (Split(2, "x"),), b: (Split(3, "y"),)})
+
+
+def factor_problem(op: OpDef, case: Case) -> str | None:
+    """The op on shards, put together, against the op on whole tensors."""
+    call = make_call(op, case.sample)
+    operands = operands_of(call, case.sample)
+    sharded = Sharded(call, case.mesh, case.layouts)
+    try:
+        found = sharded.run(operands)
+        wrong = None if found is None else wrong_results(found, whole(call, operands), tolerance(call))
+    except Wrong as error:
+        return _factor_report(op, call, sharded, str(error), error.rank)
+    if wrong is None:
+        return None
+    result, place, what = wrong
+    return _factor_report(op, call, sharded, what, sharded.collected[result].rank_of(place))
+
+
+def _factor_report(op: OpDef, call: Call, sharded: Sharded, what: str, rank: int | None) -> str:
+    rule, shardings = sharded.rule, sharded.shardings()
+    cut = [i for i, layout in enumerate(sharded.layouts) if axes(layout)]
+    facts = [("rule", str(rule)), ("mesh", str(sharded.mesh))]
+    facts += [("sharded", f"{_where(call, rule, i)} as [{text(sharded.layouts[i])}]") for i in cut]
+    if shardings is not None:
+        facts.append(("operands", ", ".join(map(str, shardings[0]))))
+        facts.append(("results", ", ".join(map(str, shardings[1]))))
+    facts += [("rank", "" if rank is None else str(rank)), ("wrong", what)]
+    return report(op, call, "the factor rule does not hold", facts, _advice(rule, cut))
+
+
+def _where(call: Call, rule: Any, factor: int) -> str:
+    """A factor by the dims that it stands in."""
+    names = [n for p, arg in zip(call.op.params, call.args, strict=True) for n in _operand_names(p.name, arg)]
+    places = [f"dim {d} of {name}" for name, dims in zip(names, rule.operands, strict=True)
+              for d, factors in enumerate(dims) if factor in factors]  # fmt: skip
+    places += [f"dim {d} of result {i}" for i, dims in enumerate(rule.results)
+               for d, factors in enumerate(dims) if factor in factors]  # fmt: skip
+    made = rule.factors[factor]
+    kind = f"{made.reduce} reduction" if made.kind is FactorKind.REDUCE else made.kind.value
+    return f"factor {letter(factor)} ({kind}, size {made.size}; {', '.join(places)})"
+
+
+def letter(factor: int) -> str:
+    return chr(ord("a") + factor) if factor < 26 else f"f{factor}"
+
+
+def _operand_names(name: str, arg: Any) -> list[str]:
+    if isinstance(arg, TensorRef):
+        return [name]
+    return [f"{name}[{i}]" for i, one in enumerate(arg) if isinstance(one, TensorRef)] if type(arg) is tuple else []
+
+
+def _advice(rule: Any, cut: Sequence[int]) -> str:
+    names = ", ".join(map(letter, cut))
+    if any(rule.factors[i].kind is FactorKind.REDUCE for i in cut):
+        reduce = next(rule.factors[i].reduce for i in cut if rule.factors[i].kind is FactorKind.REDUCE)
+        return f"Ranks' results are combined by {reduce} over {names}: name another reduction, or mark it blocked."
+    return (f"The rule says that the op works on parts of {names} alone. If it needs the dim whole, mark it blocked; "
+            f"if it needs neighbours, give it a halo; else see which dims share the factor.")  # fmt: skip
+
+
+# unreduced operands -----------------------------------------------------------------------------------------
+
+
+def unreduced_cases(op: OpDef, sample: Sample) -> Iterator[Unreduced]:
+    """What the op says that it can carry, by the same question that propagation asks."""
+    call = make_call(op, sample)
+    count = len(call.types)
+    for chosen in dict.fromkeys([*((i,) for i in range(count)), tuple(range(count))]):
+        for reduce in REDUCTIONS if chosen else ():
+            available = [[sharding] for sharding in _unreduced(call.types, chosen, reduce)]
+            if carries(call, op.rule(call), available) is not None:
+                yield Unreduced(sample, chosen, reduce)
+
+
+def _unreduced(types: Sequence[TensorType], chosen: Sequence[int], reduce: str) -> list[Sharding]:
+    mesh, terms = DeviceMesh((2,), ("x",)), (Split(2, "x"),)
+    return [
+        Sharding(mesh, ((),) * t.ndim, terms if i in chosen else (), reduce if i in chosen else "")
+        for i, t in enumerate(types)
+    ]
+
+
+def unreduced_problem(op: OpDef, case: Unreduced) -> str | None:
+    """The op of each rank's terms, reduced, against the op of the reduced operands."""
+    call = make_call(op, case.sample)
+    terms = [operands_of(call, case.sample, seed) for seed in (0, 1)]
+    terms[1] = [b if i in case.operands else a for i, (a, b) in enumerate(zip(*terms, strict=True))]
+    taken, made = _unreduced(call.types, case.operands, case.reduce), _unreduced(
+        call.results, range(len(call.results)), case.reduce
+    )  # fmt: skip
+    parts = [evaluate(LocalCall(call, names_of(call), taken, made, rank, number=SALT), terms[rank]) for rank in (0, 1)]
+    reduced = [_combined(a, b, case.reduce) if i in case.operands else a
+               for i, (a, b) in enumerate(zip(*terms, strict=True))]  # fmt: skip
+    found = [_combined(a, b, case.reduce) for a, b in zip(*parts, strict=True)]
+    wrong = wrong_results(found, whole(call, reduced), 10 * tolerance(call))
+    if wrong is None:
+        return None
+    names = [n for p, arg in zip(op.params, call.args, strict=True) for n in _operand_names(p.name, arg)]
+    facts = [("partial", f"{op.partial.name}: {op.partial.value}"),
+             ("unreduced", f"{', '.join(names[i] for i in case.operands)}, by {case.reduce} over 2 ranks"),
+             ("wrong", f"of the reduced results {wrong[2]}")]  # fmt: skip
+    return report(op, call, "the partial rule does not hold", facts,
+                  "Say partial=Partial.NONE, or the kind in which the op is linear.")  # fmt: skip
+
+
+def _combined(a: torch.Tensor, b: torch.Tensor, reduce: str) -> torch.Tensor:
+    if a.dtype == torch.bool:
+        return a | b if reduce in ("sum", "max") else a & b
+    return {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}[reduce](a, b)
+
+
+# windows ----------------------------------------------------------------------------------------------------
+
+
+def window_problem(op: OpDef, sample: Sample) -> str | None:
+    """The result against the window of the first operand that the op says it is."""
+    call = make_call(op, sample)
+    window = op.window(call) if op.window is not None else None
+    if window is None:
+        return None
+    operands = operands_of(call, sample)
+    found, fill = whole(call, operands)[0], window[1]
+    wanted = torch.full(found.shape, fill, dtype=found.dtype)
+    spans = [_span(offset, n, m) for offset, n, m in zip(window[0], operands[0].shape, found.shape, strict=True)]
+    if all(b > a for a, b, _ in spans):
+        to = tuple(slice(a, b) for a, b, _ in spans)
+        wanted[to] = operands[0][tuple(slice(a + offset, b + offset) for a, b, offset in spans)]
+    wrong = wrong_results([found], [wanted], 0.0)
+    if wrong is None:
+        return None
+    facts = [("window", f"offsets {list(window[0])}, fill {fill}"), ("wrong", wrong[2])]
+    return report(op, call, "the window is not what the op computes", facts,
+                  "Give per dim which operand index result index 0 is, and what stands elsewhere.")  # fmt: skip
+
+
+def _span(offset: int, n: int, m: int) -> tuple[int, int, int]:
+    """Of m target indices those that have a source among n, and the offset."""
+    return max(0, -offset), max(0, min(m, n - offset)), offset

@@ -1,0 +1,232 @@
+"""`check_op`: is what an `OpDef` claims true? Every claim is tried against the op's own torch lowering.
+
+The type rule against what the lowering gives; the factor rule, by running the lowering on shards and putting the
+results together; the partial rule, on terms of reductions; windows; the distributed form and annotations, by whole
+definitions; and gradients, against torch's autograd through the lowering, in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from hypothesis import HealthCheck, Phase, assume, find, settings
+from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
+
+from ..dtypes import DataType
+from ..errors import MeshfuseError
+from ..fusion_definition import FusionDefinition
+from ..ops.base import OpDef, Sample, TensorType
+from .calls import define_call, make_call, operands_of, whole
+from .cases import (
+    Case,
+    factor_cases,
+    factor_problem,
+    free_factors,
+    report,
+    type_problem,
+    unreduced_cases,
+    unreduced_problem,
+    window_problem,
+    wrong_results,
+)
+from .defined import Annotated, defined_problem, form_cases
+from .layouts import dim_layouts, meshes
+from .parts import ways
+
+C = TypeVar("C")
+_CHECKS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+_WIDE = {
+    **dict.fromkeys((DataType.Float, DataType.Half, DataType.BFloat16), DataType.Double),
+    DataType.ComplexFloat: DataType.ComplexDouble,
+}
+
+
+def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples: int = 50, max_ranks: int = 8) -> None:
+    """Try everything that an op's record claims, on its samples (or those given) and on other shapes like them.
+
+    Every factor of every sample is sharded evenly, unevenly, with empty shards, over two axes, a sub-axis, strided and
+    nested; then come `max_examples` random shapes and layouts over up to `max_ranks` ranks, and a tenth as many whole
+    definitions, their operands annotated in random ways. The op need not be registered; ops that its gradients are
+    written in are checked as well. The same examples are tried each time.
+
+    Raises AssertionError for the first claim that does not hold, with the smallest counter-example that was found: the
+    call, mesh, shardings and rank, what was found and expected, and what to do.
+    """
+    given = list(op.samples() if samples is None else samples)
+    assert given, f"{op.name}: no samples\n  what to do Give samples=[mf.Sample((mf.TensorType(...), ...)), ...]."
+    for sample in given:
+        _raise(type_problem(op, sample) or window_problem(op, sample))
+    for sample in given:
+        _try_all(op, factor_cases(op, sample), factor_problem, sharded_calls(op, [sample], max_ranks))
+        for case in unreduced_cases(op, sample):
+            _raise(unreduced_problem(op, case))
+    _search(sharded_calls(op, given, max_ranks), lambda case: factor_problem(op, case), max_examples)
+    for sample in given:
+        for case in form_cases(op, sample):
+            _raise(defined_problem(op, case))
+    _search(annotated_calls(op, given, max_ranks), lambda case: defined_problem(op, case), max(1, max_examples // 10))
+    for sample in given:
+        _raise(gradient_problem(op, sample))
+    for adjoint in op.adjoints:
+        check_op(adjoint, samples=[_of_adjoint(op, s) for s in given], max_examples=max_examples, max_ranks=max_ranks)
+
+
+def _raise(problem: str | None) -> None:
+    if problem is not None:
+        raise AssertionError(problem)
+
+
+def _of_adjoint(op: OpDef, sample: Sample) -> Sample:
+    """A sample for an op that takes the gradients of the results, then the op's own arguments."""
+    call = make_call(op, sample)
+    values = {place + len(call.results): numbers for place, numbers in sample.values.items()}
+    return Sample((*call.results, *sample.args), sample.kwargs, values)
+
+
+# searching --------------------------------------------------------------------------------------------------
+
+
+def _settings(count: int) -> settings:
+    return settings(max_examples=count, database=None, deadline=None, derandomize=True,
+                    suppress_health_check=[*_CHECKS], phases=(Phase.generate, Phase.shrink))  # fmt: skip
+
+
+def _smallest(cases: st.SearchStrategy[C], problem: Callable[[C], str | None], count: int) -> str | None:
+    """What is wrong with the smallest failing case that Hypothesis finds; None where it finds none."""
+    try:
+        return problem(find(cases, lambda case: problem(case) is not None, settings=_settings(count)))
+    except NoSuchExample:
+        return None
+
+
+def _search(cases: st.SearchStrategy[C], problem: Callable[[C], str | None], count: int) -> None:
+    _raise(_smallest(cases, problem, count))
+
+
+def _try_all(
+    op: OpDef, cases: Iterator[Case], problem: Callable[[OpDef, Case], str | None], like: st.SearchStrategy[Case]
+) -> None:
+    """The first failure, or a smaller one that is found on other shapes and layouts."""
+    found = next((p for case in cases if (p := problem(op, case)) is not None), None)
+    if found is not None:
+        raise AssertionError(_smallest(like, lambda case: problem(op, case), 300) or found)
+
+
+@st.composite
+def resized(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample]) -> Sample:
+    """A sample, or one like it with other sizes where the op takes them."""
+    sample = draw(st.sampled_from(samples))
+    call = make_call(op, sample)
+    sizes = sorted({n for t in call.types for n in t.shape if n > 1})
+    if sample.values or not sizes or draw(st.integers(0, 3)) == 3:
+        return sample
+    new = {n: draw(st.sampled_from(_SIZES)) for n in sizes}
+
+    def changed(arg: Any) -> Any:
+        if isinstance(arg, TensorType):
+            return TensorType(tuple(new.get(n, n) for n in arg.shape), arg.dtype)
+        return [changed(a) for a in arg] if isinstance(arg, list) else arg
+
+    kwargs = {key: changed(value) for key, value in sample.kwargs.items()}
+    made = Sample(tuple(map(changed, sample.args)), kwargs, sample.values)
+    assume(_is_possible(op, made))
+    return made
+
+
+def _is_possible(op: OpDef, sample: Sample) -> bool:
+    """Whether the op takes a call at all: sizes may be tied to each other and to numbers."""
+    try:
+        call = make_call(op, sample)
+        whole(call, operands_of(call, sample))
+        return True
+    except Exception:
+        return False
+
+
+@st.composite
+def sharded_calls(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample], max_ranks: int = 8) -> Case:
+    """A call of the op, and layouts of one factor or of all over a mesh."""
+    sample = draw(resized(op, samples))
+    call = make_call(op, sample)
+    free, rule = free_factors(call), op.rule(call)
+    assume(free)
+    if draw(st.integers(0, 2)) < 2:
+        factor = draw(st.sampled_from(free))
+        how = draw(st.sampled_from([*ways(rule.factors[factor].size).values()]))
+        return Case(sample, how.mesh, {factor: how.layout})
+    mesh = draw(meshes(min_ranks=2, max_ranks=max_ranks).filter(lambda m: m.ranks == tuple(range(m.size))))
+    layouts = draw(dim_layouts(mesh, [rule.factors[f].size for f in free]))
+    return Case(sample, mesh, dict(zip(free, layouts, strict=True)))
+
+
+@st.composite
+def annotated_calls(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample], max_ranks: int = 8) -> Annotated:
+    """A definition of one call, with operands and results annotated over a mesh."""
+    sample = draw(resized(op, samples))
+    call = make_call(op, sample)
+    mesh = draw(meshes(min_ranks=2, max_ranks=max_ranks))
+    kinds = [*call.types, *call.results]
+    chosen = draw(st.lists(st.sampled_from(range(len(kinds))), min_size=1, max_size=3, unique=True))
+    return Annotated(sample, mesh, {i: draw(dim_layouts(mesh, kinds[i].shape)) for i in chosen})
+
+
+# gradients --------------------------------------------------------------------------------------------------
+
+
+def gradient_problem(op: OpDef, sample: Sample) -> str | None:
+    """Gradients of the op in a definition against autograd through its lowering, in double precision."""
+    if op.vjp is None:
+        return None
+    sample = dataclasses.replace(
+        sample, args=tuple(map(_widened, sample.args)), kwargs={k: _widened(v) for k, v in sample.kwargs.items()}
+    )
+    call = make_call(op, sample)
+    operands = operands_of(call, sample)
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in operands]
+    results = whole(call, leaves)
+    places = [i for i, t in enumerate(results) if t.requires_grad]
+    wrt = [i for i, t in enumerate(leaves) if t.requires_grad]
+    if not places:
+        return None
+    made = torch.Generator().manual_seed(3)
+    grads = [torch.randn(results[i].shape, dtype=results[i].dtype, generator=made) for i in places]
+    try:
+        wanted = torch.autograd.grad([results[i] for i in places], [leaves[i] for i in wrt], grads, allow_unused=True)
+    except RuntimeError:
+        return None  # torch has no derivative of the lowering
+    try:
+        found = _gradients(op, sample, wrt, places).simulate([*operands, *grads])
+    except MeshfuseError as error:
+        if "no derivative" in str(error):
+            return None  # the op says so of such calls
+        return report(op, call, "the derivative cannot be written", [("error", str(error).splitlines()[0])],
+                      "Correct vjp, or pass vjp=None.")  # fmt: skip
+    expected = [torch.zeros_like(leaves[i]) if g is None else g for i, g in zip(wrt, wanted, strict=True)]
+    wrong = wrong_results(found, expected, 1e-8)
+    if wrong is None:
+        return None
+    facts = [("gradient", f"by operand {wrt[wrong[0]]}"), ("wrong", wrong[2])]
+    return report(op, call, "the derivative is not that of the lowering", facts,
+                  "Correct vjp: the gradient of sum(result * grad) by each operand.")  # fmt: skip
+
+
+def _gradients(op: OpDef, sample: Sample, wrt: Sequence[int], places: Sequence[int]) -> FusionDefinition:
+    fd = FusionDefinition()
+    tensors, results = define_call(fd, op, sample)
+    seeds = [fd.define_tensor(list(results[i].type.shape), dtype=results[i].dtype) for i in places]
+    for grad in fd.grad([results[i] for i in places], [tensors[i] for i in wrt], seeds):
+        fd.add_output(grad)
+    return fd
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, TensorType):
+        return TensorType(value.shape, _WIDE.get(value.dtype, value.dtype))
+    if isinstance(value, DataType):
+        return _WIDE.get(value, value)
+    return [_widened(v) for v in value] if isinstance(value, list) else value

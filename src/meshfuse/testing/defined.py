@@ -1,0 +1,104 @@
+"""One call in a definition of its own, annotated, and perhaps in its distributed form: cases for `check_op`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..compiler import CompiledProgram, compile_graph
+from ..distribution import Blocked, with_forms
+from ..errors import SourceLine
+from ..fusion_definition import FusionDefinition
+from ..graph import concretize
+from ..mesh import DeviceMesh
+from ..ops.base import FactorKind, OpDef, Sample
+from ..sharding.layout import Layout, Split, extent
+from ..sharding.value import Sharding
+from .calls import define_call, make_call, operands_of
+from .cases import report, tolerance, wrong_results
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """A call whose operands, then results, some of them, are laid out so; `form` writes it in its distributed form."""
+
+    sample: Sample
+    mesh: DeviceMesh
+    layouts: Mapping[int, tuple[Layout, ...]]
+    form: Blocked | None = None
+
+
+class _Formed(FusionDefinition):
+    """A definition whose first op is written in its distributed form, be it dearer or not."""
+
+    form: Blocked
+
+    def _compile(self, found: Any, shapes: Any, world: DeviceMesh, line: SourceLine) -> CompiledProgram:
+        return compile_graph(with_forms(concretize(self, shapes, {}), {0: self.form}), world)
+
+
+def form_cases(op: OpDef, sample: Sample) -> Iterator[Annotated]:
+    """Every dim that is needed whole, in blocks that are even, short or empty, on two axes, and not in blocks."""
+    if op.distributed is None:
+        return
+    call = make_call(op, sample)
+    rule = op.rule(call)
+    for operand, (dims, kind) in enumerate(zip(rule.operands, call.types, strict=True)):
+        for d, factors in enumerate(dims):
+            if any(rule.factors[f].kind is FactorKind.BLOCK for f in factors):
+                for mesh, layout in _blockings(kind.shape[d]):
+                    layouts = tuple(layout if e == d else () for e in range(kind.ndim))
+                    blocks = extent(layout) if all(split.bound for split in layout) else 0
+                    yield Annotated(sample, mesh, {operand: layouts}, Blocked(operand, d, blocks))
+
+
+def _blockings(n: int) -> Iterator[tuple[DeviceMesh, Layout]]:
+    for parts in dict.fromkeys((2, 3, n + 1)):
+        yield DeviceMesh((parts,), ("x",)), (Split(parts, "x"),)
+    yield DeviceMesh((2, 2), ("x", "y")), (Split(2, "y"), Split(2, "x"))
+    yield DeviceMesh((2,), ("x",)), (Split(max(2, -(-n // 2))), Split(2, "x"))
+
+
+def _definition(op: OpDef, case: Annotated, annotated: bool) -> FusionDefinition:
+    fd = FusionDefinition()
+    if annotated and case.form is not None:
+        fd = _Formed()
+        fd.form = case.form
+    tensors, results = define_call(fd, op, case.sample)
+    for result in results:
+        fd.add_output(result)
+    everything = [*tensors, *results]
+    for i, layouts in case.layouts.items() if annotated else ():
+        fd.shard(everything[i], Sharding.make(case.mesh, layouts, everything[i].type.shape))
+    return fd
+
+
+def defined_problem(op: OpDef, case: Annotated) -> str | None:
+    """The sharded definition, simulated, against the same on one rank."""
+    call = make_call(op, case.sample)
+    operands = operands_of(call, case.sample)
+    wanted = _definition(op, case, False).simulate(operands)
+    try:
+        found = _definition(op, case, True).simulate(operands, check_replicas=True)
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else ""
+        return _report(op, case, f"{type(error).__name__}: {first}")
+    wrong = wrong_results(found, wanted, tolerance(call))
+    return None if wrong is None else _report(op, case, wrong[2])
+
+
+def _report(op: OpDef, case: Annotated, what: str) -> str:
+    call = make_call(op, case.sample)
+    kinds = [*call.types, *call.results]
+    count = len(call.types)
+    facts: list[tuple[str, str]] = [("mesh", str(case.mesh))]
+    for i, layouts in case.layouts.items():
+        name = f"operand {i}" if i < count else f"result {i - count}"
+        facts.append((name, f"{kinds[i]} as {Sharding.make(case.mesh, layouts, kinds[i].shape)}"))
+    if case.form is None:
+        return report(op, call, "a definition of it is wrong when annotated", [*facts, ("wrong", what)],
+                      "The op's rules hold by themselves: please report this to meshfuse.")  # fmt: skip
+    facts.append(("form", f"for dim {case.form.dim} of operand {case.form.operand} in {case.form.blocks} blocks"))
+    return report(op, call, "the distributed form is wrong", [*facts, ("wrong", what)],
+                  "Correct distributed, or return None where it has no form.")  # fmt: skip
