@@ -93,6 +93,11 @@ def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, 
     )
 
 
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """In memory with the last dim dense: torch's fused kernel reads it so, whatever its stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """4-D: leading dims merged with the batch."""
     return x.reshape(-1, *x.shape[-3:])
@@ -111,7 +116,7 @@ def _attend(
     """(output, log-sum-exp) over the columns of the place, in the precision of the computation."""
     if bias is None and mask is None and _fused(q, k, v, options, place):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _flat(q), _flat(k), _flat(v), 0.0, options.is_causal, scale=options.scale
+            *(_flat(_dense(x)) for x in (q, k, v)), 0.0, options.is_causal, scale=options.scale
         )
         return out.reshape(q.shape), lse.reshape(q.shape[:-1])
     scores = _masked(_scores(q, k, options.scale), bias, mask, options, place)

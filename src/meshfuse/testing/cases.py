@@ -125,7 +125,19 @@ def type_problem(op: OpDef, sample: Sample) -> str | None:
                      ("expected", f"{kind.dtype.value}{list(kind.shape)} by infer")]  # fmt: skip
             return report(op, call, f"the type rule is wrong about result {place}", facts,
                           "Correct infer (of a torch_op: its rule, sizes or dtype) or the lowering.")  # fmt: skip
-    return rule_problem(op, call) or open_problem(op, sample, call)
+    return rule_problem(op, call) or open_problem(op, sample, call) or stride_problem(op, sample, call)
+
+
+def stride_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
+    """The lowering takes operands as they lie in memory, which is not always row-major: shards are often views."""
+    operands = operands_of(call, sample)
+    spread = [torch.stack([t, t], -1)[..., 0] for t in operands]
+    wrong = wrong_results(whole(call, spread), whole(call, operands), tolerance(call))
+    if wrong is None:
+        return None
+    return report(op, call, "the lowering is wrong on operands whose last dim is not dense in memory",
+                  [("strides", ", ".join(str(list(t.stride())) for t in spread)), ("wrong", wrong[2])],
+                  "Let the lowering call .contiguous() on what must be dense.")  # fmt: skip
 
 
 def rule_problem(op: OpDef, call: Call) -> str | None:
