@@ -1,7 +1,7 @@
 """The stages in their order: the page to open first.
 
-definition → `concretize` → `distribute` → `propagate` → `insert_resharding` → `segment` → `lower_to_host_ir`
-→ executor.
+definition → `concretize` → `distribute` → `propagate` → `insert_resharding` → `overlap` → `segment`
+→ `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 
@@ -19,6 +19,7 @@ from .host_ir.program import HostProgram, digest_of
 from .host_ir.verify import verify, verify_together
 from .linked import with_links
 from .mesh import DeviceMesh
+from .overlap import overlap
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.insert import ReshardedDefinition, insert_resharding
@@ -68,7 +69,7 @@ def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
     """The stages after the choice of distributed forms."""
     sharded = propagate(graph, world)
     resharded = insert_resharding(sharded)
-    segmented = segment(resharded)
+    segmented = segment(overlap(resharded))
     digest = digest_of(str(segmented) + str(resharded) + str(sharded))
     return CompiledProgram(sharded, resharded, segmented, digest, _ranks(resharded))
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .dtypes import DataType
 from .errors import SourceLine, user_error
 from .ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorRef, TensorType, count_tensors
 from .scalars import ScalarDef, evaluate, inputs_of, python_cast, scalar_dtype
-from .sharding.layout import Layout
+from .sharding.layout import Layout, stream_count
 from .sharding.value import Sharding
 
 if TYPE_CHECKING:
@@ -38,6 +38,21 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Stream:
+    """A dim that is to be worked on in chunks, so that communication of one goes on while another is computed.
+
+    `layout` are the dim's factors, those of the chunks bound to the stream; None leaves their place to the compiler.
+    `ring`: every rank begins with its own shard, and shards travel from rank to rank.
+    """
+
+    dim: int
+    chunks: int
+    layout: Layout | None
+    ring: bool
+    line: SourceLine
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """One op: the call with concrete types, its factor rule, and the tensors it takes and makes.
 
@@ -62,6 +77,7 @@ class Graph:
     """Ops in an order in which each comes after what it reads, and the user's annotations.
 
     `reductions[node]` are layouts that the user gave reduction dims of the op's result, in the rule's order.
+    `streams` are the tensors to be worked on in chunks.
     """
 
     tensors: tuple[Tensor, ...]
@@ -72,6 +88,7 @@ class Graph:
     reductions: Mapping[int, tuple[Layout, ...]]
     annotation_lines: Mapping[int, SourceLine]
     scalars: Mapping[int, ScalarDef]
+    streams: Mapping[int, Stream] = field(default_factory=dict)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].type.shape
@@ -139,7 +156,28 @@ def concretize(
         layouts = tuple(annotation.reduction_layouts())
         if any(split.bound for layout in layouts for split in layout):
             reductions[producer[i]] = layouts
-    return Graph(tensors, nodes, tuple(fd.inputs), tuple(fd.outputs), annotations, reductions, lines, fd.scalars)
+    streams = _streams(fd, {i: types[i].shape for i in (*producer, *_input_ids(fd))})
+    inputs, outputs = tuple(fd.inputs), tuple(fd.outputs)
+    return Graph(tensors, nodes, inputs, outputs, annotations, reductions, lines, fd.scalars, streams)
+
+
+def _input_ids(fd: DefinitionBuilder) -> list[int]:
+    return [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
+
+
+def _streams(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Stream]:
+    """What is to be worked on in chunks, by tensor: of tensors that are there, `fd.overlap` before annotations."""
+    found: dict[int, Stream] = {}
+    noted = fd.all_annotations
+    for i, shape in sorted(shapes.items()):
+        if i in fd.overlaps:
+            asked = fd.overlaps[i]
+            found[i] = Stream(asked.dim, asked.chunks, None, asked.ring, asked.line)
+        elif i in noted:
+            annotation = noted[i]
+            for dim, layout, ring in annotation.streams(shape):
+                found.setdefault(i, Stream(dim, stream_count(layout), layout, ring, annotation.line))
+    return found
 
 
 def _needed(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .overlap import ChunkLoop, OverlappedDefinition, taken
 from .resharding.insert import Compute, ReshardedDefinition, Set
 
 
@@ -26,18 +27,26 @@ class Segment:
 class SegmentedDefinition:
     """Segments and moves in order."""
 
-    resharded: ReshardedDefinition
-    parts: tuple[Segment | Set, ...]
+    overlapped: OverlappedDefinition
+    parts: tuple[Segment | Set | ChunkLoop, ...]
+
+    @property
+    def resharded(self) -> ReshardedDefinition:
+        return self.overlapped.resharded
 
     def verify(self) -> None:
         """Segments hold every op once, and what they give is what others read."""
-        nodes = [c.node for part in self.parts if isinstance(part, Segment) for c in part.computes]
+        nodes = [c.node for part in self.parts if not isinstance(part, Set) for c in part.computes]
         nodes += [part.node for part in self.parts if isinstance(part, Set) and part.node is not None]
         assert sorted(nodes) == list(range(len(self.resharded.graph.nodes)))
 
     def __str__(self) -> str:
-        graph, lines = self.resharded.graph, []
+        graph, lines = self.resharded.graph, list(filter(None, [str(self.overlapped)]))
         for part in self.parts:
+            if isinstance(part, ChunkLoop):
+                reads, made = (", ".join(f"v{v}" for v in values) for values in (part.inputs, part.outputs))
+                lines.append(f"{made} = loop_{part.id}({reads})")
+                continue
             if isinstance(part, Set):
                 lines.append(f"v{part.target} = set v{part.source}: {part.move}")
                 continue
@@ -47,25 +56,25 @@ class SegmentedDefinition:
         return "\n".join(lines)
 
 
-def segment(resharded: ReshardedDefinition) -> SegmentedDefinition:
+def segment(overlapped: OverlappedDefinition) -> SegmentedDefinition:
     """Cut the steps into segments: as many ops in a row as run on one mesh."""
-    read_after = _readers(resharded)
-    parts: list[Segment | Set] = []
+    read_after = _readers(overlapped)
+    parts: list[Segment | Set | ChunkLoop] = []
     count = 0
-    for group in _groups(resharded):
-        if isinstance(group, Set):
+    for group in _groups(overlapped.parts):
+        if isinstance(group, (Set, ChunkLoop)):
             parts.append(group)
         else:
             parts.append(_make(count, group, read_after))
             count += 1
-    done = SegmentedDefinition(resharded, tuple(parts))
+    done = SegmentedDefinition(overlapped, tuple(parts))
     done.verify()
     return done
 
 
-def _groups(resharded: ReshardedDefinition) -> Iterator[Set | list[Compute]]:
+def _groups(parts: Sequence[Compute | Set | ChunkLoop]) -> Iterator[Set | ChunkLoop | list[Compute]]:
     run: list[Compute] = []
-    for step in resharded.steps:
+    for step in parts:
         same_mesh = isinstance(step, Compute) and (not run or _mesh(run[-1]) == _mesh(step))
         if run and not same_mesh:
             yield run
@@ -82,13 +91,12 @@ def _mesh(step: Compute) -> object:
     return step.placement.results[0].mesh
 
 
-def _readers(resharded: ReshardedDefinition) -> dict[int, set[int]]:
-    """For every value the nodes that read it; -1 stands for moves and outputs."""
-    found: dict[int, set[int]] = {value: {-1} for value in resharded.outputs}
-    for step in resharded.steps:
-        taken = step.inputs if isinstance(step, Compute) else (step.source,)
-        for value in taken:
-            found.setdefault(value, set()).add(step.node if isinstance(step, Compute) else -1)
+def _readers(overlapped: OverlappedDefinition) -> dict[int, set[int]]:
+    """For every value the nodes that read it; -1 stands for moves, loops and outputs."""
+    found: dict[int, set[int]] = {value: {-1} for value in overlapped.resharded.outputs}
+    for part in overlapped.parts:
+        for value in part.inputs if isinstance(part, ChunkLoop) else taken(part):
+            found.setdefault(value, set()).add(part.node if isinstance(part, Compute) else -1)
     return found
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceLine, user_error
-from ..mesh import DeviceMesh
-from ..sharding.layout import Layout, Split, canonical, text
+from ..mesh import STREAM, DeviceMesh
+from ..sharding.layout import Layout, Split, canonical, resolve, text
 from ..sharding.value import Sharding, overlap
 from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain, as_int
 
@@ -42,6 +42,20 @@ class Annotation:
         for layouts in (dims, self.named(reduction=True)):
             check_axes(name, layouts, self.mesh, self.line)
         return Sharding.make(self.mesh, dims, shape)
+
+    def streams(self, shape: Sequence[int]) -> list[tuple[int, Layout, bool]]:
+        """(dim, its factors with those of the chunks bound to the stream, whether in a ring) for dims in chunks."""
+        roots = [root for root in self.domain.roots if not root[0].reduction]
+        named = self.named() if self.mesh is not None else list(self.domain.layouts())
+        found = []
+        for dim, (root, layout, n) in enumerate(zip(roots, named, shape, strict=True)):
+            ring = any(leaf.swizzled for leaf in root)
+            streamed = any(split.axis == STREAM for split in layout)
+            chosen = [s.axis == STREAM if streamed else leaf.swizzled for leaf, s in zip(root, layout, strict=True)]
+            if any(chosen):
+                bound = [Split(s.size, STREAM if c else None) for s, c in zip(layout, chosen, strict=True)]
+                found.append((dim, resolve(tuple(bound), n), ring))
+        return found
 
     def reduction_layouts(self) -> list[Layout]:
         """The layouts of the reduction dims of the op that makes the tensor."""

@@ -36,6 +36,7 @@ from .checks import (
 )
 from .loop import AxisView, LoopDomain, as_int
 from .namespaces import Fusion, OpNamespace, find_op
+from .overlaps import Overlap, checked_overlap
 from .records import OpNode, TensorDef, memory_order, reduction_flags, tensor_refs
 from .tensor_view import TensorView, Val
 
@@ -53,6 +54,7 @@ class DefinitionBuilder:
         self.fusion = Fusion(self)  # type: ignore[arg-type]
         self.history: list[TensorRef | ScalarRef | OpNode] = []
         self._annotations: dict[int, Annotation] = {}
+        self.overlaps: dict[int, Overlap] = {}
         self._producers: dict[int, int] = {}
         self._open = True
 
@@ -257,6 +259,20 @@ class DefinitionBuilder:
             return
         mesh = checked_mesh(mesh, line)
         self._annotate(tensor, mesh, layouts_of_placements(tensor.label, mesh, sharding, ndim, line), line)
+
+    def overlap(self, tensor: TensorView, chunks: int, dim: int = 0, ring: bool = False) -> None:
+        """Ask that what makes a tensor and what is communicated for it be done in chunks of one of its dims.
+
+        While a chunk is communicated the next one is computed; no number changes. `ring=True` asks that shards
+        travel from rank to rank: `chunks` must be a multiple of their number. Where that cannot be done it runs whole,
+        and `fd.explain(tensor)` says why. Raises DefinitionError for wrong numbers.
+        """
+        line = self._changing()
+        asked = checked_overlap(self._own(tensor, "overlap", line), chunks, dim, ring, line)
+        old = self.overlaps.get(tensor.id)
+        if old is not None and old[:3] != asked[:3]:
+            raise _contradiction(tensor.label, f"overlap {asked[:3]}", f"{old[:3]} at {old.line}", line)
+        self.overlaps[tensor.id] = asked
 
     def annotate_mesh(self, tensor: TensorView, mesh: Any) -> None:
         """nvFuser's set_device_mesh."""

@@ -66,7 +66,7 @@ class Hub:
         sent, expected = self._sent.get(key, []), self._expected.get(key, [])
         while sent and expected:
             tensor, work = expected.pop(0)
-            tensor.copy_(sent.pop(0))
+            tensor.view(-1).copy_(sent.pop(0).view(-1))
             work.done = True
 
 
@@ -98,8 +98,16 @@ def _all_to_all(calls: Sequence[tuple[Any, ...]]) -> None:
             target.copy_(source[place])
 
 
+def _broadcast(calls: Sequence[tuple[Any, ...]]) -> None:
+    source = calls[calls[0][1]][0]
+    for tensor, _ in calls:
+        if tensor is not source:
+            tensor.copy_(source)
+
+
 _COLLECTIVES: Mapping[str, Callable[[Sequence[tuple[Any, ...]]], None]] = {
     "all_reduce": _all_reduce, "all_gather": _all_gather, "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
 }  # fmt: skip
 
 
@@ -122,6 +130,9 @@ class SimulatedGroup:
 
     def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Any, in_sizes: Any) -> SimulatedWork:
         return self._issue("all_to_all", out, tensor, out_sizes, in_sizes)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> SimulatedWork:
+        return self._issue("broadcast", tensor, source)
 
     def send(self, tensor: torch.Tensor, target: int) -> SimulatedWork:
         return self.hub.send(self, tensor, target)

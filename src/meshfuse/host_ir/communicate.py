@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..ops.base import TensorType
-from ..resharding.moves import Move, MoveKind, Piece, pieces
+from ..resharding.moves import Move, MoveKind, Piece, count, pieces
 from ..sharding import layout as lay
 from ..sharding.layout import Runs
 from .instructions import (
@@ -30,7 +30,10 @@ from .instructions import (
 
 @dataclass(frozen=True, slots=True)
 class MoveContext:
-    """A move as one rank sees it: the names of what it reads and makes, and whether it may write to what it reads."""
+    """A move as one rank sees it: the names of what it reads and makes, and whether it may write to what it reads.
+
+    Of a chunk the source and target are the chunk's; `placed`: the target is there, a dense part of a whole.
+    """
 
     rank: int
     move: Move
@@ -40,6 +43,7 @@ class MoveContext:
     about: Communication
     fresh: bool
     work: str
+    placed: bool = False
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -66,8 +70,8 @@ class MoveContext:
         window = self.move.window
         return local_box(self.held, window.to_source(tuple(box)) if window else box)
 
-    def collective(self, kind: str, reads: Sequence[str], writes: Sequence[str], text: str, count: int) -> Collective:
-        payload = (count, self.type.dtype.value)
+    def collective(self, kind: str, reads: Sequence[str], writes: Sequence[str], text: str, size: int) -> Collective:
+        payload = (size, self.type.dtype.value)
         return Collective(self.work, self.group, kind, tuple(reads), tuple(writes), text, self.about, payload)
 
 
@@ -80,6 +84,8 @@ def lower_move(c: MoveContext) -> list[Instruction]:
         return _exchange(c)
     if kind is MoveKind.SLICE or len(c.group) == 1:
         return [View(c.target, c.source, local_box(c.held, c.wanted), c.source_shape)]
+    if c.move.only is not None and kind is not MoveKind.ALL_REDUCE and (found := _simple(c)) is not None:
+        return found
     if kind is MoveKind.ALL_REDUCE:
         return _all_reduce(c)
     if kind is MoveKind.REDUCE_SCATTER:
@@ -89,6 +95,40 @@ def lower_move(c: MoveContext) -> list[Instruction]:
     return _exchange(c)
 
 
+def _simple(c: MoveContext) -> list[Instruction] | None:
+    """A chunk that no rank of the group has elements of, or that one rank has for all; None for all others."""
+    if not any(count(c.move.wanted(c.type.shape, rank)) for rank in c.group):
+        return _make_target(c)
+    if c.move.kind is MoveKind.REDUCE_SCATTER:
+        return None
+    owners = [rank for rank in c.group if count(c.move.held(c.type.shape, rank))]
+    if len(owners) > 1 or any(c.move.wanted(c.type.shape, r) != c.move.held(c.type.shape, owners[0]) for r in c.group):
+        return None
+    return _broadcast(c, c.group.index(owners[0]))
+
+
+def _make_target(c: MoveContext) -> list[Instruction]:
+    return [] if c.placed else [Allocate(c.target, c.target_shape, c.type.dtype)]
+
+
+def _broadcast(c: MoveContext, root: int) -> list[Instruction]:
+    mine = c.group[root] == c.rank
+    copy = [Put(c.target, _whole(c.target_shape), c.target_shape, c.source)] if mine else []
+    reads, writes = ([c.target], []) if mine else ([], [c.target])
+    text = f"broadcast({c.target}, {root})"
+    call = c.collective("broadcast", reads, writes, text, math.prod(c.target_shape))
+    return [*_make_target(c), *copy, call, Wait(c.work)]
+
+
+def dense(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box of a contiguous tensor is one piece of memory."""
+    counts = [lay.count(runs) for runs in box]
+    if not all(counts):
+        return True
+    cut = next((d for d, n in enumerate(counts) if n != 1), len(counts))
+    return all(len(runs) == 1 for runs in box) and counts[cut + 1 :] == list(shape[cut + 1 :])
+
+
 def local_box(held: Sequence[Runs], part: Sequence[Runs]) -> Box:
     """Where a box of global indices stands in a local tensor that holds `held`."""
     return tuple(lay.positions(lay.intersect(p, h), h) for h, p in zip(held, part, strict=True))
@@ -96,17 +136,23 @@ def local_box(held: Sequence[Runs], part: Sequence[Runs]) -> Box:
 
 def _all_reduce(c: MoveContext) -> list[Instruction]:
     reduce = c.move.src.reduce
-    count = math.prod(c.source_shape)
-    call = c.collective("all_reduce", [c.target], [c.target], f"all_reduce({c.target}, {reduce!r})", count)
-    return [Own(c.target, c.source, c.fresh), call, Wait(c.work)]
+    size = math.prod(c.source_shape)
+    call = c.collective("all_reduce", [c.target], [c.target], f"all_reduce({c.target}, {reduce!r})", size)
+    if not c.placed:
+        first: list[Instruction] = [Own(c.target, c.source, c.fresh)]
+    else:
+        is_there = c.source == c.target
+        first = [] if is_there else [Put(c.target, _whole(c.source_shape), c.source_shape, c.source)]
+    return [*first, call, Wait(c.work)]
 
 
 def joined_dim(c: MoveContext) -> int | None:
     """The dim along which the equal blocks of the group, in order, make up the gathered tensor; None if none does."""
-    shapes = {c.move.src.local_shape(c.type.shape, rank) for rank in c.group}
+    held = [c.move.held(c.type.shape, rank) for rank in c.group]
+    shapes = {tuple(map(lay.count, index)) for index in held}
     if len(shapes) != 1 or not math.prod(next(iter(shapes))):
         return None
-    boxes = [local_box(c.wanted, c.move.src.runs(c.type.shape, rank)) for rank in c.group]
+    boxes = [local_box(c.wanted, index) for index in held]
     changed = [d for d in range(len(c.target_shape)) if len({box[d] for box in boxes}) > 1]
     if len(changed) != 1:
         return None
@@ -116,16 +162,33 @@ def joined_dim(c: MoveContext) -> int | None:
     return dim if in_order else None
 
 
+def _whole(shape: Sequence[int]) -> Box:
+    return tuple(((0, n),) for n in shape)
+
+
 def _all_gather(c: MoveContext, dim: int) -> list[Instruction]:
-    flat, mine, count = f"{c.target}_flat", f"{c.target}_mine", math.prod(c.source_shape)
-    call = c.collective("all_gather", [mine], [flat], f"all_gather({flat}, {mine})", count)
+    flat, mine, size = f"{c.target}_flat", f"{c.target}_mine", math.prod(c.source_shape)
+    join = Join(c.target, flat, len(c.group), c.source_shape, dim)
+    if c.placed:
+        # Straight into the part where blocks come one behind the other, else by way of a flat buffer.
+        flat = c.target if join.is_view else flat
+    call = c.collective("all_gather", [mine], [flat], f"all_gather({flat}, {mine})", size)
+    if c.placed:
+        flat_first = [] if join.is_view else [Allocate(flat, (size * len(c.group),), c.type.dtype)]
+        last = [] if join.is_view else [Put(c.target, _whole(c.target_shape), c.target_shape, flat, join.text)]
+        return [_packed(c, mine), *flat_first, call, Wait(c.work), *last]
     return [
-        Own(mine, c.source, True),
-        Allocate(flat, (count * len(c.group),), c.type.dtype),
+        _packed(c, mine),
+        Allocate(flat, (size * len(c.group),), c.type.dtype),
         call,
         Wait(c.work),
-        Join(c.target, flat, len(c.group), c.source_shape, dim),
+        join,
     ]  # fmt: skip
+
+
+def _packed(c: MoveContext, name: str) -> Pack:
+    """The source in one piece."""
+    return Pack(name, c.source, (_whole(c.source_shape),), c.source_shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +214,13 @@ def numel(boxes: Sequence[Sequence[Runs]]) -> int:
 
 def _terms(c: MoveContext) -> list[Piece]:
     """The pieces of a reduce-scatter: from every rank of the group the terms of each rank's part."""
-    wanted = {rank: c.move.dst.runs(c.type.shape, rank) for rank in c.group}
+    wanted = {rank: c.move.wanted(c.type.shape, rank) for rank in c.group}
     return [Piece(source, target, wanted[target]) for source in c.group for target in c.group if all(wanted[target])]
 
 
 def _swap(c: MoveContext, traffic: _Traffic) -> list[Instruction]:
     """One all-to-all of exact pieces, and the pieces put into their places."""
-    packed, flat = f"{c.target}_sent", f"{c.target}_flat"
+    packed, flat, fill = f"{c.target}_sent", f"{c.target}_flat", c.move.window.fill if c.move.window else ""
     boxes = tuple(c.source_box(box) for peer in traffic.sent for box in peer)
     out_sizes, in_sizes = [numel(peer) for peer in traffic.received], [numel(peer) for peer in traffic.sent]
     text = f"all_to_all({flat}, {packed}, {out_sizes}, {in_sizes})"
@@ -165,7 +228,7 @@ def _swap(c: MoveContext, traffic: _Traffic) -> list[Instruction]:
         Pack(packed, c.source, boxes, c.source_shape),
         Allocate(flat, (sum(out_sizes),), c.type.dtype),
         c.collective("all_to_all", [packed], [flat], text, sum(in_sizes)),
-        Allocate(c.target, c.target_shape, c.type.dtype, c.move.window.fill if c.move.window else ""),
+        *([] if c.placed else [Allocate(c.target, c.target_shape, c.type.dtype, fill)]),
         *_keep(c, traffic.kept),
         Wait(c.work),
         *_unpack(c, flat, [box for peer in traffic.received for box in peer]),
@@ -174,8 +237,8 @@ def _swap(c: MoveContext, traffic: _Traffic) -> list[Instruction]:
 
 def _keep(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
     return [
-        Put(c.target, local_box(c.wanted, box), c.target_shape,
-            View("", c.source, c.source_box(box), c.source_shape).source().removeprefix(" = "))
+        Put(c.target, local_box(c.wanted, box), c.target_shape, c.source,
+            box_text(c.source_box(box), c.source_shape))
         for box in kept
     ]  # fmt: skip
 
@@ -186,7 +249,7 @@ def _unpack(c: MoveContext, flat: str, boxes: Sequence[Sequence[Runs]]) -> list[
     for box in boxes:
         place, stop = local_box(c.wanted, box), start + numel([box])
         shape = tuple(map(lay.count, place))
-        out.append(Put(c.target, place, c.target_shape, f"{flat}[{start}:{stop}].view({list(shape)})"))
+        out.append(Put(c.target, place, c.target_shape, flat, f"[{start}:{stop}].view({list(shape)})"))
         start = stop
     return out
 
@@ -200,34 +263,42 @@ def _reduce_scatter(c: MoveContext) -> list[Instruction]:
     boxes = tuple(c.source_box(box) for peer in traffic.sent for box in peer)
     out_sizes, in_sizes = [numel(peer) for peer in traffic.received], [numel(peer) for peer in traffic.sent]
     text = f"all_to_all({flat}, {packed}, {out_sizes}, {in_sizes})"
-    own = c.source + box_text(local_box(c.held, c.wanted), c.source_shape)
+    own = box_text(local_box(c.held, c.wanted), c.source_shape)
     return [
         Pack(packed, c.source, boxes, c.source_shape),
         Allocate(flat, (sum(out_sizes),), c.type.dtype),
         c.collective("all_to_all", [packed], [flat], text, sum(in_sizes)),
         Wait(c.work),
-        Fold(c.target, flat, len(c.group) - 1, c.target_shape, c.move.src.reduce, own),
+        *_folded(c, flat, len(c.group) - 1, own),
     ]
+
+
+def _folded(c: MoveContext, flat: str, terms: int, own: str | None = None) -> list[Instruction]:
+    """The terms in a flat buffer, and the rank's own (what of the source it is), reduced to the target."""
+    made = f"{c.target}_new" if c.placed else c.target
+    mine = (c.source, own) if own is not None else ("", "")
+    fold = Fold(made, flat, terms, c.target_shape, c.move.src.reduce, *mine)
+    return [fold, Put(c.target, _whole(c.target_shape), c.target_shape, made)] if c.placed else [fold]
 
 
 def _in_rows(c: MoveContext) -> bool:
     """Whether the ranks' parts, in order, are equal slices of the outermost dim: the tensor is sent as it lies."""
-    parts = [local_box(c.held, c.move.dst.runs(c.type.shape, rank)) for rank in c.group]
-    count = c.source_shape[0] // len(c.group) if c.source_shape else 0
+    parts = [local_box(c.held, c.move.wanted(c.type.shape, rank)) for rank in c.group]
+    rows = c.source_shape[0] // len(c.group) if c.source_shape else 0
     whole = tuple(((0, n),) for n in c.source_shape[1:])
-    return all(part == (((i * count, (i + 1) * count),), *whole) for i, part in enumerate(parts)) and count > 0
+    return all(part == (((i * rows, (i + 1) * rows),), *whole) for i, part in enumerate(parts)) and rows > 0
 
 
 def _scatter_rows(c: MoveContext) -> list[Instruction]:
-    packed, flat, count = f"{c.target}_sent", f"{c.target}_flat", math.prod(c.target_shape)
-    sizes = [count] * len(c.group)
+    packed, flat, size = f"{c.target}_sent", f"{c.target}_flat", math.prod(c.target_shape)
+    sizes = [size] * len(c.group)
     text = f"all_to_all({flat}, {packed}, {sizes}, {sizes})"
     return [
         Pack(packed, c.source, (tuple(((0, n),) for n in c.source_shape),), c.source_shape),
         Allocate(flat, (sum(sizes),), c.type.dtype),
         c.collective("all_to_all", [packed], [flat], text, sum(sizes)),
         Wait(c.work),
-        Fold(c.target, flat, len(c.group), c.target_shape, c.move.src.reduce),
+        *_folded(c, flat, len(c.group)),
     ]
 
 
@@ -238,29 +309,33 @@ def _exchange(c: MoveContext) -> list[Instruction]:
 
 
 def _transfer(c: MoveContext) -> list[Instruction]:
-    """Messages between the ranks of two meshes: all are issued before any is waited for."""
+    """Messages between the ranks of two meshes: all are issued before any is waited for.
+
+    Every rank issues its messages by their senders and then by their receivers, so that all have one order.
+    """
     group = c.group
     traffic = _Traffic.of(pieces(c.move, c.type.shape), c.rank, group)
     held = c.held if c.rank in c.move.src.mesh else ()
-    issued: list[Instruction] = []
+    issued: list[tuple[tuple[int, int], list[Instruction]]] = []
     waits: list[Instruction] = []
-    for place, boxes in enumerate(traffic.sent):
+    for peer, boxes in zip(group, traffic.sent, strict=True):
         if boxes:
-            name = f"{c.target}_to_{group[place]}"
-            issued.append(Pack(name, c.source, tuple(local_box(held, box) for box in boxes), c.source_shape))
-            issued.append(_message(c, "send", group[place], name, numel(boxes)))
+            name = f"{c.target}_to_{peer}"
+            pack = Pack(name, c.source, tuple(local_box(held, box) for box in boxes), c.source_shape)
+            issued.append(((c.rank, peer), [pack, _message(c, "send", peer, name, numel(boxes))]))
             waits.append(Wait(f"{name}_work"))
-    if c.rank in c.move.dst.mesh:
-        issued.append(Allocate(c.target, c.target_shape, c.type.dtype))
-        issued.extend(_keep(c, traffic.kept))
-    for place, boxes in enumerate(traffic.received):
+    for peer, boxes in zip(group, traffic.received, strict=True):
         if boxes:
-            name = f"{c.target}_from_{group[place]}"
-            issued.append(Allocate(name, (numel(boxes),), c.type.dtype))
-            issued.append(_message(c, "recv", group[place], name, numel(boxes)))
+            name = f"{c.target}_from_{peer}"
+            buffer = Allocate(name, (numel(boxes),), c.type.dtype)
+            issued.append(((peer, c.rank), [buffer, _message(c, "recv", peer, name, numel(boxes))]))
             waits += [Wait(f"{name}_work"), *_unpack(c, name, boxes)]
-    return [*issued, *waits]
+    there: list[Instruction] = []
+    if c.rank in c.move.dst.mesh:
+        there = [Allocate(c.target, c.target_shape, c.type.dtype), *_keep(c, traffic.kept)]
+    messages = [ins for _, part in sorted(issued, key=lambda entry: entry[0]) for ins in part]
+    return [*messages, *there, *waits]
 
 
-def _message(c: MoveContext, kind: str, peer: int, name: str, count: int) -> SendRecv:
-    return SendRecv(f"{name}_work", c.group, kind, peer, name, c.about, (count, c.type.dtype.value))
+def _message(c: MoveContext, kind: str, peer: int, name: str, size: int) -> SendRecv:
+    return SendRecv(f"{name}_work", c.group, kind, peer, name, c.about, (size, c.type.dtype.value))

@@ -19,7 +19,9 @@ Box = tuple[Runs, ...]
 class Kernel:
     """A segment on one rank: a local function of tensors and scalars, one line of torch code per op.
 
-    `functions` are those of registered ops that its lines call as OP.name.
+    Results go to new tensors, but for those that it writes into parameters of its own (`written`: their places).
+    `functions` are those of registered ops that its lines call as OP.name. `flops` and `bytes` are the operations of
+    one call, and the bytes that it reads and writes at least.
     """
 
     name: str
@@ -27,23 +29,35 @@ class Kernel:
     lines: tuple[str, ...]
     results: tuple[str, ...]
     functions: tuple[tuple[str, Callable[..., Any]], ...] = ()
+    flops: float = 0.0
+    bytes: float = 0.0
+    written: tuple[int, ...] = ()
 
     def source(self) -> list[str]:
-        returned = ", ".join(self.results)
+        # torch refuses to write into an existing tensor what gradients could be asked of.
+        marks = ["@torch.no_grad()"] if self.written else []
+        returned = [f"    return {', '.join(self.results)}"] if self.results or not self.lines else []
         return [
+            *marks,
             f"def {self.name}({', '.join(self.params)}):",
             *(f"    {line}" for line in self.lines),
-            f"    return {returned}",
+            *returned,
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Run a kernel."""
+    """Run a kernel. `note` says for a reader which part of a loop it is."""
 
     kernel: Kernel
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    note: str = ""
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The buffers among its inputs that it writes into."""
+        return tuple(self.inputs[place] for place in self.kernel.written)
 
     def source(self) -> str:
         call = f"{self.kernel.name}({', '.join(self.inputs)})"
@@ -58,6 +72,20 @@ class View:
     source_name: str
     box: Box
     shape: tuple[int, ...]
+
+    def source(self) -> str:
+        return f"{self.target} = {self.source_name}{box_text(self.box, self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A name for a part of a buffer that one chunk of a loop writes: parts of one buffer share no element."""
+
+    target: str
+    source_name: str
+    box: Box
+    shape: tuple[int, ...]
+    note: str = ""
 
     def source(self) -> str:
         return f"{self.target} = {self.source_name}{box_text(self.box, self.shape)}"
@@ -113,12 +141,20 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Write a part of a tensor or of a flat buffer into a box of the target."""
+    """Write a part of a tensor or of a flat buffer into a box of the target.
+
+    `part` is the Python text that takes the part of the source.
+    """
 
     target: str
     box: Box
     shape: tuple[int, ...]
-    value: str
+    source_name: str
+    part: str = ""
+
+    @property
+    def value(self) -> str:
+        return self.source_name + self.part
 
     def source(self) -> str:
         return f"{self.target}{box_text(self.box, self.shape, assign=True)} = {self.value}"
@@ -126,7 +162,10 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Terms of a reduction behind each other in a flat buffer, and the rank's own (Python text) if given, reduced."""
+    """Terms of a reduction behind each other in a flat buffer reduced, with the rank's own if one is given.
+
+    `part` is the Python text that takes the rank's own term from the tensor `own`.
+    """
 
     target: str
     source_name: str
@@ -134,13 +173,15 @@ class Fold:
     shape: tuple[int, ...]
     reduce: str
     own: str = ""
+    part: str = ""
 
     def source(self) -> str:
-        if self.own and self.terms == 1:
+        own = self.own + self.part
+        if own and self.terms == 1:
             term = f"{self.source_name}.view({_tuple(self.shape)})"
-            return f"{self.target} = K.combine({self.own}, {term}, {self.reduce!r})"
+            return f"{self.target} = K.combine({own}, {term}, {self.reduce!r})"
         folded = f"K.fold({self.source_name}.view({_tuple((self.terms, *self.shape))}), {self.reduce!r})"
-        return f"{self.target} = " + (f"K.combine({self.own}, {folded}, {self.reduce!r})" if self.own else folded)
+        return f"{self.target} = " + (f"K.combine({own}, {folded}, {self.reduce!r})" if own else folded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +194,57 @@ class Join:
     block_shape: tuple[int, ...]
     dim: int
 
-    def source(self) -> str:
+    @property
+    def is_view(self) -> bool:
+        """True where the blocks one behind the other are the joined tensor."""
+        return self.dim == 0 or self.block_shape[: self.dim].count(1) == self.dim
+
+    @property
+    def text(self) -> str:
+        """Python text that makes of the flat buffer the joined tensor."""
         shape = list(self.block_shape)
         shape[self.dim] *= self.blocks
-        if self.dim == 0 or self.block_shape[: self.dim].count(1) == self.dim:
-            return f"{self.target} = {self.source_name}.view({_tuple(tuple(shape))})"
-        text = f"{self.source_name}.view({_tuple((self.blocks, *self.block_shape))}).movedim(0, {self.dim})"
-        return f"{self.target} = {text}.reshape({_tuple(tuple(shape))})"
+        if self.is_view:
+            return f".view({_tuple(tuple(shape))})"
+        return (
+            f".view({_tuple((self.blocks, *self.block_shape))}).movedim(0, {self.dim}).reshape({_tuple(tuple(shape))})"
+        )
+
+    def source(self) -> str:
+        return f"{self.target} = {self.source_name}{self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Flatten:
+    """Tensors behind each other in a new flat buffer."""
+
+    target: str
+    source_names: tuple[str, ...]
+
+    def source(self) -> str:
+        return f"{self.target} = torch.cat([{', '.join(f'{name}.reshape(-1)' for name in self.source_names)}])"
+
+
+@dataclass(frozen=True, slots=True)
+class Unflatten:
+    """A tensor of this shape that is a part of a flat buffer."""
+
+    target: str
+    source_name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    def source(self) -> str:
+        part = f"{self.source_name}[{self.start}:{self.stop}]"
+        return f"{self.target} = {part}.view({_tuple(self.shape) if self.shape else '()'})"
 
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Where a collective comes from and what it costs: the ring-counted bytes of this rank."""
+    """Where a collective comes from and what it costs: the ring-counted bytes of this rank. `parts` are those that one
+    call does together.
+    """
 
     kind: str
     axes: str
@@ -173,6 +253,7 @@ class Communication:
     why: str
     line: SourceLine
     move: str
+    parts: tuple[Communication, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +309,23 @@ class Free:
         return f"del {', '.join(self.names)}"
 
 
-Instruction = Launch | View | Allocate | Own | Pack | Put | Fold | Join | Collective | SendRecv | Wait | Free
+Instruction = (
+    Launch
+    | View
+    | Part
+    | Allocate
+    | Own
+    | Pack
+    | Put
+    | Fold
+    | Join
+    | Flatten
+    | Unflatten
+    | Collective
+    | SendRecv
+    | Wait
+    | Free
+)
 
 
 def _tuple(values: Sequence[int]) -> str:

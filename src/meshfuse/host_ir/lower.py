@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..graph import Graph
-from ..ops.base import FactorKind, ScalarRef
+from ..ops.base import Call, FactorKind, ScalarRef
 from ..ops.local import LocalCall, plain_text
+from ..overlap import ChunkLoop, taken
+from ..propagation.factors import Placement
 from ..resharding.insert import Compute, Set, Value
-from ..resharding.moves import wire_elements
+from ..resharding.moves import Move, wire_elements
 from ..scalars import inputs_of
 from ..segmentation import Segment, SegmentedDefinition
 from ..sharding import layout as lay
+from .chunks import lower_loop
 from .communicate import MoveContext, lower_move
 from .instructions import Communication, Instruction, Kernel, Launch
 from .liveness import with_frees
 from .program import HostProgram
+from .schedule import schedule
 
 # A Python expression of tensors, which torch computes into new memory.
 _ARITHMETIC = re.compile(r"v\d+ = \(\w+ [-+*/] [\w.]+\)")
@@ -27,17 +30,20 @@ _ARITHMETIC = re.compile(r"v\d+ = \(\w+ [-+*/] [\w.]+\)")
 
 def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str) -> HostProgram:
     """The program of a rank: its kernels, its part in every collective, and where each buffer's life ends."""
-    return _Lowering(segmented, rank, digest).run()
+    return Lowering(segmented, rank, digest).run()
 
 
-@dataclass(slots=True)
-class _Lowering:
-    segmented: SegmentedDefinition
-    rank: int
-    digest: str
-    instructions: list[Instruction] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
-    fresh: set[int] = field(default_factory=set)
+class Lowering:
+    """What the instructions of all parts are made from: names, readers and facts of values."""
+
+    def __init__(self, segmented: SegmentedDefinition, rank: int, digest: str):
+        self.segmented, self.rank, self.digest = segmented, rank, digest
+        self.instructions: list[Instruction] = []
+        self.names: dict[int, str] = {}
+        self._taken: set[str] = set()
+        self.readers = _reader_counts(segmented)
+        self.fresh = _fresh_values(segmented)
+        self._costs: dict[tuple[int, Placement], tuple[float, float]] = {}
 
     @property
     def graph(self) -> Graph:
@@ -49,16 +55,16 @@ class _Lowering:
 
     def run(self) -> HostProgram:
         self._name_inputs()
-        readers = _reader_counts(self.segmented)
-        self.fresh = _fresh_values(self.segmented)
         for part in self.segmented.parts:
             if isinstance(part, Segment):
                 self._launch(part)
+            elif isinstance(part, Set):
+                self._communicate(part)
             else:
-                self._communicate(part, part.source in self.fresh and readers[part.source] == 1)
+                self.instructions.extend(lower_loop(self, part))
         resharded = self.segmented.resharded
-        outputs = tuple(self._name(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
-        body = with_frees(self.instructions, keep={*filter(None, outputs)})
+        outputs = tuple(self.name(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
+        body = with_frees(schedule(self.instructions), keep={*filter(None, outputs)})
         return HostProgram(self.rank, self._params(), tuple(body), outputs, self.digest)
 
     def _name_inputs(self) -> None:
@@ -67,7 +73,7 @@ class _Lowering:
         for v in self.segmented.resharded.inputs:
             self.names[v] = first.setdefault(self.values[v].tensor, f"v{v}")
 
-    def _name(self, value: int) -> str:
+    def name(self, value: int) -> str:
         return self.names.get(value, f"v{value}")
 
     def _params(self) -> tuple[str, ...]:
@@ -81,16 +87,29 @@ class _Lowering:
         if self.rank not in part.computes[0].placement.results[0].mesh:
             return
         lines = self._kernel_lines(part)
-        scalars = [f"s{i}" for i in sorted({i for c in part.computes for i in self._scalars(c)})]
-        inputs = tuple(dict.fromkeys(map(self._name, part.inputs)))
+        inputs = tuple(dict.fromkeys(map(self.name, part.inputs)))
         outputs = tuple(f"v{v}" for v in part.outputs)
-        params = (*inputs, *scalars, *(name for name in ("seed", "offset") if _mentions(lines, name)))
-        kernel = Kernel(part.name, params, tuple(lines), outputs, self._functions(part))
+        params = (*inputs, *self.scalar_params(part.computes, lines))
+        flops, nbytes = map(sum, zip(*map(self.cost, part.computes), strict=True))
+        kernel = Kernel(part.name, params, tuple(lines), outputs, self.functions(part.computes), flops, nbytes)
         self.instructions.append(Launch(kernel, params, outputs))
 
-    def _functions(self, part: Segment) -> tuple[tuple[str, Callable[..., Any]], ...]:
+    def scalar_params(self, computes: Sequence[Compute], lines: Sequence[str]) -> tuple[str, ...]:
+        """The scalars that these ops read, and what the program's random numbers follow from."""
+        scalars = [f"s{i}" for i in sorted({i for c in computes for i in self._scalars(c)})]
+        return (*scalars, *(name for name in ("seed", "offset") if _mentions(lines, name)))
+
+    def cost(self, compute: Compute) -> tuple[float, float]:
+        """Operations, and bytes read and written at least, of an op on one rank."""
+        call = self.graph.nodes[compute.node].call
+        key = (id(call), compute.placement)
+        if key not in self._costs:
+            self._costs[key] = _local_cost(call, compute.placement)
+        return self._costs[key]
+
+    def functions(self, computes: Sequence[Compute]) -> tuple[tuple[str, Callable[..., Any]], ...]:
         """What the ops' lines call as OP.name."""
-        ops = {self.graph.nodes[c.node].call.op for c in part.computes}
+        ops = {self.graph.nodes[c.node].call.op for c in computes}
         found = sorted((op.name, op.compute) for op in ops if op.compute is not None)
         assert len({name for name, _ in found}) == len(found), "two ops of one name"
         return tuple(found)
@@ -112,10 +131,14 @@ class _Lowering:
     def _op_lines(self, compute: Compute) -> list[str]:
         node = self.graph.nodes[compute.node]
         local = LocalCall(
-            node.call, [self._name(v) for v in compute.inputs], compute.placement.operands, compute.placement.results,
-            self.rank, functools.partial(scalar_text, self.graph), node.origin,
+            node.call, [self.name(v) for v in compute.inputs], compute.placement.operands, compute.placement.results,
+            self.rank, self.scalar_text, node.origin,
         )  # fmt: skip
         return local.statements([f"v{out}" for out in compute.outputs])
+
+    def scalar_text(self, value: Any) -> str:
+        """Python text of a scalar argument."""
+        return scalar_text(self.graph, value)
 
     def _scalars(self, compute: Compute) -> set[int]:
         found: set[int] = set()
@@ -126,32 +149,46 @@ class _Lowering:
 
     # moves ----------------------------------------------------------------------------------------------------
 
-    def _communicate(self, step: Set, fresh: bool) -> None:
-        value = self.values[step.source]
-        tensor = self.graph.tensors[value.tensor]
-        if self.rank not in step.move.src.mesh and self.rank not in step.move.dst.mesh:
-            return
-        wire = wire_elements(step.move, tensor.type.shape, self.rank) * tensor.type.dtype.itemsize
+    def _communicate(self, step: Set) -> None:
+        if self.rank in step.move.src.mesh or self.rank in step.move.dst.mesh:
+            context = self.move_context(step, self.name(step.source), f"v{step.target}", self.is_fresh(step.source))
+            self.instructions.extend(lower_move(context))
+
+    def move_context(self, step: Set, source: str, target: str, fresh: bool) -> MoveContext:
+        """A move on this rank, from a buffer to a new one of these names."""
+        tensor = self.graph.tensors[self.values[step.source].tensor]
         about = Communication(
-            step.move.kind.value,
-            ",".join(map(str, step.move.axes)),
-            tensor.label,
-            wire,
-            step.why,
-            step.line,
-            str(step.move),
-        )
-        context = MoveContext(
-            self.rank,
-            step.move,
-            tensor.type,
-            self._name(step.source),
-            f"v{step.target}",
-            about,
-            fresh,
-            f"w{step.target}",
-        )
-        self.instructions.extend(lower_move(context))
+            step.move.kind.value, ",".join(map(str, step.move.axes)), tensor.label, self.wire(step.move, step.source),
+            step.why, step.line, str(step.move),
+        )  # fmt: skip
+        return MoveContext(self.rank, step.move, tensor.type, source, target, about, fresh, f"w{step.target}")
+
+    def wire(self, move: Move, source: int) -> float:
+        """Bytes that this rank puts on the wire for a move of a value."""
+        kind = self.graph.tensors[self.values[source].tensor].type
+        return wire_elements(move, kind.shape, self.rank) * kind.dtype.itemsize
+
+    def is_fresh(self, value: int) -> bool:
+        """True for memory that one reader alone sees, which may write to it."""
+        return value in self.fresh and self.readers[value] == 1
+
+    def new_name(self, name: str, loop: int) -> str:
+        """The name, with the loop's number where another loop has it: of a chunk that both read."""
+        found = name if name not in self._taken else f"{name}_{loop}"
+        self._taken.add(found)
+        return found
+
+    def is_read_outside(self, loop: ChunkLoop, value: int) -> bool:
+        """True where more than the loop's own steps reads a value."""
+        inside = sum(taken(step).count(value) for step in loop.steps)
+        return self.readers.get(value, 0) > inside
+
+
+def _local_cost(call: Call, placement: Placement) -> tuple[float, float]:
+    shares = math.prod(s.size or 1 for layout in placement.layouts for s in lay.axes(layout))
+    pairs = [*zip(placement.operands, call.types, strict=True), *zip(placement.results, call.results, strict=True)]
+    nbytes = sum(t.nbytes / math.prod(s.size or 1 for s in sharding.splits) for sharding, t in pairs)
+    return call.op.flops(call) / shares, nbytes
 
 
 def scalar_text(graph: Graph, value: Any) -> str:
@@ -189,7 +226,7 @@ def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
     """Values in memory of their own: results that an op has summed over."""
     graph, found = segmented.resharded.graph, set()
     for part in segmented.parts:
-        for compute in part.computes if isinstance(part, Segment) else ():
+        for compute in () if isinstance(part, Set) else part.computes:
             if _sums_locally(graph, compute):
                 found.update(compute.outputs)
     return found

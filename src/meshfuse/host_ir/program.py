@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .instructions import Collective, Communication, Instruction, Kernel, Launch, SendRecv, Wait, group_name
+from .instructions import Collective, Communication, Instruction, Kernel, Launch, Part, SendRecv, Wait, group_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class HostProgram:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(i.kernel for i in self.instructions if isinstance(i, Launch))
+        """Every kernel once, in the order of the first launches."""
+        return tuple(dict.fromkeys(i.kernel for i in self.instructions if isinstance(i, Launch)))
 
     @property
     def functions(self) -> Mapping[str, Callable[..., Any]]:
@@ -82,6 +83,8 @@ def _text(instruction: Instruction, simulated: bool) -> str:
 
 
 def _comment(instruction: Instruction | None) -> str:
+    if isinstance(instruction, (Launch, Part)) and instruction.note:
+        return f"  # {instruction.note}"
     if not isinstance(instruction, (Collective, SendRecv)):
         return ""
     about = instruction.about

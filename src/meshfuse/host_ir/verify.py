@@ -5,68 +5,70 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .instructions import Collective, Free, Instruction, Launch, SendRecv, Wait
-from .liveness import reads_of
+from .effects import effects, mentioned
+from .instructions import Collective, Free, Instruction, SendRecv, Wait
+from .memory import Book
 from .program import HostProgram
 
 
 def verify(program: HostProgram) -> None:
-    """Every name is there when it is read and freed once; each work is waited for once, before its result is read."""
-    alive = {name for name in program.params if name.startswith("v")}
-    pending: dict[str, set[str]] = {}
+    """Every name is there when it is used and freed once, and memory is written, waited for and read in this order.
+
+    In particular each work is waited for exactly once, before what it writes is read and before what it reads is
+    written or freed (`memory.Book`).
+    """
+    tensors = [name for name in program.params if name.startswith("v")]
+    alive, book = set(tensors), Book(tensors)
     for instruction in program.instructions:
         if isinstance(instruction, Free):
             assert alive.issuperset(instruction.names), f"freed twice: {instruction}"
-            assert not {n for names in pending.values() for n in names}.intersection(instruction.names)
+            book.free(instruction.names)
             alive.difference_update(instruction.names)
         elif isinstance(instruction, Wait):
-            assert instruction.work in pending, f"waited twice: {instruction}"
-            del pending[instruction.work]
+            book.finish(instruction.work)
         else:
-            _verify_reads(instruction, alive, pending)
-    assert not pending, f"never waited for: {sorted(pending)}"
-    assert alive.issuperset(filter(None, program.outputs))
-    used = {name for instruction in program.instructions for name in reads_of(instruction)}
-    assert not (alive & used).difference(program.outputs), "never freed"
+            _verify_names(instruction, alive)
+            book.step(instruction)
+    assert not book.in_flight, f"never waited for: {book.in_flight}"
+    outputs = set(filter(None, program.outputs))
+    assert alive.issuperset(outputs)
+    book.read_all(outputs)
+    assert not (alive & mentioned(program.instructions)).difference(outputs), "never freed"
 
 
-def _verify_reads(instruction: Instruction, alive: set[str], pending: dict[str, set[str]]) -> None:
-    made = _made_by(instruction)
-    assert alive.issuperset(reads_of(instruction) - made), f"reads what is not there: {instruction}"
-    in_flight = {name for names in pending.values() for name in names}
-    assert not in_flight.intersection(reads_of(instruction)), f"reads before the wait: {instruction}"
-    alive.update(made)
-    if isinstance(instruction, Collective):
-        pending[instruction.work] = set(instruction.writes)
-    elif isinstance(instruction, SendRecv):
-        pending[instruction.work] = {instruction.buffer} if instruction.kind == "recv" else set()
-
-
-def _made_by(instruction: Instruction) -> set[str]:
-    if isinstance(instruction, Launch):
-        return set(instruction.outputs)
-    if isinstance(instruction, (Collective, SendRecv)):
-        return {instruction.work}
-    assert not isinstance(instruction, (Wait, Free))
-    return {instruction.target}
+def _verify_names(instruction: Instruction, alive: set[str]) -> None:
+    found = effects(instruction)
+    needed = {*found.reads, *found.writes, *([found.shares] if found.shares else [])}
+    assert alive.issuperset(needed), f"reads what is not there: {instruction}"
+    assert alive.isdisjoint(found.makes), f"made twice: {instruction}"
+    alive.update(found.makes)
 
 
 def verify_together(programs: Sequence[HostProgram]) -> None:
-    """All ranks agree on the order of collectives in each group, and every message sent is received in order."""
+    """All ranks agree on the order of their communications, in every group and across groups.
+
+    Collectives of a group come in one order with equal kinds and sizes, every message is received, and no rank comes
+    to a communication that another reaches only after one that waits for this rank, even if none went on before all
+    of its ranks had come.
+    """
     orders: dict[tuple[int, ...], tuple[int, list[tuple[object, ...]]]] = {}
     sent: dict[tuple[int, int], list[tuple[int, str]]] = {}
     received: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    assert len({p.digest for p in programs}) == 1
     for program in programs:
-        assert len({p.digest for p in programs}) == 1
         for group, order in _collective_orders(program).items():
             first = orders.setdefault(group, (program.rank, order))
             assert first[1] == order, f"ranks {first[0]} and {program.rank} differ in group {group}"
         for message in (i for i in program.instructions if isinstance(i, SendRecv)):
-            ends = (program.rank, message.peer) if message.kind == "send" else (message.peer, program.rank)
+            ends = _ends(program.rank, message)
             (sent if message.kind == "send" else received).setdefault(ends, []).append(message.payload)
     assert sent == received, "a message is sent and not received, or the other way round"
     _verify_members(orders, programs)
-    _verify_progress(programs)
+    _verify_meetings(programs)
+
+
+def _ends(rank: int, message: SendRecv) -> tuple[int, int]:
+    return (rank, message.peer) if message.kind == "send" else (message.peer, rank)
 
 
 def _collective_orders(program: HostProgram) -> dict[tuple[int, ...], list[tuple[object, ...]]]:
@@ -85,52 +87,36 @@ def _verify_members(orders: Mapping[tuple[int, ...], object], programs: Sequence
         assert all(group in groups_of.get(rank, ()) for rank in group), f"a rank is missing in {group}"
 
 
-def _verify_progress(programs: Sequence[HostProgram]) -> None:
-    """Let all ranks run to their ends: no rank may wait for what comes after the wait of another for it."""
-    waits = {program.rank: _Progress(program) for program in programs}
-    issued: Counter[object] = Counter()
-    moved = True
-    while moved:
-        moved = any([progress.advance(issued) for progress in waits.values()])
-    stuck = {rank: progress.left[-1] for rank, progress in waits.items() if progress.left}
-    assert not stuck, f"ranks wait for each other: {stuck}"
+# A meeting is the n-th collective of a group, or the n-th message from one rank to another; and how many come to it.
+_Meeting = tuple[tuple[object, int], int]
 
 
-class _Progress:
-    """What a rank has still to issue and to wait for, the next last.
+def _meetings(program: HostProgram) -> list[_Meeting]:
+    """All that a rank takes part in, in order."""
+    numbers: Counter[object] = Counter()
+    found: list[_Meeting] = []
+    for i in program.instructions:
+        if isinstance(i, (Collective, SendRecv)):
+            place = i.group if isinstance(i, Collective) else (i.group, _ends(program.rank, i))
+            numbers[place] += 1
+            found.append(((place, numbers[place]), len(i.group) if isinstance(i, Collective) else 2))
+    return found
 
-    A meeting is the n-th collective of a group, or the n-th message between two ranks; it is over when all who take
-    part in it have come.
-    """
 
-    def __init__(self, program: HostProgram):
-        self.rank = program.rank
-        kinds = (Collective, SendRecv, Wait)
-        self.left = [i for i in reversed(program.instructions) if isinstance(i, kinds)]
-        self._numbers: Counter[object] = Counter()
-        self._meetings: dict[str, tuple[object, int]] = {}
-
-    def advance(self, issued: Counter[object]) -> bool:
-        """Go on as far as what the ranks have issued lets this one; True where that was anywhere."""
-        before = len(self.left)
-        while self.left:
-            instruction = self.left[-1]
-            if isinstance(instruction, Wait):
-                meeting, size = self._meetings[instruction.work]
-                if issued[meeting] < size:
-                    break
-            else:
-                self._issue(instruction, issued)
-            self.left.pop()
-        return len(self.left) < before
-
-    def _issue(self, call: Collective | SendRecv, issued: Counter[object]) -> None:
-        if isinstance(call, Collective):
-            place, size = (call.group,), len(call.group)
-        else:
-            ends = (self.rank, call.peer) if call.kind == "send" else (call.peer, self.rank)
-            place, size = (call.group, ends), 2
-        self._numbers[place] += 1
-        meeting = (place, self._numbers[place])
-        self._meetings[call.work] = (meeting, size)
-        issued[meeting] += 1
+def _verify_meetings(programs: Sequence[HostProgram]) -> None:
+    """Let all ranks go through their meetings, each over when all have come: all must get to their ends."""
+    left = {program.rank: _meetings(program)[::-1] for program in programs}
+    waiting: dict[object, list[int]] = {}
+    moving = [program.rank for program in programs]
+    while moving:
+        rank = moving.pop()
+        if not left[rank]:
+            continue
+        meeting, size = left[rank][-1]
+        there = waiting.setdefault(meeting, [])
+        there.append(rank)
+        if len(there) == size:
+            for member in waiting.pop(meeting):
+                left[member].pop()
+                moving.append(member)
+    assert not waiting, f"ranks wait for each other: {waiting}"

@@ -295,6 +295,7 @@ class OpDef:
     window: for an op whose one result is a window of its first operand, or the other way round: (per dim, which
     operand index result index 0 is; what stands where the operand has nothing), None where the call is no window.
     distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole.
+    into: a Python statement that writes the one result into an existing tensor, None where the call cannot.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
     torch. vjp: its gradients as ops of the table; None where it has no derivative. domain: the open interval that
     tests draw real operands from. compute: a Python function that the emitted text calls as OP.name. adjoints: ops of a
@@ -313,6 +314,7 @@ class OpDef:
     distributed: Distributed | None = None
     window: Callable[[Call], tuple[tuple[int, ...], Any] | None] | None = None
     vjp: Vjp | None = None
+    into: Callable[[Emit, str], str | None] | None = None
     domain: tuple[float, float] | None = None
     compute: Callable[..., Any] | None = None
     adjoints: tuple[OpDef, ...] = ()

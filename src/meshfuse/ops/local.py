@@ -68,6 +68,11 @@ class LocalCall:
         partial = self.result_shardings[0].partial
         return all(mesh.digit(self.rank, s.axis, s.pre, s.size) == 0 for s in partial)  # type: ignore[arg-type]
 
+    def into(self, target: str) -> list[str] | None:
+        """Python statements that write the result into an existing tensor; None for ops that make their own."""
+        made = self.call.op.into(self, target) if self.call.op.into is not None else None
+        return None if made is None else [made]
+
     def statements(self, targets: Sequence[str]) -> list[str]:
         """Python statements that assign the results to these names."""
         texts = self.text()

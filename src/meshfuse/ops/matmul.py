@@ -57,6 +57,10 @@ def _matmul_emit(e: Emit) -> str:
     return f"torch.matmul({e.operands[0]}, {e.operands[1]})"
 
 
+def _matmul_into(e: Emit, target: str) -> str:
+    return f"torch.matmul({e.operands[0]}, {e.operands[1]}, out={target})"
+
+
 def _linear_infer(call: Call) -> tuple[TensorType, ...]:
     x, w = call.types[:2]
     check_ndim("linear", "the input", x, 1)
@@ -92,6 +96,15 @@ def _linear_emit(e: Emit) -> str:
     if e.call.types[1].ndim < 3:
         return f"F.linear({e.operands[0]}, {e.operands[1]}{f', {bias}' if bias else ''})"
     return f"K.stacked_linear({e.operands[0]}, {e.operands[1]}, {bias})"
+
+
+def _linear_into(e: Emit, target: str) -> str | None:
+    x, w, bias = e.operands[0], e.operands[1], len(e.operands) == 3 and e.leads()
+    if e.call.types[1].ndim != 2 or (bias and e.call.types[0].ndim != 2):
+        return None
+    if bias:
+        return f"torch.addmm({e.operands[2]}, {x}, {w}.t(), out={target})"
+    return f"torch.matmul({x}, {w}.t(), out={target})"
 
 
 def _types(*shapes: tuple[int, ...]) -> tuple[TensorType, ...]:
@@ -132,6 +145,7 @@ OPS = (
         _matmul_flops,
         _matmul_samples,
         vjp=MATMUL,
+        into=_matmul_into,
     ),
     OpDef(
         "linear",
@@ -148,5 +162,6 @@ OPS = (
         _linear_samples,
         nvfuser=native_forms.linear,
         vjp=LINEAR,
+        into=_linear_into,
     ),
 )

@@ -69,6 +69,7 @@ class Explainer:
         yield f"  {self._maker(tensor)} at {quoted(made.line)}"
         yield from (f"  {line}" for line in self._why(tensor))
         yield from (f"  {line}" for line in self._alternative(tensor))
+        yield from (f"  {line}" for line in self._chunks(tensor))
         yield "communication for it:"
         yield from (f"  {line}" for line in self._moves(tensor))
 
@@ -160,6 +161,19 @@ class Explainer:
         if source.kind == "carry":
             return f"on the unreduced terms of {self._label(node.inputs[source.place])}"
         return "whole on every rank"
+
+    # chunks
+
+    def _chunks(self, tensor: int) -> Iterator[str]:
+        """Whether its op is worked on in chunks, and why not where that was asked for."""
+        overlapped = self.compiled.segmented.overlapped
+        for loop in overlapped.loops:
+            if tensor in loop.cuts and any(tensor in self.graph.nodes[c.node].outputs for c in loop.computes):
+                how = ", in a ring" if loop.ring else ""
+                asked = f"asked for at {_quoted(loop.stream.line)}"
+                yield f"made in {loop.chunks} chunks of {loop.cuts[tensor]}{how}, {asked}"
+        if tensor in overlapped.refused:
+            yield f"{overlapped.refused[tensor]} (asked for at {_quoted(self.graph.streams[tensor].line)})"
 
     # communication
 

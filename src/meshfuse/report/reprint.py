@@ -27,6 +27,8 @@ def definition_source(fd: DefinitionBuilder) -> str:
     body += [f"fd.add_output(t{i})" for i in fd.outputs]
     for tensor, annotation in fd.all_annotations.items():
         body += _annotation(f"t{tensor}", annotation, meshes)
+    for tensor, asked in sorted(fd.overlaps.items()):
+        body.append(f"fd.overlap(t{tensor}, {asked.chunks}, dim={asked.dim}{', ring=True' if asked.ring else ''})")
     return "\n".join([*lines, *(_INDENT + line for line in body or ["pass"])]) + "\n"
 
 
@@ -40,7 +42,8 @@ def _facts(fd: DefinitionBuilder) -> tuple[Any, ...]:
     nodes = [(node.op.name, repr(node.args), node.inputs, node.outputs) for node in fd.nodes]
     notes = {i: _annotation_facts(a) for i, a in fd.all_annotations.items() if _says_something(a)}
     tensors = [(made.type, made.stride_order) for made in fd.tensors]
-    return (tensors, repr(fd.scalars), nodes, fd.inputs, fd.outputs, notes, getattr(fd, "seed", 0))
+    overlaps = {i: asked[:3] for i, asked in fd.overlaps.items()}
+    return (tensors, repr(fd.scalars), nodes, fd.inputs, fd.outputs, notes, overlaps, getattr(fd, "seed", 0))
 
 
 def _annotation_facts(annotation: Annotation) -> tuple[Any, ...]:

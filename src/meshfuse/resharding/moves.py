@@ -58,6 +58,7 @@ class Move:
     """A step from `src` to `dst` among the ranks that differ along `axes` only (TRANSFER: between two meshes).
 
     WINDOW: `src` is the sharding of one tensor and `dst` that of another, whose indices correspond by `window`.
+    `only` (a dim, and indices of it) leaves out all elements but those of a chunk.
     """
 
     kind: MoveKind
@@ -65,14 +66,15 @@ class Move:
     src: Sharding
     dst: Sharding
     window: Window | None = None
+    only: tuple[int, lay.Runs] | None = None
 
     def held(self, shape: Sequence[int], rank: int) -> tuple[lay.Runs, ...]:
         """What the rank has, in the source's indices."""
-        return self.src.runs(self.window.source_shape if self.window else shape, rank)
+        return restricted(self.src.runs(self.window.source_shape if self.window else shape, rank), self.only)
 
     def wanted(self, shape: Sequence[int], rank: int) -> tuple[lay.Runs, ...]:
         """What the rank gets, in the target's indices."""
-        return self.dst.runs(self.window.target_shape if self.window else shape, rank)
+        return restricted(self.dst.runs(self.window.target_shape if self.window else shape, rank), self.only)
 
     def __str__(self) -> str:
         over = f"[{', '.join(map(str, self.axes))}]" if self.axes else ""
@@ -83,6 +85,14 @@ class Move:
         if self.kind is MoveKind.TRANSFER:
             return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
         return self.src.mesh.group(rank, axis_keys(self.axes))
+
+
+def restricted(index: tuple[lay.Runs, ...], only: tuple[int, lay.Runs] | None) -> tuple[lay.Runs, ...]:
+    """The indices of a box that are in a chunk of one dim."""
+    if only is None:
+        return index
+    dim, runs = only
+    return (*index[:dim], lay.intersect(index[dim], runs), *index[dim + 1 :])
 
 
 def axis_keys(axes: Sequence[Split]) -> tuple[tuple[str, int, int], ...]:
@@ -101,13 +111,18 @@ def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
     if move.kind is MoveKind.SLICE or n == 1:
         return 0.0
     if move.kind is MoveKind.ALL_REDUCE:
-        return 2.0 * (n - 1) / n * math.prod(move.src.local_shape(shape, rank))
+        return 2.0 * (n - 1) / n * count(move.held(shape, rank))
     if move.kind is MoveKind.REDUCE_SCATTER:
-        kept = math.prod(move.dst.local_shape(shape, rank))
-        return float(math.prod(move.src.local_shape(shape, rank)) - kept)
+        kept = count(move.wanted(shape, rank))
+        return float(count(move.held(shape, rank)) - kept)
     if move.kind is MoveKind.ALL_GATHER:
-        return float((n - 1) * math.prod(move.src.local_shape(shape, rank)))
+        return float((n - 1) * count(move.held(shape, rank)))
     return float(sum(piece.numel for piece in pieces(move, tuple(shape)) if piece.source == rank != piece.target))
+
+
+def count(index: Sequence[lay.Runs]) -> int:
+    """Elements of a box of indices."""
+    return math.prod(map(lay.count, index))
 
 
 @dataclass(frozen=True, slots=True)

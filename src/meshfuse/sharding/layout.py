@@ -107,6 +107,22 @@ def without_streams(layout: Layout, n: int) -> Layout:
     return canonical(tuple(Split(s.size) if s.axis == STREAM else s for s in padded(layout, n)), n)
 
 
+def stream_count(layout: Layout) -> int:
+    """The number of chunks that a layout cuts a dim into."""
+    return math.prod(s.size or 1 for s in layout if s.axis == STREAM)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def chunk_runs(layout: Layout, n: int, chunk: int) -> Runs:
+    """The indices of one chunk of a dim of size n, whichever ranks hold them."""
+    digits: list[int] = []
+    for split in reversed([s for s in layout if s.axis == STREAM]):
+        chunk, digit = divmod(chunk, split.size or 1)
+        digits.append(digit)
+    in_time = tuple(Split(s.size, "chunk") if s.axis == STREAM else Split(s.size) for s in layout)
+    return runs(in_time, n, tuple(reversed(digits)))
+
+
 def axes(layout: Layout) -> tuple[Split, ...]:
     """The bound splits of a layout."""
     return tuple(split for split in layout if split.bound)
@@ -136,6 +152,11 @@ def runs(layout: Layout, n: int, digits: tuple[int, ...]) -> Runs:
         else:
             intervals = [(a * split.size, b * split.size) for a, b in intervals]
     return _clip(intervals, n)
+
+
+def as_runs(intervals: list[tuple[int, int]]) -> Runs:
+    """Ascending intervals as runs: neighbours as one, empty ones left out."""
+    return _clip([(a, b) for a, b in intervals if a < b], max((b for _, b in intervals), default=0))
 
 
 def _clip(intervals: list[tuple[int, int]], n: int) -> Runs:

@@ -1,0 +1,34 @@
+"""What `fd.overlap` asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import SourceLine, user_error
+from .loop import as_int
+
+if TYPE_CHECKING:
+    from .tensor_view import TensorView
+
+
+class Overlap(NamedTuple):
+    """A tensor to be worked on in chunks of a dim, in a ring or not; and the user's line that asks for it."""
+
+    dim: int
+    chunks: int
+    ring: bool
+    line: SourceLine
+
+
+def checked_overlap(tensor: TensorView, chunks: Any, dim: Any, ring: Any, line: SourceLine) -> Overlap:
+    """Raises DefinitionError for what is no number of chunks, no dim of the tensor or no bool."""
+    what, count, place = f"overlap of {tensor.label}", as_int(chunks), as_int(dim)
+    if count is None or count < 1:
+        raise user_error(
+            f"{what}: chunks", repr(chunks), "an int >= 1", "Pass how many chunks to cut the dim into.", line
+        )
+    if place is None or not -tensor.ndim <= place < tensor.ndim:
+        raise user_error(f"{what}: no such dim", repr(dim), f"a dim of {tensor.type}", "Pass an existing dim.", line)
+    if not isinstance(ring, bool):
+        raise user_error(f"{what}: ring", repr(ring), "True or False", "Pass ring=True for a ring of messages.", line)
+    return Overlap(place % tensor.ndim, count, ring, line)

@@ -1,0 +1,405 @@
+"""A loop over chunks on one rank, written out chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..graph import Graph
+from ..ops.local import LocalCall
+from ..overlap import ChunkLoop
+from ..resharding.insert import Compute, Set, Value
+from ..resharding.moves import MoveKind, count, restricted
+from ..sharding import layout as lay
+from ..sharding.layout import Runs
+from .communicate import dense, local_box, lower_move
+from .instructions import (
+    Allocate,
+    Box,
+    Fold,
+    Instruction,
+    Kernel,
+    Launch,
+    Pack,
+    Part,
+    Put,
+    SendRecv,
+    View,
+    Wait,
+    box_text,
+)
+
+if TYPE_CHECKING:
+    from .lower import Lowering
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCall(LocalCall):
+    """A call on one rank for one chunk: `operand_only` and `result_only` are the chunk's dim and indices of each."""
+
+    operand_only: tuple[tuple[int, Runs] | None, ...] = ()
+    result_only: tuple[tuple[int, Runs] | None, ...] = ()
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(_shape(self.operand_runs(i)) for i in range(len(self.call.types)))
+
+    @property
+    def result_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(_shape(self.result_runs(i)) for i in range(len(self.call.results)))
+
+    def operand_runs(self, operand: int) -> tuple[Runs, ...]:
+        runs = self.operand_shardings[operand].runs(self.call.types[operand].shape, self.rank)
+        return restricted(runs, self.operand_only[operand])
+
+    def result_runs(self, result: int) -> tuple[Runs, ...]:
+        runs = self.result_shardings[result].runs(self.call.results[result].shape, self.rank)
+        return restricted(runs, self.result_only[result])
+
+
+def _shape(index: Sequence[Runs]) -> tuple[int, ...]:
+    return tuple(map(lay.count, index))
+
+
+def lower_loop(low: Lowering, loop: ChunkLoop) -> list[Instruction]:
+    """The instructions of a loop on the lowering's rank; none outside of its mesh."""
+    if low.rank not in loop.mesh:
+        return []
+    return _Loop(low, loop).run()
+
+
+class _Loop:
+    """Names: `v6` is a whole tensor, `v6_2` its chunk 2: a part of its memory, or a tensor of its own."""
+
+    def __init__(self, low: Lowering, loop: ChunkLoop):
+        self.low, self.loop, self.rank = low, loop, low.rank
+        self.out: list[Instruction] = []
+        self.made = set(loop.outputs)
+        self.known: dict[tuple[int, int], str] = {}
+        self.kernels: dict[tuple[str, ...], Kernel] = {}
+        self.whole = {v for v in loop.outputs if low.is_read_outside(loop, v)}
+        self.parts = {v for v in self.whole if self._lies_in_parts(v)}
+        self.into = {s.source: s.target for s in loop.moves if self._in_place(s)}
+
+    @property
+    def graph(self) -> Graph:
+        return self.low.graph
+
+    def run(self) -> list[Instruction]:
+        for v in self.loop.outputs:
+            if v in self.whole and not self._is_scattered(v):
+                kind = self.graph.tensors[self._value(v).tensor].type
+                self.out.append(Allocate(self.low.name(v), _shape(self._held(v)), kind.dtype))
+        if self.loop.ring == "gather":
+            self._gather_ring()
+        elif self.loop.ring == "scatter":
+            self._scatter_ring()
+        else:
+            self._in_turn()
+        return self.out
+
+    # facts
+
+    def _value(self, v: int) -> Value:
+        return self.low.values[v]
+
+    def _held(self, v: int, chunk: int | None = None) -> tuple[Runs, ...]:
+        """The global indices of the value's elements on this rank, all or a chunk's."""
+        value = self._value(v)
+        runs = value.sharding.runs(self.graph.shape(value.tensor), self.rank)
+        return runs if chunk is None else restricted(runs, self._only(v, chunk))
+
+    def _only(self, v: int, chunk: int) -> tuple[int, Runs] | None:
+        tensor = self._value(v).tensor
+        if tensor not in self.loop.cuts:
+            return None
+        return self.loop.only(tensor, chunk)
+
+    def _box(self, v: int, chunk: int) -> Box:
+        return local_box(self._held(v), self._held(v, chunk))
+
+    def _lies_in_parts(self, v: int) -> bool:
+        """Whether all chunks of a whole can be written in their places: by a collective where they are dense there."""
+        shape, boxes = _shape(self._held(v)), [self._box(v, c) for c in range(self.loop.chunks)]
+        if any(v in s.outputs for s in self.loop.computes):
+            return all("K." not in box_text(box, shape) for box in boxes)
+        return all(dense(box, shape) for box in boxes)
+
+    def _in_place(self, step: Set) -> bool:
+        """An all-reduce whose source nothing else reads: its source is written where its target will be."""
+        if step.move.kind is not MoveKind.ALL_REDUCE or step.target not in self.parts or self.loop.ring:
+            return False
+        return step.source in self.made and step.source not in self.whole and self.low.readers[step.source] == 1
+
+    def _is_scattered(self, v: int) -> bool:
+        """The result of a ring that scatters, of which this rank makes one chunk: the whole is that chunk."""
+        if self.loop.ring != "scatter" or v != self.loop.moves[-1].target:
+            return False
+        return self._ring(self.loop.moves[-1]).inner == 1 and bool(count(self._held(v)))
+
+    def _is_fresh(self, v: int) -> bool:
+        """Whether chunks of a value lie in memory that nothing else reads, so that they may be written to."""
+        return v in self.made and v not in self.whole and self.low.is_fresh(v)
+
+    def _note(self, chunk: int) -> str:
+        return f"chunk {chunk + 1} of {self.loop.chunks}"
+
+    # chunks by name
+
+    def _read(self, v: int, chunk: int) -> str:
+        """The name of a chunk (or of the whole, of what is not cut), made a view if it comes from outside."""
+        if (v, chunk) in self.known:
+            return self.known[v, chunk]
+        if self._only(v, chunk) is None:
+            return self.low.name(v)
+        assert v not in self.made
+        name = self.known[v, chunk] = self.low.new_name(f"v{v}_{chunk}", self.loop.id)
+        self.out.append(View(name, self.low.name(v), self._box(v, chunk), _shape(self._held(v))))
+        return name
+
+    def _target(self, v: int, chunk: int) -> tuple[str, bool]:
+        """The name of a chunk to be made, and whether it is a part of a whole that is there."""
+        if (v, chunk) in self.known:
+            return self.known[v, chunk], True
+        if v in self.into:
+            name, placed = self._target(self.into[v], chunk)
+        else:
+            name, placed = self.low.new_name(f"v{v}_{chunk}", self.loop.id), v in self.parts
+            if placed:
+                box, shape = self._box(v, chunk), _shape(self._held(v))
+                self.out.append(Part(name, self.low.name(v), box, shape, self._note(chunk)))
+        self.known[v, chunk] = name
+        return name, placed
+
+    def _store(self, v: int, chunk: int) -> None:
+        """Put a chunk that lies in memory of its own into the whole."""
+        if v in self.whole and v not in self.parts:
+            box, shape = self._box(v, chunk), _shape(self._held(v))
+            self.out.append(Put(self.low.name(v), box, shape, self.known[v, chunk]))
+
+    # one step
+
+    def _in_turn(self) -> None:
+        """Chunk by chunk; what is gathered for the next chunk is asked for before this one is computed."""
+        steps = self.loop.steps
+        first = next(i for i, s in enumerate(steps) if isinstance(s, Compute))
+        chunks = self.loop.filled
+        for place in range(len(chunks) + 1):
+            for step in steps[:first] if place < len(chunks) else ():
+                self._step(step, chunks[place])
+            for step in steps[first:] if place else ():
+                self._step(step, chunks[place - 1])
+
+    def _step(self, step: Compute | Set, chunk: int) -> None:
+        if isinstance(step, Compute):
+            self._compute(step, chunk)
+        else:
+            self._move(step, chunk)
+
+    def _compute(self, step: Compute, chunk: int) -> None:
+        inputs = [self._read(v, chunk) for v in step.inputs]
+        targets = [self._target(v, chunk) for v in step.outputs]
+        kernel, scalars = self._kernel(step, chunk, tuple(placed for _, placed in targets))
+        placed = [name for name, is_there in targets if is_there]
+        arguments = (*dict.fromkeys(inputs), *placed, *scalars)
+        made = tuple(name for name, is_there in targets if not is_there)
+        self.out.append(Launch(kernel, arguments, made, self._note(chunk)))
+        for v in step.outputs:
+            self._store(v, chunk)
+
+    def _kernel(self, step: Compute, chunk: int, placed: tuple[bool, ...]) -> tuple[Kernel, tuple[str, ...]]:
+        """The function of an op on a chunk, which chunks of equal text share."""
+        call = self._call(step, chunk)
+        given = list(dict.fromkeys(self.low.name(v) for v in step.inputs))
+        targets = [f"v{v}" for v in step.outputs]
+        filled = [t for t, is_there in zip(targets, placed, strict=True) if is_there]
+        lines = _lines(call, targets, filled)
+        scalars = self.low.scalar_params([step], lines)
+        params = (*given, *filled, *scalars)
+        results = tuple(t for t in targets if t not in filled)
+        key = (self.graph.nodes[step.node].name, *params, "", *lines)
+        if key not in self.kernels:
+            name = f"loop_{self.loop.id}" + (f"_{len(self.kernels)}" if self.kernels else "")
+            flops, nbytes = self.low.cost(step)
+            share = self._share(step, chunk)
+            written = tuple(range(len(given), len(given) + len(filled)))
+            functions = self.low.functions([step])
+            made = Kernel(name, params, tuple(lines), results, functions, flops * share, nbytes * share, written)
+            self.kernels[key] = made
+        return self.kernels[key], scalars
+
+    def _share(self, step: Compute, chunk: int) -> float:
+        """The part of an op's work that is in a chunk."""
+        whole = count(self._held(step.outputs[0]))
+        return count(self._held(step.outputs[0], chunk)) / whole if whole else 0.0
+
+    def _call(self, step: Compute, chunk: int) -> ChunkCall:
+        node = self.graph.nodes[step.node]
+        return ChunkCall(
+            node.call, [self.low.name(v) for v in step.inputs], step.placement.operands, step.placement.results,
+            self.rank, self.low.scalar_text, node.origin,
+            tuple(self._only(v, chunk) for v in step.inputs), tuple(self._only(v, chunk) for v in step.outputs),
+        )  # fmt: skip
+
+    def _move(self, step: Set, chunk: int) -> None:
+        source = self._read(step.source, chunk)
+        fresh = self._is_fresh(step.source)
+        target, placed = self._target(step.target, chunk)
+        context = self.low.move_context(step, source, target, fresh)
+        about = replace(context.about, why=f"{context.about.why}, {self._note(chunk)}")
+        only = self._only(step.source, chunk)
+        move = replace(step.move, only=only)
+        context = replace(context, move=move, about=about, work=f"w{step.target}_{chunk}", placed=placed)
+        context = replace(context, about=replace(about, wire=self.low.wire(move, step.source)))
+        self.out.extend(lower_move(context))
+        self._store(step.target, chunk)
+
+    # rings
+
+    def _ring(self, step: Set) -> Ring:
+        group = step.move.group(self.rank)
+        return Ring(group, group.index(self.rank), self.loop.chunks // len(group))
+
+    def _message(self, step: Set, kind: str, peer: int, name: str, chunk: int, size: int) -> SendRecv:
+        context = self.low.move_context(step, "", "", False)
+        kind_of = self.graph.tensors[self._value(step.source).tensor].type.dtype
+        wire = float(size * kind_of.itemsize) if kind == "send" else 0.0
+        about = replace(context.about, wire=wire, why=f"{step.why}, {self._note(chunk)}")
+        work = f"w{step.target}_{chunk}_{'to' if kind == 'send' else 'from'}"
+        return SendRecv(work, step.move.group(self.rank), kind, peer, name, about, (size, kind_of.value))
+
+    def _gather_ring(self) -> None:
+        """Each shard goes to the rank before; a rank works on its own, then on that of the rank after it, and so on."""
+        step = self.loop.moves[0]
+        ring = self._ring(step)
+        rest = [s for s in self.loop.steps if s is not step]
+        for chunk in ring.block(ring.index):
+            self._own_shard(step, chunk)
+        for turn in range(ring.size):
+            last = turn == ring.size - 1
+            for here, there in zip(ring.block(ring.index + turn), ring.block(ring.index + turn + 1), strict=True):
+                if not last:
+                    self._pass_on(step, ring, here, there)
+                if count(self._global(step, here)):
+                    for other in rest:
+                        self._step(other, here)
+
+    def _global(self, step: Set, chunk: int) -> tuple[Runs, ...]:
+        return self._held(step.target, chunk)
+
+    def _own_shard(self, step: Set, chunk: int) -> None:
+        """The rank's own shard as a chunk of the gathered tensor."""
+        if not count(self._global(step, chunk)):
+            return
+        source = self._read(step.source, chunk)
+        if step.target in self.parts:
+            name, _ = self._target(step.target, chunk)
+            shape = _shape(self._held(step.target, chunk))
+            self.out.append(Put(name, tuple(((0, n),) for n in shape), shape, source))
+        else:
+            self.known[step.target, chunk] = source
+            self._store(step.target, chunk)
+
+    def _pass_on(self, step: Set, ring: Ring, here: int, there: int) -> None:
+        """Send the shard at hand to the rank before and get the next one from the rank after."""
+        messages: list[tuple[int, list[Instruction]]] = []
+        sent, got = count(self._global(step, here)), count(self._global(step, there))
+        waits: list[Instruction] = []
+        if sent:
+            name = f"v{step.target}_{here}_sent"
+            shape = _shape(self._held(step.target, here))
+            pack = Pack(name, self.known[step.target, here], (tuple(((0, n),) for n in shape),), shape)
+            call = self._message(step, "send", ring.before, name, here, sent)
+            messages.append((ring.index, [pack, call]))
+            waits.append(Wait(call.work))
+        if got:
+            name, placed = self._target(step.target, there)
+            shape = _shape(self._held(step.target, there))
+            dtype = self.graph.tensors[self._value(step.target).tensor].type.dtype
+            call = self._message(step, "recv", ring.after, name, there, got)
+            messages.append(((ring.index + 1) % ring.size, [call] if placed else [Allocate(name, shape, dtype), call]))
+            waits.insert(0, Wait(call.work))
+        for _, part in sorted(messages, key=lambda entry: entry[0]):
+            self.out.extend(part)
+        self.out.extend(waits)
+        if got:
+            self._store(step.target, there)
+
+    def _scatter_ring(self) -> None:
+        """The sum of each chunk goes round by way of all ranks, each adding its term, and ends where it belongs."""
+        step = self.loop.moves[-1]
+        ring, rest = self._ring(step), [s for s in self.loop.steps if s is not step]
+        for turn in range(ring.size):
+            here, there = ring.block(ring.index - 1 - turn), ring.block(ring.index - 2 - turn)
+            for chunk, following in zip(here, there, strict=True):
+                last = turn == ring.size - 1
+                coming = [] if last else self._coming(step, ring, following)
+                # Both ends of every message issue it at the same place in one order of all messages.
+                self.out += coming if ring.index else []
+                if count(self._held(step.source, chunk)):
+                    self._add_term(step, ring, turn, chunk, rest)
+                self.out += [] if ring.index else coming
+
+    def _coming(self, step: Set, ring: Ring, chunk: int) -> list[Instruction]:
+        """Ask for the sum so far of a chunk, which the rank before sends after this turn."""
+        shape, size = _shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
+        dtype = self.graph.tensors[self._value(step.source).tensor].type.dtype
+        name = f"v{step.target}_{chunk}_sum"
+        call = self._message(step, "recv", ring.before, name, chunk, size)
+        return [Allocate(name, shape, dtype), call] if size else []
+
+    def _add_term(self, step: Set, ring: Ring, turn: int, chunk: int, rest: Sequence[Compute | Set]) -> None:
+        """Compute the rank's term of a chunk, add it to the sum that came, and send that on or keep it."""
+        shape, size = _shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
+        whole: Box = tuple(((0, n),) for n in shape)
+        for other in rest:
+            self._step(other, chunk)
+        mine = self.known[step.source, chunk]
+        if turn:
+            come, term, mine = f"v{step.target}_{chunk}_sum", mine, f"v{step.target}_{chunk}_sums"
+            self.out.append(Wait(f"w{step.target}_{chunk}_from"))
+            self.out.append(Fold(mine, come, 1, shape, step.move.src.reduce, term))
+        if turn < ring.size - 1:
+            sent = f"v{step.target}_{chunk}_sent"
+            call = self._message(step, "send", ring.after, sent, chunk, size)
+            self.out += [Pack(sent, mine, (whole,), shape), call, Wait(call.work)]
+        elif self._is_scattered(step.target):
+            self.out.append(View(self.low.name(step.target), mine, whole, shape))
+        elif step.target in self.whole:
+            box = self._box(step.target, chunk)
+            self.out.append(Put(self.low.name(step.target), box, _shape(self._held(step.target)), mine))
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A rank's place among the ranks of a ring, and how many chunks each shard is cut into."""
+
+    group: tuple[int, ...]
+    index: int
+    inner: int
+
+    @property
+    def size(self) -> int:
+        return len(self.group)
+
+    @property
+    def before(self) -> int:
+        return self.group[self.index - 1]
+
+    @property
+    def after(self) -> int:
+        return self.group[(self.index + 1) % self.size]
+
+    def block(self, place: int) -> range:
+        """The chunks of the shard of the rank at this place, counted round."""
+        start = place % self.size * self.inner
+        return range(start, start + self.inner)
+
+
+def _lines(call: ChunkCall, targets: Sequence[str], filled: Sequence[str]) -> list[str]:
+    """Python of an op's results, those in `filled` written into the tensors of these names."""
+    if len(targets) == 1 and filled and (text := call.into(targets[0])) is not None:
+        return text
+    names = [f"{t}_new" if t in filled else t for t in targets]
+    return [*call.statements(names), *(f"{t}.copy_({t}_new)" for t in filled)]

@@ -1,0 +1,92 @@
+"""Which instructions must come before which: through the names that they make and the memory that they touch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .effects import Effects, effects
+from .instructions import Collective, Instruction, Part, SendRecv, Wait
+
+
+class _Memory:
+    """The accesses to one buffer (or to one part of it) so far: the last write and the reads since."""
+
+    __slots__ = ("parts", "reads", "whole", "write")
+
+    def __init__(self, whole: _Memory | None = None):
+        self.write = -1
+        self.reads: list[int] = []
+        self.whole = whole
+        self.parts: list[_Memory] = []
+
+    def related(self) -> list[_Memory]:
+        """What shares elements with it."""
+        return [self, *self.parts] if self.whole is None else [self, self.whole]
+
+
+def dependences(body: Sequence[Instruction]) -> list[tuple[int, ...]]:
+    """For every place the places before it that it must stay behind."""
+    return _Dependences(body).run()
+
+
+class _Dependences:
+    def __init__(self, body: Sequence[Instruction]):
+        self.body = body
+        self.maker: dict[str, int] = {}
+        self.memory: dict[str, _Memory] = {}
+        self.works: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+    def run(self) -> list[tuple[int, ...]]:
+        return [tuple(self._before(place, ins)) for place, ins in enumerate(self.body)]
+
+    def _before(self, place: int, ins: Instruction) -> set[int]:
+        found = effects(ins)
+        if isinstance(ins, Wait):
+            found = Effects(*self.works[ins.work], (), ins.work)
+        before = {self.maker[n] for n in (*found.reads, *found.writes, found.shares) if n in self.maker}
+        for name in found.reads:
+            self._read(name, place, before)
+        for name in found.writes:
+            self._write(name, place, before)
+        if isinstance(ins, (Collective, SendRecv)):
+            self.works[ins.work] = found.reads, found.writes
+        else:
+            self._share(ins, found)
+        for name in found.makes:
+            self.maker[name] = place
+        before.discard(place)
+        return before
+
+    def _share(self, ins: Instruction, found: Effects) -> None:
+        """What lies in the memory of another buffer is that memory; a part is one of its own."""
+        if not found.shares or not found.makes:
+            return
+        source = self._of(found.shares)
+        if isinstance(ins, Part):
+            memory = _Memory(source)
+            source.parts.append(memory)
+            source = memory
+        self.memory[found.makes[0]] = source
+
+    def _of(self, name: str) -> _Memory:
+        found = self.memory.get(name)
+        if found is None:
+            found = self.memory[name] = _Memory()
+        return found
+
+    def _read(self, name: str, place: int, before: set[int]) -> None:
+        memory = self._of(name)
+        for other in memory.related():
+            if other.write >= 0:
+                before.add(other.write)
+        memory.reads.append(place)
+
+    def _write(self, name: str, place: int, before: set[int]) -> None:
+        memory = self._of(name)
+        for other in memory.related():
+            if other.write >= 0:
+                before.add(other.write)
+            before.update(other.reads)
+            if other is memory or memory.whole is None:
+                other.reads = []
+        memory.write = place

@@ -1,0 +1,531 @@
+"""Ops and moves that are worked on in chunks: what a stream on a dim, or `fd.overlap`, asks for.
+
+A loop holds an op (or several in a row), the moves that bring its operands and those that take its results. Cut along
+one dim, one chunk's collective runs while the next chunk is computed (Wang et al., "Overlap Communication with
+Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). In a ring every rank begins with
+its own shard, and shards, or sums of them, travel from rank to rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .graph import Graph, Stream
+from .mesh import STREAM, DeviceMesh
+from .ops.base import DimFactors, FactorKind, Rule
+from .resharding.insert import Compute, ReshardedDefinition, Set, Step
+from .resharding.moves import MoveKind, count, restricted
+from .sharding import layout as lay
+from .sharding.layout import Layout, Split
+
+_CHUNKED = (
+    MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.ALL_GATHER, MoveKind.ALL_TO_ALL, MoveKind.EXCHANGE,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A dim of a tensor in chunks: the indices of each. `layout` says the same in factors; None where none can."""
+
+    dim: int
+    chunks: tuple[lay.Runs, ...]
+    layout: Layout | None
+
+    @classmethod
+    def of(cls, dim: int, layout: Layout, n: int) -> Cut:
+        """The chunks that a layout, with its stream, cuts a dim of size n into."""
+        layout = lay.canonical(layout, n)
+        chunks = tuple(lay.chunk_runs(layout, n, c) for c in range(lay.stream_count(layout)))
+        return cls(dim, chunks, layout)
+
+    def __str__(self) -> str:
+        return f"dim {self.dim}{f' {lay.text(self.layout)}' if self.layout is not None else ''}"
+
+
+Cuts = Mapping[int, Cut]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLoop:
+    """Steps done chunk by chunk. `cuts` says of every tensor that is cut how.
+
+    `ring` is "" for collectives per chunk, "gather" where shards of an operand travel round, and "scatter" where sums
+    do. `asked` is the tensor that the user named, at `line`.
+    """
+
+    id: int
+    steps: tuple[Step, ...]
+    cuts: Cuts
+    chunks: int
+    ring: str
+    asked: int
+    stream: Stream
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of all its steps."""
+        return step_mesh(self.steps[0])
+
+    @property
+    def computes(self) -> tuple[Compute, ...]:
+        return tuple(s for s in self.steps if isinstance(s, Compute))
+
+    @property
+    def moves(self) -> tuple[Set, ...]:
+        return tuple(s for s in self.steps if isinstance(s, Set))
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Values that come from outside."""
+        made = set(self.outputs)
+        return tuple(dict.fromkeys(v for s in self.steps for v in taken(s) if v not in made))
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """All values that it makes."""
+        return tuple(v for s in self.steps for v in made_by(s))
+
+    def only(self, tensor: int, chunk: int) -> tuple[int, lay.Runs]:
+        """The dim, and the indices of it, that a chunk of a tensor has."""
+        cut = self.cuts[tensor]
+        return cut.dim, cut.chunks[chunk]
+
+    @property
+    def filled(self) -> list[int]:
+        """The chunks that are not empty."""
+        cut = next(iter(self.cuts.values()))
+        return [number for number, runs in enumerate(cut.chunks) if runs]
+
+
+@dataclass(frozen=True, slots=True)
+class OverlappedDefinition:
+    """The steps of a resharded definition, some of them in loops. `refused` says why a tensor's stream is none."""
+
+    resharded: ReshardedDefinition
+    parts: tuple[Step | ChunkLoop, ...]
+    refused: Mapping[int, str]
+
+    @property
+    def loops(self) -> tuple[ChunkLoop, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ChunkLoop))
+
+    def verify(self) -> None:
+        """Every step is there once, after what it reads."""
+        steps = [s for part in self.parts for s in (part.steps if isinstance(part, ChunkLoop) else (part,))]
+        assert len(steps) == len(self.resharded.steps)
+        known = set(self.resharded.inputs)
+        for step in steps:
+            assert known.issuperset(taken(step)) and known.isdisjoint(made_by(step))
+            known.update(made_by(step))
+
+    def __str__(self) -> str:
+        graph = self.resharded.graph
+        lines = []
+        for loop in self.loops:
+            cut = loop.cuts[loop.asked]
+            how = f" in a ring ({loop.ring})" if loop.ring else ""
+            names = ", ".join(_step_name(graph, step) for step in loop.steps)
+            label = graph.tensors[loop.asked].label
+            lines.append(f"loop {loop.id}: {loop.chunks} chunks of {cut}{how}: {names}  # asked of {label}")
+        for tensor, why in self.refused.items():
+            lines.append(f"{graph.tensors[tensor].label}: {why}")
+        return "\n".join(lines)
+
+
+def _step_name(graph: Graph, step: Step) -> str:
+    return graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value
+
+
+def taken(step: Step) -> tuple[int, ...]:
+    """The values that a step reads."""
+    return step.inputs if isinstance(step, Compute) else (step.source,)
+
+
+def made_by(step: Step) -> tuple[int, ...]:
+    """The values that a step makes."""
+    return step.outputs if isinstance(step, Compute) else (step.target,)
+
+
+def step_mesh(step: Step) -> DeviceMesh:
+    """The mesh that a step runs on (of a transfer, the one that it comes from)."""
+    return step.placement.results[0].mesh if isinstance(step, Compute) else step.move.src.mesh
+
+
+def overlap(resharded: ReshardedDefinition) -> OverlappedDefinition:
+    """Put what the graph's streams ask for into loops, and leave everything else as it is."""
+    if not resharded.graph.streams:
+        return OverlappedDefinition(resharded, resharded.steps, {})
+    builder = _Builder(resharded)
+    builder.build()
+    parts = builder.ordered()
+    done = OverlappedDefinition(resharded, parts, builder.refused)
+    done.verify()
+    return done
+
+
+class Refused(Exception):
+    """Why a stream cannot be used."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A loop that is being made, by the places of its steps."""
+
+    tensor: int
+    stream: Stream
+    steps: set[int] = field(default_factory=set)
+    cuts: dict[int, Cut] = field(default_factory=dict)
+    ring: str = ""
+
+
+class _Builder:
+    def __init__(self, resharded: ReshardedDefinition):
+        self.resharded, self.graph = resharded, resharded.graph
+        self.steps = resharded.steps
+        self.refused: dict[int, str] = {}
+        self.drafts: list[_Draft] = []
+        self.in_draft: dict[int, _Draft] = {}
+        self.maker = {v: place for place, step in enumerate(self.steps) for v in made_by(step)}
+        self.readers: dict[int, list[int]] = {}
+        self.of_node: dict[int, int] = {}
+        for place, step in enumerate(self.steps):
+            for v in taken(step):
+                self.readers.setdefault(v, []).append(place)
+            if isinstance(step, Compute):
+                self.of_node[step.node] = place
+
+    def build(self) -> None:
+        for tensor, stream in self.graph.streams.items():
+            try:
+                self._ask(tensor, stream)
+            except Refused as why:
+                self.refused[tensor] = f"not chunked, {why}"
+
+    # where a loop begins
+
+    def _ask(self, tensor: int, stream: Stream) -> None:
+        if any(tensor in draft.cuts for draft in self.drafts):
+            return
+        if stream.chunks == 1:
+            raise Refused("as one chunk is the whole")
+        draft = _Draft(tensor, stream)
+        seeds = self._seeds(tensor)
+        if not seeds:
+            raise Refused("as no product is made of it, and no op that can be cut makes it")
+        for place in seeds:
+            self._check_free(place)
+        draft.steps.update(seeds)
+        self._cut(draft, tensor, self._chosen(draft, tensor, stream))
+        if sum(map(bool, draft.cuts[tensor].chunks)) < 2:
+            raise Refused(f"as dim {stream.dim} of size {self.graph.shape(tensor)[stream.dim]} makes only one chunk")
+        earlier = self._joinable(draft)
+        if earlier is not None:
+            earlier.steps |= draft.steps
+            earlier.cuts.update(draft.cuts)
+            draft = earlier
+            self._grow(draft) if not draft.ring else None
+        else:
+            self._grow(draft)
+            self.drafts.append(draft)
+        self.in_draft.update(dict.fromkeys(draft.steps, draft))
+
+    def _joinable(self, draft: _Draft) -> _Draft | None:
+        """A loop that makes what this one reads, cut in the same way: the two are one."""
+        read = {v for place in draft.steps for v in taken(self.steps[place])}
+        for other in self.drafts:
+            made = {v for place in other.steps for v in made_by(self.steps[place])}
+            same = all(other.cuts.get(t, cut) == cut for t, cut in draft.cuts.items())
+            if made & read and same and other.ring != "scatter" and self._convex(other.steps | draft.steps):
+                return other
+        return None
+
+    def _check_free(self, place: int) -> None:
+        if place in self.in_draft:
+            other = self.graph.tensors[self.in_draft[place].tensor].label
+            raise Refused(f"as its op is cut as {other} asks")
+
+    def _seeds(self, tensor: int) -> list[int]:
+        """The op that makes the tensor, or those from it to the first products that read what comes of it."""
+        producer = self._producer(tensor)
+        if producer is not None:
+            return [producer]
+        return sorted(self._forward(tensor, 8))
+
+    def _producer(self, tensor: int) -> int | None:
+        made = [v.id for v in self.resharded.values if v.tensor == tensor and v.id in self.maker]
+        found = [self.maker[v] for v in made if isinstance(self.steps[self.maker[v]], Compute)]
+        return found[0] if found else None
+
+    def _forward(self, tensor: int, depth: int) -> set[int]:
+        """Places of the products that read the tensor, with the ops in between."""
+        found: set[int] = set()
+        for value in self.resharded.values:
+            for place in self.readers.get(value.id, ()) if value.tensor == tensor else ():
+                step = self.steps[place]
+                if isinstance(step, Compute) and depth:
+                    node = self.graph.nodes[step.node]
+                    if any(f.kind is FactorKind.REDUCE for f in node.rule.factors):
+                        found.add(place)
+                    elif len(node.outputs) == 1 and (after := self._forward(node.outputs[0], depth - 1)):
+                        found |= {place, *after}
+        return found
+
+    # where a tensor is cut
+
+    def _cut(self, draft: _Draft, tensor: int, cut: Cut) -> None:
+        """Cut a tensor, and with it all that the loop's ops make of it or make it of."""
+        draft.cuts[tensor] = cut
+        for place in sorted(draft.steps):
+            step = self.steps[place]
+            if isinstance(step, Compute):
+                self._cut_op(draft, step)
+        for place in draft.steps:
+            step = self.steps[place]
+            if isinstance(step, Compute):
+                missing = [t for t in self.graph.nodes[step.node].outputs if t not in draft.cuts]
+                if missing:
+                    raise Refused(f"as {self.graph.nodes[step.node].name} makes it as a whole")
+
+    def _cut_op(self, draft: _Draft, step: Compute) -> None:
+        node = self.graph.nodes[step.node]
+        rule, shapes = node.rule, [*(t.shape for t in node.call.types), *(t.shape for t in node.call.results)]
+        dims = [*rule.operands, *rule.results]
+        tensors = [*node.inputs, *node.outputs]
+        known = next((p for p, t in enumerate(tensors) if t in draft.cuts), None)
+        if known is None:
+            return
+        factor, part = _factor_cut(rule, dims[known], shapes[known], draft.cuts[tensors[known]], node.name)
+        for place, tensor in enumerate(tensors):
+            found = _dim_cut(rule, dims[place], shapes[place], factor, part)
+            if found is None:
+                continue
+            if draft.cuts.setdefault(tensor, found) != found:
+                raise Refused(f"as {node.name} would have to cut {self.graph.tensors[tensor].label} in two ways")
+
+    # the moves around the ops
+
+    def _grow(self, draft: _Draft) -> None:
+        before, after = self._around(draft, forward=False), self._around(draft, forward=True)
+        if draft.stream.ring and self._in_ring(draft, before, after):
+            return
+        for place in [*before, *after]:
+            if not self._convex({*draft.steps, place}):
+                continue
+            draft.steps.add(place)
+
+    def _around(self, draft: _Draft, forward: bool) -> list[int]:
+        """Moves of cut tensors before (or after) the ops, the nearest first."""
+        found: list[int] = []
+        for place in sorted(draft.steps):
+            values = made_by(self.steps[place]) if forward else taken(self.steps[place])
+            todo = list(values)
+            while todo:
+                value = todo.pop()
+                near = self.readers.get(value, []) if forward else [self.maker[value]] if value in self.maker else []
+                for move in near:
+                    if self._is_chunked_move(draft, move) and move not in found:
+                        found.append(move)
+                        todo += made_by(self.steps[move]) if forward else taken(self.steps[move])
+        return found
+
+    def _is_chunked_move(self, draft: _Draft, place: int) -> bool:
+        step = self.steps[place]
+        if not isinstance(step, Set) or step.node is not None or place in self.in_draft:
+            return False
+        tensor = self.resharded.values[step.source].tensor
+        return step.move.kind in _CHUNKED and tensor in draft.cuts and step.move.src.mesh == self._mesh(draft)
+
+    def _mesh(self, draft: _Draft) -> DeviceMesh:
+        return step_mesh(self.steps[min(draft.steps)])
+
+    def _convex(self, steps: set[int]) -> bool:
+        """True where nothing outside stands between two of the steps."""
+        inside = set(made_by(self.steps[min(steps)]))
+        outside: set[int] = set()
+        for place in range(min(steps) + 1, max(steps) + 1):
+            step = self.steps[place]
+            if place in steps:
+                if outside.intersection(taken(step)):
+                    return False
+                inside.update(made_by(step))
+            elif (inside | outside).intersection(taken(step)):
+                outside.update(made_by(step))
+        return True
+
+    # rings
+
+    def _in_ring(self, draft: _Draft, before: Sequence[int], after: Sequence[int]) -> bool:
+        """Make the loop a ring; False (and a note why) where it cannot be one."""
+        for kind, places in (("scatter", after), ("gather", before)):
+            wanted = MoveKind.REDUCE_SCATTER if kind == "scatter" else MoveKind.ALL_GATHER
+            for place in places[:1]:
+                step = self.steps[place]
+                assert isinstance(step, Set)
+                alone = {*draft.steps, place}
+                if step.move.kind is wanted and self._travels(draft, step, kind) and self._convex(alone):
+                    draft.steps.add(place)
+                    draft.ring = kind
+                    return True
+        self.refused[draft.tensor] = "in no ring, as its chunks are not parts of one rank's shard each"
+        return False
+
+    def _travels(self, draft: _Draft, step: Set, kind: str) -> bool:
+        """Whether each chunk is (a part of) the shard of one rank of each group, in the group's order."""
+        tensor = self.resharded.values[step.source].tensor
+        shape, cut = self.graph.shape(tensor), draft.cuts[tensor]
+        side, n = step.move.src if kind == "gather" else step.move.dst, len(cut.chunks)
+        for rank in step.move.src.mesh.ranks:
+            group = step.move.group(rank)
+            if n % len(group):
+                return False
+            if rank != group[0]:
+                continue
+            for chunk in range(n):
+                only = cut.dim, cut.chunks[chunk]
+                owner = chunk // (n // len(group))
+                held = [count(restricted(side.runs(shape, member), only)) for member in group]
+                if any(c for place, c in enumerate(held) if place != owner):
+                    return False
+        return True
+
+    # chunks
+
+    def _chosen(self, draft: _Draft, tensor: int, stream: Stream) -> Cut:
+        """As the user says; else chunks that take a part of every rank's shard, and in a ring of one shard each."""
+        dim, n = stream.dim, self.graph.shape(tensor)[stream.dim]
+        if stream.layout is not None:
+            return Cut.of(dim, stream.layout, n)
+        for cut in self._neighbours(draft, tensor, stream):
+            return cut
+        anyhow = Cut.of(dim, (Split(stream.chunks, STREAM),), n)
+        trial = _Draft(tensor, stream, set(draft.steps))
+        self._cut(trial, tensor, anyhow)
+        for shards in self._shards(trial):
+            ways = lay.extent(shards)
+            if stream.ring and stream.chunks % ways == 0:
+                return _of_shards(dim, n, ways, stream.chunks // ways, True)
+            return _of_shards(dim, n, ways, stream.chunks, False)
+        return anyhow
+
+    def _neighbours(self, draft: _Draft, tensor: int, stream: Stream) -> Iterator[Cut]:
+        """How loops that make what this one reads cut it, in terms of the tensor."""
+        read = {t for place in draft.steps for t in self._tensors_read(place)}
+        for other in self.drafts:
+            for shared in sorted(read.intersection(other.cuts)):
+                trial = _Draft(tensor, stream, set(draft.steps))
+                self._cut(trial, shared, other.cuts[shared])
+                found = trial.cuts.get(tensor)
+                if found is not None and found.dim == stream.dim and len(found.chunks) == stream.chunks:
+                    yield found
+
+    def _tensors_read(self, place: int) -> list[int]:
+        return [self.resharded.values[v].tensor for v in taken(self.steps[place])]
+
+    def _shards(self, draft: _Draft) -> Iterator[Layout]:
+        """The layouts over ranks alone that the cut dim has where it is scattered, gathered or computed."""
+        values = [*self._around(draft, True), *self._around(draft, False), *sorted(draft.steps)]
+        for place in values:
+            step = self.steps[place]
+            scatters = isinstance(step, Compute) or step.move.kind is MoveKind.REDUCE_SCATTER
+            for value in made_by(step) if scatters else taken(step):
+                made = self.resharded.values[value]
+                shards = made.sharding.dims[draft.cuts[made.tensor].dim] if made.tensor in draft.cuts else ()
+                if shards and all(split.bound for split in shards):
+                    yield shards
+
+    # order
+
+    def ordered(self) -> tuple[Step | ChunkLoop, ...]:
+        """All steps, those of loops in one place, each after what it reads; otherwise as they were."""
+        while True:
+            parts = self._sorted()
+            if parts is not None:
+                return parts
+            dropped = self.drafts.pop()
+            self.refused[dropped.tensor] = "not chunked, as another loop stands between its steps"
+            for place in dropped.steps:
+                del self.in_draft[place]
+
+    def _sorted(self) -> tuple[Step | ChunkLoop, ...] | None:
+        unit_of = {place: min(draft.steps) for draft in self.drafts for place in draft.steps}
+        before: dict[int, set[int]] = {}
+        after: dict[int, set[int]] = {}
+        for place, step in enumerate(self.steps):
+            unit = unit_of.get(place, place)
+            found = {unit_of.get(self.maker[v], self.maker[v]) for v in taken(step) if v in self.maker} - {unit}
+            before.setdefault(unit, set()).update(found)
+            for other in found:
+                after.setdefault(other, set()).add(unit)
+        ready = [unit for unit, needed in before.items() if not needed]
+        heapq.heapify(ready)
+        out: list[int] = []
+        while ready:
+            unit = heapq.heappop(ready)
+            out.append(unit)
+            for other in sorted(after.get(unit, ())):
+                before[other].discard(unit)
+                if not before[other]:
+                    heapq.heappush(ready, other)
+        return tuple(self._parts(out)) if len(out) == len(before) else None
+
+    def _parts(self, units: Sequence[int]) -> Iterator[Step | ChunkLoop]:
+        drafts = {min(draft.steps): draft for draft in self.drafts}
+        number = 0
+        for unit in units:
+            if unit not in drafts:
+                yield self.steps[unit]
+                continue
+            draft = drafts[unit]
+            steps = tuple(self.steps[place] for place in sorted(draft.steps))
+            chunks = len(draft.cuts[draft.tensor].chunks)
+            yield ChunkLoop(number, steps, draft.cuts, chunks, draft.ring, draft.tensor, draft.stream)
+            number += 1
+
+
+def _of_shards(dim: int, n: int, ways: int, inner: int, ring: bool) -> Cut:
+    """Chunks of a dim in `ways` shards, each cut into `inner` parts: of all shards a part, or in a ring of one."""
+    if n % (ways * inner) == 0:
+        outer = Split(ways, STREAM if ring else None)
+        return Cut.of(dim, (outer, Split(inner, STREAM)) if ways > 1 else (Split(inner, STREAM),), n)
+    size = -(-n // ways)
+    shards = [(min(i * size, n), min((i + 1) * size, n)) for i in range(ways)]
+    parts = [[(a + (b - a) * j // inner, a + (b - a) * (j + 1) // inner) for j in range(inner)] for a, b in shards]
+    if ring:
+        return Cut(dim, tuple(((a, b),) if a < b else () for shard in parts for a, b in shard), None)
+    return Cut(dim, tuple(lay.as_runs([shard[j] for shard in parts]) for j in range(inner)), None)
+
+
+def _factor_cut(rule: Rule, dims: DimFactors, shape: tuple[int, ...], cut: Cut, name: str) -> tuple[int, Cut]:
+    """The factor that a dim's chunks cut, and how (as if it were a dim of its own)."""
+    factors, n = dims[cut.dim], shape[cut.dim]
+    if not factors:
+        raise Refused(f"as dim {cut.dim} of {name} has one element")
+    if len(factors) == 1:
+        factor, part = factors[0], cut
+    else:
+        parts = lay.project(cut.layout, n, tuple(rule.factors[f].size for f in factors)) if cut.layout else None
+        found = [i for i, p in enumerate(parts or ()) if lay.stream_count(p) > 1]
+        if parts is None or len(found) != 1:
+            raise Refused(f"as the chunks do not fall on one factor of dim {cut.dim} of {name}")
+        factor = factors[found[0]]
+        part = Cut.of(cut.dim, parts[found[0]], rule.factors[factor].size)
+    if rule.factors[factor].kind is not FactorKind.PASS:
+        raise Refused(f"as {name} needs dim {cut.dim} whole ({rule.factors[factor].kind.value})")
+    return factor, part
+
+
+def _dim_cut(rule: Rule, dims: DimFactors, shape: tuple[int, ...], factor: int, cut: Cut) -> Cut | None:
+    """How the dim of a tensor that a factor is in is cut; None where it is in none."""
+    for dim, factors in enumerate(dims):
+        if factors == (factor,):
+            return Cut(dim, cut.chunks, cut.layout)
+        if factor in factors:
+            parts = tuple(cut.layout if f == factor else lay.WHOLE for f in factors)
+            sizes = tuple(rule.factors[f].size for f in factors)
+            joined = None if cut.layout is None else lay.concat(parts, sizes, shape[dim])  # type: ignore[arg-type]
+            if joined is None:
+                raise Refused("as a merged dim cannot be cut so")
+            return Cut.of(dim, joined, shape[dim])
+    return None

@@ -1,0 +1,294 @@
+"""Chunked ops and moves: equal to unsharded torch however they are cut, and cut as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfuse as mf
+from meshfuse.definition.tensor_view import TensorView
+from meshfuse.host_ir.instructions import Collective, Launch, SendRecv
+from meshfuse.ops.base import TensorRef
+from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
+
+DOUBLE, X = mf.DataType.Double, mf.ParallelType.mesh_x
+Body = Callable[..., Any]
+
+
+def line(size: int) -> mf.DeviceMesh:
+    return mf.DeviceMesh((size,), ("tp",))
+
+
+def defined(shapes: Sequence[Sequence[int]], body: Body, notes: Body) -> mf.FusionDefinition:
+    """Doubles in; `body` gives the outputs, `notes` annotates inputs and outputs."""
+    with mf.FusionDefinition() as fd:
+        tensors = [fd.define_tensor(list(shape), dtype=DOUBLE) for shape in shapes]
+        made = body(fd, *tensors)
+        outputs = made if isinstance(made, tuple) else (made,)
+        for out in outputs:
+            fd.add_output(out)
+        notes(fd, *tensors, *outputs)
+    return fd
+
+
+def check(fd: mf.FusionDefinition, reference: Callable[..., Any]) -> None:
+    """All replicas of all outputs are what torch makes of the whole tensors."""
+    made = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(fd.tensors[ref.id].type.shape, generator=made, dtype=torch.float64) for ref in fd.inputs]
+    expected = reference(*inputs)
+    assert_same_as_unsharded(fd, inputs, expected if isinstance(expected, tuple) else (expected,))
+
+
+def row_parallel(rows: int, ranks: int, scatter: bool, ask: Body, bias: bool = False) -> mf.FusionDefinition:
+    """x and w split over the summed dim; the result whole, or its rows over the ranks."""
+
+    def notes(fd: Any, x: Any, w: Any, *rest: Any) -> None:
+        fd.mesh_split(x, line(ranks), [None, "tp"])
+        fd.mesh_split(w, line(ranks), [None, "tp"])
+        fd.mesh_split(rest[-1], line(ranks), ["tp" if scatter else None, None])
+        ask(fd, rest[-1])
+
+    shapes = [(rows, 2 * ranks), (3, 2 * ranks), *([(3,)] if bias else [])]
+    return defined(shapes, lambda fd, *t: fd.ops.linear(*t), notes)
+
+
+def column_parallel(rows: int, ranks: int, ask: Body, readers: bool = False) -> mf.FusionDefinition:
+    """x's rows over the ranks are gathered; w's and the result's columns stay split. `readers`: others read x too."""
+
+    def body(fd: Any, x: Any, w: Any) -> Any:
+        y = fd.ops.linear(x, w)
+        return (y, fd.ops.tanh(y), fd.ops.exp(x), fd.ops.set(x)) if readers else (y,)
+
+    def notes(fd: Any, x: Any, w: Any, y: Any, *rest: Any) -> None:
+        fd.mesh_split(x, line(ranks), ["tp", None])
+        fd.mesh_split(w, line(ranks), ["tp", None])
+        fd.mesh_split(y, line(ranks), [None, "tp"])
+        for t in rest[1:]:
+            fd.mesh_split(t, line(ranks), [None, None])
+        ask(fd, y)
+
+    return defined([(rows, 4), (3 * ranks, 4)], body, notes)
+
+
+def overlap(chunks: int, **options: Any) -> Body:
+    return lambda fd, t: fd.overlap(t, chunks, **options)
+
+
+def stream(chunks: int, ring: bool = False) -> Body:
+    """nvFuser's words: a split of the rows is a stream, perhaps one that begins at each rank's own place.
+
+    Rows that are split over ranks are a stream as they are in a ring, and inside the ranks' shards else.
+    """
+
+    def ask(fd: Any, t: Any) -> None:
+        bound = t.axis(0).is_device_dim()
+        if not (bound and ring):
+            t.outer_split(int(bound), chunks)
+        if ring:
+            t.swizzle1d(0, X)
+        t.axis(int(bound and not ring)).parallelize(mf.ParallelType.stream)
+
+    return ask
+
+
+ASKS = {
+    "overlap": overlap, "ring": lambda n: overlap(n, ring=True), "columns": lambda n: overlap(n, dim=1),
+    "stream": stream, "ring stream": lambda n: stream(n, True),
+}  # fmt: skip
+PROGRAMS: dict[str, tuple[Callable[[int, int, Body], mf.FusionDefinition], Callable[..., Any]]] = {
+    "all-reduce": (lambda rows, ranks, ask: row_parallel(rows, ranks, False, ask), F.linear),
+    "all-reduce with bias": (lambda rows, ranks, ask: row_parallel(rows, ranks, False, ask, True), F.linear),
+    "reduce-scatter": (lambda rows, ranks, ask: row_parallel(rows, ranks, True, ask), F.linear),
+    "all-gather": (column_parallel, F.linear),
+    "read by others": (
+        lambda rows, ranks, ask: column_parallel(rows, ranks, ask, True),
+        lambda x, w: (F.linear(x, w), torch.tanh(F.linear(x, w)), torch.exp(x), x),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("ask", ASKS)
+@settings(max_examples=6)
+@given(st.integers(1, 13), st.sampled_from([1, 2, 3, 4]), st.integers(1, 14))
+def test_any_cut_gives_the_same_numbers(program: str, ask: str, rows: int, ranks: int, chunks: int) -> None:
+    """Chunks that do not divide the rows, more of them than rows, one alone; ranks that do not divide them."""
+    make, reference = PROGRAMS[program]
+    check(make(rows, ranks, ASKS[ask](chunks)), reference)
+
+
+@settings(max_examples=150)
+@given(definitions(min_ops=3, max_ops=10).flatmap(annotations), st.data())
+def test_any_tensor_of_any_program_may_be_cut(fd: mf.FusionDefinition, data: st.DataObject) -> None:
+    made = [i for i, t in enumerate(fd.tensors) if t.type.ndim]
+    for i in data.draw(st.lists(st.sampled_from(made), min_size=1, max_size=4, unique=True)) if made else ():
+        tensor = TensorView(fd, TensorRef(i))
+        dim, chunks = data.draw(st.integers(0, tensor.ndim - 1)), data.draw(st.integers(1, 5))
+        fd.overlap(tensor, chunks, dim=dim, ring=data.draw(st.booleans()))
+    assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+# what is run ------------------------------------------------------------------------------------------------------
+
+
+def ran(fd: mf.FusionDefinition, rank: int = 0) -> str:
+    """The program's kernels and communications in order: k for a kernel, else the first letters."""
+    kinds = {"all_reduce": "r", "all_gather": "g", "all_to_all": "a", "broadcast": "b", "send": "s", "recv": "v"}
+    out = ""
+    for ins in fd.compile().host_program(rank).instructions:
+        out += "k" if isinstance(ins, Launch) else kinds[ins.kind] if isinstance(ins, (Collective, SendRecv)) else ""
+    return out
+
+
+@pytest.mark.parametrize(
+    ("fd", "wanted"),
+    [
+        (row_parallel(6, 2, False, overlap(3)), "krkrkr"),
+        (row_parallel(6, 2, False, stream(3)), "krkrkr"),
+        (row_parallel(6, 2, True, overlap(3)), "kakaka"),
+        (row_parallel(8, 4, True, overlap(4, ring=True)), "ksvksvksvk"),
+        (column_parallel(8, 4, overlap(2)), "ggkk"),
+        (column_parallel(8, 4, stream(4)), "bbbbkkkk"),
+        (column_parallel(8, 4, stream(8)), "bbbbbbbbkkkkkkkk"),
+        (column_parallel(8, 4, stream(4, ring=True)), "svksvksvkk"),
+        (row_parallel(2, 2, False, overlap(5)), "krkr"),
+        (row_parallel(6, 2, False, overlap(1)), "kr"),
+    ],
+)
+def test_each_chunk_is_computed_and_communicated_by_itself(fd: mf.FusionDefinition, wanted: str) -> None:
+    assert ran(fd) == wanted
+
+
+def test_a_ring_begins_at_each_ranks_own_shard() -> None:
+    fd = column_parallel(8, 4, overlap(4, ring=True))
+    for rank in range(4):
+        launches = [i for i in fd.compile().host_program(rank).instructions if isinstance(i, Launch)]
+        assert [i.note for i in launches] == [f"chunk {(rank + turn) % 4 + 1} of 4" for turn in range(4)]
+
+
+def test_a_result_over_two_axes_is_cut_within_its_shards() -> None:
+    """Rows over dp stay where they are: each rank cuts its own."""
+    mesh = mf.DeviceMesh((2, 2), ("dp", "tp"))
+
+    def notes(fd: Any, x: Any, w: Any, y: Any) -> None:
+        fd.mesh_split(x, mesh, ["dp", "tp"])
+        fd.mesh_split(w, mesh, [None, "tp"])
+        fd.overlap(y, 2)
+
+    fd = defined([(8, 4), (3, 4)], lambda fd, x, w: fd.ops.linear(x, w), notes)
+    check(fd, F.linear)
+    assert [ran(fd, rank) for rank in range(4)] == ["krkr"] * 4
+
+
+def test_gather_product_and_scatter_in_one_loop() -> None:
+    """The rows of the next chunk are gathered before those of this one are reduced."""
+
+    def notes(fd: Any, x: Any, w: Any, y: Any) -> None:
+        fd.mesh_split(x, mesh, ["tp", "dp"])
+        fd.mesh_split(w, mesh, [None, "dp"])
+        fd.mesh_split(y, mesh, [None, None])
+        fd.overlap(y, 2)
+
+    mesh = mf.DeviceMesh((2, 2), ("dp", "tp"))
+    fd = defined([(8, 4), (3, 4)], lambda fd, x, w: fd.ops.linear(x, w), notes)
+    check(fd, F.linear)
+
+
+def test_a_chain_of_streamed_tensors_is_one_loop() -> None:
+    def notes(fd: Any, x: Any, w: Any, gathered: Any, y: Any) -> None:
+        for t, spec in ((x, ["tp", None]), (w, ["tp", None]), (gathered, [None, None]), (y, [None, "tp"])):
+            fd.mesh_split(t, line(2), spec)
+        for t in (gathered, y):
+            fd.overlap(t, 2)
+
+    def body(fd: Any, x: Any, w: Any) -> Any:
+        gathered = fd.ops.set(x)
+        return gathered, fd.ops.linear(gathered, w)
+
+    fd = defined([(4, 4), (6, 4)], body, notes)
+    check(fd, lambda x, w: (x, F.linear(x, w)))
+    assert len(fd.compile().segmented.overlapped.loops) == 1
+
+
+# what cannot be cut -----------------------------------------------------------------------------------------------
+
+
+def test_an_op_that_needs_the_dim_whole_runs_whole_and_says_why() -> None:
+    fd = defined([(4, 6)], lambda fd, x: fd.ops.argsort(x, 0), lambda fd, x, y: fd.overlap(y, 2, dim=0))
+    said = str(fd.compile().segmented.overlapped)
+    assert "not chunked, as argsort needs dim 0 whole" in said
+    assert "not chunked" in fd.explain(TensorView(fd, TensorRef(1)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"chunks": 0}, "0"), ({"chunks": 1.5}, "1.5"), ({"chunks": True}, "True"), ({"chunks": 2, "dim": 2}, "2"),
+        ({"chunks": 2, "ring": 1}, "1"),
+    ],
+)  # fmt: skip
+def test_wrong_numbers_are_named(arguments: dict[str, Any], found: str) -> None:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([4, 4])
+    with pytest.raises(mf.DefinitionError, match=f"overlap of x.*found {found}, needed"):
+        fd.overlap(x, **arguments)
+
+
+def test_two_different_wishes_are_named() -> None:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([4, 4])
+    fd.overlap(x, 2)
+    fd.overlap(x, 2)
+    with pytest.raises(mf.DefinitionError, match="annotated twice"):
+        fd.overlap(x, 4)
+
+
+def test_a_definitions_text_asks_for_the_same() -> None:
+    fd = column_parallel(8, 4, overlap(4, ring=True))
+    assert "fd.overlap(t2, 4, dim=0, ring=True)" in repr(fd)
+
+
+# the text ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_program_of_a_chunked_row_parallel_linear() -> None:
+    fd = row_parallel(4, 2, False, overlap(2))
+    text = "\n".join(part.split("  # t2")[0] for part in str(fd.compile().host_program(0)).splitlines())
+    assert (
+        text
+        == """\
+# rank 0
+import torch
+import torch.nn.functional as F
+import meshfuse.kernels as K
+group_0_1 = world.group((0, 1))
+
+@torch.no_grad()
+def loop_0(v0, v1, v2):
+    torch.matmul(v0, v1.t(), out=v2)
+
+def main(v0, v1, seed=0, offset=0):
+    v3 = torch.empty((4, 3), dtype=torch.float64, device=device)
+    v0_0 = v0[0:2]
+    v3_0 = v3[0:2]  # chunk 1 of 2
+    loop_0(v0_0, v1, v3_0)  # chunk 1 of 2
+    del v0_0
+    w3_0 = group_0_1.all_reduce(v3_0, 'sum')
+    v0_1 = v0[2:4]
+    del v0
+    v3_1 = v3[2:4]  # chunk 2 of 2
+    loop_0(v0_1, v1, v3_1)  # chunk 2 of 2
+    del v0_1, v1
+    w3_1 = group_0_1.all_reduce(v3_1, 'sum')
+    w3_0.wait()
+    del v3_0, w3_0
+    w3_1.wait()
+    del v3_1, w3_1
+    return (v3, )"""
+    )
