@@ -12,8 +12,8 @@ from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
 from ..host_ir.instructions import Collective, SendRecv
 from ..host_ir.program import HostProgram, digest_of
-from ..resharding.insert import Set
 from ..runtime.world import World
+from ..segmentation import Segment
 from ..sharding.data import unshard
 from ..sharding.value import Sharding
 from .bind import bind_program, communication_of, instruction_at
@@ -100,7 +100,7 @@ class RankProgram:
         """
         with self.segments.recorded():
             self._main(*arguments, seed, offset)
-        waits = any(isinstance(part, Set) for part in self.compiled.segmented.parts)
+        waits = any(not isinstance(part, Segment) for part in self.compiled.segmented.parts)
         ranks = self.compiled.ranks if waits else ()
         while self.world.any(self.segments.compile_next(), "compiling segments", ranks):
             pass
