@@ -125,6 +125,13 @@ class LoopDomain:
         root[at : at + 2] = [Leaf(size, reduction=outer.reduction)]
         return root[at]
 
+    def unmerged(self) -> LoopDomain:
+        """The same sharding without axes over several dims; itself where there are none."""
+        if not any(leaf.merged for leaf in self.order):
+            return self
+        flat = [leaf for root in self.roots for leaf in root]
+        return LoopDomain(self.roots, flat, self.reductions)
+
     def _root(self, leaf: Leaf) -> list[Leaf]:
         """The leaves of its dim; an empty list, of no dim, for a merged axis."""
         return next((root for root in self.roots if any(other is leaf for other in root)), [])

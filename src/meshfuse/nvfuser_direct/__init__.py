@@ -1,7 +1,8 @@
 """The names that a script written for `nvfuser_direct` uses: `import meshfuse.nvfuser_direct as nvfuser`.
 
 The scripts run on any device that torch has; kernels are torch's, collectives are meshfuse's. What only
-orders nvFuser's work (stream axes, swizzles, memory types, options) is accepted and changes no value.
+orders nvFuser's work (stream axes, swizzles, memory types, schedules of kernels, options) is accepted and changes no
+value.
 """
 
 from __future__ import annotations
@@ -9,18 +10,24 @@ from __future__ import annotations
 from .. import __version__
 from ..definition.loop import AxisView as IterDomain
 from ..definition.tensor_view import TensorView, Val
+from ..definition.text import TensorDomain
 from ..dtypes import DataType
 from ..mesh import ParallelType
-from . import multidevice, pytorch_utils
+from . import benchmark_utils, multidevice, nvf_cutlass, nvfuser_direct_version, pytorch_utils
 from .cache import LruFusionCache
-from .definition import Fusion, FusionDefinition, FusionExecutorCache, execute_with_dtensors
-from .enums import CommunicatorBackend, MemoryType
+from .definition import Fusion, FusionDefinition, execute_with_dtensors
+from .descriptors import compute_tensor_descriptor
+from .enums import CommunicatorBackend, MemoryType, SchedulerType
+from .executors import FusionExecutorCache, KernelExecutor
+from .nvfuser_direct_version import Version
 from .profiler import FusionProfile, KernelProfile, PythonProfiler, get_fusion_profile, reset_profiler
 
+dtensor_execute = execute_with_dtensors
 
-def version() -> str:
+
+def version() -> Version:
     """meshfuse's version, where nvFuser gives its own."""
-    return __version__
+    return Version(__version__)
 
 
 __all__ = [
@@ -31,16 +38,24 @@ __all__ = [
     "FusionExecutorCache",
     "FusionProfile",
     "IterDomain",
+    "KernelExecutor",
     "KernelProfile",
     "LruFusionCache",
     "MemoryType",
     "ParallelType",
     "PythonProfiler",
+    "SchedulerType",
+    "TensorDomain",
     "TensorView",
     "Val",
+    "benchmark_utils",
+    "compute_tensor_descriptor",
+    "dtensor_execute",
     "execute_with_dtensors",
     "get_fusion_profile",
     "multidevice",
+    "nvf_cutlass",
+    "nvfuser_direct_version",
     "pytorch_utils",
     "reset_profiler",
     "version",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +16,18 @@ from ..definition.namespaces import OpNamespace
 from ..definition.tensor_view import TensorView, Val
 from ..errors import caller_line, user_error
 from ..executor import spmd
+from ..ops import OPS
 from ..ops.base import TensorRef
 from ..runtime.world import World
 from ..sharding.layout import Split
 from . import profiler, repro
+from .aliases import check_alias, write_aliases
+from .executors import EmptyDefinitionError, ExecutorError, FusionExecutorCache, KernelExecutor
+from .expanded import fitting
 from .followed import common_mesh, followed_outputs
 from .multidevice import DeviceMesh, Sharding
+from .printing import function_text
+from .schedule import Schedule
 from .strides import inferred_orders
 
 
@@ -52,33 +57,19 @@ class Fusion(CoreFusion):
         tensors = [TensorView(self._fd, TensorRef(i)) for i in range(len(self._fd.tensors))]
         return [*tensors, *(value for value in self.inputs() if isinstance(value, Val))]
 
-    def print_math(self) -> None:
-        """Print the definition."""
-        print(self)
+    def print_math(self) -> str:
+        """The definition's text."""
+        return str(self)
+
+    def print_kernel(self) -> str:
+        """This rank's program: meshfuse has no kernels of its own to show."""
+        return self.definition.program_text()
+
+    def add_output(self, tensor: TensorView, alias_input: TensorView | None = None) -> None:
+        self.definition.add_output(tensor, alias_input)
 
     def __str__(self) -> str:
         return repr(self._fd)
-
-
-@dataclass(frozen=True, slots=True)
-class FusionExecutorCache:
-    """What a script asks of a definition that has run."""
-
-    definition: FusionDefinition
-    compiled: CompiledProgram
-
-    def get_output_shardings(self) -> list[Sharding]:
-        """How each output of the last execution lies on its mesh."""
-        shardings = self.compiled.output_shardings()
-        pairs = zip(shardings, self.definition.bound_outputs(self.compiled), strict=True)
-        return [Sharding(sharding, ones) for sharding, ones in pairs]
-
-    def fusion(self) -> Fusion:
-        return self.definition.fusion
-
-    def is_compiled(self, inputs: Sequence[Any] = ()) -> bool:
-        """True: it exists once there has been an execution."""
-        return True
 
 
 class FusionDefinition(core.FusionDefinition):
@@ -91,17 +82,47 @@ class FusionDefinition(core.FusionDefinition):
         super().__init__(seed)
         self.ops = Ops(self)
         self.fusion = Fusion(self)
+        self.sched = Schedule(self)
+        self.aliases: dict[int, int] = {}
         self._fec: FusionExecutorCache | None = None
+        self._ke: KernelExecutor | None = None
         self._repro: list[str] | None = None
 
     def __enter__(self) -> FusionDefinition:
         return self
+
+    def __repr__(self) -> str:
+        return function_text(self, self.aliases)
 
     def define_tensor(self, *args: Any, **options: Any) -> TensorView:
         """As meshfuse's; nvFuser's empty `stride_order` means none."""
         if "stride_order" in options and not options["stride_order"]:
             del options["stride_order"]
         return super().define_tensor(*args, **options)
+
+    def add_output(self, tensor: TensorView, alias_input: TensorView | None = None) -> None:
+        """Return a tensor; with `alias_input` write it into that argument instead, each rank its own shard.
+
+        It is then laid out as the argument is, and left out of the results. Raises DefinitionError for an alias
+        that is no input of the tensor's dtype and number of dims.
+        """
+        super().add_output(tensor)
+        if alias_input is not None:
+            check_alias(self, tensor, alias_input, caller_line())
+            self.aliases[len(self.outputs) - 1] = alias_input.id
+
+    def call_at(self, line: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+        """As meshfuse's; expanded operands of elementwise ops take the sizes of real ones, as in nvFuser."""
+        if name in OPS:
+            args, kwargs = fitting(self, OPS[name], args, kwargs or {}, line)
+        return super().call_at(line, name, args, kwargs)
+
+    @property
+    def ke(self) -> KernelExecutor:
+        """What `manual_execute` runs. AttributeError before, as in nvFuser."""
+        if self._ke is None:
+            raise AttributeError("ke: the definition has not run so; call fd.manual_execute first")
+        return self._ke
 
     @property
     def fec(self) -> FusionExecutorCache:
@@ -140,23 +161,61 @@ class FusionDefinition(core.FusionDefinition):
         It runs where the inputs are. `device`, `auto_schedule` and the options change nothing. Raises as
         meshfuse's `execute` does.
         """
-        self._define_by_methods()
-        values = list(inputs)
+        if self._ke is not None:
+            raise user_error(
+                "execute after manual_execute", do="Use one of the two.", where=caller_line(), cls=ExecutorError
+            )
+        values = flattened(inputs)
         if save_repro_inputs:
             self._repro = [repro.input_text(value) for value in values]
+        return self.run(values, idle_ranks=idle_ranks)
+
+    def run(self, values: list[Any], *, idle_ranks: bool = True, scheduled: bool = True) -> list[Any]:
+        """The outputs from a rank's arguments; `scheduled` tells the profile by whom."""
+        self._define_by_methods()
+        self._check_defined()
         ran: list[spmd.RankProgram] = []
         start = time.perf_counter()
         with torch.no_grad(), _listening(ran):
             outputs = super().execute(values, idle_ranks=idle_ranks)
-        if ran[-1].compiled is not getattr(self._fec, "compiled", None):
+        seconds = time.perf_counter() - start
+        if ran[-1].compiled is not getattr(self._fec, "compiled", None) and scheduled:
             self._fec = FusionExecutorCache(self, ran[-1].compiled)
         if profiler.profiling():
-            profiler.record(self.fec.compiled, World.current().rank, values, outputs, time.perf_counter() - start)
-        return outputs
+            user = None if scheduled else "user"
+            profiler.record(ran[-1].compiled, World.current().rank, values, outputs, seconds, user)
+        return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
+
+    def simulate(self, inputs: Sequence[Any], *, check_replicas: bool = False) -> list[Any]:
+        values = flattened(inputs)
+        outputs = super().simulate(values, check_replicas=check_replicas)
+        return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
 
     def manual_execute(self, inputs: Sequence[Any], heuristic_params: Any = None) -> list[Any]:
-        """`execute`: meshfuse has no schedules that a script could choose by hand."""
-        return self.execute(inputs)
+        """`execute`, by a KernelExecutor. ExecutorError after an `execute`."""
+        if self._fec is not None:
+            raise user_error(
+                "manual_execute after execute", do="Use one of the two.", where=caller_line(), cls=ExecutorError
+            )
+        self._ke = self._ke or KernelExecutor()
+        if not self._ke.is_compiled():
+            self._ke.compile(self.fusion, inputs)
+        return self._ke.run(flattened(inputs))
+
+    def validate_definition(self) -> tuple[bool, str | None]:
+        """(whether there is anything to run, what is wrong)."""
+        if not self.tensors and not self.scalars:
+            return False, "the definition has no content"
+        return (True, None) if self.outputs else (False, "the definition has no outputs")
+
+    def _check_defined(self) -> None:
+        valid, problem = self.validate_definition()
+        if not valid:
+            raise user_error(
+                str(problem), "", "inputs, ops and at least one output",
+                "Define it inside 'with FusionDefinition() as fd:' and call fd.add_output(t).", caller_line(),
+                EmptyDefinitionError,
+            )  # fmt: skip
 
     def _define_by_methods(self) -> None:
         if self.tensors:
@@ -194,12 +253,23 @@ class FusionDefinition(core.FusionDefinition):
 
     def _compile(self, found: Any, shapes: Any, world: Any, line: Any) -> CompiledProgram:
         """Outputs that nothing is said of lie where nvFuser leaves them, as the first shapes tell."""
+        if not self._compiled:
+            self._annotate_aliases(line)
         if not self._compiled and (mesh := common_mesh(self)) is not None:
             scalars = {i: found.scalars[i] for i in self._sized_by() if i in found.scalars}
             for tensor, bound in zip(self.outputs, followed_outputs(self, shapes, scalars), strict=True):
                 if bound is not None and tensor not in self.annotations:
                     self._annotate_output(tensor, mesh, bound, line)
         return super()._compile(found, shapes, world, line)
+
+    def _annotate_aliases(self, line: Any) -> None:
+        """Outputs that are written into arguments lie as those do."""
+        for place, alias in self.aliases.items():
+            tensor, given = self.outputs[place], self.annotations.get(alias)
+            mesh = given.mesh if given is not None else common_mesh(self)
+            if tensor not in self.annotations and mesh is not None:
+                dims = given.named() if given is not None else [()] * self.tensors[tensor].type.ndim
+                self._annotate(TensorView(self, TensorRef(tensor)), mesh, dims, line)
 
     def _annotate_output(self, tensor: int, mesh: Any, bound: Mapping[str, int], line: Any) -> None:
         dims: list[tuple[Split, ...]] = [()] * self.tensors[tensor].type.ndim
@@ -219,19 +289,21 @@ class FusionDefinition(core.FusionDefinition):
     def last_repro_script(self) -> str:
         """A script that runs the definition on inputs of the shapes that were saved.
 
-        Raises DefinitionError unless the last execution had save_repro_inputs=True.
+        Raises ExecutorError unless the last execution had save_repro_inputs=True.
         """
         if self._repro is None:
             raise user_error(
                 "last_repro_script: no inputs were saved",
                 needed="fd.execute(inputs, save_repro_inputs=True)",
                 where=caller_line(),
+                cls=ExecutorError,
             )
         return repro.script(self, self._repro)
 
     def repro_script_for(self, inputs: Sequence[Any] | None = None) -> str:
         """A script that runs the definition on inputs of the shapes of these."""
-        return repro.script(self, [repro.input_text(value) for value in inputs or ()])
+        given = None if inputs is None else [repro.input_text(value) for value in flattened(inputs)]
+        return repro.script(self, given)
 
     def validate(
         self, inputs: Sequence[Any], reference_outputs: Sequence[Any] | None = None, **tolerances: Any
@@ -245,6 +317,21 @@ class FusionDefinition(core.FusionDefinition):
         for found, wanted in zip(outputs, expected, strict=True):
             torch.testing.assert_close(found, wanted, **tolerances)
         return outputs
+
+    manual_validate = validate
+
+
+def _second(what: str) -> Exception:
+    do = "Make another definition, or go on as you began."
+    return user_error(what, "one definition", "one way to run it", do, caller_line(), ExecutorError)
+
+
+def flattened(inputs: Sequence[Any]) -> list[Any]:
+    """The arguments, the numbers of a list or tuple each by itself: what define_vector takes."""
+    values: list[Any] = []
+    for value in inputs:
+        values.extend(value if isinstance(value, (list, tuple)) else (value,))
+    return values
 
 
 def _plain(mesh: Any) -> Any:

@@ -15,3 +15,19 @@ class CommunicatorBackend(enum.Enum):
     nccl = 0
     ucc = 1
     cuda = 2
+
+
+class SchedulerType(enum.Enum):
+    """nvFuser's schedulers. meshfuse's kernels are torch's: the profiler names by these what a kernel is like."""
+
+    none = 0
+    no_op = 1
+    pointwise = 2
+    matmul = 3
+    reduction = 4
+    inner_persistent = 5
+    inner_outer_persistent = 6
+    outer_persistent = 7
+    transpose = 8
+    expr_eval = 9
+    resize = 10

@@ -76,11 +76,18 @@ def profiling() -> bool:
     return _recorder.switched_on > 0
 
 
-def record(compiled: CompiledProgram, rank: int, values: Sequence[Any], results: Sequence[Any], seconds: float) -> None:
-    """Note an execution on `rank` with its local inputs and outputs."""
+def record(
+    compiled: CompiledProgram,
+    rank: int,
+    values: Sequence[Any],
+    results: Sequence[Any],
+    seconds: float,
+    scheduler: str | None = None,
+) -> None:
+    """Note an execution on `rank` with its local inputs and outputs; `scheduler` names that of its kernels."""
     kernels: list[KernelProfile] = []
     if rank in compiled.ranks:
-        kernels = list(_kernels(compiled, compiled.host_program(rank)))
+        kernels = list(_kernels(compiled, compiled.host_program(rank), scheduler))
     number, host_ms = _recorder.executions, 1e3 * seconds
     _recorder.record(FusionProfile(number, len(kernels), host_ms, _bytes(values), _bytes(results), kernels))
 
@@ -90,9 +97,9 @@ def _bytes(values: Iterable[Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _kernels(compiled: CompiledProgram, program: HostProgram) -> Iterable[KernelProfile]:
+def _kernels(compiled: CompiledProgram, program: HostProgram, scheduler: str | None) -> Iterable[KernelProfile]:
     segments = [part for part in compiled.segmented.parts if isinstance(part, Segment)]
-    schedulers = {segment.name: _scheduler(compiled, segment) for segment in segments}
+    schedulers = {segment.name: scheduler or _scheduler(compiled, segment) for segment in segments}
     ran = [i for i in program.instructions if isinstance(i, (Launch, Collective, SendRecv))]
     for place, instruction in enumerate(ran):
         yield _kernel(place, instruction, schedulers)

@@ -28,11 +28,14 @@ def input_text(value: Any) -> str:
     return f"{made}.as_strided({tuple(local.shape)}, {tuple(local.stride())})"
 
 
-def script(fd: FusionDefinition, inputs: Sequence[str]) -> str:
-    """A script that defines `fd` and executes it."""
-    lines = [f"# torch {torch.__version__}, {World.current().size} ranks", "import torch", repr(fd)]
-    lines += ["inputs = [", *(f"    {text}," for text in inputs), "]", "fd.execute(inputs)"]
-    return "\n".join([*lines, ""])
+def script(fd: FusionDefinition, inputs: Sequence[str] | None) -> str:
+    """A script that defines `fd` and, given inputs, executes it."""
+    lines = [f"# torch {torch.__version__}, {World.current().size} ranks", "import torch"]
+    lines += ["from meshfuse.nvfuser_direct import DataType, FusionDefinition", repr(fd)]
+    lines += ["with FusionDefinition() as fd:", "    nvfuser_fusion(fd)", ""]
+    if inputs is not None:
+        lines += ["inputs = [", *(f"    {text}," for text in inputs), "]", "fd.execute(inputs)", ""]
+    return "\n".join(lines)
 
 
 def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tensor | None]:

@@ -36,9 +36,9 @@ def _triangle(fd: FusionDefinition, z: Any, weights: list[Any], mask: Any, outgo
     normed = _layer_norm(fd, z, norm_w, norm_b)
     both = _gated(fd, normed, p_in, normed, g_in)
     wide = fd.ops.broadcast_in_dim(mask, shape=[batch, tokens, tokens, C], broadcast_dims=[0, 1, 2])
+    both = fd.ops.where(wide, both, 0.0)  # C columns beside 2C: what was expanded takes the other's size
     a = fd.ops.slice(both, [0, 0, 0, 0], [batch, tokens, tokens, C])
     b = fd.ops.slice(both, [0, 0, 0, C], [batch, tokens, tokens, 2 * C])
-    a, b = fd.ops.where(wide, a, 0.0), fd.ops.where(wide, b, 0.0)
     left, right = ([0, 3, 1, 2], [0, 3, 2, 1]) if outgoing else ([0, 3, 2, 1], [0, 3, 1, 2])
     product = fd.ops.matmul(fd.ops.permute(a, left), fd.ops.permute(b, right))
     normed_out = _layer_norm(fd, fd.ops.permute(product, [0, 2, 3, 1]), out_w, out_b)

@@ -1,0 +1,67 @@
+"""Outputs that are written into arguments: `fd.add_output(tensor, alias_input=argument)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..definition.fusion import DefinitionBuilder
+from ..definition.tensor_view import TensorView
+from ..errors import ArgumentError, SourceLine, user_error
+from ..ops.base import TensorRef
+
+Aliases = Mapping[int, int]  # The place of an output -> the number of the input tensor that it is written into.
+
+
+def check_alias(fd: DefinitionBuilder, tensor: TensorView, alias: Any, line: SourceLine) -> None:
+    """Raises DefinitionError unless `alias` is an input of the tensor's dtype and number of dims."""
+    fits = isinstance(alias, TensorView) and alias.fd is fd and alias.id in fd.input_tensors()
+    if not fits or (alias.dtype, alias.ndim) != (tensor.dtype, tensor.ndim):
+        raise user_error(
+            f"add_output of {tensor.label}: alias_input", repr(alias), f"an input tensor like {tensor.type}",
+            "Pass what define_tensor returned.", line,
+        )  # fmt: skip
+
+
+def write_aliases(
+    fd: DefinitionBuilder, aliases: Aliases, outputs: Sequence[Any], arguments: Sequence[Any], line: SourceLine
+) -> list[Any]:
+    """Write outputs into their arguments; the other outputs. All ranks write their own shards.
+
+    An output that is such an argument, or is written into one, comes back as the argument itself. Raises
+    ArgumentError where the sizes differ.
+    """
+    places = {ref.id: i for i, ref in enumerate(fd.inputs) if isinstance(ref, TensorRef)}
+    written = {tensor: arguments[places[tensor]] for tensor in aliases.values()}
+    kept = [_apart(out, written.values()) for out in outputs]
+    for place, tensor in aliases.items():
+        _write(fd, tensor, kept[place], written[tensor], line)
+    same = written | {fd.outputs[place]: written[tensor] for place, tensor in aliases.items()}
+    pairs = enumerate(zip(fd.outputs, kept, strict=True))
+    return [same.get(tensor, out) for place, (tensor, out) in pairs if place not in aliases]
+
+
+def _write(fd: DefinitionBuilder, tensor: int, out: Any, argument: Any, line: SourceLine) -> None:
+    if out is None:
+        return  # The rank has no part of it.
+    if out.shape != argument.shape:
+        raise user_error(
+            f"the output written into argument {fd.tensors[tensor].label}", f"shape {list(out.shape)}",
+            f"{list(argument.shape)}, the argument's", "Annotate both alike.", line, ArgumentError,
+        )  # fmt: skip
+    with torch.no_grad():
+        _local(argument).copy_(_local(out))
+
+
+def _apart(out: Any, written: Any) -> Any:
+    """The output in memory of its own where it is a view of an argument that will be written."""
+    if not isinstance(out, torch.Tensor):
+        return out
+    memory = {_local(argument).untyped_storage().data_ptr() for argument in written}
+    return out.clone() if _local(out).untyped_storage().data_ptr() in memory else out
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "to_local", lambda: tensor)()

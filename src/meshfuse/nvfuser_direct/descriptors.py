@@ -1,0 +1,38 @@
+"""What nvFuser keeps of a tensor's strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def compute_tensor_descriptor(sizes: Sequence[int], strides: Sequence[int]) -> tuple[list[bool | None], list[int]]:
+    """(contiguity, stride order) of a tensor with these sizes and strides.
+
+    The stride order says for every dim its place in memory, 0 the fastest; dims of stride 0 and of equal strides
+    keep their places. Contiguity goes from the slowest dim to the fastest: whether a dim's stride is the size times
+    the stride of the next real one, None for dims of size 1 or stride 0.
+    """
+    dims = _fastest_first(strides)
+    order = [dims.index(d) for d in range(len(sizes))]
+    contiguity: list[bool | None] = []
+    step = 1
+    for d in dims:
+        broadcast = sizes[d] == 1 or strides[d] == 0
+        contiguity.append(None if broadcast else strides[d] == step)
+        step = step if broadcast else sizes[d] * strides[d]
+    return contiguity[::-1], order
+
+
+def _fastest_first(strides: Sequence[int]) -> list[int]:
+    """The dims by stride, by insertion from the last dim on; a stride of 0 compares with none."""
+    dims = list(reversed(range(len(strides))))
+    for start in range(1, len(dims)):
+        here = start
+        for other in range(start - 1, -1, -1):
+            low, high = strides[dims[other]], strides[dims[here]]
+            if low and high and low > high:
+                dims[other], dims[here] = dims[here], dims[other]
+                here = other
+            elif low and high and low < high:
+                break
+    return dims

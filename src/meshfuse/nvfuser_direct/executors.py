@@ -1,0 +1,72 @@
+"""`fd.fec` and `fd.ke`: what a script asks of a definition that has run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..compiler import CompiledProgram
+from ..errors import DefinitionError
+from .multidevice import Sharding
+
+if TYPE_CHECKING:
+    from .definition import Fusion, FusionDefinition
+
+
+class EmptyDefinitionError(DefinitionError, NotImplementedError):
+    """A definition without content was asked to run."""
+
+
+class ExecutorError(DefinitionError, AssertionError):
+    """A call out of order: the definition already runs in the other way, or has not run yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusionExecutorCache:
+    """A definition that ran by `execute`. Its texts are this rank's program, whatever nvFuser has there."""
+
+    definition: FusionDefinition
+    compiled: CompiledProgram
+
+    def get_output_shardings(self) -> list[Sharding]:
+        """How each output of the last execution lies on its mesh."""
+        shardings = self.compiled.output_shardings()
+        pairs = zip(shardings, self.definition.bound_outputs(self.compiled), strict=True)
+        found = [Sharding(sharding, ones) for sharding, ones in pairs]
+        return [sharding for place, sharding in enumerate(found) if place not in self.definition.aliases]
+
+    def fusion(self) -> Fusion:
+        return self.definition.fusion
+
+    def is_compiled(self, inputs: Sequence[Any] = ()) -> bool:
+        """True: it exists once there has been an execution."""
+        return True
+
+    def execute(self, inputs: Sequence[Any], **options: Any) -> list[Any]:
+        return self.definition.execute(inputs, **options)
+
+    def get_scheduled_ir(self, inputs: Sequence[Any] = (), **options: Any) -> str:
+        return self.definition.program_text()
+
+    get_most_recent_scheduled_ir = get_cuda_kernel = get_scheduled_ir
+
+
+class KernelExecutor:
+    """A definition that runs by `manual_execute`: by torch, with no schedule of the script's."""
+
+    def __init__(self) -> None:
+        self._definition: FusionDefinition | None = None
+
+    def compile(self, fusion: Fusion, inputs: Sequence[Any] = (), *options: Any) -> None:
+        """Take the definition to run. Launch and compile parameters have no meaning for torch's kernels."""
+        self._definition = fusion.definition
+
+    def is_compiled(self) -> bool:
+        return self._definition is not None
+
+    def run(self, inputs: Sequence[Any], *options: Any) -> list[Any]:
+        """The outputs. Raises ExecutorError before `compile`."""
+        if self._definition is None:
+            raise ExecutorError("KernelExecutor.run: there is no definition; call compile(fd.fusion, inputs) first")
+        return self._definition.run(list(inputs), scheduled=False)

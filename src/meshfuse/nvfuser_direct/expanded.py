@@ -1,0 +1,70 @@
+"""Broadcast dims of any size: in nvFuser an expanded dim gives way to a real one, whatever it was expanded to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..definition.fusion import DefinitionBuilder, OpNode
+from ..definition.tensor_view import TensorView
+from ..errors import SourceLine
+from ..ops.base import OpDef
+from ..ops.pointwise import pointwise_rule
+
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+def fitting(
+    fd: DefinitionBuilder, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], at: SourceLine
+) -> Arguments:
+    """The arguments of an elementwise op, operands that were expanded to another size than a real dim has expanded
+    to that one instead.
+    """
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, TensorView) and v.fd is fd]
+    if op.rule is not pointwise_rule or len({v.type.shape for v in tensors}) < 2:
+        return args, kwargs
+    real = _real_sizes(fd, tensors)
+
+    def fit(value: Any) -> Any:
+        return _fit(fd, value, real, at) if isinstance(value, TensorView) and value.fd is fd else value
+
+    return [fit(value) for value in args], {name: fit(value) for name, value in kwargs.items()}
+
+
+def _real_sizes(fd: DefinitionBuilder, tensors: Sequence[TensorView]) -> dict[int, int]:
+    """The known sizes of dims, counted from the last, that are no broadcasts."""
+    real: dict[int, int] = {}
+    for view in tensors:
+        expanded = _expanded_dims(fd, view)
+        for dim, size in enumerate(view.type.shape):
+            if size > 1 and dim not in expanded:
+                real.setdefault(dim - view.ndim, size)
+    return real
+
+
+def _fit(fd: DefinitionBuilder, view: TensorView, real: Mapping[int, int], at: SourceLine) -> TensorView:
+    wanted = {dim: real[dim - view.ndim] for dim in _expanded_dims(fd, view) if dim - view.ndim in real}
+    shape = view.type.shape
+    if all(shape[dim] in (1, -1, size) for dim, size in wanted.items()):
+        return view
+    node = fd.producer(view.id)
+    assert node is not None
+    sizes = [wanted.get(dim, size) for dim, size in enumerate(_shape_argument(node))]
+    source = TensorView(fd, node.args[0])
+    rest = [sizes if param.name == "shape" else arg for param, arg in zip(node.op.params, node.args, strict=True)][1:]
+    return fd.call_at(at, node.op.name, [source, *rest])
+
+
+def _expanded_dims(fd: DefinitionBuilder, view: TensorView) -> list[int]:
+    """The dims that broadcast_in_dim or expand added or enlarged."""
+    node = fd.producer(view.id)
+    if node is None or node.op.name not in ("broadcast_in_dim", "expand"):
+        return []
+    source, ndim = fd.tensors[node.inputs[0]].type.shape, view.ndim
+    named = node.args[node.op.places["broadcast_dims"]] if node.op.name == "broadcast_in_dim" else None
+    places = [d % ndim for d in named] if named is not None else list(range(ndim - len(source), ndim))
+    return [d for d in range(ndim) if d not in places or source[places.index(d)] == 1]
+
+
+def _shape_argument(node: OpNode) -> Sequence[Any]:
+    return node.args[node.op.places["shape"]]

@@ -1,0 +1,78 @@
+"""`fd.sched`: annotations as calls on tensors, and nvFuser's schedules of kernels, which torch's do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..definition.tensor_view import TensorView
+from ..mesh import ParallelType
+from .enums import SchedulerType
+
+if TYPE_CHECKING:
+    from .definition import FusionDefinition
+
+_HINTS = (
+    "bounded_transform_backward", "bounded_transform_forward", "compute_heuristics", "inline_at", "inline_most",
+    "inline_selected_at", "parallelize_like", "schedule", "set_memory_type", "transform_like", "warp_specialize",
+)  # fmt: skip
+
+
+class Schedule:
+    """What shards a tensor is an annotation; what orders the work inside a kernel is accepted and changes nothing."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: FusionDefinition):
+        self._fd = fd
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HINTS:
+            raise AttributeError(f"fd.sched has no {name!r}; it has {', '.join(dir(self))}")
+        return lambda *_, **__: None
+
+    def __dir__(self) -> list[str]:
+        return sorted([*(name for name in vars(type(self)) if not name.startswith("__")), *_HINTS])
+
+    def _set_device_mesh(self, tensor: TensorView, mesh: Any) -> None:
+        tensor.set_device_mesh(mesh)
+
+    def tensors(self) -> list[TensorView]:
+        """All tensors of the definition."""
+        return [value for value in self._fd.fusion.vals() if isinstance(value, TensorView)]
+
+    def split(self, tensor: TensorView, dim: int, factor: int, inner_split: bool = True) -> TensorView:
+        return tensor.split(dim, factor, inner_split)
+
+    def merge(self, tensor: TensorView, dim: int) -> TensorView:
+        """Merge axis `dim` with the one after it."""
+        return tensor.merge(dim, dim + 1)
+
+    def reorder(self, tensor: TensorView, old2new: Mapping[int, int]) -> TensorView:
+        return tensor.reorder(old2new)
+
+    def parallelize(self, tensor: TensorView, axis: int, parallel_type: ParallelType) -> None:
+        tensor.axis(axis).parallelize(parallel_type)
+
+    def rfactor(self, tensor: TensorView, dims: Sequence[int]) -> TensorView:
+        return tensor.rfactor(dims)
+
+    def swizzle1d(self, tensor: TensorView, axis: int, parallel_type: ParallelType) -> TensorView:
+        return tensor.swizzle1d(axis, parallel_type)
+
+    def set_allocation_as_loop(self, tensor: TensorView) -> None:
+        tensor.set_allocation_domain(tensor.get_loop_domain())
+
+    def cache_before(self, tensor: TensorView, *options: Any) -> TensorView:
+        return tensor.cache_before()
+
+    def cache_after(self, tensor: TensorView, *options: Any) -> TensorView:
+        return tensor.cache_after()
+
+    def can_schedule(self, *options: Any) -> bool:
+        """True: torch runs every op."""
+        return True
+
+    def find_compatible_schedulers(self, *options: Any) -> list[SchedulerType]:
+        """torch evaluates expressions as they are."""
+        return [SchedulerType.expr_eval]
