@@ -170,10 +170,10 @@ class Explainer:
         for loop in overlapped.loops:
             if tensor in loop.cuts and any(tensor in self.graph.nodes[c.node].outputs for c in loop.computes):
                 how = ", in a ring" if loop.ring else ""
-                asked = f"asked for at {_quoted(loop.stream.line)}"
+                asked = f"asked for at {quoted(loop.stream.line)}"
                 yield f"made in {loop.chunks} chunks of {loop.cuts[tensor]}{how}, {asked}"
         if tensor in overlapped.refused:
-            yield f"{overlapped.refused[tensor]} (asked for at {_quoted(self.graph.streams[tensor].line)})"
+            yield f"{overlapped.refused[tensor]} (asked for at {quoted(self.graph.streams[tensor].line)})"
 
     # communication
 
