@@ -62,22 +62,17 @@ def ratio(times: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
-def traffic(step: Step, group_size: int, keeps_own: bool) -> tuple[int, float]:
-    """(collectives, bytes sent by this rank) of one step, as gloo is asked for them and counted as rings.
-
-    `keeps_own`: blocks that stay on the rank are not part of an all-to-all's tensor.
-    """
+def traffic(step: Step, group_size: int) -> tuple[int, float]:
+    """(collectives, bytes sent by this rank) of one step, as gloo is asked for them and counted as rings."""
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         step()
     calls = [event for event in found.events() if event.name.startswith("gloo:")]
-    return len(calls), sum(_sent(event.name, event.input_shapes, group_size, keeps_own) for event in calls)
+    return len(calls), sum(_sent(event.name, event.input_shapes, group_size) for event in calls)
 
 
-def _sent(name: str, shapes: Sequence[Sequence[int]], size: int, keeps_own: bool) -> float:
+def _sent(name: str, shapes: Sequence[Sequence[int]], size: int) -> float:
     # All works move float32.
     count = 4 * sum(torch.Size(shape).numel() for shape in shapes)
-    kind = name.removeprefix("gloo:")
-    if kind == "all_to_all" and keeps_own:
-        return count
-    return count * {"all_reduce": 2 * (size - 1) / size, "all_gather": size - 1, "all_to_all": (size - 1) / size}[kind]
+    ring = {"all_reduce": 2 * (size - 1) / size, "all_gather": size - 1, "all_to_all": (size - 1) / size}
+    return count * ring[name.removeprefix("gloo:")]

@@ -25,7 +25,7 @@ from meshfuse.runtime.world import World
 
 # What torch.compile keeps is read again by rank number: ranks must not share it.
 CACHE = Path(os.environ.get("MESHFUSE_CACHE", "~/.cache/meshfuse")).expanduser() / "bench-runtime"
-VARIANTS = ("hand", "hand_compiled", "dtensor", "dtensor_compiled", "meshfuse")
+VARIANTS = ("hand", "hand_compiled", "dtensor", "dtensor_compiled", "meshfuse_eager", "meshfuse")
 WARM_UP = 30
 Step = Callable[[], Sequence[torch.Tensor]]
 
@@ -64,15 +64,16 @@ class Bench:
             "hand_compiled": hand(self._comms(handwritten.Traceable), self.locals(), compiled),
             "dtensor": self._dtensor(plain),
             "dtensor_compiled": self._dtensor(compiled),
-            "meshfuse": self._meshfuse(),
+            "meshfuse_eager": self._meshfuse("eager"),
+            "meshfuse": self._meshfuse("inductor"),
         }
 
     def _dtensor(self, wrap: Any) -> Step:
         return step_of(self.work, distributed(self.work, self.mesh, self.locals()), wrap)
 
-    def _meshfuse(self) -> Step:
+    def _meshfuse(self, backend: str) -> Step:
         fd, arguments = definition(self.work, self.size), list(self.locals().values())
-        return lambda: fd.execute(arguments)
+        return lambda: fd.execute(arguments, backend=backend)
 
     def check(self, name: str, found: Sequence[torch.Tensor]) -> None:
         """AssertionError where an output is not unsharded torch's."""
@@ -94,7 +95,9 @@ def measure(work: Work, rounds: int, chosen: Sequence[str]) -> list[dict[str, An
     group = dist.get_world_size() if len(work.axes) == 1 else math.isqrt(dist.get_world_size())
     lines = []
     for name, step in steps.items():
-        collectives, sent = traffic(step, group, name == "meshfuse")
+        collectives, sent = traffic(step, group)
+        if name.startswith("meshfuse"):
+            sent = definition(work, bench.size).bill().total  # What the simulator's transport counts, see bench-bills.
         wall, cpu = (ratio([t[i] for t in times[name]], [t[i] for t in times["hand"]]) for i in (0, 1))
         lines.append({
             "work": work.name, "ranks": dist.get_world_size(), "variant": name, "wall_ratio": round(wall, 3),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .overlap import ChunkLoop, OverlappedDefinition, taken
 from .resharding.insert import Compute, ReshardedDefinition, Set
+from .resharding.postpone import postponed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,11 @@ class SegmentedDefinition:
 
 
 def segment(overlapped: OverlappedDefinition) -> SegmentedDefinition:
-    """Cut the steps into segments: as many ops in a row as run on one mesh."""
+    """Cut the steps into segments: as many ops in a row as run on one mesh, small all-reduces put off between them."""
     read_after = _readers(overlapped)
     parts: list[Segment | Set | ChunkLoop] = []
     count = 0
-    for group in _groups(overlapped.parts):
+    for group in _groups(overlapped.parts if overlapped.loops else postponed(overlapped.resharded)):
         if isinstance(group, (Set, ChunkLoop)):
             parts.append(group)
         else:

@@ -17,6 +17,7 @@ from ..resharding.moves import Move, wire_elements
 from ..scalars import inputs_of
 from ..segmentation import Segment, SegmentedDefinition
 from ..sharding import layout as lay
+from .bucket import buckets, lower_bucket
 from .chunks import lower_loop
 from .communicate import MoveContext, lower_move
 from .instructions import Communication, Instruction, Kernel, Launch
@@ -55,13 +56,13 @@ class Lowering:
 
     def run(self) -> HostProgram:
         self._name_inputs()
-        for part in self.segmented.parts:
+        for part in buckets(self.segmented.resharded, self.segmented.parts):
             if isinstance(part, Segment):
                 self._launch(part)
-            elif isinstance(part, Set):
-                self._communicate(part)
-            else:
+            elif isinstance(part, ChunkLoop):
                 self.instructions.extend(lower_loop(self, part))
+            else:
+                self._communicate(part)
         resharded = self.segmented.resharded
         outputs = tuple(self.name(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
         body = with_frees(schedule(self.instructions), keep={*filter(None, outputs)})
@@ -149,10 +150,14 @@ class Lowering:
 
     # moves ----------------------------------------------------------------------------------------------------
 
-    def _communicate(self, step: Set) -> None:
-        if self.rank in step.move.src.mesh or self.rank in step.move.dst.mesh:
-            context = self.move_context(step, self.name(step.source), f"v{step.target}", self.is_fresh(step.source))
-            self.instructions.extend(lower_move(context))
+    def _communicate(self, steps: Sequence[Set]) -> None:
+        """Moves that are one call where they are several."""
+        mine = [s for s in steps if self.rank in s.move.src.mesh or self.rank in s.move.dst.mesh]
+        moves = [self.move_context(s, self.name(s.source), f"v{s.target}", self.is_fresh(s.source)) for s in mine]
+        if len(moves) > 1 and len(moves[0].group) > 1:
+            self.instructions += lower_bucket(moves)
+        else:
+            self.instructions += [made for c in moves for made in lower_move(c)]
 
     def move_context(self, step: Set, source: str, target: str, fresh: bool) -> MoveContext:
         """A move on this rank, from a buffer to a new one of these names."""

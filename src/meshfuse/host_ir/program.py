@@ -37,8 +37,9 @@ class HostProgram:
 
     @property
     def communications(self) -> tuple[Communication, ...]:
-        """What this rank takes part in, in order; messages of one transfer once."""
-        return tuple(i.about for i in self.instructions if isinstance(i, (Collective, SendRecv)))
+        """What this rank takes part in, in order; messages of one transfer once, those that are one call apart."""
+        calls = [i.about for i in self.instructions if isinstance(i, (Collective, SendRecv))]
+        return tuple(part for about in calls for part in about.parts or (about,))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
