@@ -142,11 +142,12 @@ def test_the_runner_up_is_shown_where_it_is_asked_for() -> None:
 def test_repeated_layers_are_folded() -> None:
     compiled = layers(12).compile()
     (program,) = Page(page([compiled], alternatives=False)).programs
-    ((start, period, count),) = program["folds"]
     names = [row["name"] for row in program["rows"]]
-    assert period * count >= 4 * 11
-    for again in range(1, count):
-        assert names[start : start + period] == names[start + again * period : start + (again + 1) * period]
+    inputs, ops = program["folds"]
+    assert inputs[1] * inputs[2] == 24 and ops[1] * ops[2] >= 4 * 11
+    for start, period, count in program["folds"]:
+        for again in range(1, count):
+            assert names[start : start + period] == names[start + again * period : start + (again + 1) * period]
     assert not Page(page([layers(1).compile()], alternatives=False)).programs[0]["folds"]
 
 

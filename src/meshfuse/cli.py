@@ -18,13 +18,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .errors import DefinitionError, user_error
+from .errors import DefinitionError, MeshfuseError, user_error
 from .runtime import doctor, launcher
 
 if TYPE_CHECKING:
     from .compiler import CompiledProgram
     from .fusion_definition import FusionDefinition
 
+# Seconds that ranks which measure may need besides measuring: to start, connect and end.
+_STARTING = 60.0
 _OWN_FRAMES = (os.path.abspath(__file__), runpy.__file__, "<frozen runpy>")
 
 
@@ -62,6 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     look = commands.add_parser(
         "doctor", help="what of torch, CUDA, gloo, NCCL and nvFuser is there, and what that means"
     )
+    look.add_argument("--links", action="store_true", help="measure how fast the axes of a mesh are, on real ranks")
+    look.add_argument(
+        "--ranks", type=int, default=4, help="with --links: how many to start here; a launcher's else (4)"
+    )
+    look.add_argument("--mesh", metavar="dp=2,tp=4", help="with --links: the axes; one of all ranks without")
+    look.add_argument(
+        "--limit", type=float, default=20.0, help="with --links: begin nothing after so many seconds (20)"
+    )
     look.set_defaults(command=_doctor)
     return parser
 
@@ -75,9 +85,18 @@ def _script_command(commands: Any, name: str, text: str) -> argparse.ArgumentPar
     return command
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    print(doctor.report())
-    return 0
+def _doctor(args: argparse.Namespace) -> int:
+    if not args.links:
+        print(doctor.report())
+        return 0
+    words = ["--limit", str(args.limit), *(["--mesh", args.mesh] if args.mesh else [])]
+    try:
+        if doctor.read_environment().size > 1:
+            return importlib.import_module("meshfuse.runtime.link_probe").main(words)
+        return launcher.run(args.ranks, ["-m", "meshfuse.runtime.link_probe", *words], timeout=args.limit + _STARTING)
+    except MeshfuseError as error:
+        print(f"meshfuse: {error}", file=sys.stderr)
+        return 1
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -33,10 +33,10 @@ class Cause:
 class Causes:
     """Traces the moves of a compiled program."""
 
-    def __init__(self, compiled: CompiledProgram):
+    def __init__(self, compiled: CompiledProgram, provenance: Provenance | None = None):
         self.graph, self.resharded = compiled.graph, compiled.resharded
         self.choices = compiled.sharded.choices
-        self.provenance = Provenance(compiled.sharded)
+        self.provenance = provenance or Provenance(compiled.sharded)
         self._places = {id(step): place for place, step in enumerate(self.resharded.steps)}
 
     def of(self, step: Set) -> Cause:

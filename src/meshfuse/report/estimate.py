@@ -35,8 +35,9 @@ def estimate(compiled: CompiledProgram) -> list[Lane]:
     for step in compiled.resharded.steps:
         if isinstance(step, Compute):
             ranks, seconds = step.placement.results[0].mesh.ranks, _compute_seconds(compiled, step)
+            alike = {start: Span(start, seconds, step.node) for start in {clock[rank] for rank in ranks}}
             for rank in ranks:
-                spans[rank].append(Span(clock[rank], seconds, step.node))
+                spans[rank].append(alike[clock[rank]])
                 clock[rank] += seconds
         elif step.move.kind is not MoveKind.SLICE:
             _communicate(compiled, step, place, clock, spans)
@@ -61,14 +62,14 @@ def _communicate(
     seconds = move_seconds(compiled.graph, tensor, step.move)
     ranks = {*step.move.src.mesh.ranks, *step.move.dst.mesh.ranks}
     for group in {step.move.group(rank) for rank in ranks}:
-        start = max(clock[rank] for rank in group)
+        span = Span(max(clock[rank] for rank in group), seconds, None, place)
         for rank in group:
-            spans[rank].append(Span(start, seconds, None, place))
-            clock[rank] = start + seconds
+            spans[rank].append(span)
+            clock[rank] = span.start + seconds
 
 
 def _merged(spans: dict[int, list[Span]]) -> list[Lane]:
-    lanes: dict[tuple[Span, ...], list[int]] = {}
+    lanes: dict[tuple[tuple[float, float, int | None, int], ...], list[int]] = {}
     for rank, found in spans.items():
-        lanes.setdefault(tuple(found), []).append(rank)
-    return [(tuple(ranks), found) for found, ranks in lanes.items()]
+        lanes.setdefault(tuple((s.start, s.seconds, s.node, s.collective) for s in found), []).append(rank)
+    return [(tuple(ranks), tuple(spans[ranks[0]])) for ranks in lanes.values()]

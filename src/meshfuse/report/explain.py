@@ -57,7 +57,8 @@ class Explainer:
     def __init__(self, compiled: CompiledProgram):
         self.compiled, self.graph = compiled, compiled.graph
         self.provenance = Provenance(compiled.sharded)
-        self.causes = Causes(compiled)
+        self.causes = Causes(compiled, self.provenance)
+        self._by_tensor: dict[int, list[Set]] | None = None
 
     def lines(self, tensor: int) -> Iterator[str]:
         made = self.graph.tensors[tensor]
@@ -178,8 +179,7 @@ class Explainer:
     # communication
 
     def _moves(self, tensor: int) -> Iterator[str]:
-        resharded = self.compiled.resharded
-        found = [s for s in resharded.steps if isinstance(s, Set) and resharded.values[s.source].tensor == tensor]
+        found = self._moves_of().get(tensor, [])
         if not found:
             yield "none: every reader takes it as it is"
         for step in found:
@@ -192,6 +192,16 @@ class Explainer:
                 seconds = micro(move_seconds(self.graph, tensor, step.move))
                 yield f"{_collective(step)}, {count} bytes per rank, {seconds} us: {moved}, {asked}"
                 yield from self._needed(step)
+
+    def _moves_of(self) -> dict[int, list[Set]]:
+        """All moves by tensor, in order."""
+        if self._by_tensor is None:
+            self._by_tensor = {}
+            for step in self.compiled.resharded.steps:
+                if isinstance(step, Set):
+                    tensor = self.compiled.resharded.values[step.source].tensor
+                    self._by_tensor.setdefault(tensor, []).append(step)
+        return self._by_tensor
 
     def _needed(self, step: Set) -> Iterator[str]:
         """The annotations of other tensors that a collective is for."""

@@ -82,7 +82,7 @@ def _program(compiled: CompiledProgram, bill: Bill) -> dict[str, Any]:
         "meshes": [str(mesh) for mesh in meshes],
         "axes": list(dict.fromkeys(name for mesh in meshes for name in mesh.names)),
         "rows": rows,
-        "folds": [(first + start, period, count) for start, period, count in repeats(_keys(compiled))],
+        "folds": repeats([_key(row) for row in rows]),
         "collectives": _collectives(compiled, bill, places, len(rows) - 1),
         "total": bill.total,
         "seconds": bill.seconds,
@@ -90,12 +90,9 @@ def _program(compiled: CompiledProgram, bill: Bill) -> dict[str, Any]:
     }
 
 
-def _keys(compiled: CompiledProgram) -> list[object]:
-    """Equal for ops of repeated layers: the same call from the same line, computed in the same placement."""
-    choices = compiled.sharded.choices
-    return [
-        (node.line, node.name, node.call.results, choices[node.id].placement.results) for node in compiled.graph.nodes
-    ]
+def _key(row: dict[str, Any]) -> object:
+    """Equal for what repeats from layer to layer: op, type, sharding and source line."""
+    return (row["name"], row.get("type"), row["line"], json.dumps(row["shards"]))
 
 
 def _input(explainer: Explainer, tensor: int) -> dict[str, Any]:

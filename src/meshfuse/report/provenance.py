@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,12 +37,19 @@ class Provenance:
         self.sharded, self.graph = sharded, sharded.graph
         self._producers = {i: node for node in self.graph.nodes for i in node.outputs}
         self._readers = users(self.graph.nodes)
+        self._steps_back: dict[tuple[int, int | None, Split], list[tuple[int, int | None]]] = {}
+        self._origins: dict[int, list[Origin]] = {}
 
     def producer(self, tensor: int) -> Node | None:
         return self._producers.get(tensor)
 
     def origins(self, tensor: int) -> list[Origin]:
         """One for every split of the tensor and for every axis it is unreduced over."""
+        if tensor not in self._origins:
+            self._origins[tensor] = self._traced(tensor)
+        return self._origins[tensor]
+
+    def _traced(self, tensor: int) -> list[Origin]:
         home = self.made_as(tensor)
         splits: list[tuple[Split, int | None]] = [
             (s, d) for d, layout in enumerate(home.dims) for s in lay.axes(layout)
@@ -75,10 +83,10 @@ class Provenance:
 
     def _backward(self, tensor: int, split: Split, dim: int | None) -> list[int]:
         """The operands that the split came from: to the nearest annotated one, else to an end."""
-        queue: list[tuple[int, int | None, list[int]]] = [(tensor, dim, [])]
+        queue: deque[tuple[int, int | None, list[int]]] = deque([(tensor, dim, [])])
         seen, first = {tensor}, None
         while queue:
-            here, place, path = queue.pop(0)
+            here, place, path = queue.popleft()
             if path and self._is_annotated(here, split):
                 return path
             found = [f for f in self._from_operands(here, place, split) if f[0] not in seen]
@@ -90,6 +98,13 @@ class Provenance:
         return first or []
 
     def _from_operands(self, tensor: int, dim: int | None, split: Split) -> list[tuple[int, int | None]]:
+        """The operands, and the dim of each, that a split of a tensor was taken over from."""
+        key = (tensor, dim, split)
+        if key not in self._steps_back:
+            self._steps_back[key] = self._step_back(tensor, dim, split)
+        return self._steps_back[key]
+
+    def _step_back(self, tensor: int, dim: int | None, split: Split) -> list[tuple[int, int | None]]:
         node = self.producer(tensor)
         if node is None:
             return []
@@ -118,9 +133,9 @@ class Provenance:
 
     def _forward(self, tensor: int, split: Split, dim: int) -> list[int]:
         """Later tensors that have the split, up to one whose annotation asks for it; [] for none."""
-        queue, seen = [(tensor, dim, [tensor])], {tensor}
+        queue, seen = deque([(tensor, dim, [tensor])]), {tensor}
         while queue:
-            here, place, path = queue.pop(0)
+            here, place, path = queue.popleft()
             if self._is_annotated(here, split):
                 return path[1:] or path
             for later, later_dim in self._results(here, place, split):
