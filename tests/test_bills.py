@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import meshfuse as mf
+from meshfuse.report.bill import collectives
+from meshfuse.resharding.prices import price
+from meshfuse.sharding import Sharding
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "bills"
 sys.path.insert(0, str(BENCHMARK))
@@ -48,6 +55,39 @@ def test_the_bill_is_at_its_best(name: str) -> None:
 def test_ranks_send_what_is_billed(name: str) -> None:
     fd = programs.PROGRAMS[name].define(programs.SMALL)
     assert counting.executed_bytes(fd, counting.random_inputs(fd)) == fd.bill().total
+
+
+LINKS = mf.Link(450e9, 1e-9), mf.Link(5e9, 1e-9)
+
+
+@pytest.mark.parametrize("fast", [0, 1])
+@pytest.mark.parametrize("name", ["f1", "f2", "j4", "m1"])
+def test_programs_on_axes_of_unequal_speed(name: str, fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan for the links is no slower on them than the one that counts bytes, sends what it says, and is right."""
+    plain = programs.PROGRAMS[name].define(programs.SMALL)
+    for mesh in ("DP2_TP4", "X4_Y2"):
+        old = getattr(programs, mesh)
+        links = dict(zip(old.names, LINKS if fast == 0 else LINKS[::-1], strict=True))
+        monkeypatch.setattr(programs, mesh, mf.DeviceMesh(old.shape, old.names, links=links))
+    linked = programs.PROGRAMS[name].define(programs.SMALL)
+    inputs = counting.random_inputs(plain)
+    assert counting.executed_bytes(linked, inputs) == linked.bill().total
+    for ours, theirs in zip(linked.simulate(inputs, check_replicas=True), plain.simulate(inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    mesh = linked.compile().resharded.values[0].sharding.mesh
+    assert linked.bill().seconds <= seconds_on(plain, mesh) * 1.0001
+
+
+def seconds_on(fd: mf.FusionDefinition, mesh: mf.DeviceMesh) -> float:
+    """The time that the moves of a plan for other links take on this mesh."""
+    compiled = fd.compile()
+    total = 0.0
+    for step in collectives(compiled):
+        kind = compiled.graph.tensors[compiled.resharded.values[step.source].tensor].type
+        src, dst = (Sharding(mesh, s.dims, s.partial, s.reduce) for s in (step.move.src, step.move.dst))
+        move = dataclasses.replace(step.move, src=src, dst=dst)
+        total += price(move, kind.shape, kind.dtype.itemsize).seconds
+    return total
 
 
 def test_a_bill_is_held_against_float32_figures() -> None:

@@ -8,16 +8,12 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..costs import DEFAULT_LINK
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, overlap
 from .moves import Move, MoveKind
 from .prices import Price, byte_seconds, price
-
-# Seconds per byte of the default link: for code that does not ask `prices.byte_seconds` of a mesh's axes yet.
-BETA = 1 / DEFAULT_LINK.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
