@@ -155,11 +155,27 @@ class _Search:
             rest = [*others, *(p for p in to_reduce if p != atom)]
             if len(to_reduce) > 1:
                 yield Move(MoveKind.ALL_REDUCE, (atom,), state, self._with(state, {}, rest))
-            for dim, wanted in enumerate(self.wanted):
-                grown = self._grown(state, dim, frozenset((atom,))) if atom in wanted else None
-                if grown is not None:
-                    yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, {dim: grown}, rest))
+            places = list(self._places(state, atom))
+            for parts in places or self._out_of_place(state, atom):
+                yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
             yield from self._scattered_for_a_while(state, atom, rest)
+
+    def _places(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
+        """The dims where the target has the atom and the state can take it."""
+        for dim, wanted in enumerate(self.wanted):
+            grown = self._grown(state, dim, frozenset((atom,))) if atom in wanted else None
+            if grown is not None:
+                yield {dim: grown}
+
+    def _out_of_place(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
+        """Every dim that the atom cuts evenly, where axes are still to move: so that less moves, and comes right."""
+        stays = [self._grown(state, dim, frozenset()) is not None for dim in range(state.ndim)]
+        wanted = frozenset().union(*self.wanted)
+        if any(not here and wanted & self._atoms(layout) for here, layout in zip(stays, state.dims, strict=True)):
+            for dim, layout in enumerate(state.dims):
+                n = self.shape[dim]
+                if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
+                    yield {dim: (*layout, atom)}
 
     def _scattered_for_a_while(self, state: Sharding, atom: Split, rest: list[Split]) -> Iterator[Move]:
         """Where axes differ in speed: scattered over a fast axis, so that less is reduced over a slow one.
