@@ -53,8 +53,14 @@ def _matmul_flops(call: Call) -> float:
     return 2.0 * call.results[0].numel * call.types[0].shape[-1]
 
 
+def _rows(e: Emit) -> str:
+    """The first operand, for a product with a matrix: torch takes rows that do not lie behind each other one by one."""
+    many = e.call.types[0].ndim > 2 and e.call.types[1].ndim == 2
+    return f"{e.operands[0]}.contiguous()" if many else e.operands[0]
+
+
 def _matmul_emit(e: Emit) -> str:
-    return f"torch.matmul({e.operands[0]}, {e.operands[1]})"
+    return f"torch.matmul({_rows(e)}, {e.operands[1]})"
 
 
 def _matmul_into(e: Emit, target: str) -> str:
@@ -94,7 +100,7 @@ def _linear_rule(call: Call) -> Rule:
 def _linear_emit(e: Emit) -> str:
     bias = e.operands[2] if len(e.operands) == 3 and e.leads() else None
     if e.call.types[1].ndim < 3:
-        return f"F.linear({e.operands[0]}, {e.operands[1]}{f', {bias}' if bias else ''})"
+        return f"F.linear({_rows(e)}, {e.operands[1]}{f', {bias}' if bias else ''})"
     return f"K.stacked_linear({e.operands[0]}, {e.operands[1]}, {bias})"
 
 
