@@ -136,10 +136,12 @@ class Sharding:
         return of_core(self.core.mesh)
 
     def axis_sharded_on(self, parallel_type: ParallelType) -> int:
-        """The dim that is split over nvFuser's parallel type, -1 where the result is whole along it."""
+        """The dim that is split over nvFuser's parallel type; -1 where the result is whole along it, and for a
+        type that is no mesh axis.
+        """
         names = self.core.mesh.names
-        place = {ParallelType.mesh_x: 1, ParallelType.mesh_y: 2, ParallelType.mesh_z: 3}[parallel_type]
-        if place > len(names):
+        place = {ParallelType.mesh_x: 1, ParallelType.mesh_y: 2, ParallelType.mesh_z: 3}.get(parallel_type)
+        if place is None or place > len(names):
             return -1
         axis = names[-place]
         dims = (d for d, layout in enumerate(self.core.dims) if any(split.axis == axis for split in layout))
