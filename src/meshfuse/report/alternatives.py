@@ -50,8 +50,14 @@ class Alternative:
 
 def wire_bytes(graph: Graph, tensor: int, move: Move) -> float:
     """The bytes of a tensor that a move puts on the wire: the mean over the ranks that it starts from."""
-    kind, ranks = graph.tensors[tensor].type, move.src.mesh.ranks
-    return sum(wire_elements(move, kind.shape, rank) for rank in ranks) / len(ranks) * kind.dtype.itemsize
+    kind = graph.tensors[tensor].type
+    return _mean_elements(move, kind.shape) * kind.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _mean_elements(move: Move, shape: tuple[int, ...]) -> float:
+    ranks = move.src.mesh.ranks
+    return sum(wire_elements(move, shape, rank) for rank in ranks) / len(ranks)
 
 
 def move_seconds(graph: Graph, tensor: int, move: Move) -> float:

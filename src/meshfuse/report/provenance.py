@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,19 +84,20 @@ class Provenance:
 
     def _backward(self, tensor: int, split: Split, dim: int | None) -> list[int]:
         """The operands that the split came from: to the nearest annotated one, else to an end."""
-        queue: deque[tuple[int, int | None, list[int]]] = deque([(tensor, dim, [])])
-        seen, first = {tensor}, None
+        queue: deque[tuple[int, int | None]] = deque([(tensor, dim)])
+        before: dict[int, int] = {tensor: tensor}
+        first: int | None = None
         while queue:
-            here, place, path = queue.popleft()
-            if path and self._is_annotated(here, split):
-                return path
-            found = [f for f in self._from_operands(here, place, split) if f[0] not in seen]
+            here, place = queue.popleft()
+            if here != tensor and self._is_annotated(here, split):
+                return _path(before, here)
+            found = [f for f in self._from_operands(here, place, split) if f[0] not in before]
             if not found and first is None:
-                first = path
+                first = here
             for operand, operand_dim in found:
-                seen.add(operand)
-                queue.append((operand, operand_dim, [*path, operand]))
-        return first or []
+                before.setdefault(operand, here)
+                queue.append((operand, operand_dim))
+        return _path(before, tensor if first is None else first)
 
     def _from_operands(self, tensor: int, dim: int | None, split: Split) -> list[tuple[int, int | None]]:
         """The operands, and the dim of each, that a split of a tensor was taken over from."""
@@ -133,15 +135,15 @@ class Provenance:
 
     def _forward(self, tensor: int, split: Split, dim: int) -> list[int]:
         """Later tensors that have the split, up to one whose annotation asks for it; [] for none."""
-        queue, seen = deque([(tensor, dim, [tensor])]), {tensor}
+        queue, before = deque([(tensor, dim)]), {tensor: tensor}
         while queue:
-            here, place, path = queue.popleft()
+            here, place = queue.popleft()
             if self._is_annotated(here, split):
-                return path[1:] or path
+                return _path(before, here) or [tensor]
             for later, later_dim in self._results(here, place, split):
-                if later not in seen:
-                    seen.add(later)
-                    queue.append((later, later_dim, [*path, later]))
+                if later not in before:
+                    before[later] = here
+                    queue.append((later, later_dim))
         return []
 
     def _results(self, tensor: int, dim: int, split: Split) -> Iterator[tuple[int, int]]:
@@ -155,6 +157,16 @@ class Provenance:
                     yield from ((out, d) for d in _dims_with(dims, factor))
 
 
+def _path(before: dict[int, int], end: int) -> list[int]:
+    """The tensors from the start of a search, which is left out, to this one."""
+    found: list[int] = []
+    while before[end] != end:
+        found.append(end)
+        end = before[end]
+    return found[::-1]
+
+
+@functools.lru_cache(maxsize=1 << 14)
 def _has(layout: Layout, split: Split) -> bool:
     return any(overlap(split, s) for s in lay.axes(layout))
 
