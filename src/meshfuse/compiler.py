@@ -22,6 +22,7 @@ from .mesh import DeviceMesh
 from .overlap import overlap
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
+from .resharding.early import early
 from .resharding.insert import ReshardedDefinition, insert_resharding
 from .segmentation import SegmentedDefinition, segment
 
@@ -68,7 +69,7 @@ def compile_definition(
 def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
     """The stages after the choice of distributed forms."""
     sharded = propagate(graph, world)
-    resharded = insert_resharding(sharded)
+    resharded = early(insert_resharding(sharded))
     segmented = segment(overlap(resharded))
     digest = digest_of(str(segmented) + str(resharded) + str(sharded))
     return CompiledProgram(sharded, resharded, segmented, digest, _ranks(resharded))

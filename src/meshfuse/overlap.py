@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .graph import Graph, Stream
 from .mesh import STREAM, DeviceMesh
 from .ops.base import DimFactors, FactorKind, Rule
 from .resharding.insert import Compute, ReshardedDefinition, Set, Step
 from .resharding.moves import MoveKind, count, restricted
+from .resharding.postpone import postponed
 from .sharding import layout as lay
 from .sharding.layout import Layout, Split
 
@@ -154,7 +155,8 @@ def step_mesh(step: Step) -> DeviceMesh:
 
 
 def overlap(resharded: ReshardedDefinition) -> OverlappedDefinition:
-    """Put what the graph's streams ask for into loops, and leave everything else as it is."""
+    """Put what the graph's streams ask for into loops, and small all-reduces off until their results are needed."""
+    resharded = replace(resharded, steps=tuple(postponed(resharded)))
     if not resharded.graph.streams:
         return OverlappedDefinition(resharded, resharded.steps, {})
     builder = _Builder(resharded)

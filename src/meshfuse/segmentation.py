@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .overlap import ChunkLoop, OverlappedDefinition, taken
+from .resharding.early import WORTH, Seconds
 from .resharding.insert import Compute, ReshardedDefinition, Set
-from .resharding.postpone import postponed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class SegmentedDefinition:
 
 
 def segment(overlapped: OverlappedDefinition) -> SegmentedDefinition:
-    """Cut the steps into segments: as many ops in a row as run on one mesh, small all-reduces put off between them."""
+    """Cut the steps into segments: as many ops in a row as run on one mesh."""
     read_after = _readers(overlapped)
     parts: list[Segment | Set | ChunkLoop] = []
     count = 0
-    for group in _groups(overlapped.parts if overlapped.loops else postponed(overlapped.resharded)):
+    for group in _groups(overlapped.parts, Seconds(overlapped.resharded)):
         if isinstance(group, (Set, ChunkLoop)):
             parts.append(group)
         else:
@@ -73,15 +73,24 @@ def segment(overlapped: OverlappedDefinition) -> SegmentedDefinition:
     return done
 
 
-def _groups(parts: Sequence[Compute | Set | ChunkLoop]) -> Iterator[Set | ChunkLoop | list[Compute]]:
+def _groups(parts: Sequence[Compute | Set | ChunkLoop], seconds: Seconds) -> Iterator[Set | ChunkLoop | list[Compute]]:
+    """Ops in a row that one kernel computes: on one mesh, and none that waits for a move that others could hide."""
     run: list[Compute] = []
+    work = 0.0
+    moving: set[int] = set()
     for step in parts:
         same_mesh = isinstance(step, Compute) and (not run or _mesh(run[-1]) == _mesh(step))
+        if isinstance(step, Compute) and not moving.isdisjoint(step.inputs):
+            same_mesh = same_mesh and work < WORTH
+            moving.difference_update(step.inputs)
+        elif isinstance(step, Set) and seconds.of(step) >= WORTH:
+            moving.add(step.target)
         if run and not same_mesh:
             yield run
-            run = []
+            run, work = [], 0.0
         if isinstance(step, Compute):
             run.append(step)
+            work += seconds.of(step) if moving else 0.0
         else:
             yield step
     if run:

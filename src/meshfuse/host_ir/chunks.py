@@ -222,10 +222,10 @@ class _Loop:
         if key not in self.kernels:
             name = f"loop_{self.loop.id}" + (f"_{len(self.kernels)}" if self.kernels else "")
             flops, nbytes = self.low.cost(step)
-            share = self._share(step, chunk)
+            share, functions = self._share(step, chunk), self.low.functions([step])
             written = tuple(range(len(given), len(given) + len(filled)))
-            functions = self.low.functions([step])
-            made = Kernel(name, params, tuple(lines), results, functions, flops * share, nbytes * share, written)
+            work = ((flops * share, nbytes * share),)
+            made = Kernel(name, params, tuple(lines), results, functions, work, written)
             self.kernels[key] = made
         return self.kernels[key], scalars
 

@@ -25,8 +25,8 @@ _NETWORK = Speed(50e9, 4e-6)
 class CostModel:
     """Seconds from facts: operations and bytes per second of a rank, seconds to start a kernel, speeds of axes.
 
-    A kernel takes the longer of its operations and its bytes (the roofline: Williams et al. 2009); a communication
-    starts once per step of a ring and then sends its bytes (Hockney 1994). Axes that `axes` does not name have the
+    Each op of a kernel takes the longer of its operations and its bytes (the roofline: Williams et al. 2009); a
+    communication starts once per step and then sends its bytes (Hockney 1994). Axes that `axes` does not name have the
     speed `network`.
     """
 
@@ -38,7 +38,7 @@ class CostModel:
 
     def kernel(self, kernel: Kernel) -> float:
         """Seconds of one launch."""
-        return self.start + max(kernel.flops / self.flops, kernel.bytes / self.memory)
+        return self.start + sum(max(flops / self.flops, nbytes / self.memory) for flops, nbytes in kernel.work)
 
     def communication(self, call: Collective | SendRecv) -> float:
         """Seconds from the moment that all have issued it to its end."""

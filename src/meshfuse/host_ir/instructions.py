@@ -20,8 +20,8 @@ class Kernel:
     """A segment on one rank: a local function of tensors and scalars, one line of torch code per op.
 
     Results go to new tensors, but for those that it writes into parameters of its own (`written`: their places).
-    `functions` are those of registered ops that its lines call as OP.name. `flops` and `bytes` are the operations of
-    one call, and the bytes that it reads and writes at least.
+    `functions` are those of registered ops that its lines call as OP.name. `work` has of every op the operations of one
+    call, and the bytes that it reads and writes at least.
     """
 
     name: str
@@ -29,8 +29,7 @@ class Kernel:
     lines: tuple[str, ...]
     results: tuple[str, ...]
     functions: tuple[tuple[str, Callable[..., Any]], ...] = ()
-    flops: float = 0.0
-    bytes: float = 0.0
+    work: tuple[tuple[float, float], ...] = ()
     written: tuple[int, ...] = ()
 
     def source(self) -> list[str]:

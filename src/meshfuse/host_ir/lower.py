@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..graph import Graph
-from ..ops.base import Call, FactorKind, ScalarRef
+from ..ops.base import FactorKind, ScalarRef
 from ..ops.local import LocalCall, plain_text
 from ..overlap import ChunkLoop, taken
 from ..propagation.factors import Placement
+from ..resharding.early import local_cost
 from ..resharding.insert import Compute, Set, Value
 from ..resharding.moves import Move, wire_elements
 from ..scalars import inputs_of
@@ -91,8 +91,8 @@ class Lowering:
         inputs = tuple(dict.fromkeys(map(self.name, part.inputs)))
         outputs = tuple(f"v{v}" for v in part.outputs)
         params = (*inputs, *self.scalar_params(part.computes, lines))
-        flops, nbytes = map(sum, zip(*map(self.cost, part.computes), strict=True))
-        kernel = Kernel(part.name, params, tuple(lines), outputs, self.functions(part.computes), flops, nbytes)
+        work = tuple(map(self.cost, part.computes))
+        kernel = Kernel(part.name, params, tuple(lines), outputs, self.functions(part.computes), work)
         self.instructions.append(Launch(kernel, params, outputs))
 
     def scalar_params(self, computes: Sequence[Compute], lines: Sequence[str]) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class Lowering:
         call = self.graph.nodes[compute.node].call
         key = (id(call), compute.placement)
         if key not in self._costs:
-            self._costs[key] = _local_cost(call, compute.placement)
+            self._costs[key] = local_cost(call, compute.placement)
         return self._costs[key]
 
     def functions(self, computes: Sequence[Compute]) -> tuple[tuple[str, Callable[..., Any]], ...]:
@@ -187,13 +187,6 @@ class Lowering:
         """True where more than the loop's own steps reads a value."""
         inside = sum(taken(step).count(value) for step in loop.steps)
         return self.readers.get(value, 0) > inside
-
-
-def _local_cost(call: Call, placement: Placement) -> tuple[float, float]:
-    shares = math.prod(s.size or 1 for layout in placement.layouts for s in lay.axes(layout))
-    pairs = [*zip(placement.operands, call.types, strict=True), *zip(placement.results, call.results, strict=True)]
-    nbytes = sum(t.nbytes / math.prod(s.size or 1 for s in sharding.splits) for sharding, t in pairs)
-    return call.op.flops(call) / shares, nbytes
 
 
 def scalar_text(graph: Graph, value: Any) -> str:

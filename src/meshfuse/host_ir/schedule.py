@@ -49,12 +49,22 @@ class _Scheduler:
         self.wait_of: dict[str, int] = {}
         self._classify()
         self.sizes = _buffer_bytes(body)
+        self.costs = {i: self._cost(self.body[i]) for i in (*self.launches, *self.calls)}
+        self.work_left = sum(self.costs[i] for i in self.launches)
+        self.wire_left = sum(self.costs[i] for i in self.calls)
+        self.next_launch = 0
         self.clock = 0.0
         self.free = {"in": 0.0, "out": 0.0}
         self.finish: dict[str, float] = {}
         self.holding: dict[str, int] = {}
         self.held = 0
         self.sends: deque[str] = deque()
+
+    def _cost(self, ins: Instruction) -> float:
+        if isinstance(ins, Launch):
+            return self.model.kernel(ins.kernel)
+        assert isinstance(ins, (Collective, SendRecv))
+        return self.model.communication(ins)
 
     def _classify(self) -> None:
         """For every place the last kernel that it comes after; and which writes go with which kernel or wait."""
@@ -112,10 +122,13 @@ class _Scheduler:
         self.done[place] = 1
         self.out.append(ins)
         if isinstance(ins, Launch):
-            self.clock += self.model.kernel(ins.kernel)
+            self.next_launch += 1
+            self.clock += self.costs[place]
+            self.work_left -= self.costs[place]
         elif isinstance(ins, (Collective, SendRecv)):
             self.next_call += 1
-            self._issued(ins)
+            self.wire_left -= self.costs[place]
+            self._issued(ins, self.costs[place])
         elif isinstance(ins, Wait):
             self.clock = max(self.clock, self.finish[ins.work])
             self.held -= self.holding.pop(ins.work)
@@ -151,10 +164,16 @@ class _Scheduler:
                 ins = self.body[d]
                 if self.done[d]:
                     continue
-                if isinstance(ins, Wait) and self.finish.get(ins.work, math.inf) > self.clock + self.model.start:
+                if isinstance(ins, Wait) and self.finish.get(ins.work, math.inf) > self.clock + self._patience():
                     return True
                 stack.append(d)
         return False
+
+    def _patience(self) -> float:
+        """Seconds worth waiting to issue the next communication: a kernel's, where communications take longest."""
+        if self.wire_left <= self.work_left or self.next_launch >= len(self.launches):
+            return self.model.start
+        return self.costs[self.launches[self.next_launch]]
 
     def _has_room(self, place: int) -> bool:
         """Room for one more in flight; works that should be over by now are waited for to make it."""
@@ -166,9 +185,9 @@ class _Scheduler:
             self._end(work)
         return True
 
-    def _issued(self, call: Collective | SendRecv) -> None:
+    def _issued(self, call: Collective | SendRecv, seconds: float) -> None:
         ways = directions(call)
-        end = max(self.clock, *(self.free[way] for way in ways)) + self.model.communication(call)
+        end = max(self.clock, *(self.free[way] for way in ways)) + seconds
         self.free.update(dict.fromkeys(ways, end))
         self.finish[call.work] = end
         self.holding[call.work] = held = self._call_bytes(call)

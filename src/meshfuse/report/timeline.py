@@ -1,0 +1,214 @@
+"""A modelled run of all ranks' host programs: when each kernel and communication runs, and what waits for it.
+
+A discrete-event simulation (as in Astra-sim: Rashidi et al., ISPASS 2020, at the level of collectives): a rank runs its
+kernels one after another and issues communications without waiting; a communication begins when all of its ranks have
+issued it and the links that it takes are free, and lasts as long as the cost model says; a wait lasts until its end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..host_ir.cost import CostModel, axis_names, directions
+from ..host_ir.instructions import Collective, Instruction, Launch, SendRecv, Wait
+from ..host_ir.program import HostProgram
+
+Call = Collective | SendRecv
+# The n-th collective of a group, or the n-th message from one rank to another.
+Meeting = tuple[object, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank does from one moment to another, in seconds: a "kernel", a "communication" or a "wait"."""
+
+    kind: str
+    name: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Seconds of one rank: its end, its kernels, its communications, and what it waited for them (exposed)."""
+
+    rank: int
+    end: float
+    computing: float
+    communicating: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication that went on while the rank did something else."""
+        return max(0.0, self.communicating - self.exposed)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All ranks' times; `spans` of those ranks that they were asked for."""
+
+    ranks: tuple[RankTime, ...]
+    spans: dict[int, list[Span]]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds until the last rank has ended."""
+        return max(rank.end for rank in self.ranks)
+
+    @property
+    def hidden_share(self) -> float:
+        """The part of all communication that was hidden; 1.0 where there was none."""
+        total = sum(rank.communicating for rank in self.ranks)
+        return sum(rank.hidden for rank in self.ranks) / total if total else 1.0
+
+    def __str__(self) -> str:
+        worst = max(self.ranks, key=lambda rank: rank.end)
+        lines = [f"{len(self.ranks)} ranks, {micro(self.makespan)} until the last has ended"]
+        for name, rank in (("the last", worst), ("the first", self.ranks[0])):
+            lines.append(
+                f"{name} (rank {rank.rank}): kernels {micro(rank.computing)}, communication "
+                f"{micro(rank.communicating)}, of which hidden {micro(rank.hidden)}, waited for {micro(rank.exposed)}"
+            )
+        lines.append(f"hidden: {self.hidden_share:.0%} of all communication")
+        return "\n".join(lines)
+
+
+def micro(seconds: float) -> str:
+    """Seconds in microseconds."""
+    return f"{seconds * 1e6:,.1f} us"
+
+
+def timeline(
+    programs: Sequence[HostProgram],
+    model: CostModel | None = None,
+    overlapped: bool = True,
+    traced: Sequence[int] = (),
+) -> Timeline:
+    """Play the programs of all ranks. Without `overlapped` every communication is waited for where it is issued.
+
+    `traced` are the ranks whose spans are kept. Raises AssertionError where ranks wait for each other.
+    """
+    return _Play(programs, model or CostModel(), overlapped, set(traced)).run()
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank on its way: the instructions left (the next last), its clock, and when its links are free."""
+
+    number: int
+    left: list[Instruction]
+    clock: float = 0.0
+    computing: float = 0.0
+    communicating: float = 0.0
+    exposed: float = 0.0
+    free: dict[tuple[str, str], float] = field(default_factory=dict)
+    meetings: dict[str, Meeting] = field(default_factory=dict)
+    numbers: Counter[object] = field(default_factory=Counter)
+
+
+class _Play:
+    def __init__(self, programs: Sequence[HostProgram], model: CostModel, overlapped: bool, traced: set[int]):
+        self.model, self.overlapped, self.traced = model, overlapped, traced
+        self.ranks = {p.rank: _Rank(p.rank, list(_played(p, overlapped))[::-1]) for p in programs}
+        self.arrived: dict[Meeting, list[tuple[_Rank, Call, float]]] = {}
+        self.ends: dict[Meeting, float] = {}
+        self.sleeping: dict[Meeting, list[_Rank]] = {}
+        self.spans: dict[int, list[Span]] = {rank: [] for rank in sorted(traced)}
+
+    def run(self) -> Timeline:
+        moving = [(0.0, number) for number in self.ranks]
+        heapq.heapify(moving)
+        while moving:
+            rank = self.ranks[heapq.heappop(moving)[1]]
+            until = moving[0][0] if moving else math.inf
+            for woken in self._advance(rank, until):
+                heapq.heappush(moving, (woken.clock, woken.number))
+        stuck = [rank.number for rank in self.ranks.values() if rank.left]
+        assert not stuck, f"ranks wait for each other: {stuck}"
+        done = [RankTime(r.number, r.clock, r.computing, r.communicating, r.exposed) for r in self.ranks.values()]
+        return Timeline(tuple(done), self.spans)
+
+    def _advance(self, rank: _Rank, until: float) -> list[_Rank]:
+        """Go on until another rank is behind, or a wait for what has not happened; the ranks that may go on then.
+
+        So communications are met in the order of time, as they take their turns on the links.
+        """
+        woken: list[_Rank] = []
+        while rank.left:
+            if rank.clock > until:
+                return [*woken, rank]
+            ins = rank.left[-1]
+            if isinstance(ins, Wait):
+                meeting = rank.meetings[ins.work]
+                if meeting not in self.ends:
+                    self.sleeping.setdefault(meeting, []).append(rank)
+                    break
+                self._wait(rank, ins, self.ends[meeting])
+            elif isinstance(ins, Launch):
+                self._span(rank, "kernel", ins.kernel.name, rank.clock, rank.clock + self.model.kernel(ins.kernel))
+                rank.computing += self.model.kernel(ins.kernel)
+                rank.clock += self.model.kernel(ins.kernel)
+            elif isinstance(ins, (Collective, SendRecv)):
+                woken += self._issue(rank, ins)
+            rank.left.pop()
+        return woken
+
+    def _wait(self, rank: _Rank, wait: Wait, end: float) -> None:
+        if end > rank.clock:
+            self._span(rank, "wait", wait.work, rank.clock, end)
+            rank.exposed += end - rank.clock
+            rank.clock = end
+
+    def _issue(self, rank: _Rank, call: Call) -> list[_Rank]:
+        place: object = call.group
+        size = len(call.group)
+        if isinstance(call, SendRecv):
+            ends = (rank.number, call.peer) if call.kind == "send" else (call.peer, rank.number)
+            place, size = (call.group, ends), 2
+        rank.numbers[place] += 1
+        meeting = rank.meetings[call.work] = (place, rank.numbers[place])
+        there = self.arrived.setdefault(meeting, [])
+        there.append((rank, call, rank.clock))
+        if len(there) < size:
+            return []
+        self._complete(meeting, self.arrived.pop(meeting))
+        return self.sleeping.pop(meeting, [])
+
+    def _complete(self, meeting: Meeting, there: list[tuple[_Rank, Call, float]]) -> None:
+        """All have come: it begins when the last has issued it and every link that it takes is free."""
+        start = max(max(issued, *(r.free.get(way, 0.0) for way in _ways(call))) for r, call, issued in there)
+        seconds = max(self.model.communication(call) for _, call, _ in there)
+        self.ends[meeting] = start + seconds
+        for rank, call, _ in there:
+            rank.free.update(dict.fromkeys(_ways(call), start + seconds))
+            rank.communicating += seconds
+            self._span(rank, "communication", f"{call.kind} {call.about.tensor} {call.work}", start, start + seconds)
+
+    def _span(self, rank: _Rank, kind: str, name: str, start: float, end: float) -> None:
+        if rank.number in self.traced:
+            self.spans[rank.number].append(Span(kind, name, start, end))
+
+
+def _ways(call: Call) -> list[tuple[str, str]]:
+    """The links of a rank that a communication takes: of every axis, in one direction or both."""
+    return [(axis, way) for axis in axis_names(call.about.axes) or [""] for way in directions(call)]
+
+
+def _played(program: HostProgram, overlapped: bool) -> Iterator[Instruction]:
+    """What takes time, in order; each wait directly after its communication unless they overlap."""
+    for ins in program.instructions:
+        if isinstance(ins, Launch) or (isinstance(ins, Wait) and overlapped):
+            yield ins
+        elif isinstance(ins, (Collective, SendRecv)):
+            yield ins
+            if not overlapped:
+                yield Wait(ins.work)

@@ -1,0 +1,105 @@
+"""Large moves are put where they can begin: right after what makes their source, or ahead of their reader.
+
+Moves are inserted just before their first readers, and those of outputs last. With the op that they could run beside in
+one segment they would run alone; a segment is cut where both the move and the work beside it are worth it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..graph import Graph
+from ..ops.base import Call
+from ..propagation.factors import Placement
+from ..sharding import layout as lay
+from .insert import Compute, ReshardedDefinition, Set, Step
+from .moves import Move, MoveKind
+
+# Modelled seconds of a move, and of the work beside it, that are worth a launch more.
+WORTH = 20e-6
+# Operations and bytes per second of a rank, and bytes per second between ranks, where nothing better is known.
+_FLOPS, _MEMORY, _NETWORK = 300e12, 1.5e12, 50e9
+# An input is gathered as much work ahead of its reader as the move takes, times this.
+_AHEAD = 2.0
+
+
+def local_cost(call: Call, placement: Placement) -> tuple[float, float]:
+    """Operations, and bytes read and written at least, of an op on one rank of its placement."""
+    shares = math.prod(s.size or 1 for layout in placement.layouts for s in lay.axes(layout))
+    pairs = [*zip(placement.operands, call.types, strict=True), *zip(placement.results, call.results, strict=True)]
+    nbytes = sum(t.nbytes / math.prod(s.size or 1 for s in sharding.splits) for sharding, t in pairs)
+    return call.op.flops(call) / shares, nbytes
+
+
+class Seconds:
+    """Modelled seconds of a graph's steps; equal ops are looked up."""
+
+    def __init__(self, resharded: ReshardedDefinition):
+        self.graph: Graph = resharded.graph
+        self.values = resharded.values
+        self._known: dict[object, float] = {}
+
+    def of(self, step: Step) -> float:
+        """Of an op's computation on a rank, or of a move."""
+        if isinstance(step, Compute):
+            call = self.graph.nodes[step.node].call
+            key: object = (id(call), id(step.placement))
+            if key not in self._known:
+                flops, nbytes = local_cost(call, step.placement)
+                self._known[key] = max(flops / _FLOPS, nbytes / _MEMORY)
+            return self._known[key]
+        kind = self.graph.tensors[self.values[step.source].tensor].type
+        key = (step.move, kind)
+        if key not in self._known:
+            self._known[key] = _moved(step.move, kind.shape) * kind.dtype.itemsize / _NETWORK
+        return self._known[key]
+
+
+def _moved(move: Move, shape: Sequence[int]) -> float:
+    """Elements that a rank sends or gets, but for its own."""
+    if move.kind is MoveKind.SLICE:
+        return 0.0
+    sizes = move.src.max_local_numel(shape), move.dst.max_local_numel(shape)
+    return float(2 * sizes[0] if move.kind is MoveKind.ALL_REDUCE else max(sizes))
+
+
+def early(resharded: ReshardedDefinition) -> ReshardedDefinition:
+    """The same steps, moves that are worth it earlier; the same on all ranks."""
+    seconds = Seconds(resharded)
+    if not any(isinstance(step, Set) and seconds.of(step) >= WORTH for step in resharded.steps):
+        return resharded
+    costs = [seconds.of(step) for step in resharded.steps]
+    keys = _places(resharded, costs)
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    done = replace(resharded, steps=tuple(resharded.steps[place] for place in order))
+    done.verify()
+    return done
+
+
+def _places(resharded: ReshardedDefinition, costs: Sequence[float]) -> list[tuple[int, int]]:
+    """Of every step the place after which it goes, and its turn there."""
+    work = [c if isinstance(s, Compute) else 0.0 for s, c in zip(resharded.steps, costs, strict=True)]
+    until = list(itertools.accumulate(work, initial=0.0))
+    made_at: dict[int, int] = dict.fromkeys(resharded.inputs, -1)
+    keys: list[tuple[int, int]] = []
+    for place, step in enumerate(resharded.steps):
+        base = place
+        if isinstance(step, Set) and step.node is None and costs[place] >= WORTH:
+            first = made_at[step.source]
+            if first < 0:
+                first = _ahead(until, place, _AHEAD * costs[place])
+            if until[place] - until[first + 1] >= WORTH:
+                base = first
+        keys.append((base, -1 if base == place else place))
+        for value in step.outputs if isinstance(step, Compute) else (step.target,):
+            made_at[value] = base
+    return keys
+
+
+def _ahead(until: Sequence[float], place: int, seconds: float) -> int:
+    """The last place before this one with so much work in between; the first where there is not so much."""
+    return bisect.bisect_right(until, until[place] - seconds) - 2
