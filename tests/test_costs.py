@@ -252,6 +252,30 @@ def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(da
     check_values(found.moves, shape)
 
 
+@settings(max_examples=150)
+@given(st.data())
+def test_values_move_right_on_axes_of_any_speed(data: st.DataObject) -> None:
+    """From any sharding to any other, and from unreduced sums over all axes to any."""
+    plain = data.draw(meshes(min_ranks=2))
+    links = {
+        name: data.draw(st.sampled_from([FAST, SLOW, mf.Link(1e8, 0.0), mf.Link(2e9, 0.0)])) for name in plain.names
+    }
+    mesh = mf.DeviceMesh(plain.shape, plain.names, ranks=plain.ranks, links=links)
+    shape = tuple(data.draw(st.lists(st.integers(1, 16), min_size=2, max_size=3)))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor(list(shape), dtype=mf.DataType.Double)
+        y, z = fd.ops.set(x), fd.ops.sum(x, [0])
+        again = fd.ops.set(z)
+        for out in (y, again):
+            fd.add_output(out)
+        fd.shard(x, data.draw(shardings(shape, mesh)))
+        fd.shard(y, data.draw(shardings(shape, mesh)))
+        fd.shard(again, data.draw(shardings(shape[1:], mesh)))
+    value = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    moved, summed_up = fd.simulate([value], check_replicas=True)
+    assert torch.equal(moved, value) and torch.equal(summed_up, value.sum(0))
+
+
 def relinked(sharding: Sharding, mesh: mf.DeviceMesh) -> Sharding:
     return Sharding(mesh, sharding.dims, sharding.partial, sharding.reduce)
 
