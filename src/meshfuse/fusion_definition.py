@@ -18,7 +18,7 @@ from .arguments import (
     scalar_values,
     split_arguments,
 )
-from .backends.choose import requested
+from .backends.choose import plan, requested
 from .compiler import CompiledProgram, compile_definition
 from .definition.fusion import DefinitionBuilder
 from .definition.loop import as_int
@@ -33,6 +33,7 @@ from .host_ir.program import HostProgram
 from .kernels import in_stride_order
 from .mesh import DeviceMesh
 from .ops.base import TensorRef
+from .report.backends import backends_table
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
 from .report.reprint import definition_source
@@ -313,6 +314,15 @@ class FusionDefinition(DefinitionBuilder):
         if tensor is None:
             return explain_all(self.latest(shapes))
         return explain_tensor(self.latest(shapes), self._own(tensor, "explain", line).id)
+
+    def backends(self, *shapes: Sequence[int]) -> str:
+        """What computes each segment, and why: as it is bound to this rank, or as MESHFUSE_BACKEND would have it."""
+        compiled = self.latest(shapes)
+        bound = [program for program in self._bound.values() if program.compiled is compiled and program.active]
+        if bound:
+            return backends_table(compiled, bound[-1].segments.chosen)
+        planned = plan(compiled.segmented, requested(None, caller_line())).chosen
+        return backends_table(compiled, {f"segment_{number}": chosen for number, chosen in planned.items()})
 
     def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
         """The bytes that each rank puts on the wire, by collective, axis and source line.

@@ -1,0 +1,26 @@
+"""What runs each segment, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..backends.choose import Chosen
+from ..compiler import CompiledProgram
+from ..segmentation import Segment
+from .bill import table
+
+
+def backends_table(compiled: CompiledProgram, chosen: Mapping[str, Chosen]) -> str:
+    """One row per segment: its ops, and which backend computes it from when on, by the segment's name."""
+    nodes = compiled.graph.nodes
+    rows = [("segment", "backend", "why", "ops")]
+    for part in compiled.segmented.parts:
+        if isinstance(part, Segment) and part.name in chosen:
+            names = [nodes[c.node].name for c in part.computes]
+            rows.append((part.name, chosen[part.name].backend, chosen[part.name].why, _shortened(names)))
+    return table(rows)
+
+
+def _shortened(names: list[str], most: int = 6) -> str:
+    left = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + left

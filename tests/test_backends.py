@@ -1,0 +1,240 @@
+"""Backends of segments: compiled code against the text that it stands for, and when each is chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import meshfuse as mf
+from meshfuse.backends import Task, Unsupported
+from meshfuse.backends.choose import plan, requested, saved_seconds
+from meshfuse.backends.inductor import Inductor, own_cache, trace
+from meshfuse.executor.bind import bind_program
+from meshfuse.segmentation import Segment
+
+CPU = torch.device("cpu")
+LINE = mf.DeviceMesh((2,), ("tp",))
+Body = Callable[..., mf.TensorView]
+
+
+def defined(body: Body, *shapes: tuple[int, ...], **kinds: mf.DataType) -> mf.FusionDefinition:
+    """A definition of one segment: everything is whole on two ranks."""
+    with mf.FusionDefinition(seed=5) as fd:
+        inputs = [fd.define_tensor(list(shape)) for shape in shapes]
+        scalars = [fd.define_scalar(dtype=kind) for kind in kinds.values()]
+        made = body(fd, *inputs, *scalars)
+        for output in made if isinstance(made, tuple) else (made,):
+            fd.add_output(output)
+            fd.mesh_split(output, LINE, [None] * output.ndim)
+    return fd
+
+
+def task_of(fd: mf.FusionDefinition, *arguments: object) -> Task:
+    """The definition's only segment on rank 0, called with these."""
+    compiled = fd.compile()
+    program = compiled.host_program(0)
+    bound = bind_program(program, lambda ranks: None, CPU)
+    (kernel,), (segment,) = program.kernels, compiled.segmented.parts
+    assert isinstance(segment, Segment)
+    outlines = tuple(
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor) else a
+        for a in arguments
+    )  # fmt: skip
+    return Task(kernel, segment, compiled.segmented, 0, CPU, bound.scope[kernel.name], outlines)
+
+
+def pointwise(fd, x, y):
+    return fd.ops.relu(x * 0.9 + y) - 0.1
+
+
+def normalized(fd, x, y):
+    return fd.ops.layer_norm(x, [8]), fd.ops.softmax(y, 0)
+
+
+def product(fd, x, y):
+    return fd.ops.permute(fd.ops.matmul(x, fd.ops.permute(y, [1, 0])), [1, 0])
+
+
+def random(fd, x, y):
+    return x * fd.ops.uniform(0.0, 1.0, [4, 8]), y + fd.ops.normal(0.0, 1.0, [4, 8])
+
+
+def attention(fd, x, y):
+    heads = [fd.ops.reshape(t, [1, 2, 4, 4]) for t in (x, y, x + y)]
+    mixed, *state = fd.ops.sdpfa_fwd(*heads, is_causal=True)
+    return mixed, *state
+
+
+def places(fd, x, y):
+    """Tensors that the kernel's Python makes of constants."""
+    return x + fd.ops.iota(8), fd.ops.triu(y, 1)
+
+
+BODIES = [pointwise, normalized, product, attention, places]
+
+
+def arguments_of(task_params: tuple[str, ...], offset: int = 3) -> list[object]:
+    generator = torch.Generator().manual_seed(0)
+    found: list[object] = []
+    for name in task_params:
+        state = {"seed": 5, "offset": offset}
+        found.append(state[name] if name in state else torch.randn(4, 8, generator=generator))
+    return found
+
+
+def params(fd: mf.FusionDefinition) -> tuple[str, ...]:
+    (kernel,) = fd.compile().host_program(0).kernels
+    return kernel.params
+
+
+def same(found: object, expected: object) -> None:
+    """Equal values, types and strides."""
+    pairs = zip(*((v if isinstance(v, tuple | list) else (v,)) for v in (found, expected)), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, check_stride=True)
+
+
+@pytest.mark.parametrize("body", [*BODIES, random], ids=lambda f: f.__name__)
+def test_the_trace_is_the_text(body):
+    fd = defined(body, (4, 8), (4, 8))
+    task = task_of(fd, *arguments_of(params(fd)))
+    arguments = arguments_of(task.kernel.params, offset=2**40 + 7)
+    tensors = [a if isinstance(a, torch.Tensor) else torch.tensor(a) for a in arguments]
+    found = trace(task)(*tensors)
+    same(found if len(task.kernel.results) > 1 else found[0], task.eager(*arguments))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[Task, Callable[..., object]]:
+    """One kernel compiled by Inductor: with a scalar, random numbers and two results, one a permuted product."""
+
+    def body(fd, x, y, scale):
+        mixed = fd.ops.relu(x * scale) + fd.ops.uniform(0.0, 1.0, [4, 8])
+        return mixed, product(fd, mixed, y)
+
+    fd = defined(body, (4, 8), (4, 8), scale=mf.DataType.Double)
+    task = task_of(fd, *call(params(fd), 2.0, 3))
+    return task, Inductor().prepare(task)
+
+
+def call(names: tuple[str, ...], scale: float, offset: int, transposed: bool = False) -> list[object]:
+    tensors = [torch.randn(4, 8, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    if transposed:
+        tensors = [t.t().contiguous().t() for t in tensors]
+    given = iter(tensors)
+    numbers = {"seed": -(2**63) - 1, "offset": offset}
+    return [next(given) if n.startswith("v") else numbers.get(n, scale) for n in names]
+
+
+@pytest.mark.parametrize("offset", [3, 4, 2**33])
+@pytest.mark.parametrize("scale", [2.0, 0.5])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compiled_code_is_the_text(compiled, offset, scale, transposed):
+    """Also for another scalar and for other strides than it was compiled for: then the text itself runs."""
+    task, run = compiled
+    arguments = call(task.kernel.params, scale, offset, transposed)
+    same(run(*arguments), task.eager(*arguments))
+
+
+def test_what_depends_on_values_is_left_to_torch():
+    fd = defined(pointwise, (4, 8), (4, 8))
+    task = task_of(fd, *arguments_of(params(fd)))
+    branching = Task(
+        task.kernel, task.segment, task.definition, 0, CPU, lambda x, y: x if x.sum() > 0 else y, task.arguments
+    )
+    with pytest.raises(Unsupported, match="it cannot be traced: "):
+        trace(branching)
+
+
+def test_each_rank_has_its_own_cache(monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    folders = []
+    for rank in range(2):
+        with own_cache(rank):
+            folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert len(set(folders)) == 2 and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/users")
+    with own_cache(0):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == folders[0]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/the/users"
+
+
+# choosing ---------------------------------------------------------------------------------------------------------
+
+
+def chain(length: int, size: int) -> mf.FusionDefinition:
+    def body(fd, x):
+        for _ in range(length):
+            x = fd.ops.relu(x)
+        return x
+
+    return defined(body, (size, size))
+
+
+def test_auto_compiles_once_that_pays():
+    """Longer chains pay sooner, short ones and products never."""
+    dues = [plan(chain(n, 64).compile().segmented, "auto").due for n in (1, 20, 200, 2000)]
+    assert dues[0] is None
+    assert dues[1] > dues[2] > dues[3] >= 16
+    products = defined(product, (4, 8), (4, 8)).compile().segmented
+    made = plan(products, "auto")
+    assert made.due is None and {c.backend for c in made.chosen.values()} == {"eager"}
+
+
+def test_a_segment_saves_by_its_ops_and_the_values_between_them():
+    def seconds(length: int, size: int) -> float:
+        compiled = chain(length, size).compile()
+        (segment,) = compiled.segmented.parts
+        return saved_seconds(compiled.resharded, segment)
+
+    assert seconds(1, 64) == 0.0
+    assert seconds(20, 64) < seconds(40, 64) < seconds(40, 1024)
+
+
+def test_named_backends_compile_all_before_the_first_call():
+    segmented = chain(2, 4).compile().segmented
+    for name, due in (("eager", None), ("inductor", 0), ("nvfuser", 0)):
+        made = plan(segmented, name)
+        assert made.due == due and {c.backend for c in made.chosen.values()} == {name}
+
+
+def test_the_backend_is_an_argument_or_the_environments(monkeypatch):
+    monkeypatch.delenv("MESHFUSE_BACKEND", raising=False)
+    assert requested(None) == "auto"
+    monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
+    assert requested(None) == "inductor" and requested("eager") == "eager"
+    monkeypatch.setenv("MESHFUSE_BACKEND", "xla")
+    with pytest.raises(mf.ArgumentError) as told:
+        chain(1, 4).simulate([torch.randn(4, 4)])
+    assert "MESHFUSE_BACKEND: found 'xla', needed one of auto, eager, inductor, nvfuser." in str(told.value)
+    with pytest.raises(mf.ArgumentError) as told:
+        chain(1, 4).execute([torch.randn(4, 4)], backend="cuda")
+    assert "backend: found 'cuda', needed one of auto, eager, inductor, nvfuser." in str(told.value)
+
+
+def test_the_table_of_backends_says_what_runs_each_segment(monkeypatch):
+    monkeypatch.delenv("MESHFUSE_BACKEND", raising=False)
+    due = plan(chain(200, 64).compile().segmented, "auto").due
+    heading, row = chain(200, 64).backends().splitlines()
+    assert heading.split() == ["segment", "backend", "why", "ops"]
+    assert row.startswith(f"segment_0  inductor  from call {due} on, to save about ") and row.endswith("and 194 more")
+    assert "segment_0  eager    compiling it would save 0 us per call" in chain(1, 4).backends()
+
+
+def test_simulated_ranks_run_compiled_segments(monkeypatch):
+    """Ranks of one process with equal kernels share one compilation; those of uneven shards have their own."""
+    monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([3, 8])
+        y = fd.ops.softmax(x * 2.0, 0)
+        fd.add_output(y)
+        fd.mesh_split(x, LINE, ["tp", None])
+    whole = torch.randn(3, 8)
+    (found,) = fd.simulate([whole])
+    torch.testing.assert_close(found, torch.softmax(whole * 2.0, 0))
+    (made,) = fd._simulated.values()
+    chosen = [c for segments in made.simulation.segments for c in segments.chosen.values()]
+    assert chosen and all((c.backend, c.why) == ("inductor", "compiled") for c in chosen)
