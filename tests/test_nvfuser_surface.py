@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,34 @@ def test_names_of_nvfuser_direct(owner: str) -> None:
     for part in owner.split(".") if owner else ():
         found = getattr(found, part)
     assert [name for name in NAMES[owner].split() if not hasattr(found, name)] == []
+
+
+ALIASED = """
+import sys
+import meshfuse.nvfuser_direct
+sys.modules["nvfuser_direct"] = meshfuse.nvfuser_direct
+import nvfuser_direct
+import nvfuser_direct.multidevice
+from nvfuser_direct import pytorch_utils as same
+from nvfuser_direct.multidevice import DeviceMesh
+from nvfuser_direct.pytorch_utils import torch_dtype_to_nvfuser_dtype
+from nvfuser_direct.nvfuser_direct_version import Version
+
+assert DeviceMesh is meshfuse.nvfuser_direct.multidevice.DeviceMesh and same is meshfuse.nvfuser_direct.pytorch_utils
+assert same.__spec__.name == "meshfuse.nvfuser_direct.pytorch_utils"
+try:
+    import nvfuser_direct.nothing
+except ModuleNotFoundError as error:
+    assert error.name == "nvfuser_direct.nothing"
+else:
+    raise AssertionError
+"""
+
+
+def test_the_package_under_nvfusers_own_name() -> None:
+    """Submodules are the same modules: classes exist once."""
+    done = subprocess.run([sys.executable, "-c", ALIASED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 The scripts run on any device that torch has; kernels are torch's, collectives are meshfuse's. What only
 orders nvFuser's work (stream axes, swizzles, memory types, schedules of kernels, options) is accepted and changes no
-value.
+value. Where imports cannot change, `sys.modules["nvfuser_direct"] = meshfuse.nvfuser_direct` does as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..definition.tensor_view import TensorView, Val
 from ..definition.text import TensorDomain
 from ..dtypes import DataType
 from ..mesh import ParallelType
-from . import benchmark_utils, multidevice, nvf_cutlass, nvfuser_direct_version, pytorch_utils
+from . import aliased, benchmark_utils, multidevice, nvf_cutlass, nvfuser_direct_version, pytorch_utils
 from .cache import LruFusionCache
 from .definition import Fusion, FusionDefinition, execute_with_dtensors
 from .descriptors import compute_tensor_descriptor
@@ -23,6 +23,7 @@ from .nvfuser_direct_version import Version
 from .profiler import FusionProfile, KernelProfile, PythonProfiler, get_fusion_profile, reset_profiler
 
 dtensor_execute = execute_with_dtensors
+aliased.install()
 
 
 def version() -> Version:

@@ -1,0 +1,50 @@
+"""`sys.modules["nvfuser_direct"] = meshfuse.nvfuser_direct`, for scripts whose imports cannot change.
+
+Python would load a submodule of the alias (`from nvfuser_direct.pytorch_utils import ...`) a second time, under the
+alias' name; the finder gives it the module that is there already.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+PACKAGE = __name__.rpartition(".")[0]
+
+
+class _Loader:
+    """Gives back a module that is loaded, as it is."""
+
+    def __init__(self, module: ModuleType):
+        self.module, self.spec = module, module.__spec__
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+
+
+class _Finder:
+    """Finds the submodules of the package under any other name that it has in sys.modules."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        parent, _, child = name.rpartition(".")
+        if parent == PACKAGE or sys.modules.get(parent) is not sys.modules[PACKAGE]:
+            return None
+        try:
+            module = importlib.import_module(f"{PACKAGE}.{child}")
+        except ModuleNotFoundError:
+            return None
+        return importlib.machinery.ModuleSpec(name, _Loader(module))  # type: ignore[arg-type]
+
+
+def install() -> None:
+    """Put the finder first: the one for files would find a submodule's file."""
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
