@@ -12,3 +12,6 @@ settings.register_profile(
 )
 settings.register_profile("fuzz", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Tests are of planning, not of what an earlier run has left on the disk; test_plan_cache.py has folders of its own.
+os.environ["MESHFUSE_CACHE"] = "off"

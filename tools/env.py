@@ -29,7 +29,8 @@ if sys.version_info < (3, 11):
 import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-CACHE = Path(os.environ.get("MESHFUSE_CACHE") or Path.home() / ".cache" / "meshfuse")
+_SETTING = os.environ.get("MESHFUSE_CACHE", "")  # "off" is meant for meshfuse's plans
+CACHE = Path(_SETTING if _SETTING.lower() not in ("", "off", "0") else Path.home() / ".cache" / "meshfuse")
 PAUSES = (5, 20, None)
 LIMIT = 1800  # seconds for one command; a lock is held for a few commands at most
 UNAVAILABLE = 3

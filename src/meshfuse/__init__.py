@@ -36,9 +36,13 @@ _HOME = {
     "ArgumentError": "errors",
     "RankError": "errors",
     "RankTimeout": "errors",
+    "CheckpointError": "errors",
+    "save": "checkpoint",
+    "load": "checkpoint",
 }
 __all__ = [
     "ArgumentError",
+    "CheckpointError",
     "DataType",
     "DefinitionError",
     "DeviceMesh",
@@ -59,17 +63,20 @@ __all__ = [
     "TensorView",
     "Val",
     "World",
+    "load",
     "register_op",
+    "save",
     "shard_tensor",
     "torch_op",
     "unregister_op",
 ]
 
 if TYPE_CHECKING:
+    from .checkpoint import load, save
     from .costs import Link, Machine
     from .definition.tensor_view import TensorView, Val
     from .dtypes import DataType
-    from .errors import ArgumentError, DefinitionError, MeshfuseError, RankError, RankTimeout
+    from .errors import ArgumentError, CheckpointError, DefinitionError, MeshfuseError, RankError, RankTimeout
     from .fusion_definition import FusionDefinition, shard_tensor
     from .mesh import DeviceMesh, ParallelType
     from .ops.base import OpDef, Partial, Sample, TensorType

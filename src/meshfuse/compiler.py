@@ -20,6 +20,7 @@ from .host_ir.verify import verify, verify_together
 from .linked import with_links
 from .mesh import DeviceMesh
 from .overlap import overlap
+from .plan_cache import planned
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.early import early
@@ -62,13 +63,21 @@ class CompiledProgram:
 def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh
 ) -> CompiledProgram:
-    """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one."""
-    return compile_graph(distribute(with_links(concretize(fd, shapes, scalars)), world), world)
+    """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one.
+
+    What is planned for long is kept on disk (`plan_cache`).
+    """
+    graph = with_links(concretize(fd, shapes, scalars))
+    return compile_sharded(planned(graph, world, lambda: propagate(distribute(graph, world), world)))
 
 
 def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
     """The stages after the choice of distributed forms."""
-    sharded = propagate(graph, world)
+    return compile_sharded(propagate(graph, world))
+
+
+def compile_sharded(sharded: ShardedDefinition) -> CompiledProgram:
+    """The stages after propagation."""
     resharded = early(insert_resharding(sharded))
     segmented = segment(overlap(resharded))
     digest = digest_of(str(segmented) + str(resharded) + str(sharded))

@@ -45,14 +45,17 @@ class SourceLine:
 
 def caller_line() -> SourceLine:
     """The innermost line of the stack that is not meshfuse's own; cheap enough for every defined op."""
-    frame: FrameType | None = sys._getframe(1)
-    last = frame
-    while frame is not None:
-        name = frame.f_code.co_filename
+    return line_in_script(sys._getframe(1))
+
+
+def line_in_script(frame: FrameType) -> SourceLine:
+    """The innermost line, from this frame outwards, that is not meshfuse's own."""
+    last, here = frame, frame
+    while here is not None:
+        name = here.f_code.co_filename
         if not name.startswith(_PACKAGE) and not name.startswith(_GENERATED):
-            return _line_of(frame)
-        last, frame = frame, frame.f_back
-    assert last is not None
+            return _line_of(here)
+        last, here = here, here.f_back
     return _line_of(last)
 
 
@@ -95,6 +98,10 @@ class RankError(MeshfuseError, RuntimeError):
 
 class RankTimeout(RankError, TimeoutError):
     """A wait for peer ranks reached its time limit (MESHFUSE_TIMEOUT)."""
+
+
+class CheckpointError(MeshfuseError, OSError):
+    """A checkpoint could not be written or read: no space, no file, or other bytes than were written."""
 
 
 def user_error(

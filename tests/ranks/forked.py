@@ -7,15 +7,29 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-_PRELOADED = ["torch", "torch.distributed", "meshfuse.fusion_definition", "forked"]
+_PRELOADED = [
+    "torch", "torch.distributed.run", "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "meshfuse.fusion_definition", "meshfuse.runtime.launcher", "forked",
+]  # fmt: skip
+_READ_ONCE = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+def start_job(command: str, words: Sequence[str], variables: Mapping[str, str], log: Path) -> ForkServerProcess:
+    """`meshfuse run` or torchrun ("run", "torchrun") with these words; the ranks are forked off it, too."""
+    process = _CONTEXT.Process(target=_as_launcher, args=(command, list(words), dict(variables), str(log)))
+    with _read_once_variables():
+        process.start()
+    return process
 
 
 def start(
@@ -27,35 +41,103 @@ def start(
     """
     given = (str(script), dict(variables), str(log), dict(sockets or {}))
     process = _CONTEXT.Process(target=_as_main, args=given, daemon=True)
-    with _one_thread():
+    with _read_once_variables():
         process.start()
     return process
 
 
 @contextlib.contextmanager
-def _one_thread():
-    """The server starts with the first process, and torch reads the number of threads when it is imported."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _read_once_variables():
+    """The server starts with the first process, and torch reads these variables when it is imported."""
+    before = {name: os.environ.get(name) for name in _READ_ONCE}
+    os.environ.update(_READ_ONCE)
     yield
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
-    else:
-        os.environ["OMP_NUM_THREADS"] = before
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
 
 
 def _as_main(script: str, variables: dict[str, str], log: str, sockets: dict[str, socket.socket]) -> None:
-    """What the interpreter does with a script: its excepthook, its exit functions and its exit code."""
+    _prepare(variables, log)
+    os.environ.update({name: str(handed.detach()) for name, handed in sockets.items()})
+    _run_script([script])
+
+
+def _as_launcher(command: str, words: list[str], variables: dict[str, str], log: str) -> None:
+    _prepare(variables, log)
+    os.setsid()
+    subprocess.Popen = _Forked  # type: ignore[misc]
+    from meshfuse.runtime import launcher
+
+    if command == "torchrun":
+        import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
+        import torch.distributed.run as torchrun
+
+        handler.Popen = _Forked  # type: ignore[attr-defined]
+        _end_as_python_does(lambda: torchrun.main(words))
+    parser = launcher.argparse.ArgumentParser()
+    launcher.add_arguments(parser)
+    _end_as_python_does(lambda: sys.exit(launcher.main(parser.parse_args(words))))
+
+
+class _Forked(subprocess.Popen):  # type: ignore[type-arg]
+    """`Popen([python, script, ...])` without the import of torch; anything else as ever."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):  # type: ignore[override]
+        if str(args[1]).startswith("-") and args[1] != "-u":
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
+            return
+        pipes = more[3:9]
+        self.pid = os.fork()
+        if self.pid:
+            self._child_created = True
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+            return
+        try:
+            os.setsid()
+            for number, given in enumerate((pipes[0], pipes[3], pipes[5])):
+                if given != -1:
+                    os.dup2(given, number)
+            kept = {0, 1, 2, *pass_fds}
+            for name in os.listdir("/proc/self/fd"):
+                if int(name) not in kept:
+                    with contextlib.suppress(OSError):
+                        os.close(int(name))
+            if preexec_fn is not None:
+                preexec_fn()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            os.environ.clear()
+            os.environ.update(env if env is not None else {})
+            atexit._clear()
+            sys.excepthook = sys.__excepthook__
+            _run_script([word for word in args[1:] if word != "-u"])
+        finally:
+            os._exit(99)
+
+
+def _prepare(variables: dict[str, str], log: str) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    os.close(file)
+    os.chdir(os.path.dirname(log))
     os.environ.clear()
     os.environ.update(variables)
-    os.environ.update({name: str(handed.detach()) for name, handed in sockets.items()})
-    sys.argv = [script]
+
+
+def _run_script(words: list[str]) -> None:
+    sys.argv = words
+    _end_as_python_does(lambda: runpy.run_path(words[0], run_name="__main__"))
+
+
+def _end_as_python_does(main: Callable[[], object]) -> None:
+    """What the interpreter does with a script: its excepthook, its exit functions and its exit code."""
     code: object = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        main()
     except SystemExit as end:
         code = end.code
     except BaseException:

@@ -35,7 +35,7 @@ def base_environment(**changes: str) -> dict[str, str]:
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | changes
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MESHFUSE_CACHE": "off"} | changes
 
 
 def run_bare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -27,16 +28,16 @@ world = mf.World.current()
 mesh = mf.DeviceMesh(range(world.size), ["tp"])
 with mf.FusionDefinition() as fd:
     x = fd.define_tensor([-1, 6])
-    w = fd.define_tensor([4, 6])
+    w = fd.define_tensor([2, 6])
     h = fd.ops.relu(x)
     y = fd.ops.linear(h, w)
     fd.add_output(y)
     fd.mesh_split(x, mesh, [None, "tp"])
     fd.mesh_split(w, mesh, [None, "tp"])
-shards = [mf.shard_tensor(torch.ones(rows, 6), tv) for rows, tv in ((40, x), (4, w))]
+shards = [mf.shard_tensor(torch.ones(rows, 6), tv) for rows, tv in ((40, x), (2, w))]
 fd.execute(shards)
 """
-PLACE = "all-reduce of y (t3) over tp (output): all_reduce #2 of group tp"
+PLACE = "all-reduce of y (t3) over tp (output) in step 2: all_reduce #2 of group tp"
 
 
 def replicated_product(mesh: mf.DeviceMesh) -> tuple[mf.FusionDefinition, list[torch.Tensor]]:
@@ -174,12 +175,12 @@ fd.execute(shards)
 def test_a_rank_that_passes_a_wrong_shard(tmp_path):
     script = """
 if world.rank == 1:
-    shards[1] = shards[1][:3]
+    shards[1] = shards[1][:1]
 fd.execute(shards)
 """
     cause = (
-        "ArgumentError: tensor w (t1) (defined at script.py:9) has the wrong local shape: found [3, 3], "
-        "needed [4, 3], rank 1's shard of [4, 6] in [-, tp]."
+        "ArgumentError: tensor w (t1) (defined at script.py:9) has the wrong local shape: found [1, 3], "
+        "needed [2, 3], rank 1's shard of [2, 6] in [-, tp]."
     )
     check_followers(run_bare(START + script, tmp_path, 2), 1, cause)
 
@@ -215,7 +216,7 @@ fd.execute(shards)
     for rank in (0, 1):
         text = results[rank][1]
         assert f"RankError: {PLACE} (ranks 0, 1, 2) failed on rank {rank}" in text
-        assert "found a lost connection" in text and "rank 2 does not answer: it is stopped or was killed" in text
+        assert "found a lost connection" in text and re.search(r"rank 2 does not answer: .* has ended", text)
         assert "(at script.py:11)" in text and text.count("RankError") == 1
 
 
@@ -231,7 +232,7 @@ fd.execute(shards)
         text = results[rank][1]
         assert f"RankTimeout: {PLACE} (ranks 0, 1, 2) timed out on rank {rank}" in text
         assert "needed all ranks to arrive within 4 s" in text and "(at script.py:11)" in text
-        assert "rank 2 does not answer: it is stopped or was killed" in text
+        assert re.search(r"rank 2 does not answer: its process \d+ is stopped", text)
         assert text.count("RankTimeout") == 1
 
 

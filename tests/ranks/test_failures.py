@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,7 +88,8 @@ group.all_reduce(tensor).wait()
             continue
         assert code == 1
         assert "RankError: all_reduce #2 of group tp (ranks 0, 1, 2) failed on rank" in text
-        assert "found a lost connection" in text and f"rank {failing} does not answer" in text
+        assert "found a lost connection" in text
+        assert re.search(rf"rank {failing} does not answer: its process \d+ has ended", text)
 
 
 def test_a_stopped_rank_is_named(tmp_path):
@@ -103,7 +105,7 @@ group.all_reduce(tensor).wait()
         text = results[rank][1]
         assert f"RankTimeout: all_reduce #2 of group tp (ranks 0, 1, 2) timed out on rank {rank}" in text
         assert "needed all ranks to arrive within 2 s" in text
-        assert "rank 2 does not answer: it is stopped or was killed" in text
+        assert re.search(r"rank 2 does not answer: its process \d+ is stopped", text)
         assert f"rank {1 - rank} does not answer" not in text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace, TracebackType
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -54,6 +54,13 @@ def instruction_at(bound: BoundProgram, trace: TracebackType | None) -> Instruct
             found = bound.where[trace.tb_lineno]
         trace = trace.tb_next
     return found
+
+
+def instruction_of(bound: BoundProgram, frame: FrameType | None) -> Instruction | None:
+    """The instruction of the program that a thread with this innermost frame is in."""
+    while frame is not None and frame.f_code.co_filename != bound.file:
+        frame = frame.f_back
+    return None if frame is None else bound.where.get(frame.f_lineno)
 
 
 def communication_of(program: HostProgram, instruction: Instruction | None) -> Communication | None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
-from ..host_ir.instructions import Collective, SendRecv
+from ..host_ir.instructions import Collective, Communication, SendRecv
 from ..host_ir.program import HostProgram, digest_of
 from ..runtime.world import World
 from ..segmentation import Segment
 from ..sharding.data import unshard
 from ..sharding.value import Sharding
-from .bind import bind_program, communication_of, instruction_at
+from .bind import bind_program, communication_of, instruction_at, instruction_of
 from .segments import Segments
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ class RankProgram:
     def __init__(self, compiled: CompiledProgram, world: World, device: torch.device, source: str, backend: str):
         self.compiled, self.world, self.device = compiled, world, device
         self.active = world.rank in compiled.ranks
+        self.step, self.running = 0, False
+        graph = compiled.graph
+        made = graph.tensors[graph.outputs[0]]
+        self.line = made.line
+        self.name = f"the definition of {made.label} at {made.line} (plan {compiled.digest})"
         self._calls, self._due = 0, None
         text = agreed_text(compiled, source, backend)
         world.check_same(digest_of(text), "the program", world.all_ranks, lambda: text)
@@ -69,15 +75,17 @@ class RankProgram:
             self._due = self.segments.due
 
     def run(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
-        """The rank's results. A failing collective's error names its tensor and the user's line.
+        """The rank's results. A failing collective's error names its tensor, the step and the user's line.
 
         No gradients are recorded: those of a definition are `fd.grad`'s.
         """
-        if not self.active:
-            return self._told([None] * len(self.compiled.graph.outputs))
+        self.step, self.running = offset + 1, True
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
+            self.world.begin(self)
+            if not self.active:
+                return self._told([None] * len(self.compiled.graph.outputs))
             if self._calls == self._due:
                 self._compile(arguments, seed, offset)
             self._calls += 1
@@ -86,6 +94,7 @@ class RankProgram:
             self._locate(error)
             raise
         finally:
+            self.running = False
             torch._C._set_grad_enabled(recording)
 
     def _told(self, out: list[Any]) -> list[Any]:
@@ -107,11 +116,18 @@ class RankProgram:
 
     def _locate(self, error: RankError) -> None:
         """Let an error name the collective that it came from, its tensor, who asked for it and the user's line."""
-        about = communication_of(self.program, instruction_at(self.bound, error.__traceback__))
-        if error.where is None and about is not None:
-            error.where = about.line
-            what = f"{about.kind} of {about.tensor} over {about.axes or 'two meshes'} ({about.why})"
-            error.args = (f"{what}: {error.args[0]}", *error.args[1:])
+        found = instruction_at(self.bound, error.__traceback__) if self.active else None
+        about = communication_of(self.program, found) if self.active else None
+        if error.where is None:
+            what = self.name if about is None else _said(about)
+            error.where = self.line if about is None else about.line
+            error.args = (f"{what} in step {self.step}: {error.args[0]}", *error.args[1:])
+
+    def place(self, frame: FrameType | None) -> str:
+        """Where in the program a thread is whose innermost frame is given: for other ranks, and for last words."""
+        about = communication_of(self.program, instruction_of(self.bound, frame)) if self.active else None
+        when = f"{'in' if self.running else 'after'} step {self.step}"
+        return when if about is None else f"{_said(about)} {when} at {about.line}"
 
     def gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
         """The global outputs on every rank, from every rank's shards."""
@@ -121,6 +137,10 @@ class RankProgram:
             dtype = getattr(torch, kind.dtype.value)
             out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
         return out
+
+
+def _said(about: Communication) -> str:
+    return f"{about.kind} of {about.tensor} over {about.axes or 'two meshes'} ({about.why})"
 
 
 def agreed_text(compiled: CompiledProgram, source: str, backend: str) -> str:

@@ -12,17 +12,21 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ..errors import RankError, RankTimeout
-from .liveness import Failure, look_for_failure, published, roll_call, within
+from .bounds import within
+from .liveness import Failure, goodbye, look_for_failure, published, roll_call
+from .peers import Peers
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The rank that asks, its store, the rank that serves that (None: none), and the limit of waits."""
+    """The rank that asks, its store, the rank that serves that (None: none), the limit of waits, and the ranks."""
 
     rank: int
     store: dist.Store
     host: int | None
     limit: float
+    peers: Peers
+    all_ranks: tuple[int, ...]
 
 
 def peer_failed(scene: Scene, what: str, failure: Failure) -> RankError:
@@ -37,8 +41,8 @@ def peer_failed(scene: Scene, what: str, failure: Failure) -> RankError:
 
 def connection_lost(scene: Scene, what: str, peers: Iterable[int], cause: str, after: float) -> RankError:
     """The error of a collective whose connection broke: with the failed peer's traceback if it left one."""
-    failure = look_for_failure(scene.store)
-    if failure is not None and failure.rank != scene.rank:
+    failure = look_for_failure(scene.store, lambda: bool(lost(scene)))
+    if failure is not None and failure.rank != scene.rank and (failure.primary or not lost(scene)):
         return peer_failed(scene, what, failure)
     silent, report = _report(scene, peers)
     error = RankError(
@@ -46,6 +50,27 @@ def connection_lost(scene: Scene, what: str, peers: Iterable[int], cause: str, a
         f"needed all ranks of the group running. See why the silent ranks ended.\n{report}"
     )
     error.silent = silent
+    return error
+
+
+def lost(scene: Scene) -> list[int]:
+    """Ranks whose processes ended without a good-bye."""
+    gone = [rank for rank in scene.peers.gone(scene.all_ranks) if rank != scene.rank]
+    return [rank for rank in gone if _goodbye(scene, rank) is None]
+
+
+def _goodbye(scene: Scene, rank: int) -> str | None:
+    return within(1.0, lambda: goodbye(scene.store, rank), None)
+
+
+def peers_gone(scene: Scene, what: str, gone: Sequence[int]) -> RankError:
+    """The error of a meeting to which some ranks will never come."""
+    _, report = _report(scene, gone)
+    error = RankError(
+        f"{what} cannot finish on rank {scene.rank}: found {_ranks(gone)} ended, needed all ranks to arrive. "
+        f"See why.\n{report}"
+    )
+    error.silent = tuple(gone)
     return error
 
 
@@ -72,22 +97,24 @@ def _brief(cause: str) -> str:
 
 def _report(scene: Scene, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:
     others = [peer for peer in peers if peer != scene.rank]
-    answers = roll_call(scene.store, others)
+    within(1.0, lambda: scene.peers.remember(others), None)
+    # Whoever is gone elsewhere may be why the others wait.
+    others += [peer for peer in scene.peers.gone(scene.all_ranks) if peer not in others and peer != scene.rank]
+    mute = scene.peers.silent_already(others)
+    answers = roll_call(scene.store, [peer for peer in others if peer not in mute])
     if answers is None:
         return _no_store(scene)
+    answers |= {peer: _goodbye(scene, peer) for peer in mute}
     silent = tuple(peer for peer in others if answers[peer] is None)
-    return silent, "\n".join(f"    rank {peer} {_state(answers[peer])}" for peer in others)
+    return silent, "\n".join(f"    rank {peer} {answers[peer] or scene.peers.fate(peer)}" for peer in others)
 
 
 def _no_store(scene: Scene) -> tuple[tuple[int, ...], str]:
     if scene.host is None:
         return (), "    the launcher's agent, which serves the store of the job, does not answer"
-    report = f"    rank {scene.host} {_state(None)}, and with it the store through which the others would"
+    fate = scene.peers.fate(scene.host)
+    report = f"    rank {scene.host} {fate}, and with it the store through which the others would"
     return (scene.host,), report
-
-
-def _state(answer: str | None) -> str:
-    return "does not answer: it is stopped or was killed" if answer is None else answer
 
 
 def disagreement(what: str, values: Sequence[str], ranks: Sequence[int]) -> RankError:

@@ -13,6 +13,7 @@ from ..errors import ArgumentError, user_error
 DEFAULT_TIMEOUT = 60.0
 LOOPBACK = "127.0.0.1"
 DEFAULT_GROUP = "torch.distributed"
+TORCHRUN = "torchrun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Environment:
 
     `source` is the launcher's name. `agent_store` says that torchrun's agent already serves a store at
     `address:port`; `listen_fd` is a listening socket that `meshfuse run` gave to rank 0; `attempt` differs
-    between restarts of one job.
+    between restarts of one job, of which there were `restarts`.
     """
 
     source: str = "none"
@@ -32,6 +33,7 @@ class Environment:
     address: str = LOOPBACK
     port: int = 0
     attempt: str = "0"
+    restarts: int = 0
     agent_store: bool = False
     listen_fd: int | None = None
 
@@ -86,7 +88,7 @@ def _torchrun(env: Mapping[str, str]) -> Environment:
     ours = "MESHFUSE_STORE_PORT" in env
     listen = env.get("MESHFUSE_STORE_FD")
     return Environment(
-        source="meshfuse run" if ours else "torchrun" if "TORCHELASTIC_RUN_ID" in env else "RANK/WORLD_SIZE",
+        source="meshfuse run" if ours else TORCHRUN if "TORCHELASTIC_RUN_ID" in env else "RANK/WORLD_SIZE",
         rank=_number(env, "RANK"),
         size=size,
         local_rank=_number(env, "LOCAL_RANK", _number(env, "RANK")),
@@ -94,6 +96,7 @@ def _torchrun(env: Mapping[str, str]) -> Environment:
         address=LOOPBACK if ours else env.get("MASTER_ADDR", LOOPBACK),
         port=_number(env, "MESHFUSE_STORE_PORT") if ours else _port(env),
         attempt=f"{env.get('TORCHELASTIC_RUN_ID', 'job')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        restarts=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         agent_store=agent and not ours,
         listen_fd=int(listen) if listen else None,
     )

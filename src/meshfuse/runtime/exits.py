@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from types import TracebackType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from ..errors import RankError
+from ..errors import MeshfuseError, RankError
+from . import news
 
 # Set by `meshfuse run`: the exit code of ranks that only follow a failed peer, whose traceback they leave to
 # it.
@@ -22,6 +24,10 @@ class Publisher(Protocol):
 
     def publish_failure(self, error: BaseException) -> None: ...
     def depart(self, error: BaseException) -> None: ...
+
+
+# Taken by whoever says first why this process ends: it is said once.
+ending = threading.Lock()
 
 
 def install_hook(world: Publisher) -> None:
@@ -38,6 +44,7 @@ def install_hook(world: Publisher) -> None:
             previous(kind, error, trace)  # A forked child is no rank.
             return
         follows = FOLLOWER in os.environ and isinstance(error, RankError)
+        ending.acquire(blocking=False)
         try:
             world.publish_failure(error)
             # torch.distributed's own hook, where it came later, collects what this one prints: the process ends first.
@@ -50,6 +57,20 @@ def install_hook(world: Publisher) -> None:
             world.depart(error)
         finally:
             os._exit(int(os.environ[FOLLOWER]) if follows else 1)
+
+    sys.excepthook = hook
+
+
+def report_user_errors() -> None:
+    """Under `meshfuse run`, let the launcher know of errors that a restart would only repeat."""
+    if FOLLOWER not in os.environ or news.own() is None:
+        return
+    previous, process = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == process and isinstance(error, MeshfuseError) and isinstance(error, ValueError):
+            news.tell_user_error(int(os.environ.get("RANK", "0")), error)
+        previous(kind, error, trace)
 
     sys.excepthook = hook
 
@@ -70,6 +91,12 @@ def _place(error: BaseException) -> str:
     what = str(error.args[0]).partition(" cannot finish")[0]
     where = getattr(error, "where", None)
     return what if where is None else f"{what} at {where}"
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process without finalising the interpreter."""
+    _flush()
+    os._exit(code)
 
 
 def _flush() -> None:

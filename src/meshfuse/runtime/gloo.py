@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .bounds import within
 from .environment import LOOPBACK
-from .liveness import within
 from .reductions import check_reducible, fold, movable, move_scale, native_form
 from .work import Work
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import socket
@@ -17,15 +16,17 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from ..errors import ArgumentError, user_error
+from . import news
 from .environment import LOOPBACK
 from .exits import FOLLOWER
+from .processes import STOPPED, die_with_parent, identity_of, state_of
 
 FOLLOWER_CODE = 117
 TIMED_OUT_CODE = 124
 _GRACE = 3.0
 _POLL = 0.02
+_LONGEST_PAUSE = 30.0
 _KEEPER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper.py")
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -51,45 +52,86 @@ def run(
     timeout: float | None = None,
     max_restarts: int = 0,
     all_output: bool = False,
+    pause: float = 1.0,
 ) -> int:
     """Run `python argv...` as `ranks` processes of this machine and return the exit code of the job.
 
     Rank 0's output passes through; the other ranks' stderr is prefixed with their number, and so is their
     stdout with `all_output` (else dropped). The first rank to fail ends all; the code is its own, 128 + n for
-    signal n, and 124 after `timeout` seconds. Up to `max_restarts` times a failed job starts anew,
-    TORCHELASTIC_RESTART_COUNT telling.
+    signal n, and 124 after `timeout` seconds.
+
+    Up to `max_restarts` times a failed job starts anew, after `pause` seconds that double each time, with new
+    processes and a new store; TORCHELASTIC_RESTART_COUNT and `World.attempt` tell the script which attempt it is. An
+    error of the script's definitions or arguments would come again and is final.
     """
     if ranks < 1:
         raise user_error("wrong number of ranks", str(ranks), "1 or more", cls=ArgumentError)
+    if max_restarts < 0:
+        raise user_error("wrong number of restarts", str(max_restarts), "0 or more", cls=ArgumentError)
     deadline = None if timeout is None else time.monotonic() + timeout
+    job = _Job(ranks, list(argv), max_restarts, deadline, all_output)
     with _signals(), _keeper() as register:
         try:
-            for attempt in range(max_restarts + 1):
-                code = _attempt(ranks, list(argv), attempt, deadline, all_output, register)
-                if code in (0, TIMED_OUT_CODE):
-                    break
+            return _run_attempts(job, register, pause)
         except _Interrupted as stop:
             _say(f"stopped by {signal.Signals(stop.number).name}")
             return 128 + stop.number
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What all attempts share; `deadline` is a `time.monotonic()`."""
+
+    ranks: int
+    argv: list[str]
+    max_restarts: int
+    deadline: float | None
+    all_output: bool
+
+
+def _run_attempts(job: _Job, register: Callable[[int], None], pause: float) -> int:
+    """Attempt after attempt until one succeeds or no other could; the last one's exit code."""
+    for attempt in range(job.max_restarts + 1):
+        page = news.make()
+        try:
+            code = _attempt(job, attempt, page, register)
+            final = news.user_error(page)
+        finally:
+            if page is not None:
+                os.close(page)
+        if code in (0, TIMED_OUT_CODE) or not job.max_restarts:
+            return code
+        if final is not None:
+            _say(
+                f"not restarted: rank {final[0]} raised {final[1]}, which follows from the script and would come again"
+            )
+            return code
+        if attempt < job.max_restarts:
+            _say(f"restart {attempt + 1} of {job.max_restarts} in {pause:g} s")
+            _rest(pause, job.deadline)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+    _say(f"gave up: all {job.max_restarts} restarts are used up")
     return code
 
 
-def _attempt(
-    ranks: int,
-    argv: list[str],
-    attempt: int,
-    deadline: float | None,
-    all_output: bool,
-    register: Callable[[int], None],
-) -> int:
+def _rest(seconds: float, deadline: float | None) -> None:
+    left = seconds if deadline is None else min(seconds, deadline - time.monotonic())
+    time.sleep(max(0.0, left))
+
+
+def _attempt(job: _Job, attempt: int, page: int | None, register: Callable[[int], None]) -> int:
+    """Start all ranks, wait, and end them all; the exit code."""
     started: list[Rank] = []
     try:
         with _listener() as listener:
-            base = _job_variables(ranks, attempt, listener.getsockname()[1])
-            for rank in range(ranks):
-                started.append(_start(rank, argv, base, listener, all_output))
+            base = _job_variables(job, attempt, listener.getsockname()[1], page)
+            for rank in range(job.ranks):
+                started.append(_start(rank, job, base, listener, page))
                 register(started[-1].process.pid)
-        return _watch(started, deadline)
+        return _watch(started, job.deadline, page)
+    except _Interrupted as stop:
+        _tell_all(started, page, f"is ended by the launcher, which got {signal.Signals(stop.number).name}")
+        raise
     finally:
         _end(started)
 
@@ -103,7 +145,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _job_variables(ranks: int, attempt: int, store_port: int) -> dict[str, str]:
+def _job_variables(job: _Job, attempt: int, store_port: int, page: int | None) -> dict[str, str]:
     """torchrun's variables, and a store of meshfuse's own beside MASTER_PORT, the script's."""
     variables = dict(os.environ)
     variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -112,45 +154,47 @@ def _job_variables(ranks: int, attempt: int, store_port: int) -> dict[str, str]:
     # itself.
     variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return variables | {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(job.ranks),
+        "LOCAL_WORLD_SIZE": str(job.ranks),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(_free_port()),
         "MESHFUSE_STORE_PORT": str(store_port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        news.VARIABLE: "" if page is None else str(page),
         FOLLOWER: str(FOLLOWER_CODE),
     }
 
 
-def _start(rank: int, argv: list[str], base: Mapping[str, str], listener: socket.socket, all_output: bool) -> Rank:
+def _start(rank: int, job: _Job, base: Mapping[str, str], listener: socket.socket, page: int | None) -> Rank:
     variables = dict(base) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    handed: tuple[int, ...] = ()
+    handed = () if page is None else (page,)
     if rank == 0:
         variables["MESHFUSE_STORE_FD"] = str(listener.fileno())
-        handed = (listener.fileno(),)
+        handed = (*handed, listener.fileno())
+    quiet = subprocess.PIPE if job.all_output else subprocess.DEVNULL
     process = subprocess.Popen(
-        [sys.executable, *argv],
+        [sys.executable, *job.argv],
         env=variables,
         pass_fds=handed,
         stdin=None if rank == 0 else subprocess.DEVNULL,
-        stdout=None if rank == 0 else subprocess.PIPE if all_output else subprocess.DEVNULL,
+        stdout=None if rank == 0 else quiet,
         stderr=None if rank == 0 else subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_die_with_parent(),
+        preexec_fn=_bound_to_launcher(),
     )
     pairs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
     return Rank(rank, process, [_forward(rank, pipe, out) for pipe, out in pairs if pipe is not None])
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def _bound_to_launcher() -> Callable[[], None] | None:
     """What a child calls before exec so that the kernel kills it when the launcher dies; Linux only."""
     if not sys.platform.startswith("linux"):
         return None
-    prctl = ctypes.CDLL(None).prctl
     parent = os.getpid()
 
     def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
 
@@ -168,18 +212,21 @@ def _forward(rank: int, pipe: IO[bytes], out: IO[str]) -> threading.Thread:
     return thread
 
 
-def _watch(started: list[Rank], deadline: float | None) -> int:
+def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int:
     """Wait for all ranks, or for the first failure; the job's exit code."""
     while True:
         codes = {r.rank: r.process.poll() for r in started}
         failed = {rank: code for rank, code in codes.items() if code}
         if failed:
-            return _report(_first_failure(started, failed))
+            rank, code = _first_failure(started, failed)
+            news.tell(page, rank, _how(code))
+            return _report(rank, code, [r.rank for r in started if state_of(identity_of(r.process.pid)) == STOPPED])
         if None not in codes.values():
             return 0
         if deadline is not None and time.monotonic() > deadline:
             running = [rank for rank, code in codes.items() if code is None]
             _say(f"the time limit is over and ranks {running} still run")
+            _tell_all(started, page, "is ended by the launcher, whose time limit is over")
             return TIMED_OUT_CODE
         time.sleep(_POLL)
 
@@ -187,23 +234,33 @@ def _watch(started: list[Rank], deadline: float | None) -> int:
 def _first_failure(started: list[Rank], failed: dict[int, int]) -> tuple[int, int]:
     """The rank that failed by itself; those that follow a peer's failure may have ended before it."""
     until = time.monotonic() + _GRACE
-    while set(failed.values()) == {FOLLOWER_CODE} and time.monotonic() < until:
+    while set(failed.values()) == {FOLLOWER_CODE} and len(failed) < len(started) and time.monotonic() < until:
         time.sleep(_POLL)
         codes = {r.rank: r.process.poll() for r in started}
         failed = {rank: code for rank, code in codes.items() if code}
     return next(((rank, code) for rank, code in failed.items() if code != FOLLOWER_CODE), next(iter(failed.items())))
 
 
-def _report(failure: tuple[int, int]) -> int:
-    rank, code = failure
+def _how(code: int) -> str:
+    """How a rank ended, by its exit code."""
     if code < 0:
-        _say(f"rank {rank} was killed by {signal.Signals(-code).name}; stopped the other ranks")
-        return 128 - code
+        return f"was killed by {signal.Signals(-code).name}"
+    return "lost its peers" if code == FOLLOWER_CODE else f"exited with code {code}"
+
+
+def _report(rank: int, code: int, stopped: list[int]) -> int:
+    """Say which rank ended the job and how; the job's exit code."""
     if code == FOLLOWER_CODE:
-        _say(f"rank {rank} lost its peers; stopped all ranks")
+        why = f": rank {', '.join(map(str, stopped))} is stopped" if stopped else ""
+        _say(f"rank {rank} lost its peers{why}; stopped all ranks")
         return 1
-    _say(f"rank {rank} exited with code {code}; stopped the other ranks")
-    return code
+    _say(f"rank {rank} {_how(code)}; stopped the other ranks")
+    return 128 - code if code < 0 else code
+
+
+def _tell_all(started: list[Rank], page: int | None, text: str) -> None:
+    for r in started:
+        news.tell(page, r.rank, text)
 
 
 def _say(text: str) -> None:
@@ -277,7 +334,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `meshfuse run`."""
     parser.add_argument("--ranks", "-n", type=int, required=True, help="number of processes to start on this machine")
     parser.add_argument("--timeout", type=float, help="end the job after this many seconds (exit code 124)")
-    parser.add_argument("--max-restarts", type=int, default=0, help="start a failed job anew, this often at most")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="start a failed job anew, this often at most; World.attempt tells the script",
+    )
     parser.add_argument(
         "--all-output", action="store_true", help="show every rank's stdout, prefixed (else rank 0's alone)"
     )

@@ -6,24 +6,25 @@ main thread is. A rank that is stopped or gone is thus told from one that is onl
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from types import FrameType
 
 import torch.distributed as dist
 
-from ..errors import RankError
+from ..errors import RankError, line_in_script
+from .bounds import within
 from .store import await_keys
 
+FINISHED, FAILED = "has finished", "has failed, too"
 _LOOK = 2.0
 _LONG = timedelta(days=20)  # As milliseconds it must fit 31 bits.
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +34,6 @@ class Failure:
     rank: int
     text: str
     primary: bool
-
-
-def within(seconds: float, action: Callable[[], T], default: T) -> T:
-    """The action's result, or `default` if it fails or takes too long, as a stopped store does."""
-    result = [default]
-
-    def attempt() -> None:
-        with contextlib.suppress(RuntimeError):  # The store's host is gone.
-            result[0] = action()
-
-    thread = threading.Thread(target=attempt, name="meshfuse-within", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        attempt()  # An exiting interpreter starts no threads.
-    else:
-        thread.join(seconds)
-    return result[0]
 
 
 def publish(store: dist.Store, rank: int, error: BaseException) -> None:
@@ -69,10 +52,19 @@ def published(store: dist.Store) -> Failure | None:
     return None
 
 
-def look_for_failure(store: dist.Store, seconds: float = _LOOK) -> Failure | None:
-    """Wait a while for a primary failure: connections break just before or after it is published."""
-    within(seconds + 1, lambda: await_keys(store, ["failure/primary"], seconds, lambda: None), [])
-    return within(1.0, lambda: published(store), None)
+def look_for_failure(store: dist.Store, gone: Callable[[], bool], seconds: float = _LOOK) -> Failure | None:
+    """Wait a while for a primary failure: connections break just before or after it is published.
+
+    A process that the kernel knows to be `gone` publishes nothing more.
+    """
+
+    def wait() -> Failure | None:
+        until = time.monotonic() + seconds
+        while not store.check(["failure/primary"]) and time.monotonic() < until and not gone():
+            time.sleep(0.02)
+        return published(store)
+
+    return within(seconds + 1, wait, None)
 
 
 def roll_call(store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK) -> dict[int, str | None] | None:
@@ -82,11 +74,17 @@ def roll_call(store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK) -
 
 
 def _call(store: dist.Store, ranks: tuple[int, ...], seconds: float) -> dict[int, str | None]:
-    finished = [rank for rank in ranks if store.check([f"done/{rank}"])]
+    finished = {rank: said for rank in ranks if (said := goodbye(store, rank)) is not None}
     replies = {rank: _ring(store, rank) for rank in ranks if rank not in finished}
     silent = await_keys(store, list(replies.values()), seconds, lambda: None)
     answers = {rank: None if key in silent else store.get(key).decode() for rank, key in replies.items()}
-    return answers | dict.fromkeys(finished, "has finished")
+    return answers | finished
+
+
+def goodbye(store: dist.Store, rank: int) -> str | None:
+    """What a rank said when it left the job, None where it has not."""
+    key = f"done/{rank}"
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _ring(store: dist.Store, rank: int) -> str:
@@ -122,19 +120,24 @@ class Responder:
             except dist.DistStoreError:
                 continue
 
-    def stop(self) -> None:
-        """End the thread before the interpreter does: it must not wake up in a finalising one."""
-        within(1.0, self._send_stop, None)
-        self._thread.join(1.0)
+    def stop(self, seconds: float) -> bool:
+        """End the thread before the interpreter does: it must not wake up in a finalising one. Whether it ended."""
+        within(seconds, self._send_stop, None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _send_stop(self) -> None:
         number = self._store.add(f"calls/{self._rank}", 1)
         self._store.set(f"call/{self._rank}/{number}", "stop")
 
 
-def main_thread_line() -> str:
-    """The line that the main thread executes, as `function at file:line`."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def main_thread_frame() -> FrameType | None:
+    """The innermost frame of the main thread."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def line_of(frame: FrameType | None) -> str:
+    """What a thread executes, as `runs function at file:line`, the line being of the script."""
     if frame is None:
         return "is exiting"
-    return f"runs {frame.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"runs {frame.f_code.co_name} at {line_in_script(frame)}"

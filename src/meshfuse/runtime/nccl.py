@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .liveness import within
+from .bounds import within
 from .reductions import check_reducible, fold, movable, move_scale
 from .work import Work
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import RankError, RankTimeout, user_error
+from .bounds import bounded
 from .environment import DEFAULT_GROUP, LOOPBACK, Environment
 
 _BACKLOG = 512
@@ -35,19 +36,20 @@ def hosts_store(place: Environment) -> bool:
 
 def _join(place: Environment, limit: float) -> dist.Store:
     try:
-        return dist.TCPStore(
-            place.address,
-            place.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=limit),
-        )
+        # A host that is stopped, or has not come to serve yet, accepts the connection and then says nothing.
+        return bounded(limit + 1, lambda: _client(place, limit))
     except RuntimeError as error:
         raise RankTimeout(
             f"rank {place.rank} cannot reach the store of its job: found no answer at "
             f"{place.address}:{place.port} within {limit:g} s, needed rank 0 to serve it there. "
             "See whether rank 0 runs and got as far as meshfuse, or raise MESHFUSE_TIMEOUT."
         ) from error
+
+
+def _client(place: Environment, limit: float) -> dist.Store:
+    return dist.TCPStore(
+        place.address, place.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)
+    )
 
 
 def _serve(place: Environment) -> dist.Store:
@@ -108,7 +110,7 @@ def await_keys(store: dist.Store, keys: list[str], limit: float, check: Callable
             return [key for key in keys if not store.check([key])]
         if now >= next_check:
             check()
-            next_check = now + 0.1
+            next_check = now + 0.2
         time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
     return []

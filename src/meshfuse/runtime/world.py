@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from types import FrameType
+from typing import ClassVar, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, user_error
-from .diagnosis import Scene, connection_lost, disagreement, peer_failed, seconds_since, timed_out
-from .environment import DEFAULT_GROUP, Environment, read_environment, time_limit
-from .exits import install_hook
+from . import news
+from .bounds import Silent, bounded, left_running, within
+from .diagnosis import Scene, connection_lost, disagreement, lost, peer_failed, peers_gone, seconds_since, timed_out
+from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
+from .exits import end_at_once, install_hook, report_user_errors
 from .group import Group
-from .liveness import Responder, main_thread_line, publish, published, within
+from .last_words import install_last_words
+from .liveness import FAILED, FINISHED, Responder, line_of, main_thread_frame, publish, published, roll_call
+from .peers import Peers
+from .processes import die_with_parent
 from .store import await_keys, connect, hosts_store
 from .work import Work
 
 T = TypeVar("T")
 _LINGER = 3.0
+_GRACE = 2.0
+_FIRST_COMPARED = 4
+
+report_user_errors()
+
+
+class Activity(Protocol):
+    """The program that this rank runs, or ran last."""
+
+    @property
+    def name(self) -> str: ...
+    def place(self, frame: FrameType | None) -> str: ...
 
 
 @dataclass(slots=True)
@@ -33,6 +55,29 @@ class _Counters:
     def next(self, ranks: tuple[int, ...]) -> int:
         self.meetings[ranks] = self.meetings.get(ranks, 0) + 1
         return self.meetings[ranks]
+
+
+@dataclass(slots=True)
+class _History:
+    """The programs that this rank has run: how many, a digest of all and the names of the last ones."""
+
+    calls: int = 0
+    code: int = 0
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=256))
+
+    def add(self, name: str) -> None:
+        self.calls += 1
+        self.code = zlib.crc32(name.encode(), self.code)
+        self.last.append(name)
+
+    @property
+    def digest(self) -> str:
+        return f"{self.calls} {self.code}"
+
+    def text(self) -> str:
+        """One line per call, the latest ones."""
+        first = self.calls - len(self.last) + 1
+        return "\n".join(f"call {number}: {name}" for number, name in enumerate(self.last, first))
 
 
 class World:
@@ -49,10 +94,12 @@ class World:
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.waiting: Work | None = None
+        self.activity: Activity | None = None
         self._meeting = ""
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
         self._counters = _Counters()
+        self._history = _History()
         self._store: dist.Store | None = None
         self._responder: Responder | None = None
         if self.size > 1:
@@ -72,20 +119,42 @@ class World:
         return self._store
 
     @property
+    def attempt(self) -> int:
+        """How often the launcher has restarted this job: 0 in its first attempt."""
+        return self.place.restarts
+
+    @property
     def all_ranks(self) -> tuple[int, ...]:
         """0, 1, … size - 1."""
         return tuple(range(self.size))
 
     def _join(self) -> None:
-        self._store = connect(self.place, self.limit)
-        self._store.set(f"joined/{self.rank}", "")
-        self._responder = Responder(self._store, self.rank, self._doing)
+        if self.place.source == TORCHRUN:
+            die_with_parent(signal.SIGTERM)  # torchrun's agent, when killed, leaves its ranks running.
         install_hook(self)
+        self._store = connect(self.place, self.limit)
+        self._peers = Peers(self._store)
+        self._peers.introduce(self.rank)
+        self._responder = Responder(self._store, self.rank, self._doing)
+        install_last_words(self.last_words)
         atexit.register(self.leave)
 
     def _doing(self) -> str:
-        waiting = self.waiting or self._meeting
-        return f"waits in {waiting}" if waiting else main_thread_line()
+        waiting, frame = self.waiting or self._meeting, main_thread_frame()
+        what = f"waits in {waiting}" if waiting else line_of(frame)
+        where = self.activity.place(frame) if self.activity is not None else ""
+        return f"{what}, {where}" if where else what
+
+    def last_words(self) -> str:
+        """Why this rank is ended from outside, as far as is known, and where it was."""
+        where = self._doing()
+        told = news.read(news.own())
+        if not told:
+            others = [rank for rank in self.all_ranks if rank != self.rank]
+            answers = within(1.5, lambda: roll_call(self.store, others, 0.5), None) or {}
+            told = {rank: self._peers.fate(rank) for rank, answer in answers.items() if answer is None}
+        because = ", because " + "; ".join(f"rank {rank} {text}" for rank, text in told.items()) if told else ""
+        return f"rank {self.rank}: ended by SIGTERM{because}. It {where}"
 
     def group(self, ranks: Sequence[int], label: str = "") -> Group:
         """The group of `ranks`, of which this rank is one; the same object at every call.
@@ -119,6 +188,7 @@ class World:
         name = f"group/{kind}/{'-'.join(map(str, group.ranks))}"
         start = time.monotonic()
         self._arrive(name, group.ranks, f"connecting {group}")
+        self._peers.remember(group.ranks)
         try:
             return make(dist.PrefixStore(name, self.store))
         except RuntimeError as error:
@@ -143,7 +213,7 @@ class World:
             return
         if detail is not None:
             values = self._share(f"{name}/detail", ranks, f"comparing {what}", detail())
-        raise disagreement(what, values, ranks)
+        raise disagreement(what, [data.decode() for data in values], ranks)
 
     def any(self, value: bool, what: str, ranks: Sequence[int]) -> bool:
         """Whether `value` is True on any of `ranks`, which all call this; this rank's own value for less than two."""
@@ -151,31 +221,84 @@ class World:
         if len(ranks) < 2:
             return value
         name = f"any/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
-        return "1" in self._share(name, ranks, what, "1" if value else "0")
+        return b"1" in self._share(name, ranks, what, "1" if value else "0")
 
-    def _share(self, name: str, ranks: tuple[int, ...], what: str, value: str) -> list[str]:
-        """Every rank's value."""
-        self._arrive(name, ranks, what, value)
-        return [data.decode() for data in self.store.multi_get([f"{name}/{rank}" for rank in ranks])]
+    def begin(self, activity: Activity) -> None:
+        """Note the program that this rank runs from here on, for errors and other ranks' questions.
 
-    def _arrive(self, name: str, ranks: tuple[int, ...], what: str, value: str = "") -> None:
-        start = time.monotonic()
-        self.store.set(f"{name}/{self.rank}", value)
-        keys = [f"{name}/{rank}" for rank in ranks]
+        All ranks run the same programs in the same order: RankError where they do not, told at the latest when twice as
+        many calls are made. (Compared at calls 4, 8, 16, … it costs nothing in the long run.)
+        """
+        self.activity = activity
+        history = self._history
+        history.add(activity.name)
+        if self.size > 1 and history.calls >= _FIRST_COMPARED and history.calls & (history.calls - 1) == 0:
+            self.check_same(history.digest, "the order of calls", self.all_ranks, history.text)
+
+    def exchange(self, value: bytes, what: str, limit: float | None = None) -> list[bytes]:
+        """Every rank's value, on every rank; all call this and wait `limit` seconds (MESHFUSE_TIMEOUT)."""
+        if self.size == 1:
+            return [value]
+        name = f"exchange/{self._counters.next(self.all_ranks)}"
+        return self._share(name, self.all_ranks, what, value, limit)
+
+    def _share(
+        self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes, limit: float | None = None
+    ) -> list[bytes]:
+        """The values of some ranks."""
+        self._arrive(name, ranks, what, value, limit)
+        return self._asked(what, ranks, lambda: self.store.multi_get([f"{name}/{rank}" for rank in ranks]))
+
+    def _arrive(
+        self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes = "", limit: float | None = None
+    ) -> None:
+        """Say that this rank has come to a meeting and wait for the others."""
+        start, limit = time.monotonic(), limit or self.limit
+        keys = {f"{name}/{rank}": rank for rank in ranks}
+
+        def wait() -> list[str]:
+            self.store.set(f"{name}/{self.rank}", value)  # pyright: ignore[reportArgumentType] - bytes are fine
+            return await_keys(self.store, list(keys), limit, lambda: self._raise_if_hopeless(keys, what))
+
         self._meeting = what
         try:
-            missing = await_keys(self.store, keys, self.limit, lambda: self.raise_if_failed(what))
+            missing = self._asked(what, ranks, wait, limit)
         finally:
             self._meeting = ""
         if missing:
-            absent = [rank for rank, key in zip(ranks, keys, strict=True) if key in missing]
-            raise timed_out(self._scene(), what, absent, seconds_since(start))
+            raise timed_out(self._scene(), what, [keys[key] for key in missing], seconds_since(start))
+
+    def _asked(self, what: str, ranks: tuple[int, ...], action: Callable[[], T], limit: float | None = None) -> T:
+        """What the store says to an action that it may take so long over. RankError where it is gone or stopped."""
+        start, limit = time.monotonic(), limit or self.limit
+        try:
+            return action() if hosts_store(self.place) else bounded(limit + _GRACE, action)
+        except RankError:
+            raise
+        except Silent:
+            raise timed_out(self._scene(), what, ranks, seconds_since(start)) from None
+        except RuntimeError as error:
+            raise connection_lost(self._scene(), what, ranks, str(error), seconds_since(start)) from None
+
+    def _raise_if_hopeless(self, keys: Mapping[str, int], what: str) -> None:
+        """RankError if a peer has failed, or one that has not come to a meeting is no more."""
+        self.raise_if_failed(what)
+        self._peers.remember(keys.values())
+        gone = [rank for key, rank in keys.items() if self._peers.gone([rank]) and not self.store.check([key])]
+        if gone:
+            self.raise_if_failed(what)
+            raise peers_gone(self._scene(), what, gone)
 
     def raise_if_failed(self, what: str = "leaving") -> None:
         """RankError if a peer has published a failure; `what` is what this rank was about to do."""
         failure = within(1.0, lambda: published(self.store), None)
-        if failure is not None and failure.rank != self.rank:
-            raise peer_failed(self._scene(), what, failure)
+        if failure is None or failure.rank == self.rank:
+            return
+        scene = self._scene()
+        gone = [] if failure.primary else lost(scene)
+        if gone:  # What the other rank says of it this one can say itself.
+            raise connection_lost(scene, what, gone, "a peer is gone", 0.0)
+        raise peer_failed(scene, what, failure)
 
     def explain(self, work: Work, error: BaseException) -> RankError:
         """The error to raise for a backend's error in `work`: who failed or did not arrive, if known."""
@@ -189,7 +312,7 @@ class World:
 
     def _scene(self) -> Scene:
         host = None if self.place.agent_store or self.place.source == DEFAULT_GROUP else 0
-        return Scene(self.rank, self.store, host, self.limit)
+        return Scene(self.rank, self.store, host, self.limit, self._peers, self.all_ranks)
 
     def publish_failure(self, error: BaseException) -> None:
         """Let the peers know why this rank is about to die: its traceback will be in their errors."""
@@ -198,7 +321,9 @@ class World:
 
     def depart(self, error: BaseException) -> None:
         """After a failure: tell the peers, and keep a store of its own up while they read from it."""
-        self._say_done()
+        if self._store is None:
+            return
+        self._say_done(FAILED)
         for group in self._groups.values():
             group.abort()
         if hosts_store(self.place):
@@ -209,18 +334,29 @@ class World:
         """At a normal exit: the rank that holds the store waits for the others to finish with it."""
         if self._responder is None or os.getpid() != self._process:
             return
-        self._responder.stop()
-        self._responder = None
-        self._say_done()
+        responder, self._responder = self._responder, None
+        self._say_done(FINISHED)
         if hosts_store(self.place):
             within(self.limit, lambda: self._await_others(self.limit, self.raise_if_failed), None)
+        if not responder.stop(self.limit) or left_running(self.limit):
+            # A thread that comes back from torch into an interpreter that finalises ends the process by SIGABRT.
+            print(f"rank {self.rank}: the store of the job does not answer any more", file=sys.stderr)
+            end_at_once(1)
 
-    def _say_done(self) -> None:
-        within(1.0, lambda: self.store.set(f"done/{self.rank}", ""), None)
+    def _say_done(self, how: str) -> None:
+        within(1.0, lambda: self.store.set(f"done/{self.rank}", how), None)
 
     def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> None:
+        """Wait until the ranks that have joined are done with the store, or are no more."""
         joined = [rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])]
-        await_keys(self.store, [f"done/{rank}" for rank in joined], limit, check)
+        self._peers.remember(joined)
+        until = time.monotonic() + limit
+        while joined and time.monotonic() < until:
+            check()
+            left = [rank for rank in joined if not self.store.check([f"done/{rank}"])]
+            ended = self._peers.gone(left)
+            joined = [rank for rank in left if rank not in ended]
+            time.sleep(0.01)
 
 
 def _place() -> Environment:

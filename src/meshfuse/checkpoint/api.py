@@ -1,0 +1,226 @@
+"""`save` and `load`: all ranks call them alike; one process without ranks may, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, user_error
+from ..runtime.world import World
+from . import folder as files
+from .entries import Entry, check_local, global_shape, is_plain, to_load, to_save, wrong
+from .pieces import Shard, boxes
+from .transfer import read, write
+
+# Disks are slower than networks: a checkpoint may take so many times MESHFUSE_TIMEOUT.
+_PATIENCE = 10
+
+
+def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: float | None = None) -> None:
+    """Save tensors and plain values under their names, as one checkpoint in the folder `path`.
+
+    A value is a tensor that every rank holds whole (stored once), a DTensor, `(shard, sharding)` with a Sharding or an
+    annotated TensorView (`(shard, sharding, global shape)` saves a comparison; None for the shard on ranks outside the
+    mesh), or a number, text or None. All ranks call this with the same names. The checkpoint that was there stays
+    until this one is whole on the disk, and remains if this save fails or is killed. `timeout` is of each wait for the
+    other ranks, in seconds: ten times MESHFUSE_TIMEOUT by default.
+
+    Raises ArgumentError for values that cannot be saved, CheckpointError where the disk refuses (on every rank), and
+    RankError where ranks fail or pass different names.
+    """
+    team = _Team(World.current(), timeout, "save")
+    try:
+        entries, values = team.each("reading what to save", lambda: _read_state(state))
+        shapes = _compared(team, entries, values)
+        _save(team, Path(path), _shards(team, entries, shapes), values)
+    except MeshfuseError as error:
+        error.where = error.where or caller_line()
+        raise
+
+
+def load(
+    path: str | os.PathLike[str], wanted: Mapping[str, Any] | None = None, *, timeout: float | None = None
+) -> dict[str, Any]:
+    """Load what `wanted` names from the checkpoint in the folder `path`; everything, whole, without it.
+
+    Each value says how: None for the whole tensor (or the plain value), a Sharding or an annotated TensorView for this
+    rank's shard in it (None outside its mesh), a tensor, a DTensor or `(shard, sharding)` to fill. How many ranks saved
+    the checkpoint, and in which shardings, makes no difference. All ranks call this alike; every file is compared with
+    its checksum first, each by one of the ranks. (The files' index is a pickle, as torch writes it: load only what you
+    trust.) `timeout` is as for `save`.
+
+    Raises CheckpointError where there is no checkpoint or it is damaged, ArgumentError where it lacks a name or has
+    another dtype or shape.
+    """
+    team = _Team(World.current(), timeout, "load")
+    try:
+        index = team.each("reading the index", lambda: files.read_index(Path(path)))
+        team.same(index.data, "the checkpoint that they load")
+        names = {name: None for name in (*index.tensors, *index.values)} if wanted is None else dict(wanted)
+        entries = team.each("comparing what is wanted", lambda: _targets(index, names, team.world.rank))
+        folder = Path(path) / index.data
+        team.each("checking files", lambda: _check_files(folder, index, team.world))
+        shards = _shards(team, entries, {name: index.tensors[name][1] for name in entries})
+        team.each("reading", lambda: read(folder, {name: s for name, s in shards.items() if s.numel and s.parts}))
+    except MeshfuseError as error:
+        error.where = error.where or caller_line()
+        raise
+    return {name: _loaded(names[name], entries[name]) if name in entries else index.values[name] for name in names}
+
+
+class _Team:
+    """The ranks that save or load together: what fails on one of them fails on all, by one error."""
+
+    def __init__(self, world: World, timeout: float | None, what: str):
+        self.world, self.what = world, what
+        self.limit = world.limit * _PATIENCE if timeout is None else timeout
+
+    def all(self, doing: str, action: Callable[[], Any]) -> list[Any]:
+        """What the action gives on every rank. The error of the first rank on which it fails."""
+        own: Exception | None = None
+        try:
+            reply = (True, action())
+        except (MeshfuseError, OSError, RuntimeError) as error:
+            own, reply = error, (False, f"{type(error).__name__}: {error}")
+        text = f"meshfuse.{self.what}, {doing}"
+        replies = [pickle.loads(data) for data in self.world.exchange(pickle.dumps(reply), text, self.limit)]
+        failed = {rank: value for rank, (worked, value) in enumerate(replies) if not worked}
+        if isinstance(own, MeshfuseError):
+            raise own
+        if failed:
+            raise _failure(self.what, doing, failed) from own
+        return [value for _, value in replies]
+
+    def each(self, doing: str, action: Callable[[], Any]) -> Any:
+        """What the action gives on this rank, once it has worked on every rank."""
+        kept: list[Any] = []
+        self.all(doing, lambda: kept.append(action()))
+        return kept[0]
+
+    def same(self, value: str, what: str) -> None:
+        """RankError where ranks differ."""
+        self.world.check_same(value, what, self.world.all_ranks)
+
+
+def _failure(what: str, doing: str, failed: Mapping[int, str]) -> MeshfuseError:
+    found = "; ".join(f"on rank {rank} {text}" for rank, text in failed.items())
+    needed = "room and permission to write on every rank" if what == "save" else "the checkpoint on every rank"
+    kept = "The checkpoint of before, if there was one, is untouched." if what == "save" else ""
+    return user_error(f"meshfuse.{what} failed while {doing}", found, needed, kept, cls=CheckpointError)
+
+
+def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, Any]]:
+    for name in state:
+        if not isinstance(name, str):
+            raise wrong(repr(name), type(name).__name__, "a text as the name")
+    values = {name: value for name, value in state.items() if is_plain(value)}
+    return {name: to_save(name, value) for name, value in state.items() if name not in values}, values
+
+
+def _compared(team: _Team, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The global shapes, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
+    said = [f"{name}: {value!r}" for name, value in sorted(values.items())]
+    said += [f"{name}: {_kind(entry)}" for name, entry in sorted(entries.items())]
+    team.same("\n".join(said), "what they save")
+    open_ = [name for name, entry in entries.items() if entry.shape is None]
+    own = {name: _held(entries[name]) for name in open_}
+    everyone = team.all("comparing shards", lambda: own) if open_ else []
+    dtypes = {name: {e[name][0] for e in everyone if e[name] is not None} for name in open_}
+
+    def shape_of(name: str, entry: Entry) -> tuple[int, ...]:
+        if entry.shape is not None:
+            shape = entry.shape
+        else:
+            if len(dtypes[name]) > 1:
+                raise wrong(name, f"shards of dtypes {', '.join(map(str, sorted(dtypes[name], key=str)))}", "one dtype")
+            shape = global_shape(entry, {rank: e[name] and e[name][1] for rank, e in enumerate(everyone)})
+        check_local(entry, shape, team.world.rank)
+        return shape
+
+    return team.each("comparing shards", lambda: {name: shape_of(name, entry) for name, entry in entries.items()})
+
+
+def _kind(entry: Entry) -> str:
+    """What must be equal on all ranks; a rank without a shard does not know the dtype."""
+    where = "whole" if entry.sharding is None else str(entry.sharding)
+    return f"{where} {entry.shape} {entry.local.dtype if entry.sharding is None and entry.local is not None else ''}"
+
+
+def _held(entry: Entry) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    return None if entry.local is None else (entry.local.dtype, tuple(entry.local.shape))
+
+
+def _shards(team: _Team, entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
+    rank = team.world.rank
+
+    def shard(entry: Entry, shape: tuple[int, ...]) -> Shard:
+        sharding = entry.placed(shape)
+        if entry.local is None:
+            return Shard(torch.empty(0), shape, ())
+        return Shard(entry.local, shape, boxes(sharding, shape, rank))
+
+    return {name: shard(entry, shapes[name]) for name, entry in entries.items()}
+
+
+def _save(team: _Team, path: Path, shards: Mapping[str, Shard], values: Mapping[str, Any]) -> None:
+    rank = team.world.rank
+
+    def begin() -> str:
+        if rank:
+            return ""
+        path.mkdir(parents=True, exist_ok=True)
+        return files.new_name(path)
+
+    data = team.all("making the folder", begin)[0]
+    dtypes = team.all("comparing dtypes", lambda: {name: _dtype(s) for name, s in shards.items() if s.parts})
+    known = {name: dtype for own in reversed(dtypes) for name, dtype in own.items()}
+    known = {name: _dtype(s) for name, s in shards.items()} | known
+    try:
+        stored = write(path / data, {n: s for n, s in shards.items() if s.numel}, rank, team.all)
+        tensors = {name: (known[name], tuple(s.shape)) for name, s in shards.items()}
+        index = files.Index(data, tensors, dict(values), stored)
+        team.each("completing", lambda: files.commit(path, index) if rank == 0 else None)
+    except BaseException:
+        if rank == 0:
+            files.abandon(path, data)
+        raise
+
+
+def _dtype(shard: Shard) -> str:
+    return str(shard.local.dtype).removeprefix("torch.")
+
+
+def _targets(index: files.Index, names: Mapping[str, Any], rank: int) -> dict[str, Entry]:
+    missing = [name for name in names if name not in index.tensors and name not in index.values]
+    if missing:
+        there = sorted([*index.tensors, *index.values])
+        raise user_error(
+            f"the checkpoint lacks {', '.join(map(repr, missing))}", f"{', '.join(there) or 'nothing'}",
+            "all names that are asked for", "Ask for what is there, or leave these out.", cls=ArgumentError,
+        )  # fmt: skip
+    for name in names:
+        if name in index.values and not is_plain(names[name]):
+            raise wrong(name, f"the plain value {json.dumps(index.values[name])}", "a tensor, as is asked for")
+    tensors = {name: entry for name, entry in index.tensors.items() if name in names}
+    entries = {
+        name: to_load(name, names[name], getattr(torch, dtype), shape, rank) for name, (dtype, shape) in tensors.items()
+    }
+    for name, entry in entries.items():
+        check_local(entry, index.tensors[name][1], rank)
+    return entries
+
+
+def _check_files(folder: Path, index: files.Index, world: World) -> None:
+    for name in sorted(index.files)[world.rank :: world.size]:
+        files.check_file(folder, name, index.files[name])
+
+
+def _loaded(wanted: Any, entry: Entry) -> Any:
+    """The object to fill where one was passed, else the tensor that was made."""
+    return wanted if isinstance(wanted, torch.Tensor) else entry.local

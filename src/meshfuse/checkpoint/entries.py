@@ -1,0 +1,155 @@
+"""What `save` and `load` are given for each name: a tensor, a shard with its sharding, a DTensor or a plain value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..definition.fusion import mesh_of_torch
+from ..definition.tensor_view import TensorView
+from ..errors import ArgumentError, MeshfuseError, user_error
+from ..executor.dtensor import is_dtensor, sharding_of
+from ..mesh import DeviceMesh
+from ..sharding import layout as lay
+from ..sharding.value import Sharding
+
+_PLAIN = (int, float, str, bool, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a checkpoint on this rank. `sharding` of None: every rank holds all of it. `local` of None: the rank
+    has no part of it. `shape` is the global one, None until the ranks have compared their shards'.
+    """
+
+    name: str
+    local: torch.Tensor | None
+    sharding: Sharding | TensorView | None
+    shape: tuple[int, ...] | None
+
+    def placed(self, shape: tuple[int, ...]) -> Sharding | None:
+        """The sharding for a global shape. ArgumentError where it does not fit."""
+        if isinstance(self.sharding, TensorView):
+            return _annotated(self.name, self.sharding, shape)
+        if self.sharding is not None and self.sharding.ndim != len(shape):
+            raise wrong(
+                self.name, f"a sharding of {self.sharding.ndim} dims", f"one of {len(shape)}, as the tensor has"
+            )
+        if self.sharding is not None and self.sharding.partial:
+            raise wrong(self.name, f"unreduced sums, {self.sharding}", "a tensor that is reduced")
+        return None if self.sharding is None else self.sharding.placement(shape)
+
+
+def wrong(name: str, found: str, needed: str, do: str = "") -> MeshfuseError:
+    """The error of an entry that cannot be."""
+    return user_error(f"checkpoint: {name!r}", found, needed, do, cls=ArgumentError)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is stored as it is, not as a tensor."""
+    return isinstance(value, _PLAIN)
+
+
+def to_save(name: str, value: Any) -> Entry:
+    """What the user passes to `save` under a name, plain values aside."""
+    if is_dtensor(value):
+        return _of_dtensor(name, value)
+    if isinstance(value, torch.Tensor):
+        return Entry(name, value.detach(), None, tuple(value.shape))
+    if _is_pair(value):
+        local, sharding, *shape = value
+        given = tuple(int(n) for n in shape[0]) if shape else None
+        return Entry(name, None if local is None else local.detach(), sharding, given)
+    raise wrong(
+        name, type(value).__name__, "a tensor, a DTensor, (shard, sharding), (shard, sharding, global shape), or a "
+        "number, text or None", "Pass one of these.",
+    )  # fmt: skip
+
+
+def _is_pair(value: Any) -> bool:
+    if not isinstance(value, (tuple, list)) or len(value) not in (2, 3):
+        return False
+    local, sharding = value[:2]
+    return (local is None or isinstance(local, torch.Tensor)) and isinstance(sharding, (Sharding, TensorView))
+
+
+def _of_dtensor(name: str, value: Any) -> Entry:
+    shape = tuple(value.shape)
+    sharding = sharding_of(mesh_of_torch(value.device_mesh), tuple(value.placements), shape)
+    if sharding is None or sharding.partial:
+        raise wrong(
+            name, f"a DTensor with placements {tuple(value.placements)}", "Shard and Replicate", "Redistribute it."
+        )
+    return Entry(name, value.to_local().detach(), sharding, shape)
+
+
+def to_load(name: str, wanted: Any, dtype: torch.dtype, shape: tuple[int, ...], rank: int) -> Entry:
+    """What the user asks `load` for under a name, with memory to load to; `dtype` and `shape` are the stored ones."""
+    if wanted is None or isinstance(wanted, (Sharding, TensorView)):
+        entry = Entry(name, None, wanted, shape)
+        sharding = entry.placed(shape)
+        if sharding is not None and rank not in sharding.mesh:
+            return entry
+        local = shape if sharding is None else sharding.local_shape(shape, rank)
+        return Entry(name, torch.empty(local, dtype=dtype), wanted, shape)
+    entry = to_save(name, wanted)
+    if entry.local is not None and entry.local.dtype != dtype:
+        raise wrong(
+            name,
+            f"{dtype} in the checkpoint",
+            f"{entry.local.dtype}, as the tensor to load to",
+            "Cast it after loading.",
+        )
+    if entry.shape not in (None, shape):
+        raise wrong(
+            name, f"shape {list(shape)} in the checkpoint", f"{list(entry.shape or ())}, as the tensor to load to"
+        )
+    return Entry(name, entry.local, entry.sharding, shape)
+
+
+def check_local(entry: Entry, shape: tuple[int, ...], rank: int) -> None:
+    """ArgumentError where this rank's shard has not the shape that its sharding gives it."""
+    sharding = entry.placed(shape)
+    needed = shape if sharding is None else sharding.local_shape(shape, rank)
+    outside = sharding is not None and rank not in sharding.mesh
+    found = None if entry.local is None else tuple(entry.local.shape)
+    if outside or found == needed:
+        return
+    what = f"{sharding} of {list(shape)}" if sharding is not None else "all of the tensor"
+    raise wrong(entry.name, "no shard" if found is None else f"a shard of shape {list(found)} on rank {rank}",
+                f"{list(needed)}: {what}", "Pass this rank's shard.")  # fmt: skip
+
+
+def global_shape(entry: Entry, shards: Mapping[int, Sequence[int] | None]) -> tuple[int, ...]:
+    """The global shape of a tensor from the shapes of its shards on every rank: each index lies in one chunk."""
+    mesh, dims = _layouts(entry)
+    held = {rank: s for rank, s in shards.items() if s is not None and (mesh is None or rank in mesh)}
+    if not held or any(len(s) != len(dims) for s in held.values()):
+        found = f"shards of shapes {[list(s) for s in held.values()]}"
+        raise wrong(entry.name, found, f"shards of {len(dims)} dims, one on every rank of the mesh")
+    if mesh is None:
+        return tuple(next(iter(held.values())))
+    chunks = [{lay.digits(layout, mesh, rank): s[d] for rank, s in held.items()} for d, layout in enumerate(dims)]
+    return tuple(sum(sizes.values()) for sizes in chunks)
+
+
+def _layouts(entry: Entry) -> tuple[DeviceMesh | None, Sequence[lay.Layout]]:
+    if isinstance(entry.sharding, Sharding):
+        return entry.sharding.mesh, entry.sharding.dims
+    assert entry.sharding is not None
+    annotation = entry.sharding.fd.annotations.get(entry.sharding.id)
+    if annotation is None or annotation.mesh is None:
+        return None, [lay.WHOLE] * entry.sharding.ndim
+    return annotation.mesh, annotation.named()
+
+
+def _annotated(name: str, view: TensorView, shape: tuple[int, ...]) -> Sharding | None:
+    annotation = view.fd.annotations.get(view.id)
+    if annotation is None or annotation.mesh is None:
+        return None
+    if view.ndim != len(shape):
+        raise wrong(name, f"{view!r}", f"a tensor view of {len(shape)} dims, as the tensor has")
+    return annotation.sharding(view.label, shape).placement(shape)

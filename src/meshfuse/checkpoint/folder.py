@@ -1,0 +1,138 @@
+"""A checkpoint's folder: `checkpoint.json` names the data that are whole, and is replaced in one step.
+
+    path/checkpoint.json            which data, their files with sizes and checksums, tensors, values
+    path/data-000003-5f1c/          torch.distributed.checkpoint's files of the third save
+
+A save writes new data beside the old ones. Only when all of them are on the disk does `checkpoint.json` change to name
+them, and then the old ones go. Whatever ends a save before, the checkpoint of before is untouched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, user_error
+
+FORMAT = 1
+_INDEX = "checkpoint.json"
+_PREFIX = "data-"
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What `checkpoint.json` holds. tensors: name -> (dtype, shape); files: name -> (bytes, CRC-32)."""
+
+    data: str
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    values: dict[str, Any]
+    files: dict[str, tuple[int, int]]
+    format: int = FORMAT
+
+
+def new_name(path: Path) -> str:
+    """A name for the data of the next save."""
+    numbers = [int(p.name.split("-")[1]) for p in path.glob(f"{_PREFIX}*-*") if p.name.split("-")[1].isdigit()]
+    return f"{_PREFIX}{max(numbers, default=0) + 1:06d}-{secrets.token_hex(4)}"
+
+
+def read_index(path: Path) -> Index:
+    """The checkpoint in a folder. CheckpointError where there is none that is whole."""
+    try:
+        text = (path / _INDEX).read_text()
+    except OSError as error:
+        raise user_error(
+            "no checkpoint to load", f"{path}: {error.strerror}", f"a folder with a {_INDEX}",
+            "Pass the folder that meshfuse.save was given; a save that did not finish leaves none.",
+            cls=CheckpointError,
+        ) from None  # fmt: skip
+    try:
+        digest, _, body = text.partition("\n")
+        if digest != _digest(body):
+            raise ValueError("its checksum differs")
+        found = json.loads(body)
+        tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in found["tensors"].items()}
+        files = {name: (size, code) for name, (size, code) in found["files"].items()}
+        return Index(found["data"], tensors, found["values"], files, found["format"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise user_error(
+            f"{path / _INDEX} is damaged", str(error), "the text that meshfuse.save wrote",
+            "Load another checkpoint.", cls=CheckpointError,
+        ) from None  # fmt: skip
+
+
+def commit(path: Path, index: Index) -> None:
+    """Make these data, which are all on the disk, the checkpoint; then remove those that it replaces."""
+    body = json.dumps(asdict(index))
+    part = path / f"{_INDEX}.{secrets.token_hex(4)}.part"
+    try:
+        with open(part, "w") as file:
+            file.write(f"{_digest(body)}\n{body}")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path / _INDEX)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    _sync_folder(path)
+    for old in path.glob(f"{_PREFIX}*"):
+        if old.name != index.data:
+            shutil.rmtree(old, ignore_errors=True)
+    for old in path.glob(f"{_INDEX}.*.part"):
+        old.unlink(missing_ok=True)
+
+
+def abandon(path: Path, data: str) -> None:
+    """Remove the data of a save that failed."""
+    shutil.rmtree(path / data, ignore_errors=True)
+
+
+def sum_of(file: Path) -> tuple[int, int]:
+    """(bytes, CRC-32) of a file."""
+    code = size = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(_BLOCK):
+            code, size = zlib.crc32(block, code), size + len(block)
+    return size, code
+
+
+def check_file(folder: Path, name: str, expected: tuple[int, int]) -> None:
+    """CheckpointError where a file is not as it was written."""
+    try:
+        size, code = sum_of(folder / name)
+    except OSError as error:
+        found = error.strerror or "no file"
+    else:
+        if (size, code) == expected:
+            return
+        found = f"{size} bytes" if size != expected[0] else f"other bytes (CRC-32 {code:08x})"
+    raise user_error(
+        f"the checkpoint's file {folder / name} is damaged", found, f"{expected[0]} bytes, CRC-32 {expected[1]:08x}",
+        "Load another checkpoint.", cls=CheckpointError,
+    )  # fmt: skip
+
+
+def sync_file(file: Path) -> None:
+    """Have a file on the disk."""
+    with open(file, "rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()

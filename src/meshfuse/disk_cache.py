@@ -1,0 +1,122 @@
+"""A folder of small texts that may be lost: only this user's, checked when read, bounded in size, never fatal.
+
+MESHFUSE_CACHE is the folder above it, or `off`; by default it is `meshfuse` in XDG_CACHE_HOME or ~/.cache. What goes
+wrong is one warning per process, and the cache is left alone from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import stat
+import warnings
+from pathlib import Path
+
+VARIABLE = "MESHFUSE_CACHE"
+MOST_BYTES = 256 << 20
+_MAGIC = "meshfuse-cache-1"
+_STALE_SECONDS = 3600.0
+_warned: set[str] = set()
+
+
+class CacheWarning(UserWarning):
+    """The cache on disk is not used; everything works without it."""
+
+
+def folder() -> Path | None:
+    """The folder for plans, made where it is missing; None where the cache is off or not to be had.
+
+    It belongs to this user and no one else can write to it: what others could put there would be believed.
+    """
+    setting = os.environ.get(VARIABLE, "")
+    if setting.lower() in ("off", "0") or "broken" in _warned:
+        return None
+    path = Path(setting) if setting else _default()
+    path = path / "plans"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(path)
+    except (OSError, RuntimeError) as error:
+        return _broken(f"{path}: {getattr(error, 'strerror', None) or error}")
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        return _broken(f"{path} is not a folder that only this user can write to")
+    return path
+
+
+def _default() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "meshfuse"
+
+
+def read(place: Path, name: str) -> str | None:
+    """A text as it was written; None where it is missing or damaged, which is a warning and the end of the file."""
+    path = place / name
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warn(f"{path} cannot be read: {error.strerror}")
+        return None
+    head, _, body = data.partition(b"\n")
+    if head.decode(errors="replace") != _head(body):
+        warn(f"{path} is damaged, and is removed")
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # What was used last is removed last.
+    return body.decode()
+
+
+def write(place: Path, name: str, text: str) -> None:
+    """Have a text in the folder, whole or not at all. A full disk is a warning."""
+    body = text.encode()
+    part = place / f"{name}.{secrets.token_hex(4)}.part"
+    try:
+        with open(part, "xb") as file:
+            file.write(f"{_head(body)}\n".encode() + body)
+        os.replace(part, place / name)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        warn(f"{place / name} cannot be written: {error.strerror}")
+        return
+    _evict(place)
+
+
+def _evict(place: Path) -> None:
+    """Remove what was not used for the longest time, until the rest is within bounds; and what killed writers left."""
+    found = []
+    for path in place.iterdir():
+        with contextlib.suppress(OSError):
+            about = path.stat()
+            found.append((about.st_mtime, about.st_size, path))
+    newest = max((when for when, _, _ in found), default=0.0)
+    total = 0
+    for when, size, path in sorted(found, reverse=True):
+        total += size
+        if total > MOST_BYTES or (path.suffix == ".part" and newest - when > _STALE_SECONDS):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _head(body: bytes) -> str:
+    return f"{_MAGIC} {hashlib.sha256(body).hexdigest()}"
+
+
+def _broken(text: str) -> None:
+    warn(text)
+    _warned.add("broken")
+
+
+def warn(text: str) -> None:
+    """Say once per process that the cache does not work, and go on."""
+    if "said" not in _warned:
+        _warned.add("said")
+        warnings.warn(
+            f"meshfuse's cache of plans: {text}. Programs are planned without it; {VARIABLE} names another folder, "
+            "or is 'off'.", CacheWarning, stacklevel=2,
+        )  # fmt: skip

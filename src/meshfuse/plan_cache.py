@@ -1,0 +1,162 @@
+"""Plans kept on disk, so that the second start of a script does not plan again.
+
+Planning is the dear part of compiling, and all it gives are decisions: which ops are written in their distributed
+forms, and where each op is computed. These are what is stored, under a digest of everything that they follow from:
+the definition, its shapes and annotations, the world, meshfuse's own code, torch's version. The rest of compiling is
+done again, from the user's own lines. Whatever is wrong with a stored plan, or with the disk, planning goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__, disk_cache
+from .graph import Graph, Kinds, Node, Tensor
+from .mesh import DeviceMesh
+from .ops import OPS
+from .ops.base import Call, Rule
+from .plan_codec import NotStorable, dump, load
+from .propagation.sharded import ShardedDefinition
+
+# What is planned in less time is not worth a file.
+WORTH = 0.1
+_SUFFIX = ".plan"
+
+
+def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinition]) -> ShardedDefinition:
+    """What `plan()` gives for this graph and world; from the disk where an earlier process left it there."""
+    folder = disk_cache.folder()
+    if folder is None or not all(OPS.get(node.name) is node.call.op for node in graph.nodes):
+        return plan()  # What a user's own op does may change without a trace in its name.
+    key = key_of(graph, world) + _SUFFIX
+    found = _recalled(folder, key, graph)
+    if found is None:
+        start = time.perf_counter()
+        found = plan()
+        if time.perf_counter() - start > WORTH:
+            _keep(folder, key, graph, found)
+    return found
+
+
+def _recalled(folder: Path, key: str, graph: Graph) -> ShardedDefinition | None:
+    text = disk_cache.read(folder, key)
+    if text is None:
+        return None
+    try:
+        return unpacked(text, graph)
+    except (NotStorable, AssertionError, ValueError, TypeError, IndexError, KeyError) as error:
+        disk_cache.warn(f"a stored plan cannot be used ({error}); it is planned anew")
+        return None
+
+
+def _keep(folder: Path, key: str, graph: Graph, sharded: ShardedDefinition) -> None:
+    try:
+        text = packed(sharded, graph)
+        same = str(unpacked(text, graph)) == str(sharded)
+    except (NotStorable, AssertionError, KeyError) as error:
+        disk_cache.warn(f"a plan cannot be stored: {error}")
+        return
+    if same:
+        disk_cache.write(folder, key, text)
+    else:
+        disk_cache.warn("a plan would not read back as it is, and is not stored")
+
+
+def packed(sharded: ShardedDefinition, graph: Graph) -> str:
+    """The decisions that led from the graph to the sharded definition."""
+    numbers = {node.outputs: node for node in graph.nodes}
+    nodes = [_packed_node(node, numbers.get(node.outputs)) for node in sharded.graph.nodes]
+    return dump((nodes, sharded.choices, tuple(sorted(sharded.homes.items()))))
+
+
+def _packed_node(node: Node, old: Node | None) -> Any:
+    """A node of the graph by its number; one of a distributed form written out."""
+    if old is not None and old.call is node.call and (old.inputs, old.origin) == (node.inputs, node.origin):
+        return old.id
+    if OPS.get(node.name) is not node.call.op:
+        raise NotStorable(f"the op {node.name}, which is not in the table")
+    return (node.name, node.call.args, node.inputs, node.outputs, node.origin)
+
+
+def unpacked(text: str, graph: Graph) -> ShardedDefinition:
+    """The sharded definition that these decisions make of the graph. Raises where they do not fit it."""
+    nodes, choices, homes = load(text)
+    sharded = ShardedDefinition(_rewritten(graph, nodes), tuple(choices), dict(homes))
+    sharded.verify()
+    return sharded
+
+
+def _rewritten(graph: Graph, packed_nodes: tuple[Any, ...]) -> Graph:
+    """The graph with its nodes as stored: its own ones by number, and those of distributed forms."""
+    by_origin = {node.origin: node for node in graph.nodes}
+    tensors = {tensor.id: tensor for tensor in graph.tensors}
+    kinds, nodes, numbers = Kinds(), [], {}
+    for entry in packed_nodes:
+        if isinstance(entry, int):
+            numbers[entry] = len(nodes)
+            nodes.append(dataclasses.replace(graph.nodes[entry], id=len(nodes)))
+            continue
+        name, args, inputs, outputs, origin = entry
+        call, rule = kinds.get(OPS[name], args, tuple(tensors[i].type for i in inputs))
+        line = by_origin[origin].line
+        for i, kind in zip(outputs, call.results, strict=True):
+            tensors.setdefault(i, Tensor(i, kind, dataclasses.replace(line, given="")))
+            assert tensors[i].type == kind
+        nodes.append(Node(len(nodes), call, rule, inputs, outputs, line, origin))
+    if len(numbers) == len(nodes) == len(graph.nodes) and list(numbers) == list(range(len(nodes))):
+        return graph
+    reductions = {numbers[i]: layouts for i, layouts in graph.reductions.items() if i in numbers}
+    ordered = tuple(tensors[i] for i in range(len(tensors)))
+    return dataclasses.replace(graph, tensors=ordered, nodes=tuple(nodes), reductions=reductions)
+
+
+# the key ----------------------------------------------------------------------------------------------------------
+
+
+def key_of(graph: Graph, world: DeviceMesh) -> str:
+    """A digest of all that a plan follows from."""
+    text = hashlib.sha256(_code_and_versions().encode())
+    described: dict[int, str] = {}
+    for node in graph.nodes:
+        said = described.setdefault(id(node.call), _described(node.call, node.rule))
+        text.update(f"{said}|{node.inputs}|{node.outputs}|{node.origin}\n".encode())
+    placed = [f"{i} {sharding!r} {_mesh(sharding.mesh)}" for i, sharding in sorted(graph.annotations.items())]
+    types = [(tensor.id, tensor.type) for tensor in graph.tensors]
+    rest = (placed, sorted(graph.reductions.items()), graph.inputs, graph.outputs, types, _mesh(world))
+    text.update(repr(rest).encode())
+    return text.hexdigest()[:40]
+
+
+def _described(call: Call, rule: Rule) -> str:
+    factors = (rule.factors, rule.operands, rule.results)
+    return f"{call.op.name}|{call.args!r}|{call.types!r}|{call.results!r}|{factors!r}"
+
+
+def _mesh(mesh: DeviceMesh) -> str:
+    return repr(mesh.__reduce__()[1:])
+
+
+@functools.cache
+def _code_and_versions() -> str:
+    """meshfuse's version and, as it may be edited, the sizes and times of its files; torch's version."""
+    root = Path(__file__).parent
+    files = sorted(root.rglob("*.py"))
+    stamps = [f"{file.relative_to(root)} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    return "\n".join([__version__, torch.__version__, *stamps])
+
+
+def report() -> Mapping[str, Any]:
+    """Where plans are kept, how many there are, and their bytes: for `meshfuse doctor`."""
+    folder = disk_cache.folder()
+    found = [] if folder is None else [path for path in folder.glob(f"*{_SUFFIX}")]
+    sizes = [os.stat(path).st_size for path in found]
+    return {"folder": folder, "plans": len(found), "bytes": sum(sizes)}

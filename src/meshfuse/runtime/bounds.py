@@ -1,0 +1,62 @@
+"""Actions that must end: the store of a job is another process, which may be stopped in the middle of an answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+from weakref import WeakSet
+
+T = TypeVar("T")
+
+
+class Silent(RuntimeError):
+    """An action on the store took too long, as its host is stopped."""
+
+
+_PATIENCE = 0.2
+_overdue: WeakSet[threading.Thread] = WeakSet()
+
+
+def bounded(seconds: float, action: Callable[[], T]) -> T:
+    """The action's result, or its error; Silent if it takes longer than this, as a stopped store does."""
+    result: list[T] = []
+    errors: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            result.append(action())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=attempt, name="meshfuse-bounded", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return action()  # An exiting interpreter starts no threads.
+    # What waits behind an action that already took too long has no better chance.
+    thread.join(min(seconds, _PATIENCE) if any(late.is_alive() for late in list(_overdue)) else seconds)
+    if thread.is_alive():
+        _overdue.add(thread)
+    if errors:
+        raise errors[0]
+    if not result:
+        raise Silent(f"no answer within {seconds:g} s")
+    return result[0]
+
+
+def within(seconds: float, action: Callable[[], T], default: T) -> T:
+    """The action's result, or `default` if it fails or takes too long: for what may be left undone."""
+    try:
+        return bounded(seconds, action)
+    except RuntimeError:  # The store's host is gone or stopped.
+        return default
+
+
+def left_running(seconds: float) -> bool:
+    """Whether some bounded action still runs after so many seconds: its thread must not outlive the interpreter."""
+    until = time.monotonic() + seconds
+    for thread in list(_overdue):
+        thread.join(max(0.0, until - time.monotonic()))
+    return any(thread.is_alive() for thread in list(_overdue))

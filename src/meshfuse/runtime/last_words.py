@@ -1,0 +1,61 @@
+"""What a rank says when it is ended from outside: where it was, and why, as far as it knows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from .exits import end_at_once, ending
+
+
+def install_last_words(words: Callable[[], str]) -> None:
+    """At SIGTERM, by which launchers end ranks that a failed peer leaves behind, print `words()` and end.
+
+    A thread does, at once, as the main thread may be inside a wait. Scripts that handle SIGTERM themselves, before or
+    later, or have a wakeup file of their own, keep their ways.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    read = _wakeup_file()
+    if read is None:
+        return
+
+    def end(number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+        if ending.acquire(blocking=False):
+            try:
+                print(words(), file=sys.stderr)
+            finally:
+                end_at_once(128 + number)
+
+    def listen() -> None:
+        while numbers := os.read(read, 1):
+            if numbers[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
+                end()
+
+    def forget() -> None:
+        # In a forked child, such as a data loader's worker: a signal to it is no news for this rank.
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, end)
+    os.register_at_fork(after_in_child=forget)
+    threading.Thread(target=listen, name="meshfuse-signals", daemon=True).start()
+
+
+def _wakeup_file() -> int | None:
+    """Where the numbers of signals can be read, as soon as they come; None where the script has its own."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    if before == -1:
+        return read
+    signal.set_wakeup_fd(before)
+    os.close(read)
+    os.close(write)
+    return None

@@ -1,0 +1,64 @@
+"""A page that `meshfuse run` and its ranks share: who has ended and why. It is memory, and goes with the last of them.
+
+The launcher sees first how a rank ended, but only the ranks know what they were doing; the page lets each of them say
+both. Imports no torch. Without `memfd_create` (Linux) there is no page, and nothing is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+VARIABLE = "MESHFUSE_NEWS_FD"
+_USER_ERROR = "user-error"
+_MOST = 65536
+_NAME = "meshfuse-news"
+
+
+def make() -> int | None:
+    """A new page, to be passed on to ranks by its file number."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    return os.memfd_create(_NAME, 0)
+
+
+def tell(fd: int | None, rank: int, text: str) -> None:
+    """Let all readers know what became of a rank: "was killed by SIGKILL"."""
+    if fd is not None:
+        os.write(fd, f"{rank} {text}\n".encode())  # All writers share one offset.
+
+
+def read(fd: int | None) -> dict[int, str]:
+    """What is known of ranks, first come first kept; errors of users left out."""
+    return {rank: text for rank, text in reversed(_lines(fd)) if not text.startswith(_USER_ERROR)}
+
+
+def user_error(fd: int | None) -> tuple[int, str] | None:
+    """The first rank that raised an error of the user's, and its kind: every attempt would raise it again."""
+    found = [(rank, text.split(" ")[1]) for rank, text in _lines(fd) if text.startswith(_USER_ERROR)]
+    return found[0] if found else None
+
+
+def tell_user_error(rank: int, error: BaseException) -> None:
+    """For the launcher, from a rank that ends by an error which follows from the script alone."""
+    tell(own(), rank, f"{_USER_ERROR} {type(error).__name__}")
+
+
+def own() -> int | None:
+    """The page that this rank was given, if any."""
+    text = os.environ.get(VARIABLE, "")
+    # A process that a rank started has the variable, but another file or none under that number.
+    with contextlib.suppress(OSError, ValueError):
+        if _NAME in os.readlink(f"/proc/self/fd/{int(text)}"):
+            return int(text)
+    return None
+
+
+def _lines(fd: int | None) -> list[tuple[int, str]]:
+    if fd is None:
+        return []
+    data = b""
+    with contextlib.suppress(OSError):
+        data = os.pread(fd, _MOST, 0)
+    pairs = [line.partition(" ") for line in data.decode(errors="replace").splitlines()]
+    return [(int(rank), text) for rank, _, text in pairs if rank.isdigit()]

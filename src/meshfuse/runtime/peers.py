@@ -1,0 +1,71 @@
+"""What is known of the other ranks' processes: the launcher's news, and what the kernel says of those that are here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from . import news, processes
+from .bounds import within
+
+_MANY = 16
+
+
+class Peers:
+    """The processes of a job's ranks, as they introduced themselves when they joined."""
+
+    def __init__(self, store: dist.Store):
+        self._store = store
+        self._known: dict[int, str] = {}
+        self._page = news.own()
+
+    def introduce(self, rank: int) -> None:
+        """Tell the others which process this rank is."""
+        self._known[rank] = processes.identity_of(os.getpid())
+        self._store.set(f"joined/{rank}", self._known[rank])
+
+    def remember(self, ranks: Iterable[int]) -> None:
+        """Ask the store who these ranks are, while it is there; those that have not joined are left out."""
+        unknown = [rank for rank in ranks if rank not in self._known]
+        keys = [f"joined/{rank}" for rank in unknown]
+        if not unknown:
+            return
+        if not self._store.check(keys):
+            if len(unknown) > _MANY:
+                return  # One question each, from every rank, would keep the store from its work.
+            unknown = [rank for rank, key in zip(unknown, keys, strict=True) if self._store.check([key])]
+            keys = [f"joined/{rank}" for rank in unknown]
+        for rank, data in zip(unknown, self._store.multi_get(keys) if keys else [], strict=True):
+            self._known[rank] = data.decode()
+
+    def gone(self, ranks: Iterable[int]) -> list[int]:
+        """Those of the ranks whose processes, known and of this machine, have ended. Does not ask the store."""
+        told = news.read(self._page)
+        return [rank for rank in ranks if rank in told or self._state(rank) == processes.GONE]
+
+    def fate(self, rank: int) -> str:
+        """Why a rank does not answer, as far as it can be found out."""
+        within(1.0, lambda: self.remember([rank]), None)
+        told, who = news.read(self._page).get(rank), self._known.get(rank)
+        if told is not None:
+            return told
+        if who is None:
+            return "has not joined: it was not started, or did not come as far as meshfuse"
+        about = {
+            processes.GONE: f"its process {processes.pid_of(who)} has ended",
+            processes.STOPPED: f"its process {processes.pid_of(who)} is stopped",
+            processes.RUNNING: f"its process {processes.pid_of(who)} runs, but its Python does not",
+        }
+        return f"does not answer: {about.get(self._state(rank) or '', 'it is stopped or was killed')}"
+
+    def silent_already(self, ranks: Iterable[int]) -> list[int]:
+        """Ranks that cannot answer: ended, or stopped."""
+        ranks = list(ranks)
+        stopped = [rank for rank in ranks if self._state(rank) == processes.STOPPED]
+        return [*self.gone(ranks), *stopped]
+
+    def _state(self, rank: int) -> str | None:
+        who = self._known.get(rank)
+        return processes.state_of(who) if who else None

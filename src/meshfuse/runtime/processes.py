@@ -1,0 +1,63 @@
+"""Which process a rank is, and whether it is still there: asked of the kernel, where the rank is on this machine.
+
+A process is known by its number and the time it was started at, so that a number which the kernel gives again later
+is not taken for it. All answers are None where they cannot be had: another machine, or a system without /proc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+GONE, STOPPED, RUNNING = "gone", "stopped", "running"
+
+
+def identity_of(pid: int) -> str:
+    """A process of this machine as a text that `state_of` understands there; empty without /proc."""
+    place, start = _place(), _start_and_state(pid)[0]
+    return f"{place} {pid} {start}" if place and start else ""
+
+
+def state_of(identity: str) -> str | None:
+    """GONE, STOPPED or RUNNING; None for a process of another machine."""
+    place, _, rest = identity.partition(" ")
+    if not rest or place != _place():
+        return None
+    pid, _, start = rest.partition(" ")
+    found, state = _start_and_state(int(pid))
+    if found != start or state in "ZX":
+        return GONE
+    return STOPPED if state in "Tt" else RUNNING
+
+
+def pid_of(identity: str) -> str:
+    """The process' number, as text."""
+    return identity.split(" ")[1] if identity else "?"
+
+
+def _place() -> str:
+    """The machine since its last start, and the name space of process numbers."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _start_and_state(pid: int) -> tuple[str, str]:
+    """When a process was started, in ticks, and the letter of its state; empty texts where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "", "X"
+    return fields[19], fields[0]
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Ask the kernel for this signal when the process that started this one ends. Linux only."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))

@@ -1,0 +1,288 @@
+"""Plans on disk: a second start plans nothing and decides the same; whatever is wrong with them, planning goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import meshfuse as mf
+from meshfuse import compiler, disk_cache, plan_cache
+from meshfuse.fusion_definition import FusionDefinition
+from meshfuse.testing import annotations, definitions
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, in which every plan is worth a file."""
+    monkeypatch.setenv("MESHFUSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(plan_cache, "WORTH", -1e9)
+    monkeypatch.setattr(disk_cache, "_warned", set())
+    return tmp_path / "cache" / "plans"
+
+
+@pytest.fixture
+def planning(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every call of propagation that the compiler makes."""
+    calls: list[object] = []
+    real = compiler.propagate
+    monkeypatch.setattr(compiler, "propagate", lambda *args: (calls.append(args), real(*args))[1])
+    return calls
+
+
+def scans(
+    size: int = 24, mesh: mf.DeviceMesh | None = None, scan: str = "cumsum", rows: str | None = None
+) -> FusionDefinition:
+    """A definition with a distributed form, a window and a reduction in it."""
+    mesh = mesh or mf.DeviceMesh((2, 2), ("a", "b"))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([size, 8])
+        w = fd.define_tensor([6, 8])
+        s = getattr(fd.ops, scan)(x, 0)
+        y = fd.ops.linear(fd.ops.pad(s, [0, 0, 1, 1]), w)
+        fd.add_output(y)
+        fd.mesh_split(x, mesh, ["a", "b"])
+        fd.mesh_split(w, mesh, [rows, None if rows else "b"])
+    return fd
+
+
+def decided(fd: FusionDefinition) -> tuple[str, ...]:
+    compiled = fd.compile()
+    return (compiled.digest, str(compiled.graph), *(str(compiled.host_program(rank)) for rank in compiled.ranks))
+
+
+def test_a_second_start_plans_nothing_and_decides_the_same(cache, planning):
+    first = decided(scans())
+    assert len(planning) >= 1 and len(list(cache.glob("*.plan"))) == 1
+    planning.clear()
+    second = scans()
+    assert decided(second) == first
+    assert planning == []
+    x, w = torch.randn(24, 8), torch.randn(6, 8)
+    (out,) = second.simulate([x, w])
+    reference = torch.nn.functional.linear(torch.nn.functional.pad(x.cumsum(0), [0, 0, 1, 1]), w)
+    torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=25)
+@given(definitions().flatmap(annotations))
+def test_every_plan_reads_back_as_it_is(fd):
+    """Any definition, any annotations: what is stored gives the same graph, placements, homes and programs."""
+    pairs = []
+
+    def read_back(graph, world, plan):
+        sharded = plan()
+        pairs.append((sharded, plan_cache.unpacked(plan_cache.packed(sharded, graph), graph)))
+        return pairs[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "planned", read_back)
+        found = fd.compile()
+        found.verify()
+    ((sharded, again),) = pairs
+    assert str(again.graph) == str(sharded.graph)
+    assert (again.choices, dict(again.homes)) == (sharded.choices, dict(sharded.homes))
+    fd._compiled.clear()
+    assert fd.compile().digest == found.digest
+
+
+def different() -> dict[str, FusionDefinition]:
+    links = {"a": mf.Link(1e9, 1e-5), "b": mf.Link(1e9, 1e-5)}
+    return {
+        "size": scans(20),
+        "op": scans(scan="cumprod"),
+        "annotation": scans(rows="b"),
+        "mesh": scans(mesh=mf.DeviceMesh([[3, 2], [1, 0]], ("a", "b"))),
+        "links": scans(mesh=mf.DeviceMesh((2, 2), ("a", "b"), links=links)),
+    }
+
+
+@pytest.mark.parametrize("what", ["size", "op", "annotation", "mesh", "links"])
+def test_another_program_is_not_taken_for_this_one(cache, planning, what):
+    decided(scans())
+    planning.clear()
+    decided(different()[what])
+    assert planning
+
+
+def test_another_meshfuse_does_not_read_these_plans(cache, planning, monkeypatch):
+    decided(scans())
+    planning.clear()
+    monkeypatch.setattr(plan_cache, "_code_and_versions", lambda: "another")
+    decided(scans())
+    assert planning
+
+
+def test_ops_of_users_are_not_stored(cache):
+    import torch.nn.functional as F
+
+    op = mf.register_op(mf.torch_op("a* -> a*", name="my_silu")(F.silu))
+    try:
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([8, 8])
+            fd.add_output(getattr(fd.ops, op.name)(x))
+            fd.mesh_split(x, mf.DeviceMesh((2,), ("a",)), ["a", None])
+        fd.compile()
+    finally:
+        mf.unregister_op("my_silu")
+    assert not list(cache.glob("*"))
+
+
+# Whatever is wrong with the folder or a file: one warning, and the same program.
+
+
+def damage(text: str, path: Path) -> None:
+    data = path.read_bytes()
+    changed = {
+        "truncated": data[: len(data) // 2],
+        "empty": b"",
+        "one bit": data[:-10] + bytes([data[-10] ^ 1]) + data[-9:],
+        "other words": b"meshfuse-cache-1 00\n[]",
+        "no text": bytes(range(256)),
+    }[text]
+    path.write_bytes(changed)
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "one bit", "other words", "no text"])
+def test_a_damaged_plan_is_planned_anew(cache, planning, how):
+    first = decided(scans())
+    (path,) = cache.glob("*.plan")
+    damage(how, path)
+    planning.clear()
+    with pytest.warns(disk_cache.CacheWarning, match="damaged, and is removed") as told:
+        assert decided(scans()) == first
+    assert planning and len([w for w in told if w.category is disk_cache.CacheWarning]) == 1
+    planning.clear()
+    assert decided(scans()) == first and not planning
+
+
+def checksummed(body: str) -> bytes:
+    return f"{disk_cache._head(body.encode())}\n{body}".encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["[]", "{}", "null", "[1, []]", '[["r", 7], []]', '[["t", ["t"], ["t"], ["t"]], []]', '[0, [["os.system", "x"]]]'],
+)
+def test_a_plan_of_another_form_is_planned_anew(cache, planning, body):
+    """With the right checksum: a bug of ours, or someone else's file."""
+    first = decided(scans())
+    (path,) = cache.glob("*.plan")
+    path.write_bytes(checksummed(body))
+    planning.clear()
+    with pytest.warns(disk_cache.CacheWarning, match="a stored plan cannot be used"):
+        assert decided(scans()) == first
+    assert planning
+
+
+def test_a_folder_that_others_can_write_to_is_not_believed(cache, planning):
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.warns(disk_cache.CacheWarning, match="is not a folder that only this user can write to"):
+        decided(scans())
+    assert planning and not list(cache.iterdir())
+
+
+def test_a_link_in_the_place_of_the_folder_is_not_followed(cache, planning, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    cache.parent.mkdir(parents=True)
+    cache.symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(disk_cache.CacheWarning, match="only this user"):
+        decided(scans())
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_file_in_the_place_of_the_folder(cache, planning):
+    cache.parent.parent.mkdir(parents=True, exist_ok=True)
+    cache.parent.write_text("")
+    with pytest.warns(disk_cache.CacheWarning, match="Not a directory"):
+        decided(scans())
+    assert planning
+
+
+def test_a_full_disk(cache, planning):
+    """No file may grow beyond 100 bytes, as on a disk without room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.warns(disk_cache.CacheWarning, match=f"cannot be written: {os.strerror(errno.EFBIG)}"):
+            decided(scans())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert planning and not list(cache.iterdir())
+
+
+def test_it_is_off_when_told_so(cache, planning, monkeypatch):
+    monkeypatch.setenv("MESHFUSE_CACHE", "off")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decided(scans())
+    assert planning and not cache.exists()
+
+
+def test_what_was_used_last_stays(cache, planning, monkeypatch):
+    sizes = (16, 20, 24)
+    for number, size in enumerate(sizes):
+        decided(scans(size))
+        for path in cache.glob("*.plan"):
+            os.utime(path, (1000 + path.stat().st_mtime % 1, 1000 + number)) if path.stat().st_mtime > 2000 else None
+    decided(scans(16))  # Used again, so the one of size 20 is now the oldest.
+    monkeypatch.setattr(disk_cache, "MOST_BYTES", int(2.5 * max(p.stat().st_size for p in cache.glob("*.plan"))))
+    disk_cache._evict(cache)
+    planning.clear()
+    decided(scans(16)), decided(scans(24))
+    assert not planning and len(list(cache.glob("*.plan"))) == 2
+    decided(scans(20))
+    assert planning
+
+
+def test_a_killed_writer_leaves_nothing_that_is_read(cache, planning):
+    decided(scans())
+    (path,) = cache.glob("*.plan")
+    path.rename(path.with_name(path.name + ".1234.part"))
+    planning.clear()
+    decided(scans())
+    assert planning
+
+
+SCRIPT = """
+import meshfuse as mf
+from meshfuse import compiler, plan_cache
+plan_cache.WORTH = -1e9
+calls = []
+real = compiler.propagate
+compiler.propagate = lambda *args: (calls.append(args), real(*args))[1]
+mesh = mf.DeviceMesh((2,), ("a",))
+with mf.FusionDefinition() as fd:
+    x = fd.define_tensor([8, 8])
+    fd.add_output(fd.ops.softmax(fd.ops.relu(x), 0) if hasattr(fd.ops, "softmax") else fd.ops.relu(x))
+    fd.mesh_split(x, mesh, ["a", None])
+print(fd.compile().digest, bool(calls))
+"""
+
+
+def test_a_second_process_reads_what_the_first_wrote(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(SOURCE), "XDG_CACHE_HOME": str(tmp_path / "xdg")}
+    environment.pop("MESHFUSE_CACHE")
+    said = [
+        subprocess.run(
+            [sys.executable, path], env=environment, capture_output=True, text=True, timeout=120
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert said[0][0] == said[1][0]
+    assert [planned for _, planned in said] == ["True", "False"]
+    folder = tmp_path / "xdg" / "meshfuse" / "plans"
+    assert folder.stat().st_mode & 0o777 == 0o700
