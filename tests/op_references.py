@@ -18,22 +18,6 @@ _SAME_BINARY = (
     "add sub mul atan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift eq fmod gcd "
     "ge gt le logical_and logical_or lt maximum minimum ne nextafter pow remainder complex matmul"
 )
-# Open intervals that operands are drawn from where not all numbers will do.
-DOMAINS: dict[str, tuple[float, float]] = {
-    "acosh": (1.1, 4.0),
-    "erfcinv": (0.1, 1.9),
-    "lgamma": (0.1, 5.0),
-    "pow": (0.2, 3.0),
-    "reciprocal": (0.2, 3.0),
-    # Signs that show when an empty shard contributes a number of its own.
-    "max": (-4.0, -1.0),
-    "min": (1.0, 4.0),
-    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-0.9, 0.9)),
-    **dict.fromkeys(
-        ("log", "log10", "log1p", "log2", "sqrt", "rsqrt", "div", "truediv", "mod", "fmod", "remainder"),
-        (0.2, 4.0),
-    ),
-}
 
 
 def _on_tensors(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -42,7 +42,7 @@ def _splits(call: Call) -> list[tuple[int, int]]:
 def test_an_op_of_a_definition_is_right_however_an_operand_is_annotated(name: str, place: int) -> None:
     sample = OPS[name].samples()[place]
     call = make_call(OPS[name], sample)
-    operands = operands_of(call, sample, references.DOMAINS.get(name))
+    operands = operands_of(call, sample)
     random = name in references.RANDOM or bool(dict(sample.kwargs).get("dropout_p"))
     expected = None if random else whole(call, operands)
     for operand, dim in _splits(call):

@@ -23,7 +23,7 @@ from .base import (
     TensorRef,
     TensorType,
 )
-from .shapes import check_dim
+from .shapes import check_dim, check_same_size
 
 K = ParamKind
 _COMBINE = {"cumsum": "add", "cumprod": "mul", "cummax": "maximum", "cummin": "minimum"}
@@ -67,6 +67,7 @@ def _total_emit(e: Emit) -> str:
 
 def _repeat_infer(call: Call) -> tuple[TensorType, ...]:
     shape, dim = call.types[0].shape, _dim(call)
+    check_same_size(call.op.name, "the dim's size and the blocks", shape[dim], call["blocks"])
     return (TensorType((*shape[:dim], call["size"], *shape[dim + 1 :]), call.types[0].dtype),)
 
 

@@ -4,12 +4,14 @@ Needs `hypothesis`, which nothing else of meshfuse imports.
 """
 
 from .check import assert_same_as_unsharded, inputs_for, shapes_for
+from .check_op import check_op
 from .definitions import annotations, definitions
 from .layouts import dim_layouts, layouts, meshes, shardings
 
 __all__ = [
     "annotations",
     "assert_same_as_unsharded",
+    "check_op",
     "definitions",
     "dim_layouts",
     "inputs_for",

@@ -1,0 +1,340 @@
+"""Ops of users, and `check_op`, which must find every planted mistake in a rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+
+import meshfuse as mf
+from meshfuse.ops import OPS
+from meshfuse.ops.base import Call, Factor, FactorKind, Rule
+from meshfuse.testing import annotations, assert_same_as_unsharded, check_op, definitions, inputs_for
+from meshfuse.testing.calls import make_call
+
+DOUBLE, INT = mf.DataType.Double, mf.DataType.Int
+PAGE = Path(__file__).parent.parent / "docs" / "testing-an-op.md"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def tensor(*shape: int, dtype: mf.DataType = DOUBLE) -> mf.TensorType:
+    return mf.TensorType(shape, dtype)
+
+
+def _edges(call: Call) -> dict[str, tuple[int, int]]:
+    height, width = call.type_of("weight").shape[1:]  # type: ignore[union-attr]
+    return {"h": ((height - 1) // 2, height // 2), "w": ((width - 1) // 2, width // 2)}
+
+
+@mf.torch_op(
+    "b c h~ w~, c i j -> b c h w", blocked="i j", halo=_edges, partial=mf.Partial.EACH,
+    samples=[mf.Sample((tensor(1, 2, 5, 4), tensor(2, 3, 2)))],
+)  # fmt: skip
+def depthwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.conv2d(x, weight[:, None], groups=weight.shape[0])
+
+
+@mf.torch_op("b* k, n k -> b* n", samples=[mf.Sample((tensor(2, 4, 6), tensor(3, 6)))], partial=mf.Partial.EACH)
+def scaled_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+    return x @ weight.T * scale
+
+
+@mf.torch_op("n t~, n t -> n t", halo={"t": (2, 0)}, fill=1.0, samples=[mf.Sample((tensor(3, 7), tensor(3, 7)))])
+def previous_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Nonlinear, sees two elements back, and takes an operand without neighbours beside."""
+    return x[:, :-2] * x[:, 2:] * y
+
+
+@mf.torch_op("n k -> n, n", reduce="max", samples=[mf.Sample((tensor(4, 6),))])
+def extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.amax(1), x.abs().amax(1)
+
+
+@mf.torch_op("(h d) n -> h d n", sizes=lambda call: {"d": call["width"]}, samples=[mf.Sample((tensor(6, 4), 3))])
+def split_heads(x: torch.Tensor, width: int) -> torch.Tensor:
+    return x.reshape(-1, width, x.shape[1])
+
+
+USERS = [depthwise_conv2d, scaled_product, previous_product, extremes, split_heads]
+
+
+@pytest.mark.parametrize("op", USERS, ids=lambda op: op.name)
+def test_ops_made_of_a_torch_function_are_right(op: mf.OpDef) -> None:
+    check_op(op, max_examples=30)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    for op in USERS:
+        mf.register_op(op)
+    yield
+    for op in USERS:
+        mf.unregister_op(op)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_op_is_one_of_fd_ops() -> None:
+    mesh = mf.DeviceMesh((4,), ("x",))
+    with mf.FusionDefinition() as fd:
+        x, weight = fd.define_tensor([2, 3, 64, 64], dtype=DOUBLE), fd.define_tensor([3, 3, 3], dtype=DOUBLE)
+        y = fd.ops.depthwise_conv2d(x, weight)
+        fd.add_output(y)
+        for grad in fd.grad(y, [x, weight]):
+            fd.add_output(grad)
+        fd.mesh_split(x, mesh, [None, None, "x", None])
+    tensors = [torch.randn(2, 3, 64, 64, dtype=torch.float64), torch.randn(3, 3, 3, dtype=torch.float64)]
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    wanted = F.conv2d(leaves[0], leaves[1][:, None], padding=1, groups=3)
+    expected = [wanted, *torch.autograd.grad(wanted.sum(), leaves)]
+    for found, one in zip(fd.simulate(tensors, check_replicas=True), expected, strict=True):
+        torch.testing.assert_close(found, one)
+    assert len(fd._compiled) == 1 and str(fd.output_shardings()[0]) == "[-, -, x, -]"
+    assert fd.bill().total < tensors[0].nbytes / 2
+    assert "OP.depthwise_conv2d" in str(fd.host_program(1)) and "test_check_op.py" in str(fd.host_program(1))
+    assert "depthwise_conv2d" in fd.explain(y) and "depthwise_conv2d" in dir(fd.ops)
+    scope: dict[str, Any] = {}
+    exec(repr(fd), scope)
+    assert repr(scope["fd"]) == repr(fd)
+    torch.testing.assert_close(scope["fd"].simulate(tensors)[0], expected[0])
+
+
+@pytest.mark.usefixtures("registered")
+@settings(max_examples=25)
+@given(definitions(ops=USERS, families=["shapes"], max_ops=6).flatmap(annotations))
+def test_random_programs_of_users_ops(fd: mf.FusionDefinition) -> None:
+    assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+def _named(name: Any) -> mf.OpDef:
+    return dataclasses.replace(scaled_product, name=name, adjoints=())
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (print, "register_op: found <built-in function print> (builtin_function_or_method), needed an OpDef"),
+        (_named("scaled_product"), "register_op: 'scaled_product' is registered already"),
+        (_named("scaled_product_bwd_x"), "register_op: 'scaled_product_bwd_x' is registered already"),
+        (_named("linear"), "register_op: meshfuse has an op 'linear': needed a new name"),
+        (_named("softmax"), "register_op: meshfuse has an op 'softmax': needed a new name"),
+        (_named("two words"), "register_op: the op's name: found 'two words', needed a Python name"),
+        (_named("_private"), "register_op: the op's name: found '_private', needed a Python name"),
+        (_named("lambda"), "register_op: the op's name: found 'lambda', needed a Python name"),
+    ],
+)
+def test_what_cannot_be_registered(op: Any, text: str) -> None:
+    with pytest.raises(mf.DefinitionError, match=re.escape(text)) as caught:
+        mf.register_op(op)
+    assert "test_check_op.py" in str(caught.value)
+
+
+def test_an_op_taken_back_is_gone() -> None:
+    mf.register_op(scaled_product)
+    mf.unregister_op("scaled_product")
+    with pytest.raises(mf.DefinitionError, match=r"meshfuse has no op 'scaled_product'.*mf.register_op adds one"):
+        mf.FusionDefinition().ops.scaled_product  # noqa: B018
+    with pytest.raises(mf.DefinitionError, match="unregister_op: 'scaled_product' is not registered"):
+        mf.unregister_op(scaled_product)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("b k", "a factor rule: found 'b k', needed 'operand, ... -> result, ...'"),
+        ("b & -> b", "rule 'b & -> b': found '&', needed letters"),
+        ("b t~ -> b", r"rule 'b t~ -> b': t~: found a result without it, needed it in every result"),
+        ("a, b, c -> a b c", "torch_op: <lambda> has too few parameters: found 1, needed a tensor for each of the 3"),
+    ],
+)
+def test_rules_that_cannot_be_read(rule: str, text: str) -> None:
+    with pytest.raises(mf.DefinitionError, match=re.escape(text)):
+        mf.torch_op(rule)(lambda x: x)
+
+
+def test_calls_that_do_not_fit_the_rule() -> None:
+    fd = mf.FusionDefinition()
+    x, weight, row = (fd.define_tensor(list(shape), dtype=DOUBLE) for shape in ((2, 6), (3, 5), (6,)))
+    with pytest.raises(mf.DefinitionError, match=r"rule 'b\* k, n k -> b\* n': sizes of 'k' differ: found 5 and 6"):
+        fd.call(scaled_product, (x, weight))
+    with pytest.raises(mf.DefinitionError, match="has the wrong number of dims: found 1, needed those of 'n k'"):
+        fd.call(scaled_product, (x, row))
+
+
+# planted mistakes -------------------------------------------------------------------------------------------
+
+
+def _with_factor(rule: Rule, place: int, factor: Factor) -> Rule:
+    factors = tuple(factor if i == place else f for i, f in enumerate(rule.factors))
+    return dataclasses.replace(rule, factors=factors)
+
+
+def _first(rule: Rule, kind: FactorKind) -> int | None:
+    return next((i for i, f in enumerate(rule.factors) if f.kind is kind and f.size > 1), None)
+
+
+def reduction_as_pass(rule: Rule) -> Rule | None:
+    place = _first(rule, FactorKind.REDUCE)
+    return None if place is None else _with_factor(rule, place, Factor(rule.factors[place].size))
+
+
+def other_reduction(rule: Rule) -> Rule | None:
+    place = _first(rule, FactorKind.REDUCE)
+    if place is None:
+        return None
+    old = rule.factors[place]
+    return _with_factor(rule, place, dataclasses.replace(old, reduce="max" if old.reduce == "sum" else "sum"))
+
+
+def blocked_as_pass(rule: Rule) -> Rule | None:
+    place = _first(rule, FactorKind.BLOCK)
+    return None if place is None else _with_factor(rule, place, Factor(rule.factors[place].size))
+
+
+def pass_as_reduction(rule: Rule) -> Rule | None:
+    place = _first(rule, FactorKind.PASS)
+    return None if place is None else _with_factor(rule, place, Factor(rule.factors[place].size, FactorKind.REDUCE))
+
+
+def swapped_in_the_result(rule: Rule) -> Rule | None:
+    """The first two dims of the first result exchange their factors."""
+    dims = rule.results[0]
+    if len(dims) < 2 or dims[0] == dims[1]:
+        return None
+    return dataclasses.replace(rule, results=((dims[1], dims[0], *dims[2:]), *rule.results[1:]))
+
+
+def left_out_of_an_operand(rule: Rule) -> Rule | None:
+    """The first factor of the last operand is another one than the other tensors'."""
+    last = rule.operands[-1] if rule.operands else ()
+    if len(rule.operands) < 2 or not last or not last[0]:
+        return None
+    factors = (*rule.factors, Factor(rule.factors[last[0][0]].size))
+    return Rule(factors, (*rule.operands[:-1], ((len(factors) - 1,), *last[1:])), rule.results)
+
+
+MUTATIONS = [reduction_as_pass, other_reduction, blocked_as_pass, pass_as_reduction, swapped_in_the_result,
+             left_out_of_an_operand]  # fmt: skip
+MUTANTS = (
+    "add", "where", "linear", "matmul", "sum", "max", "cumsum", "argsort", "topk", "var", "permute", "reshape", "slice",
+    "pad", "cat", "take_along_axis", "index_select", "embedding_fwd", "scatter", "triu", "grouped_mm", "contract",
+    "embedding_bwd", "block_cumsum", "broadcast_in_dim", "rand_like", "iota",
+)  # fmt: skip
+
+
+def _mutants() -> list[tuple[str, Callable[[Rule], Rule | None]]]:
+    """Where a mutation changes the rule of the op's first sample."""
+    found = []
+    for name in MUTANTS:
+        rule = OPS[name].rule(make_call(OPS[name], OPS[name].samples()[0]))
+        found += [(name, mutation) for mutation in MUTATIONS if mutation(rule) is not None]
+    return found
+
+
+def _mutated(op: mf.OpDef, mutation: Callable[[Rule], Rule | None]) -> mf.OpDef:
+    def rule(call: Call) -> Rule:
+        return mutation(op.rule(call)) or op.rule(call)
+
+    return dataclasses.replace(op, rule=rule, distributed=None)
+
+
+@pytest.mark.parametrize(("name", "mutation"), _mutants(), ids=lambda value: getattr(value, "__name__", value))
+def test_a_mistake_in_a_factor_rule_is_found(name: str, mutation: Callable[[Rule], Rule | None]) -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_op(_mutated(OPS[name], mutation), samples=OPS[name].samples()[:1], max_examples=10)
+    text = str(caught.value)
+    assert text.startswith(f"{name}: ") and f"\n  call       {name}(" in text and "\n  what to do " in text
+    assert "factor" in text.splitlines()[0]
+
+
+PARTIALS = [
+    ("exp", mf.Partial.MOVE), ("relu", mf.Partial.JOINT), ("maximum", mf.Partial.EACH), ("pow", mf.Partial.FIRST),
+    ("mul", mf.Partial.JOINT), ("add", mf.Partial.EACH), ("truediv", mf.Partial.EACH), ("linear", mf.Partial.JOINT),
+    ("sum", mf.Partial.MOVE), ("cumprod", mf.Partial.FIRST), ("pad", mf.Partial.MOVE), ("neg", mf.Partial.MOVE),
+    ("scatter", mf.Partial.EACH),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "partial"), PARTIALS)
+def test_a_mistake_in_a_partial_rule_is_found(name: str, partial: mf.Partial) -> None:
+    with pytest.raises(AssertionError, match=f"^{name}: the partial rule does not hold\n") as caught:
+        check_op(dataclasses.replace(OPS[name], partial=partial), max_examples=5)
+    assert f"partial    {partial.name}" in str(caught.value)
+
+
+def _wider(call: Call) -> tuple[mf.TensorType, ...]:
+    return tuple(t._replace(dtype=DOUBLE) for t in call.types)
+
+
+def _off_by_one(call: Call) -> Any:
+    offsets, fill = OPS["slice"].window(call)  # type: ignore[misc]
+    return (offsets[0] + 1, *offsets[1:]), fill
+
+
+def _unshifted(r: Any, call: Call, operands: Any, dim: int, blocks: int) -> Any:
+    """Each block's own prefix sums, without the blocks before."""
+    return [r.call("block_cumsum", operands[0], dim, blocks)] if blocks else None
+
+
+def _writing(e: Any) -> str:
+    return f"{e.operands[0]}.mul_(2.0)"
+
+
+OTHERS = {
+    "types": ("cumsum", {"infer": _wider}, "the type rule is wrong about result 0"),
+    "window": ("slice", {"window": _off_by_one}, "the window is not what the op computes"),
+    "distributed form": ("cumsum", {"distributed": _unshifted}, "the distributed form is wrong"),
+    "derivative": ("tanh", {"vjp": OPS["sigmoid"].vjp}, "the derivative is not that of the lowering"),
+    "writes": ("relu", {"emit": _writing}, "the lowering fails on whole operands"),
+}
+
+
+@pytest.mark.parametrize("mistake", OTHERS)
+def test_other_mistakes_are_found(mistake: str) -> None:
+    name, changes, text = OTHERS[mistake]
+    with pytest.raises(AssertionError, match=f"^{name}: {text}\n"):
+        check_op(dataclasses.replace(OPS[name], **changes), max_examples=5)
+
+
+def test_an_op_without_samples_cannot_be_checked() -> None:
+    with pytest.raises(AssertionError, match="scaled_product: no samples\n"):
+        check_op(scaled_product, samples=[])
+
+
+def test_a_report_says_all_that_is_needed_and_is_the_smallest() -> None:
+    wrong = _mutated(OPS["linear"], reduction_as_pass)
+    with pytest.raises(AssertionError) as caught:
+        check_op(wrong, samples=[mf.Sample((tensor(4, 6), tensor(3, 6)))])
+    assert str(caught.value).splitlines() == REPORT.splitlines()
+
+
+REPORT = ""
+
+
+# the page ---------------------------------------------------------------------------------------------------
+
+
+def _printed(code: str, folder: Path) -> str:
+    (folder / "page.py").write_text(code)
+    done = subprocess.run([sys.executable, "page.py"], cwd=folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_page_s_code_prints_what_the_page_shows(place: int, tmp_path: Path) -> None:
+    blocks = BLOCK.findall(PAGE.read_text())
+    codes = [i for i, (kind, _) in enumerate(blocks) if kind == "python"]
+    code, follows = blocks[codes[place]][1], blocks[codes[place] + 1 :][:1]
+    shown = follows[0][1] if follows and follows[0][0] == "" else ""
+    assert len(code.splitlines()) <= 40
+    assert _printed(code, tmp_path) == shown
