@@ -106,6 +106,12 @@ def typed_beside_integers(fd: FusionDefinition) -> Any:
     return fd.ops.add(n, fd.define_scalar(1.5, DataType.Float)), fd.ops.mul(n, fd.define_scalar(2.0, DataType.Half))
 
 
+def in_stated_orders(fd: FusionDefinition) -> Any:
+    """An argument whose expanded dims have no place in its order, beside a permuted one."""
+    x = fd.define_tensor([-1, -1, -1], contiguity=[None, True, None], stride_order=[2, 1, 0])
+    return fd.ops.mul(x, fd.define_tensor([-1, -1, -1], stride_order=[0, 2, 1]))
+
+
 PROGRAMS: dict[str, tuple[Define, list[Any], Callable[..., Any]]] = {
     "where of doubles": (numbers_of(0.1, 5.0), [MASK], lambda m: torch.where(m, 0.1, 5.0 + torch.zeros(4).double())),
     "where of floats": (
@@ -124,6 +130,8 @@ PROGRAMS: dict[str, tuple[Define, list[Any], Callable[..., Any]]] = {
     "flags as numbers": (with_flags, [X], lambda x: [x[:, :3].repeat(1, 2), x.sum(0, keepdim=True)]),
     "attention without options": (attention_without_options, [*QKV, torch.randn(2, 3, 5, 8)], attention_torch),
     "sizes from scalar ops": (sizes_from_signs, [4, X.flatten()], lambda n, x: x.reshape(n, 6)),
+    "expanded strides": (
+        in_stated_orders, [X[0].as_strided((2, 6, 3), (0, 1, 0)), torch.randn(6, 3, 2).permute(2, 0, 1)], torch.mul),
     "sizes of 0": (to_no_size, [X[:1, :0], X[:1, :1]], lambda a, b: [torch.zeros(0, 0)] * 2),
 }  # fmt: skip
 

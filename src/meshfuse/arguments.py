@@ -131,10 +131,11 @@ def _type_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
 
 
 def _stride_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
-    """A definition that names a stride order means it: kernels are made for it."""
+    """A definition that names a stride order means it: kernels are made for it. Expanded dims have no place in it."""
     if made.stride_order is None or value.numel() == 0:
         return None
-    sizes_strides = [(made.stride_order[d], value.stride(d)) for d in range(value.dim()) if value.shape[d] > 1]
+    placed = [d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d)]
+    sizes_strides = [(made.stride_order[d], value.stride(d)) for d in placed]
     strides = [stride for _, stride in sorted(sizes_strides)]
     if strides == sorted(strides):
         return None
