@@ -1,6 +1,6 @@
 """The `meshfuse` command: run a script on ranks, ask what one decides, or look at the machine.
 
-`explain` and `bill` run the script in this process, on simulated ranks, with its own output sent to stderr,
+`explain`, `bill` and `trace` run the script in this process, on simulated ranks, with its own output sent to stderr,
 and then print what was decided for every definition that it made. Loads torch only when a script does.
 """
 
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parts(argv: list[str]) -> tuple[list[str], list[str] | None]:
-    """The command's own arguments and, of `explain` and `bill`, the script's after `--`."""
-    if not argv or argv[0] not in ("explain", "bill") or "--" not in argv:
+    """The command's own arguments and, of those that report on a script, the script's after `--`."""
+    if not argv or argv[0] not in ("explain", "bill", "trace") or "--" not in argv:
         return argv, None
     cut = argv.index("--")
     return argv[:cut], argv[cut + 1 :]
@@ -61,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     bill.add_argument("--json", metavar="FILE", help="write JSON, one bill per definition (- prints it)")
     bill.add_argument("--html", metavar="FILE", help="write one page of graph, timeline and bill, for a browser")
     bill.set_defaults(command=_bill)
+    trace = _script_command(commands, "trace", "when a script's ranks compute, communicate and wait")
+    trace.add_argument("--ranks", "-n", type=int, help="measure on so many processes of this machine; else modelled")
+    trace.add_argument("--out", metavar="DIR", default="traces", help="a Perfetto file per rank goes here (traces)")
+    trace.set_defaults(command=_trace)
     look = commands.add_parser(
         "doctor", help="what of torch, CUDA, gloo, NCCL and nvFuser is there, and what that means"
     )
@@ -126,6 +130,26 @@ def _bill(args: argparse.Namespace) -> int:
         return "\n\n".join(f"{b}\n\n{b.details()}" if args.why and b.entries else str(b) for b in bills)
 
     return _report(args, text)
+
+
+def _trace(args: argparse.Namespace) -> int:
+    trace = importlib.import_module("meshfuse.report.trace")
+    if args.ranks is None:
+        return _report(args, lambda programs: trace.modelled(programs, args.out))
+    if not os.path.isfile(args.script):
+        print(f"meshfuse: no such script: {args.script}", file=sys.stderr)
+        return 2
+    mesh = ["--mesh", args.mesh] if args.mesh is not None else []
+    try:
+        folder = trace.empty_folder(args.out)
+        os.environ[importlib.import_module("meshfuse.executor.record").VARIABLE] = folder
+        code = launcher.run(args.ranks, [args.script, *mesh, *args.script_args])
+    except MeshfuseError as error:
+        print(f"meshfuse: {error}", file=sys.stderr)
+        return 1
+    if not code:
+        print(trace.measured(folder))
+    return code
 
 
 def _write(path: str, text: str) -> None:

@@ -18,6 +18,7 @@ from ..segmentation import Segment
 from ..sharding.data import unshard
 from ..sharding.value import Sharding
 from .bind import bind_program, communication_of, instruction_at, instruction_of
+from .record import recorder
 from .segments import Segments
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class RankProgram:
             self._main = self.bound.main
             self.segments = Segments(self.bound, self.program, compiled.segmented, device, backend)
             self._due = self.segments.due
+            self._recorder = recorder(world.rank)
 
     def run(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
         """The rank's results. A failing collective's error names its tensor, the step and the user's line.
@@ -89,6 +91,8 @@ class RankProgram:
             if self._calls == self._due:
                 self._compile(arguments, seed, offset)
             self._calls += 1
+            if self._recorder is not None:
+                self._recorder.watch(self.bound.scope, self.program)
             return self._told(list(self._main(*arguments, seed, offset)))
         except RankError as error:
             self._locate(error)

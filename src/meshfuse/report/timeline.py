@@ -16,40 +16,11 @@ from dataclasses import dataclass, field
 from ..host_ir.cost import CostModel, axis_names, directions
 from ..host_ir.instructions import Collective, Instruction, Launch, SendRecv, Wait
 from ..host_ir.program import HostProgram
+from ..spans import RankTime, Span, hidden_share, micro, rank_text
 
 Call = Collective | SendRecv
 # The n-th collective of a group, or the n-th message from one rank to another.
 Meeting = tuple[object, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a rank does from one moment to another, in seconds: a "kernel", a "communication" or a "wait"."""
-
-    kind: str
-    name: str
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class RankTime:
-    """Seconds of one rank: its end, its kernels, its communications, and what it waited for them (exposed)."""
-
-    rank: int
-    end: float
-    computing: float
-    communicating: float
-    exposed: float
-
-    @property
-    def hidden(self) -> float:
-        """Seconds of communication that went on while the rank did something else."""
-        return max(0.0, self.communicating - self.exposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +38,15 @@ class Timeline:
     @property
     def hidden_share(self) -> float:
         """The part of all communication that was hidden; 1.0 where there was none."""
-        total = sum(rank.communicating for rank in self.ranks)
-        return sum(rank.hidden for rank in self.ranks) / total if total else 1.0
+        return hidden_share(self.ranks)
 
     def __str__(self) -> str:
         worst = max(self.ranks, key=lambda rank: rank.end)
         lines = [f"{len(self.ranks)} ranks, {micro(self.makespan)} until the last has ended"]
         for name, rank in (("the last", worst), ("the first", self.ranks[0])):
-            lines.append(
-                f"{name} (rank {rank.rank}): kernels {micro(rank.computing)}, communication "
-                f"{micro(rank.communicating)}, of which hidden {micro(rank.hidden)}, waited for {micro(rank.exposed)}"
-            )
+            lines.append(f"{name} (rank {rank.rank}): {rank_text(rank)}")
         lines.append(f"hidden: {self.hidden_share:.0%} of all communication")
         return "\n".join(lines)
-
-
-def micro(seconds: float) -> str:
-    """Seconds in microseconds."""
-    return f"{seconds * 1e6:,.1f} us"
 
 
 def timeline(

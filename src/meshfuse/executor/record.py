@@ -1,0 +1,116 @@
+"""Records when a real rank's kernels, communications and waits run, for `meshfuse trace`.
+
+The times are the host's: on CPU a kernel's own, on a GPU those of its launch. Each kernel is also a range of its name
+in torch's profiler, which knows the device's times.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..host_ir.instructions import Collective, SendRecv, group_name
+from ..host_ir.program import HostProgram
+from ..spans import Span, write_trace
+
+# The folder that traces go to; nothing is recorded where it is not set.
+VARIABLE = "MESHFUSE_TRACE"
+
+
+class Recorder:
+    """The spans of one rank, written to a file when the process ends."""
+
+    def __init__(self, rank: int, folder: str):
+        self.spans: list[Span] = []
+        self.begin = time.perf_counter()
+        path = os.path.join(folder, f"rank{rank}.json")
+        atexit.register(lambda: write_trace(path, rank, self.spans))
+
+    def now(self) -> float:
+        """Seconds since the recorder was made."""
+        return time.perf_counter() - self.begin
+
+    def add(self, kind: str, name: str, start: float) -> None:
+        """Something that began at `start` and ends now."""
+        self.spans.append(Span(kind, name, start, self.now()))
+
+    def watch(self, scope: dict[str, Any], program: HostProgram) -> None:
+        """Put recording kernels and groups in the place of a bound program's own, where they are not there yet."""
+        for kernel in program.kernels:
+            if not isinstance(scope[kernel.name], _Kernel):
+                scope[kernel.name] = _Kernel(self, kernel.name, scope[kernel.name])
+        calls = [i for i in program.instructions if isinstance(i, (Collective, SendRecv))]
+        for group in program.groups:
+            name = group_name(group)
+            if not isinstance(scope[name], _Group):
+                names = [f"{c.kind} {c.about.tensor} ({c.work})" for c in calls if c.group == group]
+                scope[name] = _Group(self, scope[name], names)
+
+
+@functools.cache
+def recorder(rank: int) -> Recorder | None:
+    """This process's recorder; None where no trace is asked for."""
+    folder = os.environ.get(VARIABLE)
+    return Recorder(rank, folder) if folder else None
+
+
+class _Kernel:
+    """A kernel's function that records its calls."""
+
+    def __init__(self, owner: Recorder, name: str, function: Callable[..., Any]):
+        self.owner, self.name, self.function = owner, name, function
+
+    def __call__(self, *arguments: Any) -> Any:
+        start = self.owner.now()
+        with torch.profiler.record_function(self.name):
+            made = self.function(*arguments)
+        self.owner.add("kernel", self.name, start)
+        return made
+
+
+class _Group:
+    """A group that records its communications under the names that the program has for them, in turn."""
+
+    def __init__(self, owner: Recorder, group: Any, names: list[str]):
+        self.owner, self.group, self.names = owner, group, names
+        self.issued = 0
+
+    def __getattr__(self, kind: str) -> Any:
+        return functools.partial(self._issue, getattr(self.group, kind))
+
+    def _issue(self, method: Callable[..., Any], *arguments: Any) -> _Work:
+        name = self.names[self.issued % len(self.names)]
+        self.issued += 1
+        start = self.owner.now()
+        return _Work(self.owner, name, start, method(*arguments))
+
+
+class _Work:
+    """A work that records when it is over, as its backend says where it does, and how long the rank waits for it."""
+
+    def __init__(self, owner: Recorder, name: str, start: float, work: Any):
+        self.owner, self.name, self.start, self.work = owner, name, start, work
+        self.told = False
+        future = getattr(getattr(work, "_handle", None), "get_future", None)
+        if future is not None:
+            # The works of a backend without futures are over when they are waited for.
+            with contextlib.suppress(RuntimeError):
+                future().add_done_callback(lambda _: self._over())
+
+    def _over(self) -> None:
+        if not self.told:
+            self.told = True
+            self.owner.add("communication", self.name, self.start)
+
+    def wait(self) -> None:
+        start = self.owner.now()
+        self.work.wait()
+        self.owner.add("wait", self.name, start)
+        self._over()

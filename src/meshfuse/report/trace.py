@@ -1,0 +1,54 @@
+"""What `meshfuse trace` prints: of real ranks from their files, or as the cost model plays a program."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+
+from ..compiler import CompiledProgram
+from ..errors import user_error
+from ..spans import RankTime, hidden_share, rank_text, read_trace, write_trace
+from .timeline import timeline
+
+# Of how many ranks a modelled run writes files.
+_WRITTEN = 16
+
+
+def empty_folder(path: str) -> str:
+    """The folder, made if need be, without traces of earlier runs. Raises DefinitionError where it cannot be made."""
+    folder = os.path.abspath(path)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for old in glob.glob(os.path.join(folder, "*rank*.json")):
+            os.remove(old)
+    except OSError as error:
+        raise user_error(f"cannot write traces to {path}", error.strerror or str(error), "a folder", "") from None
+    return folder
+
+
+def modelled(programs: Sequence[CompiledProgram], folder: str) -> str:
+    """Play every program, write its first ranks' files, and say what overlap is worth."""
+    folder = empty_folder(folder)
+    return "\n\n".join(_one(compiled, folder, number) for number, compiled in enumerate(programs))
+
+
+def _one(compiled: CompiledProgram, folder: str, number: int) -> str:
+    made = [compiled.host_program(rank) for rank in compiled.ranks]
+    together = timeline(made, traced=compiled.ranks[:_WRITTEN])
+    apart = timeline(made, overlapped=False)
+    for rank, spans in together.spans.items():
+        write_trace(os.path.join(folder, f"program{number}.rank{rank}.json"), rank, spans)
+    gain = apart.makespan / together.makespan if together.makespan else 1.0
+    return f"program {number}, modelled: {together}\nwaiting where each is issued would take {gain:.2f} times as long"
+
+
+def measured(folder: str) -> str:
+    """What the files of real ranks in a folder say; a line if there are none."""
+    paths = sorted(glob.glob(os.path.join(folder, "rank*.json")))
+    times = [RankTime.of(*read_trace(path)) for path in paths]
+    if not times:
+        return f"no rank has executed a definition: nothing in {folder}"
+    times.sort(key=lambda time: time.rank)
+    lines = [f"rank {time.rank}: {rank_text(time)}" for time in times]
+    return "\n".join([*lines, f"hidden: {hidden_share(times):.0%} of all communication", f"traces: {folder}"])

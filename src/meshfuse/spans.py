@@ -1,0 +1,90 @@
+"""What ranks do when: spans of time, how much of the communication they hide, and the file that Perfetto shows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+KINDS = ("kernel", "communication", "wait")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank does from one moment to another, in seconds: a "kernel", a "communication" or a "wait"."""
+
+    kind: str
+    name: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Seconds of one rank: its end, its kernels, its communications, and what it waited for them (exposed)."""
+
+    rank: int
+    end: float
+    computing: float
+    communicating: float
+    exposed: float
+
+    @classmethod
+    def of(cls, rank: int, spans: Sequence[Span]) -> RankTime:
+        """The sums of a rank's spans."""
+        sums = [sum(s.seconds for s in spans if s.kind == kind) for kind in KINDS]
+        return cls(rank, max((s.end for s in spans), default=0.0), *sums)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication that went on while the rank did something else."""
+        return max(0.0, self.communicating - self.exposed)
+
+
+def hidden_share(ranks: Iterable[RankTime]) -> float:
+    """The part of all communication that was hidden; 1.0 where there was none."""
+    listed = list(ranks)
+    total = sum(rank.communicating for rank in listed)
+    return sum(rank.hidden for rank in listed) / total if total else 1.0
+
+
+def micro(seconds: float) -> str:
+    """Seconds in microseconds."""
+    return f"{seconds * 1e6:,.1f} us"
+
+
+def rank_text(rank: RankTime) -> str:
+    """One line on a rank."""
+    return (
+        f"kernels {micro(rank.computing)}, communication {micro(rank.communicating)}, "
+        f"of which hidden {micro(rank.hidden)}, waited for {micro(rank.exposed)}"
+    )
+
+
+def write_trace(path: str, rank: int, spans: Sequence[Span]) -> None:
+    """A rank's spans as Chrome's trace event format, which Perfetto opens: a row per kind, times in microseconds."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    events: list[dict[str, object]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
+        *({"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": kind}}
+          for tid, kind in enumerate(KINDS)),
+        *({"ph": "X", "pid": rank, "tid": KINDS.index(s.kind), "cat": s.kind, "name": s.name,
+           "ts": s.start * 1e6, "dur": s.seconds * 1e6} for s in spans),
+    ]  # fmt: skip
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def read_trace(path: str) -> tuple[int, list[Span]]:
+    """The rank and the spans of a file of `write_trace`."""
+    with open(path, encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    spans = [
+        Span(e["cat"], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"
+    ]  # fmt: skip
+    return events[0]["pid"], spans

@@ -1,0 +1,43 @@
+"""`meshfuse trace --ranks`: what real ranks recorded."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshfuse.spans import read_trace
+
+pytestmark = pytest.mark.ranks
+
+SCRIPT = """
+import torch, meshfuse as mf
+mesh = mf.DeviceMesh((2,), ("tp",))
+with mf.FusionDefinition() as fd:
+    x, w = fd.define_tensor([64, 32]), fd.define_tensor([16, 32])
+    y = fd.ops.linear(x, w)
+    fd.add_output(y)
+    for t, spec in ((x, [None, "tp"]), (w, [None, "tp"]), (y, [None, None])):
+        fd.mesh_split(t, mesh, spec)
+    fd.overlap(y, 4)
+a, b = torch.randn(64, 32), torch.randn(16, 32)
+for _ in range(2):
+    (found,) = fd(a, b)
+"""
+
+
+def test_every_rank_records_kernels_communications_and_waits(
+    job: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "traces"
+    done = job(SCRIPT, "-m", "meshfuse", "trace", "--ranks", "2", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: kernels" in done.stdout and "hidden: " in done.stdout
+    for rank in range(2):
+        number, spans = read_trace(str(out / f"rank{rank}.json"))
+        assert number == rank
+        for kind, name in (("kernel", "loop_0"), ("communication", "all_reduce y"), ("wait", "all_reduce y")):
+            assert sum(s.kind == kind and s.name.startswith(name) for s in spans) == 8, (kind, spans)
+        assert all(s.end >= s.start for s in spans)

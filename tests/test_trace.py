@@ -1,0 +1,67 @@
+"""`meshfuse trace`, modelled: its text, its files, and what is said of what cannot be traced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshfuse import cli
+from meshfuse.spans import RankTime, Span, hidden_share, read_trace, write_trace
+
+SCRIPT = """
+import meshfuse as mf
+mesh = mf.DeviceMesh((4,), ("tp",))
+with mf.FusionDefinition() as fd:
+    x, w = (fd.define_tensor([4096, 4096], dtype=mf.DataType.BFloat16) for _ in range(2))
+    y = fd.ops.linear(x, w)
+    fd.add_output(y)
+    for t, spec in ((x, [None, "tp"]), (w, [None, "tp"]), (y, [None, None])):
+        fd.mesh_split(t, mesh, spec)
+    fd.overlap(y, 4)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_a_modelled_trace_has_a_file_per_rank_and_says_what_was_hidden(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "rank9.json").write_text("of another run")
+    assert cli.main(["trace", script, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "4 ranks" in said and "of which hidden" in said and "times as long" in said
+    assert sorted(p.name for p in out.iterdir()) == [f"program0.rank{rank}.json" for rank in range(4)]
+    rank, spans = read_trace(str(out / "program0.rank2.json"))
+    assert rank == 2 and [s.name for s in spans if s.kind == "kernel"] == ["loop_0"] * 4
+    assert sum(s.kind == "communication" and "all_reduce y" in s.name for s in spans) == 4
+    events = json.loads((out / "program0.rank0.json").read_text())["traceEvents"]
+    assert {"rank 0", "kernel", "communication", "wait"} == {e["args"]["name"] for e in events if e["ph"] == "M"}
+
+
+def test_what_is_hidden_is_what_was_not_waited_for(tmp_path: Path) -> None:
+    spans = [Span("kernel", "k", 0.0, 3.0), Span("communication", "c", 1.0, 5.0), Span("wait", "c", 4.0, 5.0)]
+    path = str(tmp_path / "deep" / "rank1.json")
+    write_trace(path, 1, spans)
+    rank, again = read_trace(path)
+    assert rank == 1 and [(s.kind, s.name) for s in again] == [(s.kind, s.name) for s in spans]
+    time = RankTime.of(rank, again)
+    assert (time.end, time.hidden, time.exposed) == pytest.approx((5.0, 3.0, 1.0))
+    assert hidden_share([time]) == pytest.approx(0.75)
+
+
+def test_what_cannot_be_traced_is_named(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trace", str(tmp_path / "no.py"), "--ranks", "2"]) == 2
+    assert "no such script" in capsys.readouterr().err
+    assert cli.main(["trace", script, "--ranks", "0", "--out", str(tmp_path / "out")]) == 1
+    assert "wrong number of ranks" in capsys.readouterr().err
+    assert cli.main(["trace", script, "--out", script]) == 1
+    assert "cannot write traces" in capsys.readouterr().err
