@@ -56,9 +56,18 @@ def test_open_sizes_and_scalars_are_those_of_the_call():
         scaled.execute([GOOD, "7"])
 
 
-def test_strides_and_devices_are_part_of_what_is_known():
-    wide = GOOD.t().contiguous().t()
-    keys = [outline([t]) for t in (GOOD, wide, GOOD.to("meta"), GOOD.double(), GOOD[:1])]
+def test_strides_are_checked_at_every_call_where_the_definition_names_them():
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([2, 3], stride_order=[0, 1])
+        fd.add_output(x * 2.0)
+    for _ in range(2):
+        assert torch.equal(fd.execute([GOOD.t().contiguous().t()])[0], GOOD * 2)
+        with pytest.raises(mf.ArgumentError, match="has the wrong stride order"):
+            fd.execute([GOOD])
+
+
+def test_shapes_dtypes_and_devices_are_what_is_known():
+    keys = [outline([t]) for t in (GOOD, GOOD.to("meta"), GOOD.double(), GOOD[:1])]
     assert len(set(keys)) == len(keys)
     assert outline([GOOD]) == outline([GOOD + 1]) == outline((torch.nn.Parameter(GOOD),))
     assert outline([GOOD, 1]) is outline(iter([GOOD])) is None

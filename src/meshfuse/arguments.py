@@ -27,19 +27,13 @@ class Inputs:
 
 
 def outline(arguments: Any) -> Any:
-    """All facts that the checks of a call's arguments look at, as a key; None where they look at more than a key can
-    tell cheaply: at numbers, DTensors and other subclasses of tensors.
+    """All facts but strides that the checks of a call's arguments look at, as a key; None where they look at more: at
+    numbers, DTensors and other subclasses of tensors.
     """
     if type(arguments) not in (list, tuple):
         return None
-    found = []
-    for value in arguments:
-        if type(value) not in _PLAIN:
-            return None
-        found.append((value.shape, value.dtype, value.device, value.layout))
-        if value.layout is torch.strided:
-            found.append(value.stride())
-    return tuple(found)
+    found = [(t.shape, t.dtype, t.device, t.layout) for t in arguments if type(t) in _PLAIN]
+    return tuple(found) if len(found) == len(arguments) else None
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

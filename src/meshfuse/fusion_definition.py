@@ -149,7 +149,7 @@ class FusionDefinition(DefinitionBuilder):
         bound = self._bound.get(key)
         if bound is None:
             bound = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line, backend=name)
-        if known[0] is not None:
+        if known[0] is not None and not any(self.tensors[i].stride_order for i in found.tensors):
             self._ready[known] = bound
         homes = output_homes(bound.compiled, inputs, line) if dtensors else None
         outputs = self._laid_out(bound.run(locals_, self.seed, self._next_step("ranks")))
