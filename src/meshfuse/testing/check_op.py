@@ -33,7 +33,7 @@ from .cases import (
     window_problem,
     wrong_results,
 )
-from .defined import Annotated, defined_problem, form_cases
+from .defined import Annotated, defined_problem, form_cases, unsharded
 from .layouts import dim_layouts, meshes
 from .parts import ways
 
@@ -67,13 +67,15 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
             _raise(unreduced_problem(op, case))
     _search(sharded_calls(op, given, max_ranks), lambda case: factor_problem(op, case), max_examples)
     for sample in given:
-        for case in form_cases(op, sample):
-            _raise(defined_problem(op, case))
+        forms = list(form_cases(op, sample))
+        known = unsharded(op, sample) if forms else None
+        for case in forms:
+            _raise(defined_problem(op, case, known))
     _search(annotated_calls(op, given, max_ranks), lambda case: defined_problem(op, case), max(1, max_examples // 10))
     for sample in given:
         _raise(gradient_problem(op, sample))
     for adjoint in op.adjoints:
-        check_op(adjoint, samples=[_of_adjoint(op, s) for s in given], max_examples=max_examples, max_ranks=max_ranks)
+        check_op(adjoint, samples=[_of_adjoint(op, given[0])], max_examples=max_examples // 2, max_ranks=max_ranks)
 
 
 def _raise(problem: str | None) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ..compiler import CompiledProgram, compile_graph
 from ..distribution import Blocked, with_forms
@@ -50,14 +52,29 @@ def form_cases(op: OpDef, sample: Sample) -> Iterator[Annotated]:
                 for mesh, layout in _blockings(kind.shape[d]):
                     layouts = tuple(layout if e == d else () for e in range(kind.ndim))
                     blocks = extent(layout) if all(split.bound for split in layout) else 0
-                    yield Annotated(sample, mesh, {operand: layouts}, Blocked(operand, d, blocks))
+                    form = Blocked(operand, d, blocks)
+                    if _has_form(op, sample, form):
+                        yield Annotated(sample, mesh, {operand: layouts}, form)
 
 
 def _blockings(n: int) -> Iterator[tuple[DeviceMesh, Layout]]:
-    for parts in dict.fromkeys((2, 3, n + 1)):
+    with_empty = next(parts for parts in range(2, n + 2) if -(-n // parts) * (parts - 1) >= n)
+    for parts in dict.fromkeys((2, 3, with_empty)):
         yield DeviceMesh((parts,), ("x",)), (Split(parts, "x"),)
     yield DeviceMesh((2, 2), ("x", "y")), (Split(2, "y"), Split(2, "x"))
     yield DeviceMesh((2,), ("x",)), (Split(max(2, -(-n // 2))), Split(2, "x"))
+
+
+def _has_form(op: OpDef, sample: Sample, form: Blocked) -> bool:
+    fd = FusionDefinition()
+    tensors, results = define_call(fd, op, sample)
+    for result in results:
+        fd.add_output(result)
+    graph = concretize(fd, {t.id: t.type.shape for t in tensors}, {})
+    try:
+        return with_forms(graph, {0: form}).nodes != graph.nodes
+    except Exception:
+        return True  # what is wrong with it is then told
 
 
 def _definition(op: OpDef, case: Annotated, annotated: bool) -> FusionDefinition:
@@ -74,11 +91,17 @@ def _definition(op: OpDef, case: Annotated, annotated: bool) -> FusionDefinition
     return fd
 
 
-def defined_problem(op: OpDef, case: Annotated) -> str | None:
-    """The sharded definition, simulated, against the same on one rank."""
+def unsharded(op: OpDef, sample: Sample) -> list[torch.Tensor]:
+    """The definition on one rank."""
+    operands = operands_of(make_call(op, sample), sample)
+    return _definition(op, Annotated(sample, DeviceMesh((1,), ("x",)), {}), False).simulate(operands)
+
+
+def defined_problem(op: OpDef, case: Annotated, known: Sequence[torch.Tensor] | None = None) -> str | None:
+    """The sharded definition, simulated, against the same on one rank (its results, where they are known)."""
     call = make_call(op, case.sample)
     operands = operands_of(call, case.sample)
-    wanted = _definition(op, case, False).simulate(operands)
+    wanted = unsharded(op, case.sample) if known is None else known
     try:
         found = _definition(op, case, True).simulate(operands, check_replicas=True)
     except Exception as error:
