@@ -241,7 +241,9 @@ def test_one_definition_runs_one_way() -> None:
     with pytest.raises(ExecutorError, match="manual_execute after execute"):
         first.manual_execute([X])
     with nvfuser.PythonProfiler(auto_scheduled=False) as profiler:
-        assert torch.equal(second.manual_execute([X])[0], X.relu())
+        params = second.sched.compute_heuristics(second.fusion, [X])
+        params.cparams.maxrregcount = 32
+        assert torch.equal(second.manual_execute([X], params)[0], X.relu())
     assert [kernel.scheduler for kernel in profiler.profile.kernel_profiles] == ["user"]
     assert second.ke.is_compiled() and not hasattr(second, "fec")
     with pytest.raises(ExecutorError, match="execute after manual_execute"):
@@ -336,7 +338,8 @@ def test_a_schedule_of_a_kernel_changes_nothing() -> None:
         y.merge(0, 1)
         fd.sched.inline_most()
         fd.sched.transform_like(y)
-    assert nvfuser.SchedulerType.expr_eval in fd.sched.find_compatible_schedulers()
+    assert nvfuser.SchedulerType.expr_eval in fd.sched.find_compatible_schedulers() and fd.sched.can_schedule(y)
+    assert nvfuser.translate_fusion(fd.fusion) == repr(fd)
     whole = torch.randn(6, 5, 4)
     torch.testing.assert_close(fd.simulate([whole])[0], whole.exp() + 1)
     assert fd.output_shardings()[0].local_shape((6, 5, 4), 0) == (3, 5, 4)

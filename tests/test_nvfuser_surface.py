@@ -21,7 +21,8 @@ X = nvfuser.ParallelType.mesh_x
 NAMES = {
     "": "CommunicatorBackend DataType Fusion FusionDefinition LruFusionCache MemoryType ParallelType Val "
     "PythonProfiler TensorView execute_with_dtensors IterDomain TensorDomain KernelExecutor SchedulerType "
-    "compute_tensor_descriptor version",
+    "compute_tensor_descriptor version translate_fusion LaunchParams CompileParams HeuristicParams PointwiseParams "
+    "ReductionParams MatmulParams CacheOp LoadStoreOpType",
     "multidevice": "Communicator DeviceMesh MultiDeviceExecutor MultiDeviceExecutorParams Sharding shard_tensor",
     "pytorch_utils": "torch_dtype_to_nvfuser_dtype",
     "benchmark_utils": "get_benchmark_fns",

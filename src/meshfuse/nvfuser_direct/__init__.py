@@ -19,11 +19,26 @@ from .definition import Fusion, FusionDefinition, execute_with_dtensors
 from .descriptors import compute_tensor_descriptor
 from .enums import CommunicatorBackend, MemoryType, SchedulerType
 from .executors import FusionExecutorCache, KernelExecutor
+from .kernel_params import (
+    CacheOp,
+    CompileParams,
+    HeuristicParams,
+    LaunchParams,
+    LoadStoreOpType,
+    MatmulParams,
+    PointwiseParams,
+    ReductionParams,
+)
 from .nvfuser_direct_version import Version
 from .profiler import FusionProfile, KernelProfile, PythonProfiler, get_fusion_profile, reset_profiler
 
 dtensor_execute = execute_with_dtensors
 aliased.install()
+
+
+def translate_fusion(fusion: Fusion) -> str:
+    """The text of a definition: a function that defines it again."""
+    return str(fusion)
 
 
 def version() -> Version:
@@ -32,19 +47,27 @@ def version() -> Version:
 
 
 __all__ = [
+    "CacheOp",
     "CommunicatorBackend",
+    "CompileParams",
     "DataType",
     "Fusion",
     "FusionDefinition",
     "FusionExecutorCache",
     "FusionProfile",
+    "HeuristicParams",
     "IterDomain",
     "KernelExecutor",
     "KernelProfile",
+    "LaunchParams",
+    "LoadStoreOpType",
     "LruFusionCache",
+    "MatmulParams",
     "MemoryType",
     "ParallelType",
+    "PointwiseParams",
     "PythonProfiler",
+    "ReductionParams",
     "SchedulerType",
     "TensorDomain",
     "TensorView",
@@ -59,5 +82,6 @@ __all__ = [
     "nvfuser_direct_version",
     "pytorch_utils",
     "reset_profiler",
+    "translate_fusion",
     "version",
 ]

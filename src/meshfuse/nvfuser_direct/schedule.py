@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ..definition.tensor_view import TensorView
 from ..mesh import ParallelType
 from .enums import SchedulerType
+from .kernel_params import HeuristicParams
 
 if TYPE_CHECKING:
     from .definition import FusionDefinition
 
 _HINTS = (
-    "bounded_transform_backward", "bounded_transform_forward", "compute_heuristics", "inline_at", "inline_most",
+    "bounded_transform_backward", "bounded_transform_forward", "inline_at", "inline_most",
     "inline_selected_at", "parallelize_like", "schedule", "set_memory_type", "transform_like", "warp_specialize",
 )  # fmt: skip
 
@@ -68,6 +69,10 @@ class Schedule:
 
     def cache_after(self, tensor: TensorView, *options: Any) -> TensorView:
         return tensor.cache_after()
+
+    def compute_heuristics(self, *options: Any) -> HeuristicParams:
+        """Parameters that a script may set and pass to `manual_execute`."""
+        return HeuristicParams(scheduler_type=SchedulerType.expr_eval)
 
     def can_schedule(self, *options: Any) -> bool:
         """True: torch runs every op."""
