@@ -196,6 +196,16 @@ def test_the_times_of_a_program_of_two_kernels_and_one_reduction() -> None:
     assert "2 ranks" in str(found) and "hidden: 0%" in str(found)
 
 
+def test_the_links_of_a_mesh_are_the_models() -> None:
+    slow, fast = mf.Link(1e9, 1e-4), mf.Link(1e11, 1e-6)
+    mesh = mf.DeviceMesh((2, 2), ("dp", "tp"), links={"dp": slow, "tp": fast}, flops=1e14)
+    model = CostModel.of([mesh, line(2)])
+    assert model.flops == 1e14
+    assert model.speed("tp") == (1e11, 1e-6)
+    assert model.speed("dp:(2)2,tp") == (1e9, 1e-4)
+    assert CostModel.of([line(2)]) == CostModel()
+
+
 def test_what_a_communication_holds_is_counted_in_bytes() -> None:
     call = next(i for i in programs(gathers(1))[0].instructions if isinstance(i, Collective))
     assert payload_bytes(call) == 32 * 4

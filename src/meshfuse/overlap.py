@@ -12,9 +12,10 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from .cuts import Cut, Refused, dim_cut, factor_cut, of_shards
 from .graph import Graph, Stream
 from .mesh import STREAM, DeviceMesh
-from .ops.base import DimFactors, FactorKind, Rule
+from .ops.base import FactorKind
 from .resharding.insert import Compute, ReshardedDefinition, Set, Step
 from .resharding.moves import MoveKind, count, restricted
 from .resharding.postpone import postponed
@@ -24,25 +25,6 @@ from .sharding.layout import Layout, Split
 _CHUNKED = (
     MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.ALL_GATHER, MoveKind.ALL_TO_ALL, MoveKind.EXCHANGE,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A dim of a tensor in chunks: the indices of each. `layout` says the same in factors; None where none can."""
-
-    dim: int
-    chunks: tuple[lay.Runs, ...]
-    layout: Layout | None
-
-    @classmethod
-    def of(cls, dim: int, layout: Layout, n: int) -> Cut:
-        """The chunks that a layout, with its stream, cuts a dim of size n into."""
-        layout = lay.canonical(layout, n)
-        chunks = tuple(lay.chunk_runs(layout, n, c) for c in range(lay.stream_count(layout)))
-        return cls(dim, chunks, layout)
-
-    def __str__(self) -> str:
-        return f"dim {self.dim}{f' {lay.text(self.layout)}' if self.layout is not None else ''}"
 
 
 Cuts = Mapping[int, Cut]
@@ -165,10 +147,6 @@ def overlap(resharded: ReshardedDefinition) -> OverlappedDefinition:
     done = OverlappedDefinition(resharded, parts, builder.refused)
     done.verify()
     return done
-
-
-class Refused(Exception):
-    """Why a stream cannot be used."""
 
 
 @dataclass(slots=True)
@@ -298,9 +276,9 @@ class _Builder:
         known = next((p for p, t in enumerate(tensors) if t in draft.cuts), None)
         if known is None:
             return
-        factor, part = _factor_cut(rule, dims[known], shapes[known], draft.cuts[tensors[known]], node.name)
+        factor, part = factor_cut(rule, dims[known], shapes[known], draft.cuts[tensors[known]], node.name)
         for place, tensor in enumerate(tensors):
-            found = _dim_cut(rule, dims[place], shapes[place], factor, part)
+            found = dim_cut(rule, dims[place], shapes[place], factor, part)
             if found is None:
                 continue
             if draft.cuts.setdefault(tensor, found) != found:
@@ -407,8 +385,8 @@ class _Builder:
         for shards in self._shards(trial):
             ways = lay.extent(shards)
             if stream.ring and stream.chunks % ways == 0:
-                return _of_shards(dim, n, ways, stream.chunks // ways, True)
-            return _of_shards(dim, n, ways, stream.chunks, False)
+                return of_shards(dim, n, ways, stream.chunks // ways, True)
+            return of_shards(dim, n, ways, stream.chunks, False)
         return anyhow
 
     def _neighbours(self, draft: _Draft, tensor: int, stream: Stream) -> Iterator[Cut]:
@@ -484,50 +462,3 @@ class _Builder:
             chunks = len(draft.cuts[draft.tensor].chunks)
             yield ChunkLoop(number, steps, draft.cuts, chunks, draft.ring, draft.tensor, draft.stream)
             number += 1
-
-
-def _of_shards(dim: int, n: int, ways: int, inner: int, ring: bool) -> Cut:
-    """Chunks of a dim in `ways` shards, each cut into `inner` parts: of all shards a part, or in a ring of one."""
-    if n % (ways * inner) == 0:
-        outer = Split(ways, STREAM if ring else None)
-        return Cut.of(dim, (outer, Split(inner, STREAM)) if ways > 1 else (Split(inner, STREAM),), n)
-    size = -(-n // ways)
-    shards = [(min(i * size, n), min((i + 1) * size, n)) for i in range(ways)]
-    parts = [[(a + (b - a) * j // inner, a + (b - a) * (j + 1) // inner) for j in range(inner)] for a, b in shards]
-    if ring:
-        return Cut(dim, tuple(((a, b),) if a < b else () for shard in parts for a, b in shard), None)
-    return Cut(dim, tuple(lay.as_runs([shard[j] for shard in parts]) for j in range(inner)), None)
-
-
-def _factor_cut(rule: Rule, dims: DimFactors, shape: tuple[int, ...], cut: Cut, name: str) -> tuple[int, Cut]:
-    """The factor that a dim's chunks cut, and how (as if it were a dim of its own)."""
-    factors, n = dims[cut.dim], shape[cut.dim]
-    if not factors:
-        raise Refused(f"as dim {cut.dim} of {name} has one element")
-    if len(factors) == 1:
-        factor, part = factors[0], cut
-    else:
-        parts = lay.project(cut.layout, n, tuple(rule.factors[f].size for f in factors)) if cut.layout else None
-        found = [i for i, p in enumerate(parts or ()) if lay.stream_count(p) > 1]
-        if parts is None or len(found) != 1:
-            raise Refused(f"as the chunks do not fall on one factor of dim {cut.dim} of {name}")
-        factor = factors[found[0]]
-        part = Cut.of(cut.dim, parts[found[0]], rule.factors[factor].size)
-    if rule.factors[factor].kind is not FactorKind.PASS:
-        raise Refused(f"as {name} needs dim {cut.dim} whole ({rule.factors[factor].kind.value})")
-    return factor, part
-
-
-def _dim_cut(rule: Rule, dims: DimFactors, shape: tuple[int, ...], factor: int, cut: Cut) -> Cut | None:
-    """How the dim of a tensor that a factor is in is cut; None where it is in none."""
-    for dim, factors in enumerate(dims):
-        if factors == (factor,):
-            return Cut(dim, cut.chunks, cut.layout)
-        if factor in factors:
-            parts = tuple(cut.layout if f == factor else lay.WHOLE for f in factors)
-            sizes = tuple(rule.factors[f].size for f in factors)
-            joined = None if cut.layout is None else lay.concat(parts, sizes, shape[dim])  # type: ignore[arg-type]
-            if joined is None:
-                raise Refused("as a merged dim cannot be cut so")
-            return Cut.of(dim, joined, shape[dim])
-    return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..dtypes import DataType
+from ..mesh import DeviceMesh
 from .instructions import Collective, Kernel, SendRecv
 
 
@@ -35,6 +36,17 @@ class CostModel:
     start: float = 4e-6
     network: Speed = _NETWORK
     axes: Mapping[str, Speed] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, meshes: Iterable[DeviceMesh]) -> CostModel:
+        """What the links and rates of the meshes say; the default of all that they leave open."""
+        linked = [mesh for mesh in meshes if mesh.linked]
+        speeds: dict[str, Speed] = {}
+        for mesh in linked:
+            for name, link in zip(mesh.names, mesh.links, strict=True):
+                old = speeds.get(name, Speed(link.bandwidth, link.latency))
+                speeds[name] = Speed(min(old.bandwidth, link.bandwidth), max(old.latency, link.latency))
+        return cls(flops=min(mesh.flops for mesh in linked), axes=speeds) if linked else cls()
 
     def kernel(self, kernel: Kernel) -> float:
         """Seconds of one launch."""

@@ -20,6 +20,7 @@ from ..sharding import layout as lay
 from .bucket import buckets, lower_bucket
 from .chunks import lower_loop
 from .communicate import MoveContext, lower_move
+from .cost import CostModel
 from .instructions import Communication, Instruction, Kernel, Launch
 from .liveness import with_frees
 from .program import HostProgram
@@ -65,7 +66,8 @@ class Lowering:
                 self._communicate(part)
         resharded = self.segmented.resharded
         outputs = tuple(self.name(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
-        body = with_frees(schedule(self.instructions), keep={*filter(None, outputs)})
+        model = CostModel.of(dict.fromkeys(v.sharding.mesh for v in self.values))
+        body = with_frees(schedule(self.instructions, model), keep={*filter(None, outputs)})
         return HostProgram(self.rank, self._params(), tuple(body), outputs, self.digest)
 
     def _name_inputs(self) -> None:

@@ -1,8 +1,9 @@
 """The names that a script written for `nvfuser_direct` uses: `import meshfuse.nvfuser_direct as nvfuser`.
 
 The scripts run on any device that torch has; kernels are torch's, collectives are meshfuse's. What only
-orders nvFuser's work (stream axes, swizzles, memory types, schedules of kernels, options) is accepted and changes no
-value. Where imports cannot change, `sys.modules["nvfuser_direct"] = meshfuse.nvfuser_direct` does as well.
+orders nvFuser's work (memory types, schedules of kernels, options) is accepted and changes no value; stream axes
+and swizzles cut ops and their communication into chunks and rings. Where imports cannot change,
+`sys.modules["nvfuser_direct"] = meshfuse.nvfuser_direct` does as well.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ..compiler import CompiledProgram
 from ..errors import user_error
+from ..host_ir.cost import CostModel
 from ..spans import RankTime, hidden_share, rank_text, read_trace, write_trace
 from .timeline import timeline
 
@@ -35,8 +36,9 @@ def modelled(programs: Sequence[CompiledProgram], folder: str) -> str:
 
 def _one(compiled: CompiledProgram, folder: str, number: int) -> str:
     made = [compiled.host_program(rank) for rank in compiled.ranks]
-    together = timeline(made, traced=compiled.ranks[:_WRITTEN])
-    apart = timeline(made, overlapped=False)
+    model = CostModel.of(dict.fromkeys(v.sharding.mesh for v in compiled.resharded.values))
+    together = timeline(made, model, traced=compiled.ranks[:_WRITTEN])
+    apart = timeline(made, model, overlapped=False)
     for rank, spans in together.spans.items():
         write_trace(os.path.join(folder, f"program{number}.rank{rank}.json"), rank, spans)
     gain = apart.makespan / together.makespan if together.makespan else 1.0
