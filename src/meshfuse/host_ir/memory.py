@@ -46,7 +46,7 @@ class Book:
         found = effects(instruction)
         self._check_given((*found.reads, *found.writes, found.shares))
         for name in found.reads:
-            self._read(name, str(instruction))
+            self._read(name, instruction)
         for name in found.writes:
             self._write(name, instruction)
         if isinstance(instruction, Collective):
@@ -68,7 +68,7 @@ class Book:
         found = [buffer, *(self._buffers[part] for part in buffer.parts)]
         return found if buffer.root == name else [*found, self._buffers[buffer.root]]
 
-    def _read(self, name: str, what: str) -> None:
+    def _read(self, name: str, what: object) -> None:
         buffer = self._buffers[name]
         assert not buffer.missing, f"{name} is read before it is written: {what}"
         assert not any(b.writing for b in self._related(name)), f"reads before the wait: {what}"
