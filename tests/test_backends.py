@@ -224,6 +224,18 @@ def test_the_table_of_backends_says_what_runs_each_segment(monkeypatch):
     assert "segment_0  eager    compiling it would save 0 us per call" in chain(1, 4).backends()
 
 
+def test_what_a_backend_cannot_compile_is_left_to_torch(monkeypatch):
+    """nvFuser compiles nothing for a CPU, and may not be there at all."""
+    monkeypatch.setenv("MESHFUSE_BACKEND", "nvfuser")
+    fd, x = chain(2, 4), torch.randn(4, 4)
+    (found,) = fd.simulate([x])
+    assert torch.equal(found, x.relu())
+    (made,) = fd._simulated.values()
+    for segments in made.simulation.segments:
+        (chosen,) = segments.chosen.values()
+        assert chosen.backend == "eager" and chosen.why.startswith("nvfuser: ")
+
+
 def test_simulated_ranks_run_compiled_segments(monkeypatch):
     """Ranks of one process with equal kernels share one compilation; those of uneven shards have their own."""
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")

@@ -18,7 +18,7 @@ from ..errors import ArgumentError, SourceLine, user_error
 from ..ops.base import Call
 from ..resharding.insert import ReshardedDefinition
 from ..segmentation import Segment, SegmentedDefinition
-from . import Backend
+from . import Backend, Unsupported
 from .eager import Eager
 
 VARIABLE = "MESHFUSE_BACKEND"
@@ -39,8 +39,11 @@ def _inductor() -> Backend:
 
 
 def _nvfuser() -> Backend:
-    from .nvfuser.backend import NvFuser  # pyright: ignore[reportMissingImports]
-
+    """Raises Unsupported where there is no nvFuser."""
+    try:
+        from .nvfuser.backend import NvFuser  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise Unsupported(f"it cannot be imported ({error})") from error
     return NvFuser()
 
 
