@@ -7,7 +7,9 @@ Every stage is a function from one printable value to the next and changes nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,8 +69,21 @@ def compile_definition(
 
     What is planned for long is kept on disk (`plan_cache`).
     """
-    graph = with_links(concretize(fd, shapes, scalars))
-    return compile_sharded(planned(graph, world, lambda: propagate(distribute(graph, world), world)))
+    with _no_collection():
+        graph = with_links(concretize(fd, shapes, scalars))
+        return compile_sharded(planned(graph, world, lambda: propagate(distribute(graph, world), world)))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Compilation makes many objects and no cycles of them: looking for some takes up to a third of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
@@ -79,8 +94,9 @@ def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
 def compile_sharded(sharded: ShardedDefinition) -> CompiledProgram:
     """The stages after propagation."""
     resharded = early(insert_resharding(sharded))
-    segmented = segment(overlap(resharded))
-    digest = digest_of(str(segmented) + str(resharded) + str(sharded))
+    overlapped = overlap(resharded)
+    segmented = segment(overlapped)
+    digest = digest_of(f"{overlapped}\n{resharded.fingerprint()}")
     return CompiledProgram(sharded, resharded, segmented, digest, _ranks(resharded))
 
 

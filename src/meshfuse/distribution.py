@@ -16,8 +16,8 @@ from .mesh import DeviceMesh
 from .ops.base import Factor, FactorKind, OpDef, Rule, TensorRef, TensorType
 from .ops.binding import bind
 from .ops.registry import find
-from .propagation.beam import EPSILON
 from .propagation.choose import cheapest
+from .propagation.growth import EPSILON
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .sharding.layout import axes, extent

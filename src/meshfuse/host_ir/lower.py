@@ -119,16 +119,14 @@ class Lowering:
 
     def _kernel_lines(self, part: Segment) -> list[str]:
         """The ops' lines, with intermediate values dropped after their last use."""
-        last = {v: place for place, compute in enumerate(part.computes) for v in (*compute.inputs, *compute.outputs)}
-        kept = {*part.inputs, *part.outputs}
+        dying = _dying(part)
         lines: list[str] = []
         for place, compute in enumerate(part.computes):
             lines += self._op_lines(compute)
             if _ARITHMETIC.fullmatch(lines[-1]):
                 self.fresh.add(compute.outputs[-1])
-            dead = [f"v{v}" for v, end in last.items() if end == place and v not in kept]
-            if dead and place + 1 < len(part.computes):
-                lines.append(f"del {', '.join(dead)}")
+            if dying[place] and place + 1 < len(part.computes):
+                lines.append(f"del {', '.join(dying[place])}")
         return lines
 
     def _op_lines(self, compute: Compute) -> list[str]:
@@ -211,6 +209,16 @@ def scalar_text(graph: Graph, value: Any) -> str:
 
 def _mentions(lines: Sequence[str], name: str) -> bool:
     return any(name in line for line in lines)
+
+
+def _dying(part: Segment) -> list[list[str]]:
+    """For each op of a segment the names that no later op of it reads, and nobody else."""
+    last = {v: place for place, compute in enumerate(part.computes) for v in (*compute.inputs, *compute.outputs)}
+    dying: list[list[str]] = [[] for _ in part.computes]
+    for v, place in last.items():
+        dying[place].append(f"v{v}")
+    kept = {f"v{v}" for v in (*part.inputs, *part.outputs)}
+    return [[name for name in names if name not in kept] for names in dying]
 
 
 def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:

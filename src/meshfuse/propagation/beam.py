@@ -1,165 +1,217 @@
 """Choosing placements along the ops with a beam of partial plans, so that a choice may pay off only later.
 
-A state of the beam is a plan for the ops so far: its cost, and the shardings in which each tensor that is still read
-exists. A state that another reaches by resharding, at no greater cost, is dropped: what is left are the few plans
-that really differ. Unreduced sums count as if they were reduced at once. (Beam search as in Alpa's and TePDist's
-relatives; the dominance test is our own.)
+A plan of the beam is its cost so far and the shardings in which each tensor that is still read exists. A plan that
+another reaches by resharding, at no greater cost, is dropped: what is left are the few plans that really differ.
+Unreduced sums count as if they were reduced at once. (Beam search as in Alpa's and TePDist's relatives; the dominance
+test is our own.)
+
+What the beam does at an op is a function of the plans relative to the cheapest one, of the op, and of where its
+operands are; tensors are named by where they stand, not by number. So the second of two equal layers finds everything
+that the first one worked out: it is looked up, not searched. For the plans at the ends of two layers to be equal, they
+must not remember for ever in what they once differed: after `HORIZON` ops the best plan's choice is final (as a Viterbi
+decoder truncates its traceback).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ..graph import Graph, Node
-from ..resharding.planner import plan
-from ..sharding.value import Sharding
-from .choose import Option, Setting, cheapest, options
+from ..graph import Graph
+from ..ops.base import TensorType
+from .choose import Available, Option
+from .growth import Growth, Role, Roles, growths, reaches, role_of
 
-Available = tuple[Sharding, ...]
-WIDTH = 32
-# Costs that differ by less than this many seconds (half a byte on the wire) are equal.
-EPSILON = 1e-11
+WIDTH = 24
+HORIZON = 64
+# How many shardings of a tensor ops are asked to follow at least, those of dropped plans among them.
+KNOWN = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One decision of a plan and the decisions before it; `runner_up` is the next best option at this op, if any."""
+class Step(NamedTuple):
+    """The decision at one op; `runner_up` is the next best option there, if any."""
 
     option: Option
-    before: Step | None
     runner_up: Option | None
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """A plan for the ops so far: seconds spent, seconds that its unreduced sums will need, and what exists where.
-
-    `table` holds only the tensors in which the states of the beam differ; the beam's `common` table holds the others.
-    """
+class Plan(NamedTuple):
+    """Seconds more than the cheapest plan's, and how each open tensor exists."""
 
     seconds: float
-    owed: float
-    table: dict[int, Available]
-    last: Step | None
+    held: tuple[Available, ...]
 
-    @property
-    def total(self) -> float:
-        return self.seconds + self.owed
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Front:
+    """The plans of the beam at some op, cheapest first, in terms of the open tensors: those in which they differ.
+
+    `known[i]` are the shardings that open tensor i has in some plan, a plan that was dropped included: an op may
+    follow it in any plan. Only so may a plan stand for those that it reaches.
+    """
+
+    types: tuple[TensorType, ...]
+    known: tuple[Available, ...]
+    plans: tuple[Plan, ...]
+
+
+class Move(NamedTuple):
+    """How one plan of the next front comes from one of this front."""
+
+    parent: int
+    step: Step
+
+
+# Where a tensor of the next front comes from: the number of an open tensor, or (as ~k) of one of the op's.
+Origin = int
+# How an operand exists in all plans and in which shardings it is known; or the number of the open tensor that it is.
+Entry = tuple[Available, Available] | int
+
+
+@dataclass(frozen=True, slots=True)
+class Stride:
+    """What the beam does at one op: the moves, the tensors on which all plans agree now, and the next front.
+
+    `settled` says of each of these how it exists and in which shardings it is known; `open` says where the tensors of
+    the next front come from.
+    """
+
+    moves: tuple[Move, ...]
+    settled: tuple[tuple[Origin, Available, Available], ...]
+    open: tuple[Origin, ...]
+    front: Front
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def _front(types: tuple[TensorType, ...], known: tuple[Available, ...], plans: tuple[Plan, ...]) -> Front:
+    """Equal fronts are one object."""
+    return Front(types, known, plans)
 
 
 class Beam:
-    """The search over one graph. `setting_of` makes a node's setting from the shardings of its operands."""
+    """The search over one graph. `inputs` tells how its inputs exist."""
 
     def __init__(
-        self, graph: Graph, wanted: Mapping[int, Available],
-        setting_of: Callable[[Node, tuple[Available, ...]], Setting],
-        inputs: Mapping[int, Available], width: int = WIDTH,
-    ):  # fmt: skip
-        self.graph, self.wanted, self.setting_of, self.width = graph, wanted, setting_of, width
-        self.last_read = _last_reads(graph)
-        self.common: dict[int, Available] = dict(inputs)
-        self._options: dict[Setting, tuple[Option, ...]] = {}
+        self, graph: Graph, roles: Roles, wanted: Mapping[int, Available], inputs: Mapping[int, Available], width: int
+    ):
+        self.graph, self.roles, self.wanted, self.width = graph, roles, wanted, width
+        self.agreed: dict[int, tuple[Available, Available]] = {i: (found, found) for i, found in inputs.items()}
+        self.open: list[int] = []
+        self._opened: list[int] = []
 
     def run(self) -> list[Step]:
         """The cheapest plan's decisions, op by op."""
-        states = [State(0.0, 0.0, {}, None)]
+        front, strides = _front((), (), (Plan(0.0, ()),)), []
         for node in self.graph.nodes:
-            grown = [self._grown(state, node, *entry) for state in states for entry in self._entries(state, node)]
-            states = self._settled(self._pruned(grown, node.id), node.id)
-        return _steps(min(states, key=lambda state: state.total).last)
+            kind, tensors = self.roles.kind(node.id)
+            role = role_of(kind, tuple(self.wanted.get(i, ()) for i in tensors))
+            entry = tuple(self._entry(i) for i in tensors[: kind.read])
+            stride = _stride(front, role, entry, self._old(node.id), self.width)
+            self._enter(stride, tensors, node.id)
+            strides.append(stride)
+            front = stride.front
+        return _steps(strides)
 
-    def _available(self, state: State, tensor: int) -> Available:
-        return state.table.get(tensor) or self.common.get(tensor, ())
+    def _entry(self, tensor: int) -> Entry:
+        return self.open.index(tensor) if tensor in self.open else self.agreed[tensor]
 
-    def _entries(self, state: State, node: Node) -> Iterable[tuple[Option, Option | None]]:
-        """The options of a node in a state, each with the best of the others."""
-        setting = self.setting_of(node, tuple(self._available(state, i) for i in node.inputs))
-        found = self._options.get(setting) or self._options.setdefault(setting, options(setting))
-        first, second = found[0], found[1] if len(found) > 1 else None
-        return [(option, second if option is first else first) for option in found[: self.width]]
+    def _old(self, now: int) -> int:
+        """How many of the open tensors, the first ones, were opened before the horizon."""
+        return sum(then < now - HORIZON for then in self._opened) if self._opened else 0
 
-    def _grown(self, state: State, node: Node, option: Option, other: Option | None) -> State:
-        table = dict(state.table)
-        placement = option.placement
-        for i, needed in zip(node.inputs, placement.operands, strict=True):
-            held = self._available(state, i)
-            if needed not in held and self.last_read[i] > node.id:
-                table[i] = (*held, needed)
-        for i, made in zip(node.outputs, placement.results, strict=True):
-            annotated = self.graph.annotations.get(i)
-            if self.last_read[i] > node.id:
-                table[i] = (made,) if annotated in (None, made) else (annotated, made)
-        owed = state.owed + self._owed_change(state, table, node)
-        return State(state.seconds + option.seconds, owed, table, Step(option, state.last, other))
+    def _enter(self, stride: Stride, tensors: Sequence[int], now: int) -> None:
+        for origin, available, known in stride.settled:
+            self.agreed[self.open[origin] if origin >= 0 else tensors[~origin]] = (available, known)
+        self._opened = [self._opened[o] if o >= 0 else now for o in stride.open]
+        self.open = [self.open[o] if o >= 0 else tensors[~o] for o in stride.open]
 
-    def _owed_change(self, before: State, table: Mapping[int, Available], node: Node) -> float:
-        """Reductions that the op adds to what is owed, less those that are done or whose tensor is not read again."""
-        change = 0.0
-        for i in {*node.inputs, *node.outputs}:
-            old = self._available(before, i)
-            change -= self._owed(i, old)
-            change += self._owed(i, table.get(i, old)) if self.last_read[i] > node.id else 0.0
-        return change
 
-    def _owed(self, tensor: int, available: Available | None) -> float:
-        if not available or not all(s.partial for s in available):
-            return 0.0
-        kind, home = self.graph.tensors[tensor].type, available[0]
-        targets = [home.reduced(), *(w for w in self.wanted.get(tensor, ()) if w.mesh == home.mesh)]
-        plans = [plan(home, target, kind.shape, kind.dtype.itemsize) for target in targets]
-        return min(p.seconds for p in plans if p is not None)
+@functools.lru_cache(maxsize=1 << 13)
+def _stride(front: Front, role: Role, entry: tuple[Entry, ...], old: int, width: int) -> Stride:
+    """`entry` tells of the distinct operands; what the first `old` open tensors are is decided now."""
+    return _Striding(front, role, entry, width).run(old)
 
-    def _pruned(self, states: list[State], now: int) -> list[State]:
-        if len(states) == 1:
-            return states
-        states.sort(key=lambda state: state.total)
-        kept: list[State] = []
-        for state in states:
+
+class _Found(NamedTuple):
+    parent: int
+    growth: Growth
+    seconds: float
+    held: tuple[Available, ...]
+
+
+class _Striding:
+    """The work of one stride."""
+
+    def __init__(self, front: Front, role: Role, entry: tuple[Entry, ...], width: int):
+        self.front, self.role, self.entry, self.width = front, role, entry, width
+        touched = {e for e in entry if isinstance(e, int)}
+        self.kept = [place for place in range(len(front.types)) if place not in touched]
+        self.alive = [k for k, tensor in enumerate(role.kind.tensors) if tensor.read_again]
+        self.types = [front.types[p] for p in self.kept] + [role.kind.tensors[k].type for k in self.alive]
+
+    def run(self, old: int) -> Stride:
+        grown = sorted(self._grown(), key=lambda f: f.seconds)
+        found = self._decided(self._pruned(grown), sum(place < old for place in self.kept))
+        known = self._known(found, grown)
+        columns = list(zip(*(f.held for f in found), strict=True))
+        differ = [c for c, column in enumerate(columns) if any(held != column[0] for held in column)]
+        origins = [*self.kept, *(~k for k in self.alive)]
+        agreed = tuple((origins[c], columns[c][0], known[c]) for c in range(len(columns)) if c not in differ)
+        plans = tuple(_relative(f, found[0], differ) for f in found)
+        moves = tuple(Move(f.parent, Step(f.growth.option, f.growth.runner_up)) for f in found)
+        front = _front(tuple(self.types[c] for c in differ), tuple(known[c] for c in differ), plans)
+        return Stride(moves, agreed, tuple(origins[c] for c in differ), front)
+
+    def _grown(self) -> list[_Found]:
+        """Every plan gone on with in every way; of those that hold the same the cheapest."""
+        best: dict[tuple[Available, ...], _Found] = {}
+        known = tuple(self.front.known[e] if isinstance(e, int) else e[1] for e in self.entry)
+        for parent, plan in enumerate(self.front.plans):
+            available = tuple(plan.held[e] if isinstance(e, int) else e[0] for e in self.entry)
+            before = tuple(plan.held[place] for place in self.kept)
+            for growth in growths(self.role, available, known, self.width):
+                held = before + tuple(growth.after[k] for k in self.alive)
+                seconds = plan.seconds + growth.seconds
+                if held not in best or seconds < best[held].seconds:
+                    best[held] = _Found(parent, growth, seconds, held)
+        return list(best.values())
+
+    def _pruned(self, found: Sequence[_Found]) -> list[_Found]:
+        """The cheapest plans that no other reaches."""
+        kept: list[_Found] = []
+        for f in found:
             if len(kept) == self.width:
                 break
-            if not any(self._reaches(better, state, now) for better in kept):
-                kept.append(state)
+            if not any(reaches(k.seconds, k.held, f.seconds, f.held, self.types) for k in kept):
+                kept.append(f)
         return kept
 
-    def _reaches(self, better: State, state: State, now: int) -> bool:
-        """True where resharding turns the better state into this one at no greater cost."""
-        cost, limit = better.total, state.total + EPSILON
-        for tensor in {**better.table, **state.table}:
-            held, wanted = self._available(better, tensor), self._available(state, tensor)
-            if held == wanted or self.last_read[tensor] <= now:
-                continue
-            kind = self.graph.tensors[tensor].type
-            for sharding in wanted:
-                cost += cheapest(held, sharding, kind.shape, kind.dtype.itemsize)
-                if cost > limit:
-                    return False
-        return True
+    def _known(self, found: Sequence[_Found], grown: Sequence[_Found]) -> list[Available]:
+        """For each open tensor its shardings in the plans that are kept, then in the cheapest of the others."""
+        known = [self.front.known[place] for place in self.kept]
+        for column in range(len(self.kept), len(self.types)):
+            seen = dict.fromkeys(s for f in found for s in f.held[column])
+            more = dict.fromkeys(s for f in grown for s in f.held[column] if s not in seen)
+            known.append((*seen, *list(more)[: max(KNOWN - len(seen), 0)]))
+        return known
 
-    def _settled(self, states: list[State], now: int) -> list[State]:
-        """The states with what all agree on moved to the common table, and tensors that are not read again dropped."""
-        tensors = {tensor for state in states for tensor in state.table}
-        for tensor in tensors:
-            found = {self._available(state, tensor) for state in states}
-            if len(found) == 1 or self.last_read[tensor] <= now:
-                self.common[tensor] = found.pop()
-                for state in states:
-                    state.table.pop(tensor, None)
-        return states
+    def _decided(self, found: list[_Found], old: int) -> list[_Found]:
+        """The plans that hold the first tensors as the best one does."""
+        best = found[0].held[:old]
+        return [f for f in found if f.held[:old] == best]
 
 
-def _last_reads(graph: Graph) -> dict[int, int]:
-    """For every tensor the last node that reads it; outputs are read after all nodes, unused ones never."""
-    last = {tensor.id: -1 for tensor in graph.tensors}
-    for node in graph.nodes:
-        last.update(dict.fromkeys(node.inputs, node.id))
-    last.update(dict.fromkeys(graph.outputs, len(graph.nodes)))
-    return last
+def _relative(found: _Found, best: _Found, columns: Sequence[int]) -> Plan:
+    """In terms of the tensors that are left open; rounded, so that the plans at the ends of equal layers are equal."""
+    return Plan(round(found.seconds - best.seconds, 15), tuple(found.held[c] for c in columns))
 
 
-def _steps(last: Step | None) -> list[Step]:
-    out = []
-    while last is not None:
-        out.append(last)
-        last = last.before
+def _steps(strides: Sequence[Stride]) -> list[Step]:
+    out, place = [], 0
+    for stride in reversed(strides):
+        move = stride.moves[place]
+        out.append(move.step)
+        place = move.parent
     return out[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,8 +18,6 @@ from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout
 from ..sharding.value import Sharding
 from .factors import (
-    NO_CARRY,
-    Carry,
     Layouts,
     Placement,
     carries,
@@ -29,20 +28,23 @@ from .factors import (
     representable,
 )
 
+# The shardings in which a tensor exists, the one that its op (or an annotation) gave it first.
+Available = tuple[Sharding, ...]
+
 
 class Setting(NamedTuple):
-    """What the options of a node depend on; equal for equal layers, so that each is worked out once.
+    """What the placements of a node depend on; equal for equal layers, so that each is worked out once.
 
-    `available[i]` are the shardings in which operand i exists, its home first. `wanted[j]` are the shardings that
-    someone asks of result j; `fixed[j]` tells whether it is one, from its annotation. `reductions` are layouts that the
-    user gave the op's reduction dims.
+    `known[i]` are shardings that operand i has in some plan; `wanted[j]` those that someone asks of result j;
+    `fixed[j]` tells whether it is one, from its annotation. `reductions` are layouts that the user gave the op's
+    reduction dims.
     """
 
     call: Call
     rule: Rule
     mesh: DeviceMesh
-    available: tuple[tuple[Sharding, ...], ...]
-    wanted: tuple[tuple[Sharding, ...], ...]
+    known: tuple[Available, ...]
+    wanted: tuple[Available, ...]
     fixed: tuple[bool, ...]
     reductions: tuple[Layout, ...] = ()
 
@@ -63,49 +65,63 @@ class Option(NamedTuple):
     seconds: float
 
 
-def options(setting: Setting) -> tuple[Option, ...]:
-    """Every placement that some operand or result asks for, cheapest first."""
-    found: dict[tuple[Layouts, Carry], Option] = {}
-    for source, layouts, carry in _layout_candidates(setting):
-        if (layouts, carry) not in found:
-            option = _priced(setting, source, layouts, carry)
-            if option is not None:
-                found[layouts, carry] = option
-    everything = [*found.values(), *window_options(setting)]
-    assert everything, f"no placement for {setting.call.op}"
-    return tuple(sorted(everything, key=lambda option: option.seconds))
+# A placement, what it follows, and the seconds that do not depend on where the operands are.
+_Candidate = tuple[Placement, Source, float]
 
 
-def _priced(setting: Setting, source: Source, layouts: Layouts, carry: Carry) -> Option | None:
-    placement = placed(setting.call, setting.rule, setting.mesh, layouts, carry)
-    if placement is None:
-        return None
-    seconds = _wire_seconds(setting, placement)
-    seconds += computation(_work(setting.call, placement), setting.mesh.flops)
-    return Option(placement, source, seconds) if math.isfinite(seconds) else None
+def options(setting: Setting, available: tuple[Available, ...]) -> tuple[Option, ...]:
+    """Every placement that some operand or result asks for, from operands that exist as `available`; cheapest first."""
+    found = [*_carried(setting, available), *_candidates(setting)]
+    priced = [Option(placement, source, seconds + _wire_seconds(setting.call, available, placement))
+              for placement, source, seconds in found]  # fmt: skip
+    possible = [option for option in priced if math.isfinite(option.seconds)]
+    assert possible, f"no placement for {setting.call.op}"
+    return tuple(sorted(possible, key=lambda option: option.seconds))
 
 
-def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts, Carry]]:
+@functools.lru_cache(maxsize=1 << 13)
+def _candidates(setting: Setting) -> tuple[_Candidate, ...]:
+    found: dict[Layouts, _Candidate] = {}
+    for source, layouts in _layout_candidates(setting):
+        if layouts not in found:
+            placement = placed(setting.call, setting.rule, setting.mesh, layouts)
+            if placement is not None:
+                found[layouts] = (placement, source, _own_seconds(setting, placement))
+    return (*found.values(), *_window_candidates(setting))
+
+
+def _carried(setting: Setting, available: tuple[Available, ...]) -> Iterator[_Candidate]:
+    """The op on unreduced operands, where it can carry what they have left to reduce."""
+    rule, call = setting.rule, setting.call
+    here = [[s for s in found if s.mesh == setting.mesh] for found in available]
+    carry = carries(call, rule, here)
+    if carry is None:
+        return
+    first = [layouts_of(rule, rule.operands[i], call.types[i].shape, next(s for s in here[i] if s.partial).dims)
+             for i in carry.operands]  # fmt: skip
+    votes = [*first, *(vote for _, vote in _votes(setting))]
+    layouts = representable(rule, merged(votes, carry.axes))
+    placement = placed(call, rule, setting.mesh, layouts, carry)
+    if placement is not None:
+        yield placement, Source("carry", carry.operands[0]), _own_seconds(setting, placement)
+
+
+def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts]]:
     rule = setting.rule
-    here = [[s for s in found if s.mesh == setting.mesh] for found in setting.available]
-    carry = carries(setting.call, rule, here)
-    if carry is not None:
-        layouts = representable(rule, merged(_carried_votes(setting, carry), carry.axes))
-        yield Source("carry", carry.operands[0]), layouts, carry
     votes = _votes(setting)
     for source, vote in [*votes, *_displaced_votes(setting)]:
         order = [vote, *(other for _, other in votes if other != vote)]
         layouts = representable(rule, _with_reductions(setting, merged(order)))
-        yield source, layouts, NO_CARRY
+        yield source, layouts
         if not setting.reductions:
-            yield source._replace(split_reduction=False), _without_reductions(rule, layouts), NO_CARRY
-    yield Source("whole"), _with_reductions(setting, (WHOLE,) * len(rule.factors)), NO_CARRY
+            yield source._replace(split_reduction=False), _without_reductions(rule, layouts)
+    yield Source("whole"), _with_reductions(setting, (WHOLE,) * len(rule.factors))
 
 
 def _votes(setting: Setting) -> list[tuple[Source, Layouts]]:
     """The factor layouts that each operand and each wanted result asks for; equal ones once."""
     votes: dict[Layouts, Source] = {}
-    for i in range(len(setting.available)):
+    for i in range(len(setting.known)):
         for vote in _operand_votes(setting, i):
             votes.setdefault(vote, Source("operand", i))
     for j, wanted in enumerate(setting.wanted):
@@ -118,7 +134,7 @@ def _votes(setting: Setting) -> list[tuple[Source, Layouts]]:
 
 def _operand_votes(setting: Setting, operand: int) -> list[Layouts]:
     rule, shape = setting.rule, setting.call.types[operand].shape
-    here = [s for s in setting.available[operand] if s.mesh == setting.mesh]
+    here = [s for s in setting.known[operand] if s.mesh == setting.mesh]
     return [layouts_of(rule, rule.operands[operand], shape, s.dims) for s in here]
 
 
@@ -126,20 +142,10 @@ def _displaced_votes(setting: Setting) -> list[tuple[Source, Layouts]]:
     """What operands ask for where an all-to-all moves the axes of dims that the op needs whole to other dims."""
     rule, found = setting.rule, []
     for i, (dims, kind) in enumerate(zip(rule.operands, setting.call.types, strict=True)):
-        for sharding in setting.available[i]:
+        for sharding in setting.known[i]:
             if sharding.mesh == setting.mesh:
                 found.append((Source("operand", i), displaced(rule, dims, kind.shape, sharding.dims)))
     return [(source, vote) for source, vote in dict.fromkeys(found) if vote is not None]
-
-
-def _carried_votes(setting: Setting, carry: Carry) -> list[Layouts]:
-    """The votes with those of the operands that are carried as they are first."""
-    rule, call = setting.rule, setting.call
-    first = []
-    for i in carry.operands:
-        sharding = next(s for s in setting.available[i] if s.partial and s.mesh == setting.mesh)
-        first.append(layouts_of(rule, rule.operands[i], call.types[i].shape, sharding.dims))
-    return [*first, *(vote for _, vote in _votes(setting))]
 
 
 def _with_reductions(setting: Setting, layouts: Layouts) -> Layouts:
@@ -159,34 +165,39 @@ def _without_reductions(rule: Rule, layouts: Layouts) -> Layouts:
     return tuple(WHOLE if factor.kind is FactorKind.REDUCE else layout for factor, layout in pairs)
 
 
-def _wire_seconds(setting: Setting, placement: Placement) -> float:
-    """Seconds to bring operands to where they are needed, and annotated results to where they must be."""
-    call, total = setting.call, 0.0
-    for available, needed, kind in zip(setting.available, placement.operands, call.types, strict=True):
-        total += cheapest(available, needed, kind.shape, kind.dtype.itemsize)
-    for made, wanted, fixed, kind in zip(placement.results, setting.wanted, setting.fixed, call.results, strict=True):
-        if fixed:
-            total += cheapest((made,), wanted[0], kind.shape, kind.dtype.itemsize)
-    return total
+def _own_seconds(setting: Setting, placement: Placement) -> float:
+    """Seconds of one rank's computation, and to bring annotated results to where they must be."""
+    total = computation(_work(setting.call, placement), setting.mesh.flops)
+    return total + _to_annotations(setting, placement.results)
 
 
-def window_options(setting: Setting) -> Iterator[Option]:
+def _to_annotations(setting: Setting, results: Sequence[Sharding]) -> float:
+    rows = zip(results, setting.wanted, setting.fixed, setting.call.results, strict=True)
+    return sum(cheapest((made,), wanted[0], kind.shape, kind.dtype.itemsize)
+               for made, wanted, fixed, kind in rows if fixed)  # fmt: skip
+
+
+def _wire_seconds(call: Call, available: Sequence[Available], placement: Placement) -> float:
+    """Seconds to bring operands to where they are needed."""
+    rows = zip(available, placement.operands, call.types, strict=False)
+    return sum(cheapest(found, needed, kind.shape, kind.dtype.itemsize) for found, needed, kind in rows)
+
+
+def _window_candidates(setting: Setting) -> Iterator[_Candidate]:
     """For an op that takes a window of a sharded dim: the exact pieces, from where they are to where they belong."""
     window = window_of(setting.call)
     if window is None:
         return
     (kind,), target = setting.call.types[:1], setting.call.results[0]
-    for src in setting.available[0]:
+    for src in setting.known[0]:
         if src.partial or src.mesh != setting.mesh or not _cuts(window, src):
             continue
         for dst in _window_targets(setting, src, window):
             move = window_move(src, dst, window)
             seconds = price(move, kind.shape, kind.dtype.itemsize).seconds
             seconds += computation(dst.max_local_numel(target.shape), setting.mesh.flops)
-            seconds += sum(cheapest((dst,), w[0], target.shape, kind.dtype.itemsize)
-                           for w, fixed in zip(setting.wanted, setting.fixed, strict=True) if fixed)  # fmt: skip
             placement = Placement((WHOLE,) * len(setting.rule.factors), (src,), (dst,), move=move)
-            yield Option(placement, Source("pieces"), seconds)
+            yield placement, Source("pieces"), seconds + _to_annotations(setting, (dst,))
 
 
 def _cuts(window: Window, src: Sharding) -> bool:

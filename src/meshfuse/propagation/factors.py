@@ -91,25 +91,39 @@ def _roomiest(rule: Rule, free: Sequence[int], layouts: Sequence[Layout], ways: 
 
 
 def merged(votes: Sequence[Layouts], taken: Sequence[Split] = ()) -> Layouts:
-    """Factor layouts from the votes in their order: later ones only refine, and no axis is used twice."""
-    out = list(votes[0]) if votes else []
+    """Factor layouts from the votes in their order: later ones only refine, and no part of an axis is used twice."""
+    out = [WHOLE] * len(votes[0]) if votes else []
     used = list(taken)
-    for factor, layout in enumerate(out):
-        axes = lay.axes(layout)
-        if any(overlap(a, u) for a in axes for u in used):
-            out[factor] = WHOLE
-        else:
-            used.extend(axes)
-    for vote in votes[1:]:
+    for vote in votes:
         for factor, layout in enumerate(vote):
             old = out[factor]
-            if layout == old or not lay.is_prefix(old, layout):
-                continue
-            added = lay.axes(layout[len(old) :])
-            if not any(overlap(a, u) for a in added for u in used):
-                out[factor] = layout
-                used.extend(added)
+            if layout != old and lay.is_prefix(old, layout):
+                added = _unused(layout[len(old) :], used)
+                out[factor] = (*old, *added)
+                used.extend(lay.axes(added))
     return tuple(out)
+
+
+def _unused(layout: Layout, used: Sequence[Split]) -> Layout:
+    """The most major splits of a layout that use no used part of an axis, and what is left of the first that does."""
+    out: list[Split] = []
+    for split in layout:
+        clashes = [u for u in used if split.bound and overlap(split, u)]
+        if clashes:
+            out.append(_free_part(split, clashes))
+            break
+        out.append(split)
+    while out and not (out[-1].bound and out[-1].size != 1):
+        out.pop()
+    return tuple(out)
+
+
+def _free_part(split: Split, clashes: Sequence[Split]) -> Split:
+    """The part of an axis more major than all that is used of it."""
+    assert split.size is not None
+    start = min(clash.pre for clash in clashes)
+    fits = start > split.pre and start % split.pre == 0 and split.size % (start // split.pre) == 0
+    return split._replace(size=start // split.pre if fits else 1)
 
 
 def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> Layouts | None:
