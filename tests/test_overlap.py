@@ -200,6 +200,36 @@ def test_gather_product_and_scatter_in_one_loop() -> None:
     check(fd, F.linear)
 
 
+@pytest.mark.parametrize(("shape", "shard", "wanted"), [((3, 2, 2, 2), 1, "gggkkk"), ((2, 2, 2), 0, "bbkk")])
+def test_a_stream_outside_the_shards_and_one_of_the_shards_themselves(
+    shape: tuple[int, ...], shard: int, wanted: str
+) -> None:
+    """nvFuser's MultiDeviceExecutor: the result's first dim is a stream, x is sharded over the second or the first."""
+
+    def notes(fd: Any, x: Any, w: Any, y: Any) -> None:
+        for t in (x, w, y):
+            t.set_device_mesh(mf.DeviceMesh([0, 1]))
+        x.axis(shard).parallelize(X)
+        y.axis(0).parallelize(mf.ParallelType.stream)
+
+    fd = defined([shape, (8, 2)], lambda fd, x, w: fd.ops.linear(x, w), notes)
+    check(fd, F.linear)
+    assert ran(fd) == wanted
+
+
+def test_a_stream_on_one_rank_and_no_mesh_cuts_the_product() -> None:
+    def notes(fd: Any, x: Any, w: Any, y: Any) -> None:
+        y.outer_split(0, 3)
+        y.axis(0).parallelize(mf.ParallelType.stream)
+
+    fd = defined([(15, 7), (7, 2)], lambda fd, x, w: fd.ops.matmul(x, w), notes)
+    check(fd, torch.matmul)
+    with torch.profiler.profile(record_shapes=True) as prof:
+        fd.simulate([torch.ones(15, 7, dtype=torch.float64), torch.ones(7, 2, dtype=torch.float64)])
+    seen = [event.input_shapes for event in prof.events() if event.name == "aten::mm"]
+    assert seen == [[[5, 7], [7, 2], [5, 2]]] * 3
+
+
 def test_a_chain_of_streamed_tensors_is_one_loop() -> None:
     def notes(fd: Any, x: Any, w: Any, gathered: Any, y: Any) -> None:
         for t, spec in ((x, ["tp", None]), (w, ["tp", None]), (gathered, [None, None]), (y, [None, "tp"])):

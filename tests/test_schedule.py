@@ -196,6 +196,21 @@ def test_the_times_of_a_program_of_two_kernels_and_one_reduction() -> None:
     assert "2 ranks" in str(found) and "hidden: 0%" in str(found)
 
 
+def test_a_thousand_ranks_are_played() -> None:
+    mesh, fd = mf.DeviceMesh((32, 32), ("dp", "tp")), mf.FusionDefinition()
+    x, w = fd.define_tensor([4096, 256], dtype=FLOAT), fd.define_tensor([256, 256], dtype=FLOAT)
+    y = fd.ops.linear(x, w)
+    fd.add_output(y)
+    for t, spec in ((x, ["dp", "tp"]), (w, [None, "tp"]), (y, ["dp", None])):
+        fd.mesh_split(t, mesh, spec)
+    fd.overlap(y, 4)
+    made = programs(fd)
+    verify_together(made)
+    found = timeline(made)
+    assert len(found.ranks) == 1024 and len({rank.end for rank in found.ranks}) == 1
+    assert found.makespan < timeline(made, overlapped=False).makespan
+
+
 def test_the_links_of_a_mesh_are_the_models() -> None:
     slow, fast = mf.Link(1e9, 1e-4), mf.Link(1e11, 1e-6)
     mesh = mf.DeviceMesh((2, 2), ("dp", "tp"), links={"dp": slow, "tp": fast}, flops=1e14)
