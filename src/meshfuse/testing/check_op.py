@@ -7,6 +7,7 @@ definitions; and gradients, against torch's autograd through the lowering, in fl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -59,6 +60,22 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
     """
     given = list(op.samples() if samples is None else samples)
     assert given, f"{op.name}: no samples\n  what to do Give samples=[mf.Sample((mf.TensorType(...), ...)), ...]."
+    with _one_thread():
+        _check(op, given, max_examples, max_ranks)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small tensors are fastest on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _check(op: OpDef, given: Sequence[Sample], max_examples: int, max_ranks: int) -> None:
     for sample in given:
         _raise(type_problem(op, sample) or window_problem(op, sample))
     for sample in given:
@@ -75,7 +92,7 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
     for sample in given:
         _raise(gradient_problem(op, sample))
     for adjoint in op.adjoints:
-        check_op(adjoint, samples=[_of_adjoint(op, given[0])], max_examples=max_examples // 2, max_ranks=max_ranks)
+        _check(adjoint, [_of_adjoint(op, given[0])], max_examples // 2, max_ranks)
 
 
 def _raise(problem: str | None) -> None:
