@@ -264,3 +264,29 @@ def test_groups_of_wrong_ranks(ranks2):
     assert "meshfuse run --ranks 3" in text
     assert ranks2.run(on_rank_bad_group, (0,))[1].startswith("no group for this rank: found rank 1 and a group of")
     assert ranks2.run(on_rank_bad_group, (0, 0, 1))[0].startswith("no group for this rank: found rank 0 and a group")
+
+
+def on_rank_again() -> tuple[list[float], list[int]]:
+    """All-reduces and all-gathers, two of each in flight, three times over; and the buffers that are kept for them."""
+    world, group = _world_group()
+    results: list[float] = []
+    kept: list[int] = []
+    for step in range(3):
+        tensors = [torch.full((10,), float(world.rank + step + i)) for i in range(2)]
+        gathered = [torch.empty(10 * world.size) for _ in tensors]
+        works = [group.all_gather(g, t.clone()) for g, t in zip(gathered, tensors, strict=True)]
+        works += [group.all_reduce(t) for t in tensors]
+        for work in reversed(works):
+            work.wait()
+        results += [t[0].item() for t in tensors] + [g.sum().item() for g in gathered]
+        kept.append(sum(map(len, group._gloo._free.values())))
+    return results, kept
+
+
+def test_buffers_are_used_again_and_not_while_a_call_runs(ranks4):
+    expected = [
+        float(sum(rank + step + i for rank in range(4)) * n) for step in range(3) for n in (1, 10) for i in (0, 1)
+    ]
+    for results, kept in ranks4.run(on_rank_again):
+        assert results == expected
+        assert kept[0] > 0 and kept == [kept[0]] * 3
