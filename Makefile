@@ -8,12 +8,13 @@ RANKS ?= --ranks 4 $(MAIN_JOB) dp=2,tp=2
 ENV = $(PYTHON) tools/env.py
 PYTEST = $(PY) -m pytest -q
 
-.PHONY: help env run test test-nvfuser fuzz lint gpu-check bench bench-bills bench-compile bench-runtime
+.PHONY: help env run test test-nvfuser faults fuzz lint gpu-check bench bench-bills bench-compile bench-runtime
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
 	@echo "make test       nvFuser's tests in their own environment, then the main suite"
 	@echo "make lint       ruff and pyright"
+	@echo "make faults     kills, stops and misleads ranks, REPEAT=20 times each, and looks at what is left"
 	@echo "make fuzz       random programs until one fails or Ctrl-C"
 	@echo "make bench      the benchmarks: bench-bills (bytes on the wire), bench-compile (time to compile)"
 	@echo "                and bench-runtime (steps on real ranks, beside hand-written torch and DTensor)"
@@ -36,6 +37,9 @@ test-nvfuser:
 	@python=$$($(ENV) nvfuser); status=$$?; \
 	if [ $$status -eq 0 ]; then $$python -m pytest -q -m nvfuser; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
+
+faults: env
+	@$(PY) tests/ranks/faults.py --repeat $(or $(REPEAT),20) $(FAULTS)
 
 fuzz: env
 	@while $(PYTEST) -m fuzz --hypothesis-profile=fuzz --timeout=0; do :; done; exit 1

@@ -6,6 +6,7 @@ The names below are loaded when they are first used: importing meshfuse loads ne
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -86,6 +87,10 @@ if TYPE_CHECKING:
     from .runtime.world import World
     from .sharding.layout import Split
     from .sharding.value import Sharding
+
+
+if "MESHFUSE_FOLLOWER_CODE" in os.environ:  # A rank of `meshfuse run`; exits says what for.
+    importlib.import_module(".runtime.exits", __name__).report_user_errors()
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rank_pool import RankPool, base_environment
 
-_GUARD = 60
+_GUARD = 140
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ class Entry:
             return _annotated(self.name, self.sharding, shape)
         if self.sharding is not None and self.sharding.ndim != len(shape):
             raise wrong(
-                self.name, f"a sharding of {self.sharding.ndim} dims", f"one of {len(shape)}, as the tensor has"
+                self.name, f"a sharding of {self.sharding.ndim} dims", f"{len(shape)}, as the tensor has"
             )
         if self.sharding is not None and self.sharding.partial:
             raise wrong(self.name, f"unreduced sums, {self.sharding}", "a tensor that is reduced")

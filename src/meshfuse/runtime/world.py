@@ -21,7 +21,7 @@ from . import news
 from .bounds import Silent, bounded, left_running, within
 from .diagnosis import Scene, connection_lost, disagreement, lost, peer_failed, peers_gone, seconds_since, timed_out
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
-from .exits import end_at_once, install_hook, report_user_errors
+from .exits import end_at_once, install_hook
 from .group import Group
 from .last_words import install_last_words
 from .liveness import FAILED, FINISHED, Responder, line_of, main_thread_frame, publish, published, roll_call
@@ -34,8 +34,6 @@ T = TypeVar("T")
 _LINGER = 3.0
 _GRACE = 2.0
 _FIRST_COMPARED = 4
-
-report_user_errors()
 
 
 class Activity(Protocol):

@@ -1,0 +1,290 @@
+"""Checkpoints of one process and of simulated teams: what is saved in one sharding is loaded in any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import meshfuse as mf
+from meshfuse.checkpoint import api, folder
+from meshfuse.checkpoint.pieces import boxes
+from meshfuse.errors import CheckpointError
+from meshfuse.runtime.environment import Environment
+from meshfuse.runtime.world import World
+from meshfuse.sharding.data import shard
+from meshfuse.testing import meshes, shardings
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+
+class Team:
+    """Ranks as threads of this process: what `api` needs of a world. Real ranks: ranks/test_checkpoints.py."""
+
+    def __init__(self, size: int):
+        self.size, self.barrier, self.slots = size, threading.Barrier(size, timeout=60), [b""] * size
+
+    def run(self, action):
+        """`action(world)` on every rank; the results, or the first error."""
+        results: list[object] = [None] * self.size
+        worlds = [Member(self, rank) for rank in range(self.size)]
+
+        def one(rank):
+            try:
+                results[rank] = action(worlds[rank])
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+
+class Member(World):
+    def __init__(self, team: Team, rank: int):
+        super().__init__(Environment(), 60.0)
+        self.team, self.rank, self.size = team, rank, team.size
+
+    def exchange(self, value, what, limit=None):
+        self.team.slots[self.rank] = value
+        self.team.barrier.wait()
+        found = list(self.team.slots)
+        self.team.barrier.wait()
+        return found
+
+    def check_same(self, value, what, ranks, detail=None):
+        assert len(set(self.exchange(value.encode(), what))) == 1
+
+
+@pytest.fixture(autouse=True)
+def worlds(monkeypatch):
+    """Each thread's own world."""
+    local = threading.local()
+    plain = World(Environment(), 60.0)
+    monkeypatch.setattr(World, "current", classmethod(lambda cls: getattr(local, "world", plain)))
+
+    def on(team: Team, action):
+        def with_world(world):
+            local.world = world
+            return action(world.rank)
+
+        return team.run(with_world)
+
+    return on
+
+
+def numbered(shape, dtype=torch.float32) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_boxes_are_the_shard(data):
+    """Any sharding: the boxes of a rank tell where each element of its shard stands in the global tensor."""
+    shape = tuple(data.draw(st.lists(st.integers(0, 13), max_size=3)))
+    sharding = data.draw(shardings(shape, data.draw(meshes(max_ranks=8))))
+    whole = numbered(shape)
+    for rank in sharding.mesh.ranks:
+        local, found = shard(whole, sharding, rank), torch.full(sharding.local_shape(shape, rank), -1.0)
+        for box in boxes(sharding, shape, rank):
+            place = tuple(slice(a, a + n) for a, n in zip(box.local, box.sizes, strict=True))
+            source = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
+            found[place] = whole[source]
+        assert torch.equal(found, local)
+
+
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_sharding_is_loaded_in_any_other(tmp_path_factory, worlds, data):
+    """Uneven, empty, inner-split and sub-axis shards, from up to 4 ranks to up to 4 others and to one process."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    shape = tuple(data.draw(st.lists(st.integers(0, 11), max_size=3)))
+    first, second = (data.draw(shardings(shape, data.draw(meshes(max_ranks=4)))) for _ in range(2))
+    whole = numbered(shape, data.draw(st.sampled_from((torch.float32, torch.bfloat16, torch.int64, torch.bool))))
+    known = data.draw(st.booleans())
+
+    def save(rank):
+        local = shard(whole, first, rank) if rank in first.mesh else None
+        mf.save(path, {"t": (local, first, shape) if known else (local, first), "same": whole, "n": 3})
+
+    def load(rank):
+        return mf.load(path, {"t": second, "same": None, "n": None})
+
+    worlds(Team(max(first.mesh.ranks) + 1), save)
+    for rank, got in enumerate(worlds(Team(max(second.mesh.ranks) + 1), load)):
+        wanted = shard(whole, second, rank) if rank in second.mesh else None
+        assert got["t"] is None if wanted is None else torch.equal(got["t"], wanted)
+        assert torch.equal(got["same"], whole) and got["n"] == 3
+    alone = mf.load(path)
+    assert torch.equal(alone["t"], whole) and alone["t"].dtype == whole.dtype
+
+
+def test_replicas_are_stored_once(tmp_path, worlds):
+    whole = torch.randn(1000, 100)
+    mesh = mf.DeviceMesh((2, 2), ("a", "b"))
+    halves = mf.Sharding(mesh, ((mf.Split(2, "a"),), ()))
+    worlds(Team(4), lambda rank: mf.save(tmp_path, {"whole": whole, "half": (shard(whole, halves, rank), halves)}))
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*.distcp"))
+    assert 2 * whole.nbytes <= size < 2.2 * whole.nbytes
+
+
+def test_tensors_are_filled_in_place(tmp_path):
+    mf.save(tmp_path, {"t": torch.ones(3), "s": "text"})
+    target = torch.zeros(3)
+    found = mf.load(tmp_path, {"t": target, "s": ""})
+    assert found["t"] is target and target.tolist() == [1, 1, 1] and found["s"] == "text"
+
+
+def test_the_new_checkpoint_replaces_the_old_one(tmp_path):
+    for number in range(3):
+        mf.save(tmp_path, {"t": torch.full((3,), number)})
+        assert mf.load(tmp_path)["t"].tolist() == [number] * 3
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# What goes wrong.
+
+
+MISTAKES = {
+    "a missing name": (
+        {"t": None, "u": None},
+        "the checkpoint lacks 'u': found t, needed all names that are asked for",
+    ),
+    "another shape": ({"t": torch.zeros(4)}, r"'t': found shape \[3\] in the checkpoint, needed \[4\]"),
+    "another dtype": ({"t": torch.zeros(3).int()}, "'t': found torch.float32 in the checkpoint, needed torch.int32"),
+    "another form": ({"t": 4.5j}, "'t': found complex, needed a tensor, a DTensor"),
+    "other dims": (
+        {"t": mf.Sharding.replicated(mf.DeviceMesh((1,), ("a",)), 2)},
+        "'t': found a sharding of 2 dims, needed 1, as the tensor has",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_wrong_wishes(tmp_path, what):
+    mf.save(tmp_path, {"t": torch.ones(3)})
+    wanted, text = MISTAKES[what]
+    with pytest.raises(mf.ArgumentError, match=text):
+        mf.load(tmp_path, wanted)
+
+
+def test_a_wrong_shard(tmp_path):
+    sharding = mf.Sharding(mf.DeviceMesh((2,), ("a",)), ((mf.Split(2, "a"),),))
+    with pytest.raises(
+        mf.ArgumentError, match=r"'t': found a shard of shape \[3\] on rank 0, needed \[2\]: \[a\] of \[4\]"
+    ):
+        mf.save(tmp_path, {"t": (torch.ones(3), sharding, (4,))})
+    partial = mf.Sharding(mf.DeviceMesh((2,), ("a",)), ((),), (mf.Split(2, "a"),), "sum")
+    with pytest.raises(mf.ArgumentError, match="found unreduced sums"):
+        mf.save(tmp_path, {"t": (torch.ones(3), partial, (3,))})
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no checkpoint to load: found .*nowhere: No such file or directory"):
+        mf.load(tmp_path / "nowhere")
+
+
+def damages() -> dict[str, object]:
+    def change(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    return {
+        "changed": change,
+        "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+        "gone": Path.unlink,
+    }
+
+
+@pytest.mark.parametrize("which", ["*.distcp", ".metadata", "checkpoint.json"])
+@pytest.mark.parametrize("how", list(damages()))
+def test_damage_is_found(tmp_path, which, how):
+    mf.save(tmp_path, {"t": torch.randn(100)})
+    (path,) = tmp_path.rglob(which)
+    damages()[how](path)  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"damaged|no checkpoint to load"):
+        mf.load(tmp_path)
+
+
+def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path):
+    """No file may grow beyond 20 kB, as on a disk without room."""
+    mf.save(tmp_path, {"t": torch.ones(3)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"meshfuse\.save failed while writing: .* rank 0 .* untouched"):
+            mf.save(tmp_path, {"t": torch.ones(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert mf.load(tmp_path)["t"].tolist() == [1, 1, 1]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("stage", ["write", "commit", "replace"])
+def test_a_killed_save_leaves_the_checkpoint_of_before(tmp_path, stage):
+    """Killed before the files, after them, and at the last moment."""
+    mf.save(tmp_path, {"t": torch.ones(3)})
+    die = "lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
+    place = {"write": "api.write", "commit": "folder.commit", "replace": "os.replace"}[stage]
+    script = f"""
+import os, signal, torch, meshfuse as mf
+from meshfuse.checkpoint import api, folder
+{place} = {die}
+mf.save({str(tmp_path)!r}, {{"t": torch.zeros(5)}})
+"""
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert mf.load(tmp_path)["t"].tolist() == [1, 1, 1]
+    mf.save(tmp_path, {"t": torch.full((2,), 7)})  # It also clears away what the killed one left.
+    assert mf.load(tmp_path)["t"].tolist() == [7, 7] and len(list(tmp_path.iterdir())) == 2
+
+
+def test_one_rank_that_fails_fails_all(tmp_path, worlds, monkeypatch):
+    real = api.write
+
+    def write(path, shards, rank, together):
+        def failing(doing, action):
+            return together(doing, (lambda: (_ for _ in ()).throw(OSError(28, "No space"))) if rank == 1 else action)
+
+        return real(path, shards, rank, failing)
+
+    monkeypatch.setattr(api, "write", write)
+    failures = []
+
+    def save(rank):
+        try:
+            mf.save(tmp_path, {"t": torch.ones(3)})
+        except CheckpointError as error:
+            failures.append(str(error))
+
+    worlds(Team(3), save)
+    assert len(failures) == 3 and all("on rank 1 OSError: [Errno 28] No space" in text for text in failures)
+    assert not (tmp_path / "checkpoint.json").exists()
+
+
+def test_the_index_says_what_there_is(tmp_path):
+    mf.save(tmp_path, {"t": torch.ones(3, 0), "s": 1.5})
+    body = json.loads((tmp_path / "checkpoint.json").read_text().partition("\n")[2])
+    assert body["tensors"] == {"t": ["float32", [3, 0]]} and body["values"] == {"s": 1.5}
+    assert folder.read_index(tmp_path).tensors == {"t": ("float32", (3, 0))}
+    assert mf.load(tmp_path)["t"].shape == (3, 0)
