@@ -59,7 +59,9 @@ def extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.amax(1), x.abs().amax(1)
 
 
-@mf.torch_op("(h d) n -> h d n", sizes=lambda call: {"d": call["width"]}, samples=[mf.Sample((tensor(6, 4), 3))])
+@mf.torch_op(
+    "(h d) n -> h d n", blocked="d", sizes=lambda call: {"d": call["width"]}, samples=[mf.Sample((tensor(6, 4), 3))]
+)
 def split_heads(x: torch.Tensor, width: int) -> torch.Tensor:
     return x.reshape(-1, width, x.shape[1])
 

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from interpreter import has_reference, interpret
 from laws import LAWS, Law, annotated_with_all, annotated_with_one, wire
+from meshfuse.ops import OPS
 from meshfuse.propagation.sharded import ShardedDefinition
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for, shapes_for
 from meshfuse.testing.blocks import FAMILIES
+from meshfuse.testing.op_blocks import any_op
+from op_references import NVIDIA_ONLY
 
 # Programs per family of ops, 5,300 in all.
 FAMILY_NAMES = [*FAMILIES, "all"]
@@ -79,6 +82,19 @@ def test_annotating_what_was_chosen_changes_next_to_nothing(again: Callable[...,
     collect()
     assert sum(different) <= 0.04 * len(different)
     assert sum(after) <= 1.01 * sum(before)
+
+
+def test_random_programs_reach_every_op() -> None:
+    """All of the table but those that need nvFuser and a GPU."""
+    seen: set[str] = set()
+
+    @settings(max_examples=400)
+    @given(definitions(blocks=[any_op], min_ops=20, max_ops=30))
+    def collect(fd: mf.FusionDefinition) -> None:
+        seen.update(node.op.name for node in fd.nodes)
+
+    collect()
+    assert sorted(set(OPS) - seen) == sorted(NVIDIA_ONLY)
 
 
 @settings(max_examples=50)

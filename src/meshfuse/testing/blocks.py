@@ -226,12 +226,18 @@ def matmul(w: Writer) -> None:
     a = w.tamed(w.float(lambda v: 1 < v.ndim < 4), 50.0)
     *batch, _, k = a.shape
     b = w.pick(
-        lambda v: v.kind == "float" and v.ndim == 2 and v.shape[0] == k and v is not a and v.tv.dtype is a.tv.dtype
+        lambda v: (
+            v.kind == "float"
+            and v.ndim == 2
+            and v.shape[0] == k
+            and v is not a
+            and v.tv.dtype is a.tv.dtype
+            and v.bound <= 50.0
+        )
     )
     if b is None or w.flag():
         lead = batch if w.flag() else []
         b = w.input([*lead, k, w.size()], dtype=a.tv.dtype)
-    b = w.tamed(b, 50.0)
     shape = (*batch, a.shape[-2], b.shape[-1])
     if math.prod(shape) <= w.max_numel:
         w.like(a, "matmul", b.tv, shape=shape, bound=a.bound * b.bound * k)
