@@ -255,3 +255,10 @@ def test_drawn_layouts_bind_what_they_are_told_to(data: st.DataObject) -> None:
     splits = [Split(2, "dp"), Split(3, "tp")]
     layout = data.draw(layouts(data.draw(SIZES), splits))
     assert sorted(s for s in layout if s.bound) == splits
+
+
+def test_the_first_part_of_an_axis_does_not_read_as_the_axis() -> None:
+    mesh = DeviceMesh((8,), ("dp",))
+    half, whole = (Sharding.make(mesh, [(Split(n, "dp"),)], (16,)) for n in (4, 8))
+    assert (str(half), str(whole)) == ("[dp:(1)4]", "[dp]")
+    assert str(Sharding.make(mesh, [()], (16,), [Split(2, "dp")], "sum")) == "[-] partial(sum: dp:(1)2)"

@@ -111,10 +111,11 @@ def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts]]:
     votes = _votes(setting)
     for source, vote in [*votes, *_displaced_votes(setting)]:
         order = [vote, *(other for _, other in votes if other != vote)]
-        layouts = representable(rule, _with_reductions(setting, merged(order)))
-        yield source, layouts
-        if not setting.reductions:
-            yield source._replace(split_reduction=False), _without_reductions(rule, layouts)
+        for agreed in (order, [vote]):
+            layouts = representable(rule, _with_reductions(setting, merged(agreed)))
+            yield source, layouts
+            if not setting.reductions:
+                yield source._replace(split_reduction=False), _without_reductions(rule, layouts)
     yield Source("whole"), _with_reductions(setting, (WHOLE,) * len(rule.factors))
 
 

@@ -115,7 +115,9 @@ def _op(explainer: Explainer, node: Node, places: dict[int, int]) -> dict[str, A
 
 def _shard(sharding: Sharding) -> dict[str, Any]:
     """Per dim its text and the first axis in it, and the axes that the tensor is unreduced over."""
-    dims = [[lay.text(layout), next((s.axis for s in lay.axes(layout)), None)] for layout in sharding.dims]
+    dims = [
+        [lay.text(layout, sharding.mesh), next((s.axis for s in lay.axes(layout)), None)] for layout in sharding.dims
+    ]
     return {"dims": dims, "partial": [str(split) for split in sharding.partial]}
 
 

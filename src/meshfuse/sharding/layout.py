@@ -271,8 +271,15 @@ def concat(layouts: tuple[Layout, ...], sizes: tuple[int, ...], n: int | None = 
     return canonical(tuple(split for layout in full for split in layout), n)
 
 
-def text(layout: Layout) -> str:
-    """`–` for a whole dim, `tp` for one axis, `(3, tp)` and so on otherwise."""
+def text(layout: Layout, mesh: DeviceMesh | None = None) -> str:
+    """`-` for a whole dim, `tp` for one axis, `(3, tp)` and so on otherwise; with a mesh `tp:(1)4` for a first part."""
     if not layout:
         return "-"
-    return str(layout[0]) if len(layout) == 1 else "(" + ", ".join(map(str, layout)) + ")"
+    parts = [split_text(split, mesh) for split in layout]
+    return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def split_text(split: Split, mesh: DeviceMesh | None) -> str:
+    """A split; the most major part of an axis of the mesh is told from the whole axis."""
+    part = mesh is not None and split.bound and split.pre == 1 and split.size != mesh.axis_size(split.axis or "")
+    return f"{split.axis}:(1){split.size}" if part else str(split)

@@ -122,9 +122,9 @@ class Sharding:
         return tuple(self.mesh.digit(rank, s.axis, s.pre, s.size) for s in self.splits)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        dims = ", ".join(map(lay.text, self.dims))
-        partial = f" partial({self.reduce}: {', '.join(map(str, self.partial))})" if self.partial else ""
-        return f"[{dims}]{partial}"
+        dims = ", ".join(lay.text(layout, self.mesh) for layout in self.dims)
+        terms = ", ".join(lay.split_text(split, self.mesh) for split in self.partial)
+        return f"[{dims}] partial({self.reduce}: {terms})" if terms else f"[{dims}]"
 
 
 def canonical_partial(partial: Iterable[Split]) -> tuple[Split, ...]:
