@@ -96,16 +96,25 @@ def assert_same_as_unsharded(
     for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
         name = fd.tensors[fd.outputs[place]].name
         assert a.shape == b.shape, f"output {name}: shape {tuple(a.shape)} instead of {tuple(b.shape)}"
+        if fd.annotations:
+            name += f", {fd.latest().output_shardings()[place]}"
         assert_close(a, b, tolerance_of(fd), f"output {name}")
 
 
 def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float, what: str) -> None:
     """Equal but for rounding, relative to the largest number; exactly equal where the type is exact."""
     if not a.dtype.is_floating_point and not a.dtype.is_complex:
-        assert torch.equal(a, b.to(a.dtype)), f"{what}: {a} instead of {b}"
+        assert torch.equal(a, b.to(a.dtype)), f"{what}: {_first(a != b.to(a.dtype), a, b)}"
         return
     wide = torch.complex128 if a.dtype.is_complex else torch.float64
     a, b = a.to(wide), b.to(wide)
     scale = max(1.0, float(b[torch.isfinite(b)].abs().amax())) if torch.isfinite(b).any() else 1.0
-    same = torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
-    assert same, f"{what}: {a} instead of {b}"
+    same = torch.isclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
+    assert bool(same.all()), f"{what}: {_first(~same, a, b)}, by more than {tolerance * scale:.1g}"
+
+
+def _first(wrong: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str:
+    """The first element that differs, and how many do."""
+    place = tuple(wrong.nonzero()[0].tolist())
+    count = f"{int(wrong.sum())} of {wrong.numel()} differ"
+    return f"element {list(place)} is {a[place].item()}, expected {b[place].item()} ({count})"
