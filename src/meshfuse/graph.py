@@ -278,6 +278,7 @@ def _concrete_args(
             return found if kind is ParamKind.SHAPE and arg is not None else found[0] if found else None
         if not isinstance(arg, ScalarRef) or inputs_of(arg, fd.scalars):
             return arg
+        assert arg.dtype is not None
         found = python_cast(value(arg), arg.dtype)
         # A number is taken as Int, Double or ComplexDouble: any other type stays with its reference.
         plain = arg.dtype is scalar_dtype(found) and arg.dtype is not DataType.Bool

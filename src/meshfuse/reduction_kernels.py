@@ -40,8 +40,8 @@ def highest(dtype: torch.dtype) -> Any:
 
 def neutral(shape: tuple[int, ...], reduce: str, dtype: torch.dtype, device: Any) -> torch.Tensor:
     """What a rank that has nothing to reduce adds to a reduction."""
-    value = {"sum": 0, "prod": 1, "max": lowest, "min": highest}[reduce]
-    return torch.full(shape, value(dtype) if callable(value) else value, dtype=dtype, device=device)
+    value: Any = {"sum": 0, "prod": 1, "max": lowest(dtype), "min": highest(dtype)}[reduce]
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
 def reduce_max(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:

@@ -35,9 +35,7 @@ class Entry:
         if isinstance(self.sharding, TensorView):
             return _annotated(self.name, self.sharding, shape)
         if self.sharding is not None and self.sharding.ndim != len(shape):
-            raise wrong(
-                self.name, f"a sharding of {self.sharding.ndim} dims", f"{len(shape)}, as the tensor has"
-            )
+            raise wrong(self.name, f"a sharding of {self.sharding.ndim} dims", f"{len(shape)}, as the tensor has")
         if self.sharding is not None and self.sharding.partial:
             raise wrong(self.name, f"unreduced sums, {self.sharding}", "a tensor that is reduced")
         return None if self.sharding is None else self.sharding.placement(shape)
