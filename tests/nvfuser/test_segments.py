@@ -131,8 +131,8 @@ def launches(fd: mf.FusionDefinition, monkeypatch: pytest.MonkeyPatch) -> tuple[
     found: dict[Any, Launched] = {}
     made = Simulation.__init__
 
-    def recording(self: Simulation, programs: Any, device: Any) -> None:
-        made(self, programs, device)
+    def recording(self: Simulation, programs: Any, *args: Any) -> None:
+        made(self, programs, *args)
         for program in programs:
             scope = self.bound[program.rank].main.__globals__
             for kernel in program.kernels:

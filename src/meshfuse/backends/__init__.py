@@ -16,7 +16,8 @@ import torch
 from ..host_ir.instructions import Kernel
 from ..segmentation import Segment, SegmentedDefinition
 
-# Called with the kernel's parameters; gives the result, or a tuple of them where the kernel has several.
+# Called with the kernel's parameters; gives the result, or a tuple of them where the kernel has several. Its `note`,
+# where it has one, says for the table of backends how much of the segment is compiled.
 Prepared = Callable[..., Any]
 
 

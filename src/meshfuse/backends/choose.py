@@ -41,10 +41,11 @@ def _inductor() -> Backend:
 def _nvfuser() -> Backend:
     """Raises Unsupported where there is no nvFuser."""
     try:
-        from .nvfuser.backend import NvFuser  # pyright: ignore[reportMissingImports]
+        from .nvfuser.backend import NvFuser
+
+        return NvFuser()
     except ImportError as error:
         raise Unsupported(f"it cannot be imported ({error})") from error
-    return NvFuser()
 
 
 MAKERS: Mapping[str, Callable[[], Backend]] = {"eager": Eager, "inductor": _inductor, "nvfuser": _nvfuser}

@@ -39,11 +39,17 @@ def bind_program(
     text = "\n".join(lines) + "\n"
     file = f"<meshfuse rank {program.rank} {program.digest}{' simulated' if simulated else ''}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": FUNCTIONS, "device": device}
-    scope["OP"] = SimpleNamespace(**program.functions)
+    scope = text_scope(program.functions, device)
     scope.update({group_name(group): group_of(group) for group in program.groups})
     exec(compile(text, file, "exec"), scope)
     return BoundProgram(scope["main"], where, file, scope)
+
+
+def text_scope(functions: Mapping[str, Callable[..., Any]], device: torch.device) -> dict[str, Any]:
+    """The globals of kernels' text; `functions` are those of registered ops by name."""
+    scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": FUNCTIONS, "device": device}
+    scope["OP"] = SimpleNamespace(**functions)
+    return scope
 
 
 def instruction_at(bound: BoundProgram, trace: TracebackType | None) -> Instruction | None:

@@ -74,8 +74,9 @@ class Segments:
         name = self._left.pop(0)
         chosen = self.chosen[name]
         try:
-            self._scope[name] = self._maker(chosen.backend).prepare(self._task(self._kernels[name]))
-            self.chosen[name] = Chosen(chosen.backend, "compiled")
+            made = self._maker(chosen.backend).prepare(self._task(self._kernels[name]))
+            self._scope[name] = made
+            self.chosen[name] = Chosen(chosen.backend, getattr(made, "note", "compiled"))
         except Unsupported as error:
             self.chosen[name] = Chosen("eager", f"{chosen.backend}: {error}")
         return True

@@ -44,12 +44,12 @@ def torch_reason(segmented: SegmentedDefinition, segment: Segment, rank: int) ->
     except ToTorch as reason:
         return str(reason)
     except RuntimeError as error:
-        return f"nvFuser refuses it: {_refusal(error)}"
+        return f"nvFuser refuses it: {refusal(error)}"
     return None
 
 
-def _refusal(error: RuntimeError) -> str:
-    """The sentence of one of nvFuser's internal errors, without its stack."""
+def refusal(error: Exception) -> str:
+    """The sentence of an error, of nvFuser's internal ones too, without its stack."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith(("INTERNAL", "Exception"))]
     return (told or lines or [""])[0]

@@ -16,6 +16,7 @@ from ...ops.native import ToTorch
 from ...resharding.insert import Compute
 from ...scalars import ScalarDef, inputs_of
 from ...segmentation import Segment, SegmentedDefinition
+from .layout import Layout
 from .load import load
 from .native_call import NativeCall
 
@@ -43,10 +44,13 @@ class _Builder:
         self.fd, self.types, self.scalars, self.size = fd, types, scalars, size
         self.scalar_inputs: dict[int, Any] = {}
 
-    def define(self, kind: TensorType) -> Any:
-        """A dense, row-major input; dims of size 1 are broadcast."""
-        flags = [None if n == 1 else True for n in kind.shape]
-        return self.fd.define_tensor(list(kind.shape), contiguity=flags, dtype=self.dtype(kind.dtype))
+    def define(self, kind: TensorType, layout: Layout | None = None) -> Any:
+        """An input, dense and row-major where no layout is given; dims of size 1 are broadcast."""
+        flags = [None if n == 1 else True for n in kind.shape] if layout is None else layout.slowest_first()
+        order = [] if layout is None or layout.row_major else list(layout.order)
+        return self.fd.define_tensor(
+            list(kind.shape), contiguity=flags, dtype=self.dtype(kind.dtype), stride_order=order
+        )  # fmt: skip
 
     def dtype(self, dtype: DataType) -> Any:
         found = getattr(self.types, dtype.name, None)
@@ -112,9 +116,24 @@ def local_types(local: LocalCall) -> tuple[tuple[TensorType, ...], tuple[TensorT
     return operands, results
 
 
-def build_segment(segmented: SegmentedDefinition, segment: Segment, rank: int) -> NativeKernel:
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """How a segment's inputs and outputs lie in memory."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+    @property
+    def row_major(self) -> bool:
+        return all(layout.row_major for layout in (*self.inputs, *self.outputs))
+
+
+def build_segment(
+    segmented: SegmentedDefinition, segment: Segment, rank: int, layouts: Layouts | None = None
+) -> NativeKernel:
     """The kernel of a segment on a rank of its mesh: inputs and outputs in the order of the segment's.
 
+    They are dense and row-major where no layouts are given; outputs are dense in the order of theirs.
     Raises ToTorch with the op and the reason where an op of the segment is left to torch, NvfuserMissing
     without nvFuser.
     """
@@ -124,16 +143,24 @@ def build_segment(segmented: SegmentedDefinition, segment: Segment, rank: int) -
     outputs = tuple(_value_type(segmented, v, rank) for v in segment.outputs)
     with _definition(nvfuser) as fd:
         builder = _Builder(fd, nvfuser.DataType, graph.scalars, lambda t, dim: graph.shape(t.id)[dim])
-        values = {v: builder.define(t) for v, t in zip(segment.inputs, inputs, strict=True)}
-        scalars = tuple(builder.scalar_input(i) for i in _scalar_inputs(graph, segment))
+        given = layouts.inputs if layouts is not None else (None,) * len(inputs)
+        values = {v: builder.define(t, lies) for v, t, lies in zip(segment.inputs, inputs, given, strict=True)}
+        scalars = tuple(builder.scalar_input(i) for i in scalar_inputs(graph, segment))
         for compute in segment.computes:
             values.update(zip(compute.outputs, _compute(builder, graph, compute, values, rank), strict=True))
-        for v in segment.outputs:
-            fd.add_output(values[v])
+        for place, v in enumerate(segment.outputs):
+            fd.add_output(_laid_out(fd, values[v], layouts, place))
     return NativeKernel(segment.name, fd, inputs, scalars, outputs)
 
 
-def _scalar_inputs(graph: Graph, segment: Segment) -> list[int]:
+def _laid_out(fd: Any, tensor: Any, layouts: Layouts | None, place: int) -> Any:
+    """nvFuser lets outputs follow the order of its inputs' dims unless it is told."""
+    if layouts is None or layouts.row_major or len(layouts.outputs[place].order) < 2:
+        return tensor
+    return fd.ops.stride_order(tensor, list(layouts.outputs[place].order))
+
+
+def scalar_inputs(graph: Graph, segment: Segment) -> list[int]:
     """The scalar inputs that the segment's ops read, ascending, as its host program passes them."""
     args = [arg for compute in segment.computes for arg in graph.nodes[compute.node].call.args]
     return sorted({i for arg in args if isinstance(arg, ScalarRef) for i in inputs_of(arg, graph.scalars)})

@@ -1,0 +1,182 @@
+"""Segments run by nvFuser: a native definition for every run of ops that it takes, torch for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .. import Prepared, Task, Unsupported
+from .cut import Part, cut, refusal
+from .launch import CudaLauncher, Launcher, NativePart, Run
+from .layout import dense_strides, layout_of
+from .load import load
+from .segment import Layouts, build_segment
+from .text import bind_kernel, part_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A part of a segment that is ready to run: which names it takes and gives, and why it is left to torch."""
+
+    run: Run
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    reason: str
+    ops: int
+
+
+class NvFuser:
+    """Compiles what nvFuser takes of a segment, once per rank and program. Raises NvfuserMissing where there is none.
+
+    `launcher` runs the native definitions.
+    """
+
+    name = "nvfuser"
+
+    def __init__(self, launcher: Launcher | None = None) -> None:
+        load()
+        self.launcher: Launcher = CudaLauncher() if launcher is None else launcher
+
+    def prepare(self, task: Task) -> Prepared:
+        """The segment's parts one after another. Raises Unsupported where nvFuser takes none, with the reasons."""
+        self.launcher.check(task.device)
+        if task.segment is None:
+            raise Unsupported("the kernel is a part of a segment, in a loop")
+        parts = [part for part in cut(task.definition, task.segment, task.rank) if part.segment.outputs]
+        memory = _Memory(task)
+        steps = [self._step(task, part, place, memory) for place, part in enumerate(parts)]
+        if all(step.reason for step in steps):
+            raise Unsupported("; ".join(dict.fromkeys(step.reason for step in steps)))
+        return _Compiled(task, steps)
+
+    def _step(self, task: Task, part: Part, place: int, memory: _Memory) -> Step:
+        """The part compiled, or in torch with the reason."""
+        kernel = part_kernel(task.definition, part.segment, task.rank, f"{task.kernel.name}_part_{place}")
+        text = bind_kernel(kernel, task.device)
+        taken, made = memory.run(text, kernel.params)
+        run, reason = text, part.reason
+        if not reason:
+            try:
+                run = self._native(task, part, text, taken, made)
+                made = [memory.empty(t, dense_strides(t)) for t in made]
+            except Unsupported as error:
+                reason = str(error)
+        memory.values.update(zip(kernel.results, made, strict=True))
+        return Step(run, kernel.params, kernel.results, reason, len(part.segment.computes))
+
+    def _native(self, task: Task, part: Part, text: Run, taken: Sequence[Any], made: Sequence[torch.Tensor]) -> Run:
+        given = [t for t in taken if isinstance(t, torch.Tensor)]
+        layouts = Layouts(tuple(map(layout_of, given)), tuple(map(layout_of, made)))
+        try:
+            kernel = build_segment(task.definition, part.segment, task.rank, layouts)
+        except RuntimeError as error:
+            raise Unsupported(f"nvFuser refuses it: {refusal(error)}") from error
+        examples = tuple(_on_meta(value) for value in taken)
+        strides = tuple(map(dense_strides, made))
+        return self.launcher.prepare(NativePart(kernel, text, examples, strides, _owned(given, made)), task.device)
+
+
+class _Memory:
+    """How the values of a segment lie in memory, found by running its parts on fake tensors."""
+
+    def __init__(self, task: Task):
+        self.mode, self.device = FakeTensorMode(), task.device
+        self.values: dict[str, Any] = {}
+        for name, value in zip(parameters(task), task.arguments, strict=True):
+            self.values[name] = self.empty(value, value.stride()) if isinstance(value, torch.Tensor) else value
+
+    def empty(self, like: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+        with self.mode:
+            return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=self.device)
+
+    def run(self, text: Run, params: Sequence[str]) -> tuple[list[Any], list[torch.Tensor]]:
+        """A part's arguments and results. Raises Unsupported where its Python depends on tensors' values."""
+        taken = [self.values[name] for name in params]
+        try:
+            with self.mode, torch.no_grad():
+                return taken, list(text(taken))
+        except Exception as error:
+            raise Unsupported(f"it cannot be traced: {type(error).__name__}: {refusal(error)}") from error
+
+
+def parameters(task: Task) -> tuple[str, ...]:
+    """The kernel's parameters by the names that parts have for them: an input of two meshes is a value on each."""
+    assert task.segment is not None
+    values = [f"v{v}" for v in task.segment.inputs]
+    assert len(values) == sum(p.startswith("v") for p in task.kernel.params), task.kernel.params
+    return (*values, *task.kernel.params[len(values) :])
+
+
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _owned(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> frozenset[int]:
+    """The places of results that share no memory with an argument or with a result before them."""
+    seen = {t.untyped_storage()._cdata for t in given}
+    found: set[int] = set()
+    for place, tensor in enumerate(made):
+        memory = tensor.untyped_storage()._cdata
+        if memory not in seen:
+            found.add(place)
+        seen.add(memory)
+    return frozenset(found)
+
+
+class _Compiled:
+    """Calls the steps in turn, over values by name, each dropped after its last use.
+
+    Definitions are made for the order of their inputs' dims in memory: inputs that lie otherwise run the text.
+    """
+
+    def __init__(self, task: Task, steps: Sequence[Step]):
+        self.note, self.steps = described(steps), tuple(steps)
+        assert task.segment is not None
+        self._eager, self._params = task.eager, parameters(task)
+        self._results = tuple(f"v{v}" for v in task.segment.outputs)
+        self._known: set[tuple[Any, ...]] = set()
+        pairs = enumerate(task.arguments)
+        self._layouts = tuple((place, layout_of(a)) for place, a in pairs if isinstance(a, torch.Tensor))
+        self._plan = tuple((s.run, s.takes, s.gives, dead) for s, dead in zip(steps, self._dying(), strict=True))
+
+    def _dying(self) -> list[tuple[str, ...]]:
+        last = {name: place for place, step in enumerate(self.steps) for name in (*step.takes, *step.gives)}
+        kept = set(self._results)
+        return [tuple(n for n, at in last.items() if at == place and n not in kept) for place in range(len(self.steps))]
+
+    def __call__(self, *arguments: Any) -> Any:
+        strides = tuple([arguments[place].stride() for place, _ in self._layouts])
+        if strides not in self._known and not self._takes(arguments, strides):
+            return self._eager(*arguments)
+        values = dict(zip(self._params, arguments, strict=True))
+        for run, takes, gives, dead in self._plan:
+            values.update(zip(gives, run([values[name] for name in takes]), strict=True))
+            for name in dead:
+                del values[name]
+        found = tuple([values[name] for name in self._results])
+        return found[0] if len(found) == 1 else found
+
+    def _takes(self, arguments: Sequence[Any], strides: tuple[Any, ...]) -> bool:
+        """Whether tensors with these strides fit the definitions; what fits once is known."""
+        fits = all(layout.takes(layout_of(arguments[place])) for place, layout in self._layouts)
+        if fits:
+            self._known.add(strides)
+        return fits
+
+
+def described(steps: Sequence[Step]) -> str:
+    """How many of a segment's ops are nvFuser's, and why the others are not."""
+    left = [step for step in steps if step.reason]
+    if not left:
+        return "compiled"
+    native = [step for step in steps if not step.reason]
+    count, others = (sum(step.ops for step in part) for part in (native, left))
+    reasons = "; ".join(dict.fromkeys(step.reason for step in left))
+    definitions = "definition" if len(native) == 1 else "definitions"
+    return f"{count} ops compiled in {len(native)} {definitions}, {others} left to torch: {reasons}"

@@ -1,0 +1,126 @@
+"""One native definition as a function of local tensors: how it is run on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .. import Unsupported
+from .cut import refusal
+from .segment import NativeKernel
+
+# Called with the tensors and then the numbers that a definition takes; gives its outputs in order.
+Run = Callable[[list[Any]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class NativePart:
+    """A built definition with what stands for it: `text` is the same ops in torch, called like a definition.
+
+    `examples` are its arguments (tensors on the meta device). `strides` are those that its outputs must have, and
+    `owned` the places of outputs that must be in memory of their own, as those of the text are.
+    """
+
+    kernel: NativeKernel
+    text: Run
+    examples: tuple[Any, ...]
+    strides: tuple[tuple[int, ...], ...]
+    owned: frozenset[int]
+
+
+class Launcher(Protocol):
+    """What runs native definitions."""
+
+    def check(self, device: torch.device) -> None:
+        """Raises Unsupported for a device that nothing can run on."""
+        ...
+
+    def prepare(self, part: NativePart, device: torch.device) -> Run:
+        """The definition, ready to be called any number of times. Raises Unsupported with nvFuser's reason."""
+        ...
+
+
+class CudaLauncher:
+    """nvFuser's own kernels: compiled in `prepare`, by a call with zeros, so that later calls compile nothing."""
+
+    def check(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise Unsupported(f"nvFuser computes on CUDA devices, and these tensors are on {device}")
+
+    def prepare(self, part: NativePart, device: torch.device) -> Run:
+        definition = part.kernel.definition
+        index = torch.cuda.current_device() if device.index is None else device.index
+        given = [_zeros(value, device) for value in part.examples]
+        try:
+            made = definition.execute(given, device=index)
+        except RuntimeError as error:
+            raise Unsupported(f"nvFuser cannot run it: {refusal(error)}") from error
+        check_outputs(part, made)
+        copied = misplaced(part, given, made)
+
+        def plain(arguments: list[Any]) -> Sequence[torch.Tensor]:
+            return definition.execute(arguments, device=index)
+
+        def repaired(arguments: list[Any]) -> Sequence[torch.Tensor]:
+            return laid_out(definition.execute(arguments, device=index), part.strides, copied)
+
+        return repaired if copied else plain
+
+
+def _zeros(value: Any, device: torch.device) -> Any:
+    """A tensor like an example: zeros are places in any table, too."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    memory = torch.zeros(last + 1 if value.numel() else 0, dtype=value.dtype, device=device)
+    return memory.as_strided(value.shape, value.stride())
+
+
+def check_outputs(part: NativePart, made: Sequence[torch.Tensor]) -> None:
+    """Raises Unsupported where outputs are not of the shapes and dtypes that the program is planned with."""
+    found = [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in made]
+    wanted = [(tuple(t.shape), t.dtype.value) for t in part.kernel.outputs]
+    if found != wanted:
+        raise Unsupported(f"nvFuser gives {found}, needed {wanted}")
+
+
+def misplaced(part: NativePart, given: Sequence[Any], made: Sequence[torch.Tensor]) -> list[int]:
+    """The places of outputs that lie otherwise than they must, or in another tensor's memory where they must not.
+
+    nvFuser gives a view of an input for what it finds to be one, as a sum over a dim of size 1 is; the program may
+    write into it, as an all-reduce in place does.
+    """
+    seen = {_memory(t) for t in given if isinstance(t, torch.Tensor) and t.numel()}
+    found: list[int] = []
+    for place, tensor in enumerate(made):
+        shared = tensor.numel() > 0 and _memory(tensor) in seen
+        if (shared and place in part.owned) or not lies_so(tensor, part.strides[place]):
+            found.append(place)
+        elif tensor.numel():
+            seen.add(_memory(tensor))
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor has these strides, where they mean anything."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return tensor.numel() == 0 or all(n == 1 or a == b for n, a, b in pairs)
+
+
+def laid_out(
+    made: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]], copied: Sequence[int]
+) -> Sequence[torch.Tensor]:
+    """The outputs, those at some places copied to memory of their own with the strides given."""
+    out = list(made)
+    for place in copied:
+        tensor = made[place]
+        memory = torch.empty_strided(tensor.shape, strides[place], dtype=tensor.dtype, device=tensor.device)
+        out[place] = memory.copy_(tensor)
+    return out
