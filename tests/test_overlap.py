@@ -256,6 +256,20 @@ def test_an_op_that_needs_the_dim_whole_runs_whole_and_says_why() -> None:
     assert "not chunked" in fd.explain(TensorView(fd, TensorRef(1)))
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("between", ["", "set", "neg"])
+def test_a_product_of_a_tensor_with_itself_is_not_cut(dim: int, between: str) -> None:
+    """A product takes the chunk of one operand and the whole of the other: the chunk must not stand for both."""
+
+    def gram(fd: Any, x: Any) -> Any:
+        left = getattr(fd.ops, between)(x) if between else x
+        return fd.ops.matmul(left, fd.ops.permute(x, [1, 0]))
+
+    fd = defined([(6, 4)], gram, lambda fd, x, y: fd.overlap(x, 2, dim=dim))
+    check(fd, lambda x: (-x if between == "neg" else x) @ x.T)
+    assert "as a whole" in str(fd.compile().segmented.overlapped) or dim == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [

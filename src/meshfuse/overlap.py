@@ -264,6 +264,7 @@ class _Builder:
         for place in draft.steps:
             step = self.steps[place]
             if isinstance(step, Compute):
+                self._cut_op(draft, step)  # again, as the ops after it may have cut what it takes whole
                 missing = [t for t in self.graph.nodes[step.node].outputs if t not in draft.cuts]
                 if missing:
                     raise Refused(f"as {self.graph.nodes[step.node].name} makes it as a whole")
@@ -280,8 +281,9 @@ class _Builder:
         for place, tensor in enumerate(tensors):
             found = dim_cut(rule, dims[place], shapes[place], factor, part)
             if found is None:
-                continue
-            if draft.cuts.setdefault(tensor, found) != found:
+                if tensor in draft.cuts:
+                    raise Refused(f"as {node.name} needs {self.graph.tensors[tensor].label} as a whole")
+            elif draft.cuts.setdefault(tensor, found) != found:
                 raise Refused(f"as {node.name} would have to cut {self.graph.tensors[tensor].label} in two ways")
 
     # the moves around the ops

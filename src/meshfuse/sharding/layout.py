@@ -281,5 +281,6 @@ def text(layout: Layout, mesh: DeviceMesh | None = None) -> str:
 
 def split_text(split: Split, mesh: DeviceMesh | None) -> str:
     """A split; the most major part of an axis of the mesh is told from the whole axis."""
-    part = mesh is not None and split.bound and split.pre == 1 and split.size != mesh.axis_size(split.axis or "")
-    return f"{split.axis}:(1){split.size}" if part else str(split)
+    if mesh is None or split.axis is None or split.axis not in mesh.names or split.pre != 1:
+        return str(split)
+    return str(split) if split.size == mesh.axis_size(split.axis) else f"{split.axis}:(1){split.size}"
