@@ -1,0 +1,60 @@
+"""Whole programs and single ops with nvFuser's own kernels: `make gpu-check`, on a machine with CUDA and nvFuser."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from whole_programs import PROGRAMS, compare
+
+import meshfuse as mf
+from meshfuse.dtypes import DataType
+from meshfuse.ops import OPS
+from meshfuse.testing.calls import define_call, make_call, operands_of, whole
+from op_references import NVIDIA_ONLY
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {torch.float64: DataType.Double, torch.float32: DataType.Float, torch.bfloat16: DataType.BFloat16}
+# Random numbers differ between torch's devices, and some ops have no reference on a CPU.
+RANDOM = {name for name, op in OPS.items() if isinstance(op.nvfuser, str)}
+LEFT_OUT = RANDOM | NVIDIA_ONLY
+SAMPLES = [
+    (name, place)
+    for name, op in OPS.items() if name not in LEFT_OUT
+    for place, sample in enumerate(op.samples()) if not dict(sample.kwargs).get("dropout_p")
+]  # fmt: skip
+
+
+def chosen(fd: mf.FusionDefinition) -> set[tuple[str, str]]:
+    (made,) = fd._simulated.values()
+    return {(c.backend, c.why) for segments in made.simulation.segments for c in segments.chosen.values()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_whole_programs(name: str, ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHFUSE_BACKEND", "nvfuser")
+    program = PROGRAMS[name]
+    fd, inputs = program.definition(mf.DeviceMesh((ranks,), ("r",)), DTYPES[dtype]), program.inputs(dtype, "cuda")
+    for _ in range(2):
+        compare(fd.simulate(inputs), program.expected(inputs), dtype)
+    assert {backend for backend, _ in chosen(fd)} == {"nvfuser"}
+    assert name == "dropout" or {why for _, why in chosen(fd)} == {"compiled"}
+
+
+@pytest.mark.parametrize(("name", "place"), SAMPLES)
+def test_every_op(name: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a definition of its own, against torch on the CPU."""
+    monkeypatch.setenv("MESHFUSE_BACKEND", "nvfuser")
+    sample = OPS[name].samples()[place]
+    call = make_call(OPS[name], sample)
+    operands = operands_of(call, sample)
+    with mf.FusionDefinition() as fd:
+        for output in define_call(fd, OPS[name], sample)[1]:
+            fd.add_output(output)
+    found = fd.simulate([t.cuda() for t in operands])
+    for a, b in zip(found, whole(call, operands), strict=True):
+        tolerance = 1e-2 if a.dtype in (torch.float16, torch.bfloat16) else 2e-4
+        if a.dtype is not torch.uint64:  # attention's random state
+            torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance, equal_nan=True)
