@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,7 +150,8 @@ def test_what_depends_on_values_is_left_to_torch():
         trace(branching)
 
 
-def test_each_rank_has_its_own_cache(monkeypatch):
+def test_each_rank_has_its_own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("MESHFUSE_CACHE", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     folders = []
     for rank in range(2):
@@ -160,6 +162,15 @@ def test_each_rank_has_its_own_cache(monkeypatch):
     with own_cache(0):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == folders[0]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/the/users"
+
+
+def test_with_the_disk_cache_off_nothing_is_left(monkeypatch, tmp_path):
+    monkeypatch.setenv("MESHFUSE_CACHE", "off")
+    monkeypatch.chdir(tmp_path)
+    with own_cache(0):
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        folder.mkdir(parents=True)
+    assert folder.is_absolute() and not folder.exists() and not list(tmp_path.iterdir())
 
 
 # choosing ---------------------------------------------------------------------------------------------------------

@@ -30,11 +30,10 @@ def folder() -> Path | None:
 
     It belongs to this user and no one else can write to it: what others could put there would be believed.
     """
-    setting = os.environ.get(VARIABLE, "")
-    if setting.lower() in ("off", "0") or "broken" in _warned:
+    root = root_folder()
+    if root is None or "broken" in _warned:
         return None
-    path = Path(setting) if setting else _default()
-    path = path / "plans"
+    path = root / "plans"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = os.lstat(path)
@@ -43,6 +42,14 @@ def folder() -> Path | None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         return _broken(f"{path} is not a folder that only this user can write to")
     return path
+
+
+def root_folder() -> Path | None:
+    """The folder above all that is kept on disk, as MESHFUSE_CACHE or XDG_CACHE_HOME name it; None where it is off."""
+    setting = os.environ.get(VARIABLE, "")
+    if setting.lower() in ("off", "0"):
+        return None
+    return Path(setting).expanduser() if setting else _default()
 
 
 def _default() -> Path:

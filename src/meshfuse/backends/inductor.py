@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..disk_cache import root_folder
 from . import Prepared, Task, Unsupported
 
 # Numbers of a call that differ at every execution, and are tensors in compiled code.
@@ -45,14 +47,18 @@ def _described(value: Any) -> Any:
 
 @contextlib.contextmanager
 def own_cache(rank: int) -> Iterator[None]:
-    """A folder for what Inductor keeps on disk that no other rank reads: their constants may differ."""
-    name, root = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("MESHFUSE_CACHE", "~/.cache/meshfuse")
+    """A folder for what Inductor keeps on disk that no other rank reads: their constants may differ.
+
+    With the disk cache off it lasts as long as the compilation.
+    """
+    name, root = "TORCHINDUCTOR_CACHE_DIR", root_folder()
     before = os.environ.get(name)
-    os.environ[name] = str(Path(root).expanduser() / "inductor" / torch.__version__ / f"rank_{rank}")
-    try:
-        yield
-    finally:
-        os.environ.pop(name) if before is None else os.environ.update({name: before})
+    with tempfile.TemporaryDirectory() as passing:
+        os.environ[name] = str(Path(root or passing) / "inductor" / torch.__version__ / f"rank_{rank}")
+        try:
+            yield
+        finally:
+            os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def trace(task: Task) -> torch.fx.GraphModule:

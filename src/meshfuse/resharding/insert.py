@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import SourceLine
 from ..graph import Graph
@@ -107,18 +108,21 @@ class ReshardedDefinition:
 
         (`str` of a large definition takes as long as a fifth of its compilation.)
         """
-        seen: dict[tuple[int, int], int] = {}
-        lines = [self._entry(step, seen) for step in self.steps]
-        return "\n".join([*lines, f"{self.inputs} {self.outputs}"])
+        texts: dict[tuple[int, int], str] = {}
+        numbers: dict[str, int] = {}
+        lines = []
+        for step in self.steps:
+            ids, *kind = self._parts(step)
+            key = (id(kind[0]), id(kind[1]))
+            text = texts.get(key) or texts.setdefault(key, f"{kind[0]} {kind[1]}")
+            lines.append(f"{ids} {numbers.setdefault(text, len(numbers))}")
+        return "\n".join([*lines, *numbers, f"{self.inputs} {self.outputs}"])
 
-    def _entry(self, step: Step, seen: dict[tuple[int, int], int]) -> str:
-        """What the step takes and makes, and what it is: a number where that has been told."""
+    def _parts(self, step: Step) -> tuple[str, Any, Any]:
+        """What the step takes and makes, what it works on, and how."""
         if isinstance(step, Compute):
-            what, how, ids = self.graph.nodes[step.node].call, step.placement, f"{step.inputs}{step.outputs}"
-        else:
-            what, how, ids = self.graph.tensors[self.values[step.source].tensor].type, step.move, f"{step.source}"
-        number = seen.setdefault((id(what), id(how)), len(seen))
-        return f"{ids} {number}" if number < len(seen) - 1 else f"{ids} {number} {what} {how}"
+            return f"{step.inputs}{step.outputs}", self.graph.nodes[step.node].call, step.placement
+        return f"{step.source}", self.graph.tensors[self.values[step.source].tensor].type, step.move
 
 
 @dataclass(slots=True)
