@@ -44,7 +44,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     for d in reversed(slowest_first):
         if shape[d] != 1:
             flags[d] = strides[d] == expected
-            expected = strides[d] * shape[d]
+            expected = strides[d] * max(shape[d], 1)
     order = [0] * len(shape)
     for place, d in enumerate(slowest_first):
         order[d] = len(shape) - 1 - place
@@ -58,12 +58,14 @@ def dense_strides(tensor: torch.Tensor) -> _Strides:
 
 
 def _slowest_first(shape: tuple[int, ...], strides: _Strides) -> list[int]:
-    """Dims of one element or of repeated ones say nothing of the order: it is row-major where the others are so."""
+    """Dims of one element or of repeated ones say nothing of the order: it is row-major where the others are so, else
+    they come first.
+    """
     dims = range(len(shape))
     telling = [d for d in dims if shape[d] != 1 and strides[d] != 0]
     if telling == sorted(telling, key=lambda d: -strides[d]):
         return list(dims)
-    return sorted(dims, key=lambda d: -strides[d])
+    return [*(d for d in dims if d not in telling), *sorted(telling, key=lambda d: -strides[d])]
 
 
 def _dense(shape: tuple[int, ...], slowest_first: range | list[int]) -> _Strides:

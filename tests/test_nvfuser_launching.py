@@ -1,0 +1,114 @@
+"""How native definitions are launched, on stand-ins for nvFuser's: layouts, and outputs that lie otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshfuse.backends import Unsupported
+from meshfuse.backends.nvfuser.launch import CudaLauncher, NativePart
+from meshfuse.backends.nvfuser.layout import dense_strides, layout_of
+from meshfuse.backends.nvfuser.segment import NativeKernel
+from meshfuse.dtypes import DataType
+from meshfuse.ops.base import TensorType
+
+CPU = torch.device("cpu", 0)
+Body = Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+def launched(text: Body, native: Body, x: torch.Tensor) -> list[torch.Tensor]:
+    """`native` in the place of a definition whose ops in torch are `text`, on x; first it is prepared."""
+    made = text(x)
+    outputs = tuple(TensorType(tuple(t.shape), DataType.Float) for t in made)
+    owned = frozenset(i for i, t in enumerate(made) if t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr())
+    definition = SimpleNamespace(execute=lambda arguments, device: native(*arguments))
+    kernel = NativeKernel("segment_0", definition, (TensorType(tuple(x.shape), DataType.Float),), (), outputs)
+    run = lambda arguments: text(*arguments)  # noqa: E731
+    part = NativePart(kernel, run, (x.to("meta"),), tuple(map(dense_strides, made)), owned)
+    return list(CudaLauncher().prepare(part, CPU)([x]))
+
+
+CASES: dict[str, tuple[Body, Body]] = {
+    "as it should": (lambda x: [x + 1, x * 2], lambda x: [x + 1, x * 2]),
+    "a view of an input": (lambda x: [x.sum(1, True).clone()], lambda x: [x[:, :1]]),
+    "one memory for two": (lambda x: [x + 1, x + 1], lambda x: [y := x + 1, y]),
+    "another order": (lambda x: [x + 1], lambda x: [(x + 1).t().contiguous().t()]),
+    "row-major for a permuted one": (lambda x: [(x + 1).t()], lambda x: [(x + 1).t().contiguous()]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(3, 1), (3, 4)])
+def test_outputs_are_where_the_program_needs_them(name: str, shape: tuple[int, int]) -> None:
+    """Each in the order of the text's, and in memory of its own where the text's are: the program may write there."""
+    text, native = CASES[name]
+    if name == "a view of an input" and shape[1] != 1:
+        native = lambda x: [x.sum(1, True)]  # noqa: E731
+    x = torch.rand(shape)
+    before, found, expected = x.clone(), launched(text, native, x), text(x)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+        assert layout_of(a) == layout_of(b)
+    kept = [t.clone() for t in found]
+    for place, tensor in enumerate(found):
+        tensor.add_(1)
+        for later in range(place + 1, len(found)):
+            assert torch.equal(found[later], kept[later])
+    assert torch.equal(x, before)
+
+
+def refused(native: Body) -> str:
+    with pytest.raises(Unsupported) as told:
+        launched(lambda x: [x + 1], native, torch.rand(2, 3))
+    return str(told.value)
+
+
+def test_what_does_not_run_is_told() -> None:
+    def failing(x: torch.Tensor) -> Any:
+        raise RuntimeError("INTERNAL ASSERT FAILED at x.cpp\nno scheduler takes this\n\nException raised from y")
+
+    assert refused(failing) == "nvFuser cannot run it: no scheduler takes this"
+    assert refused(lambda x: [x.t()]) == "nvFuser gives [((3, 2), 'float32')], needed [((2, 3), 'float32')]"
+    assert refused(lambda x: [x.half()]) == "nvFuser gives [((2, 3), 'float16')], needed [((2, 3), 'float32')]"
+
+
+def test_a_device_without_cuda_is_refused() -> None:
+    with pytest.raises(Unsupported, match="nvFuser computes on CUDA devices, and these tensors are on cpu"):
+        CudaLauncher().check(torch.device("cpu"))
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Permuted, with holes and repeats."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    steps = [draw(st.integers(1, 2)) for _ in shape]
+    whole = torch.empty([n * step for n, step in zip(shape, steps, strict=True)], device="meta")
+    for dim, step in enumerate(steps):
+        whole = whole.unfold(dim, 1, step).squeeze(-1) if whole.shape[dim] else whole
+    for dim, n in enumerate(shape):
+        if n and draw(st.booleans()) and draw(st.booleans()):
+            whole = whole.narrow(dim, 0, 1).expand([n if d == dim else -1 for d in range(whole.ndim)])
+    return whole.permute(draw(st.permutations(range(whole.ndim))))
+
+
+@given(tensors())
+def test_layouts(tensor: torch.Tensor) -> None:
+    """Dense strides are dense and in the order of the tensor's; a definition for holes takes dense tensors."""
+    dense = torch.empty_strided(tensor.shape, dense_strides(tensor), device="meta")
+    layout, made = layout_of(tensor), layout_of(dense)
+    assert all(flag is not False for flag in made.contiguity)
+    assert [flag is None for flag in layout.contiguity] == [n == 1 for n in tensor.shape]
+    assert sorted(layout.order) == list(range(tensor.ndim)) and layout.takes(layout)
+    order = sorted(range(tensor.ndim), key=lambda d: -layout.order[d])
+    assert layout.row_major == (order == list(range(tensor.ndim)))
+    if tensor.numel() and 0 not in tensor.stride():
+        assert layout.takes(made)
+        assert made.takes(layout) == (False not in layout.contiguity)
+        strides = [tensor.stride(d) for d in order if tensor.shape[d] != 1]
+        assert strides == sorted(strides, reverse=True)
