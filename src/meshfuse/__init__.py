@@ -38,6 +38,7 @@ _HOME = {
     "RankError": "errors",
     "RankTimeout": "errors",
     "CheckpointError": "errors",
+    "KernelError": "errors",
     "save": "checkpoint",
     "load": "checkpoint",
 }
@@ -48,6 +49,7 @@ __all__ = [
     "DefinitionError",
     "DeviceMesh",
     "FusionDefinition",
+    "KernelError",
     "Link",
     "Machine",
     "MeshfuseError",
@@ -77,7 +79,15 @@ if TYPE_CHECKING:
     from .costs import Link, Machine
     from .definition.tensor_view import TensorView, Val
     from .dtypes import DataType
-    from .errors import ArgumentError, CheckpointError, DefinitionError, MeshfuseError, RankError, RankTimeout
+    from .errors import (
+        ArgumentError,
+        CheckpointError,
+        DefinitionError,
+        KernelError,
+        MeshfuseError,
+        RankError,
+        RankTimeout,
+    )
     from .fusion_definition import FusionDefinition, shard_tensor
     from .mesh import DeviceMesh, ParallelType
     from .ops.base import OpDef, Partial, Sample, TensorType

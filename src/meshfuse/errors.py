@@ -100,6 +100,10 @@ class RankTimeout(RankError, TimeoutError):
     """A wait for peer ranks reached its time limit (MESHFUSE_TIMEOUT)."""
 
 
+class KernelError(MeshfuseError, RuntimeError, ValueError):
+    """torch refused an op while a program ran: it has no kernel for the dtypes, or not for these values."""
+
+
 class CheckpointError(MeshfuseError, OSError):
     """A checkpoint could not be written or read: no space, no file, or other bytes than were written."""
 

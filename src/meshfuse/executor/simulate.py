@@ -15,6 +15,7 @@ from ..errors import RankError
 from ..host_ir.program import HostProgram
 from ..segmentation import SegmentedDefinition
 from .bind import BoundProgram, bind_program
+from .refusals import told
 from .segments import Segments
 
 
@@ -192,7 +193,8 @@ class Simulation:
                 stuck = "; ".join(f"rank {rank} waits for {work.what}" for rank, work in waiting.items() if work)
                 raise RankError(f"the simulated ranks wait for each other: {stuck}")
             for rank in ready:
-                _advance(rank, running[rank], waiting, results)
+                with told(self.bound[rank], self.programs[rank]):
+                    _advance(rank, running[rank], waiting, results)
         return results
 
 

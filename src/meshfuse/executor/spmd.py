@@ -19,6 +19,7 @@ from ..sharding.data import unshard
 from ..sharding.value import Sharding
 from .bind import bind_program, communication_of, instruction_at, instruction_of
 from .record import recorder
+from .refusals import told
 from .segments import Segments
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ class RankProgram:
             self._calls += 1
             if self._recorder is not None:
                 self._recorder.watch(self.bound.scope, self.program)
-            return self._told(list(self._main(*arguments, seed, offset)))
+            with told(self.bound, self.program):
+                out = list(self._main(*arguments, seed, offset))
+            return self._told(out)
         except RankError as error:
             self._locate(error)
             raise

@@ -225,8 +225,8 @@ class _Loop:
             share, functions = self._share(step, chunk), self.low.functions([step])
             written = tuple(range(len(given), len(given) + len(filled)))
             work = ((flops * share, nbytes * share),)
-            made = Kernel(name, params, tuple(lines), results, functions, work, written)
-            self.kernels[key] = made
+            origins = (self.low.origin(step),) * len(lines)
+            self.kernels[key] = Kernel(name, params, tuple(lines), results, functions, work, written, origins)
         return self.kernels[key], scalars
 
     def _share(self, step: Compute, chunk: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..dtypes import DataType
@@ -21,7 +21,7 @@ class Kernel:
 
     Results go to new tensors, but for those that it writes into parameters of its own (`written`: their places).
     `functions` are those of registered ops that its lines call as OP.name. `work` has of every op the operations of one
-    call, and the bytes that it reads and writes at least.
+    call, and the bytes that it reads and writes at least. `origins` tells of every line the op and the user's line.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Kernel:
     functions: tuple[tuple[str, Callable[..., Any]], ...] = ()
     work: tuple[tuple[float, float], ...] = ()
     written: tuple[int, ...] = ()
+    origins: tuple[tuple[str, SourceLine], ...] = field(default=(), compare=False, repr=False)
 
     def source(self) -> list[str]:
         # torch refuses to write into an existing tensor what gradients could be asked of.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..errors import SourceLine
 from ..graph import Graph
 from ..ops.base import FactorKind, ScalarRef
 from ..ops.local import LocalCall, plain_text
@@ -89,12 +90,13 @@ class Lowering:
     def _launch(self, part: Segment) -> None:
         if self.rank not in part.computes[0].placement.results[0].mesh:
             return
-        lines = self._kernel_lines(part)
+        lines, origins = self._kernel_lines(part)
         inputs = tuple(dict.fromkeys(map(self.name, part.inputs)))
         outputs = tuple(f"v{v}" for v in part.outputs)
         params = (*inputs, *self.scalar_params(part.computes, lines))
         work = tuple(map(self.cost, part.computes))
-        kernel = Kernel(part.name, params, tuple(lines), outputs, self.functions(part.computes), work)
+        functions = self.functions(part.computes)
+        kernel = Kernel(part.name, params, tuple(lines), outputs, functions, work, origins=tuple(origins))
         self.instructions.append(Launch(kernel, params, outputs))
 
     def scalar_params(self, computes: Sequence[Compute], lines: Sequence[str]) -> tuple[str, ...]:
@@ -117,17 +119,24 @@ class Lowering:
         assert len({name for name, _ in found}) == len(found), "two ops of one name"
         return tuple(found)
 
-    def _kernel_lines(self, part: Segment) -> list[str]:
-        """The ops' lines, with intermediate values dropped after their last use."""
+    def _kernel_lines(self, part: Segment) -> tuple[list[str], list[tuple[str, SourceLine]]]:
+        """The ops' lines, with intermediate values dropped after their last use, and of each line its origin."""
         dying = _dying(part)
         lines: list[str] = []
+        origins: list[tuple[str, SourceLine]] = []
         for place, compute in enumerate(part.computes):
             lines += self._op_lines(compute)
             if _ARITHMETIC.fullmatch(lines[-1]):
                 self.fresh.add(compute.outputs[-1])
             if dying[place] and place + 1 < len(part.computes):
                 lines.append(f"del {', '.join(dying[place])}")
-        return lines
+            origins += [self.origin(compute)] * (len(lines) - len(origins))
+        return lines, origins
+
+    def origin(self, compute: Compute) -> tuple[str, SourceLine]:
+        """The op and the user's line, for errors of torch."""
+        node = self.graph.nodes[compute.node]
+        return node.name, node.line
 
     def _op_lines(self, compute: Compute) -> list[str]:
         node = self.graph.nodes[compute.node]

@@ -1,0 +1,64 @@
+"""Errors of torch in a kernel, told in terms of the user's op and line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+import torch
+
+from ..errors import KernelError, MeshfuseError, user_error
+from ..host_ir.program import HostProgram
+from .bind import BoundProgram
+
+
+@contextlib.contextmanager
+def told(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
+    """Turns an error that torch raises in a kernel's line into a KernelError that names the op, its operands and the
+    user's line. Other errors pass as they are, and so does a lack of memory.
+    """
+    try:
+        yield
+    except (MeshfuseError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        frame = _kernel_frame(bound, error.__traceback__)
+        found = _refusal(program, error, *frame) if frame else None
+        if found is None:
+            raise
+        raise found from error
+
+
+def _kernel_frame(bound: BoundProgram, trace: TracebackType | None) -> tuple[FrameType, int] | None:
+    """The frame, and its line, of the program's innermost function in which the error was raised."""
+    found = None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == bound.file:
+            found = (trace.tb_frame, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+def _refusal(program: HostProgram, error: Exception, frame: FrameType, line: int) -> MeshfuseError | None:
+    kernel = next((k for k in program.kernels if k.name == frame.f_code.co_name), None)
+    if kernel is None:
+        return None
+    before = len(kernel.source()) - len(kernel.lines) - bool(kernel.results or not kernel.lines)
+    place = line - frame.f_code.co_firstlineno - before
+    if not 0 <= place < len(kernel.origins):
+        return None
+    op, where = kernel.origins[place]
+    said = str(error).strip().partition("\n")[0]
+    return user_error(
+        f"{where.label(op)} cannot be computed on rank {program.rank}",
+        f"{type(error).__name__}: {said} (in `{kernel.lines[place]}`; {_operands(frame, kernel.lines[place])})",
+        "operands that torch has a kernel for", "Cast them with fd.ops.cast, or pass other values.", where, KernelError,
+    )  # fmt: skip
+
+
+def _operands(frame: FrameType, text: str) -> str:
+    """The local tensors that a line mentions."""
+    tensors = {name: value for name, value in frame.f_locals.items() if isinstance(value, torch.Tensor)}
+    found = [f"{n}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for n, t in tensors.items() if n in text]
+    return ", ".join(found) or "no operands"
