@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .graph import Graph, Kinds, Node, Tensor
+from .graph import Graph, Kinds, Node, Tensor, numbered
 from .mesh import DeviceMesh
 from .ops.base import Factor, FactorKind, OpDef, Rule, TensorRef, TensorType
 from .ops.binding import bind
@@ -209,7 +209,7 @@ class _Rewriter(Rewriter):
         for node in self.graph.nodes:
             if node.id not in chosen or not self._replace(node, chosen[node.id]):
                 numbers[node.id] = len(self.nodes)
-                self.nodes.append(dataclasses.replace(node, id=len(self.nodes)))
+                self.nodes.append(numbered(node, len(self.nodes)))
         self._number_tensors()
         reductions = {numbers[i]: layouts for i, layouts in self.graph.reductions.items() if i in numbers}
         return dataclasses.replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
@@ -180,6 +180,7 @@ class Roles:
         self.graph, self.meshes = graph, meshes
         self._last_read = _last_reads(graph)
         self._inputs = set(graph.input_tensors)
+        self._known: dict[Any, Kind] = {}
         self._of = [self._kind_of(node) for node in graph.nodes]
 
     def kind(self, node: int) -> tuple[Kind, tuple[int, ...]]:
@@ -189,17 +190,19 @@ class Roles:
     def _kind_of(self, node: Node) -> tuple[Kind, tuple[int, ...]]:
         read = tuple(dict.fromkeys(node.inputs))
         tensors = (*read, *node.outputs)
-        kind = _kind(
-            node.call, node.rule, self.meshes[node.id],
-            tuple(map(read.index, node.inputs)),
-            tuple(self._touched(i, node.id) for i in tensors),
-            self.graph.reductions.get(node.id, ()),
-        )  # fmt: skip
+        operands = tuple(map(read.index, node.inputs))
+        touched = tuple([self._touched(i, node.id) for i in tensors])
+        # The tensors' types follow from the call, which is cheaper to compare.
+        key = (node.call, node.rule, self.meshes[node.id], operands, touched, self.graph.reductions.get(node.id, ()))
+        kind = self._known.get(key)
+        if kind is None:
+            types = [self.graph.tensors[i].type for i in tensors]
+            told = tuple(Touched(t, *facts) for t, facts in zip(types, touched, strict=True))
+            kind = self._known[key] = _kind(*key[:4], told, key[5])
         return kind, tensors
 
-    def _touched(self, tensor: int, now: int) -> Touched:
-        annotation, kind = self.graph.annotations.get(tensor), self.graph.tensors[tensor].type
-        return Touched(kind, annotation, tensor in self._inputs, self._last_read[tensor] > now)
+    def _touched(self, tensor: int, now: int) -> tuple[Sharding | None, bool, bool]:
+        return self.graph.annotations.get(tensor), tensor in self._inputs, self._last_read[tensor] > now
 
 
 def _last_reads(graph: Graph) -> dict[int, int]:
