@@ -69,10 +69,13 @@ class Option(NamedTuple):
 _Candidate = tuple[Placement, Source, float]
 
 
-def options(setting: Setting, available: tuple[Available, ...]) -> tuple[Option, ...]:
-    """Every placement that some operand or result asks for, from operands that exist as `available`; cheapest first."""
+def options(setting: Setting, available: tuple[Available, ...], places: Sequence[int]) -> tuple[Option, ...]:
+    """Every placement that some operand or result asks for, from operands that exist as `available`; cheapest first.
+
+    Operands of equal `places` are one tensor.
+    """
     found = [*_carried(setting, available), *_candidates(setting)]
-    priced = [Option(placement, source, seconds + _wire_seconds(setting.call, available, placement))
+    priced = [Option(placement, source, seconds + _wire_seconds(setting.call, available, places, placement))
               for placement, source, seconds in found]  # fmt: skip
     possible = [option for option in priced if math.isfinite(option.seconds)]
     assert possible, f"no placement for {setting.call.op}"
@@ -178,10 +181,11 @@ def _to_annotations(setting: Setting, results: Sequence[Sharding]) -> float:
                for made, wanted, fixed, kind in rows if fixed)  # fmt: skip
 
 
-def _wire_seconds(call: Call, available: Sequence[Available], placement: Placement) -> float:
-    """Seconds to bring operands to where they are needed."""
-    rows = zip(available, placement.operands, call.types, strict=False)
-    return sum(cheapest(found, needed, kind.shape, kind.dtype.itemsize) for found, needed, kind in rows)
+def _wire_seconds(call: Call, available: Sequence[Available], places: Sequence[int], placement: Placement) -> float:
+    """Seconds to bring operands to where they are needed: a tensor that is two operands once, if they need the same."""
+    rows = zip(places, placement.operands, available, call.types, strict=False)
+    needs = {(place, needed): (found, needed, kind) for place, needed, found, kind in rows}
+    return sum(cheapest(found, needed, kind.shape, kind.dtype.itemsize) for found, needed, kind in needs.values())
 
 
 def _window_candidates(setting: Setting) -> Iterator[_Candidate]:

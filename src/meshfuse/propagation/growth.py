@@ -108,7 +108,7 @@ def growths(
 
     `available[i]` is how the i-th distinct operand exists; `known[i]` how it does in some plan.
     """
-    found = options(role.setting(known), role.operands(available))
+    found = options(role.setting(known), role.operands(available), role.kind.operands)
     first, second = found[0], found[1] if len(found) > 1 else None
     grown = [_growth(role, available, o, second if o is first else first) for o in found[: max(width, 2)]]
     grown.sort(key=lambda growth: growth.seconds)
