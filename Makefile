@@ -35,7 +35,7 @@ test: env test-nvfuser
 # Status 3: not to be had on this machine, said by tools/env.py in one line. CI has it, so there it is an error.
 test-nvfuser:
 	@python=$$($(ENV) nvfuser); status=$$?; \
-	if [ $$status -eq 0 ]; then $$python -m pytest -q -m nvfuser; \
+	if [ $$status -eq 0 ]; then $$python -m pytest -q -m nvfuser tests/nvfuser; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
 
 faults: env
@@ -50,7 +50,7 @@ lint: env
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv/bin/pyright --pythonpath .venv/bin/python
 
 gpu-check:
-	@PYTHONPATH=src $(PYTEST) -m gpu
+	@PYTHONPATH=src $(PYTEST) -m gpu tests/nvfuser
 
 bench: bench-bills bench-compile bench-runtime
 
