@@ -121,8 +121,8 @@ def main() -> int:
         print(line(figures, results[-1]), flush=True)
     notes = [f"dtensor {name}: {why}" for name, why in dtensor.failed.items()]
     print("\n".join([*(differences(xla) if xla.mb else []), *notes]))
-    if not args.ids:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    known = old | {result["id"]: result for result in results}
+    RESULTS.write_text(json.dumps([known[name] for name in read_figures() if name in known], indent=1) + "\n")
     return 0
 
 

@@ -115,8 +115,11 @@ class Writer:
         return value if self.draw(st.integers(0, 3)) < 3 else self.fd.define_scalar(value)
 
     def pick(self, test: Test = lambda _: True) -> Var | None:
-        """One of the last tensors that pass the test, mostly: programs are to be deep; None where there are none."""
-        fitting = [v for v in reversed(self.vars) if test(v)]
+        """One of the last tensors that pass the test, mostly: programs are to be deep; None where there are none.
+
+        Seeds of random numbers (UInt64) are none: torch does not compute with them.
+        """
+        fitting = [v for v in reversed(self.vars) if v.tv.dtype is not DataType.UInt64 and test(v)]
         return self.choose([*fitting[:3] * 4, *fitting]) if fitting else None
 
     def float(self, test: Test = lambda _: True) -> Var:
