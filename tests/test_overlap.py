@@ -246,6 +246,19 @@ def test_a_chain_of_streamed_tensors_is_one_loop() -> None:
     assert len(fd.compile().segmented.overlapped.loops) == 1
 
 
+@pytest.mark.parametrize("op", ["linear", "matmul"])
+@pytest.mark.parametrize("rows", [(), (1,), (6,), (2, 6), (2, 1, 6)])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_products_of_any_rank_are_written_into_parts_of_the_result(op: str, rows: tuple[int, ...], dim: int) -> None:
+    """Chunks of the last dim do not lie behind each other: torch must not resize them."""
+
+    def body(fd: Any, x: Any, w: Any) -> Any:
+        return getattr(fd.ops, op)(x, w if op == "linear" else fd.ops.permute(w, [1, 0]))
+
+    fd = defined([(*rows, 4), (6, 4)], body, lambda fd, x, w, y: fd.overlap(y, 3, dim=dim % y.ndim))
+    check(fd, F.linear)
+
+
 # what cannot be cut -----------------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,9 @@ def _matmul_emit(e: Emit) -> str:
     return f"torch.matmul({_rows(e)}, {e.operands[1]})"
 
 
-def _matmul_into(e: Emit, target: str) -> str:
+def _matmul_into(e: Emit, target: str) -> str | None:
+    if min(t.ndim for t in e.call.types) < 2:
+        return None  # Of a vector torch resizes what it writes into, which a part of a tensor must not be.
     return f"torch.matmul({e.operands[0]}, {e.operands[1]}, out={target})"
 
 
@@ -106,7 +108,7 @@ def _linear_emit(e: Emit) -> str:
 
 def _linear_into(e: Emit, target: str) -> str | None:
     x, w, bias = e.operands[0], e.operands[1], len(e.operands) == 3 and e.leads()
-    if e.call.types[1].ndim != 2 or (bias and e.call.types[0].ndim != 2):
+    if e.call.types[1].ndim != 2 or e.call.types[0].ndim < 2 or (bias and e.call.types[0].ndim != 2):
         return None
     if bias:
         return f"torch.addmm({e.operands[2]}, {x}, {w}.t(), out={target})"
