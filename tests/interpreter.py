@@ -31,7 +31,8 @@ def _cast(x: torch.Tensor, dtype: DataType) -> torch.Tensor:
 
 
 def _scatter(x: torch.Tensor, index: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
-    return x.scatter(dim, index, src.expand(index.shape))
+    enough = src.dim() == index.dim() and all(n >= m for n, m in zip(src.shape, index.shape, strict=True))
+    return x.scatter(dim, index, src if enough else src.expand(index.shape))
 
 
 _FUNCTIONS = {**REFERENCES, "cast": _cast, "sdpfa_fwd": _sdpfa, "scatter": _scatter}
