@@ -13,6 +13,7 @@ import op_references as references
 from meshfuse.dtypes import DataType
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call, Sample, TensorRef, TensorType
+from meshfuse.testing.calls import define_call
 from op_harness import make_call, operands_of, sample_ids
 
 WIDE = {
@@ -93,24 +94,10 @@ def _wanted(call: Call, operands: Sequence[torch.Tensor], grads: dict[int, torch
     return [torch.zeros_like(t) if g is None else g for t, g in zip(kept, found, strict=True)]
 
 
-def _defined(sample: Sample, name: str) -> tuple[mf.FusionDefinition, list[Any], list[Any]]:
-    """(definition of the one op, its operands, its results)."""
-    fd, tensors = mf.FusionDefinition(), []
-
-    def defined(arg: Any) -> Any:
-        if isinstance(arg, TensorType):
-            tensors.append(fd.define_tensor(list(arg.shape), dtype=arg.dtype))
-            return tensors[-1]
-        return [defined(a) for a in arg] if isinstance(arg, list) else arg
-
-    args = [defined(arg) for arg in sample.args]
-    made = fd.call(name, args, {key: defined(value) for key, value in sample.kwargs.items()})
-    return fd, tensors, list(made) if isinstance(made, tuple) else [made]
-
-
 def _gradients(name: str, sample: Sample, operands: Sequence[torch.Tensor], mesh: Any = None) -> tuple[Any, Any]:
     """(gradients by every real or complex operand, the gradients of the results that they are of)."""
-    fd, tensors, results = _defined(sample, name)
+    fd = mf.FusionDefinition()
+    tensors, results = define_call(fd, OPS[name], sample)
     places = [i for i, t in enumerate(results) if t.dtype.category >= 2 and (name != "sdpfa_fwd" or not i)]
     seeds = [fd.define_tensor(list(results[i].type.shape), dtype=results[i].dtype) for i in places]
     wrt = [t for t in tensors if t.dtype.category >= 2]

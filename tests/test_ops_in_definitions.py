@@ -10,7 +10,8 @@ import torch
 import meshfuse as mf
 import op_references as references
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call, TensorType
+from meshfuse.ops.base import Call
+from meshfuse.testing.calls import define_call
 from op_harness import make_call, operands_of, sample_ids, whole
 
 RUNNABLE = [pair for pair in sample_ids() if pair[0] not in references.NVIDIA_ONLY]
@@ -19,17 +20,9 @@ MESH = mf.DeviceMesh((3,), ("x",))
 
 def _define(name: str, place: int) -> tuple[mf.FusionDefinition, list[Any]]:
     """The definition of one op on input tensors, and those."""
-    sample, fd, tensors = OPS[name].samples()[place], mf.FusionDefinition(), []
-
-    def defined(arg: Any) -> Any:
-        if isinstance(arg, TensorType):
-            tensors.append(fd.define_tensor(list(arg.shape), dtype=arg.dtype))
-            return tensors[-1]
-        return [defined(a) for a in arg] if isinstance(arg, list) else arg
-
-    args = [defined(arg) for arg in sample.args]
-    made = fd.call(name, args, {key: defined(value) for key, value in sample.kwargs.items()})
-    for tensor in made if isinstance(made, tuple) else (made,):
+    fd = mf.FusionDefinition()
+    tensors, results = define_call(fd, OPS[name], OPS[name].samples()[place])
+    for tensor in results:
         fd.add_output(tensor)
     return fd, tensors
 

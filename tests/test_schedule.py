@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
-from meshfuse.host_ir.cost import CostModel, Speed, payload_bytes
+from meshfuse.host_ir.cost import CostModel, payload_bytes
 from meshfuse.host_ir.instructions import Collective, Free, Instruction, Launch, SendRecv, Wait
 from meshfuse.host_ir.liveness import with_frees
 from meshfuse.host_ir.program import HostProgram
@@ -20,7 +20,7 @@ from meshfuse.resharding.insert import insert_resharding
 from meshfuse.testing import annotations, definitions
 
 HALF, FLOAT = mf.DataType.BFloat16, mf.DataType.Float
-FAST = CostModel(flops=600e12, network=Speed(150e9, 5e-6))
+FAST = CostModel(flops=600e12, network=mf.Link(150e9, 5e-6))
 
 
 def programs(fd: mf.FusionDefinition) -> list[HostProgram]:
@@ -171,7 +171,7 @@ def test_chunks_and_rings_beat_the_whole_where_links_are_slow() -> None:
 
 
 def test_chunks_do_not_pay_where_starting_a_message_takes_longest() -> None:
-    slow_start = CostModel(flops=600e12, network=Speed(1e12, 1e-3))
+    slow_start = CostModel(flops=600e12, network=mf.Link(1e12, 1e-3))
     assert timeline(mlp(4, 512, 512, 8, False), slow_start).makespan > (
         2 * timeline(mlp(4, 512, 512, 0, False), slow_start).makespan
     )
@@ -186,7 +186,7 @@ def test_the_times_of_a_program_of_two_kernels_and_one_reduction() -> None:
     fd.mesh_split(x, line(2), [None, "tp"])
     fd.mesh_split(w, line(2), ["tp", None])
     fd.mesh_split(y, line(2), [None, None])
-    model = CostModel(flops=1e30, memory=1e30, start=1.0, axes={"tp": Speed(4.0, 1.0)})
+    model = CostModel(flops=1e30, memory=1e30, start=1.0, axes={"tp": mf.Link(4.0, 1.0)})
     found = timeline(programs(fd), model, traced=[0])
     assert found.makespan == pytest.approx(1 + 4 + 1)
     assert [(s.kind, s.start, s.end) for s in found.spans[0]] == [
@@ -216,8 +216,8 @@ def test_the_links_of_a_mesh_are_the_models() -> None:
     mesh = mf.DeviceMesh((2, 2), ("dp", "tp"), links={"dp": slow, "tp": fast}, flops=1e14)
     model = CostModel.of([mesh, line(2)])
     assert model.flops == 1e14
-    assert model.speed("tp") == (1e11, 1e-6)
-    assert model.speed("dp:(2)2,tp") == (1e9, 1e-4)
+    assert model.speed("tp") == fast
+    assert model.speed("dp:(2)2,tp") == slow
     assert CostModel.of([line(2)]) == CostModel()
 
 

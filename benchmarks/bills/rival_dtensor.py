@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from registry import PROGRAMS, program
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor.debug import CommDebugMode
@@ -38,7 +39,6 @@ COLLECTIVES = {
 Argument = tuple[tuple[int, ...], torch.dtype, tuple[int | None, ...]]
 # Of a program: its arguments, and what runs it on them and gives the tensors that it outputs.
 Built = tuple[list[Argument], Callable[..., Sequence[torch.Tensor]]]
-PROGRAMS: dict[str, tuple[str, Callable[[Any], Built]]] = {}
 
 
 class WireCounter(TorchDispatchMode):
@@ -72,16 +72,6 @@ def all_to_all(tensor: torch.Tensor, gathered: int, split: int, mesh: Any, axis:
     """DTensor's all-to-all as on GPUs: on CPUs, where gloo long had none, it would be counted as a gather."""
     group = mesh.get_group(axis).group_name
     return torch.ops._dtensor.shard_dim_alltoall(tensor, gathered, split, group)
-
-
-def program(name: str, mesh: str) -> Callable[[Any], Any]:
-    """Register what builds a program of the table, and its mesh."""
-
-    def register(build: Any) -> Any:
-        PROGRAMS[name] = (mesh, build)
-        return build
-
-    return register
 
 
 def measure(name: str) -> float:

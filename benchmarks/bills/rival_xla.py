@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from hlo import wire_bytes
 from jax.sharding import NamedSharding, PartitionSpec
+from registry import PROGRAMS, program
 
 P = PartitionSpec
 B, S, D, F, H, V, E, C, HIDDEN = 8, 512, 1024, 4096, 16, 32768, 16, 64, 1024
@@ -29,17 +30,6 @@ MESHES = {"tp": {"tp": 8}, "dp": {"dp": 8}, "ep": {"ep": 8}, "dp_tp": {"dp": 2, 
 Spec = Any
 # Of a program: (function, shapes or structs of its arguments, their specs, specs of its results or None: free).
 Built = tuple[Callable[..., Any], Sequence[Any], Sequence[Spec], Any]
-PROGRAMS: dict[str, tuple[str, Callable[[jax.sharding.Mesh], Built]]] = {}
-
-
-def program(name: str, mesh: str) -> Callable[[Any], Any]:
-    """Register what builds a program of the table, and its mesh."""
-
-    def register(build: Any) -> Any:
-        PROGRAMS[name] = (mesh, build)
-        return build
-
-    return register
 
 
 def measure(name: str) -> float:

@@ -5,21 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from ..costs import Link, slowest
 from ..dtypes import DataType
 from ..mesh import DeviceMesh
 from .instructions import Collective, Kernel, SendRecv
 
-
-class Speed(NamedTuple):
-    """Of a mesh axis: bytes per second that a rank sends along it, and seconds to start a message."""
-
-    bandwidth: float
-    latency: float
-
-
-_NETWORK = Speed(50e9, 4e-6)
+_NETWORK = Link(50e9, 4e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +26,17 @@ class CostModel:
     flops: float = 300e12
     memory: float = 1.5e12
     start: float = 4e-6
-    network: Speed = _NETWORK
-    axes: Mapping[str, Speed] = field(default_factory=dict)
+    network: Link = _NETWORK
+    axes: Mapping[str, Link] = field(default_factory=dict)
 
     @classmethod
     def of(cls, meshes: Iterable[DeviceMesh]) -> CostModel:
         """What the links and rates of the meshes say; the default of all that they leave open."""
         linked = [mesh for mesh in meshes if mesh.linked]
-        speeds: dict[str, Speed] = {}
+        speeds: dict[str, Link] = {}
         for mesh in linked:
             for name, link in zip(mesh.names, mesh.links, strict=True):
-                old = speeds.get(name, Speed(link.bandwidth, link.latency))
-                speeds[name] = Speed(min(old.bandwidth, link.bandwidth), max(old.latency, link.latency))
+                speeds[name] = slowest((speeds.get(name, link), link))
         return cls(flops=min(mesh.flops for mesh in linked), axes=speeds) if linked else cls()
 
     def kernel(self, kernel: Kernel) -> float:
@@ -60,12 +51,10 @@ class CostModel:
         steps = math.ceil(math.log2(len(call.group))) * (2 if call.kind == "all_reduce" else 1)
         return steps * speed.latency + call.about.wire / speed.bandwidth
 
-    def speed(self, axes: str) -> Speed:
+    def speed(self, axes: str) -> Link:
         """The speed of a communication over axes as texts name them ("dp,tp:(2)4"): the slowest of theirs."""
         found = [self.axes[name] for name in axis_names(axes) if name in self.axes]
-        if not found:
-            return self.network
-        return Speed(min(s.bandwidth for s in found), max(s.latency for s in found))
+        return slowest(found) if found else self.network
 
 
 def directions(call: Collective | SendRecv) -> tuple[str, ...]:

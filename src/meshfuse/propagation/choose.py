@@ -229,5 +229,4 @@ def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, 
 
 def _work(call: Call, placement: Placement) -> float:
     """Operations of one rank."""
-    ways = math.prod(split.size or 1 for layout in placement.layouts for split in lay.axes(layout))
-    return max(call.op.flops(call), 1.0) / ways
+    return max(call.op.flops(call), 1.0) / placement.ways

@@ -165,6 +165,11 @@ class Placement:
     carry: Carry = NO_CARRY
     move: Move | None = None
 
+    @property
+    def ways(self) -> int:
+        """In how many parts the ranks share the op's work."""
+        return math.prod(split.size or 1 for layout in self.layouts for split in lay.axes(layout))
+
 
 def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:
     """The placement of an op on a mesh; None where some dim cannot be laid out so."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from .. import costs
 from ..compiler import CompiledProgram
-from ..propagation.factors import Placement
 from ..resharding.insert import Compute, Set
 from ..resharding.moves import MoveKind
-from ..sharding import layout as lay
 from .alternatives import move_seconds
 
 
@@ -48,11 +45,7 @@ def estimate(compiled: CompiledProgram) -> list[Lane]:
 def _compute_seconds(compiled: CompiledProgram, step: Compute) -> float:
     call = compiled.graph.nodes[step.node].call
     mesh = step.placement.results[0].mesh
-    return costs.computation(call.op.flops(call) / _ways(step.placement), mesh.flops)
-
-
-def _ways(placement: Placement) -> int:
-    return math.prod(split.size or 1 for layout in placement.layouts for split in lay.axes(layout))
+    return costs.computation(call.op.flops(call) / step.placement.ways, mesh.flops)
 
 
 def _communicate(

@@ -15,7 +15,6 @@ from dataclasses import replace
 from ..graph import Graph
 from ..ops.base import Call
 from ..propagation.factors import Placement
-from ..sharding import layout as lay
 from .insert import Compute, ReshardedDefinition, Set, Step
 from .moves import Move, MoveKind
 
@@ -29,10 +28,9 @@ _AHEAD = 2.0
 
 def local_cost(call: Call, placement: Placement) -> tuple[float, float]:
     """Operations, and bytes read and written at least, of an op on one rank of its placement."""
-    shares = math.prod(s.size or 1 for layout in placement.layouts for s in lay.axes(layout))
     pairs = [*zip(placement.operands, call.types, strict=True), *zip(placement.results, call.results, strict=True)]
     nbytes = sum(t.nbytes / math.prod(s.size or 1 for s in sharding.splits) for sharding, t in pairs)
-    return call.op.flops(call) / shares, nbytes
+    return call.op.flops(call) / placement.ways, nbytes
 
 
 class Seconds:

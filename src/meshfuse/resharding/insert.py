@@ -122,7 +122,7 @@ class ReshardedDefinition:
         """What the step takes and makes, what it works on, and how."""
         if isinstance(step, Compute):
             return f"{step.inputs}{step.outputs}", self.graph.nodes[step.node].call, step.placement
-        return f"{step.source}", self.graph.tensors[self.values[step.source].tensor].type, step.move
+        return f"{step.source}>{step.target}", self.graph.tensors[self.values[step.source].tensor].type, step.move
 
 
 @dataclass(slots=True)
