@@ -325,6 +325,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "permute": lambda x, dims: x.permute(*dims),
     "stride_order": lambda x, _: x,
     "slice": _slice,
+    "reorder_blocks": lambda x, dim, order: torch.cat([x.tensor_split(len(order), dim)[i] for i in order], dim),
     "pad": lambda x, widths, value: F.pad(x, list(widths), value=value or 0),
     "cat": lambda tensors, dim, _: torch.cat(tensors, dim),
     "take_along_axis": _take,

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 import meshfuse as mf
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call, Factor, FactorKind, Rule
+from meshfuse.ops.base import BlockOrder, Call, Factor, FactorKind, Rule
 from meshfuse.testing import annotations, assert_same_as_unsharded, check_op, definitions, inputs_for
 from meshfuse.testing.calls import make_call
 
@@ -282,6 +282,11 @@ def _off_by_one(call: Call) -> Any:
     return (offsets[0] + 1, *offsets[1:]), fill
 
 
+def _backwards(call: Call) -> Any:
+    dim, order = OPS["reorder_blocks"].window(call)  # type: ignore[misc]
+    return BlockOrder(dim, order[::-1])
+
+
 def _unshifted(r: Any, call: Call, operands: Any, dim: int, blocks: int) -> Any:
     """Each block's own prefix sums, without the blocks before."""
     return [r.call("block_cumsum", operands[0], dim, blocks)] if blocks else None
@@ -294,6 +299,7 @@ def _writing(e: Any) -> str:
 OTHERS = {
     "types": ("cumsum", {"infer": _wider}, "the type rule is wrong about result 0"),
     "window": ("slice", {"window": _off_by_one}, "the window is not what the op computes"),
+    "order of blocks": ("reorder_blocks", {"window": _backwards}, "the order of blocks is not what the op makes"),
     "distributed form": ("cumsum", {"distributed": _unshifted}, "the distributed form is wrong"),
     "derivative": ("tanh", {"vjp": OPS["sigmoid"].vjp}, "the derivative is not that of the lowering"),
     "writes": ("relu", {"emit": _writing}, "the lowering fails on whole operands"),

@@ -17,12 +17,12 @@ from .ops.base import ScalarRef, TensorRef
 from .propagation.choose import Source
 from .propagation.factors import Carry, Placement
 from .propagation.sharded import Choice
-from .resharding.moves import Move, MoveKind, Window
+from .resharding.moves import Move, MoveKind, Reordering, Window
 from .sharding.layout import Split
 from .sharding.value import Sharding
 
 _CLASSES: tuple[type, ...] = (
-    Carry, Choice, DeviceMesh, Link, Move, Placement, ScalarRef, Sharding, Source, Split, TensorRef, Window,
+    Carry, Choice, DeviceMesh, Link, Move, Placement, Reordering, ScalarRef, Sharding, Source, Split, TensorRef, Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
 _BY_NAME: dict[str, type] = {kind.__name__: kind for kind in (*_CLASSES, *_ENUMS)}

@@ -48,6 +48,11 @@ def _squeeze(b: Backward) -> Tensor:
     return padded(b.ops, grad, [0] * x.ndim, after) if any(n > 0 for n in after) else grad
 
 
+def _reorder(b: Backward) -> Tensor:
+    order = list(b["order"])
+    return b.ops.reorder_blocks(b.grad, b["dim"], [order.index(block) for block in range(len(order))])
+
+
 def _bound(n: int, index: int) -> int:
     return min(max(index + n if index < 0 else index, 0), n)
 
@@ -108,6 +113,7 @@ SHAPES: dict[str, Vjp] = {
 }
 RESHAPE: Vjp = each(arg=_reshape)
 SLICE: Vjp = each(arg=_slice)
+REORDER: Vjp = each(arg=_reorder)
 PAD: Vjp = each(arg=_pad)
 CAT: Vjp = _cat
 TRIU: Vjp = each(arg=lambda b: b.ops.triu(b.grad, b["diagonal"]))

@@ -259,6 +259,13 @@ class Rewriting(Protocol):
         ...
 
 
+class BlockOrder(NamedTuple):
+    """What an op does that puts the equal blocks of a dim into another order: its block i was block order[i]."""
+
+    dim: int
+    order: tuple[int, ...]
+
+
 # (rewriting, the call, its operands, a sharded dim of one of them that the op needs whole, in how many blocks it
 # lies over ranks, 0 where it does not lie in blocks) -> its results, or None where it has no such form for this call.
 Distributed = Callable[[Rewriting, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
@@ -293,7 +300,8 @@ class OpDef:
     rule: the factor rule of a call with concrete types. emit: Python text of the result(s) in torch, on local
     tensors. partial: what the op does with an unreduced operand. flops: operations on global tensors.
     window: for an op whose one result is a window of its first operand, or the other way round: (per dim, which
-    operand index result index 0 is; what stands where the operand has nothing), None where the call is no window.
+    operand index result index 0 is; what stands where the operand has nothing), or the order of a dim's blocks; None
+    where the call is neither.
     distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole.
     into: a Python statement that writes the one result into an existing tensor, None where the call cannot.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
@@ -312,7 +320,7 @@ class OpDef:
     samples: Callable[[], Sequence[Sample]] = _no_samples
     nvfuser: Callable[[Native], Any] | str | None = None
     distributed: Distributed | None = None
-    window: Callable[[Call], tuple[tuple[int, ...], Any] | None] | None = None
+    window: Callable[[Call], tuple[tuple[int, ...], Any] | BlockOrder | None] | None = None
     vjp: Vjp | None = None
     into: Callable[[Emit, str], str | None] | None = None
     domain: tuple[float, float] | None = None

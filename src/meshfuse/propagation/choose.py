@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..costs import computation
 from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, Rule
-from ..resharding.moves import Window
+from ..resharding.moves import Reordering, Window
 from ..resharding.planner import plan
 from ..resharding.prices import price
 from ..resharding.windows import window_move, window_of
@@ -205,13 +205,12 @@ def _window_candidates(setting: Setting) -> Iterator[_Candidate]:
             yield placement, Source("pieces"), seconds + _to_annotations(setting, (dst,))
 
 
-def _cuts(window: Window, src: Sharding) -> bool:
+def _cuts(window: Window | Reordering, src: Sharding) -> bool:
     """True where a dim that the op changes is sharded."""
-    sizes = zip(window.source_shape, window.target_shape, strict=True)
-    return any(layout and n != m for layout, (n, m) in zip(src.dims, sizes, strict=True))
+    return any(layout and window.changes(d) for d, layout in enumerate(src.dims))
 
 
-def _window_targets(setting: Setting, src: Sharding, window: Window) -> list[Sharding]:
+def _window_targets(setting: Setting, src: Sharding, window: Window | Reordering) -> list[Sharding]:
     """Shardings for the result: over the same axes as the operand, or as someone asks."""
     shape = window.target_shape
     dims = [lay.axes(d) if m != n else d for d, n, m in zip(src.dims, window.source_shape, shape, strict=True)]

@@ -48,6 +48,74 @@ class Window:
         """Target indices that have a source, as source indices."""
         return tuple(_shifted(runs, offset) for runs, offset in zip(index, self.offsets, strict=True))
 
+    def in_order(self, box: tuple[lay.Runs, ...]) -> tuple[tuple[lay.Runs, ...], ...]:
+        """A box of target indices in parts whose elements stand in one order in both tensors."""
+        return (box,)
+
+    def changes(self, dim: int) -> bool:
+        """Whether indices of this dim are others in the target."""
+        return self.offsets[dim] != 0 or self.source_shape[dim] != self.target_shape[dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Reordering:
+    """How the indices of two tensors of one shape correspond: block i of the target's dim is block order[i] of the
+    source's, all blocks of one size.
+    """
+
+    source_shape: tuple[int, ...]
+    dim: int
+    order: tuple[int, ...]
+    fill: str = ""
+
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        return self.source_shape
+
+    def to_target(self, index: tuple[lay.Runs, ...]) -> tuple[lay.Runs, ...]:
+        """Source indices as target indices."""
+        places = {block: place for place, block in enumerate(self.order)}
+        return self._mapped(index, [places[block] for block in range(len(places))])
+
+    def to_source(self, index: tuple[lay.Runs, ...]) -> tuple[lay.Runs, ...]:
+        """Target indices as source indices."""
+        return self._mapped(index, self.order)
+
+    def in_order(self, box: tuple[lay.Runs, ...]) -> tuple[tuple[lay.Runs, ...], ...]:
+        """A box of target indices in parts whose elements stand in one order in both tensors."""
+        parts: list[list[tuple[int, int]]] = []
+        last = -1
+        for a, b in self._cut(box[self.dim]):
+            source = self.order[a // self._block]
+            if source < last or not parts:
+                parts.append([])
+            parts[-1].append((a, b))
+            last = source
+        return tuple((*box[: self.dim], lay.as_runs(part), *box[self.dim + 1 :]) for part in parts)
+
+    def changes(self, dim: int) -> bool:
+        """Whether indices of this dim are others in the target."""
+        return dim == self.dim
+
+    @property
+    def _block(self) -> int:
+        return max(1, self.source_shape[self.dim] // len(self.order))
+
+    def _cut(self, runs: lay.Runs) -> list[tuple[int, int]]:
+        """Runs of the dim, none of them over the edge of a block."""
+        size = self._block
+        return [
+            (max(a, block * size), min(b, (block + 1) * size))
+            for a, b in runs
+            for block in range(a // size, -(-b // size))
+        ]
+
+    def _mapped(self, index: tuple[lay.Runs, ...], blocks: Sequence[int]) -> tuple[lay.Runs, ...]:
+        size = self._block
+        cut = [(a, b, (blocks[a // size] - a // size) * size) for a, b in self._cut(index[self.dim])]
+        moved = sorted((a + by, b + by) for a, b, by in cut)
+        return (*index[: self.dim], lay.as_runs(moved), *index[self.dim + 1 :])
+
 
 def _shifted(runs: lay.Runs, by: int) -> lay.Runs:
     return tuple((a + by, b + by) for a, b in runs)
@@ -65,7 +133,7 @@ class Move:
     axes: tuple[Split, ...]
     src: Sharding
     dst: Sharding
-    window: Window | None = None
+    window: Window | Reordering | None = None
     only: tuple[int, lay.Runs] | None = None
 
     def held(self, shape: Sequence[int], rank: int) -> tuple[lay.Runs, ...]:
@@ -172,7 +240,9 @@ def _group_pieces(move: Move, shape: tuple[int, ...], sources: Sequence[int], ta
         for held, ranks in holders.items():
             box = tuple(lay.intersect(a, b) for a, b in zip(held, wanted, strict=True))
             if all(box):
-                found.append(Piece(_nearest(move.src.mesh, ranks, target, place), target, box))
+                source = _nearest(move.src.mesh, ranks, target, place)
+                parts = move.window.in_order(box) if move.window else (box,)
+                found += [Piece(source, target, part) for part in parts]
     return found
 
 

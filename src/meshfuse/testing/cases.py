@@ -13,7 +13,7 @@ import torch
 
 from ..errors import DefinitionError
 from ..mesh import DeviceMesh
-from ..ops.base import Call, FactorKind, OpDef, Sample, TensorRef, TensorType
+from ..ops.base import BlockOrder, Call, FactorKind, OpDef, Sample, TensorRef, TensorType
 from ..ops.local import LocalCall
 from ..propagation.factors import carries
 from ..sharding.layout import Layout, Split, axes, text
@@ -322,6 +322,8 @@ def window_problem(op: OpDef, sample: Sample) -> str | None:
     if window is None:
         return None
     operands = operands_of(call, sample)
+    if isinstance(window, BlockOrder):
+        return _order_problem(op, call, operands, window)
     found, fill = whole(call, operands)[0], window[1]
     wanted = torch.full(found.shape, fill, dtype=found.dtype)
     spans = [_span(offset, n, m) for offset, n, m in zip(window[0], operands[0].shape, found.shape, strict=True)]
@@ -334,6 +336,17 @@ def window_problem(op: OpDef, sample: Sample) -> str | None:
     facts = [("window", f"offsets {list(window[0])}, fill {fill}"), ("wrong", wrong[2])]
     return report(op, call, "the window is not what the op computes", facts,
                   "Give per dim which operand index result index 0 is, and what stands elsewhere.")  # fmt: skip
+
+
+def _order_problem(op: OpDef, call: Call, operands: Sequence[torch.Tensor], window: BlockOrder) -> str | None:
+    """The result against the operand's blocks in the order that the op says it puts them in."""
+    blocks = operands[0].tensor_split(len(window.order), window.dim)
+    wrong = wrong_results(whole(call, operands), [torch.cat([blocks[i] for i in window.order], window.dim)], 0.0)
+    if wrong is None:
+        return None
+    facts = [("order", f"{list(window.order)} of dim {window.dim}"), ("wrong", wrong[2])]
+    return report(op, call, "the order of blocks is not what the op makes", facts,
+                  "Give the dim, and per block of the result which block of the operand it is.")  # fmt: skip
 
 
 def _span(offset: int, n: int, m: int) -> tuple[int, int, int]:
