@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .chunking import overlap
 from .definition.fusion import DefinitionBuilder
 from .distribution import distribute
 from .graph import Graph, concretize
@@ -21,7 +22,6 @@ from .host_ir.program import HostProgram, digest_of
 from .host_ir.verify import verify, verify_together
 from .linked import with_links
 from .mesh import DeviceMesh
-from .overlap import overlap
 from .plan_cache import planned
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition

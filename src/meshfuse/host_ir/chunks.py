@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..graph import Graph
 from ..ops.local import LocalCall
-from ..overlap import ChunkLoop
+from ..overlap import ChunkLoop, made_by, taken
 from ..resharding.insert import Compute, Set, Value
 from ..resharding.moves import MoveKind, count, restricted
 from ..sharding import layout as lay
@@ -181,15 +181,23 @@ class _Loop:
     # one step
 
     def _in_turn(self) -> None:
-        """Chunk by chunk; what is gathered for the next chunk is asked for before this one is computed."""
+        """Chunk by chunk. What comes before the first op that reads a moved value, or where none does before the
+        first op, is done for the next chunk before the rest is done for this one.
+        """
         steps = self.loop.steps
-        first = next(i for i, s in enumerate(steps) if isinstance(s, Compute))
+        first = self._first_reader() or next(i for i, s in enumerate(steps) if isinstance(s, Compute))
         chunks = self.loop.filled
         for place in range(len(chunks) + 1):
             for step in steps[:first] if place < len(chunks) else ():
                 self._step(step, chunks[place])
             for step in steps[first:] if place else ():
                 self._step(step, chunks[place - 1])
+
+    def _first_reader(self) -> int:
+        """The place of the first op that reads what a move of the loop brings; 0 where there is none."""
+        moved = {s.target for s in self.loop.moves}
+        readers = (i for i, s in enumerate(self.loop.steps) if isinstance(s, Compute) and moved.intersection(s.inputs))
+        return next(readers, 0)
 
     def _step(self, step: Compute | Set, chunk: int) -> None:
         if isinstance(step, Compute):
@@ -272,9 +280,11 @@ class _Loop:
     def _gather_ring(self) -> None:
         """Each shard goes to the rank before; a rank works on its own, then on that of the rank after it, and so on."""
         step = self.loop.moves[0]
-        ring = self._ring(step)
-        rest = [s for s in self.loop.steps if s is not step]
+        ring, makers = self._ring(step), self._makers(step.source)
+        rest = [s for s in self.loop.steps if s is not step and s not in makers]
         for chunk in ring.block(ring.index):
+            for maker in makers if count(self._global(step, chunk)) else ():
+                self._step(maker, chunk)
             self._own_shard(step, chunk)
         for turn in range(ring.size):
             last = turn == ring.size - 1
@@ -284,6 +294,16 @@ class _Loop:
                 if count(self._global(step, here)):
                     for other in rest:
                         self._step(other, here)
+
+    def _makers(self, value: int) -> list[Compute | Set]:
+        """The loop's steps that a value comes of, in order."""
+        found: list[Compute | Set] = []
+        wanted = {value}
+        for step in reversed(self.loop.steps):
+            if wanted.intersection(made_by(step)):
+                found.insert(0, step)
+                wanted.update(taken(step))
+        return found
 
     def _global(self, step: Set, chunk: int) -> tuple[Runs, ...]:
         return self._held(step.target, chunk)

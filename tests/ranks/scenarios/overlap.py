@@ -58,6 +58,49 @@ def column_parallel_linear_with_a_ring() -> None:
     column_parallel_linear_with_a_streamed_gather(ring=True)
 
 
+def _products(fd: Any, arguments: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[int]]]:
+    """The first output of an execution, and the shape of each matrix product's left operand."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        (found,) = fd.execute(arguments, **HOST_IR)
+    return found, [event.input_shapes[0] for event in profile.events() if event.name == "aten::mm"]
+
+
+def a_product_of_what_a_streamed_set_gathers(ring: bool = False) -> None:
+    """Only the set is streamed: the product that reads it is cut as well."""
+    d, e = size(), 4
+    with FusionDefinition() as fd:
+        x, w = fd.define_tensor([-1, e], contiguity=True), fd.define_tensor([-1, e], contiguity=True)
+        gathered = fd.ops.set(x)
+        y = fd.ops.linear(gathered, w)
+        fd.add_output(y)
+        place(line(), x, w, gathered, y)
+        for tv, axis in ((x, 0), (w, 0), (y, 1)):
+            split(tv, axis)
+        _stream(gathered, ring)
+    a, b = torch.randn(2 * d, e), torch.randn(3 * d, e)
+    found, seen = _products(fd, [cut(a, x), cut(b, w)])
+    same(found, cut(F.linear(a, b), y))
+    assert seen == [[2, e]] * d, seen
+
+
+def a_product_of_what_a_ring_gathers() -> None:
+    a_product_of_what_a_streamed_set_gathers(ring=True)
+
+
+def a_streamed_input_of_two_products() -> None:
+    """The stream goes on: each chunk goes through both, without a mesh."""
+    with FusionDefinition() as fd:
+        x, u, v = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(3))
+        fd.add_output(fd.ops.matmul(fd.ops.matmul(x, u), v))
+        x.outer_split(0, 3)
+        x.axis(0).parallelize(STREAM)
+    a, b, c = torch.randn(6, 3), torch.randn(3, 5), torch.randn(5, 3)
+    found, seen = _products(fd, [a, b, c])
+    same(found, a @ b @ c)
+    assert seen == [[2, 3], [2, 5]] * 3, seen
+
+
 def a_gather_as_a_ring() -> None:
     with FusionDefinition() as fd:
         x = fd.define_tensor([3 * size()], contiguity=True)

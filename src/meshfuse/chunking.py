@@ -1,0 +1,401 @@
+"""Which steps of a resharded definition go into loops over chunks, and how their tensors are cut (see `overlap`)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from .cuts import Cut, Refused, dim_cut, factor_cut, of_shards
+from .graph import Stream
+from .mesh import STREAM, DeviceMesh
+from .ops.base import FactorKind
+from .overlap import ChunkLoop, OverlappedDefinition, made_by, step_mesh, taken
+from .resharding.insert import Compute, ReshardedDefinition, Set, Step
+from .resharding.moves import MoveKind, count, restricted
+from .resharding.postpone import postponed
+from .sharding import layout as lay
+from .sharding.layout import Layout, Split
+
+_CHUNKED = (
+    MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.ALL_GATHER, MoveKind.ALL_TO_ALL, MoveKind.EXCHANGE,
+)  # fmt: skip
+
+
+def overlap(resharded: ReshardedDefinition) -> OverlappedDefinition:
+    """Put what the graph's streams ask for into loops, and small all-reduces off until their results are needed."""
+    resharded = replace(resharded, steps=tuple(postponed(resharded)))
+    if not resharded.graph.streams:
+        return OverlappedDefinition(resharded, resharded.steps, {})
+    builder = _Builder(resharded)
+    builder.build()
+    parts = builder.ordered()
+    done = OverlappedDefinition(resharded, parts, builder.refused)
+    done.verify()
+    return done
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A loop that is being made, by the places of its steps."""
+
+    tensor: int
+    stream: Stream
+    steps: set[int] = field(default_factory=set)
+    cuts: dict[int, Cut] = field(default_factory=dict)
+    ring: str = ""
+
+
+class _Builder:
+    def __init__(self, resharded: ReshardedDefinition):
+        self.resharded, self.graph = resharded, resharded.graph
+        self.steps = resharded.steps
+        self.refused: dict[int, str] = {}
+        self.drafts: list[_Draft] = []
+        self.in_draft: dict[int, _Draft] = {}
+        self.maker = {v: place for place, step in enumerate(self.steps) for v in made_by(step)}
+        self.readers: dict[int, list[int]] = {}
+        self.values_of: dict[int, list[int]] = {}
+        for value in resharded.values:
+            self.values_of.setdefault(value.tensor, []).append(value.id)
+        for place, step in enumerate(self.steps):
+            for v in taken(step):
+                self.readers.setdefault(v, []).append(place)
+
+    def build(self) -> None:
+        for tensor, stream in self.graph.streams.items():
+            try:
+                self._ask(tensor, stream)
+            except Refused as why:
+                self.refused[tensor] = f"not chunked, {why}"
+
+    # where a loop begins
+
+    def _ask(self, tensor: int, stream: Stream) -> None:
+        if any(tensor in draft.cuts for draft in self.drafts):
+            return
+        if stream.chunks == 1:
+            raise Refused("as one chunk is the whole")
+        draft = _Draft(tensor, stream)
+        seeds = self._seeds(tensor)
+        if not seeds:
+            raise Refused("as no product is made of it, and no op that can be cut makes it")
+        for place in seeds:
+            self._check_free(place)
+        draft.steps.update(seeds)
+        self._cut(draft, tensor, self._chosen(draft, tensor, stream))
+        if sum(map(bool, draft.cuts[tensor].chunks)) < 2:
+            raise Refused(f"as dim {stream.dim} of size {self.graph.shape(tensor)[stream.dim]} makes only one chunk")
+        earlier = self._joinable(draft)
+        if earlier is not None:
+            earlier.steps |= draft.steps
+            earlier.cuts.update(draft.cuts)
+            draft = earlier
+            self._grow(draft) if not draft.ring else None
+        else:
+            self._grow(draft)
+            self.drafts.append(draft)
+        if stream.layout is not None:
+            self._follow(draft)
+        self.in_draft.update(dict.fromkeys(draft.steps, draft))
+
+    def _joinable(self, draft: _Draft) -> _Draft | None:
+        """A loop that makes what this one reads, cut in the same way: the two are one."""
+        read = {v for place in draft.steps for v in taken(self.steps[place])}
+        for other in self.drafts:
+            made = {v for place in other.steps for v in made_by(self.steps[place])}
+            same = all(other.cuts.get(t, cut) == cut for t, cut in draft.cuts.items())
+            if made & read and same and other.ring != "scatter" and self._convex(other.steps | draft.steps):
+                return other
+        return None
+
+    def _check_free(self, place: int) -> None:
+        if place in self.in_draft:
+            other = self.graph.tensors[self.in_draft[place].tensor].label
+            raise Refused(f"as its op is cut as {other} asks")
+
+    def _seeds(self, tensor: int) -> list[int]:
+        """The op that makes the tensor, or those from it to the first products that read what comes of it."""
+        producer = self._producer(tensor)
+        if producer is not None:
+            return [producer]
+        return sorted(self._forward(tensor, 8))
+
+    def _producer(self, tensor: int) -> int | None:
+        made = [v for v in self.values_of.get(tensor, ()) if v in self.maker]
+        found = [self.maker[v] for v in made if isinstance(self.steps[self.maker[v]], Compute)]
+        return found[0] if found else None
+
+    def _forward(self, tensor: int, depth: int) -> set[int]:
+        """Places of the products that read the tensor, with the ops in between."""
+        found: set[int] = set()
+        for value in self.values_of.get(tensor, ()):
+            for place in self.readers.get(value, ()):
+                step = self.steps[place]
+                if isinstance(step, Compute) and depth:
+                    node = self.graph.nodes[step.node]
+                    if any(f.kind is FactorKind.REDUCE for f in node.rule.factors):
+                        found.add(place)
+                    elif len(node.outputs) == 1 and (after := self._forward(node.outputs[0], depth - 1)):
+                        found |= {place, *after}
+        return found
+
+    # where a tensor is cut
+
+    def _cut(self, draft: _Draft, tensor: int, cut: Cut) -> None:
+        """Cut a tensor, and with it all that the loop's ops make of it or make it of."""
+        draft.cuts[tensor] = cut
+        self._cut_ops(draft)
+
+    def _cut_ops(self, draft: _Draft) -> None:
+        """Cut what the loop's ops take and make, as the tensors that are cut already tell."""
+        for place in sorted(draft.steps):
+            step = self.steps[place]
+            if isinstance(step, Compute):
+                self._cut_op(draft, step)
+        for place in draft.steps:
+            step = self.steps[place]
+            if isinstance(step, Compute):
+                self._cut_op(draft, step)  # again, as the ops after it may have cut what it takes whole
+                missing = [t for t in self.graph.nodes[step.node].outputs if t not in draft.cuts]
+                if missing:
+                    raise Refused(f"as {self.graph.nodes[step.node].name} makes it as a whole")
+
+    def _cut_op(self, draft: _Draft, step: Compute) -> None:
+        node = self.graph.nodes[step.node]
+        rule, shapes = node.rule, [*(t.shape for t in node.call.types), *(t.shape for t in node.call.results)]
+        dims = [*rule.operands, *rule.results]
+        tensors = [*node.inputs, *node.outputs]
+        known = next((p for p, t in enumerate(tensors) if t in draft.cuts), None)
+        if known is None:
+            return
+        factor, part = factor_cut(rule, dims[known], shapes[known], draft.cuts[tensors[known]], node.name)
+        for place, tensor in enumerate(tensors):
+            found = dim_cut(rule, dims[place], shapes[place], factor, part)
+            if found is None:
+                if tensor in draft.cuts:
+                    raise Refused(f"as {node.name} needs {self.graph.tensors[tensor].label} as a whole")
+            elif draft.cuts.setdefault(tensor, found) != found:
+                raise Refused(f"as {node.name} would have to cut {self.graph.tensors[tensor].label} in two ways")
+
+    # the moves around the ops
+
+    def _grow(self, draft: _Draft) -> None:
+        before, after = self._around(draft, forward=False), self._around(draft, forward=True)
+        if draft.stream.ring and self._in_ring(draft, before, after):
+            return
+        self._add_moves(draft, [*before, *after])
+
+    def _add_moves(self, draft: _Draft, moves: Sequence[int]) -> None:
+        for place in moves:
+            if self._convex({*draft.steps, place}):
+                draft.steps.add(place)
+
+    def _around(self, draft: _Draft, forward: bool) -> list[int]:
+        """Moves of cut tensors before (or after) the ops, the nearest first."""
+        found: list[int] = []
+        for place in sorted(draft.steps):
+            values = made_by(self.steps[place]) if forward else taken(self.steps[place])
+            todo = list(values)
+            while todo:
+                value = todo.pop()
+                near = self.readers.get(value, []) if forward else [self.maker[value]] if value in self.maker else []
+                for move in near:
+                    if self._is_chunked_move(draft, move) and move not in found:
+                        found.append(move)
+                        todo += made_by(self.steps[move]) if forward else taken(self.steps[move])
+        return found
+
+    def _is_chunked_move(self, draft: _Draft, place: int) -> bool:
+        step = self.steps[place]
+        if not isinstance(step, Set) or step.node is not None or place in self.in_draft:
+            return False
+        tensor = self._tensor(step.source)
+        return step.move.kind in _CHUNKED and tensor in draft.cuts and step.move.src.mesh == self._mesh(draft)
+
+    def _mesh(self, draft: _Draft) -> DeviceMesh:
+        return step_mesh(self.steps[min(draft.steps)])
+
+    def _convex(self, steps: set[int]) -> bool:
+        """True where nothing outside stands between two of the steps."""
+        inside = set(made_by(self.steps[min(steps)]))
+        outside: set[int] = set()
+        for place in range(min(steps) + 1, max(steps) + 1):
+            step = self.steps[place]
+            if place in steps:
+                if outside.intersection(taken(step)):
+                    return False
+                inside.update(made_by(step))
+            elif (inside | outside).intersection(taken(step)):
+                outside.update(made_by(step))
+        return True
+
+    def _follow(self, draft: _Draft) -> None:
+        """A stream in nvFuser's words goes on: later products of what the loop makes join it, as far as they can."""
+        while draft.ring != "scatter" and any(self._joins(draft, found) for found in self._later_products(draft)):
+            if not draft.ring:
+                self._add_moves(draft, self._around(draft, forward=True))
+
+    def _later_products(self, draft: _Draft) -> Iterator[set[int]]:
+        """Places of products that read what the loop makes, each set with the ops in between."""
+        made = {self._tensor(v) for place in draft.steps for v in made_by(self.steps[place])}
+        for tensor in sorted(made):
+            found = self._forward(tensor, 8) - draft.steps
+            if found and not any(place in self.in_draft for place in found):
+                yield found
+
+    def _joins(self, draft: _Draft, found: set[int]) -> bool:
+        """Take steps into a loop, if all of them can be cut as it is and none is to be cut otherwise."""
+        trial = _Draft(draft.tensor, draft.stream, found, dict(draft.cuts))
+        try:
+            self._cut_ops(trial)
+        except Refused:
+            return False
+        added = trial.cuts.keys() - draft.cuts.keys()
+        whole = {t for place in draft.steps for t in self._tensors_read(place)} - draft.cuts.keys()
+        if whole & added or any(self._is_asked_otherwise(t, trial.cuts[t]) for t in added):
+            return False
+        if not self._convex(draft.steps | found):
+            return False
+        draft.steps, draft.cuts = draft.steps | found, trial.cuts
+        return True
+
+    def _is_asked_otherwise(self, tensor: int, cut: Cut) -> bool:
+        asked = self.graph.streams.get(tensor)
+        return asked is not None and (asked.dim, asked.chunks) != (cut.dim, len(cut.chunks))
+
+    # rings
+
+    def _in_ring(self, draft: _Draft, before: Sequence[int], after: Sequence[int]) -> bool:
+        """Make the loop a ring; False (and a note why) where it cannot be one."""
+        scatter, gather = MoveKind.REDUCE_SCATTER, MoveKind.ALL_GATHER
+        for kind, places, wanted in (
+            ("scatter", after, scatter),
+            ("gather", before, gather),
+            ("gather", after, gather),
+        ):
+            for place in places[:1]:
+                step = self.steps[place]
+                assert isinstance(step, Set)
+                alone = {*draft.steps, place}
+                if step.move.kind is wanted and self._travels(draft, step, kind) and self._convex(alone):
+                    draft.steps.add(place)
+                    draft.ring = kind
+                    return True
+        self.refused[draft.tensor] = "in no ring, as its chunks are not parts of one rank's shard each"
+        return False
+
+    def _travels(self, draft: _Draft, step: Set, kind: str) -> bool:
+        """Whether each chunk is (a part of) the shard of one rank of each group, in the group's order."""
+        tensor = self._tensor(step.source)
+        shape, cut = self.graph.shape(tensor), draft.cuts[tensor]
+        side, n = step.move.src if kind == "gather" else step.move.dst, len(cut.chunks)
+        for rank in step.move.src.mesh.ranks:
+            group = step.move.group(rank)
+            if n % len(group):
+                return False
+            if rank != group[0]:
+                continue
+            for chunk in range(n):
+                only = cut.dim, cut.chunks[chunk]
+                owner = chunk // (n // len(group))
+                held = [count(restricted(side.runs(shape, member), only)) for member in group]
+                if any(c for place, c in enumerate(held) if place != owner):
+                    return False
+        return True
+
+    # chunks
+
+    def _chosen(self, draft: _Draft, tensor: int, stream: Stream) -> Cut:
+        """As the user says; else chunks that take a part of every rank's shard, and in a ring of one shard each."""
+        dim, n = stream.dim, self.graph.shape(tensor)[stream.dim]
+        if stream.layout is not None:
+            return Cut.of(dim, stream.layout, n)
+        for cut in self._neighbours(draft, tensor, stream):
+            return cut
+        anyhow = Cut.of(dim, (Split(stream.chunks, STREAM),), n)
+        trial = _Draft(tensor, stream, set(draft.steps))
+        self._cut(trial, tensor, anyhow)
+        for shards in self._shards(trial):
+            ways = lay.extent(shards)
+            if stream.ring and stream.chunks % ways == 0:
+                return of_shards(dim, n, ways, stream.chunks // ways, True)
+            return of_shards(dim, n, ways, stream.chunks, False)
+        return anyhow
+
+    def _neighbours(self, draft: _Draft, tensor: int, stream: Stream) -> Iterator[Cut]:
+        """How loops that make what this one reads cut it, in terms of the tensor."""
+        read = {t for place in draft.steps for t in self._tensors_read(place)}
+        for other in self.drafts:
+            for shared in sorted(read.intersection(other.cuts)):
+                trial = _Draft(tensor, stream, set(draft.steps))
+                self._cut(trial, shared, other.cuts[shared])
+                found = trial.cuts.get(tensor)
+                if found is not None and found.dim == stream.dim and len(found.chunks) == stream.chunks:
+                    yield found
+
+    def _tensors_read(self, place: int) -> list[int]:
+        return [self._tensor(v) for v in taken(self.steps[place])]
+
+    def _tensor(self, value: int) -> int:
+        return self.resharded.values[value].tensor
+
+    def _shards(self, draft: _Draft) -> Iterator[Layout]:
+        """The layouts over ranks alone that the cut dim has where it is scattered, gathered or computed."""
+        values = [*self._around(draft, True), *self._around(draft, False), *sorted(draft.steps)]
+        for place in values:
+            step = self.steps[place]
+            scatters = isinstance(step, Compute) or step.move.kind is MoveKind.REDUCE_SCATTER
+            for value in made_by(step) if scatters else taken(step):
+                made = self.resharded.values[value]
+                shards = made.sharding.dims[draft.cuts[made.tensor].dim] if made.tensor in draft.cuts else ()
+                if shards and all(split.bound for split in shards):
+                    yield shards
+
+    # order
+
+    def ordered(self) -> tuple[Step | ChunkLoop, ...]:
+        """All steps, those of loops in one place, each after what it reads; otherwise as they were."""
+        while True:
+            parts = self._sorted()
+            if parts is not None:
+                return parts
+            dropped = self.drafts.pop()
+            self.refused[dropped.tensor] = "not chunked, as another loop stands between its steps"
+            for place in dropped.steps:
+                del self.in_draft[place]
+
+    def _sorted(self) -> tuple[Step | ChunkLoop, ...] | None:
+        unit_of = {place: min(draft.steps) for draft in self.drafts for place in draft.steps}
+        before: dict[int, set[int]] = {}
+        after: dict[int, set[int]] = {}
+        for place, step in enumerate(self.steps):
+            unit = unit_of.get(place, place)
+            found = {unit_of.get(self.maker[v], self.maker[v]) for v in taken(step) if v in self.maker} - {unit}
+            before.setdefault(unit, set()).update(found)
+            for other in found:
+                after.setdefault(other, set()).add(unit)
+        ready = [unit for unit, needed in before.items() if not needed]
+        heapq.heapify(ready)
+        out: list[int] = []
+        while ready:
+            unit = heapq.heappop(ready)
+            out.append(unit)
+            for other in sorted(after.get(unit, ())):
+                before[other].discard(unit)
+                if not before[other]:
+                    heapq.heappush(ready, other)
+        return tuple(self._parts(out)) if len(out) == len(before) else None
+
+    def _parts(self, units: Sequence[int]) -> Iterator[Step | ChunkLoop]:
+        drafts = {min(draft.steps): draft for draft in self.drafts}
+        number = 0
+        for unit in units:
+            if unit not in drafts:
+                yield self.steps[unit]
+                continue
+            draft = drafts[unit]
+            steps = tuple(self.steps[place] for place in sorted(draft.steps))
+            chunks = len(draft.cuts[draft.tensor].chunks)
+            yield ChunkLoop(number, steps, draft.cuts, chunks, draft.ring, draft.tensor, draft.stream)
+            number += 1
