@@ -249,6 +249,28 @@ def _block_repeat(x: torch.Tensor, dim: int, size: int, blocks: int) -> torch.Te
     return x.index_select(dim, index)
 
 
+def _block_moments(x: torch.Tensor, dims: list[int], dim: int, blocks: int) -> torch.Tensor:
+    """Block by block by torch's own variance; zeros for an empty one."""
+    found = []
+    for part in _blocks(x, dim, blocks):
+        count = math.prod(part.shape[d] for d in dims)
+        mean = part.sum(dims, keepdim=True) / max(count, 1)
+        squares = torch.var(part, dims, correction=0, keepdim=True) * count if count else mean
+        found.append(torch.stack([mean, squares]))
+    return torch.stack(found)
+
+
+def _block_merge(moments: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairwise, as Chan's formula merges two sets."""
+    count, mean, squares = 0, torch.zeros_like(moments[0, 0]), torch.zeros_like(moments[0, 0])
+    for (other_mean, other_squares), other in zip(moments, counts, strict=True):
+        if other:
+            apart, total = other_mean - mean, count + other
+            squares = squares + other_squares + apart**2 * (count * other / total)
+            mean, count = mean + apart * (other / total), total
+    return mean, squares
+
+
 def _block_topk(x: torch.Tensor, k: int, dim: int, largest: bool, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Block by block; what a short block lacks comes last in the order, at the places after its end."""
     size = max(1, -(-x.shape[dim] // blocks))
@@ -313,6 +335,8 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "block_min": _block_total("min", float("inf")),
     "block_repeat": _block_repeat,
     "block_topk": _block_topk,
+    "block_moments": _block_moments,
+    "block_merge": _block_merge,
     "linear": _linear,
     "contract": _contract,
     "take_along_axis_bwd": _take_bwd,

@@ -192,8 +192,10 @@ def test_statistics_of_numbers_far_from_zero_keep_their_digits(name: str, spec: 
     """In float32 the difference of sums of squares would have no digit right."""
     x = X + 1e4
     build, reference, *_ = CASES[name]
-    found = _define(build, x, *SPECS[spec]).simulate([x], check_replicas=True)
-    _assert_close(found, reference(x.double()), 1e-4)
+    fd = _define(build, x, *SPECS[spec])
+    # Blocks' means of 10 000 deviations are rounded as every element is, before they are merged.
+    limit = 4e4 * 2**-24 if "block_merge" in _ops(fd, x.shape) else 1e-4
+    _assert_close(fd.simulate([x], check_replicas=True), reference(x.double()), limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.complex64, torch.float64])

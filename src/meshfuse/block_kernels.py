@@ -60,6 +60,40 @@ def block_topk(
     return parts.gather(dim + 1, place).flatten(dim, dim + 1), (place + start).flatten(dim, dim + 1)
 
 
+def block_moments(x: torch.Tensor, dims: list[int], dim: int, block: int, count: int) -> torch.Tensor:
+    """[count, 2, ...]: of each block of `dim` the mean over `dims` and the sum of squared differences from it.
+
+    An empty block gives zeros.
+    """
+    if count == 1 and x.shape[dim]:
+        return torch.stack(_moments(x, dims)).unsqueeze(0)
+    parts = [_moments(part, dims) for part in x.split(block, dim)] if x.shape[dim] else []
+    shape = [count, 2, *(1 if d in dims else n for d, n in enumerate(x.shape))]
+    out = x.new_zeros(shape)
+    for place, part in enumerate(parts):
+        torch.stack(part, out=out[place])
+    return out
+
+
+def _moments(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    mean = torch.mean(x, dims, keepdim=True)
+    return mean, (x - mean).square_().sum(dims, keepdim=True)
+
+
+def block_merge(moments: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[blocks, 2, ...] moments of blocks of so many elements to (mean, sum of squared differences) of all of them.
+
+    The sum of squares is that inside the blocks and that of the blocks' means (Chan, Golub & LeVeque 1983).
+    """
+    means, squares = moments.unbind(1)
+    if len(set(counts)) == 1:
+        mean = means.mean(0)
+        return mean, (means - mean).square_().sum(0).mul_(counts[0]).add_(squares.sum(0))
+    weights = means.new_tensor(counts).view(-1, *[1] * (means.ndim - 1))
+    mean = (means * weights).sum(0) / sum(counts)
+    return mean, ((means - mean).square_() * weights).sum(0) + squares.sum(0)
+
+
 def _last(dtype: torch.dtype, largest: bool) -> Any:
     """What no element comes after: torch sorts NaN above all numbers."""
     if largest:

@@ -1,6 +1,6 @@
 """The stages in their order: the page to open first.
 
-definition → `concretize` → `distribute` → `propagate` → `insert_resharding` → `overlap` → `segment`
+definition → `concretize` → `distribute` → `propagate` → `merged` → `insert_resharding` → `overlap` → `segment`
 → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
@@ -21,6 +21,7 @@ from .host_ir.lower import lower_to_host_ir
 from .host_ir.program import HostProgram, digest_of
 from .host_ir.verify import verify, verify_together
 from .linked import with_links
+from .merging import merged
 from .mesh import DeviceMesh
 from .plan_cache import planned
 from .propagation.propagate import propagate
@@ -71,7 +72,7 @@ def compile_definition(
     """
     with _no_collection():
         graph = with_links(concretize(fd, shapes, scalars))
-        return compile_sharded(planned(graph, world, lambda: propagate(distribute(graph, world), world)))
+        return compile_sharded(planned(graph, world, lambda: merged(propagate(distribute(graph, world), world), world)))
 
 
 @contextlib.contextmanager

@@ -73,8 +73,12 @@ def with_forms(graph: Graph, forms: Forms) -> Graph:
 
 
 def _seconds(graph: Graph, world: DeviceMesh) -> float:
-    """The modelled time of a graph's plan, with what it leaves unreduced."""
-    done = propagate(graph, world)
+    return seconds_of(propagate(graph, world))
+
+
+def seconds_of(done: ShardedDefinition) -> float:
+    """The modelled time of a plan, with what it leaves unreduced."""
+    graph = done.graph
     left = [(done.homes[i], graph.tensors[i].type) for i in graph.outputs]
     owed = [cheapest((home,), home.reduced(), t.shape, t.dtype.itemsize) for home, t in left]
     return sum(choice.seconds for choice in done.choices) + sum(owed)

@@ -103,6 +103,57 @@ def _topk_emit(e: Emit) -> str:
     return f"K.block_topk({e.operands[0]}, {k}, {dim}, {call['largest']}, {block}, {numbers})"
 
 
+def _kept(call: Call, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(1 if d in call["dims"] else n for d, n in enumerate(shape))
+
+
+def _moments_dim(call: Call) -> int:
+    return check_dim(call.op.name, call["dim"], call.types[0].ndim)
+
+
+def _moments_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,) = call.types
+    assert _moments_dim(call) in call["dims"]
+    return (TensorType((call["blocks"], 2, *_kept(call, arg.shape)), arg.dtype),)
+
+
+def _moments_rule(call: Call) -> Rule:
+    """... (blocks, inside) ... -> blocks 2 ...: the other reduced dims are needed whole, too."""
+    (arg,), dim, builder = call.types, _moments_dim(call), RuleBuilder()
+    outer = builder.factor(call["blocks"])
+    inner = builder.blocked(block_size(arg.shape[dim], call["blocks"]))
+    whole = {d: builder.blocked(n) for d, n in enumerate(arg.shape) if d in call["dims"] and d != dim}
+    kept = {d: builder.factor(n) for d, n in enumerate(arg.shape) if d not in call["dims"]}
+    operand = tuple(kept.get(d) or whole.get(d) or ((*outer, *inner) if d == dim else ()) for d in range(arg.ndim))
+    return builder.build([operand], [(outer, builder.blocked(2), *(kept.get(d, ()) for d in range(arg.ndim)))])
+
+
+def _moments_emit(e: Emit) -> str:
+    dim, dims = _moments_dim(e.call), list(e.call["dims"])
+    block = block_size(e.call.types[0].shape[dim], e.call["blocks"])
+    return f"K.block_moments({e.operands[0]}, {dims}, {dim}, {block}, {e.result_shapes[0][0]})"
+
+
+def _merge_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,) = call.types
+    check_same_size(call.op.name, "the blocks and their counts", arg.shape[0], len(call["counts"]))
+    made = TensorType(arg.shape[2:], arg.dtype)
+    return (made, made)
+
+
+def _merge_rule(call: Call) -> Rule:
+    """blocks 2 ... -> ..., the blocks needed whole."""
+    (arg,), builder = call.types, RuleBuilder()
+    rest = builder.dims(arg.shape[2:])
+    return builder.build([(builder.blocked(arg.shape[0]), builder.blocked(2), *rest)], [rest, rest])
+
+
+def block_counts(n: int, blocks: int, others: int = 1) -> list[int]:
+    """Elements of each block of a dim of size n, times those of the other dims."""
+    block = block_size(n, blocks)
+    return [others * max(0, min(block, n - i * block)) for i in range(blocks)]
+
+
 def distributed_scan(
     r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
@@ -149,6 +200,16 @@ def _topk_samples() -> list[Sample]:
     ]
 
 
+def _moments_samples() -> list[Sample]:
+    example = TensorType((7, 4), DataType.Float)
+    return [Sample((example, [0], 0, 3)), Sample((example, [0, 1], 0, 2)), Sample((example, [0], 0, 5))]
+
+
+def _merge_samples() -> list[Sample]:
+    example = TensorType((3, 2, 4, 1), DataType.Float)
+    return [Sample((example, [5, 5, 5])), Sample((example, [4, 3, 0]))]
+
+
 def _samples(dtype: DataType, *more: int) -> list[Sample]:
     example = TensorType((7, 4), dtype)
     return [Sample((example, 0, *more, 3)), Sample((example, 1, *more, 2))]
@@ -174,4 +235,9 @@ OPS = (
           nvfuser=_UNEVEN),
     OpDef("block_topk", (_ARG, Param("k", K.INT), _DIM, Param("largest", K.BOOL), _BLOCKS), _topk_infer,
           _topk_rule, _topk_emit, samples=_topk_samples, nvfuser=_UNEVEN),
+    OpDef("block_moments", (_ARG, Param("dims", K.DIMS), _DIM, _BLOCKS), _moments_infer, _moments_rule,
+          _moments_emit, samples=_moments_samples, nvfuser=_UNEVEN),
+    OpDef("block_merge", (_ARG, Param("counts", K.INTS)), _merge_infer, _merge_rule,
+          lambda e: f"K.block_merge({e.operands[0]}, {list(e.call['counts'])})",
+          samples=_merge_samples, nvfuser="one small kernel in torch"),
 )  # fmt: skip

@@ -1,0 +1,154 @@
+"""Moments of a sharded dim by one collective: every rank's mean and sum of squares, merged.
+
+The mean is a sum over ranks, and the squares of the differences from it are another, which cannot begin before the
+first is there. Where starting a collective costs more than its bytes, each rank's own mean and squared differences from
+that are gathered instead, and merged as exactly (Chan, Golub & LeVeque 1983). Over two ranks that takes as many bytes.
+The difference of the means of squares and of the square of the mean would need one sum, and is nothing but rounding
+where the mean is large beside the deviation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .distribution import seconds_of
+from .graph import Graph, Kinds, Node, Tensor, numbered
+from .mesh import DeviceMesh
+from .ops import OPS
+from .ops.base import TensorRef
+from .ops.blocks import block_counts
+from .ops.reductions import reduced_dims
+from .propagation.propagate import propagate
+from .propagation.sharded import ShardedDefinition
+from .sharding.layout import axes, extent
+from .sharding.value import Sharding
+
+
+class Moments(NamedTuple):
+    """Ops of a graph: the sum of x, its mean, the squares of x less its mean, and their sum.
+
+    Of the dims of x that are reduced, `dim` alone lies over ranks, in so many `blocks`.
+    """
+
+    total: Node
+    mean: Node
+    squared: Node
+    squares: Node
+    dim: int
+    blocks: int
+
+
+def merged(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
+    """The definition with its moments over sharded dims from one collective each, if that plan takes less time."""
+    found = list(_Finder(sharded).run())
+    if not found:
+        return sharded
+    other = propagate(_rewritten(sharded.graph, found), world)
+    return other if _by_gathers(other) and seconds_of(other) < seconds_of(sharded) else sharded
+
+
+def _by_gathers(sharded: ShardedDefinition) -> bool:
+    """Whether all moments are merged where they are gathered: an all-to-all would need more calls after it."""
+    merges = [(n, c) for n, c in zip(sharded.graph.nodes, sharded.choices, strict=True) if n.name == "block_merge"]
+    return all(c.placement.operands[0].dims[2:] == sharded.homes[n.inputs[0]].dims[2:] for n, c in merges)
+
+
+class _Finder:
+    """Looks for moments in a graph by its unreduced sums."""
+
+    def __init__(self, sharded: ShardedDefinition):
+        self.sharded, self.graph = sharded, sharded.graph
+        self.sums = [
+            (node, choice.placement)
+            for node, choice in zip(self.graph.nodes, sharded.choices, strict=True)
+            if node.name == "sum" and choice.placement.results[0].partial
+        ]
+        self.readers: dict[int, list[Node]] = {}
+
+    def run(self) -> Iterator[Moments]:
+        if len(self.sums) < 2:
+            return
+        for node in self.graph.nodes:
+            for i in dict.fromkeys(node.inputs):
+                self.readers.setdefault(i, []).append(node)
+        for total, placement in self.sums:
+            place = _place(total, placement.operands[0])
+            mean = self._only_reader(total, "truediv")
+            if place is not None and mean is not None and mean.call.args[1] == _count(total):
+                yield from self._squares(total, mean, place)
+
+    def _squares(self, total: Node, mean: Node, place: tuple[int, int]) -> Iterator[Moments]:
+        """The first sum of the squares of what x differs from the mean."""
+        for centred in self._readers(mean, "sub", (total.inputs[0], mean.outputs[0])):
+            for squared in self._readers(centred, "mul", centred.outputs * 2):
+                squares = self._only_reader(squared, "sum")
+                if squares is not None and squares.call.args == total.call.args:
+                    yield Moments(total, mean, squared, squares, *place)
+                    return
+
+    def _readers(self, node: Node, name: str, inputs: Sequence[int]) -> list[Node]:
+        """The ops of this name that read these tensors, one of which a node makes."""
+        found = self.readers.get(node.outputs[0], [])
+        return [other for other in found if other.name == name and other.inputs == tuple(inputs)]
+
+    def _only_reader(self, node: Node, name: str) -> Node | None:
+        """The op of this name that alone reads what a node makes, which the user has not named."""
+        (made,), graph = node.outputs, self.graph
+        found = self.readers.get(made, [])
+        free = made not in graph.outputs and made not in graph.annotations and made not in graph.streams
+        return found[0] if free and len(found) == 1 and found[0].name == name else None
+
+
+def _place(total: Node, operand: Sharding) -> tuple[int, int] | None:
+    """The dim in blocks over ranks that a sum reduces, and their number; None where that is not what it does."""
+    kind, dims = total.call.types[0], reduced_dims(total.call)
+    cut = [d for d in dims if axes(operand.dims[d])]
+    fits = total.call["keepdim"] and kind.dtype is total.call.results[0].dtype and kind.dtype.category == 2
+    if not fits or len(cut) != 1 or operand.partial or not all(split.bound for split in operand.dims[cut[0]]):
+        return None
+    return cut[0], extent(operand.dims[cut[0]])
+
+
+def _count(total: Node) -> int:
+    shape = total.call.types[0].shape
+    return math.prod(shape[d] for d in reduced_dims(total.call))
+
+
+def _rewritten(graph: Graph, found: Sequence[Moments]) -> Graph:
+    """The graph with two ops in the place of each moments' sum, and without their others."""
+    tensors, kinds = list(graph.tensors), Kinds()
+    firsts = {m.total.id: m for m in found}
+    dropped = {node.id for m in found for node in (m.mean, m.squared, m.squares)}
+    nodes: list[Node] = []
+    numbers: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.id in firsts:
+            nodes += _merging(firsts[node.id], len(nodes), tensors, kinds)
+        elif node.id not in dropped:
+            numbers[node.id] = len(nodes)
+            nodes.append(numbered(node, len(nodes)))
+    reductions = {numbers[i]: layouts for i, layouts in graph.reductions.items() if i in numbers}
+    return dataclasses.replace(graph, tensors=tuple(tensors), nodes=tuple(nodes), reductions=reductions)
+
+
+def _merging(m: Moments, start: int, tensors: list[Tensor], kinds: Kinds) -> list[Node]:
+    """The ops that make the mean and the sum of squares; the tensor between them is a new one."""
+    kind, dims = m.total.call.types[0], reduced_dims(m.total.call)
+    others = math.prod(kind.shape[d] for d in dims if d != m.dim)
+    counts = tuple(block_counts(kind.shape[m.dim], m.blocks, others))
+    made = Tensor(len(tensors), kind, dataclasses.replace(m.total.line, given=""))
+    first = _node(kinds, "block_moments", (dims, m.dim, m.blocks), m, start, made.id, kind)
+    tensors.append(dataclasses.replace(made, type=first.call.results[0]))
+    second = _node(kinds, "block_merge", (counts,), m, start + 1, made.id, first.call.results[0])
+    outputs = (*m.mean.outputs, *m.squares.outputs)
+    return [first, dataclasses.replace(second, inputs=(made.id,), outputs=outputs)]
+
+
+def _node(kinds: Kinds, name: str, more: tuple[Any, ...], m: Moments, number: int, made: int, kind: Any) -> Node:
+    """An op of x and these arguments that makes the tensor `made`."""
+    (x,) = m.total.inputs
+    call, rule = kinds.get(OPS[name], (TensorRef(x), *more), (kind,))
+    return Node(number, call, rule, (x,), (made,), m.total.line, m.total.origin)
