@@ -287,7 +287,8 @@ def test_axes_tell_their_sizes() -> None:
     assert str(x) == "T0_g_float[iS0{2}, iS1{7}, iS2{?}]" and str(z.domain()) == "[iS9{2}, rS10{?}, iS11{?}]"
     assert [axis.extent() for axis in x.get_loop_domain()[:2]] == [2, 7]
     assert (str(x.axis(1)), x.axis(1).is_symbolic(), x.axis(2).is_symbolic()) == ("iS1{7}", False, True)
-    assert z.definition() is fd.nodes[-1] and z.uses() == [] and x.uses() == [fd.nodes[0]] and x.definition() is None
+    assert z.definition().node is fd.nodes[-1] and z.uses() == [] and x.definition() is None
+    assert [use.node for use in x.uses()] == [fd.nodes[0]] and str(x.uses()[0].input(1)) == str(y)
     x.set_device_mesh(nvfuser.multidevice.DeviceMesh([0, 1]))
     x.outer_split(1, 2)
     x.axis(1).parallelize(ParallelType.mesh_x)

@@ -251,3 +251,92 @@ def test_strides_of_outputs(name: str) -> None:
     (found,), (wanted,) = fd.execute([whole]), plain.execute([whole])
     assert torch.equal(found, wanted)
     assert found.stride() == strides
+
+
+# without an fd
+
+
+def test_a_fusion_of_its_own_is_written_to_while_its_guard_lives() -> None:
+    fusion = nvfuser.Fusion()
+    guard = nvfuser.FusionGuard(fusion)
+    a, b = nvfuser.define_tensor([2, 3]), nvfuser.define_tensor([2, 3])
+    factor = nvfuser.define_scalar(dtype=DataType.Double)
+    for value in (b, factor, a):
+        fusion.add_input(value)
+    fusion.add_output(nvfuser.ops.mul(nvfuser.ops.sub(a, b), factor))
+    del guard
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    runner = nvfuser.FusionExecutorCache(fusion)
+    assert not runner.is_compiled()
+    assert torch.equal(runner.execute([y, 2.0, x])[0], (x - y) * 2)
+    assert runner.is_compiled() and runner.get_output_shardings()[0].axis_sharded_on(X) == -1
+    assert runner.fusion() is fusion and fusion.definition.fusion is fusion
+    with pytest.raises(mf.DefinitionError, match="define_tensor outside of a definition"):
+        nvfuser.define_tensor([2])
+    with pytest.raises(mf.DefinitionError, match="add_input.*once"):
+        fusion.add_input(a)
+
+
+def test_module_level_ops_belong_to_the_innermost_definition_or_to_that_of_their_operands() -> None:
+    with FusionDefinition() as outer:
+        x = outer.define_tensor([3])
+        with FusionDefinition() as inner:
+            y = nvfuser.define_tensor([3])
+            inner.add_output(nvfuser.ops.neg(y))
+            outer.add_output(nvfuser.ops.cat([x, x]))
+        with nvfuser.FusionGuard(inner.fusion):
+            assert nvfuser.ops.iota(3, 0, 1).fd is inner
+        assert nvfuser.ops.iota(3, 0, 1).fd is outer
+    assert torch.equal(outer.execute([torch.ones(3)])[0], torch.ones(6))
+    assert torch.equal(inner.execute([torch.ones(3)])[0], -torch.ones(3))
+    with pytest.raises(AttributeError, match="no op 'nothing'"):
+        nvfuser.ops.nothing()
+    with pytest.raises(mf.DefinitionError, match="ops.iota outside of a definition"):
+        nvfuser.ops.iota(3, 0, 1)
+
+
+def test_a_cache_of_fusions() -> None:
+    cache = nvfuser.LRUCache(1)
+    first, second = simple(), simple()
+    cache.cache_compile(first.fusion).execute([torch.ones(2, 3)])
+    assert torch.equal(cache.cache_compile(second.fusion).execute([-torch.ones(2, 3)])[0], torch.zeros(2, 3))
+    assert second.fec.compiled is first.fec.compiled and cache.num_fusions() == 1
+    assert "Cache Hits: 1" in cache.stats()
+    with pytest.raises(mf.DefinitionError, match="LRUCache: max_fusions: found 0"):
+        nvfuser.LRUCache(0)
+
+
+def test_ops_of_tensors() -> None:
+    fd = FusionDefinition()
+    x = fd.define_tensor([2, 3])
+    y = fd.ops.reshape(x, [3, 2])
+    z = fd.ops.broadcast(y, [False, False, True])
+    assert isinstance(y.definition(), nvfuser.ReshapeOp) and isinstance(z.definition(), nvfuser.BroadcastOp)
+    assert isinstance(x.uses()[0], nvfuser.Expr) and not isinstance(x.uses()[0], nvfuser.SqueezeOp)
+    assert y.definition().input(0).id == x.id and y.definition().output(-1).id == y.id
+    assert "reshape( T0_g_float" in str(y.definition())
+    with pytest.raises(mf.DefinitionError, match="reshape: no such input: found 1"):
+        y.definition().input(1)
+    size = x.size(0) * 2
+    assert size.definition() is not None and x.size(0).definition() is None
+
+
+def test_tolerances_are_those_of_the_outputs() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([4, 3], dtype=DataType.BFloat16)
+        fd.add_output(fd.ops.set(x))
+        fd.add_output(fd.ops.cast(x, DataType.Double))
+    whole = torch.randn(4, 3).to(torch.bfloat16)
+    outputs = fd.execute([whole])
+    assert nvfuser.get_val_tolerances(fd.fusion, [whole]) == [(0.016, 1e-05), (1e-07, 1e-07)]
+    nvfuser.validate_with_auto_inferred_outputs(fd.fusion, outputs, [whole])
+    with pytest.raises(AssertionError, match="not close"):
+        nvfuser.validate_with_auto_inferred_outputs(fd.fusion, [outputs[0] + 1, outputs[1]], [whole])
+
+
+def test_parameters_are_kept_as_they_are_set() -> None:
+    params = nvfuser.MatmulParams(splitk_factor=2)
+    params.tile_sizes = nvfuser.MatMulTileOptions(nvfuser.GemmTile(1, 2, 3))
+    assert (params.splitk_factor, params.cluster_dims, params.tile_sizes.cta_tile.k) == (2, None, 3)
+    assert params.lparams.bdimx is None and params.scheduler_type is nvfuser.SchedulerType.matmul
+    assert nvfuser.MmaMacroEncode(nvfuser.MmaMacroArch.hopper, 1, 2, 3).mma_macro().n == 2

@@ -377,6 +377,10 @@ class DefinitionBuilder:
         """The op that makes a tensor, None for an input."""
         return self.nodes[self._producers[tensor]] if tensor in self._producers else None
 
+    def expression(self, node: OpNode) -> Any:
+        """An op as a tensor's `definition` and `uses` give it."""
+        return node
+
     def _reduction_flags(self, tensor: int) -> tuple[bool, ...]:
         return reduction_flags(self.tensors, tensor, self.producer(tensor))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import caller_line, user_error
 from ..mesh import STREAM, ParallelType
@@ -246,6 +246,20 @@ class AxisView:
 
     def is_reduction(self) -> bool:
         return self.leaf.reduction
+
+    def definition(self) -> NoReturn:
+        """nvFuser's op that makes an axis. Raises DefinitionError: axes are parts of a dim here."""
+        self._no_op("definition")
+
+    def uses(self) -> NoReturn:
+        """nvFuser's ops on an axis. Raises DefinitionError."""
+        self._no_op("uses")
+
+    def _no_op(self, what: str) -> NoReturn:
+        raise user_error(
+            f"{what} of a loop axis", f"{self.leaf} in {self.domain}", "a tensor or a scalar",
+            "Axes are no values of ops: ask the tensor, tv.definition() or tv.uses().", caller_line(),
+        )  # fmt: skip
 
     def is_tensor(self) -> bool:
         return False

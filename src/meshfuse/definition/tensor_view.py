@@ -145,6 +145,15 @@ class Val(Arithmetic):
         """False for a constant."""
         return self.fd.scalars[self.ref.id].op != "const"
 
+    def definition(self) -> Any:
+        """The arithmetic that makes the scalar, None for an input, a constant and the size of a dim."""
+        made = self.fd.scalars[self.ref.id]
+        return None if made.op in ("input", "const", "size") else made
+
+    def uses(self) -> list[Any]:
+        """The scalars that arithmetic makes of this one."""
+        return [made for made in self.fd.scalars.values() if self.ref in made.operands]
+
     def __repr__(self) -> str:
         return f"Val(s{self.ref.id}: {self.dtype.name})"
 
@@ -216,11 +225,12 @@ class TensorView(Arithmetic):
 
     def definition(self) -> Any:
         """The op that makes the tensor, None for an input."""
-        return self.fd.producer(self.id)
+        node = self.fd.producer(self.id)
+        return None if node is None else self.fd.expression(node)
 
     def uses(self) -> list[Any]:
         """The ops that read the tensor."""
-        return [node for node in self.fd.nodes if self.id in node.inputs]
+        return [self.fd.expression(node) for node in self.fd.nodes if self.id in node.inputs]
 
     # nvFuser's scheduling calls
 

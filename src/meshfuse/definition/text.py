@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DataType
 from ..mesh import STREAM, DeviceMesh
@@ -69,6 +69,20 @@ class TensorDomain:
         kind = "r" if leaf.reduction else "b" if size == 1 else "i"
         bound = _BOUND.get(leaf.axis, f"deviceIdx.{leaf.axis}")
         return f"{kind}{bound}{self.first + place}{{{'?' if size is None else size}}}"
+
+    def is_tensor(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        """Whether arguments decide a size."""
+        return any(self.extents.known(leaf) is None for leaf in self.extents.domain.loop)
+
+    def definition(self) -> None:
+        """None: no op makes a domain."""
+
+    def uses(self) -> list[Any]:
+        """Empty: no op reads one."""
+        return []
 
 
 def tensor_text(fd: DefinitionBuilder, tensor: int, domain: TensorDomain) -> str:

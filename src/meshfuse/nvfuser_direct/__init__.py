@@ -14,26 +14,43 @@ from ..definition.tensor_view import TensorView, Val
 from ..definition.text import TensorDomain
 from ..dtypes import DataType
 from ..mesh import ParallelType
-from . import aliased, benchmark_utils, multidevice, nvf_cutlass, nvfuser_direct_version, pytorch_utils
-from .cache import LruFusionCache
+from . import aliased, benchmark_utils, idm, multidevice, nvf_cutlass, nvfuser_direct_version, pytorch_utils, schedule
+from .active import ActiveOps, FusionGuard, define_scalar, define_tensor
+from .cache import LRUCache, LruFusionCache
 from .definition import Fusion, FusionDefinition, execute_with_dtensors
 from .descriptors import compute_tensor_descriptor
 from .enums import CommunicatorBackend, MemoryType, SchedulerType
 from .executors import FusionExecutorCache, KernelExecutor
+from .exprs import BroadcastOp, Expr, Merge, ReshapeOp, Split, SqueezeOp, Statement
 from .kernel_params import (
     CacheOp,
+    CircularBufferOptions,
+    ClusterDims,
     CompileParams,
+    GemmTile,
     HeuristicParams,
+    IdMappingMode,
     LaunchParams,
     LoadStoreOpType,
+    MatmulBufferingLoopLevel,
+    MatmulCircularBufferingStrategy,
     MatmulParams,
+    MatMulTileOptions,
+    MatmulTileRasterizationOrder,
+    MatmulTilingStrategy,
+    MmaMacro,
+    MmaMacroArch,
+    MmaMacroEncode,
     PointwiseParams,
     ReductionParams,
+    SupportedVectorization,
 )
 from .nvfuser_direct_version import Version
 from .profiler import FusionProfile, KernelProfile, PythonProfiler, get_fusion_profile, reset_profiler
+from .repro import get_val_tolerances, validate_with_auto_inferred_outputs
 
 dtensor_execute = execute_with_dtensors
+ops = ActiveOps()
 aliased.install()
 
 
@@ -48,41 +65,70 @@ def version() -> Version:
 
 
 __all__ = [
+    "BroadcastOp",
     "CacheOp",
+    "CircularBufferOptions",
+    "ClusterDims",
     "CommunicatorBackend",
     "CompileParams",
     "DataType",
+    "Expr",
     "Fusion",
     "FusionDefinition",
     "FusionExecutorCache",
+    "FusionGuard",
     "FusionProfile",
+    "GemmTile",
     "HeuristicParams",
+    "IdMappingMode",
     "IterDomain",
     "KernelExecutor",
     "KernelProfile",
+    "LRUCache",
     "LaunchParams",
     "LoadStoreOpType",
     "LruFusionCache",
+    "MatMulTileOptions",
+    "MatmulBufferingLoopLevel",
+    "MatmulCircularBufferingStrategy",
     "MatmulParams",
+    "MatmulTileRasterizationOrder",
+    "MatmulTilingStrategy",
     "MemoryType",
+    "Merge",
+    "MmaMacro",
+    "MmaMacroArch",
+    "MmaMacroEncode",
     "ParallelType",
     "PointwiseParams",
     "PythonProfiler",
     "ReductionParams",
+    "ReshapeOp",
     "SchedulerType",
+    "Split",
+    "SqueezeOp",
+    "Statement",
+    "SupportedVectorization",
     "TensorDomain",
     "TensorView",
     "Val",
     "benchmark_utils",
     "compute_tensor_descriptor",
+    "define_scalar",
+    "define_tensor",
     "dtensor_execute",
     "execute_with_dtensors",
     "get_fusion_profile",
+    "get_val_tolerances",
+    "idm",
     "multidevice",
     "nvf_cutlass",
     "nvfuser_direct_version",
+    "ops",
     "pytorch_utils",
     "reset_profiler",
+    "schedule",
     "translate_fusion",
+    "validate_with_auto_inferred_outputs",
     "version",
 ]

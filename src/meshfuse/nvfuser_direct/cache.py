@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import user_error
-from .definition import FusionDefinition
+from .definition import Fusion, FusionDefinition
+from .executors import FusionExecutorCache
 
 
 @dataclass(slots=True)
@@ -18,30 +19,24 @@ class _Entry:
     visits: int = 0
 
 
-class LruFusionCache:
-    """A decorator for functions that return a FusionDefinition.
+class LRUCache:
+    """Keeps the `max_fusions` definitions used last: of those with the same text only the first compiles."""
 
-    Of definitions with the same text only the first compiles; the `max_fusions` used last are kept.
-    """
-
-    def __init__(self, max_fusions: int = 16384):
+    def __init__(self, max_fusions: int):
         if max_fusions < 1:
-            raise user_error("LruFusionCache: max_fusions", repr(max_fusions), "an int >= 1", "Pass a larger one.")
+            raise user_error(
+                f"{type(self).__name__}: max_fusions", repr(max_fusions), "an int >= 1", "Pass a larger one."
+            )
         self.max_fusions, self.compiled, self.lookups, self.hits = max_fusions, 0, 0, 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
-    def __call__(self, create: Callable[..., FusionDefinition]) -> Callable[..., FusionDefinition]:
-        @functools.wraps(create)
-        def cached(*args: Any, **kwargs: Any) -> FusionDefinition:
-            made = create(*args, **kwargs)
-            self._look_up(made)
-            return made
+    def cache_compile(self, fusion: Fusion) -> FusionExecutorCache:
+        """What runs a fusion, with the programs of an equal one where there has been one."""
+        self.look_up(fusion.definition)
+        return FusionExecutorCache(fusion)
 
-        cached.stats = self.stats  # type: ignore[attr-defined]
-        cached.num_fusions = self.num_fusions  # type: ignore[attr-defined]
-        return cached
-
-    def _look_up(self, made: FusionDefinition) -> None:
+    def look_up(self, made: FusionDefinition) -> None:
+        """Let a definition use what an equal one has compiled, or keep it for others."""
         self.lookups += 1
         key = repr(made)
         entry = self._entries.get(key)
@@ -74,3 +69,21 @@ class LruFusionCache:
         rate = 100 * self.hits / self.lookups
         lines += [f"Cache Lookups: {self.lookups}", f"Cache Hits: {self.hits}", f"Hit Rate: {rate:g}%", ""]
         return "\n".join(lines)
+
+
+class LruFusionCache(LRUCache):
+    """A decorator for functions that return a FusionDefinition: their results go through the cache."""
+
+    def __init__(self, max_fusions: int = 16384):
+        super().__init__(max_fusions)
+
+    def __call__(self, create: Callable[..., FusionDefinition]) -> Callable[..., FusionDefinition]:
+        @functools.wraps(create)
+        def cached(*args: Any, **kwargs: Any) -> FusionDefinition:
+            made = create(*args, **kwargs)
+            self.look_up(made)
+            return made
+
+        cached.stats = self.stats  # type: ignore[attr-defined]
+        cached.num_fusions = self.num_fusions  # type: ignore[attr-defined]
+        return cached

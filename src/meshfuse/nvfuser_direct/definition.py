@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from ..ops import OPS
 from ..ops.base import TensorRef
 from ..runtime.world import World
 from ..sharding.layout import Split
-from . import profiler, repro
+from . import active, profiler, repro
 from .aliases import check_alias, write_aliases
 from .executors import EmptyDefinitionError, ExecutorError, FusionExecutorCache, KernelExecutor
 from .expanded import fitting
+from .exprs import Expr, expression
 from .followed import common_mesh, followed_outputs
 from .multidevice import DeviceMesh, Sharding
 from .printing import function_text
@@ -44,9 +46,30 @@ class Ops(OpNamespace):
 
 
 class Fusion(CoreFusion):
-    """`fd.fusion`: inputs, outputs and all values of a definition."""
+    """`fd.fusion`: inputs, outputs and all values of a definition. `Fusion()` has a definition of its own, that a
+    FusionGuard makes the active one.
+    """
 
-    __slots__ = ()
+    __slots__ = ("_added",)
+
+    def __init__(self, definition: FusionDefinition | None = None):
+        super().__init__(definition or FusionDefinition())
+        self._added: list[Any] = []
+        if definition is None:
+            self.definition.fusion = self
+
+    def add_input(self, value: TensorView | Val) -> None:
+        """Put what define_tensor or define_scalar gave after the inputs that were added before it.
+
+        Those that are added by no call come last. Raises DefinitionError for a value that is no input.
+        """
+        if value.ref not in self._fd.inputs or value.ref in self._added:
+            raise user_error(
+                "add_input", repr(value), "a result of define_tensor or define_scalar, once",
+                "Inputs are there already when an fd defines them.", caller_line(),
+            )  # fmt: skip
+        self._added.append(value.ref)
+        self._fd.inputs = [*self._added, *(ref for ref in self._fd.inputs if ref not in self._added)]
 
     @property
     def definition(self) -> FusionDefinition:
@@ -87,9 +110,15 @@ class FusionDefinition(core.FusionDefinition):
         self._fec: FusionExecutorCache | None = None
         self._ke: KernelExecutor | None = None
         self._repro: list[str] | None = None
+        self._entries: list[Any] = []
 
     def __enter__(self) -> FusionDefinition:
+        self._entries.append(active.enter(self))
         return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        active.leave(self._entries.pop())
+        super().__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return function_text(self, self.aliases)
@@ -116,6 +145,10 @@ class FusionDefinition(core.FusionDefinition):
         if name in OPS:
             args, kwargs = fitting(self, OPS[name], args, kwargs or {}, line)
         return super().call_at(line, name, args, kwargs)
+
+    def expression(self, node: Any) -> Expr:
+        """An op as nvFuser's scripts see it."""
+        return expression(self, node)
 
     @property
     def ke(self) -> KernelExecutor:
@@ -180,7 +213,7 @@ class FusionDefinition(core.FusionDefinition):
             outputs = super().execute(values, idle_ranks=idle_ranks)
         seconds = time.perf_counter() - start
         if ran[-1].compiled is not getattr(self._fec, "compiled", None) and scheduled:
-            self._fec = FusionExecutorCache(self, ran[-1].compiled)
+            self._fec = FusionExecutorCache(self.fusion, compiled=ran[-1].compiled)
         if profiler.profiling():
             user = None if scheduled else "user"
             profiler.record(ran[-1].compiled, World.current().rank, values, outputs, seconds, user)

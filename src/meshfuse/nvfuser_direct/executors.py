@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..compiler import CompiledProgram
@@ -22,12 +21,30 @@ class ExecutorError(DefinitionError, AssertionError):
     """A call out of order: the definition already runs in the other way, or has not run yet."""
 
 
-@dataclass(frozen=True, slots=True)
 class FusionExecutorCache:
-    """A definition that ran by `execute`. Its texts are this rank's program, whatever nvFuser has there."""
+    """A definition that ran by `execute`. Its texts are this rank's program, whatever nvFuser has there.
 
-    definition: FusionDefinition
-    compiled: CompiledProgram
+    Made of a fusion, it runs that fusion's definition.
+    """
+
+    def __init__(
+        self,
+        fusion: Fusion,
+        fusion_id: int = 0,
+        auto_schedule: bool = True,
+        *,
+        compiled: CompiledProgram | None = None,
+    ):
+        self.definition, self.fusion_id, self._compiled = fusion.definition, fusion_id, compiled
+
+    @property
+    def compiled(self) -> CompiledProgram:
+        """What the last execution ran. ExecutorError before the first."""
+        if self._compiled is not None:
+            return self._compiled
+        if not self.is_compiled():
+            raise ExecutorError("FusionExecutorCache: the fusion has not run yet; call execute(inputs) first")
+        return self.definition.fec.compiled
 
     def get_output_shardings(self) -> list[Sharding]:
         """How each output of the last execution lies on its mesh."""
@@ -39,9 +56,9 @@ class FusionExecutorCache:
     def fusion(self) -> Fusion:
         return self.definition.fusion
 
-    def is_compiled(self, inputs: Sequence[Any] = ()) -> bool:
-        """True: it exists once there has been an execution."""
-        return True
+    def is_compiled(self, inputs: Sequence[Any] = (), **options: Any) -> bool:
+        """Whether there has been an execution."""
+        return self._compiled is not None or hasattr(self.definition, "fec")
 
     def execute(self, inputs: Sequence[Any], **options: Any) -> list[Any]:
         return self.definition.execute(inputs, **options)
@@ -64,6 +81,10 @@ class KernelExecutor:
 
     def is_compiled(self) -> bool:
         return self._definition is not None
+
+    def is_programmatic_dependent_launch_enabled(self) -> bool:
+        """False: torch launches the kernels."""
+        return False
 
     def run(self, inputs: Sequence[Any], *options: Any) -> list[Any]:
         """The outputs. Raises ExecutorError before `compile`."""

@@ -22,7 +22,7 @@ from ..segmentation import Segment
 class KernelProfile:
     """One kernel or communication. `scheduler` is "communication" for the latter.
 
-    The times of single kernels are not measured: they are nan.
+    The times of single kernels are not measured: they are nan. What tells of CUDA launches is empty.
     """
 
     name: str
@@ -36,6 +36,12 @@ class KernelProfile:
     compile_time_ms: float = math.nan
     effective_bandwidth_gbs: float = math.nan
     percentage_peak_bandwidth: float = math.nan
+    correlation_id: int = 0
+    registers: int = 0
+    block_str: str = ""
+    cluster_str: str = ""
+    grid_str: str = ""
+    shared_mem_str: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,11 @@ class FusionProfile:
     kernel_time_ms: float = math.nan
     effective_bandwidth_gbs: float = math.nan
     percentage_peak_bandwidth: float = math.nan
+
+    @property
+    def percentage_peak_bandwith(self) -> float:
+        """As nvFuser spells it."""
+        return self.percentage_peak_bandwidth
 
 
 class _Recorder:

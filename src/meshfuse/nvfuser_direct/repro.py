@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.testing._comparison import default_tolerances
 
 from ..executor.spmd import gather_output
 from ..runtime.world import World
 from ..sharding.data import shard
 
 if TYPE_CHECKING:
-    from .definition import FusionDefinition
+    from .definition import Fusion, FusionDefinition
 
 
 def input_text(value: Any) -> str:
@@ -67,3 +68,19 @@ def _gathered(fd: FusionDefinition, place: int, value: Any) -> Any:
     home, shape = compiled.sharded.homes[tensor], compiled.graph.shape(tensor)
     local = value if World.current().rank in home.mesh else None
     return gather_output(World.current(), local, home, shape, value.dtype, value.device)
+
+
+def get_val_tolerances(fusion: Fusion, args: Sequence[Any] = ()) -> list[tuple[float, float]]:
+    """(rtol, atol) per output: what torch.testing compares its dtype by."""
+    found = (fusion.definition.tensors[i].type.dtype for i in fusion.definition.outputs)
+    return [default_tolerances(getattr(torch, dtype.value)) for dtype in found]
+
+
+def validate_with_auto_inferred_outputs(fusion: Fusion, fusion_outputs: Sequence[Any], args: Sequence[Any]) -> None:
+    """Compare the outputs of the last execution, with these arguments, with the same definition without sharding.
+
+    All ranks call it. Raises AssertionError where they differ.
+    """
+    wanted = unsharded_outputs(fusion.definition, args)
+    for found, expected, (rtol, atol) in zip(fusion_outputs, wanted, get_val_tolerances(fusion), strict=True):
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)

@@ -1,4 +1,4 @@
-"""`fd.sched`: annotations as calls on tensors, and nvFuser's schedules of kernels, which torch's do not have."""
+"""`fd.sched` and `nvfuser_direct.schedule`: annotations as calls on tensors, and nvFuser's schedules of kernels."""
 
 from __future__ import annotations
 
@@ -19,6 +19,29 @@ _HINTS = (
 )  # fmt: skip
 
 
+def accepted(*options: Any, **named: Any) -> None:
+    """A call that orders the work inside a kernel, which is torch's: it changes nothing."""
+
+
+bounded_transform_backward = bounded_transform_forward = inline_at = inline_most = inline_selected_at = accepted
+parallelize_like = schedule = transform_like = warp_specialize = accepted
+
+
+def compute_heuristics(*options: Any, **named: Any) -> HeuristicParams:
+    """Parameters that a script may set and pass to `manual_execute`."""
+    return HeuristicParams(scheduler_type=SchedulerType.expr_eval)
+
+
+def can_schedule(*options: Any, **named: Any) -> bool:
+    """True: torch runs every op."""
+    return True
+
+
+def find_compatible_schedulers(*options: Any, **named: Any) -> list[SchedulerType]:
+    """torch evaluates expressions as they are."""
+    return [SchedulerType.expr_eval]
+
+
 class Schedule:
     """What shards a tensor is an annotation; what orders the work inside a kernel is accepted and changes nothing."""
 
@@ -30,7 +53,7 @@ class Schedule:
     def __getattr__(self, name: str) -> Any:
         if name not in _HINTS:
             raise AttributeError(f"fd.sched has no {name!r}; it has {', '.join(dir(self))}")
-        return lambda *_, **__: None
+        return accepted
 
     def __dir__(self) -> list[str]:
         return sorted([*(name for name in vars(type(self)) if not name.startswith("__")), *_HINTS])
@@ -70,14 +93,6 @@ class Schedule:
     def cache_after(self, tensor: TensorView, *options: Any) -> TensorView:
         return tensor.cache_after()
 
-    def compute_heuristics(self, *options: Any) -> HeuristicParams:
-        """Parameters that a script may set and pass to `manual_execute`."""
-        return HeuristicParams(scheduler_type=SchedulerType.expr_eval)
-
-    def can_schedule(self, *options: Any) -> bool:
-        """True: torch runs every op."""
-        return True
-
-    def find_compatible_schedulers(self, *options: Any) -> list[SchedulerType]:
-        """torch evaluates expressions as they are."""
-        return [SchedulerType.expr_eval]
+    compute_heuristics = staticmethod(compute_heuristics)
+    can_schedule = staticmethod(can_schedule)
+    find_compatible_schedulers = staticmethod(find_compatible_schedulers)

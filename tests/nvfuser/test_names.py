@@ -1,0 +1,114 @@
+"""Every public name of the real nvfuser_direct: ours has it, or says in a table why not."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import nvfuser_direct as real
+import pytest
+
+import meshfuse.nvfuser_direct as ours
+from meshfuse.errors import DefinitionError
+from meshfuse.nvfuser_direct.left_out import ABSENT, REFUSED
+
+pytestmark = pytest.mark.nvfuser
+
+
+def public(owner: Any) -> list[str]:
+    """The names that an owner defines; not what its module imports from elsewhere."""
+    return [n for n in dir(owner) if not n.startswith("_") and is_nvfusers(getattr(owner, n, None))]
+
+
+def is_nvfusers(value: Any) -> bool:
+    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "nvfuser_direct")
+    return home is None or home.startswith(("nvfuser_direct", "pybind11"))
+
+
+def owners(owner: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The package, its submodules and its classes, by their paths."""
+    yield path, owner
+    for name in public(owner) if isinstance(owner, ModuleType) else ():
+        value = getattr(owner, name)
+        if isinstance(value, (type, ModuleType)) and value is not real and not name.startswith("_C"):
+            yield from owners(value, f"{path}.{name}" if path else name)
+
+
+def at(path: str) -> Any:
+    found: Any = ours
+    for part in path.split(".") if path else ():
+        found = getattr(found, part)
+    return found
+
+
+def has(owner: Any, name: str) -> bool:
+    """Whether the owner, or an instance of it, has the name."""
+    if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in ("name", "value"):
+        return True
+    parameters = getattr(owner, "names", ())
+    own = {*getattr(owner, "__dataclass_fields__", ()), *(parameters if isinstance(parameters, tuple) else ())}
+    if hasattr(owner, name) or name in own:
+        return True
+    return owner in INSTANCES and hasattr(owner(), name)
+
+
+INSTANCES = [
+    ours.FusionDefinition, ours.HeuristicParams, ours.PointwiseParams, ours.ReductionParams, ours.MatmulParams,
+]  # fmt: skip
+OWNERS = dict(owners(real))
+
+
+def test_the_walk_sees_the_package() -> None:
+    assert {"", "multidevice", "multidevice.DeviceMesh", "idm.IdModel", "TensorView", "ops", "ParallelType"} <= {
+        *OWNERS
+    }
+
+
+@pytest.mark.parametrize("path", OWNERS)
+def test_every_name_is_there_or_listed_with_a_reason(path: str) -> None:
+    missing = [n for n in public(OWNERS[path]) if not has(at(path), n)]
+    wanted = [f"{path}.{n}" if path else n for n in missing]
+    assert [n for n in wanted if n not in ABSENT] == []
+
+
+def test_what_a_definition_has() -> None:
+    with real.FusionDefinition() as theirs:
+        mine = ours.FusionDefinition()
+        for path in ("ops", "sched", "fusion"):
+            theirs_has = public(getattr(theirs, path, None)) if hasattr(theirs, path) else []
+            assert [n for n in theirs_has if not hasattr(getattr(mine, path), n)] == []
+
+
+def test_the_tables_name_what_the_real_package_has() -> None:
+    for name in (*ABSENT, *REFUSED):
+        found: Any = real
+        for part in name.split("."):
+            found = getattr(found, part)
+
+
+def refused(name: str) -> None:
+    """Use a name of the table."""
+    fd = ours.FusionDefinition()
+    axis = fd.define_tensor([2, 3]).axis(0)
+    owner, _, attribute = name.rpartition(".")
+    if owner == "idm":
+        getattr(ours.idm, attribute)(fd.fusion)
+    elif owner == "IterDomain":
+        getattr(axis, attribute)()
+    else:
+        getattr(getattr(ours, owner), attribute)(None)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_what_to_use(name: str) -> None:
+    with pytest.raises(DefinitionError, match=r"[a-z]\. .*(explain|definition\(\))"):
+        refused(name)
+
+
+def test_enumerations_have_the_same_members() -> None:
+    for path, theirs in OWNERS.items():
+        members = getattr(theirs, "__members__", None)
+        if members is not None:
+            assert [n for n in members if n not in at(path).__members__] == [], path
