@@ -273,7 +273,7 @@ def test_a_fusion_of_its_own_is_written_to_while_its_guard_lives() -> None:
     assert runner.fusion() is fusion and fusion.definition.fusion is fusion
     with pytest.raises(mf.DefinitionError, match="define_tensor outside of a definition"):
         nvfuser.define_tensor([2])
-    with pytest.raises(mf.DefinitionError, match="add_input.*once"):
+    with pytest.raises(mf.DefinitionError, match=r"add_input.*once"):
         fusion.add_input(a)
 
 
@@ -291,7 +291,7 @@ def test_module_level_ops_belong_to_the_innermost_definition_or_to_that_of_their
     assert torch.equal(inner.execute([torch.ones(3)])[0], -torch.ones(3))
     with pytest.raises(AttributeError, match="no op 'nothing'"):
         nvfuser.ops.nothing()
-    with pytest.raises(mf.DefinitionError, match="ops.iota outside of a definition"):
+    with pytest.raises(mf.DefinitionError, match=r"ops\.iota outside of a definition"):
         nvfuser.ops.iota(3, 0, 1)
 
 
