@@ -100,7 +100,7 @@ def _report(scene: Scene, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:
     within(1.0, lambda: scene.peers.remember(others), None)
     # Whoever is gone elsewhere may be why the others wait.
     others += [peer for peer in scene.peers.gone(scene.all_ranks) if peer not in others and peer != scene.rank]
-    mute = scene.peers.silent_already(others)
+    mute = [*scene.peers.silent_already(others), *scene.peers.strangers(others)]
     answers = roll_call(scene.store, [peer for peer in others if peer not in mute])
     if answers is None:
         return _no_store(scene)

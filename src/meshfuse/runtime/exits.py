@@ -9,11 +9,11 @@ import threading
 from types import TracebackType
 from typing import NoReturn, Protocol
 
-from ..errors import MeshfuseError, RankError
+from ..errors import MeshfuseError, RankError, RankTimeout
 from . import news
 
 # Set by `meshfuse run`: the exit code of ranks that only follow a failed peer, whose traceback they leave to
-# it.
+# it. The code after it is of those that waited in vain for a peer, which may never end by itself.
 FOLLOWER = "MESHFUSE_FOLLOWER_CODE"
 
 
@@ -56,7 +56,7 @@ def install_hook(world: Publisher) -> None:
                 _flush()
             world.depart(error)
         finally:
-            os._exit(int(os.environ[FOLLOWER]) if follows else 1)
+            os._exit(int(os.environ[FOLLOWER]) + isinstance(error, RankTimeout) if follows else 1)
 
     sys.excepthook = hook
 

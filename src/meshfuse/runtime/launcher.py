@@ -21,7 +21,8 @@ from .environment import LOOPBACK
 from .exits import FOLLOWER
 from .processes import STOPPED, die_with_parent, identity_of, state_of
 
-FOLLOWER_CODE = 117
+FOLLOWER_CODE, WAITED_CODE = 117, 118
+_OF_OTHERS = (FOLLOWER_CODE, WAITED_CODE)
 TIMED_OUT_CODE = 124
 _GRACE = 3.0
 _POLL = 0.02
@@ -234,25 +235,27 @@ def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int
 def _first_failure(started: list[Rank], failed: dict[int, int]) -> tuple[int, int]:
     """The rank that failed by itself; those that follow a peer's failure may have ended before it."""
     until = time.monotonic() + _GRACE
-    while set(failed.values()) == {FOLLOWER_CODE} and len(failed) < len(started) and time.monotonic() < until:
+    codes: dict[int, int | None] = {r.rank: failed.get(r.rank) for r in started}
+    while set(failed.values()) == {FOLLOWER_CODE} and None in codes.values() and time.monotonic() < until:
         time.sleep(_POLL)
         codes = {r.rank: r.process.poll() for r in started}
         failed = {rank: code for rank, code in codes.items() if code}
-    return next(((rank, code) for rank, code in failed.items() if code != FOLLOWER_CODE), next(iter(failed.items())))
+    return next(((rank, code) for rank, code in failed.items() if code not in _OF_OTHERS), next(iter(failed.items())))
 
 
 def _how(code: int) -> str:
     """How a rank ended, by its exit code."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    return "lost its peers" if code == FOLLOWER_CODE else f"exited with code {code}"
+    said = {FOLLOWER_CODE: "lost its peers", WAITED_CODE: "waited for its peers in vain"}
+    return said.get(code, f"exited with code {code}")
 
 
 def _report(rank: int, code: int, stopped: list[int]) -> int:
     """Say which rank ended the job and how; the job's exit code."""
-    if code == FOLLOWER_CODE:
+    if code in _OF_OTHERS:
         why = f": rank {', '.join(map(str, stopped))} is stopped" if stopped else ""
-        _say(f"rank {rank} lost its peers{why}; stopped all ranks")
+        _say(f"rank {rank} {_how(code)}{why}; stopped all ranks")
         return 1
     _say(f"rank {rank} {_how(code)}; stopped the other ranks")
     return 128 - code if code < 0 else code

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from ..errors import RankError, user_error
 from . import news, processes
 from .bounds import within
 
@@ -21,10 +22,23 @@ class Peers:
         self._known: dict[int, str] = {}
         self._page = news.own()
 
-    def introduce(self, rank: int) -> None:
-        """Tell the others which process this rank is."""
+    def introduce(self, rank: int, size: int) -> None:
+        """Tell the others which process this rank is, of how many. RankError where others were told otherwise."""
         self._known[rank] = processes.identity_of(os.getpid())
-        self._store.set(f"joined/{rank}", self._known[rank])
+        mine = f"{size} {rank}"
+        told, first = self._store.compare_set("world", "", mine).decode().split()
+        if int(told) != size:
+            raise user_error(
+                "ranks disagree on the size of their world", f"{size} on rank {rank}, {told} on rank {first}",
+                "one number", "Give all of them the same WORLD_SIZE, and each job a MASTER_PORT of its own.",
+                cls=RankError,
+            )  # fmt: skip
+        there = self._store.compare_set(f"joined/{rank}", "", self._known[rank] or mine).decode()
+        if there != (self._known[rank] or mine):
+            raise user_error(
+                f"two processes are rank {rank} of this job", f"process {os.getpid()}, after {processes.pid_of(there)}",
+                "one for each rank", "Give each its own RANK, and each job a MASTER_PORT of its own.", cls=RankError,
+            )  # fmt: skip
 
     def remember(self, ranks: Iterable[int]) -> None:
         """Ask the store who these ranks are, while it is there; those that have not joined are left out."""
@@ -39,6 +53,11 @@ class Peers:
             keys = [f"joined/{rank}" for rank in unknown]
         for rank, data in zip(unknown, self._store.multi_get(keys) if keys else [], strict=True):
             self._known[rank] = data.decode()
+
+    def strangers(self, ranks: Iterable[int]) -> list[int]:
+        """Those of the ranks that have not introduced themselves, as far as was asked (`remember`)."""
+        unknown = [rank for rank in ranks if rank not in self._known]
+        return unknown if len(unknown) <= _MANY else []
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks whose processes, known and of this machine, have ended. Does not ask the store."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import socket
 import time
@@ -20,13 +22,29 @@ _BACKLOG = 512
 def connect(place: Environment, limit: float) -> dist.Store:
     """Join the job's store, or serve it where no one else does and this is rank 0.
 
-    Raises RankTimeout where the store does not answer within `limit` seconds.
+    Raises RankTimeout where the store does not answer within `limit` seconds, RankError for an address that cannot be.
     """
+    _check_address(place, limit)
     if place.source == DEFAULT_GROUP:
         store = dist.distributed_c10d._get_default_store()
     else:
         store = _serve(place) if hosts_store(place) else _join(place, limit)
     return dist.PrefixStore(f"meshfuse/{place.attempt}", store)
+
+
+def _check_address(place: Environment, limit: float) -> None:
+    """torch asks for a name that does not exist again and again, rank 0 for minutes."""
+    if place.source == DEFAULT_GROUP:
+        return
+    try:
+        bounded(limit, lambda: socket.getaddrinfo(place.address, place.port))
+    except (OSError, RuntimeError) as error:
+        raise user_error(
+            "the address of rank 0 cannot be looked up",
+            f"{place.address} ({getattr(error, 'strerror', None) or error})",
+            "a name or an IP address that this machine knows", "Export another MASTER_ADDR to all ranks.",
+            cls=RankError,
+        ) from None  # fmt: skip
 
 
 def hosts_store(place: Environment) -> bool:
@@ -85,16 +103,16 @@ def _start(place: Environment, listener: socket.socket) -> dist.Store:
 
 def _share(place: Environment, error: OSError) -> dist.Store:
     """The store that this process serves already, as the script called init_process_group first."""
-    try:
-        return dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False, multi_tenant=True)
-    except RuntimeError:
-        raise user_error(
-            "rank 0 cannot serve the store of its job",
-            f"{place.address}:{place.port} unusable ({error.strerror})",
-            "a free port of this machine",
-            "Export another MASTER_PORT to all ranks.",
-            cls=RankError,
-        ) from error
+    if error.errno == errno.EADDRINUSE:
+        with contextlib.suppress(RuntimeError):
+            return dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    raise user_error(
+        "rank 0 cannot serve the store of its job",
+        f"{place.address}:{place.port} unusable ({error.strerror})",
+        "a free port of this machine",
+        "Export another MASTER_PORT to all ranks, and as MASTER_ADDR an address of rank 0's machine.",
+        cls=RankError,
+    ) from error
 
 
 def await_keys(store: dist.Store, keys: list[str], limit: float, check: Callable[[], None]) -> list[str]:

@@ -24,7 +24,7 @@ from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment,
 from .exits import end_at_once, install_hook
 from .group import Group
 from .last_words import install_last_words
-from .liveness import FAILED, FINISHED, Responder, line_of, main_thread_frame, publish, published, roll_call
+from .liveness import FAILED, FINISHED, Responder, goodbye, line_of, main_thread_frame, publish, published, roll_call
 from .peers import Peers
 from .processes import die_with_parent
 from .store import await_keys, connect, hosts_store
@@ -34,6 +34,7 @@ T = TypeVar("T")
 _LINGER = 3.0
 _GRACE = 2.0
 _FIRST_COMPARED = 4
+_MANY = 16
 
 
 class Activity(Protocol):
@@ -132,7 +133,7 @@ class World:
         install_hook(self)
         self._store = connect(self.place, self.limit)
         self._peers = Peers(self._store)
-        self._peers.introduce(self.rank)
+        self._peers.introduce(self.rank, self.size)
         self._responder = Responder(self._store, self.rank, self._doing)
         install_last_words(self.last_words)
         atexit.register(self.leave)
@@ -282,7 +283,11 @@ class World:
         """RankError if a peer has failed, or one that has not come to a meeting is no more."""
         self.raise_if_failed(what)
         self._peers.remember(keys.values())
-        gone = [rank for key, rank in keys.items() if self._peers.gone([rank]) and not self.store.check([key])]
+        left = [rank for rank in list(keys.values())[:_MANY] if goodbye(self.store, rank) is not None]
+        gone = [
+            rank for key, rank in keys.items()
+            if (rank in left or self._peers.gone([rank])) and not self.store.check([key])
+        ]  # fmt: skip
         if gone:
             self.raise_if_failed(what)
             raise peers_gone(self._scene(), what, gone)
@@ -335,6 +340,9 @@ class World:
         responder, self._responder = self._responder, None
         self._say_done(FINISHED)
         if hosts_store(self.place):
+            # Who still wants to communicate with this rank is told now, not when the process ends.
+            for group in self._groups.values():
+                group.abort()
             within(self.limit, lambda: self._await_others(self.limit, self.raise_if_failed), None)
         if not responder.stop(self.limit) or left_running(self.limit):
             # A thread that comes back from torch into an interpreter that finalises ends the process by SIGABRT.
