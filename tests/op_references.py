@@ -168,12 +168,48 @@ def _attention(
     return torch.einsum("...st,...te->...se", weights, v), torch.logsumexp(scores, -1)
 
 
-def attention_bwd(inputs: list[torch.Tensor], is_causal: Any, scale: Any, kept: Any) -> tuple[torch.Tensor, ...]:
+def attention_bwd(
+    inputs: list[torch.Tensor], mask: Any, is_causal: Any, scale: Any, kept: Any, grad_lse: Any = None
+) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k, v by autograd from [grad, q, k, v]."""
     grad, *qkv = inputs
     leaves = [t.detach().requires_grad_() for t in qkv]
-    out, _ = _attention(*leaves, None, None, is_causal, scale, kept)
-    return torch.autograd.grad(out, leaves, grad)
+    out, lse = _attention(*leaves, None, mask, is_causal, scale, kept)
+    if grad_lse is None:
+        return torch.autograd.grad(out, leaves, grad)
+    return torch.autograd.grad([out, lse], leaves, [grad, grad_lse], allow_unused=True)
+
+
+def seen_in_ring(rows: int, ring: int, is_causal: bool, zigzag: bool) -> torch.Tensor | None:
+    """Which columns a row sees: those whose place in the sequence is not later than its own."""
+    if not is_causal:
+        return None
+    places = torch.arange(rows)
+    if zigzag:
+        low, high = places.view(2, ring, -1)
+        places = torch.stack([low, high.flip(0)], 1).flatten()
+    return places <= places[:, None]
+
+
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: int, is_causal: bool, scale: Any, zigzag: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attention(q, k, v, None, seen_in_ring(q.shape[-2], ring, is_causal, zigzag), False, scale)
+
+
+def _block_pick(early: Any, late: Any, first: int) -> torch.Tensor:
+    tensor = early if isinstance(early, torch.Tensor) else late
+    index = torch.arange(tensor.shape[0]).view(-1, *[1] * (tensor.ndim - 1))
+    return torch.where(index < first, early, late).to(tensor.dtype)
+
+
+def _merged_attention(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the probabilities of the two sets of columns; nothing of none."""
+    both = torch.stack([lse, other_lse])
+    weights = torch.nan_to_num(both.softmax(0))
+    return (torch.stack([out, other]) * weights[..., None]).sum(0), both.logsumexp(0)
 
 
 def attention(inputs: list[Any], is_causal: Any, scale: Any, kept: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,7 +233,12 @@ def block_attention(
 
 ATTENTION: dict[str, Callable[..., Any]] = {"sdpfa_fwd": attention, "block_attention": block_attention}
 # Which of the gradients of q, k and v an op gives.
-GRADIENTS = {"sdpfa_bwd": slice(0, 3), "sdpfa_bwd_q": slice(0, 1), "sdpfa_bwd_kv": slice(1, 3)}
+GRADIENTS = {
+    "sdpfa_bwd": slice(0, 3),
+    "sdpfa_bwd_q": slice(0, 1),
+    "sdpfa_bwd_kv": slice(1, 3),
+    "ring_attention_bwd": slice(0, 3),
+}
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -363,6 +404,9 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "full": lambda shape, value, _: torch.full(tuple(shape), value),
     "iota": _iota,
     "triu": torch.triu,
+    "ring_attention": ring_attention,
+    "block_pick": _block_pick,
+    "attention_merge": _merged_attention,
     "grouped_mm": _grouped_mm,
     "scaled_mm": _scaled_mm,
 }

@@ -26,6 +26,8 @@ WITHOUT_DERIVATIVE = {
     "nextafter": "a step in the last place",
     "scaled_mm": "quantised operands",
     "sdpfa_bwd": "second derivatives of attention",
+    "ring_attention_bwd": "second derivatives of attention",
+    "attention_merge": "stands in rounds only",
     **dict.fromkeys(references.NVIDIA_ONLY, "quantised operands"),
     **dict.fromkeys(
         (name for name in OPS if name.startswith(("block_", "sdpfa_bwd_"))), "stands in distributed forms only"

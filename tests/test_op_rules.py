@@ -28,7 +28,7 @@ def _sampled(name: str, place: int) -> tuple[Call, list[torch.Tensor]]:
     assert samples, f"{name} has no samples"
     call = make_call(op, samples[place])
     operands = operands_of(call, samples[place])
-    if name.startswith("sdpfa_bwd"):
+    if name in references.GRADIENTS:
         _save_forward(call, operands)
     return call, operands
 
@@ -36,10 +36,17 @@ def _sampled(name: str, place: int) -> tuple[Call, list[torch.Tensor]]:
 def _save_forward(call: Call, operands: list[torch.Tensor]) -> None:
     """The output and log-sum-exp that the backward pass is given are those of its own forward pass."""
     inputs = [t.double() for t in operands[1:4]]
-    out, lse = references.attention(
-        [*inputs, None, None], call["is_causal"], call["scale"], _kept(call, operands, inputs[1])
-    )
+    mask, causal, scale, kept = _options(call, operands)
+    out, lse = references.attention([*inputs, None, mask], causal, scale, kept)
     operands[4], operands[5] = out.float(), lse.float()
+
+
+def _options(call: Call, operands: list[torch.Tensor]) -> tuple[Any, Any, Any, Any]:
+    """Mask, causal, scale and dropout's factors of an op that gives gradients of attention."""
+    if "ring" not in call.op.places:
+        return None, call["is_causal"], call["scale"], _kept(call, operands, operands[2])
+    mask = references.seen_in_ring(operands[1].shape[-2], call["ring"], call["is_causal"], call["zigzag"])
+    return mask, False, call["scale"], None
 
 
 def _kept(call: Call, operands: list[torch.Tensor], key: torch.Tensor) -> torch.Tensor | None:
@@ -61,8 +68,10 @@ def _wide(t: torch.Tensor) -> torch.Tensor:
 def _reference(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """The results by the op's reference, in float64."""
     wide = [_wide(t) for t in operands]
-    if call.op.name.startswith("sdpfa_bwd"):
-        gradients = references.attention_bwd(wide[:4], call["is_causal"], call["scale"], _kept(call, operands, wide[2]))
+    if call.op.name in references.GRADIENTS:
+        more = "grad_logsumexp" in call.op.places and call["grad_logsumexp"] is not None
+        grad_lse = wide[-1] if more else None
+        gradients = references.attention_bwd(wide[:4], *_options(call, operands), grad_lse)
         return list(gradients[references.GRADIENTS[call.op.name]])
     args = [_argument(arg, wide) for arg in call.args]
     if call.op.name in references.ATTENTION:

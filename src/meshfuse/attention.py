@@ -148,6 +148,56 @@ def sdpfa_fwd(
     return out.to(q.dtype), logsumexp.float(), *_state(stream, q.device)
 
 
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    scale: Any,
+    place: tuple[Sequence[Runs], Sequence[int]],
+    chunks: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, log-sum-exp) on a rank that has all columns; with chunks, all rows, in zig-zag order of so many."""
+    options = _options(q, 0.0, is_causal, scale)
+    q, k, v = (_in_sequence(x, chunks) for x in (q, k, v))
+    out, logsumexp = _attend(q, k, v, None, None, options, Place(*place), ())
+    logsumexp = logsumexp if q.dtype == torch.float64 else logsumexp.float()
+    return _in_zigzag(out.to(q.dtype), chunks, -2), _in_zigzag(logsumexp, chunks, -1)
+
+
+def _in_sequence(x: torch.Tensor, chunks: int, dim: int = -2) -> torch.Tensor:
+    """Chunks that stand in zig-zag order (first, last, second, ...) in the order of the sequence."""
+    if not chunks:
+        return x
+    parts = x.chunk(chunks, dim)
+    return torch.cat([*parts[::2], *parts[::-2]], dim)
+
+
+def _in_zigzag(x: torch.Tensor, chunks: int, dim: int) -> torch.Tensor:
+    """The other way round."""
+    if not chunks:
+        return x
+    parts = x.chunk(chunks, dim)
+    pairs = zip(parts[: chunks // 2], parts[: chunks // 2 - 1 : -1], strict=True)
+    return torch.cat([part for pair in pairs for part in pair], dim)
+
+
+def attention_merge(
+    out: torch.Tensor, logsumexp: torch.Tensor, other: torch.Tensor, other_logsumexp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of columns from that over each (the online softmax, Milakov & Gimelshein 2018).
+
+    A row that sees nothing of a set has the log-sum-exp -inf there, whatever stands in its output.
+    """
+    top = torch.maximum(logsumexp, other_logsumexp)
+    top = top.masked_fill(~torch.isfinite(top), 0.0)
+    mine, its = torch.exp(logsumexp - top), torch.exp(other_logsumexp - top)
+    total = mine + its
+    seen = total.masked_fill(total == 0.0, 1.0)
+    merged = _compute(out) * (mine / seen).unsqueeze(-1) + _compute(other) * (its / seen).unsqueeze(-1)
+    return merged, torch.log(total) + top
+
+
 def block_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -223,6 +273,7 @@ class _Saved(NamedTuple):
     offset: torch.Tensor
     scale: Any
     scores: tuple[Sequence[Runs], Sequence[int]]
+    grad_logsumexp: torch.Tensor | None = None
 
     @property
     def options(self) -> Options:
@@ -244,6 +295,28 @@ def sdpfa_bwd(*saved: Any) -> Gradients:
         *flat, lse, 0.0, s.options.is_causal, scale=s.options.scale
     )
     grad_q, grad_k, grad_v = (g.reshape(x.shape) for g, x in zip(found, (s.q, s.k, s.v), strict=True))
+    return grad_q, grad_k, grad_v
+
+
+def ring_attention_bwd(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+    scale: Any,
+    place: tuple[Sequence[Runs], Sequence[int]],
+    chunks: int,
+    grad_logsumexp: torch.Tensor | None,
+) -> Gradients:
+    """Gradients of q, k and v where all rows and columns are here."""
+    rows = [_in_sequence(x, chunks) for x in (grad, q, k, v, out)]
+    sums = [None if x is None else _in_sequence(x, chunks, -1) for x in (logsumexp, grad_logsumexp)]
+    saved = (*rows, sums[0], 0.0, is_causal, None, None, scale, place)
+    made = sdpfa_bwd(*saved) if sums[1] is None else (sdpfa_bwd_q(*saved, sums[1]), *sdpfa_bwd_kv(*saved, sums[1]))
+    grad_q, grad_k, grad_v = (_in_zigzag(x, chunks, -2) for x in made)
     return grad_q, grad_k, grad_v
 
 
@@ -274,10 +347,13 @@ def _score_gradients(s: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
         kept = _kept(p, options, place, _stream(s.seed, s.offset))
         dropped, grad_p = p * kept, grad_p * kept
     row_dot = (grad_out * _compute(s.out)).sum(-1, keepdim=True)
+    if s.grad_logsumexp is not None:
+        row_dot = row_dot - s.grad_logsumexp.unsqueeze(-1)
     return _grouped(p * (grad_p - row_dot), s.k) * options.scale, _grouped(dropped, s.k)
 
 
 def _logsumexp(s: _Saved, scores: torch.Tensor) -> torch.Tensor:
-    """In float64 done again where all columns are here: the saved one is float32."""
-    again = s.q.dtype == torch.float64 and s.k.shape[-2] == s.place.shape[-1]
+    """In float64 done again where all columns are here and the saved one is float32."""
+    coarse = s.q.dtype == torch.float64 and s.logsumexp.dtype != torch.float64
+    again = coarse and s.k.shape[-2] == s.place.shape[-1]
     return torch.logsumexp(scores, -1) if again else s.logsumexp

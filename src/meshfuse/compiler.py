@@ -28,6 +28,7 @@ from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.early import early
 from .resharding.insert import ReshardedDefinition, insert_resharding
+from .rounds import written
 from .segmentation import SegmentedDefinition, segment
 
 
@@ -94,6 +95,7 @@ def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
 
 def compile_sharded(sharded: ShardedDefinition) -> CompiledProgram:
     """The stages after propagation."""
+    sharded = written(sharded)
     resharded = early(insert_resharding(sharded))
     overlapped = overlap(resharded)
     segmented = segment(overlapped)

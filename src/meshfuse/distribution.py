@@ -64,12 +64,12 @@ def _settled(graph: Graph, groups: list[Forms], world: DeviceMesh) -> Graph:
 
 def _written(graph: Graph, groups: Sequence[Forms]) -> Graph:
     chosen = {node: where for group in groups for node, where in group.items()}
-    return _Rewriter(graph).run(chosen) if chosen else graph
+    return FormWriter(graph).run(chosen) if chosen else graph
 
 
 def with_forms(graph: Graph, forms: Forms) -> Graph:
     """The graph with these ops in their forms, whatever they cost; itself where they have none."""
-    return _Rewriter(graph).run(forms)
+    return FormWriter(graph).run(forms)
 
 
 def _seconds(graph: Graph, world: DeviceMesh) -> float:
@@ -128,7 +128,7 @@ class _Chooser:
         if not found:
             return None
         alone = self._alone(node)
-        forms = [(form, _Rewriter(alone).run({0: form})) for form in found]
+        forms = [(form, FormWriter(alone).run({0: form})) for form in found]
         written = [(form, graph) for form, graph in forms if graph.nodes != alone.nodes]
         costs = [(_seconds(graph, self.world), form) for form, graph in written]
         best = min(costs, key=lambda entry: entry[0], default=None)
@@ -206,7 +206,9 @@ def _refs(arg: Any) -> list[TensorRef]:
     return [ref for ref in arg if isinstance(ref, TensorRef)] if type(arg) is tuple else []
 
 
-class _Rewriter(Rewriter):
+class FormWriter(Rewriter):
+    """Writes ops of a graph in other forms."""
+
     def run(self, chosen: Forms) -> Graph:
         """The graph with these ops in their forms. Its tensors keep their numbers; new ones come after."""
         numbers: dict[int, int] = {}
@@ -222,10 +224,8 @@ class _Rewriter(Rewriter):
 
     def _replace(self, node: Node, where: Blocked) -> bool:
         """Write the form, and let its last ops make what the op made; False where there is no form."""
-        form = node.call.op.distributed
-        assert form is not None
         start, self._origin, self.operand = len(self.nodes), node, where.operand
-        results = form(self, node.call, tuple(map(TensorRef, node.inputs)), where.dim, where.blocks)
+        results = self.form(node, where)
         self._origin = None
         if results is None:
             del self.nodes[start:]
@@ -233,6 +233,11 @@ class _Rewriter(Rewriter):
         self._check(node, results, start)
         self._rename({made.id: old for made, old in zip(results, node.outputs, strict=True)}, start)
         return True
+
+    def form(self, node: Node, where: Blocked) -> Sequence[TensorRef] | None:
+        """Write the op's distributed form: its results."""
+        assert node.call.op.distributed is not None
+        return node.call.op.distributed(self, node.call, tuple(map(TensorRef, node.inputs)), where.dim, where.blocks)
 
     def _check(self, node: Node, results: Sequence[TensorRef], start: int) -> None:
         """A form makes each result, of the type of the op's own."""

@@ -214,7 +214,7 @@ class Kinds:
         key = (op, tuple(map(_key, args)), types)
         if key not in self._made:
             call = Call(op, args, types, op.infer(Call(op, args, types)))
-            self._made[key] = (call, op.rule(call))
+            self._made[key] = (call, (op.rounds.rule if op.rounds else op.rule)(call))
         return self._made[key]
 
 

@@ -9,7 +9,16 @@ import torch
 
 # Generated programs call these as K.name.
 from .adjoint_kernels import contract, embedding_bwd, take_bwd  # noqa: F401
-from .attention import block_attention, sdpfa_bwd, sdpfa_bwd_kv, sdpfa_bwd_q, sdpfa_fwd  # noqa: F401
+from .attention import (  # noqa: F401
+    attention_merge,
+    block_attention,
+    ring_attention,
+    ring_attention_bwd,
+    sdpfa_bwd,
+    sdpfa_bwd_kv,
+    sdpfa_bwd_q,
+    sdpfa_fwd,
+)
 from .block_kernels import block_merge, block_moments, block_repeat, block_scan, block_topk, block_total, over_blocks  # noqa: F401
 from .grouped import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, scaled_mm  # noqa: F401
 from .indices import Runs, global_index

@@ -113,4 +113,13 @@ class _WrittenOut:
         return o.sub(self._product(grad, self.v), through if lse is None else o.sub(through, lse))
 
 
+def _ring(b: Backward) -> dict[str, Any]:
+    """By `ring_attention_bwd`, from the output and the log-sum-exp."""
+    grad = b.grad if b.grad is not None else b.ops.full(sizes(b.result), 0.0, b.result.dtype)
+    qkv, options = (b[name] for name in ("query", "key", "value")), (b["ring"], b["is_causal"], b["scale"], b["zigzag"])
+    made = b.ops.ring_attention_bwd(grad, *qkv, *b.results, *options, b.grads[1])
+    return dict(zip(("query", "key", "value"), made, strict=True))
+
+
 SDPFA_FWD: Vjp = _attention
+RING_ATTENTION: Vjp = _ring

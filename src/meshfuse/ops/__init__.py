@@ -15,6 +15,7 @@ from . import (
     products,
     reductions,
     reshape,
+    ring,
     scans,
     shape,
     sorting,
@@ -40,6 +41,7 @@ _FAMILIES = (
     factories,
     attention,
     attention_blocks,
+    ring,
     products,
     adjoints,
 )

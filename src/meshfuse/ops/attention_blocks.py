@@ -115,9 +115,10 @@ def backward_rule(call: Call, group: FactorKind, rows: FactorKind, columns: Fact
     """The rule of a backward pass that gives the gradients of the tensors in `of`: some of q, k and v."""
     dims = Dims(call, group, rows, [(checked(call)[1].shape[-2], columns)])
     saved = [dims.out, dims.q, dims.k, dims.v, dims.out, dims.out[:-1]]
-    state = [tuple(dims.builder.blocked(n) for n in t.shape) for t in call.types[6:]]
+    state = [tuple(dims.builder.blocked(n) for n in t.shape) for t in call.types[6:8]]
+    more = [dims.out[:-1]] * len(call.types[8:])
     results: dict[str, DimFactors] = {"q": dims.q, "k": dims.k, "v": dims.v}
-    return dims.builder.build([*saved, *state], [results[name] for name in of])
+    return dims.builder.build([*saved, *state, *more], [results[name] for name in of])
 
 
 def backward_text(e: Emit, kernel: str) -> str:
@@ -125,7 +126,8 @@ def backward_text(e: Emit, kernel: str) -> str:
     state = [str(e.operand(name)) for name in ("philox_seed", "philox_offset")]
     operands = [str(e.operand(name)) for name in names]
     scores = scores_text(e, e.operand_runs(5), 2)
-    return f"K.{kernel}({', '.join([*operands, *options_text(e), *state, scale_text(e), scores])})"
+    more = [str(e.operand(name)) for name in e.call.op.places if name == "grad_logsumexp"]
+    return f"K.{kernel}({', '.join([*operands, *options_text(e), *state, scale_text(e), scores, *more])})"
 
 
 def _q_rule(call: Call) -> Rule:
@@ -157,6 +159,12 @@ def backward_samples() -> list[Sample]:
     ]
 
 
+def _split_samples() -> list[Sample]:
+    """Those, and one whose log-sum-exp has a gradient, too."""
+    *_, last = found = backward_samples()
+    return [*found, Sample((*last.args, last.args[5]), values={**last.values, 8: (0.5, -1.0)})]
+
+
 def _block_sample(q: tuple[int, ...], kv: tuple[int, ...], blocks: int, *added: TensorType, **options: Any) -> Sample:
     return Sample((*qkv_types(q, kv), *added), {"blocks": blocks, **options})
 
@@ -183,6 +191,8 @@ BACKWARD_PARAMS = (
     Param("philox_offset", K.TENSOR),
     Param("scale", K.OPTIONAL_SCALAR, None),
 )
+# Each gradient by itself also takes a gradient of the log-sum-exp.
+SPLIT_PARAMS = (*BACKWARD_PARAMS, Param("grad_logsumexp", K.OPTIONAL_TENSOR, None))
 FORWARD_PARAMS = (
     *_QKV,
     Param("bias", K.OPTIONAL_TENSOR, None),
@@ -202,22 +212,22 @@ OPS = (
     ),
     OpDef(
         "sdpfa_bwd_q",
-        BACKWARD_PARAMS,
+        SPLIT_PARAMS,
         lambda call: checked(call)[:1],
         _q_rule,
         lambda e: backward_text(e, "sdpfa_bwd_q"),
         flops=lambda call: score_flops(call, 3),
-        samples=backward_samples,
+        samples=_split_samples,
         nvfuser=_NOT_NATIVE,
     ),
     OpDef(
         "sdpfa_bwd_kv",
-        BACKWARD_PARAMS,
+        SPLIT_PARAMS,
         lambda call: checked(call)[1:],
         _kv_rule,
         lambda e: backward_text(e, "sdpfa_bwd_kv"),
         flops=lambda call: score_flops(call, 4),
-        samples=backward_samples,
+        samples=_split_samples,
         nvfuser=_NOT_NATIVE,
     ),
 )

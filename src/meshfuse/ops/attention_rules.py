@@ -43,18 +43,26 @@ class Dims:
     value.
 
     Each group of heads of q shares one head of k and v. `columns` are the sizes and kinds of the factors of
-    k's and v's rows.
+    k's and v's rows. In a ring the rows of q and those of k and v lie in so many blocks, the most major factor of both.
     """
 
-    def __init__(self, call: Call, group: FactorKind, rows: FactorKind, columns: Sequence[tuple[int, FactorKind]]):
+    def __init__(
+        self,
+        call: Call,
+        group: FactorKind,
+        rows: FactorKind,
+        columns: Sequence[tuple[int, FactorKind]],
+        ring: int = 1,
+    ):
         q, k, v = checked(call)
         self.builder = builder = RuleBuilder()
         self.lead = builder.dims(q.shape[:-3])
         shared, count = k.shape[-3], q.shape[-3] // max(k.shape[-3], 1)
         self.kv_heads = builder.factor(shared)
         self.heads = (*self.kv_heads, *(builder.factor(count, group) if count > 1 else ()))
-        self.rows = builder.factor(q.shape[-2], rows)
-        self.columns = tuple(f for size, kind in columns for f in builder.factor(size, kind))
+        blocks = builder.factor(ring)
+        self.rows = (*blocks, *builder.factor(q.shape[-2] // ring, rows))
+        self.columns = (*blocks, *(f for size, kind in columns for f in builder.factor(size, kind)))
         inner, value = builder.blocked(q.shape[-1]), builder.blocked(v.shape[-1])
         self.q: DimFactors = (*self.lead, self.heads, self.rows, inner)
         self.k: DimFactors = (*self.lead, self.kv_heads, self.columns, inner)

@@ -271,6 +271,18 @@ class BlockOrder(NamedTuple):
 Distributed = Callable[[Rewriting, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
 
 
+class Rounds(NamedTuple):
+    """How ranks compute an op together in rounds, where the user asks for it.
+
+    rule: the op's factor rule between rounds: what lies beside what on a rank, though every rank needs more of it.
+    write: (rewriting, the call, its operands) -> its results, the rounds as ordinary ops, each local where its operands
+    are, and orders of blocks, which travel.
+    """
+
+    rule: Callable[[Call], Rule]
+    write: Callable[[Rewriting, Call, tuple[TensorRef, ...]], Sequence[TensorRef]]
+
+
 def _elementwise_flops(call: Call) -> float:
     return float(max((t.numel for t in (*call.results, *call.types)), default=0))
 
@@ -303,6 +315,7 @@ class OpDef:
     operand index result index 0 is; what stands where the operand has nothing), or the order of a dim's blocks; None
     where the call is neither.
     distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole.
+    rounds: how the op is computed where its operands are sharded otherwise than `rule` takes them, whatever it costs.
     into: a Python statement that writes the one result into an existing tensor, None where the call cannot.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
     torch. vjp: its gradients as ops of the table; None where it has no derivative. domain: the open interval that
@@ -320,6 +333,7 @@ class OpDef:
     samples: Callable[[], Sequence[Sample]] = _no_samples
     nvfuser: Callable[[Native], Any] | str | None = None
     distributed: Distributed | None = None
+    rounds: Rounds | None = None
     window: Callable[[Call], tuple[tuple[int, ...], Any] | BlockOrder | None] | None = None
     vjp: Vjp | None = None
     into: Callable[[Emit, str], str | None] | None = None

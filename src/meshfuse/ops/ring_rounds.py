@@ -1,0 +1,224 @@
+"""The rounds of attention in a ring, as graphs of ordinary ops.
+
+With n blocks of rows of q, and as many of k and v, the tensors are [n, b, h, rows of a block, e]: the ring is a leading
+dim, along which attention is local. In step j block r of the rows meets block r - j of the columns, for which k and v
+travel one block on; the outputs of the steps are merged by their log-sum-exps. A rank has one block of k and v beside
+its own, and the next one on its way. (Liu et al. 2023, Ring Attention.)
+
+Under a causal mask block r sees itself in part, blocks s < r whole and others not at all, so that half of the work is
+for nothing. In zig-zag order block r is the chunks r and 2n - 1 - r of 2n: then the later chunk of r sees the first
+chunk of every block, and beside that the first chunk of r that of s < r, or the later chunk of r that of s > r: two
+products of chunks in every step on every rank, none of them for nothing. (Zig-zag ring attention, as in the training of
+Llama 3, Dubey et al. 2024; Brandon et al. 2023, Striped Attention, balance by single rows.)
+
+Backward, the log-sum-exps of the whole make every step's gradients stand by themselves (Dao 2023, FlashAttention-2):
+those of q add up where it is, those of k and v travel on with their blocks, and at last home. They travel in float32 or
+wider. What a rank's own block gets in the first step stays: as many hops as k and v have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..dtypes import DataType
+from .base import Call, Rewriting, TensorRef
+
+Refs = tuple[TensorRef, ...]
+
+
+def is_zigzag(call: Call) -> bool:
+    """Whether the order of rows matters and is the zig-zag one."""
+    return call["zigzag"] and call["is_causal"]
+
+
+def state_type(dtype: DataType) -> DataType:
+    """What outputs are merged in, and log-sum-exps are."""
+    return DataType.Double if dtype is DataType.Double else DataType.Float
+
+
+class _Ring:
+    """The ops that both directions are written with, on tensors [n, b, h, rows, e] and [n, b, h, rows]."""
+
+    def __init__(self, r: Rewriting, call: Call):
+        self.r, self.call, self.n = r, call, call["ring"]
+        self.causal, self.scale = call["is_causal"], call["scale"]
+
+    def split(self, x: TensorRef) -> TensorRef:
+        """[b, h, s, *e] as [n, b, h, s / n, *e]."""
+        b, h, s, *e = self.r.type(x).shape
+        parts = self.r.call("reshape", x, (b, h, self.n, s // self.n, *e))
+        return self.r.call("permute", parts, (2, 0, 1, *range(3, 4 + len(e))))
+
+    def whole(self, x: TensorRef, dtype: DataType) -> TensorRef:
+        """The other way round, in a type."""
+        n, b, h, s, *e = self.r.type(x).shape
+        parts = self.r.call("permute", self.cast(x, dtype), (1, 2, 0, *range(3, 4 + len(e))))
+        return self.r.call("reshape", parts, (b, h, n * s, *e))
+
+    def hop(self, x: TensorRef) -> TensorRef:
+        """Every block one further."""
+        return self.r.call("reorder_blocks", x, 0, tuple((block - 1) % self.n for block in range(self.n)))
+
+    def cast(self, x: TensorRef, dtype: DataType) -> TensorRef:
+        return x if self.r.type(x).dtype is dtype else self.r.call("cast", x, dtype)
+
+    def add(self, x: TensorRef, y: TensorRef) -> TensorRef:
+        """In float32 or wider."""
+        return self.r.call("add", *self.wide((x, y)))
+
+    def pick(self, step: int, before: TensorRef | float, after: TensorRef | float) -> TensorRef:
+        """One for the blocks of rows that in this step meet columns before their own, another for all others."""
+        return self.r.call("block_pick", after, before, step)
+
+    def halves(self, x: TensorRef) -> tuple[TensorRef, TensorRef]:
+        """The two chunks of every block."""
+        shape = self.r.type(x).shape
+        middle, zeros = shape[3] // 2, (0,) * len(shape)
+        low = self.r.call("slice", x, zeros, (*shape[:3], middle, *shape[4:]))
+        return low, self.r.call("slice", x, (0, 0, 0, middle, *zeros[4:]), shape)
+
+    def joined(self, low: TensorRef, high: TensorRef) -> TensorRef:
+        """In float32 or wider."""
+        return self.r.call("cat", self.wide((low, high)), 3)
+
+    def wide(self, tensors: Sequence[TensorRef]) -> Refs:
+        return tuple(self.cast(x, state_type(self.r.type(x).dtype)) for x in tensors)
+
+
+# forward ----------------------------------------------------------------------------------------------------------
+
+
+class _State(NamedTuple):
+    """The output over the columns that were met so far, and their log-sum-exp."""
+
+    out: TensorRef
+    lse: TensorRef
+
+
+def attention_rounds(r: Rewriting, call: Call, operands: Refs) -> Sequence[TensorRef]:
+    """(output, log-sum-exp)."""
+    ring = _Forward(r, call)
+    made = ring.zigzag(*map(ring.split, operands)) if is_zigzag(call) else ring.in_order(*map(ring.split, operands))
+    return [ring.whole(x, kind.dtype) for x, kind in zip(made, call.results, strict=True)]
+
+
+class _Forward(_Ring):
+    def in_order(self, q: TensorRef, k: TensorRef, v: TensorRef) -> _State:
+        """Blocks in the order of the sequence."""
+        state = None
+        for step in range(self.n):
+            travelled = (self.hop(k), self.hop(v)) if step < self.n - 1 else (k, v)
+            made = self.attend(q, k, v, self.causal and not step)
+            if self.causal and step:
+                made = made._replace(lse=self.pick(step, made.lse, -math.inf))
+            state = self.merge(state, made)
+            k, v = travelled
+        assert state is not None
+        return state
+
+    def zigzag(self, q: TensorRef, k: TensorRef, v: TensorRef) -> _State:
+        """The first step as it is, for a block's chunks are in order; then two products of chunks each."""
+        (q_low, q_high), low, high = self.halves(q), None, None
+        for step in range(self.n):
+            travelled = (self.hop(k), self.hop(v)) if step < self.n - 1 else (k, v)
+            if not step:
+                parts = [self.halves(x) for x in self.attend(q, k, v, True)]
+                low, high = (_State(*pair) for pair in zip(*parts, strict=True))
+            else:
+                (k_low, k_high), (v_low, v_high) = self.halves(k), self.halves(v)
+                high = self.merge(high, self.attend(q_high, k_low, v_low, False))
+                pairs = ((q_low, q_high), (k_low, k_high), (v_low, v_high))
+                rows, keys, values = (self.pick(step, *pair) for pair in pairs)
+                made = self.attend(rows, keys, values, False)
+                low = self.merge(low, made._replace(lse=self.pick(step, made.lse, -math.inf)))
+                high = self.merge(high, made._replace(lse=self.pick(step, -math.inf, made.lse)))
+            k, v = travelled
+        assert low is not None and high is not None
+        return _State(*(self.joined(*pair) for pair in zip(low, high, strict=True)))
+
+    def attend(self, q: TensorRef, k: TensorRef, v: TensorRef, causal: bool) -> _State:
+        """Rows of each block to the columns that are beside it. Of Double also the log-sum-exp is Double."""
+        options = (None, None, None, causal, self.scale)
+        if self.r.type(q).dtype is not DataType.Double:
+            return _State(*self.r.call("sdpfa_fwd", q, k, v, *options)[:2])
+        made = self.r.call("block_attention", q, k, v, *options, 1)
+        return _State(*(self.r.call("squeeze", x, (0,)) for x in made[:2]))
+
+    def merge(self, state: _State | None, made: _State) -> _State:
+        return made if state is None else _State(*self.r.call("attention_merge", *state, *made))
+
+
+# backward ---------------------------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """What belongs to the rows of q: the gradient of the output, q, the output, and the log-sum-exp (with its gradient,
+    if it has one).
+    """
+
+    grad: TensorRef
+    q: TensorRef
+    out: TensorRef
+    lse: TensorRef
+    grad_lse: TensorRef | None = None
+
+
+def gradient_rounds(r: Rewriting, call: Call, operands: Refs) -> Sequence[TensorRef]:
+    """The gradients of q, k and v."""
+    ring = _Backward(r, call)
+    grad, q, k, v, *saved = map(ring.split, operands)
+    made = ring.run(_Rows(grad, q, *saved), k, v)
+    return [ring.whole(x, kind.dtype) for x, kind in zip(made, call.results, strict=True)]
+
+
+class _Backward(_Ring):
+    def run(self, rows: _Rows, k: TensorRef, v: TensorRef) -> Refs:
+        """The gradients of q, where it is; and of k and v, which come home after a round."""
+        grads_of = self._chunks if is_zigzag(self.call) else self._block
+        keys = self._hops((k, v))
+        grad_q, *own = self._attend(rows, k, v, self.causal)
+        travelling: Refs = ()
+        for step in range(1, self.n):
+            pair, arriving = keys, self._hops(travelling)
+            if step < self.n - 1:
+                keys = self._hops(pair)
+            more, *grads = grads_of(step, rows, *pair)
+            grad_q = self.add(grad_q, more)
+            travelling = tuple(map(self.add, arriving, grads)) if arriving else self.wide(grads)
+        home = self._hops(travelling)
+        return (grad_q, *(map(self.add, own, home) if home else own))
+
+    def _hops(self, tensors: Sequence[TensorRef]) -> Refs:
+        return tuple(map(self.hop, tensors)) if self.n > 1 else ()
+
+    def _block(self, step: int, rows: _Rows, k: TensorRef, v: TensorRef) -> Refs:
+        """Rows that see nothing of the columns give nothing: no score comes near their log-sum-exp."""
+        if self.causal:
+            rows = rows._replace(lse=self.pick(step, rows.lse, math.inf))
+        return self._attend(rows, k, v, False)
+
+    def _chunks(self, step: int, rows: _Rows, k: TensorRef, v: TensorRef) -> Refs:
+        """The two products of chunks of a step in zig-zag order."""
+        halves = [None if x is None else self.halves(x) for x in rows]
+        high = _Rows(*(None if pair is None else pair[1] for pair in halves))  # type: ignore[arg-type]
+        picked = _Rows(*(None if pair is None else self.pick(step, *pair) for pair in halves))  # type: ignore[arg-type]
+        keys, values = self.halves(k), self.halves(v)
+        always = self._attend(high, keys[0], values[0], False)
+        other = self._attend(picked, self.pick(step, *keys), self.pick(step, *values), False)
+        low_part, high_part = ([self.pick(step, *pair) for pair in pairs] for pairs in (
+            [(x, 0.0) for x in other], [(0.0, x) for x in other]))  # fmt: skip
+        grad_q = self.joined(low_part[0], self.add(always[0], high_part[0]))
+        grads = [self.joined(self.add(a, low), up)
+                 for a, low, up in zip(always[1:], low_part[1:], high_part[1:], strict=True)]  # fmt: skip
+        return (grad_q, *grads)
+
+    def _attend(self, rows: _Rows, k: TensorRef, v: TensorRef, causal: bool) -> Refs:
+        """The gradients that the rows of each block and the columns beside it give."""
+        none = [self.r.call("full", shape, 0, DataType.UInt64) for shape in ((2,), ())]
+        args = (rows.grad, rows.q, k, v, rows.out, rows.lse, 0.0, causal, *none, self.scale)
+        if rows.grad_lse is None:
+            return self.r.call("sdpfa_bwd", *args)
+        grad_q = self.r.call("sdpfa_bwd_q", *args, rows.grad_lse)
+        return (grad_q, *self.r.call("sdpfa_bwd_kv", *args, rows.grad_lse))

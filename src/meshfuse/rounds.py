@@ -1,0 +1,102 @@
+"""Ops that the user asked to be computed in rounds (`OpDef.rounds`), written out as ordinary ops and moves.
+
+Propagation takes such an op as one that is computed where its operands lie, so that nothing is put together for it.
+Here it becomes the rounds: ops that follow their operands' shardings, and blocks that travel from rank to rank in
+between. Where the plain op is local anyway, it stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .distribution import Blocked, FormWriter
+from .graph import Graph, Node
+from .ops.base import Call, Rule, TensorRef
+from .propagation.choose import Source
+from .propagation.factors import Placement, layouts_of, merged, placed, representable
+from .propagation.sharded import Choice, ShardedDefinition
+from .resharding.prices import price
+from .resharding.windows import window_move, window_of
+from .sharding.layout import WHOLE
+from .sharding.value import Sharding
+
+
+def written(sharded: ShardedDefinition) -> ShardedDefinition:
+    """The definition with rounds in the places of the ops that are computed in them; itself if there are none."""
+    pairs = list(zip(sharded.graph.nodes, sharded.choices, strict=True))
+    chosen = {node.id: choice for node, choice in pairs if _in_rounds(node, choice.placement)}
+    if not chosen:
+        return sharded
+    graph = _RoundsWriter(sharded.graph).run(dict.fromkeys(chosen, Blocked(0, 0, 0)))
+    return _Follower(sharded, graph).run()
+
+
+def _in_rounds(node: Node, asked: Placement) -> bool:
+    """Whether the op has rounds, and the plain op would need its operands otherwise than they are."""
+    if node.call.op.rounds is None:
+        return False
+    plain = _following(node.call, node.call.op.rule(node.call), asked.operands)
+    return plain is None or (plain.operands, plain.results) != (asked.operands, asked.results)
+
+
+def _following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> Placement | None:
+    """The op where its operands are."""
+    rows = zip(rule.operands, call.types, operands, strict=True)
+    votes = [layouts_of(rule, dims, kind.shape, sharding.dims) for dims, kind, sharding in rows]
+    return placed(call, rule, operands[0].mesh, representable(rule, merged(votes)))
+
+
+class _RoundsWriter(FormWriter):
+    def form(self, node: Node, where: Blocked) -> Sequence[TensorRef]:
+        assert node.call.op.rounds is not None
+        return node.call.op.rounds.write(self, node.call, tuple(map(TensorRef, node.inputs)))
+
+
+class _Follower:
+    """Places the ops of rounds where their operands are, and keeps all others where they were."""
+
+    def __init__(self, sharded: ShardedDefinition, graph: Graph):
+        self.sharded, self.graph = sharded, graph
+        self.homes = dict(sharded.homes)
+        pairs = list(zip(sharded.graph.nodes, sharded.choices, strict=True))
+        self.kept = {node.outputs: choice for node, choice in pairs}
+        self.calls = {node.outputs: node.call for node, _ in pairs}
+        self.asked = {node.origin: (node, choice.placement) for node, choice in pairs if node.call.op.rounds}
+
+    def run(self) -> ShardedDefinition:
+        choices = [self._choice(node) for node in self.graph.nodes]
+        done = ShardedDefinition(self.graph, tuple(choices), self.homes)
+        done.verify()
+        return done
+
+    def _choice(self, node: Node) -> Choice:
+        if self.calls.get(node.outputs) is node.call:
+            return self.kept[node.outputs]
+        placement = self._placement(node)
+        rows = zip(node.outputs, placement.results, strict=True)
+        self.homes.update((i, made) for i, made in rows if i not in self.graph.annotations)
+        seconds = 0.0
+        if placement.move is not None:
+            kind = node.call.types[0]
+            seconds = price(placement.move, kind.shape, kind.dtype.itemsize).seconds
+        return Choice(placement, Source("operand"), seconds)
+
+    def _placement(self, node: Node) -> Placement:
+        operands = list(self._operands(node))
+        window = window_of(node.call)
+        if window is not None and any(dim and window.changes(d) for d, dim in enumerate(operands[0].dims)):
+            (src,) = operands
+            return Placement((WHOLE,) * len(node.rule.factors), (src,), (src,), move=window_move(src, src, window))
+        found = _following(node.call, node.rule, operands) if operands else self._everywhere(node)
+        assert found is not None, node
+        return found
+
+    def _operands(self, node: Node) -> Iterator[Sharding]:
+        """Where the op's operands are: what the op in rounds takes, where it asked for them."""
+        whole, asked = self.asked[node.origin]
+        taken = dict(zip(whole.inputs, asked.operands, strict=True))
+        return (taken.get(i) or self.homes[i].reduced() for i in node.inputs)
+
+    def _everywhere(self, node: Node) -> Placement | None:
+        mesh = self.asked[node.origin][1].operands[0].mesh
+        return placed(node.call, node.rule, mesh, (WHOLE,) * len(node.rule.factors))
