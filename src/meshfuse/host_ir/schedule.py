@@ -90,6 +90,8 @@ class _Scheduler:
         self._follow(-1)
         for launch in self.launches:
             self._issue_ready()
+            self._emit_all(self._missing(launch)[:-1])
+            self._issue_ready()  # What the kernel had to wait for may be what the next communication sends.
             self._need(launch)
         self._issue_ready()
         while self.next_call < len(self.calls):
@@ -102,17 +104,24 @@ class _Scheduler:
 
     def _need(self, place: int) -> None:
         """Emit an instruction and all that it comes after, in their original order."""
+        self._emit_all(self._missing(place))
+
+    def _missing(self, place: int) -> list[int]:
+        """The instruction, which is the last one, and all that it comes after, less what is done."""
         if self.done[place]:
-            return
+            return []
         missing, stack = {place}, [place]
         while stack:
             for d in self.depends[stack.pop()]:
                 if not self.done[d] and d not in missing:
                     missing.add(d)
                     stack.append(d)
-        for found in sorted(missing) if len(missing) > 1 else missing:
-            if not self.done[found]:
-                self._emit(found)
+        return sorted(missing)
+
+    def _emit_all(self, places: Sequence[int]) -> None:
+        for place in places:
+            if not self.done[place]:
+                self._emit(place)
 
     def _emit(self, place: int) -> None:
         ins = self.body[place]
