@@ -1,7 +1,7 @@
 """The stages in their order: the page to open first.
 
-definition → `concretize` → `distribute` → `propagate` → `merged` → `insert_resharding` → `overlap` → `segment`
-→ `lower_to_host_ir` → executor.
+definition → `concretize` → `distribute` → `propagate` → `merged` → `written` → `insert_resharding` → `overlap`
+→ `segment` → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 
@@ -34,8 +34,12 @@ from .segmentation import SegmentedDefinition, segment
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """All stages of one definition for one set of shapes. Host programs are made per rank, when asked for."""
+    """All stages of one definition for one set of shapes. Host programs are made per rank, when asked for.
 
+    `planned` is what propagation decided; in `sharded` the ops that are computed in rounds are written out.
+    """
+
+    planned: ShardedDefinition
     sharded: ShardedDefinition
     resharded: ReshardedDefinition
     segmented: SegmentedDefinition
@@ -93,14 +97,14 @@ def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
     return compile_sharded(propagate(graph, world))
 
 
-def compile_sharded(sharded: ShardedDefinition) -> CompiledProgram:
+def compile_sharded(planned: ShardedDefinition) -> CompiledProgram:
     """The stages after propagation."""
-    sharded = written(sharded)
+    sharded = written(planned)
     resharded = early(insert_resharding(sharded))
     overlapped = overlap(resharded)
     segmented = segment(overlapped)
     digest = digest_of(f"{overlapped}\n{resharded.fingerprint()}")
-    return CompiledProgram(sharded, resharded, segmented, digest, _ranks(resharded))
+    return CompiledProgram(planned, sharded, resharded, segmented, digest, _ranks(resharded))
 
 
 def _ranks(resharded: ReshardedDefinition) -> tuple[int, ...]:

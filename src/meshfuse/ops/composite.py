@@ -196,6 +196,26 @@ def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> An
     return ops.min(ops.where(is_top, index, x.size(place)), place, keepdim)
 
 
+def _zigzag_order(ring: int) -> list[int]:
+    if not isinstance(ring, int) or ring < 1:
+        raise user_error("zigzag: ring", repr(ring), "1 or more", "Give the number of blocks of the ring.")
+    return [chunk for block in range(ring) for chunk in (block, 2 * ring - 1 - block)]
+
+
+def zigzag(fd: Any, x: Any, dim: int, ring: int) -> Any:
+    """The chunks of a dim, two per block of a ring, in zig-zag order: block r is chunks r and 2 ring - 1 - r.
+
+    Of a sharded dim each rank gets the pieces that it lacks. `ring_attention(.., zigzag=True)` takes rows so.
+    """
+    return fd.ops.reorder_blocks(x, dim, _zigzag_order(ring))
+
+
+def unzigzag(fd: Any, x: Any, dim: int, ring: int) -> Any:
+    """From zig-zag order back to that of the sequence."""
+    order = _zigzag_order(ring)
+    return fd.ops.reorder_blocks(x, dim, [order.index(chunk) for chunk in range(2 * ring)])
+
+
 def _three(made: Any) -> tuple[Any, Any, Any]:
     """A product and, where asked for, its scales; None for those not asked for."""
     found = made if isinstance(made, tuple) else (made,)
@@ -229,6 +249,8 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
         cross_entropy,
         dropout,
         argmax,
+        zigzag,
+        unzigzag,
         scaled_mm,
         grouped_mm,
     )

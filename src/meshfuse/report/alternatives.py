@@ -20,6 +20,7 @@ from ..propagation.propagate import propagate
 from ..resharding.insert import ReshardedDefinition, Set, insert_resharding
 from ..resharding.moves import Move, MoveKind, wire_elements
 from ..resharding.prices import price
+from ..rounds import written
 from ..sharding.layout import WHOLE, Layout, axes, extent
 from ..sharding.value import Sharding
 
@@ -81,7 +82,7 @@ class Alternatives:
     """The other annotations of one compiled program, each tried at most once."""
 
     def __init__(self, compiled: CompiledProgram):
-        self.graph = compiled.graph
+        self.graph = compiled.planned.graph
         self.world = compiled.resharded.values[0].sharding.mesh
         self._found: dict[tuple[int, ...], tuple[Alternative, ...]] = {}
 
@@ -124,7 +125,7 @@ class Alternatives:
             kept.update(dict.fromkeys(tensors, new))
         reductions = {n: r for n, r in self.graph.reductions.items() if not self._makes(n, tensors)}
         changed = dataclasses.replace(self.graph, annotations=kept, reductions=reductions)
-        return total(insert_resharding(propagate(changed, self.world)))
+        return total(insert_resharding(written(propagate(changed, self.world))))
 
     def _makes(self, node: int, tensors: tuple[int, ...]) -> bool:
         return any(i in tensors for i in self.graph.nodes[node].outputs)
