@@ -40,9 +40,11 @@ def job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(script: str, *launcher: str, args: tuple[str, ...] = (), **variables: str):
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
+        # torchrun leaves its folder for logs behind.
+        own = {"TMPDIR": str(tmp_path)} if "torch.distributed.run" in launcher else {}
         return subprocess.run(
             [sys.executable, *launcher, str(path), *args],
-            env=base_environment(**variables), capture_output=True, text=True, timeout=_GUARD,
+            env=base_environment(**own, **variables), capture_output=True, text=True, timeout=_GUARD,
         )  # fmt: skip
 
     return run

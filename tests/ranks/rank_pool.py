@@ -83,7 +83,7 @@ class RankPool:
 
     def __init__(self, size: int, timeout: float = 20.0):
         self.size, self.timeout = size, timeout
-        self.logs = Path(tempfile.mkdtemp(prefix="meshfuse-ranks-"))
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
@@ -99,9 +99,19 @@ class RankPool:
         replies = self._collect(timeout or self.timeout + 30)
         if all(worked for worked, _ in replies):
             return [result for _, result in replies]
+        parts = [f"--- rank {rank}\n{text}\n{self._log(rank)}" for rank, (ok, text) in enumerate(replies) if not ok]
         self.close()
-        said = "\n".join(f"--- rank {rank}\n{text}" for rank, (worked, text) in enumerate(replies) if not worked)
-        raise RankFailed(f"ranks failed (logs in {self.logs}):\n{said}")
+        raise RankFailed("\n".join(["ranks failed:", *parts]))
+
+    def _log(self, rank: int) -> str:
+        """The end of what a rank has printed."""
+        return (self.logs / f"rank{rank}.log").read_text(errors="replace")[-2000:]
+
+    @property
+    def logs(self) -> Path:
+        """What the ranks print; there while they run."""
+        assert self._folder is not None
+        return Path(self._folder.name)
 
     def _collect(self, limit: float) -> list[tuple[bool, Any]]:
         deadline = time.monotonic() + limit
@@ -117,11 +127,12 @@ class RankPool:
         try:
             return pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
-            return False, f"died:\n{(self.logs / f'rank{rank}.log').read_text()[-2000:]}"
+            return False, "died"
 
     def _ensure_started(self) -> None:
         if self._processes:
             return
+        self._folder = tempfile.TemporaryDirectory(prefix="meshfuse-ranks-")
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
             for rank in range(self.size):
                 self._start(rank, listener)
@@ -147,6 +158,9 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 def _name(target: Callable[..., Any] | str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import rank_pool
-from rank_pool import base_environment
+from rank_pool import RankFailed, RankPool, base_environment
 
 pytestmark = pytest.mark.ranks
 
@@ -167,3 +167,19 @@ def test_errors_carry_the_users_line():
     error.where = SourceLine("/a/b/script.py", 12)
     assert str(error) == "all_reduce failed: found this. (at script.py:12)\n    rank 1 says that"
     assert os.path.basename(error.where.file) == "script.py"
+
+
+def test_a_pool_leaves_no_folder_behind():
+    """After a good end, after a failure, which says what the rank printed, and when it was never started."""
+    pool = RankPool(1)
+    pool.close()
+    assert pool.run("def main():\n    return 3\n") == [3]
+    folder = pool.logs
+    assert folder.exists()
+    with pytest.raises(RankFailed, match=r"(?s)no luck.*printed before"):
+        pool.run("import sys\ndef main():\n    print('printed before', flush=True)\n    raise OSError('no luck')\n")
+    assert not folder.exists()
+    assert pool.run("def main():\n    return 4\n") == [4]
+    folder = pool.logs
+    pool.close()
+    assert not folder.exists()
