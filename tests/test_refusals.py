@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -71,3 +72,76 @@ def test_a_refusal_names_the_op_its_operands_and_the_cause() -> None:
         "uint64[4, 4]" in text and f"Cast them with fd.ops.cast, or pass other values. (at {fd.nodes[0].line})" in text
     )
     assert isinstance(caught.value.__cause__, NotImplementedError) and isinstance(caught.value, ValueError)
+
+
+# indices ----------------------------------------------------------------------------------------------------------
+
+# A table of 6 x 4 is looked up in along its first dim. What each op makes of the table, the indices and a number.
+LOOKUPS: dict[str, Any] = {
+    "embedding_fwd": lambda ops, table, ids, number: ops.embedding_fwd(ids, table),
+    "index_select": lambda ops, table, ids, number: ops.index_select(table, ids, 0),
+    "take_along_axis": lambda ops, table, ids, number: ops.take_along_axis(table, ops.broadcast(ids, [False, True]), 0),
+    "gather": lambda ops, table, ids, number: ops.gather(table, ops.broadcast_in_dim(ids, [5, 3], [0]), 0),
+    "select": lambda ops, table, ids, number: ops.select(table, number, 0),
+    "scatter": lambda ops, table, ids, number: ops.scatter(table, ops.broadcast_in_dim(ids, [5, 4], [0]), 1.5, 0),
+}
+SPECS: dict[str, list[Any] | None] = {
+    "no mesh": None, "whole": [None, None], "rows": ["tp", None], "columns": [None, "tp"],
+}  # fmt: skip
+
+
+def lookup(name: str, spec: list[Any] | None) -> mf.FusionDefinition:
+    with mf.FusionDefinition() as fd:
+        table = fd.define_tensor([6, 4], dtype=mf.DataType.Double)
+        ids, number = fd.define_tensor([5], dtype=mf.DataType.Int), fd.define_scalar(dtype=mf.DataType.Int)
+        found = LOOKUPS[name](fd.ops, table, ids, number)
+        fd.add_output(found)
+        if spec is not None:
+            fd.mesh_split(table, mf.DeviceMesh((4,), ("tp",)), spec)
+    return fd
+
+
+def wrong(name: str, place: int) -> tuple[list[Any], str]:
+    """Arguments with one index that the table does not have, and what the error says of it."""
+    ids = torch.tensor([0, 3, 5, 2, 1])
+    if name == "select":
+        return [torch.ones(6, 4, dtype=torch.float64), ids, place], f"found {place}, needed -6 to 5"
+    ids[2] = place
+    return [torch.ones(6, 4, dtype=torch.float64), ids, 0], rf"found {place} in v\d+: int64\[[\d, ]+\], needed 0 to 5"
+
+
+@pytest.mark.parametrize("place", [-7, 6, 2**40])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_an_index_that_the_dim_does_not_have_is_an_error_on_every_mesh(name: str, spec: str, place: int) -> None:
+    """The same error, whether a rank holds the whole dim, a part of it or none."""
+    fd = lookup(name, SPECS[spec])
+    arguments, said = wrong(name, place)
+    with pytest.raises(mf.KernelError, match=f"{said}, as the dim has size 6.*at test_refusals.py") as caught:
+        fd.simulate(arguments)
+    assert str(caught.value).startswith(f"{name}: an index is out of range on rank ")
+    fd.simulate(wrong(name, 5)[0])
+    if SPECS[spec] is None:
+        with pytest.raises(mf.KernelError, match=said):
+            fd.execute(arguments)
+
+
+@pytest.mark.parametrize("spec", ["no mesh", "rows"])
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_compiled_segments_tell_it_as_eager_ones_do(name: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
+    fd = lookup(name, SPECS[spec])
+    for place in (5, 6):
+        arguments, said = wrong(name, place)
+        with contextlib.nullcontext() if place == 5 else pytest.raises(mf.KernelError, match=said):
+            fd.simulate(arguments)
+    (made,) = fd._simulated.values()
+    chosen = [c for segments in made.simulation.segments for c in segments.chosen.values()]
+    assert any(c.backend == "inductor" for c in chosen), chosen
+
+
+def test_no_indices_at_all_are_fine() -> None:
+    with mf.FusionDefinition() as fd:
+        table, ids = fd.define_tensor([6, 4]), fd.define_tensor([0], dtype=mf.DataType.Int)
+        fd.add_output(fd.ops.embedding_fwd(ids, table))
+    assert fd.execute([torch.ones(6, 4), torch.empty(0, dtype=torch.int64)])[0].shape == (0, 4)

@@ -22,7 +22,18 @@ from .attention import (  # noqa: F401
 from .block_kernels import block_merge, block_moments, block_repeat, block_scan, block_topk, block_total, over_blocks  # noqa: F401
 from .grouped import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, scaled_mm  # noqa: F401
 from .indices import Runs, global_index
-from .lookup import embedding, index_select, limit_norm, scatter, select, take, take_rows, triu  # noqa: F401
+from .lookup import (  # noqa: F401
+    checked,
+    checked_place,
+    embedding,
+    index_select,
+    limit_norm,
+    scatter,
+    select,
+    take,
+    take_rows,
+    triu,
+)
 from .random import normal, uniform  # noqa: F401
 from .reduction_kernels import neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like  # noqa: F401
 

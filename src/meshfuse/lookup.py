@@ -13,6 +13,39 @@ import torch
 from .indices import Runs, global_index, local_places
 
 
+# What compiled code says: it cannot say which index it is.
+OUT_OF_RANGE = "meshfuse: an index is out of range"
+
+
+class IndexOutOfRange(IndexError):
+    """An index that the dim does not have. `index` is the tensor that it is in, None for a number."""
+
+    def __init__(self, value: int, low: int, size: int, index: torch.Tensor | None = None):
+        super().__init__(f"index {value} of a dim of size {size}")
+        self.value, self.low, self.size, self.index = value, low, size, index
+
+
+def checked(index: torch.Tensor, size: int) -> torch.Tensor:
+    """The indices as int64. Raises IndexOutOfRange unless all are from 0 to size - 1.
+
+    On a GPU, and in code that is being traced, the kernel asserts it, as torch's own look-ups do: no one waits.
+    """
+    if index.numel() and not index.is_meta:
+        low, high = torch.aminmax(index)
+        if not index.is_cpu or torch._is_functional_tensor(index):
+            torch._assert_async((low >= 0) & (high < size), OUT_OF_RANGE)
+        elif not (0 <= int(low) and int(high) < size):
+            raise IndexOutOfRange(int(low if low < 0 else high), 0, size, index)
+    return index.long()
+
+
+def checked_place(index: int, size: int) -> int:
+    """A number as an index, a negative one counted from the end. Raises IndexOutOfRange."""
+    if not -size <= index < size:
+        raise IndexOutOfRange(index, -size, size)
+    return index % size
+
+
 def _sized(n: int, dim: int, ndim: int) -> list[int]:
     return [n if d == dim else 1 for d in range(ndim)]
 
@@ -38,9 +71,8 @@ def index_select(x: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> 
     return x.index_select(dim, places).masked_fill(~inside.reshape(_sized(-1, dim, x.ndim)), 0)
 
 
-def select(x: torch.Tensor, index: int, dim: int, runs: Runs, size: int) -> torch.Tensor:
-    """`torch.select` where the rank holds the index, zeros elsewhere. `size` is that of the whole dim."""
-    index += size if index < 0 else 0
+def select(x: torch.Tensor, index: int, dim: int, runs: Runs) -> torch.Tensor:
+    """`torch.select` where the rank holds the index, zeros elsewhere."""
     place = 0
     for start, stop in runs:
         if start <= index < stop:

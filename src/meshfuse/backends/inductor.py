@@ -17,11 +17,14 @@ from typing import Any
 import torch
 
 from ..disk_cache import root_folder
+from ..lookup import OUT_OF_RANGE
 from . import Prepared, Task, Unsupported
 
 # Numbers of a call that differ at every execution, and are tensors in compiled code.
 RANDOM_STATE = ("seed", "offset")
 _INT64 = 2**64
+# What compiled code raises for other sizes, and for a wrong index.
+_TOLD = (AssertionError, RuntimeError)
 # (the text, what it is called with): equal kernels of the simulated ranks of a process are compiled once.
 _compiled: dict[Any, Prepared] = {}
 
@@ -141,8 +144,8 @@ def _guarded(code: Prepared, task: Task) -> Prepared:
             given[place] = _wrapped(given[place], task.device)
         try:
             return take(code([given[place] for place in varying]))
-        except AssertionError:
-            return eager(*arguments)
+        except _TOLD as error:
+            return _again(error, eager, arguments)
 
     return run
 
@@ -153,16 +156,23 @@ def _plain(code: Prepared, eager: Prepared, results: int) -> Prepared:
     def one(*arguments: torch.Tensor) -> Any:
         try:
             return code([*arguments])[0]
-        except AssertionError:
-            return eager(*arguments)
+        except _TOLD as error:
+            return _again(error, eager, arguments)
 
     def several(*arguments: torch.Tensor) -> Any:
         try:
             return code([*arguments])
-        except AssertionError:
-            return eager(*arguments)
+        except _TOLD as error:
+            return _again(error, eager, arguments)
 
     return one if results == 1 else several
+
+
+def _again(error: Exception, eager: Prepared, arguments: Sequence[Any]) -> Any:
+    """The text's results where code has other sizes, or its error where code only says that there is a wrong index."""
+    if isinstance(error, AssertionError) or "index out of bounds" in str(error) or OUT_OF_RANGE in str(error):
+        return eager(*arguments)
+    raise error
 
 
 def _wrapped(number: int, device: torch.device) -> torch.Tensor:

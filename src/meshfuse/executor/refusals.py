@@ -8,8 +8,9 @@ from types import FrameType, TracebackType
 
 import torch
 
-from ..errors import KernelError, MeshfuseError, user_error
+from ..errors import KernelError, MeshfuseError, SourceLine, user_error
 from ..host_ir.program import HostProgram
+from ..lookup import IndexOutOfRange
 from .bind import BoundProgram
 
 
@@ -49,6 +50,8 @@ def _refusal(program: HostProgram, error: Exception, frame: FrameType, line: int
     if not 0 <= place < len(kernel.origins):
         return None
     op, where = kernel.origins[place]
+    if isinstance(error, IndexOutOfRange):
+        return _out_of_range(program, error, frame, where.label(op), where)
     said = str(error).strip().partition("\n")[0]
     return user_error(
         f"{where.label(op)} cannot be computed on rank {program.rank}",
@@ -57,8 +60,24 @@ def _refusal(program: HostProgram, error: Exception, frame: FrameType, line: int
     )  # fmt: skip
 
 
+def _out_of_range(
+    program: HostProgram, error: IndexOutOfRange, frame: FrameType, label: str, where: SourceLine
+) -> MeshfuseError:
+    tensors = {n: v for n, v in frame.f_locals.items() if isinstance(v, torch.Tensor) and v is error.index}
+    inside = "".join(f" in {name}: {_kind(value)}" for name, value in list(tensors.items())[:1])
+    return user_error(
+        f"{label}: an index is out of range on rank {program.rank}", f"{error.value}{inside}",
+        f"{error.low} to {error.size - 1}, as the dim has size {error.size}", "Pass indices that the dim has.", where,
+        KernelError,
+    )  # fmt: skip
+
+
+def _kind(value: torch.Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
 def _operands(frame: FrameType, text: str) -> str:
     """The local tensors that a line mentions."""
     tensors = {name: value for name, value in frame.f_locals.items() if isinstance(value, torch.Tensor)}
-    found = [f"{n}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for n, t in tensors.items() if n in text]
+    found = [f"{n}: {_kind(t)}" for n, t in tensors.items() if n in text]
     return ", ".join(found) or "no operands"

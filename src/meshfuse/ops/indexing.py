@@ -1,7 +1,8 @@
 """Lookups by index: take_along_axis, gather, index_select, select, embedding_fwd, scatter.
 
 The dim that is looked up in is a reduction factor: a rank finds the indices that it holds, the others count
-as zero, and the result is a partial sum of the result's size, however large the dim (see `meshfuse.lookup`).
+as zero, and the result is a partial sum of the result's size, however large the dim (see `meshfuse.lookup`). An
+index that the whole dim does not have is an error while the program runs, on every mesh.
 """
 
 from __future__ import annotations
@@ -76,11 +77,17 @@ def _take_rule(call: Call) -> Rule:
     return builder.build([tuple(looked_up), aligned_dims(index.shape, result, factors)], [factors])
 
 
+def _checked(e: Emit, index: int, n: int) -> str:
+    """An operand as indices of a dim of size n."""
+    return f"K.checked({e.operands[index]}, {n})"
+
+
 def _take_emit(e: Emit) -> str:
     dim = _dim(e.call)
+    index = _checked(e, 1, e.call.types[0].shape[dim])
     if _is_whole(e, 0, dim):
-        return f"torch.take_along_dim({e.operands[0]}, {e.operands[1]}.long(), {dim})"
-    return f"K.take({e.operands[0]}, {e.operands[1]}, {dim}, {e.operand_runs(0)[dim]})"
+        return f"torch.take_along_dim({e.operands[0]}, {index}, {dim})"
+    return f"K.take({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]})"
 
 
 def _gather_infer(call: Call) -> tuple[TensorType, ...]:
@@ -116,9 +123,10 @@ def _gather_emit(e: Emit) -> str:
     for d, (n, m) in enumerate(zip(arg.shape, index.shape, strict=True)):
         if d != dim and n != m:
             text = f"K.take_rows({text}, {d}, {e.operand_runs(1)[d]})"
+    checked = _checked(e, 1, arg.shape[dim])
     if _is_whole(e, 0, dim):
-        return f"{text}.gather({dim}, {e.operands[1]}.long())"
-    return f"K.take({text}, {e.operands[1]}, {dim}, {e.operand_runs(0)[dim]})"
+        return f"{text}.gather({dim}, {checked})"
+    return f"K.take({text}, {checked}, {dim}, {e.operand_runs(0)[dim]})"
 
 
 def _index_select_infer(call: Call) -> tuple[TensorType, ...]:
@@ -140,9 +148,10 @@ def _index_select_rule(call: Call) -> Rule:
 
 def _index_select_emit(e: Emit) -> str:
     dim = _dim(e.call)
+    index = _checked(e, 1, e.call.types[0].shape[dim])
     if _is_whole(e, 0, dim):
-        return f"{e.operands[0]}.index_select({dim}, {e.operands[1]}.long())"
-    return f"K.index_select({e.operands[0]}, {e.operands[1]}, {dim}, {e.operand_runs(0)[dim]})"
+        return f"{e.operands[0]}.index_select({dim}, {index})"
+    return f"K.index_select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]})"
 
 
 def _select_infer(call: Call) -> tuple[TensorType, ...]:
@@ -162,10 +171,11 @@ def _select_rule(call: Call) -> Rule:
 
 
 def _select_emit(e: Emit) -> str:
-    dim, index = _dim(e.call), e.scalar("index")
+    dim = _dim(e.call)
+    index = f"K.checked_place({e.scalar('index')}, {e.call.types[0].shape[dim]})"
     if _is_whole(e, 0, dim):
         return f"{e.operands[0]}.select({dim}, {index})"
-    return f"K.select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]}, {e.call.types[0].shape[dim]})"
+    return f"K.select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]})"
 
 
 def _embedding_infer(call: Call) -> tuple[TensorType, ...]:
@@ -185,8 +195,8 @@ def _embedding_rule(call: Call) -> Rule:
 
 def _embedding_emit(e: Emit) -> str:
     """padding_idx, scale_grad_by_freq and sparse say something of gradients only."""
-    index, weight = e.operands
-    text = f"F.embedding({index}.long(), {weight})"
+    weight, index = e.operands[1], _checked(e, 0, e.call.types[1].shape[0])
+    text = f"F.embedding({index}, {weight})"
     if not _is_whole(e, 1, 0):
         text = f"K.embedding({index}, {weight}, {e.operand_runs(1)[0]})"
     if e.call["max_norm"] is None:
@@ -221,12 +231,12 @@ def _scatter_rule(call: Call) -> Rule:
 
 def _scatter_emit(e: Emit) -> str:
     dim, source = _dim(e.call), e.operand("src") or e.scalar("src")
-    arg = e.call.types[0]
+    arg, index = e.call.types[0], _checked(e, 1, e.call.types[0].shape[dim])
     if not _is_whole(e, 0, dim):
-        return f"K.scatter({e.operands[0]}, {e.operands[1]}, {source}, {dim}, {e.operand_runs(0)[dim]})"
+        return f"K.scatter({e.operands[0]}, {index}, {source}, {dim}, {e.operand_runs(0)[dim]})"
     if isinstance(e.call["src"], TensorRef) and e.call.types[2].dtype is not arg.dtype:
         source = f"{source}.to({e.operands[0]}.dtype)"
-    return f"{e.operands[0]}.scatter({dim}, {e.operands[1]}.long(), {source})"
+    return f"{e.operands[0]}.scatter({dim}, {index}, {source})"
 
 
 def _t(*shape: int, dtype: DataType = DataType.Float) -> TensorType:
