@@ -12,7 +12,6 @@ import torch
 
 from .indices import Runs, global_index, local_places
 
-
 # What compiled code says: it cannot say which index it is.
 OUT_OF_RANGE = "meshfuse: an index is out of range"
 
@@ -34,7 +33,7 @@ def checked(index: torch.Tensor, size: int) -> torch.Tensor:
         low, high = torch.aminmax(index)
         if not index.is_cpu or torch._is_functional_tensor(index):
             torch._assert_async((low >= 0) & (high < size), OUT_OF_RANGE)
-        elif not (0 <= int(low) and int(high) < size):
+        elif not (int(low) >= 0 and int(high) < size):
             raise IndexOutOfRange(int(low if low < 0 else high), 0, size, index)
     return index.long()
 
