@@ -197,6 +197,25 @@ def ring_attention(
     return _attention(q, k, v, None, seen_in_ring(q.shape[-2], ring, is_causal, zigzag), False, scale)
 
 
+def _ring_bwd(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ring: int,
+    is_causal: bool,
+    scale: Any,
+    zigzag: bool,
+    grad_lse: Any,
+) -> tuple[torch.Tensor, ...]:
+    """From q, k and v alone: the saved output and log-sum-exp are those of them."""
+    return attention_bwd(
+        [grad, q, k, v], seen_in_ring(q.shape[-2], ring, is_causal, zigzag), False, scale, None, grad_lse
+    )
+
+
 def _block_pick(early: Any, late: Any, first: int) -> torch.Tensor:
     tensor = early if isinstance(early, torch.Tensor) else late
     index = torch.arange(tensor.shape[0]).view(-1, *[1] * (tensor.ndim - 1))
@@ -405,6 +424,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "iota": _iota,
     "triu": torch.triu,
     "ring_attention": ring_attention,
+    "ring_attention_bwd": _ring_bwd,
     "block_pick": _block_pick,
     "attention_merge": _merged_attention,
     "grouped_mm": _grouped_mm,

@@ -53,7 +53,7 @@ def test_a_random_program_is_what_torch_computes_and_propagation_keeps_its_laws(
         assert_same_as_unsharded(fd, inputs, interpret(fd, inputs) if has_reference(fd) else None)
         compiled = fd.latest()
         keeps_annotations(fd, compiled.sharded)
-        law(compiled.sharded, number)
+        law(compiled.planned, number)
 
     check()
 
@@ -73,7 +73,7 @@ def test_annotating_what_was_chosen_changes_next_to_nothing(again: Callable[...,
     @settings(max_examples=examples(400))
     @given(programs(), st.integers(0, 99))
     def collect(fd: mf.FusionDefinition, number: int) -> None:
-        done = fd.compile(*shapes_for(fd)).sharded
+        done = fd.compile(*shapes_for(fd)).planned
         twin = again(done, number)
         different.append(any(done.homes[i] != twin.homes[i] for i in done.homes))
         before.append(wire(done))

@@ -20,6 +20,7 @@ from .more_blocks import (
     dropout,
     grouped,
     random_like,
+    ring_attention,
     scaled,
     uniform,
 )
@@ -315,6 +316,13 @@ def pad(w: Writer) -> None:
     w.like(x, "pad", [before, after], value, shape=(*x.shape[:-1], x.shape[-1] + before + after))
 
 
+def reorder(w: Writer) -> None:
+    x = w.float(lambda v: v.ndim > 0 and math.prod(v.shape) > 0)
+    dim = w.dim(x)
+    blocks = w.choose([n for n in range(1, x.shape[dim] + 1) if x.shape[dim] % n == 0])
+    w.like(x, "reorder_blocks", dim, w.draw(st.permutations(range(blocks))))
+
+
 def cat(w: Writer) -> None:
     x = w.float(lambda v: v.ndim > 0 and math.prod(v.shape) < w.max_numel // 3)
     dim = w.dim(x)
@@ -434,8 +442,8 @@ FAMILIES: Mapping[str, tuple[Block, ...]] = {
     "pointwise": (unary, unary_in_domain, step, test_of, binary, with_number, with_scalar_input, quotient,
                   comparison, where, ternary, integers, logic, cast, factory),
     "reductions": (reduction, reduction, count_of, statistics, scan, softmax, squeeze),
-    "products": (matmul, linear, linear, gram, attention, grouped, scaled),
-    "shapes": (merge, split, reshape, permute, slice_, pad, cat, broadcast, broadcast_in_dim, squeeze, triu),
+    "products": (matmul, linear, linear, gram, attention, ring_attention, grouped, scaled),
+    "shapes": (merge, split, reshape, permute, slice_, pad, reorder, cat, broadcast, broadcast_in_dim, squeeze, triu),
     "lookups": (index_select, take_along, embedding, select, scatter, order),
     "random": (uniform, random_like, dropout, attention_with_dropout),
     "complex": (complex_of, complex_pointwise, complex_product, complex_reduction, complex_shape, parts_of),

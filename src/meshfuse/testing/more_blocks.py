@@ -59,6 +59,23 @@ def attention_with_dropout(w: Writer) -> None:
     attention(w, w.choose((0.25, 0.5)))
 
 
+def ring_attention(w: Writer) -> None:
+    """Attention in a ring of any size, and half of the time its gradients."""
+    ring, heads, groups, is_causal = w.choose((1, 2, 3, 4)), w.choose((1, 2)), w.choose((1, 2)), w.flag()
+    options = (ring, is_causal, None, w.flag())
+    dtype = w.choose([d for d in w.dtypes if d.category == 2] or [DataType.Double])
+    shape = (w.choose((1, 2)), heads * groups, 2 * ring, 2)
+    columns = 2 * ring if is_causal else 2 * ring * w.choose((1, 2))
+    q, k, v = (w.input(s, dtype=dtype) for s in (shape, *((shape[0], heads, columns, 2),) * 2))
+    out, lse = w.fd.call("ring_attention", (q.tv, k.tv, v.tv, *options))
+    w.add(out, shape, "float", 2 * v.bound, False)
+    w.add(lse, shape[:-1], "float", 100.0, False)
+    if w.flag():
+        args = (w.input(shape, dtype=dtype).tv, q.tv, k.tv, v.tv, out, lse, *options)
+        for one, like in zip(w.fd.call("ring_attention_bwd", args), (q, k, v), strict=True):
+            w.add(one, like.shape, "float", 100.0, False)
+
+
 def grouped(w: Writer) -> None:
     """A product in groups of one size, of rows, columns or inner indices."""
     groups, size, m, n = w.choose((1, 2, 3)), w.choose((1, 2, 3)), w.size(), w.size()
