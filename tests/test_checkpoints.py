@@ -29,7 +29,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 
 class Team:
-    """Ranks as threads of this process: what `api` needs of a world. Real ranks: ranks/test_checkpoints.py."""
+    """Ranks as threads of this process: what `api` needs of a world. Real ranks: ranks/test_saving.py."""
 
     def __init__(self, size: int):
         self.size, self.barrier, self.slots = size, threading.Barrier(size, timeout=60), [b""] * size

@@ -1,0 +1,169 @@
+"""mf.save and mf.load on real ranks: other ranks and meshes load what some saved, also after kills and restarts."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshfuse as mf
+from meshfuse.sharding.data import shard
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = {"even": (8, 12), "uneven": (7, 5), "thin": (3,), "half": (6, 4)}
+# Per mesh what it is, and how each tensor lies on it: chunks, several axes on a dim, the minor part of a dim, replicas.
+MESHES = {
+    "tp": ((2,), ("tp",), {"even": [None, "tp"], "uneven": ["tp", None], "thin": ["tp"], "half": ["tp", None]}),
+    "inner": (
+        (2,), ("tp",),
+        {"even": [[mf.Split(4), mf.Split(2, "tp")], None], "uneven": [None, "tp"], "thin": [None], "half": [None, None]},
+    ),
+    "four": ((4,), ("x",), {"even": ["x", None], "uneven": ["x", None], "thin": ["x"], "half": [None, "x"]}),
+    "square": (
+        (2, 2), ("a", "b"),
+        {"even": [["b", "a"], None], "uneven": ["a", "b"], "thin": ["b"], "half": [["a", "b"], None]},
+    ),
+}  # fmt: skip
+
+
+def whole(step: int = 0) -> dict[str, torch.Tensor]:
+    """The global tensors: every element is another number, and tells the step."""
+    found = {n: torch.arange(torch.Size(s).numel()).reshape(s).double() + 100 * step for n, s in SHAPES.items()}
+    return found | {"half": found["half"].bfloat16()}
+
+
+def views(mesh: str) -> dict[str, mf.TensorView]:
+    """The tensors, annotated on a mesh as a user's definition has them."""
+    shape, names, specs = MESHES[mesh]
+    made, fd = mf.DeviceMesh(shape, names), mf.FusionDefinition()
+    found = {}
+    for name, spec in specs.items():
+        found[name] = fd.define_tensor(list(SHAPES[name]))
+        fd.mesh_split(found[name], made, spec)
+    return found
+
+
+def local(name: str, view: mf.TensorView, step: int = 0) -> torch.Tensor:
+    """This rank's shard."""
+    shape = SHAPES[name]
+    sharding = view.fd.annotations[view.id].sharding(name, shape).placement(shape)
+    return shard(whole(step)[name], sharding, mf.World.current().rank)
+
+
+def save(path: str, mesh: str) -> None:
+    state = {name: (local(name, view), view) for name, view in views(mesh).items()}
+    mf.save(path, state | {"same": torch.ones(3), "step": 7, "note": "text"})
+
+
+def load(path: str, mesh: str) -> list[str]:
+    """The names that are not loaded right: on this rank's mesh, whole, and into tensors that are there."""
+    placed = views(mesh)
+    found = mf.load(path, {**placed, "same": None, "step": None, "note": None})
+    wrong = [name for name, view in placed.items() if not torch.equal(found[name], local(name, view))]
+    everything = mf.load(path)
+    wrong += [f"whole {name}" for name, right in whole().items() if not torch.equal(everything[name], right)]
+    into = {name: (torch.zeros_like(local(name, view)), view) for name, view in placed.items()}
+    mf.load(path, into)
+    wrong += [f"filled {name}" for name, (t, view) in into.items() if not torch.equal(t, local(name, view))]
+    plain = found["step"], found["note"], everything["step"], found["same"].tolist()
+    return wrong if plain == (7, "text", 7, [1, 1, 1]) else [*wrong, str(plain)]
+
+
+@pytest.mark.parametrize("source", MESHES)
+def test_any_mesh_loads_what_another_saved(ranks2, ranks4, tmp_path, source):
+    pools = {name: ranks2 if len(shape) == 1 and shape[0] == 2 else ranks4 for name, (shape, *_) in MESHES.items()}
+    pools[source].run(save, str(tmp_path), source)
+    for target in MESHES:
+        assert not any(pools[target].run(load, str(tmp_path), target)), target
+    alone = mf.load(tmp_path)  # A process without ranks.
+    assert all(torch.equal(alone[name], right) for name, right in whole().items())
+
+
+def save_with_little_room(path: str, where: int) -> str:
+    """One rank finds the disk full; what every rank raises."""
+    tensor = torch.ones(2, 50_000)
+    sharding = mf.Sharding(mf.DeviceMesh((2,), ("tp",)), ((mf.Split(2, "tp"),), ()))
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    rank = mf.World.current().rank
+    if rank == where:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        mf.save(path, {"t": (tensor[rank : rank + 1], sharding)})
+    except mf.CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    return "saved"
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_full_disk_under_one_rank_fails_all_and_leaves_what_was(ranks2, tmp_path, where):
+    ranks2.run(save, str(tmp_path), "tp")
+    for said in ranks2.run(save_with_little_room, str(tmp_path), where):
+        assert f"meshfuse.save failed while writing: found on rank {where} " in said and "untouched" in said
+    assert ranks2.run(load, str(tmp_path), "inner") == [[], []]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+HERE = Path(__file__).resolve().parent
+# Saves step after step, on another mesh in each attempt, and is killed in most of them at some moment of a save.
+RESTARTED = f"""
+import os, random, signal, sys, threading, time
+sys.path.insert(0, {str(HERE)!r})
+import torch
+import meshfuse as mf
+from test_saving import local, views, whole
+torch.set_num_threads(1)
+world = mf.World.current()
+path, attempts = sys.argv[1], int(sys.argv[2])
+mesh = views(["four", "square"][world.attempt % 2])
+step = 0
+try:
+    found = mf.load(path, {{**mesh, "step": None}})
+    step = found["step"]
+    wrong = [name for name, view in mesh.items() if not torch.equal(found[name], local(name, view, step))]
+    world.rank or print("resumed", step, wrong, flush=True)
+except mf.CheckpointError as error:
+    assert "no checkpoint to load" in str(error), error
+    world.rank or print("nothing", flush=True)
+chance = random.Random(world.attempt)
+victim, saves, moment = chance.randrange(4), chance.randrange(1, 3), chance.random()
+
+def last(started):
+    time.sleep(moment * max(0.001, lasted))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+lasted = 0.05
+for number in range(4):
+    if world.attempt < attempts and number == saves and world.rank == victim:
+        threading.Thread(target=last, args=(time.monotonic(),), daemon=True).start()
+    begun = time.monotonic()
+    mf.save(path, {{name: (local(name, view, step + 1), view) for name, view in mesh.items()}} | {{"step": step + 1}})
+    step, lasted = step + 1, time.monotonic() - begun
+    world.rank or print("saved", step, flush=True)
+"""
+
+
+def test_jobs_killed_in_the_middle_of_saves_resume_from_whole_checkpoints(job, tmp_path):
+    """Each attempt, on a mesh other than the last, finds the last checkpoint whole: of one step, and none is lost."""
+    attempts = 5
+    launcher = ("-m", "meshfuse.runtime.launcher", "--ranks", "4", "--max-restarts", str(attempts))
+    done = job(RESTARTED, *launcher, args=(str(tmp_path / "kept"), str(attempts)))
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    assert [line for line in lines if line[0] == "resumed" and line[2] != "[]"] == []
+    assert sum(line[0] in ("resumed", "nothing") for line in lines) == attempts + 1
+    known = 0
+    for what, *rest in lines:
+        if what == "saved":
+            known = int(rest[0])
+        elif what == "resumed":
+            # A save may be whole on the disk before its rank could say so.
+            assert int(rest[0]) in (known, known + 1)
+    assert mf.load(tmp_path / "kept")["step"] == known
+    assert len(list((tmp_path / "kept").iterdir())) == 2
