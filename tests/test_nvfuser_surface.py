@@ -340,3 +340,47 @@ def test_parameters_are_kept_as_they_are_set() -> None:
     assert (params.splitk_factor, params.cluster_dims, params.tile_sizes.cta_tile.k) == (2, None, 3)
     assert params.lparams.bdimx is None and params.scheduler_type is nvfuser.SchedulerType.matmul
     assert nvfuser.MmaMacroEncode(nvfuser.MmaMacroArch.hopper, 1, 2, 3).mma_macro().n == 2
+
+
+# sizes that arguments decide
+
+
+UNFIT: dict[str, tuple[Callable[..., Any], list[list[int]], list[tuple[int, ...]], str]] = {
+    "an expanded dim": (
+        lambda fd, x, y: fd.ops.add(x, fd.ops.expand(y, [4, 3])), [[-1, 3], [1, 3]], [(5, 3), (1, 3)],
+        r"add: .*found \[5, 3\] and \[4, 3\].*dim -2.* leaves open: x \(t0\) \[-1, 3\] is \[5, 3\]\.",
+    ),
+    "a broadcast to a size": (
+        lambda fd, x, y: fd.ops.mul(fd.ops.broadcast_in_dim(x, [4, y.size(1)], [1]), y), [[-1], [-1, -1]],
+        [(3,), (6, 3)],
+        r"mul: .*found \[4, 3\] and \[6, 3\].* x \(t0\) \[-1\] is \[3\], y \(t1\) \[-1, -1\] is \[6, 3\]\.",
+    ),
+    "two open dims": (
+        lambda fd, x, y: fd.ops.matmul(x, y), [[-1, -1], [-1, 2]], [(4, 3), (4, 2)],
+        r"contracted dims differ: found 3 and 4.* x \(t0\) \[-1, -1\] is \[4, 3\], y \(t1\) \[-1, 2\] is \[4, 2\]\.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("call", ["execute", "simulate", "__call__"])
+@pytest.mark.parametrize("front", [mf, nvfuser])
+def test_sizes_that_do_not_fit_are_told_when_the_definition_is_called(front: Any, call: str, name: str) -> None:
+    """Before anything is computed, with the arguments whose sizes the definition leaves open."""
+    make, shapes, given, said = UNFIT[name]
+    with front.FusionDefinition() as fd:
+        x = fd.define_tensor(shapes[0])
+        y = fd.define_tensor(shapes[1])
+        fd.add_output(make(fd, x, y))
+    arguments = [torch.ones(shape) for shape in given]
+    with pytest.raises(mf.ArgumentError, match=said) as caught:
+        getattr(fd, call)(*(arguments if call == "__call__" else [arguments]))
+    assert "(at test_nvfuser_surface.py:" in str(caught.value) and isinstance(caught.value, mf.DefinitionError)
+
+
+def test_sizes_that_the_definition_says_are_not_repeated() -> None:
+    fd = FusionDefinition()
+    x, y = fd.define_tensor([4, 3]), fd.define_tensor([4, 2])
+    with pytest.raises(mf.DefinitionError, match="contracted dims differ") as caught:
+        fd.ops.matmul(x, y)
+    assert "leaves open" not in str(caught.value)

@@ -11,8 +11,9 @@ import torch
 from .definition.checks import fits, plain_number
 from .definition.fusion import DefinitionBuilder, TensorDef
 from .definition.loop import as_int
-from .errors import ArgumentError, SourceLine, user_error
+from .errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
 from .ops.base import ScalarRef, TensorRef
+from .ops.shapes import UNKNOWN
 from .sharding.layout import Layout, extent
 from .sharding.value import Sharding
 
@@ -316,3 +317,17 @@ def _check_shard(
         whole = ", the global shape" if tuple(tensor.shape) == shape else ""
         needed = f"{list(local)}, rank {rank}'s shard of {list(shape)} in {sharding}"
         raise _wrong_shape(fd, i, f"{list(tensor.shape)}{whole}", needed, "local", line)
+
+
+def with_open_sizes(
+    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], error: DefinitionError
+) -> DefinitionError:
+    """An error of an op that did not take the arguments' sizes, with those that the definition left open.
+
+    The error itself where it left none open.
+    """
+    made = [(fd.tensors[i].label, fd.tensors[i].type.shape, shape) for i, shape in sorted(shapes.items())]
+    given = [f"{label} {list(defined)} is {list(shape)}" for label, defined, shape in made if UNKNOWN in defined]
+    if not given or isinstance(error, SizeError):
+        return error
+    return SizeError(f"{error.args[0]} Sizes that the definition leaves open: {', '.join(given)}.", error.where)

@@ -86,6 +86,10 @@ class ArgumentError(MeshfuseError, ValueError):
     """A wrong tensor or scalar given to a program when it is called."""
 
 
+class SizeError(ArgumentError, DefinitionError):
+    """Arguments whose sizes, which the definition leaves open, its ops cannot take together."""
+
+
 class RankError(MeshfuseError, RuntimeError):
     """A peer rank failed, stopped answering, or disagrees with this one.
 

@@ -17,13 +17,14 @@ from .arguments import (
     outline,
     scalar_values,
     split_arguments,
+    with_open_sizes,
 )
 from .backends.choose import plan, requested
 from .compiler import CompiledProgram, compile_definition
 from .definition.fusion import DefinitionBuilder
 from .definition.loop import as_int
 from .definition.tensor_view import TensorView
-from .errors import ArgumentError, SourceLine, caller_line, user_error
+from .errors import ArgumentError, DefinitionError, SourceLine, caller_line, user_error
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.simulate import Simulation
 from .executor.spmd import RankProgram, check_world
@@ -265,6 +266,14 @@ class FusionDefinition(DefinitionBuilder):
                 "Pass scalars={val: number}.",
                 line,
             )  # fmt: skip
+        try:
+            return self._compile_sizes(found, shapes, world, line)
+        except DefinitionError as error:
+            raise with_open_sizes(self, shapes, error) from None
+
+    def _compile_sizes(
+        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine
+    ) -> CompiledProgram:
         scalars = {i: found.scalars[i] for i in self._sized_by()}
         key = (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
         if key not in self._compiled:

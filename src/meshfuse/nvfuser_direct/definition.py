@@ -284,7 +284,7 @@ class FusionDefinition(core.FusionDefinition):
             return repr(self)
         return str(self._fec.compiled.host_program(rank))
 
-    def _compile(self, found: Any, shapes: Any, world: Any, line: Any) -> CompiledProgram:
+    def _compile_sizes(self, found: Any, shapes: Any, world: Any, line: Any) -> CompiledProgram:
         """Outputs that nothing is said of lie where nvFuser leaves them, as the first shapes tell."""
         if not self._compiled:
             self._annotate_aliases(line)
@@ -293,7 +293,7 @@ class FusionDefinition(core.FusionDefinition):
             for tensor, bound in zip(self.outputs, followed_outputs(self, shapes, scalars), strict=True):
                 if bound is not None and tensor not in self.annotations:
                     self._annotate_output(tensor, mesh, bound, line)
-        return super()._compile(found, shapes, world, line)
+        return super()._compile_sizes(found, shapes, world, line)
 
     def _annotate_aliases(self, line: Any) -> None:
         """Outputs that are written into arguments lie as those do."""
