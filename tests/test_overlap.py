@@ -172,6 +172,49 @@ def test_a_ring_begins_at_each_ranks_own_shard() -> None:
         assert [i.note for i in launches] == [f"chunk {(rank + turn) % 4 + 1} of 4" for turn in range(4)]
 
 
+def half_ring(ranks: int, kind: mf.DataType, inner: int, bias: bool) -> mf.FusionDefinition:
+    """y = x w^T, its rows over the ranks and the summed dim too, in a ring of 16-bit floats."""
+    with mf.FusionDefinition() as fd:
+        x, w = (
+            fd.define_tensor([2 * ranks, inner * ranks], dtype=kind),
+            fd.define_tensor([5, inner * ranks], dtype=kind),
+        )
+        y = fd.ops.linear(x, w, fd.define_tensor([5], dtype=kind) if bias else None)
+        fd.add_output(y)
+        for t, spec in ((x, [None, "tp"]), (w, [None, "tp"]), (y, ["tp", None])):
+            fd.mesh_split(t, line(ranks), spec)
+        fd.overlap(y, ranks, ring=True)
+    return fd
+
+
+def messages(fd: mf.FusionDefinition) -> set[str]:
+    """The types of what ranks send each other."""
+    return {i.payload[1] for i in fd.compile().host_program(0).instructions if isinstance(i, SendRecv)}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", [mf.DataType.BFloat16, mf.DataType.Half])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_that_go_round_in_short_messages_are_rounded_once(ranks: int, kind: mf.DataType, bias: bool) -> None:
+    """Terms that cancel: sums of rounded ones would be off by many of the result's own steps."""
+    fd, made = half_ring(ranks, kind, 16, bias), torch.Generator().manual_seed(3)
+    dtype = getattr(torch, kind.value)
+    inputs = [torch.randn(fd.tensors[ref.id].type.shape, generator=made).to(dtype) for ref in fd.inputs]
+    exact = F.linear(*(t.double() for t in inputs))
+    (found,) = fd.simulate(inputs, check_replicas=True)
+    step = torch.finfo(dtype).eps * exact.abs() / 2 + 1e-6
+    assert found.dtype is dtype and bool(((found.double() - exact).abs() <= step).all())
+    assert messages(fd) == {"float32"}
+
+
+def test_long_messages_keep_their_type() -> None:
+    fd = half_ring(2, mf.DataType.BFloat16, 2**15, False)
+    assert messages(fd) == {"bfloat16"}
+    inputs = [torch.randint(-1, 2, fd.tensors[ref.id].type.shape).to(torch.bfloat16) for ref in fd.inputs]
+    exact = F.linear(*(t.float() for t in inputs))
+    torch.testing.assert_close(fd.simulate(inputs)[0].float(), exact, rtol=2e-2, atol=2.0)
+
+
 def test_a_result_over_two_axes_is_cut_within_its_shards() -> None:
     """Rows over dp stay where they are: each rank cuts its own."""
     mesh = mf.DeviceMesh((2, 2), ("dp", "tp"))

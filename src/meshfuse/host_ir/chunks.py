@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..dtypes import DataType
 from ..graph import Graph
 from ..ops.local import LocalCall
 from ..overlap import ChunkLoop, made_by, taken
@@ -32,6 +33,10 @@ from .instructions import (
 
 if TYPE_CHECKING:
     from .lower import Lowering
+
+
+# Sending a message of so many bytes takes less than starting it, on all links of `costs.MACHINES`.
+_SHORT = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class _Loop:
         self.whole = {v for v in loop.outputs if low.is_read_outside(loop, v)}
         self.parts = {v for v in self.whole if self._lies_in_parts(v)}
         self.into = {s.source: s.target for s in loop.moves if self._in_place(s)}
+        self.wide = self._wide_term() if loop.ring == "scatter" else None
 
     @property
     def graph(self) -> Graph:
@@ -132,9 +138,29 @@ class _Loop:
             return False
         return step.source in self.made and step.source not in self.whole and self.low.readers[step.source] == 1
 
+    def _wide_term(self) -> Compute | None:
+        """The op whose terms, of 16-bit floats, are made, sent and added in float32: rounded once, like a collective's.
+
+        One whose tensors are so small that a ring takes no longer for it.
+        """
+        step = self.loop.moves[-1]
+        maker = next((s for s in self.loop.computes if step.source in s.outputs), None)
+        kind = self.graph.tensors[self._value(step.source).tensor].type.dtype
+        if maker is None or step.source in self.whole or step.move.src.reduce != "sum":
+            return None
+        if kind not in (DataType.BFloat16, DataType.Half) or not self.graph.nodes[maker.node].call.op.widens:
+            return None
+        sizes = [count(self._held(v, c)) for v in (*maker.inputs, step.source) for c in self.loop.filled]
+        return maker if max(sizes) * DataType.Float.itemsize <= _SHORT else None
+
+    def _sum_type(self, step: Set) -> DataType:
+        """The type of the sums that travel in a ring."""
+        kind = self.graph.tensors[self._value(step.source).tensor].type.dtype
+        return DataType.Float if self.wide is not None else kind
+
     def _is_scattered(self, v: int) -> bool:
         """The result of a ring that scatters, of which this rank makes one chunk: the whole is that chunk."""
-        if self.loop.ring != "scatter" or v != self.loop.moves[-1].target:
+        if self.loop.ring != "scatter" or v != self.loop.moves[-1].target or self.wide is not None:
             return False
         return self._ring(self.loop.moves[-1]).inner == 1 and bool(count(self._held(v)))
 
@@ -243,9 +269,9 @@ class _Loop:
         return count(self._held(step.outputs[0], chunk)) / whole if whole else 0.0
 
     def _call(self, step: Compute, chunk: int) -> ChunkCall:
-        node = self.graph.nodes[step.node]
+        node, wide = self.graph.nodes[step.node], ".float()" if step is self.wide else ""
         return ChunkCall(
-            node.call, [self.low.name(v) for v in step.inputs], step.placement.operands, step.placement.results,
+            node.call, [self.low.name(v) + wide for v in step.inputs], step.placement.operands, step.placement.results,
             self.rank, self.low.scalar_text, node.origin,
             tuple(self._only(v, chunk) for v in step.inputs), tuple(self._only(v, chunk) for v in step.outputs),
         )  # fmt: skip
@@ -271,7 +297,7 @@ class _Loop:
 
     def _message(self, step: Set, kind: str, peer: int, name: str, chunk: int, size: int) -> SendRecv:
         context = self.low.move_context(step, "", "", False)
-        kind_of = self.graph.tensors[self._value(step.source).tensor].type.dtype
+        kind_of = self._sum_type(step)
         wire = float(size * kind_of.itemsize) if kind == "send" else 0.0
         about = replace(context.about, wire=wire, why=f"{step.why}, {self._note(chunk)}")
         work = f"w{step.target}_{chunk}_{'to' if kind == 'send' else 'from'}"
@@ -364,10 +390,9 @@ class _Loop:
     def _coming(self, step: Set, ring: Ring, chunk: int) -> list[Instruction]:
         """Ask for the sum so far of a chunk, which the rank before sends after this turn."""
         shape, size = _shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
-        dtype = self.graph.tensors[self._value(step.source).tensor].type.dtype
         name = f"v{step.target}_{chunk}_sum"
         call = self._message(step, "recv", ring.before, name, chunk, size)
-        return [Allocate(name, shape, dtype), call] if size else []
+        return [Allocate(name, shape, self._sum_type(step)), call] if size else []
 
     def _add_term(self, step: Set, ring: Ring, turn: int, chunk: int, rest: Sequence[Compute | Set]) -> None:
         """Compute the rank's term of a chunk, add it to the sum that came, and send that on or keep it."""

@@ -154,6 +154,7 @@ OPS = (
         _matmul_samples,
         vjp=MATMUL,
         into=_matmul_into,
+        widens=True,
     ),
     OpDef(
         "linear",
@@ -171,5 +172,6 @@ OPS = (
         nvfuser=native_forms.linear,
         vjp=LINEAR,
         into=_linear_into,
+        widens=True,
     ),
 )

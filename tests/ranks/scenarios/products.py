@@ -141,7 +141,10 @@ def row_parallel_matmul_with_a_manual_rfactor() -> None:
 
 
 def reduce_scatter_in_a_ring_with_a_manual_rfactor() -> None:
-    """The loops of the terms and of the result are streams that begin at each rank's own block."""
+    """The loops of the terms and of the result are streams that begin at each rank's own block.
+
+    The sums are rounded once, whatever cancels in them.
+    """
     d = size()
     with FusionDefinition() as fd:
         x = fd.define_tensor([d * 3, d * 5], contiguity=True, dtype=DataType.BFloat16)
@@ -158,7 +161,7 @@ def reduce_scatter_in_a_ring_with_a_manual_rfactor() -> None:
         y.set_allocation_domain(y.get_loop_domain(), new_contiguity=True)
         y.swizzle1d(0, X)
         y.axis(0).parallelize(STREAM)
-    a, weight = whole_numbers(d * 3, d * 5), whole_numbers(d * 5, 7)
+    a, weight = torch.randn(d * 3, d * 5, dtype=torch.bfloat16), torch.randn(d * 5, 7, dtype=torch.bfloat16)
     options = {"_enable_options": ["host_ir_lowering"], "_disable_options": ["infer_contiguity"]}
     (found,) = fd.execute([cut(a, x), cut(weight, w)], **options)
     same(found, cut(a @ weight, y))
