@@ -20,8 +20,9 @@ def run(*command: str, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_the_readme_s_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
-    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+@pytest.mark.parametrize("page", ["README.md", "docs/context-parallel.md"])
+def test_the_example_of_a_page_prints_what_the_page_shows(page: str, tmp_path: Path) -> None:
+    blocks = BLOCK.findall((ROOT / page).read_text())
     code = next(text for kind, text in blocks if kind == "python")
     shown = blocks[blocks.index(("python", code)) + 1][1]
     (tmp_path / "readme.py").write_text(code)
