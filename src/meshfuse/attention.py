@@ -189,12 +189,15 @@ def attention_merge(
 
     A row that sees nothing of a set has the log-sum-exp -inf there, whatever stands in its output.
     """
+    given = (out, logsumexp, other, other_logsumexp)
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
+    out, logsumexp, other, other_logsumexp = (x.to(wide) for x in given)
     top = torch.maximum(logsumexp, other_logsumexp)
     top = top.masked_fill(~torch.isfinite(top), 0.0)
     mine, its = torch.exp(logsumexp - top), torch.exp(other_logsumexp - top)
     total = mine + its
     seen = total.masked_fill(total == 0.0, 1.0)
-    merged = _compute(out) * (mine / seen).unsqueeze(-1) + _compute(other) * (its / seen).unsqueeze(-1)
+    merged = out * (mine / seen).unsqueeze(-1) + other * (its / seen).unsqueeze(-1)
     return merged, torch.log(total) + top
 
 

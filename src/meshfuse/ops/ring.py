@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..dtypes import DataType
@@ -102,8 +103,18 @@ def _bwd_emit(e: Emit) -> str:
 
 
 def _merge_infer(call: Call) -> tuple[TensorType, ...]:
-    out, lse = call.types[:2]
-    return TensorType(out.shape, state_type(out.dtype)), lse
+    """In float32, or in float64 where any operand is."""
+    (out, _), wide = call.types[:2], DataType.Float
+    for t, wanted in zip(call.types, (out.shape, out.shape[:-1]) * 2, strict=True):
+        if t.dtype.category != 2 or not _fits(t.shape, wanted):
+            raise user_error("attention_merge: operands", " and ".join(map(str, call.types)),
+                             "two outputs [.., e] and their log-sum-exps [..], floating point", "")  # fmt: skip
+        wide = DataType.Double if t.dtype is DataType.Double else wide
+    return TensorType(out.shape, wide), TensorType(out.shape[:-1], wide)
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    return len(shape) == len(wanted) and all(n == m or UNKNOWN in (n, m) for n, m in zip(shape, wanted, strict=True))
 
 
 def _merge_rule(call: Call) -> Rule:
@@ -114,8 +125,9 @@ def _merge_rule(call: Call) -> Rule:
 
 def _merge_nvfuser(n: Native) -> Any:
     """As the kernel does it."""
-    out, lse, other, other_lse = n.operands
     ops, last = n.ops, [False] * (len(n.operand_shapes[0]) - 1) + [True]
+    wide = n.dtype(n.call.results[0].dtype)
+    out, lse, other, other_lse = (ops.cast(x, wide) for x in n.operands)
     top = ops.maximum(lse, other_lse)
     top = ops.where(ops.isfinite(top), top, 0.0)
     weights = [ops.exp(ops.sub(x, top)) for x in (lse, other_lse)]
