@@ -152,16 +152,32 @@ def _pick_rule(call: Call) -> Rule:
     return builder.build([dims] * len(call.types), [dims])
 
 
+def _picked(e: Emit | Native) -> list[tuple[str, int, int]]:
+    """(operand, start, stop) of each part of the rank's blocks."""
+    first, size = e.call["first"], e.result_shapes[0][0]
+    early = sum(min(b, first) - a for a, b in e.result_runs(0)[0] if a < first)
+    return [part for part in (("early", 0, early), ("late", early, size)) if part[2] > part[1]]
+
+
 def _pick_emit(e: Emit) -> str:
     """A rank with blocks on one side only has nothing to do but to name the operand."""
-    first, size, tensor = e.call["first"], e.result_shapes[0][0], e.operands[0]
-    early = sum(min(b, first) - a for a, b in e.result_runs(0)[0] if a < first)
-    parts = []
-    for name, start, stop in (("early", 0, early), ("late", early, size)):
+    size, tensor, parts = e.result_shapes[0][0], e.operands[0], []
+    for name, start, stop in _picked(e):
         some, given = f".narrow(0, {start}, {stop - start})" if (start, stop) != (0, size) else "", e.operand(name)
-        if stop > start:
-            parts.append(given + some if given else f"torch.full_like({tensor}{some}, {e.scalar(name)})")
+        parts.append(given + some if given else f"torch.full_like({tensor}{some}, {e.scalar(name)})")
     return tensor if not parts else parts[0] if len(parts) == 1 else f"torch.cat([{', '.join(parts)}])"
+
+
+def _pick_nvfuser(n: Native) -> Any:
+    shape, dtype, parts = n.result_shapes[0], n.dtype(n.call.results[0].dtype), []
+    for name, start, stop in _picked(n):
+        given, here = n.operand(name), [stop - start, *shape[1:]]
+        if given is None:
+            parts.append(n.ops.full(here, n.val(n.number(name)), dtype))
+        else:
+            ends = [stop, *shape[1:]]
+            parts.append(n.ops.slice(given, [start, *(0 for _ in shape[1:])], ends) if here != [*shape] else given)
+    return n.ops.cat(parts, 0) if len(parts) > 1 else n.ops.set((*parts, *n.operands)[0])
 
 
 def _pick_samples() -> list[Sample]:
@@ -219,7 +235,7 @@ OPS = (
           nvfuser=_NOT_NATIVE, rounds=Rounds(_bwd_together, gradient_rounds)),
     OpDef("block_pick", (Param("early", K.TENSOR_OR_SCALAR), Param("late", K.TENSOR_OR_SCALAR), Param("first", K.INT)),
           _pick_infer, _pick_rule, _pick_emit, flops=lambda call: 0.0, samples=_pick_samples,
-          nvfuser="a rank's choice between its operands computes nothing"),
+          nvfuser=_pick_nvfuser),
     OpDef("attention_merge",
           tuple(Param(name, K.TENSOR) for name in ("output", "logsumexp", "other_output", "other_logsumexp")),
           _merge_infer, _merge_rule, lambda e: f"K.attention_merge({', '.join(e.operands)})",
