@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .apart import taken_apart
 from .chunking import overlap
 from .definition.fusion import DefinitionBuilder
 from .distribution import distribute
@@ -76,7 +77,7 @@ def compile_definition(
     What is planned for long is kept on disk (`plan_cache`).
     """
     with _no_collection():
-        graph = with_links(concretize(fd, shapes, scalars))
+        graph = with_links(taken_apart(concretize(fd, shapes, scalars)))
         return compile_sharded(planned(graph, world, lambda: merged(propagate(distribute(graph, world), world), world)))
 
 

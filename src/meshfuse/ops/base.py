@@ -259,6 +259,10 @@ class Rewriting(Protocol):
         ...
 
 
+# (rewriting, the call, its operands) -> its results, the last operand added by an op of its own.
+Apart = Callable[[Rewriting, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
+
+
 class BlockOrder(NamedTuple):
     """What an op does that puts the equal blocks of a dim into another order: its block i was block order[i]."""
 
@@ -315,6 +319,7 @@ class OpDef:
     operand index result index 0 is; what stands where the operand has nothing), or the order of a dim's blocks; None
     where the call is neither.
     distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole.
+    apart: an op that adds its last operand once, where it has one that it sums nothing of, in two.
     rounds: how the op is computed where its operands are sharded otherwise than `rule` takes them, whatever it costs.
     into: a Python statement that writes the one result into an existing tensor, None where the call cannot.
     widens: of operands cast to a wider float type the lowering makes the result in that type.
@@ -335,6 +340,7 @@ class OpDef:
     nvfuser: Callable[[Native], Any] | str | None = None
     distributed: Distributed | None = None
     rounds: Rounds | None = None
+    apart: Apart | None = None
     window: Callable[[Call], tuple[tuple[int, ...], Any] | BlockOrder | None] | None = None
     vjp: Vjp | None = None
     into: Callable[[Emit, str], str | None] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ..dtypes import DataType
 from ..gradients.products import LINEAR, MATMUL
@@ -15,9 +16,11 @@ from .base import (
     Param,
     ParamKind,
     Partial,
+    Rewriting,
     Rule,
     RuleBuilder,
     Sample,
+    TensorRef,
     TensorType,
 )
 from .shapes import aligned_dims, broadcast_shapes, check_dtypes, check_ndim, check_same_size
@@ -99,6 +102,16 @@ def _linear_rule(call: Call) -> Rule:
     return builder.build(operands, [(*stacked, *batch, *columns)])
 
 
+def _linear_apart(r: Rewriting, call: Call, operands: tuple[TensorRef, ...]) -> Sequence[TensorRef]:
+    """The product, and the bias added to it."""
+    x, w, bias = operands
+    product, result = r.call("linear", x, w), call.results[0]
+    stacked, columns = r.type(w).ndim - 2, r.type(bias).ndim - max(r.type(w).ndim - 2, 0)
+    missing = [stacked <= dim < result.ndim - columns for dim in range(result.ndim)]
+    total = r.call("add", product, r.call("broadcast", bias, missing))
+    return [total if r.type(total).dtype is result.dtype else r.call("cast", total, result.dtype)]
+
+
 def _linear_emit(e: Emit) -> str:
     bias = e.operands[2] if len(e.operands) == 3 and e.leads() else None
     if e.call.types[1].ndim < 3:
@@ -171,6 +184,7 @@ OPS = (
         _linear_samples,
         nvfuser=native_forms.linear,
         vjp=LINEAR,
+        apart=_linear_apart,
         into=_linear_into,
         widens=True,
     ),

@@ -1,0 +1,48 @@
+"""Ops that add an operand once, as a linear its bias, written in two where that operand lies over the ranks that
+share the op's sum.
+
+In one op the operand would have to be whole on the rank that adds it. Added by an op of its own it stays as it is, and
+the sum may be scattered to where it lies: half the bytes of an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .distribution import Blocked, FormWriter
+from .graph import Graph, Node
+from .ops.base import FactorKind, TensorRef
+from .sharding.layout import axes
+
+
+def taken_apart(graph: Graph) -> Graph:
+    """The graph with such ops in two; itself where the annotations of the inputs leave none."""
+    chosen = [node.id for node in graph.nodes if node.call.op.apart is not None and _clashes(graph, node)]
+    return _Writer(graph).run(dict.fromkeys(chosen, Blocked(0, 0, 0))) if chosen else graph
+
+
+def _clashes(graph: Graph, node: Node) -> bool:
+    """Whether the last operand, that the op sums nothing of, lies over an axis that splits a dim of the sum."""
+    if node.id in graph.reductions or any(i in graph.streams for i in node.outputs):
+        return False
+    last, summed = len(node.inputs) - 1, set[str | None]()
+    over = {axis for dim in range(len(node.rule.operands[last])) for axis in _axes(graph, node, last, dim)}
+    for operand, dims in enumerate(node.rule.operands):
+        for dim, factors in enumerate(dims):
+            if any(node.rule.factors[f].kind is FactorKind.REDUCE for f in factors):
+                if operand == last:
+                    return False
+                summed |= _axes(graph, node, operand, dim)
+    return bool(over & summed)
+
+
+def _axes(graph: Graph, node: Node, operand: int, dim: int) -> set[str | None]:
+    """The mesh axes that an operand's dim is annotated to lie over."""
+    known = graph.annotations.get(node.inputs[operand])
+    return set() if known is None else {split.axis for split in axes(known.dims[dim])}
+
+
+class _Writer(FormWriter):
+    def form(self, node: Node, where: Blocked) -> Sequence[TensorRef] | None:
+        assert node.call.op.apart is not None
+        return node.call.op.apart(self, node.call, tuple(map(TensorRef, node.inputs)))
