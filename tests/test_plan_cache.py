@@ -61,6 +61,26 @@ def decided(fd: FusionDefinition) -> tuple[str, ...]:
     return (compiled.digest, str(compiled.graph), *(str(compiled.host_program(rank)) for rank in compiled.ranks))
 
 
+def ring() -> FusionDefinition:
+    """Attention that is written out in rounds after it is planned, forward and backward."""
+    with mf.FusionDefinition() as fd:
+        q, k, v = (fd.define_tensor([1, 2, 8, 4]) for _ in range(3))
+        out, _ = fd.ops.ring_attention(q, k, v, 4, is_causal=True, zigzag=True)
+        fd.add_output(out)
+        fd.add_output(fd.grad(out, k))
+        for tensor in (q, k, v):
+            fd.mesh_split(tensor, mf.DeviceMesh((4,), ("cp",)), [None, None, "cp", None])
+    return fd
+
+
+def test_rounds_are_written_from_a_stored_plan_as_from_a_new_one(cache, planning):
+    first = decided(ring())
+    assert len(planning) >= 1 and len(list(cache.glob("*.plan"))) == 1
+    planning.clear()
+    assert decided(ring()) == first
+    assert planning == []
+
+
 def test_a_second_start_plans_nothing_and_decides_the_same(cache, planning):
     first = decided(scans())
     assert len(planning) >= 1 and len(list(cache.glob("*.plan"))) == 1

@@ -201,12 +201,39 @@ def pipeline_torch(x, w1, w2):
     return F.linear(h, w2), h.sum(0)
 
 
+def ring(size: int) -> mf.FusionDefinition:
+    """Causal attention over a sharded sequence in a ring, in zig-zag order, and its gradients."""
+
+    def body(fd, q, k, v, grad):
+        rows = [fd.ops.zigzag(t, 2, size) for t in (q, k, v)]
+        out = fd.ops.unzigzag(fd.ops.ring_attention(*rows, size, is_causal=True, zigzag=True)[0], 2, size)
+        return out, *fd.grad(out, [q, k, v], grad)
+
+    def notes(fd, *tensors):
+        for tensor in tensors:
+            fd.mesh_split(tensor, line(size), [None, None, "tp", None])
+
+    return defined(RING, body, notes)
+
+
+def ring_torch(q, k, v, grad):
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+RING = ((2, 4, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8), (2, 4, 16, 8))
 PIPELINE = ((5, 6), (10, 6), (4, 10))
 CASES = {
-    2: linear_cases(2) | {"normalised": Case(lambda: normalised(2), ((3, 7),), normalised_torch, (1e-3,))},
+    2: linear_cases(2)
+    | {
+        "normalised": Case(lambda: normalised(2), ((3, 7),), normalised_torch, (1e-3,)),
+        "ring": Case(lambda: ring(2), RING, ring_torch),
+    },
     4: linear_cases(4)
     | {
         "mlp": Case(mlp, MLP, mlp_torch),
+        "ring": Case(lambda: ring(4), RING, ring_torch),
         "mlp of an open size": Case(lambda: mlp(True), MLP, mlp_torch),
         "nvfuser mlp": Case(nvfuser_mlp, MLP, mlp_torch),
         "sequence parallel": Case(sequence_parallel_mlp, MLP, mlp_torch),
