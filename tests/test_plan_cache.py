@@ -35,8 +35,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planning(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Every call of propagation that the compiler makes."""
     calls: list[object] = []
-    real = compiler.propagate
-    monkeypatch.setattr(compiler, "propagate", lambda *args: (calls.append(args), real(*args))[1])
+    real = compiler.distribute
+    monkeypatch.setattr(compiler, "distribute", lambda *args: (calls.append(args), real(*args))[1])
     return calls
 
 
@@ -280,8 +280,8 @@ import meshfuse as mf
 from meshfuse import compiler, plan_cache
 plan_cache.WORTH = -1e9
 calls = []
-real = compiler.propagate
-compiler.propagate = lambda *args: (calls.append(args), real(*args))[1]
+real = compiler.distribute
+compiler.distribute = lambda *args: (calls.append(args), real(*args))[1]
 mesh = mf.DeviceMesh((2,), ("a",))
 with mf.FusionDefinition() as fd:
     x = fd.define_tensor([8, 8])

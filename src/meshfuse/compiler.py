@@ -1,6 +1,6 @@
 """The stages in their order: the page to open first.
 
-definition → `concretize` → `distribute` → `propagate` → `merged` → `written` → `insert_resharding` → `overlap`
+definition → `concretize` → `distribute` (by `propagate`) → `merged` → `written` → `insert_resharding` → `overlap`
 → `segment` → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
@@ -78,7 +78,7 @@ def compile_definition(
     """
     with _no_collection():
         graph = with_links(taken_apart(concretize(fd, shapes, scalars)))
-        return compile_sharded(planned(graph, world, lambda: merged(propagate(distribute(graph, world), world), world)))
+        return compile_sharded(planned(graph, world, lambda: merged(distribute(graph, world), world)))
 
 
 @contextlib.contextmanager

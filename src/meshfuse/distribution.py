@@ -16,9 +16,8 @@ from .mesh import DeviceMesh
 from .ops.base import Factor, FactorKind, OpDef, Rule, TensorRef, TensorType
 from .ops.binding import bind
 from .ops.registry import find
-from .propagation.choose import cheapest
 from .propagation.growth import EPSILON
-from .propagation.propagate import propagate
+from .propagation.propagate import propagate, total_seconds
 from .propagation.sharded import ShardedDefinition
 from .sharding.layout import axes, extent
 from .sharding.value import Sharding
@@ -35,30 +34,40 @@ class Blocked(NamedTuple):
 Forms = dict[int, Blocked]  # ops by number, and for which dim of theirs the form is
 
 
-def distribute(graph: Graph, world: DeviceMesh) -> Graph:
-    """The graph with distributed forms in the place of ops where they are cheaper; itself if there are none.
+def distribute(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
+    """The graph propagated, with distributed forms in the place of ops where they are cheaper.
 
     To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if it
     were so: else a plan may put a dim together long before the op that would not have needed it.
     """
     if not any(node.call.op.distributed for node in graph.nodes):
-        return graph
-    chooser = _Chooser(graph, propagate(_optimistic(graph), world), world)
-    return _settled(graph, chooser.groups(), world)
+        return propagate(graph, world)
+    probe = propagate(_optimistic(graph), world)
+    groups = _Chooser(graph, probe, world).groups()
+    if not groups and _holds(graph, probe):
+        return dataclasses.replace(probe, graph=graph)
+    return _settled(graph, groups, world)
 
 
-def _settled(graph: Graph, groups: list[Forms], world: DeviceMesh) -> Graph:
-    """The graph with those of the forms without which the whole plan would be dearer."""
-    if not groups:
-        return graph
-    best = _written(graph, groups)
-    seconds = _seconds(best, world)
+def _holds(graph: Graph, probe: ShardedDefinition) -> bool:
+    """Whether the plan of the optimistic graph left whole what the ops need whole."""
+    return all(
+        not layout
+        for node, choice in zip(graph.nodes, probe.choices, strict=True)
+        if node.call.op.distributed is not None
+        for factor, layout in zip(node.rule.factors, choice.placement.layouts, strict=True)
+        if factor.kind is FactorKind.BLOCK
+    )
+
+
+def _settled(graph: Graph, groups: list[Forms], world: DeviceMesh) -> ShardedDefinition:
+    """The plan with those of the forms without which the whole would be dearer."""
+    best = propagate(_written(graph, groups), world)
     for group in list(groups):
         without = [other for other in groups if other is not group]
-        other = _written(graph, without)
-        found = _seconds(other, world)
-        if found <= seconds + EPSILON:
-            groups, best, seconds = without, other, found
+        found = propagate(_written(graph, without), world)
+        if total_seconds(found) <= total_seconds(best) + EPSILON:
+            groups, best = without, found
     return best
 
 
@@ -73,15 +82,7 @@ def with_forms(graph: Graph, forms: Forms) -> Graph:
 
 
 def _seconds(graph: Graph, world: DeviceMesh) -> float:
-    return seconds_of(propagate(graph, world))
-
-
-def seconds_of(done: ShardedDefinition) -> float:
-    """The modelled time of a plan, with what it leaves unreduced."""
-    graph = done.graph
-    left = [(done.homes[i], graph.tensors[i].type) for i in graph.outputs]
-    owed = [cheapest((home,), home.reduced(), t.shape, t.dtype.itemsize) for home, t in left]
-    return sum(choice.seconds for choice in done.choices) + sum(owed)
+    return total_seconds(propagate(graph, world))
 
 
 def _optimistic(graph: Graph) -> Graph:

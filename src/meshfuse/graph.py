@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -303,23 +303,41 @@ def users(nodes: Sequence[Node]) -> dict[int, list[int]]:
     return found
 
 
+# What at most so many ops make of one output alone comes right after the last tensor of which they make it.
+_SHORT = 16
+
+
 def depth_first(graph: Graph) -> tuple[int, ...]:
     """The nodes, each after what it reads, in an order that follows from the outputs alone.
 
-    It is the same however independent ops are permuted, and keeps what is read together close together.
+    It is the same however independent ops are permuted, and keeps what is read together close together: the few ops
+    that one output alone needs, such as a weight's gradient, stand where what they read is made.
     """
     producer = {out: node.id for node in graph.nodes for out in node.outputs}
+    places: dict[int, tuple[int, ...]] = {}
+    for number, root in enumerate(producer[i] for i in [*graph.outputs, *sorted(producer)] if i in producer):
+        group = _missing(graph, producer, root, places)
+        read = {producer[i] for node in group for i in graph.nodes[node].inputs if i in producer}.difference(group)
+        start = max((places[node] for node in read), default=()) if len(group) <= _SHORT else ()
+        places.update((node, (*start, number, place)) for place, node in enumerate(group))
+    return tuple(sorted(places, key=places.__getitem__))
+
+
+def _missing(graph: Graph, producer: Mapping[int, int], root: int, have: Container[int]) -> list[int]:
+    """The nodes that are missing for one, in the order of a depth-first search, itself the last."""
     found: dict[int, None] = {}
-    stack = [producer[i] for i in reversed([*graph.outputs, *sorted(producer)]) if i in producer]
+    stack = [root]
     while stack:
         node = stack[-1]
         before = [producer[i] for i in graph.nodes[node].inputs if i in producer]
-        missing = [i for i in reversed(before) if i not in found]
-        if node in found or not missing:
-            found[stack.pop()] = None
+        missing = [i for i in reversed(before) if i not in found and i not in have]
+        if node in found or node in have or not missing:
+            if node not in have:
+                found[node] = None
+            stack.pop()
         else:
             stack += missing
-    return tuple(found)
+    return list(found)
 
 
 def reordered(graph: Graph, order: Sequence[int]) -> Graph:

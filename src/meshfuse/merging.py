@@ -14,14 +14,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .distribution import seconds_of
 from .graph import Graph, Kinds, Node, Tensor, numbered
 from .mesh import DeviceMesh
 from .ops import OPS
 from .ops.base import TensorRef
 from .ops.blocks import block_counts
 from .ops.reductions import reduced_dims
-from .propagation.propagate import propagate
+from .propagation.propagate import propagate, total_seconds
 from .propagation.sharded import ShardedDefinition
 from .sharding.layout import axes, extent
 from .sharding.value import Sharding
@@ -47,7 +46,7 @@ def merged(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
     if not found:
         return sharded
     other = propagate(_rewritten(sharded.graph, found), world)
-    return other if _by_gathers(other) and seconds_of(other) < seconds_of(sharded) else sharded
+    return other if _by_gathers(other) and total_seconds(other) < total_seconds(sharded) else sharded
 
 
 def _by_gathers(sharded: ShardedDefinition) -> bool:

@@ -8,24 +8,23 @@ test is our own.)
 What the beam does at an op is a function of the plans relative to the cheapest one, of the op, and of where its
 operands are; tensors are named by where they stand, not by number. So the second of two equal layers finds everything
 that the first one worked out: it is looked up, not searched. For the plans at the ends of two layers to be equal, they
-must not remember for ever in what they once differed: after `HORIZON` ops the best plan's choice is final (as a Viterbi
-decoder truncates its traceback).
+must not remember for ever in what they once differed: after a horizon of so many ops the best plan's choice is final (as
+a Viterbi decoder truncates its traceback). Of plans that differ only in tensors that no op within the horizon reads, such
+as those kept for the backward, the cheapest is as good as any.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..graph import Graph
 from ..ops.base import TensorType
 from .choose import Available, Option
-from .growth import Growth, Role, Roles, growths, reaches, role_of
+from .growth import EPSILON, Growth, Role, Roles, conversion, growths, role_of
 
-WIDTH = 24
-HORIZON = 64
 # How many shardings of a tensor ops are asked to follow at least, those of dropped plans among them.
 KNOWN = 4
 
@@ -49,10 +48,11 @@ class Front:
     """The plans of the beam at some op, cheapest first, in terms of the open tensors: those in which they differ.
 
     `known[i]` are the shardings that open tensor i has in some plan, a plan that was dropped included: an op may
-    follow it in any plan. Only so may a plan stand for those that it reaches.
+    follow it in any plan. Only so may a plan stand for those that it reaches. `near[i]`: it is read before the horizon.
     """
 
     types: tuple[TensorType, ...]
+    near: tuple[bool, ...]
     known: tuple[Available, ...]
     plans: tuple[Plan, ...]
 
@@ -85,9 +85,11 @@ class Stride:
 
 
 @functools.lru_cache(maxsize=1 << 13)
-def _front(types: tuple[TensorType, ...], known: tuple[Available, ...], plans: tuple[Plan, ...]) -> Front:
+def _front(
+    types: tuple[TensorType, ...], near: tuple[bool, ...], known: tuple[Available, ...], plans: tuple[Plan, ...]
+) -> Front:
     """Equal fronts are one object."""
-    return Front(types, known, plans)
+    return Front(types, near, known, plans)
 
 
 class Beam:
@@ -103,7 +105,7 @@ class Beam:
 
     def run(self) -> list[Step]:
         """The cheapest plan's decisions, op by op."""
-        front, strides = _front((), (), (Plan(0.0, ()),)), []
+        front, strides = _front((), (), (), (Plan(0.0, ()),)), []
         for node in self.graph.nodes:
             kind, tensors = self.roles.kind(node.id)
             role = role_of(kind, tuple(self.wanted.get(i, ()) for i in tensors))
@@ -119,7 +121,7 @@ class Beam:
 
     def _old(self, now: int) -> int:
         """How many of the open tensors, the first ones, were opened before the horizon."""
-        return sum(then < now - HORIZON for then in self._opened) if self._opened else 0
+        return sum(then < now - self.roles.horizon for then in self._opened) if self._opened else 0
 
     def _enter(self, stride: Stride, tensors: Sequence[int], now: int) -> None:
         for origin, available, known in stride.settled:
@@ -135,10 +137,41 @@ def _stride(front: Front, role: Role, entry: tuple[Entry, ...], old: int, width:
 
 
 class _Found(NamedTuple):
+    """A plan that goes on: `code` stands for how it holds the tensors that are read before the horizon."""
+
     parent: int
     growth: Growth
     seconds: float
     held: tuple[Available, ...]
+    code: tuple[int, ...]
+
+
+class _Coder:
+    """Numbers for the ways in which each tensor exists, and what it costs to come from one to another."""
+
+    def __init__(self, types: Sequence[TensorType]):
+        self.types = types
+        self._numbers: list[dict[Available, int]] = [{} for _ in types]
+        self._costs: list[dict[tuple[int, int], float]] = [{} for _ in types]
+
+    def code(self, columns: Iterable[int], held: Iterable[Available]) -> tuple[int, ...]:
+        numbers = self._numbers
+        return tuple([numbers[c].setdefault(found, len(numbers[c])) for c, found in zip(columns, held, strict=True)])
+
+    def reaches(self, cost: float, have: Sequence[int], limit: float, want: Sequence[int]) -> bool:
+        """True where resharding turns what one plan holds into what another does, at no greater cost."""
+        for column, pair in enumerate(zip(have, want, strict=True)):
+            if pair[0] != pair[1]:
+                found = self._costs[column].get(pair)
+                cost += self._priced(column, pair) if found is None else found
+                if cost > limit:
+                    return False
+        return cost <= limit
+
+    def _priced(self, column: int, pair: tuple[int, int]) -> float:
+        ways = list(self._numbers[column])
+        found = self._costs[column][pair] = conversion(ways[pair[0]], ways[pair[1]], self.types[column])
+        return found
 
 
 class _Striding:
@@ -148,8 +181,11 @@ class _Striding:
         self.front, self.role, self.entry, self.width = front, role, entry, width
         touched = {e for e in entry if isinstance(e, int)}
         self.kept = [place for place in range(len(front.types)) if place not in touched]
-        self.alive = [k for k, tensor in enumerate(role.kind.tensors) if tensor.read_again]
-        self.types = [front.types[p] for p in self.kept] + [role.kind.tensors[k].type for k in self.alive]
+        tensors = role.kind.tensors
+        self.alive = [k for k, tensor in enumerate(tensors) if tensor.read_again]
+        self.types = [front.types[p] for p in self.kept] + [tensors[k].type for k in self.alive]
+        self.near = [front.near[p] for p in self.kept] + [tensors[k].is_near for k in self.alive]
+        self.coder = _Coder([kind for kind, near in zip(self.types, self.near, strict=True) if near])
 
     def run(self, old: int) -> Stride:
         grown = sorted(self._grown(), key=lambda f: f.seconds)
@@ -161,22 +197,30 @@ class _Striding:
         agreed = tuple((origins[c], columns[c][0], known[c]) for c in range(len(columns)) if c not in differ)
         plans = tuple(_relative(f, found[0], differ) for f in found)
         moves = tuple(Move(f.parent, Step(f.growth.option, f.growth.runner_up)) for f in found)
-        front = _front(tuple(self.types[c] for c in differ), tuple(known[c] for c in differ), plans)
+        facts = (tuple(facts[c] for c in differ) for facts in (self.types, self.near, known))
+        front = _front(*facts, plans)
         return Stride(moves, agreed, tuple(origins[c] for c in differ), front)
 
     def _grown(self) -> list[_Found]:
         """Every plan gone on with in every way; of those that hold the same the cheapest."""
-        best: dict[tuple[Available, ...], _Found] = {}
+        best: dict[tuple[int, ...], _Found] = {}
         known = tuple(self.front.known[e] if isinstance(e, int) else e[1] for e in self.entry)
+        old, new = [p for p in self.kept if self.front.near[p]], [k for k in self.alive if self._is_near(k)]
+        olds, news = range(len(old)), range(len(old), len(old) + len(new))
         for parent, plan in enumerate(self.front.plans):
-            available = tuple(plan.held[e] if isinstance(e, int) else e[0] for e in self.entry)
-            before = tuple(plan.held[place] for place in self.kept)
+            available = tuple([plan.held[e] if isinstance(e, int) else e[0] for e in self.entry])
+            before = tuple([plan.held[place] for place in self.kept])
+            start = self.coder.code(olds, [plan.held[place] for place in old])
             for growth in growths(self.role, available, known, self.width):
-                held = before + tuple(growth.after[k] for k in self.alive)
+                code = start + self.coder.code(news, [growth.after[k] for k in new])
                 seconds = plan.seconds + growth.seconds
-                if held not in best or seconds < best[held].seconds:
-                    best[held] = _Found(parent, growth, seconds, held)
+                if code not in best or seconds < best[code].seconds:
+                    held = before + tuple([growth.after[k] for k in self.alive])
+                    best[code] = _Found(parent, growth, seconds, held, code)
         return list(best.values())
+
+    def _is_near(self, place: int) -> bool:
+        return self.role.kind.tensors[place].is_near
 
     def _pruned(self, found: Sequence[_Found]) -> list[_Found]:
         """The cheapest plans that no other reaches."""
@@ -184,7 +228,8 @@ class _Striding:
         for f in found:
             if len(kept) == self.width:
                 break
-            if not any(reaches(k.seconds, k.held, f.seconds, f.held, self.types) for k in kept):
+            limit = f.seconds + EPSILON
+            if not any(self.coder.reaches(k.seconds, k.code, limit, f.code) for k in kept):
                 kept.append(f)
         return kept
 

@@ -22,13 +22,15 @@ EPSILON = 1e-11
 class Touched(NamedTuple):
     """One of the tensors that an op reads or makes: its type, its annotation, and whether it is an input.
 
-    `read_again` tells whether a later op, or the outside, reads it.
+    `read_again` tells whether a later op, or the outside, reads it; `is_near` whether one does before the choice of
+    how it exists is final.
     """
 
     type: TensorType
     annotation: Sharding | None
     is_input: bool
     read_again: bool
+    is_near: bool
 
     @property
     def unplaced(self) -> bool:
@@ -174,14 +176,14 @@ def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
 
 
 class Roles:
-    """The kinds of a graph's nodes, and their roles given what is wanted."""
+    """The kinds of a graph's nodes, for a search in which choices are final after `horizon` ops."""
 
-    def __init__(self, graph: Graph, meshes: Mapping[int, DeviceMesh]):
-        self.graph, self.meshes = graph, meshes
-        self._last_read = _last_reads(graph)
+    def __init__(self, graph: Graph, meshes: Mapping[int, DeviceMesh], horizon: int):
+        self.graph, self.meshes, self.horizon = graph, meshes, horizon
         self._inputs = set(graph.input_tensors)
         self._known: dict[Any, Kind] = {}
-        self._of = [self._kind_of(node) for node in graph.nodes]
+        self._next_read = dict.fromkeys(graph.outputs, len(graph.nodes))
+        self._of = [self._kind_of(node) for node in reversed(graph.nodes)][::-1]
 
     def kind(self, node: int) -> tuple[Kind, tuple[int, ...]]:
         """The kind of a node and its tensors' numbers."""
@@ -192,6 +194,7 @@ class Roles:
         tensors = (*read, *node.outputs)
         operands = tuple(map(read.index, node.inputs))
         touched = tuple([self._touched(i, node.id) for i in tensors])
+        self._next_read.update(dict.fromkeys(read, node.id))
         # The tensors' types follow from the call, which is cheaper to compare.
         key = (node.call, node.rule, self.meshes[node.id], operands, touched, self.graph.reductions.get(node.id, ()))
         kind = self._known.get(key)
@@ -201,14 +204,8 @@ class Roles:
             kind = self._known[key] = _kind(*key[:4], told, key[5])
         return kind, tensors
 
-    def _touched(self, tensor: int, now: int) -> tuple[Sharding | None, bool, bool]:
-        return self.graph.annotations.get(tensor), tensor in self._inputs, self._last_read[tensor] > now
-
-
-def _last_reads(graph: Graph) -> dict[int, int]:
-    """For every tensor the last node that reads it; outputs are read after all nodes, unused ones never."""
-    last = {tensor.id: -1 for tensor in graph.tensors}
-    for node in graph.nodes:
-        last.update(dict.fromkeys(node.inputs, node.id))
-    last.update(dict.fromkeys(graph.outputs, len(graph.nodes)))
-    return last
+    def _touched(self, tensor: int, now: int) -> tuple[Sharding | None, bool, bool, bool]:
+        """The facts of `Touched` but the type. Outputs are read after all nodes."""
+        then = self._next_read.get(tensor)
+        near = then is not None and then <= now + self.horizon
+        return self.graph.annotations.get(tensor), tensor in self._inputs, then is not None, near

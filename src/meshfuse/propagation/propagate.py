@@ -7,28 +7,56 @@ the rules is GSPMD's and Shardy's; deciding by modelled time is our own.)
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..graph import Graph, depth_first, reordered
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
-from .beam import WIDTH, Beam, Step
-from .choose import Available
+from .beam import Beam, Step
+from .choose import Available, cheapest
 from .growth import Roles
 from .meshes import node_meshes
 from .sharded import Choice, ShardedDefinition
 from .wishes import wishes
 
 
+class _Search(NamedTuple):
+    """How many plans are kept, and after how many ops a choice is final."""
+
+    width: int
+    horizon: int
+
+
+_FAST = _Search(24, 32)
+# Small programs are searched a second time, for choices that pay off late: each search finds plans that the other drops.
+_LONG = _Search(48, 1 << 30)
+_SMALL = 256
+
+
 def propagate(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
     """A sharding for every tensor and a placement for every op. `world` is the mesh where no annotation names one."""
+    found = _searched(graph, world, _FAST)
+    if len(graph.nodes) <= _SMALL:
+        found = min(found, _searched(graph, world, _LONG), key=lambda done: round(total_seconds(done), 12))
+    found.verify()
+    return found
+
+
+def _searched(graph: Graph, world: DeviceMesh, search: _Search) -> ShardedDefinition:
     order = depth_first(graph)
-    state = _Propagation(reordered(graph, order), world)
+    state = _Propagation(reordered(graph, order), world, search.horizon)
     state.want(state.forward(width=1))
     state.backward()
-    steps = dict(zip(order, state.forward(WIDTH), strict=True))
+    steps = dict(zip(order, state.forward(search.width), strict=True))
     choices = [_choice(steps[node.id]) for node in graph.nodes]
-    done = ShardedDefinition(graph, tuple(choices), state.homes(graph, choices))
-    done.verify()
-    return done
+    return ShardedDefinition(graph, tuple(choices), state.homes(graph, choices))
+
+
+def total_seconds(done: ShardedDefinition) -> float:
+    """The modelled time of a plan, with that of the reductions which its outputs leave to do."""
+    left = [(done.homes[i], done.graph.tensors[i].type) for i in done.graph.outputs]
+    owed = [cheapest((home,), home.reduced(), t.shape, t.dtype.itemsize) for home, t in left]
+    return sum(choice.seconds for choice in done.choices) + sum(owed)
 
 
 def _choice(step: Step) -> Choice:
@@ -39,10 +67,10 @@ def _choice(step: Step) -> Choice:
 class _Propagation:
     """The tables that the sweeps share."""
 
-    def __init__(self, graph: Graph, world: DeviceMesh):
+    def __init__(self, graph: Graph, world: DeviceMesh, horizon: int):
         self.graph = graph
         self.meshes = node_meshes(graph, world)
-        self.roles = Roles(graph, self.meshes.nodes)
+        self.roles = Roles(graph, self.meshes.nodes, horizon)
         self.wanted: dict[int, Available] = {i: (sharding,) for i, sharding in graph.annotations.items()}
         self.inputs: dict[int, Available] = {i: (self._input_home(i),) for i in graph.input_tensors}
 
