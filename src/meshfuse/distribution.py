@@ -17,7 +17,7 @@ from .ops.base import Factor, FactorKind, OpDef, Rule, TensorRef, TensorType
 from .ops.binding import bind
 from .ops.registry import find
 from .propagation.growth import EPSILON
-from .propagation.propagate import propagate, total_seconds
+from .propagation.propagate import SMALL, propagate, total_seconds
 from .propagation.sharded import ShardedDefinition
 from .sharding.layout import axes, extent
 from .sharding.value import Sharding
@@ -44,7 +44,7 @@ def distribute(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
         return propagate(graph, world)
     probe = propagate(_optimistic(graph), world)
     groups = _Chooser(graph, probe, world).groups()
-    if not groups and _holds(graph, probe):
+    if not groups and len(graph.nodes) > SMALL and _holds(graph, probe):
         return dataclasses.replace(probe, graph=graph)
     return _settled(graph, groups, world)
 

@@ -8,9 +8,9 @@ test is our own.)
 What the beam does at an op is a function of the plans relative to the cheapest one, of the op, and of where its
 operands are; tensors are named by where they stand, not by number. So the second of two equal layers finds everything
 that the first one worked out: it is looked up, not searched. For the plans at the ends of two layers to be equal, they
-must not remember for ever in what they once differed: after a horizon of so many ops the best plan's choice is final (as
-a Viterbi decoder truncates its traceback). Of plans that differ only in tensors that no op within the horizon reads, such
-as those kept for the backward, the cheapest is as good as any.
+must not remember for ever in what they once differed: after a horizon of so many ops the best plan's choice is final
+(as a Viterbi decoder truncates its traceback). Of plans that differ in nothing but tensors that no op within the
+horizon reads, such as those kept for the backward, the cheapest is as good as any.
 """
 
 from __future__ import annotations

@@ -28,15 +28,15 @@ class _Search(NamedTuple):
 
 
 _FAST = _Search(24, 32)
-# Small programs are searched a second time, for choices that pay off late: each search finds plans that the other drops.
+# Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
 _LONG = _Search(48, 1 << 30)
-_SMALL = 256
+SMALL = 256
 
 
 def propagate(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
     """A sharding for every tensor and a placement for every op. `world` is the mesh where no annotation names one."""
     found = _searched(graph, world, _FAST)
-    if len(graph.nodes) <= _SMALL:
+    if _FAST.horizon < len(graph.nodes) <= SMALL:
         found = min(found, _searched(graph, world, _LONG), key=lambda done: round(total_seconds(done), 12))
     found.verify()
     return found
