@@ -98,6 +98,23 @@ def test_a_second_start_plans_nothing_and_decides_the_same(cache, planning):
 @given(definitions().flatmap(annotations))
 def test_every_plan_reads_back_as_it_is(fd):
     """Any definition, any annotations: what is stored gives the same graph, placements, homes and programs."""
+    check_that_it_reads_back(fd)
+
+
+@pytest.mark.parametrize("dims", [[1], [0, 1]])
+@pytest.mark.parametrize("name", ["var", "var_mean", "welford"])
+def test_a_plan_of_a_form_rewritten_once_more_reads_back(name, dims):
+    """Of the tensors of a distributed form those that merging leaves without an op."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([4, 6])
+        made = getattr(fd.ops, name)(x, dims)
+        for tensor in made if isinstance(made, tuple) else (made,):
+            fd.add_output(tensor)
+        fd.mesh_split(x, mf.DeviceMesh((2,), ("a",)), [None, "a"])
+    check_that_it_reads_back(fd)
+
+
+def check_that_it_reads_back(fd):
     pairs = []
 
     def read_back(graph, world, plan):

@@ -23,7 +23,7 @@ from . import __version__, disk_cache
 from .graph import Graph, Kinds, Node, Tensor
 from .mesh import DeviceMesh
 from .ops import OPS
-from .ops.base import Call, Rule
+from .ops.base import Call, Rule, TensorType
 from .plan_codec import NotStorable, dump, load
 from .propagation.sharded import ShardedDefinition
 
@@ -75,7 +75,8 @@ def packed(sharded: ShardedDefinition, graph: Graph) -> str:
     """The decisions that led from the graph to the sharded definition."""
     numbers = {node.outputs: node for node in graph.nodes}
     nodes = [_packed_node(node, numbers.get(node.outputs)) for node in sharded.graph.nodes]
-    return dump((nodes, sharded.choices, tuple(sorted(sharded.homes.items()))))
+    added = tuple(tuple(tensor.type) for tensor in sharded.graph.tensors[len(graph.tensors) :])
+    return dump((nodes, added, sharded.choices, tuple(sorted(sharded.homes.items()))))
 
 
 def _packed_node(node: Node, old: Node | None) -> Any:
@@ -89,16 +90,20 @@ def _packed_node(node: Node, old: Node | None) -> Any:
 
 def unpacked(text: str, graph: Graph) -> ShardedDefinition:
     """The sharded definition that these decisions make of the graph. Raises where they do not fit it."""
-    nodes, choices, homes = load(text)
-    sharded = ShardedDefinition(_rewritten(graph, nodes), tuple(choices), dict(homes))
+    nodes, added, choices, homes = load(text)
+    sharded = ShardedDefinition(_rewritten(graph, nodes, added), tuple(choices), dict(homes))
     sharded.verify()
     return sharded
 
 
-def _rewritten(graph: Graph, packed_nodes: tuple[Any, ...]) -> Graph:
-    """The graph with its nodes as stored: its own ones by number, and those of distributed forms."""
+def _rewritten(graph: Graph, packed_nodes: tuple[Any, ...], added: tuple[Any, ...]) -> Graph:
+    """The graph with its nodes as stored: its own ones by number, and those of distributed forms, of which some of the
+    added tensors may have been left over.
+    """
     by_origin = {node.origin: node for node in graph.nodes}
-    tensors = {tensor.id: tensor for tensor in graph.tensors}
+    unmade = dataclasses.replace(graph.nodes[0].line, given="") if added else None
+    tensors = list(graph.tensors)
+    tensors += [Tensor(len(tensors) + place, TensorType(*kind), unmade) for place, kind in enumerate(added) if unmade]
     kinds, nodes, numbers = Kinds(), [], {}
     for entry in packed_nodes:
         if isinstance(entry, int):
@@ -109,14 +114,14 @@ def _rewritten(graph: Graph, packed_nodes: tuple[Any, ...]) -> Graph:
         call, rule = kinds.get(OPS[name], args, tuple(tensors[i].type for i in inputs))
         line = by_origin[origin].line
         for i, kind in zip(outputs, call.results, strict=True):
-            tensors.setdefault(i, Tensor(i, kind, dataclasses.replace(line, given="")))
             assert tensors[i].type == kind
+            if i >= len(graph.tensors):
+                tensors[i] = Tensor(i, kind, dataclasses.replace(line, given=""))
         nodes.append(Node(len(nodes), call, rule, inputs, outputs, line, origin))
     if len(numbers) == len(nodes) == len(graph.nodes) and list(numbers) == list(range(len(nodes))):
         return graph
     reductions = {numbers[i]: layouts for i, layouts in graph.reductions.items() if i in numbers}
-    ordered = tuple(tensors[i] for i in range(len(tensors)))
-    return dataclasses.replace(graph, tensors=ordered, nodes=tuple(nodes), reductions=reductions)
+    return dataclasses.replace(graph, tensors=tuple(tensors), nodes=tuple(nodes), reductions=reductions)
 
 
 # the key ----------------------------------------------------------------------------------------------------------
