@@ -223,6 +223,15 @@ def test_ranks_send_their_keys_and_values_on_and_nothing_else(name: str, mode: s
             assert len([n for n in sent if n]) == 1
 
 
+@pytest.mark.parametrize("ring", [2, 4, 8])
+def test_a_hop_takes_one_message(ring: int) -> None:
+    """Not one to each of the ring's ranks."""
+    link = mf.Link(1e9, 1e-3)
+    mesh = mf.DeviceMesh((ring,), ("cp",), links=link)
+    bill = defined(Place(mesh, ALONG, ring), "causal", backward=False).fd.bill()
+    assert bill.seconds == pytest.approx(2 * (ring - 1) * link.latency + bill.total / link.bandwidth)
+
+
 def test_heads_are_not_repeated_on_their_way() -> None:
     few, many = (
         defined(PLACES["ring of 4"], "causal", sizes=((2, 8, 48, 8), *((2, heads, 48, 8),) * 2)) for heads in (1, 8)

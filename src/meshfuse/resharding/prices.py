@@ -13,7 +13,7 @@ from ..sharding import layout as lay
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .moves import Move, MoveKind
-from .windows import window_wire
+from .windows import window_peers, window_wire
 
 # Of plans that take as long the one of fewer moves is the better one: a slice, which moves nothing, counts half, and an
 # exchange of any pieces twice.
@@ -53,8 +53,11 @@ def price(move: Move, shape: Sequence[int], itemsize: int) -> Price:
         if move.kind is MoveKind.ALL_TO_ALL and not _is_even(move, shape):
             nbytes = itemsize * received(move.src, move.dst, shape) * n / (n - 1)
         return Price(form(link, n, nbytes) + MOVE_SECONDS, passes * (n - 1) / n * nbytes)
-    lacking = window_wire(move) if move.kind is MoveKind.WINDOW else received(move.src, move.dst, shape)
-    return Price(costs.exchange(link, n, itemsize * lacking) + EXCHANGE_SECONDS, itemsize * lacking)
+    if move.kind is MoveKind.WINDOW:
+        n, wire = 1 + window_peers(move), itemsize * window_wire(move)
+    else:
+        wire = itemsize * received(move.src, move.dst, shape)
+    return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire)
 
 
 def _is_even(move: Move, shape: Sequence[int]) -> bool:

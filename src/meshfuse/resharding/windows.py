@@ -29,16 +29,40 @@ def window_move(src: Sharding, dst: Sharding, window: Window | Reordering) -> Mo
     return Move(MoveKind.WINDOW, disjoint(changed), src, dst, window)
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def window_wire(move: Move, sample: int = 16) -> float:
-    """Elements that a rank gets from others: the mean over up to 16 ranks."""
+# Ranks that are looked at for what a move sends.
+_SAMPLE = 16
+
+
+def _sample(move: Move) -> tuple[int, ...]:
+    return move.src.mesh.ranks[:: max(1, move.src.mesh.size // _SAMPLE)]
+
+
+def _indices(move: Move, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]:
+    """What a rank has and what it wants of what there is, both as indices of the target."""
     assert move.window is not None
-    ranks = move.src.mesh.ranks[:: max(1, move.src.mesh.size // sample)]
-    lacking = 0
+    everywhere = move.window.to_target(tuple(((0, n),) for n in move.window.source_shape))
+    wanted = tuple(map(lay.intersect, move.wanted((), rank), everywhere))
+    return move.window.to_target(move.held((), rank)), wanted
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def window_peers(move: Move) -> int:
+    """From how many others a rank gets something, at most: one where all is shifted by whole shards."""
+    assert move.window is not None
+    most = 0
+    for rank in _sample(move):
+        held, wanted = _indices(move, rank)
+        others = {move.window.to_target(move.held((), peer)) for peer in move.group(rank)} - {held}
+        most = max(most, sum(all(map(lay.intersect, other, wanted)) for other in others))
+    return most
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def window_wire(move: Move) -> float:
+    """Elements that a rank gets from others: the mean over up to 16 ranks."""
+    ranks, lacking = _sample(move), 0
     for rank in ranks:
-        held = move.window.to_target(move.held((), rank))
-        everywhere = move.window.to_target(tuple(((0, n),) for n in move.window.source_shape))
-        wanted = tuple(map(lay.intersect, move.wanted((), rank), everywhere))
+        held, wanted = _indices(move, rank)
         common = math.prod(lay.count(lay.intersect(a, b)) for a, b in zip(held, wanted, strict=True))
         lacking += math.prod(map(lay.count, wanted)) - common
     return lacking / len(ranks)
