@@ -350,6 +350,26 @@ def test_a_stream_ends_where_another_begins() -> None:
     assert [shapes[0][0] for shapes in made] == [2, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("words", [stream, overlap])
+@pytest.mark.parametrize("dims", [(0, 1), (0, None), (None, 1), (0, 0), (1, 1), (1, 0)])
+def test_two_products_that_are_cut_along_dims_of_their_own(words: Body, dims: tuple[int | None, int | None]) -> None:
+    """Rows of the first operand, columns of the last: no loop takes a tensor whole and in chunks."""
+
+    def notes(fd: Any, x: Any, u: Any, v: Any, y: Any) -> None:
+        for t, dim in zip((x, v), dims, strict=True):
+            if dim is not None and words is overlap:
+                fd.overlap(t, 3, dim=dim)
+            elif dim is not None:
+                t.outer_split(dim, 3)
+                t.axis(dim).parallelize(mf.ParallelType.stream)
+
+    fd = defined([(6, 4), (4, 12), (12, 9)], lambda fd, x, u, v: fd.ops.matmul(fd.ops.matmul(x, u), v), notes)
+    check(fd, lambda x, u, v: x @ u @ v)
+    made = products(fd, *(torch.ones(s, dtype=torch.float64) for s in ((6, 4), (4, 12), (12, 9))))
+    if dims == (0, 1):
+        assert [shapes[:2] for shapes in made] == [[[2, 4], [4, 12]]] * 3 + [[[6, 12], [12, 3]]] * 3
+
+
 def test_what_fd_overlap_names_alone_is_cut() -> None:
     fd = chain(2, lambda fd, x, *rest: fd.overlap(x, 3))
     check(fd, chained)

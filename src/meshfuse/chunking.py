@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .cuts import Cut, Refused, dim_cut, factor_cut, of_shards
@@ -104,10 +104,18 @@ class _Builder:
         read = {v for place in draft.steps for v in taken(self.steps[place])}
         for other in self.drafts:
             made = {v for place in other.steps for v in made_by(self.steps[place])}
-            same = all(other.cuts.get(t, cut) == cut for t, cut in draft.cuts.items())
-            if made & read and same and other.ring != "scatter" and self._convex(other.steps | draft.steps):
+            near = bool(made & read) and other.ring != "scatter" and self._agree(other, draft)
+            if near and self._convex(other.steps | draft.steps):
                 return other
         return None
+
+    def _agree(self, one: _Draft, other: _Draft) -> bool:
+        """Whether steps of both take what they have in common alike: cut in the same way, or as a whole."""
+        shared = self._tensors(one.steps) & self._tensors(other.steps)
+        return all(one.cuts.get(t) == other.cuts.get(t) for t in shared)
+
+    def _tensors(self, places: Iterable[int]) -> set[int]:
+        return {self._tensor(v) for place in places for v in (*taken(self.steps[place]), *made_by(self.steps[place]))}
 
     def _check_free(self, place: int) -> None:
         if place in self.in_draft:
@@ -251,18 +259,15 @@ class _Builder:
             self._cut_ops(trial)
         except Refused:
             return False
-        added = trial.cuts.keys() - draft.cuts.keys()
-        whole = {t for place in draft.steps for t in self._tensors_read(place)} - draft.cuts.keys()
-        if whole & added or any(self._is_asked_otherwise(t, trial.cuts[t]) for t in added):
-            return False
-        if not self._convex(draft.steps | found):
+        asked = any(self._is_asked_otherwise(t, trial.cuts.get(t)) for t in self._tensors(found))
+        if asked or not self._agree(draft, trial) or not self._convex(draft.steps | found):
             return False
         draft.steps, draft.cuts = draft.steps | found, trial.cuts
         return True
 
-    def _is_asked_otherwise(self, tensor: int, cut: Cut) -> bool:
+    def _is_asked_otherwise(self, tensor: int, cut: Cut | None) -> bool:
         asked = self.graph.streams.get(tensor)
-        return asked is not None and (asked.dim, asked.chunks) != (cut.dim, len(cut.chunks))
+        return asked is not None and (cut is None or (asked.dim, asked.chunks) != (cut.dim, len(cut.chunks)))
 
     # rings
 
