@@ -475,6 +475,7 @@ def test_the_program_of_a_chunked_row_parallel_linear() -> None:
 import torch
 import torch.nn.functional as F
 import meshfuse.kernels as K
+M = meshfuse.buffers.memory_of(device)
 group_0_1 = world.group((0, 1))
 
 @torch.no_grad()
@@ -482,7 +483,7 @@ def loop_0(v0, v1, v2):
     torch.matmul(v0, v1.t(), out=v2)
 
 def main(v0, v1, seed=0, offset=0):
-    v3 = torch.empty((4, 3), dtype=torch.float64, device=device)
+    v3 = M.empty((4, 3), torch.float64)
     v0_0 = v0[0:2]
     v3_0 = v3[0:2]  # chunk 1 of 2
     loop_0(v0_0, v1, v3_0)  # chunk 1 of 2

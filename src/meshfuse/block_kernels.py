@@ -63,21 +63,20 @@ def block_topk(
 def block_moments(x: torch.Tensor, dims: list[int], dim: int, block: int, count: int) -> torch.Tensor:
     """[count, 2, ...]: of each block of `dim` the mean over `dims` and the sum of squared differences from it.
 
-    An empty block gives zeros.
+    An empty block gives zeros. (No op here writes into its operand: compilers of segments cannot trace that.)
     """
     if count == 1 and x.shape[dim]:
-        return torch.stack(_moments(x, dims)).unsqueeze(0)
+        return _moments(x, dims).unsqueeze(0)
     parts = [_moments(part, dims) for part in x.split(block, dim)] if x.shape[dim] else []
-    shape = [count, 2, *(1 if d in dims else n for d, n in enumerate(x.shape))]
-    out = x.new_zeros(shape)
-    for place, part in enumerate(parts):
-        torch.stack(part, out=out[place])
-    return out
+    nothing = x.new_zeros([2, *(1 if d in dims else n for d, n in enumerate(x.shape))])
+    parts += [nothing] * (count - len(parts))
+    return torch.stack(parts) if parts else nothing.new_zeros([0, *nothing.shape])
 
 
-def _moments(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     mean = torch.mean(x, dims, keepdim=True)
-    return mean, (x - mean).square_().sum(dims, keepdim=True)
+    centred = x - mean
+    return torch.stack([mean, (centred * centred).sum(dims, keepdim=True)])
 
 
 def block_merge(moments: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,10 +87,12 @@ def block_merge(moments: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor,
     means, squares = moments.unbind(1)
     if len(set(counts)) == 1:
         mean = means.mean(0)
-        return mean, (means - mean).square_().sum(0).mul_(counts[0]).add_(squares.sum(0))
+        apart = means - mean
+        return mean, (apart * apart).sum(0) * counts[0] + squares.sum(0)
     weights = means.new_tensor(counts).view(-1, *[1] * (means.ndim - 1))
     mean = (means * weights).sum(0) / sum(counts)
-    return mean, ((means - mean).square_() * weights).sum(0) + squares.sum(0)
+    apart = means - mean
+    return mean, (apart * apart * weights).sum(0) + squares.sum(0)
 
 
 def _last(dtype: torch.dtype, largest: bool) -> Any:

@@ -156,20 +156,23 @@ def grid(*index: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.meshgrid(*index, indexing="ij")
 
 
-def combine(a: torch.Tensor, b: torch.Tensor, reduce: str) -> torch.Tensor:
+_TERMS = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}
+
+
+def combine(a: torch.Tensor, b: torch.Tensor, reduce: str, out: torch.Tensor | None = None) -> torch.Tensor:
     """Two terms of a reduction."""
     if a.dtype == torch.bool:
-        return torch.logical_or(a, b) if reduce in ("sum", "max") else torch.logical_and(a, b)
-    return {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}[reduce](a, b)
+        return (torch.logical_or if reduce in ("sum", "max") else torch.logical_and)(a, b, out=out)
+    return _TERMS[reduce](a, b, out=out)
 
 
-def fold(terms: torch.Tensor, reduce: str) -> torch.Tensor:
+def fold(terms: torch.Tensor, reduce: str, out: torch.Tensor | None = None) -> torch.Tensor:
     """[n, *shape] terms of a reduction to their result [*shape]."""
     if terms.dtype == torch.bool:
-        return terms.any(0) if reduce in ("sum", "max") else terms.all(0)
+        return (torch.any if reduce in ("sum", "max") else torch.all)(terms, 0, out=out)
     if reduce in ("sum", "prod"):
-        return (torch.sum if reduce == "sum" else torch.prod)(terms, 0, dtype=terms.dtype)
-    return (torch.amax if reduce == "max" else torch.amin)(terms, 0)
+        return (torch.sum if reduce == "sum" else torch.prod)(terms, 0, dtype=terms.dtype, out=out)
+    return (torch.amax if reduce == "max" else torch.amin)(terms, 0, out=out)
 
 
 def iota(length: Runs, start: Any, step: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:

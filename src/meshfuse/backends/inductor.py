@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..buffers import use_pool
 from ..disk_cache import root_folder
 from ..lookup import OUT_OF_RANGE
 from . import Prepared, Task, Unsupported
@@ -23,6 +24,7 @@ from . import Prepared, Task, Unsupported
 # Numbers of a call that differ at every execution, and are tensors in compiled code.
 RANDOM_STATE = ("seed", "offset")
 _INT64 = 2**64
+_LONGEST = 200
 # What compiled code raises for other sizes, and for a wrong index.
 _TOLD = (AssertionError, RuntimeError)
 # (the text, what it is called with): equal kernels of the simulated ranks of a process are compiled once.
@@ -35,7 +37,12 @@ class Inductor:
     name = "inductor"
 
     def prepare(self, task: Task) -> Prepared:
-        key = ("\n".join(task.kernel.source()), str(task.device), tuple(map(_described, task.arguments)))
+        key = (
+            "\n".join(task.kernel.source()),
+            task.kernel.functions,
+            str(task.device),
+            tuple(map(_described, task.arguments)),
+        )
         if key not in _compiled:
             with own_cache(task.rank), torch.no_grad():
                 _compiled[key] = _compile(task)
@@ -115,11 +122,15 @@ def _compile(task: Task) -> Prepared:
         made: Any = compile_fx_inner(module, examples, is_inference=True)
     except Exception as error:
         raise Unsupported(f"Inductor cannot compile it: {_first_line(error)}") from error
-    return getattr(made, "current_callable", None) or made
+    code = getattr(made, "current_callable", None) or made
+    if task.device.type == "cpu":
+        use_pool(code)
+    return code
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    said = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {said if len(said) <= _LONGEST else said[:_LONGEST] + '…'}"
 
 
 def _guarded(code: Prepared, task: Task) -> Prepared:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import kernels
+from ..buffers import memory_of
 from ..host_ir.instructions import Collective, Communication, Instruction, SendRecv, Wait, group_name
 from ..host_ir.program import HostProgram
 from ..scalars import FUNCTIONS
@@ -40,6 +41,7 @@ def bind_program(
     file = f"<meshfuse rank {program.rank} {program.digest}{' simulated' if simulated else ''}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     scope = text_scope(program.functions, device)
+    scope["M"] = memory_of(device, simulated)
     scope.update({group_name(group): group_of(group) for group in program.groups})
     exec(compile(text, file, "exec"), scope)
     return BoundProgram(scope["main"], where, file, scope)

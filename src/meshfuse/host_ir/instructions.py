@@ -101,8 +101,8 @@ class Allocate:
     fill: str = ""
 
     def source(self) -> str:
-        make = f"torch.full({_tuple(self.shape)}, {self.fill}" if self.fill else f"torch.empty({_tuple(self.shape)}"
-        return f"{self.target} = {make}, dtype=torch.{self.dtype.value}, device=device)"
+        make = f"M.full({_tuple(self.shape)}, {self.fill}" if self.fill else f"M.empty({_tuple(self.shape)}"
+        return f"{self.target} = {make}, torch.{self.dtype.value})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,7 @@ class Own:
     fresh: bool
 
     def source(self) -> str:
-        call = "contiguous()" if self.fresh else "clone(memory_format=torch.contiguous_format)"
-        return f"{self.target} = {self.source_name}.{call}"
+        return f"{self.target} = M.{'dense' if self.fresh else 'clone'}({self.source_name})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +129,9 @@ class Pack:
     def source(self) -> str:
         if len(self.boxes) == 1:
             box = box_text(self.boxes[0], self.shape)
-            return f"{self.target} = {self.source_name}{box}.reshape(-1).contiguous()"
-        parts = ", ".join(f"{self.source_name}{box_text(box, self.shape)}.reshape(-1)" for box in self.boxes)
-        return (
-            f"{self.target} = torch.cat([{parts}])"
-            if self.boxes
-            else f"{self.target} = {self.source_name}.new_empty(0)"
-        )
+            return f"{self.target} = M.dense({self.source_name}{box}).view(-1)"
+        parts = ", ".join(f"{self.source_name}{box_text(box, self.shape)}" for box in self.boxes)
+        return f"{self.target} = M.cat([{parts}])" if self.boxes else f"{self.target} = {self.source_name}.new_empty(0)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +174,9 @@ class Fold:
         own = self.own + self.part
         if own and self.terms == 1:
             term = f"{self.source_name}.view({_tuple(self.shape)})"
-            return f"{self.target} = K.combine({own}, {term}, {self.reduce!r})"
-        folded = f"K.fold({self.source_name}.view({_tuple((self.terms, *self.shape))}), {self.reduce!r})"
-        return f"{self.target} = " + (f"K.combine({own}, {folded}, {self.reduce!r})" if own else folded)
+            return f"{self.target} = M.combine({own}, {term}, {self.reduce!r})"
+        folded = f"M.fold({self.source_name}.view({_tuple((self.terms, *self.shape))}), {self.reduce!r})"
+        return f"{self.target} = " + (f"M.combine({own}, {folded}, {self.reduce!r})" if own else folded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,16 +197,21 @@ class Join:
     @property
     def text(self) -> str:
         """Python text that makes of the flat buffer the joined tensor."""
-        shape = list(self.block_shape)
-        shape[self.dim] *= self.blocks
         if self.is_view:
-            return f".view({_tuple(tuple(shape))})"
+            return f".view({_tuple(self._shape)})"
         return (
-            f".view({_tuple((self.blocks, *self.block_shape))}).movedim(0, {self.dim}).reshape({_tuple(tuple(shape))})"
+            f".view({_tuple((self.blocks, *self.block_shape))}).movedim(0, {self.dim}).reshape({_tuple(self._shape)})"
         )
 
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(n * self.blocks if d == self.dim else n for d, n in enumerate(self.block_shape))
+
     def source(self) -> str:
-        return f"{self.target} = {self.source_name}{self.text}"
+        if self.is_view:
+            return f"{self.target} = {self.source_name}{self.text}"
+        blocks = f"{self.source_name}.view({_tuple((self.blocks, *self.block_shape))}).movedim(0, {self.dim})"
+        return f"{self.target} = M.clone({blocks}).view({_tuple(self._shape)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class Flatten:
     source_names: tuple[str, ...]
 
     def source(self) -> str:
-        return f"{self.target} = torch.cat([{', '.join(f'{name}.reshape(-1)' for name in self.source_names)}])"
+        return f"{self.target} = M.cat([{', '.join(self.source_names)}])"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,161 @@
+"""Memory of host programs: in steady state a step allocates nothing that an earlier one has given back.
+
+A buffer is given back when nothing holds its storage any more: no name of the program, no output that the user still
+has, no array made of it, no communication in flight. Its storage's reference count says so, and nothing else is relied
+on. What was not asked for in a while goes when something new is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import kernels
+
+_use_count = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+# Another tensor on the same memory: nothing that a user does to it (a name, a wish for gradients) stays.
+_alias = torch._C._dynamo.guards._reinterpret_tensor  # pyright: ignore[reportAttributeAccessIssue]
+Shape = tuple[int, ...]
+# After so many other buffers were made, one that was not asked for meanwhile is dropped.
+_PATIENCE = 256
+
+
+def _dense(shape: Shape) -> Shape:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
+class Plain:
+    """What programs' text calls as M: new memory of a device at every call.
+
+    On a GPU torch's allocator keeps what was freed; on simulated ranks speed is not the point.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """An empty contiguous tensor."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def full(self, shape: Shape, value: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of one number."""
+        return self.empty(shape, dtype).fill_(value)
+
+    def clone(self, x: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy."""
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor itself where it is contiguous, else a copy."""
+        return x if x.is_contiguous() else self.clone(x)
+
+    def cat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Tensors behind each other in a flat buffer."""
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def combine(self, a: torch.Tensor, b: torch.Tensor, reduce: str) -> torch.Tensor:
+        """Two terms of a reduction, of one shape."""
+        return kernels.combine(a, b, reduce)
+
+    def fold(self, terms: torch.Tensor, reduce: str) -> torch.Tensor:
+        """[n, *shape] terms of a reduction to their result [*shape]."""
+        return kernels.fold(terms, reduce)
+
+
+class _Slot:
+    """A buffer, and when it was last asked for. Its storage has two counts of references: torch's, and its Python
+    object's.
+    """
+
+    __slots__ = ("_names", "_ours", "_place", "_storage", "data", "strides", "used")
+
+    def __init__(self, shape: Shape, strides: Shape, dtype: torch.dtype):
+        self.strides = strides
+        self.data = torch.empty_strided(shape, strides, dtype=dtype)
+        self._storage = self.data.untyped_storage()
+        self._place: int = self._storage._cdata
+        self._ours, self._names = _use_count(self._place), sys.getrefcount(self._storage)
+        self.used = 0
+
+    def is_free(self) -> bool:
+        """Whether nobody else holds its memory."""
+        return _use_count(self._place) == self._ours and sys.getrefcount(self._storage) == self._names
+
+
+class Pooled(Plain, threading.local):
+    """As `Plain`, of memory of the CPU that is used again; every thread has its own."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        # By shape, strides (none: contiguous) and dtype.
+        self._slots: dict[tuple[Shape, Shape | None, torch.dtype], deque[_Slot]] = {}
+        self._made = 0
+
+    def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return self.strided(shape, None, dtype)
+
+    def clone(self, x: torch.Tensor) -> torch.Tensor:
+        return self.empty(tuple(x.shape), x.dtype).copy_(x)
+
+    def cat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        out = self.empty((sum(part.numel() for part in parts),), parts[0].dtype)
+        return torch.cat([self.dense(part).view(-1) for part in parts], out=out)
+
+    def combine(self, a: torch.Tensor, b: torch.Tensor, reduce: str) -> torch.Tensor:
+        return kernels.combine(a, b, reduce, out=self.empty(tuple(a.shape), a.dtype))
+
+    def fold(self, terms: torch.Tensor, reduce: str) -> torch.Tensor:
+        return kernels.fold(terms, reduce, out=self.empty(tuple(terms.shape[1:]), terms.dtype))
+
+    def strided(self, shape: Shape, strides: Shape | None, dtype: torch.dtype) -> torch.Tensor:
+        """An empty tensor of these strides (none: contiguous) that shares its memory with no other."""
+        slots = self._slots.get((shape, strides, dtype))
+        if slots is not None:
+            # What was handed out first is the likeliest to have come back.
+            for _ in range(len(slots)):
+                slot = slots.popleft()
+                slots.append(slot)
+                if slot.is_free():
+                    slot.used = self._made
+                    return _alias(slot.data, shape, slot.strides, 0)
+        return self._new(shape, strides, dtype)
+
+    def _new(self, shape: Shape, strides: Shape | None, dtype: torch.dtype) -> torch.Tensor:
+        self._made += 1
+        if self._made % _PATIENCE == 0:
+            self._drop()
+        slot = _Slot(shape, _dense(shape) if strides is None else strides, dtype)
+        slot.used = self._made
+        self._slots.setdefault((shape, strides, dtype), deque()).append(slot)
+        return _alias(slot.data, shape, slot.strides, 0)
+
+    def _drop(self) -> None:
+        """Let go of what was not asked for since the last time."""
+        oldest = self._made - _PATIENCE
+        for key, slots in list(self._slots.items()):
+            kept = deque(slot for slot in slots if slot.used > oldest)
+            if kept:
+                self._slots[key] = kept
+            else:
+                del self._slots[key]
+
+
+_POOL = Pooled()
+
+
+def memory_of(device: torch.device, simulated: bool = False) -> Plain:
+    """The memory that programs on a device take from."""
+    return _POOL if device.type == "cpu" and not simulated else Plain(device)
+
+
+def use_pool(code: Any) -> None:
+    """Let the module of code that Inductor made for the CPU take its buffers from the pool."""
+    scope = getattr(getattr(code, "__func__", code), "__globals__", {})
+    if "empty_strided_cpu" in scope:
+        scope["empty_strided_cpu"] = _POOL.strided

@@ -1,0 +1,139 @@
+"""Buffers that are used again: never while anyone holds them, always once no one does."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshfuse import buffers
+from meshfuse.buffers import Plain, Pooled
+
+HOLDERS: dict[str, Any] = {
+    "itself": lambda t: t,
+    "a view": lambda t: t[1:],
+    "another shape": lambda t: t.view(-1),
+    "a transpose": lambda t: t.T,
+    "detached": lambda t: t.detach(),
+    "an array": lambda t: t.numpy(),
+    "an array's part": lambda t: t.numpy()[0, 1:],
+    "its storage": lambda t: t.untyped_storage(),
+    "by DLPack": lambda t: np.from_dlpack(t),
+    "saved for a backward": lambda t: torch.ones(3, 4, requires_grad=True) * t,
+}
+
+
+def number(holder: Any) -> float:
+    """Some element that a holder sees."""
+    if isinstance(holder, torch.UntypedStorage):
+        return torch.empty(0).set_(holder)[-1].item()
+    if isinstance(holder, torch.Tensor) and holder.requires_grad:
+        return holder.detach().max().item()
+    return float(holder.reshape(-1)[-1])
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+def test_what_someone_holds_is_not_handed_out(how):
+    pool = Pooled()
+    first = pool.empty((3, 4), torch.float32).fill_(7)
+    place = first.data_ptr()
+    holder = HOLDERS[how](first)
+    del first
+    others = [pool.empty((3, 4), torch.float32).fill_(8) for _ in range(3)]
+    assert place not in [t.data_ptr() for t in others] and number(holder) == 7
+    del others, holder
+    assert place in [t.data_ptr() for t in [pool.empty((3, 4), torch.float32) for _ in range(4)]]
+
+
+STEPS = st.lists(st.tuples(st.sampled_from([(4,), (2, 3), (0,), ()]), st.integers(0, 5), st.booleans()), max_size=40)
+
+
+@given(STEPS)
+def test_live_buffers_share_no_memory(steps):
+    """Any order of taking and giving back; each buffer keeps the number that was written into it."""
+    pool, live = Pooled(), {}
+    for number_, (shape, place, drop) in enumerate(steps):
+        if drop:
+            live.pop(place, None)
+        else:
+            live[place] = (number_, pool.empty(shape, torch.float32).fill_(number_))
+        assert all((t == n).all() for n, t in live.values())
+    places = [t.data_ptr() for _, t in live.values() if t.numel()]
+    assert len(set(places)) == len(places)
+
+
+def test_a_steady_state_makes_nothing():
+    pool = Pooled()
+
+    def step(kept: list[torch.Tensor]) -> None:
+        a = pool.empty((5, 2), torch.float32).fill_(1)
+        b = pool.clone(a.T)
+        del a
+        kept.append(pool.cat([b, pool.full((3,), 2, torch.float32)]))
+
+    step([])
+    made = pool._made
+    for _ in range(5):
+        step([])
+    assert pool._made == made
+    kept: list[torch.Tensor] = []
+    for _ in range(5):
+        step(kept)
+    # One output more is held at each step.
+    assert pool._made == made + 4 and all(t.tolist() == [1] * 10 + [2] * 3 for t in kept)
+
+
+def test_wishes_of_a_user_do_not_stay():
+    pool = Pooled()
+    mine = pool.empty((2,), torch.float32)
+    place = mine.data_ptr()
+    mine.requires_grad_().note = "mine"  # type: ignore[attr-defined]
+    del mine
+    again = pool.empty((2,), torch.float32)
+    assert again.data_ptr() == place and not again.requires_grad and not hasattr(again, "note")
+
+
+def test_threads_have_memory_of_their_own():
+    pool, found = Pooled(), []
+
+    def work() -> None:
+        for _ in range(200):
+            a = pool.empty((64,), torch.float32).fill_(threading.get_ident() % 1000)
+            found.append(bool((a == threading.get_ident() % 1000).all()))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found) and len(found) == 800
+
+
+def test_what_is_not_asked_for_any_more_goes():
+    pool = Pooled()
+    for n in range(1, 4 * buffers._PATIENCE):
+        pool.empty((n,), torch.uint8)
+    assert len(pool._slots) <= 2 * buffers._PATIENCE
+
+
+REDUCTIONS = list(itertools.product(["sum", "prod", "max", "min"], [torch.float32, torch.int64, torch.bool]))
+
+
+@pytest.mark.parametrize(("reduce", "dtype"), REDUCTIONS)
+def test_pooled_memory_computes_what_plain_memory_does(reduce, dtype):
+    terms = (torch.randn(3, 4, 5) * 3).to(dtype)
+    for pooled, plain in itertools.product([Pooled()], [Plain(torch.device("cpu"))]):
+        for _ in range(2):
+            assert torch.equal(pooled.fold(terms, reduce), plain.fold(terms, reduce))
+            one, other = terms[0].T, terms[1].T
+            assert torch.equal(pooled.combine(one, other, reduce), plain.combine(one, other, reduce))
+            assert torch.equal(pooled.cat([one, other, terms[0, :0]]), plain.cat([one, other, terms[0, :0]]))
+            assert torch.equal(pooled.dense(one), plain.dense(one)) and pooled.dense(one).is_contiguous()
+            assert torch.equal(pooled.full((2,), 1, dtype), plain.full((2,), 1, dtype))
+    assert pooled.dense(terms) is terms
