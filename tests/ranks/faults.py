@@ -35,11 +35,14 @@ RUN, TORCHRUN, DEFAULT = "run", "torchrun", "default group"
 MODES = (RUN, TORCHRUN, DEFAULT)
 
 START = """
-import os, signal, sys, threading, time
+import faulthandler, os, signal, sys, threading, time
 import torch
+faulthandler.dump_traceback_later(20)
 if {default}:
     import datetime
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=50))
+    # torch's own meeting is no part of the test: a rank that dies there leaves the others to torch's time limit.
+    torch.distributed.barrier()
 import meshfuse as mf
 torch.set_num_threads(1)
 FOLDER, VICTIM = {folder!r}, {victim}
@@ -562,19 +565,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad, table = 0, []
     for fault in chosen:
         outcomes = [once(fault, repeat % RANKS) for repeat in range(args.repeat)]
-        failed = [outcome for outcome in outcomes if outcome.problems]
+        failed = [outcome for outcome in outcomes if outcome.problems or outcome.seconds > BOUND + fault.stall]
         times = sorted(outcome.seconds for outcome in outcomes)
-        late = sum(t > BOUND + fault.stall for t in times)
+        late = sum(not outcome.problems for outcome in failed)
         print(
-            f"{fault!s:<44} {len(outcomes)} runs, {len(failed)} bad, {late} late;"
+            f"{fault!s:<44} {len(outcomes)} runs, {len(failed) - late} bad, {late} late;"
             f" seconds {times[len(times) // 2]:.1f} median, {times[-1]:.1f} most", flush=True,
         )  # fmt: skip
         for number, outcome in enumerate(failed):
             print(f"    {outcome.problems}", flush=True)
             if args.logs:
                 (args.logs / f"{str(fault).replace(' ', '-')}.{number}.log").write_text(outcome.log)
-        bad += len(failed) + late
-        table.append({"fault": str(fault), "times": times, "bad": len(failed), "late": late})
+        bad += len(failed)
+        table.append({"fault": str(fault), "times": times, "bad": len(failed) - late, "late": late})
     if args.json:
         args.json.write_text(json.dumps(table))
     return 1 if bad else 0
