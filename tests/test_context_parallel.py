@@ -161,6 +161,11 @@ def test_where_all_is_seen_the_order_of_rows_changes_nothing() -> None:
     assert_right(defined(PLACES["ring of 4"], "zig-zag, all seen", lse=True), "zig-zag, all seen", 1e-10)
 
 
+@pytest.mark.parametrize("mode", ["full", "causal"])
+def test_keys_and_values_that_are_whole_anyway_do_not_travel(mode: str) -> None:
+    assert defined(PLACES["ring of 4"], mode, sharded="q", backward=False).fd.bill().total == 0
+
+
 @pytest.mark.parametrize("columns", [4, 12, 96])
 def test_as_many_keys_as_one_likes(columns: int) -> None:
     sizes = ((2, 4, 24, 8), *((2, 1, columns, 8),) * 2)

@@ -7,7 +7,8 @@ between. Where the plain op is local anyway, it stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 
 from .distribution import Blocked, FormWriter
 from .graph import Graph, Node
@@ -23,20 +24,32 @@ from .sharding.value import Sharding
 
 def written(sharded: ShardedDefinition) -> ShardedDefinition:
     """The definition with rounds in the places of the ops that are computed in them; itself if there are none."""
-    pairs = list(zip(sharded.graph.nodes, sharded.choices, strict=True))
-    chosen = {node.id: choice for node, choice in pairs if _in_rounds(node, choice.placement)}
-    if not chosen:
+    graph = sharded.graph
+    if not any(node.call.op.rounds for node in graph.nodes):
         return sharded
-    graph = _RoundsWriter(sharded.graph).run(dict.fromkeys(chosen, Blocked(0, 0, 0)))
-    return _Follower(sharded, graph).run()
+    pairs = list(zip(graph.nodes, sharded.choices, strict=True))
+    plain = [_plain(node, choice, sharded.homes) for node, choice in pairs]
+    nodes, choices = zip(*(made or pair for made, pair in zip(plain, pairs, strict=True)), strict=True)
+    settled = dataclasses.replace(sharded, graph=dataclasses.replace(graph, nodes=nodes), choices=choices)
+    rounds = [node.id for node, made in zip(nodes, plain, strict=True) if made is None]
+    if not rounds:
+        return settled
+    return _Follower(settled, _RoundsWriter(settled.graph).run(dict.fromkeys(rounds, Blocked(0, 0, 0)))).run()
 
 
-def _in_rounds(node: Node, asked: Placement) -> bool:
-    """Whether the op has rounds, and the plain op would need its operands otherwise than they are."""
+def _plain(node: Node, choice: Choice, homes: Mapping[int, Sharding]) -> tuple[Node, Choice] | None:
+    """The op by its own rule, where its operands have been brought or are anyway; None where it needs them otherwise.
+
+    Keys and values that are whole on every rank need not go round.
+    """
     if node.call.op.rounds is None:
-        return False
-    plain = _following(node.call, node.call.op.rule(node.call), asked.operands)
-    return plain is None or (plain.operands, plain.results) != (asked.operands, asked.results)
+        return node, choice
+    rule, asked = node.call.op.rule(node.call), choice.placement
+    for operands in (asked.operands, tuple(homes[i].reduced() for i in node.inputs)):
+        found = _following(node.call, rule, operands)
+        if found is not None and (found.operands, found.results) == (operands, asked.results):
+            return dataclasses.replace(node, rule=rule), dataclasses.replace(choice, placement=found)
+    return None
 
 
 def _following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> Placement | None:
