@@ -207,7 +207,8 @@ def _moments_samples() -> list[Sample]:
 
 def _merge_samples() -> list[Sample]:
     example = TensorType((3, 2, 4, 1), DataType.Float)
-    return [Sample((example, [5, 5, 5])), Sample((example, [4, 3, 0]))]
+    nothing_in_the_last = (*(0.5 * i - 3.0 for i in range(16)), *[0.0] * 8)
+    return [Sample((example, [5, 5, 5])), Sample((example, [4, 3, 0]), values={0: nothing_in_the_last})]
 
 
 def _samples(dtype: DataType, *more: int) -> list[Sample]:
