@@ -201,7 +201,7 @@ def pipeline_torch(x, w1, w2):
     return F.linear(h, w2), h.sum(0)
 
 
-def ring(size: int) -> mf.FusionDefinition:
+def ring(size: int, mesh: mf.DeviceMesh, batch: str | None = None) -> mf.FusionDefinition:
     """Causal attention over a sharded sequence in a ring, in zig-zag order, and its gradients."""
 
     def body(fd, q, k, v, grad):
@@ -211,7 +211,7 @@ def ring(size: int) -> mf.FusionDefinition:
 
     def notes(fd, *tensors):
         for tensor in tensors:
-            fd.mesh_split(tensor, line(size), [None, None, "tp", None])
+            fd.mesh_split(tensor, mesh, [batch, None, "tp", None])
 
     return defined(RING, body, notes)
 
@@ -228,12 +228,13 @@ CASES = {
     2: linear_cases(2)
     | {
         "normalised": Case(lambda: normalised(2), ((3, 7),), normalised_torch, (1e-3,)),
-        "ring": Case(lambda: ring(2), RING, ring_torch),
+        "ring": Case(lambda: ring(2, line(2)), RING, ring_torch),
     },
     4: linear_cases(4)
     | {
         "mlp": Case(mlp, MLP, mlp_torch),
-        "ring": Case(lambda: ring(4), RING, ring_torch),
+        "ring": Case(lambda: ring(4, line(4)), RING, ring_torch),
+        "rings of two": Case(lambda: ring(2, GRID, "dp"), RING, ring_torch),
         "mlp of an open size": Case(lambda: mlp(True), MLP, mlp_torch),
         "nvfuser mlp": Case(nvfuser_mlp, MLP, mlp_torch),
         "sequence parallel": Case(sequence_parallel_mlp, MLP, mlp_torch),
