@@ -42,7 +42,7 @@ def distribute(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
     """
     if not any(node.call.op.distributed for node in graph.nodes):
         return propagate(graph, world)
-    probe = propagate(_optimistic(graph), world)
+    probe = propagate(_optimistic(graph), world, twice=False)
     groups = _Chooser(graph, probe, world).groups()
     if not groups and len(graph.nodes) > SMALL and _holds(graph, probe):
         return dataclasses.replace(probe, graph=graph)

@@ -29,14 +29,17 @@ class _Search(NamedTuple):
 
 _FAST = _Search(24, 32)
 # Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
-_LONG = _Search(48, 1 << 30)
+_LONG = _Search(32, 1 << 30)
 SMALL = 256
 
 
-def propagate(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
-    """A sharding for every tensor and a placement for every op. `world` is the mesh where no annotation names one."""
+def propagate(graph: Graph, world: DeviceMesh, twice: bool = True) -> ShardedDefinition:
+    """A sharding for every tensor and a placement for every op. `world` is the mesh where no annotation names one.
+
+    `twice`: search small programs a second time.
+    """
     found = _searched(graph, world, _FAST)
-    if _FAST.horizon < len(graph.nodes) <= SMALL:
+    if twice and _FAST.horizon < len(graph.nodes) <= SMALL:
         found = min(found, _searched(graph, world, _LONG), key=lambda done: round(total_seconds(done), 12))
     found.verify()
     return found
