@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,8 +10,14 @@ import torch
 
 import meshfuse as mf
 import op_references as references
+from meshfuse.graph import Graph, Node
+from meshfuse.host_ir.lower import scalar_text
+from meshfuse.host_ir.op_text import OpText
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call
+from meshfuse.ops.local import LocalCall
+from meshfuse.propagation.factors import Placement
+from meshfuse.resharding.insert import Compute
 from meshfuse.testing.calls import define_call
 from op_harness import make_call, operands_of, sample_ids, whole
 
@@ -88,3 +95,22 @@ def test_attention_forward_and_backward_with_heads_sharded() -> None:
     wanted.backward(wanted.detach())
     for a, leaf in zip(found, leaves, strict=True):
         torch.testing.assert_close(a, leaf.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "place"), sample_ids())
+def test_lines_from_templates_are_those_written_out(name: str, place: int) -> None:
+    """For an op and, with other names, for its equal; where operands are one tensor, too."""
+    fd, _ = _define(name, place)
+    compiled = fd.compile()
+    for step in compiled.resharded.steps:
+        if isinstance(step, Compute):
+            _check_lines(compiled.graph.nodes[step.node], step.placement, compiled.graph)
+
+
+def _check_lines(node: Node, placement: Placement, graph: Graph) -> None:
+    scalar = functools.partial(scalar_text, graph)
+    texts, results = OpText(0, scalar), [f"v{i}" for i in node.outputs]
+    for names in ([f"a{i}" for i in node.inputs], [f"v1{i}" for i in node.inputs], ["x"] * len(node.inputs)):
+        local = LocalCall(node.call, names, placement.operands, placement.results, 0, scalar, node.origin)
+        for _ in range(2):
+            assert texts.lines(node, placement, names, results) == local.statements(results)

@@ -9,9 +9,8 @@ from typing import Any
 from ..errors import SourceLine
 from ..graph import Graph
 from ..ops.base import FactorKind, ScalarRef
-from ..ops.local import LocalCall, plain_text
+from ..ops.local import plain_text
 from ..overlap import ChunkLoop, taken
-from ..propagation.factors import Placement
 from ..resharding.early import local_cost
 from ..resharding.insert import Compute, Set, Value
 from ..resharding.moves import Move, wire_elements
@@ -24,6 +23,7 @@ from .communicate import MoveContext, lower_move
 from .cost import CostModel
 from .instructions import Communication, Instruction, Kernel, Launch
 from .liveness import with_frees
+from .op_text import OpText
 from .program import HostProgram
 from .schedule import schedule
 
@@ -46,7 +46,8 @@ class Lowering:
         self._taken: set[str] = set()
         self.readers = _reader_counts(segmented)
         self.fresh = _fresh_values(segmented)
-        self._costs: dict[tuple[int, Placement], tuple[float, float]] = {}
+        self._texts = OpText(rank, self.scalar_text)
+        self._costs: dict[tuple[int, int], tuple[float, float]] = {}
 
     @property
     def graph(self) -> Graph:
@@ -107,7 +108,7 @@ class Lowering:
     def cost(self, compute: Compute) -> tuple[float, float]:
         """Operations, and bytes read and written at least, of an op on one rank."""
         call = self.graph.nodes[compute.node].call
-        key = (id(call), compute.placement)
+        key = (id(call), id(compute.placement))
         if key not in self._costs:
             self._costs[key] = local_cost(call, compute.placement)
         return self._costs[key]
@@ -139,12 +140,8 @@ class Lowering:
         return node.name, node.line
 
     def _op_lines(self, compute: Compute) -> list[str]:
-        node = self.graph.nodes[compute.node]
-        local = LocalCall(
-            node.call, [self.name(v) for v in compute.inputs], compute.placement.operands, compute.placement.results,
-            self.rank, self.scalar_text, node.origin,
-        )  # fmt: skip
-        return local.statements([f"v{out}" for out in compute.outputs])
+        operands, results = [self.name(v) for v in compute.inputs], [f"v{out}" for out in compute.outputs]
+        return self._texts.lines(self.graph.nodes[compute.node], compute.placement, operands, results)
 
     def scalar_text(self, value: Any) -> str:
         """Python text of a scalar argument."""
