@@ -129,17 +129,29 @@ def test_a_script_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert ("words" in capsys.readouterr().err) == (end == "'words'")
 
 
-def test_no_such_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "/nowhere/script.py"]) == 2
+@pytest.mark.parametrize("command", [["explain"], ["bill"], ["trace"], ["trace", "-n", "2"], ["run", "-n", "2"]])
+def test_no_such_script(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "/nowhere/script.py"]) == 2
     assert "no such script: /nowhere/script.py" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [[], ["bake"], ["bill"], ["run", "script.py"], ["bill", "a.py", "--nope"]])
+@pytest.mark.parametrize("wrong", [[], ["bake"], ["bill"], ["run", "script.py"], ["bill", "a.py", "--nope"],
+    *[["run", "-n", "1", "--timeout", v, "a.py"] for v in ("-1", "0", "nan", "inf", "x")],
+    *[["doctor", "--links", "--limit", v] for v in ("-1", "0", "nan", "x")]])  # fmt: skip
 def test_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(wrong)
     assert caught.value.code == 2
     assert "usage: meshfuse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["run"], ["trace"], ["doctor", "--links"]])
+@pytest.mark.parametrize("ranks", ["0", "-2"])
+def test_no_ranks(command: list[str], ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = [] if "--links" in command else [write(tmp_path, "print(1)\n")]
+    own = ["--out", str(tmp_path / "traces")] if command == ["trace"] else []
+    assert main([*command, "--ranks", ranks, *own, *script]) == 1
+    assert f"meshfuse: wrong number of ranks: found {ranks}, needed 1 or more." in capsys.readouterr().err
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(own)
     if script_args is not None:
         args.script_args = script_args
-    return args.command(args)
+    try:
+        return args.command(args)
+    except MeshfuseError as error:
+        print(f"meshfuse: {error}", file=sys.stderr)
+        return 1
 
 
 def _parts(argv: list[str]) -> tuple[list[str], list[str] | None]:
@@ -74,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     look.add_argument("--mesh", metavar="dp=2,tp=4", help="with --links: the axes; one of all ranks without")
     look.add_argument(
-        "--limit", type=float, default=20.0, help="with --links: begin nothing after so many seconds (20)"
+        "--limit", type=launcher.seconds, default=20.0, help="with --links: begin nothing after so many seconds (20)"
     )
     look.set_defaults(command=_doctor)
     return parser
@@ -94,13 +98,9 @@ def _doctor(args: argparse.Namespace) -> int:
         print(doctor.report())
         return 0
     words = ["--limit", str(args.limit), *(["--mesh", args.mesh] if args.mesh else [])]
-    try:
-        if doctor.read_environment().size > 1:
-            return importlib.import_module("meshfuse.runtime.link_probe").main(words)
-        return launcher.run(args.ranks, ["-m", "meshfuse.runtime.link_probe", *words], timeout=args.limit + _STARTING)
-    except MeshfuseError as error:
-        print(f"meshfuse: {error}", file=sys.stderr)
-        return 1
+    if doctor.read_environment().size > 1:
+        return importlib.import_module("meshfuse.runtime.link_probe").main(words)
+    return launcher.run(args.ranks, ["-m", "meshfuse.runtime.link_probe", *words], timeout=args.limit + _STARTING)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -140,13 +140,9 @@ def _trace(args: argparse.Namespace) -> int:
         print(f"meshfuse: no such script: {args.script}", file=sys.stderr)
         return 2
     mesh = ["--mesh", args.mesh] if args.mesh is not None else []
-    try:
-        folder = trace.empty_folder(args.out)
-        os.environ[importlib.import_module("meshfuse.executor.record").VARIABLE] = folder
-        code = launcher.run(args.ranks, [args.script, *mesh, *args.script_args])
-    except MeshfuseError as error:
-        print(f"meshfuse: {error}", file=sys.stderr)
-        return 1
+    folder = trace.empty_folder(args.out)
+    os.environ[importlib.import_module("meshfuse.executor.record").VARIABLE] = folder
+    code = launcher.run(args.ranks, [args.script, *mesh, *args.script_args])
     if not code:
         print(trace.measured(folder))
     return code
@@ -170,15 +166,11 @@ def _report(args: argparse.Namespace, text: Callable[[list[CompiledProgram]], st
     code = _run_script(args, definitions)
     if code:
         return code
-    try:
-        programs = [program for fd in definitions if (program := _program(fd)) is not None]
-        if not programs:
-            print(f"meshfuse: {args.script} has made no FusionDefinition that is compiled", file=sys.stderr)
-            return 1
-        print(text(programs))
-    except DefinitionError as error:
-        print(f"meshfuse: {error}", file=sys.stderr)
+    programs = [program for fd in definitions if (program := _program(fd)) is not None]
+    if not programs:
+        print(f"meshfuse: {args.script} has made no FusionDefinition that is compiled", file=sys.stderr)
         return 1
+    print(text(programs))
     return 0
 
 

@@ -27,7 +27,7 @@ from .definition.tensor_view import TensorView
 from .errors import ArgumentError, DefinitionError, SourceLine, caller_line, user_error
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.simulate import Simulation
-from .executor.spmd import RankProgram, check_world
+from .executor.spmd import RankProgram, check_same_arguments, check_world
 from .gradients.reverse import gradients
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
@@ -175,7 +175,11 @@ class FusionDefinition(DefinitionBuilder):
         return self._run_simulation(self._simulated[key], found, check_replicas)
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
-        """Global tensors in and out, on the ranks that there are: simulated ones unless a launcher started several."""
+        """Global tensors in and out, on the ranks that there are: simulated ones unless a launcher started several.
+
+        On real ranks each must pass the same tensors: RankError at the first call, with shapes that are new, where they
+        do not.
+        """
         world = World.current()
         if world.size == 1:
             return self.simulate(inputs)
@@ -186,7 +190,9 @@ class FusionDefinition(DefinitionBuilder):
         args = [self._local(ref, value, shardings, world.rank) for ref, value in zip(self.inputs, inputs, strict=True)]
         key = (self._key(found), "global")
         if key not in self._bound:
-            self._bound[key] = self._bind_rank(found, shapes, False, line, whole=True)
+            program = self._bind_rank(found, shapes, False, line, whole=True)
+            check_same_arguments(self, found, world)
+            self._bound[key] = program
         outputs = self._bound[key].run(args, self.seed, self._next_step("ranks"))
         return self._laid_out(self._bound[key].gather(outputs))
 

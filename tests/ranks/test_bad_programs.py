@@ -148,6 +148,35 @@ def test_the_same_program_is_no_difference(ranks4):
     assert ranks4.run(on_rank_different, "", 2) == ["no error"] * 4
 
 
+def on_rank_with_arguments(odd: str, rank: int) -> str:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 8])
+        n = fd.define_scalar(dtype=mf.DataType.Int)
+        fd.add_output(fd.ops.mul(x, n))
+        fd.mesh_split(x, mf.DeviceMesh((4,), ("tp",)), ["tp", None])
+    mine = odd if mf.World.current().rank == rank else ""
+    whole = torch.arange(64.0).reshape(8, 8)
+    whole[5, 5] += mine == "tensor"
+    return error_of(lambda: fd(whole[: 4 if mine == "shape" else 8], 3 if mine == "scalar" else 2))
+
+
+@pytest.mark.parametrize("odd", ["tensor", "scalar", "shape"])
+def test_ranks_with_different_global_arguments(ranks4, odd):
+    """Each would cut its shard out of another tensor, and the result would be of none of them."""
+    found = ranks4.run(on_rank_with_arguments, odd, 2)
+    said = {
+        "tensor": r"the global arguments: found ranks 0, 1, 3 'x \(t0\): a sum of bits of \d+'; rank 2 'x \(t0\): a",
+        "scalar": r"the global arguments: found ranks 0, 1, 3 'scalar s0: 2'; rank 2 'scalar s0: 3'",
+        "shape": r"the program: found ranks 0, 1, 3 'x \(t0\): global shape \[8, 8\]'; rank 2 'x \(t0\): global",
+    }
+    assert all(re.match(f"RankError: ranks disagree on {said[odd]}", text) for text in found), found
+    assert odd == "shape" or all("seed torch alike (torch.manual_seed(0)), or pass each rank" in t for t in found)
+
+
+def test_ranks_with_the_same_global_arguments(ranks4):
+    assert ranks4.run(on_rank_with_arguments, "", 2) == ["no error"] * 4
+
+
 # A rank that fails while others wait. Nobody ends these ranks but themselves.
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..arguments import Inputs
 from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
 from ..host_ir.instructions import Collective, Communication, SendRecv
@@ -47,6 +48,28 @@ def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: Source
             "the world is larger than the mesh", f"{size} ranks, of which the meshes use {sorted(ranks)}",
             "a mesh of all ranks", f"Start {len(ranks)} ranks, or pass idle_ranks=True to execute.", line,
         )  # fmt: skip
+
+
+def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> None:
+    """Raises RankError on every rank where they were given different global arguments; reads each of them once."""
+    said = [f"{fd.tensors[i].label}: a sum of bits of {_sum_of_bits(t)}" for i, t in given.tensors.items()]
+    text = "\n".join([*said, *(f"scalar s{i}: {value!r}" for i, value in given.scalars.items())])
+    world.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
+
+
+_SAME_ARGUMENTS = (
+    "fd(...) takes whole tensors, the same on all ranks: seed torch alike (torch.manual_seed(0)), or pass each rank "
+    "its own shards with fd.execute."
+)
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    """The elements' bits, added as integers: other numbers have, almost surely, another sum."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return int(flat.view(_INTEGERS[min(tensor.element_size(), 8)]).sum(dtype=torch.int64))
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RankProgram:

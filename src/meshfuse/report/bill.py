@@ -91,7 +91,7 @@ class Bill:
 
     def details(self) -> str:
         """For every collective its shardings, the annotations behind them, and its runner-up."""
-        return "\n".join(line for entry in self.entries for line in self._details(entry))
+        return "\n".join(line for entry in self.entries for line in self._details(entry)) or str(self)
 
     def _details(self, entry: Entry) -> list[str]:
         over = f" over {entry.axes}" if entry.axes else ""

@@ -117,16 +117,16 @@ def _no_store(scene: Scene) -> tuple[tuple[int, ...], str]:
     return (scene.host,), report
 
 
-def disagreement(what: str, values: Sequence[str], ranks: Sequence[int]) -> RankError:
+SAME_PROGRAM = "Make every rank run the same definition with the same shapes; let nothing in it depend on the rank."
+
+
+def disagreement(what: str, values: Sequence[str], ranks: Sequence[int], do: str = SAME_PROGRAM) -> RankError:
     """The error of ranks that were given different things: which have which (the first line that differs)."""
     by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, _first_difference(values), strict=True):
         by_value.setdefault(value, []).append(rank)
     have = "; ".join(f"{_ranks(members)} {_shorten(value)}" for value, members in by_value.items())
-    return RankError(
-        f"ranks disagree on {what}: found {have}, needed one value on all of them. Make every rank run the "
-        "same definition with the same shapes; let nothing in it depend on the rank."
-    )
+    return RankError(f"ranks disagree on {what}: found {have}, needed one value on all of them. {do}")
 
 
 def _first_difference(values: Sequence[str]) -> Sequence[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
 import signal
 import socket
@@ -336,7 +338,7 @@ def _write_line(fd: int, text: str) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `meshfuse run`."""
     parser.add_argument("--ranks", "-n", type=int, required=True, help="number of processes to start on this machine")
-    parser.add_argument("--timeout", type=float, help="end the job after this many seconds (exit code 124)")
+    parser.add_argument("--timeout", type=seconds, help="end the job after this many seconds (exit code 124)")
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -351,8 +353,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
 
 
+def seconds(text: str) -> float:
+    """The type of options that are a time: ArgumentTypeError for what is no number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"found {text!r}, needed seconds, a number above 0")
+
+
 def main(args: argparse.Namespace) -> int:
-    """Run what `add_arguments` parsed; returns the exit code."""
+    """Run what `add_arguments` parsed; returns the exit code: 2 where there is no such script."""
+    if not args.module and not os.path.exists(args.script):
+        _say(f"no such script: {args.script}")
+        return 2
     argv = ["-m", args.script] if args.module else [args.script]
     return run(
         args.ranks,

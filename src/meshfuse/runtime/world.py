@@ -19,7 +19,17 @@ import torch.distributed as dist
 from ..errors import ArgumentError, RankError, user_error
 from . import news
 from .bounds import Silent, bounded, left_running, within
-from .diagnosis import Scene, connection_lost, disagreement, lost, peer_failed, peers_gone, seconds_since, timed_out
+from .diagnosis import (
+    SAME_PROGRAM,
+    Scene,
+    connection_lost,
+    disagreement,
+    lost,
+    peer_failed,
+    peers_gone,
+    seconds_since,
+    timed_out,
+)
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
 from .exits import end_at_once, install_hook
 from .group import Group
@@ -198,10 +208,17 @@ class World:
         if self.size > 1:
             self._arrive(f"barrier/{self._counters.next(self.all_ranks)}", self.all_ranks, "barrier")
 
-    def check_same(self, value: str, what: str, ranks: Sequence[int], detail: Callable[[], str] | None = None) -> None:
+    def check_same(
+        self,
+        value: str,
+        what: str,
+        ranks: Sequence[int],
+        detail: Callable[[], str] | None = None,
+        do: str = SAME_PROGRAM,
+    ) -> None:
         """Compare a short text over `ranks`, which all call this. RankError on every one if it differs.
 
-        `detail` gives a longer text to show in its place: the first line in which the ranks differ.
+        `detail` gives a longer text to show in its place: the first line in which the ranks differ. `do` is the advice.
         """
         ranks = tuple(ranks)
         if len(ranks) == 1:
@@ -212,7 +229,7 @@ class World:
             return
         if detail is not None:
             values = self._share(f"{name}/detail", ranks, f"comparing {what}", detail())
-        raise disagreement(what, [data.decode() for data in values], ranks)
+        raise disagreement(what, [data.decode() for data in values], ranks, do)
 
     def any(self, value: bool, what: str, ranks: Sequence[int]) -> bool:
         """Whether `value` is True on any of `ranks`, which all call this; this rank's own value for less than two."""
