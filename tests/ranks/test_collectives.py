@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+HERE = Path(__file__).resolve()
 pytestmark = pytest.mark.ranks
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -88,6 +92,63 @@ def on_rank_move(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     for work in works:
         work.wait()
     return {"all_gather": torch.cat(gathered), "all_to_all": exchanged, "broadcast": copied, "recv": received}
+
+
+def on_rank_by_the_host(function: str, dtype: torch.dtype, devices: list[str]) -> Any:
+    """A function of this file whose tensors count as those of these ranks' devices."""
+    from meshfuse.runtime import group as module
+    from meshfuse.runtime.staged import Staged
+
+    world, group = _world_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_is_of_host", lambda tensor: False)
+        patch.setattr(module, "device_name", lambda device: devices[world.rank])
+        found = globals()[function](dtype)
+    assert isinstance(group._device, Staged)
+    return found
+
+
+# Two ranks of four on one device are enough for NCCL to refuse.
+@pytest.mark.parametrize("devices", [["a", "a", "a", "a"], ["a", "b", "c", "a"]], ids="".join)
+@pytest.mark.parametrize("function", ["on_rank_all_reduce", "on_rank_reduce_scatter", "on_rank_move"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64], ids=str)
+def test_ranks_that_share_a_device_go_by_way_of_the_host(ranks4, function, dtype, devices):
+    """The same results as of tensors of the host, which the tests below compare with torch's."""
+    wanted = ranks4.run(f"{HERE}:{function}", dtype)
+    for found, right in zip(ranks4.run(on_rank_by_the_host, function, dtype, devices), wanted, strict=True):
+        both = [list(each.values()) if isinstance(each, dict) else each for each in (found, right)]
+        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+def on_rank_of_devices(devices: list[str]) -> tuple[str, int]:
+    """What connects ranks with these devices, and how many buffers of the host three all-reduces took."""
+    from meshfuse.runtime import group as module
+    from meshfuse.runtime.staged import Staged
+    from meshfuse.runtime.world import World
+
+    class Known:
+        def __init__(self, group, store, device):
+            pass
+
+        def all_reduce(self, tensor, op):
+            return module.DONE
+
+    world = World.current()
+    group = module.Group(world, world.all_ranks, "of a test")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_is_of_host", lambda tensor: False)
+        patch.setattr(module, "device_name", lambda device: devices[world.rank])
+        patch.setattr(module, "Nccl", Known)
+        for _ in range(3):
+            group.all_reduce(torch.ones(5)).wait()
+    made = group._device
+    buffers = made._free if isinstance(made, Staged) else {}
+    return type(made).__name__, sum(map(len, buffers.values()))
+
+
+@pytest.mark.parametrize(("devices", "kind"), [("aa", ("Staged", 1)), ("ab", ("Known", 0))])
+def test_nccl_is_for_ranks_with_devices_of_their_own(ranks2, devices, kind):
+    assert ranks2.run(on_rank_of_devices, list(devices)) == [kind, kind]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -112,12 +112,17 @@ class Gloo:
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> Work:
         """As an exchange of blocks and a local fold: gloo's own moves the bytes of an all-reduce."""
         check_reducible(tensor.dtype, op)
-        stack = tensor.new_empty((self._group.size, out.numel()))
+        flat = self._take(self._group.size * out.numel(), tensor.dtype)
+
+        def finish() -> None:
+            fold(flat.view(self._group.size, -1), op, out.view(-1))
+            self._give(flat)
+
         return self._issue(
             "reduce_scatter",
             self._pg.alltoall_base,
-            (movable(stack), movable(tensor), [], [], self._all_to_all_options),
-            lambda: fold(stack, op, out.view(-1)),
+            (movable(flat), movable(tensor), [], [], self._all_to_all_options),
+            finish,
         )
 
     def all_to_all(

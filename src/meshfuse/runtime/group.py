@@ -9,6 +9,7 @@ import torch
 
 from .gloo import Gloo
 from .nccl import Nccl
+from .staged import Staged, device_name, is_shared
 from .work import DONE, Done, Work
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Group:
         self.size, self.index = len(ranks), ranks.index(world.rank)
         self.issued = 0
         self._gloo: Gloo | None = None
-        self._nccl: Nccl | None = None
+        self._device: Nccl | Staged | None = None
 
     def __str__(self) -> str:
         return f"group {self.label} (ranks {', '.join(map(str, self.ranks))})"
@@ -79,22 +80,30 @@ class Group:
         """Overwrite `tensor` by what the group's rank number `src_index` sends; messages keep their order."""
         return self._transport(tensor).recv(tensor, src_index) if tensor.numel() else DONE
 
-    def _transport(self, tensor: torch.Tensor) -> Gloo | Nccl:
+    def _transport(self, tensor: torch.Tensor) -> Gloo | Nccl | Staged:
         self.issued += 1
-        if tensor.is_cpu:
+        if _is_of_host(tensor):
             return self._gloo or self._connect_gloo()
-        return self._nccl or self._connect_nccl(tensor.device)
+        return self._device or self._connect_device(tensor.device)
 
     def _connect_gloo(self) -> Gloo:
         self._gloo = self.world.meet(self, "gloo", lambda store: Gloo(self, store))
         return self._gloo
 
-    def _connect_nccl(self, device: torch.device) -> Nccl:
-        self._nccl = self.world.meet(self, "nccl", lambda store: Nccl(self, store, device))
-        return self._nccl
+    def _connect_device(self, device: torch.device) -> Nccl | Staged:
+        """NCCL where every rank has a device of its own; by way of the host where some share one."""
+        if is_shared(self.world.told(self.ranks, "devices", device_name(device))):
+            self._device = Staged(self._gloo or self._connect_gloo())
+        else:
+            self._device = self.world.meet(self, "nccl", lambda store: Nccl(self, store, device))
+        return self._device
 
     def abort(self) -> None:
         """Break the connections, so that peers that wait for this rank notice at once."""
-        for transport in (self._gloo, self._nccl):
+        for transport in (self._gloo, self._device):
             if transport is not None:
                 transport.abort()
+
+
+def _is_of_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu

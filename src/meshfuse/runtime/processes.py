@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 
 _PR_SET_PDEATHSIG = 1
@@ -36,6 +37,15 @@ def state_of(identity: str) -> str | None:
 def pid_of(identity: str) -> str:
     """The process' number, as text."""
     return identity.split(" ")[1] if identity else "?"
+
+
+def machine() -> str:
+    """This machine since its last start; its name where the kernel does not say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _place() -> str:

@@ -19,7 +19,7 @@ class Reporter(Protocol):
     limit: float
 
     def explain(self, work: Work, error: BaseException) -> BaseException: ...
-    def raise_if_failed(self, what: str) -> None: ...
+    def check(self, work: Work) -> None: ...
 
 
 class Work:
@@ -37,6 +37,12 @@ class Work:
     def attach(self, handle: Any, sliced: bool = False) -> None:
         """Take the backend's handle. `sliced`: its wait may be given up and repeated."""
         self._handle, self._sliced = handle, sliced
+
+    def then(self, finish: Callable[[], object]) -> Work:
+        """Do this, too, when the wait is over; the work itself."""
+        before = self._finish
+        self._finish = finish if before is None else lambda: (before(), finish())
+        return self
 
     def wait(self) -> None:
         """Wait at most MESHFUSE_TIMEOUT seconds. A second wait does nothing."""
@@ -70,7 +76,7 @@ class Work:
             except RuntimeError:
                 if handle.is_completed() or time.monotonic() > end:
                     raise
-            self.reporter.raise_if_failed(str(self))
+            self.reporter.check(self)
 
     def __str__(self) -> str:
         return f"{self.name} #{self.number} of {self.group}"

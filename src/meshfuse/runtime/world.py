@@ -105,6 +105,7 @@ class World:
         self.waiting: Work | None = None
         self.activity: Activity | None = None
         self._meeting = ""
+        self._gone: set[int] = set()
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
         self._counters = _Counters()
@@ -251,6 +252,12 @@ class World:
         if self.size > 1 and history.calls >= _FIRST_COMPARED and history.calls & (history.calls - 1) == 0:
             self.check_same(history.digest, "the order of calls", self.all_ranks, history.text)
 
+    def told(self, ranks: Sequence[int], what: str, value: str) -> list[bytes]:
+        """What each of `ranks`, which all call this, says of itself."""
+        ranks = tuple(ranks)
+        name = f"told/{what}/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
+        return self._share(name, ranks, f"comparing {what}", value)
+
     def exchange(self, value: bytes, what: str, limit: float | None = None) -> list[bytes]:
         """Every rank's value, on every rank; all call this and wait `limit` seconds (MESHFUSE_TIMEOUT)."""
         if self.size == 1:
@@ -319,6 +326,18 @@ class World:
         if gone:  # What the other rank says of it this one can say itself.
             raise connection_lost(scene, what, gone, "a peer is gone", 0.0)
         raise peer_failed(scene, what, failure)
+
+    def check(self, work: Work) -> None:
+        """RankError if the wait for a collective is in vain: a peer has published a failure, or is no more.
+
+        gloo does not always notice that a connection breaks while a collective begins. A peer that was gone at the last
+        look, too, without a good-bye, left it time enough.
+        """
+        self.raise_if_failed(str(work))
+        gone = [rank for rank in self._peers.gone(work.group.ranks) if rank != self.rank]
+        before, self._gone = self._gone, set(gone)
+        if before.intersection(gone) and set(lost(self._scene())).intersection(gone):
+            raise self._explain(str(work), work.group.ranks, ConnectionError("a peer is gone"), work.start)
 
     def explain(self, work: Work, error: BaseException) -> RankError:
         """The error to raise for a backend's error in `work`: who failed or did not arrive, if known."""

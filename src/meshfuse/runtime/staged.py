@@ -1,0 +1,95 @@
+"""Collectives of device tensors by way of the host and gloo, where ranks share a device: NCCL refuses that.
+
+Every tensor is copied to a buffer of host memory first, and what came back to the device at the wait. Both copies are
+in the order of the current stream, which the host waits for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from . import processes
+from .gloo import Gloo
+from .work import Work
+
+
+def device_name(device: torch.device) -> str:
+    """A device as no other of any machine is called."""
+    found = torch.cuda.get_device_properties(device)
+    return f"{processes.machine()} {getattr(found, 'uuid', device)}"
+
+
+def is_shared(names: Sequence[bytes]) -> bool:
+    """Whether some of the ranks with these devices have the same one."""
+    return len(set(names)) < len(names)
+
+
+class Staged:
+    """What `Group` needs of a transport, for tensors of any device; by the gloo process group of the same ranks."""
+
+    def __init__(self, gloo: Gloo):
+        self._gloo = gloo
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+        """In place."""
+        host = self._copied(tensor)
+        return self._gloo.all_reduce(host, op).then(functools.partial(self._back, tensor, host))
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`out` is flat blocks in the ranks' order."""
+        mine, host = self._copied(tensor), self._take(out)
+        return self._gloo.all_gather(host, mine).then(functools.partial(self._back, out, host, mine))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> Work:
+        """The block of this rank."""
+        mine, host = self._copied(tensor), self._take(out)
+        return self._gloo.reduce_scatter(host, mine, op).then(functools.partial(self._back, out, host, mine))
+
+    def all_to_all(
+        self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
+    ) -> Work:
+        """Counts are of elements, in the ranks' order."""
+        mine, host = self._copied(tensor), self._take(out)
+        work = self._gloo.all_to_all(host, mine, out_sizes, in_sizes)
+        return work.then(functools.partial(self._back, out, host, mine))
+
+    def broadcast(self, tensor: torch.Tensor, src_index: int) -> Work:
+        """In place, from the rank at `src_index`."""
+        host = self._copied(tensor)
+        return self._gloo.broadcast(host, src_index).then(functools.partial(self._back, tensor, host))
+
+    def send(self, tensor: torch.Tensor, dst_index: int) -> Work:
+        """To the rank at `dst_index`; the tensor may change at once."""
+        host = self._copied(tensor)
+        return self._gloo.send(host, dst_index).then(functools.partial(self._give, host))
+
+    def recv(self, tensor: torch.Tensor, src_index: int) -> Work:
+        """From the rank at `src_index`."""
+        host = self._take(tensor)
+        return self._gloo.recv(host, src_index).then(functools.partial(self._back, tensor, host))
+
+    def abort(self) -> None:
+        """Nothing: the group breaks gloo's connections itself."""
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in a buffer of the host, flat."""
+        return self._take(tensor).copy_(tensor.reshape(-1))
+
+    def _back(self, tensor: torch.Tensor, host: torch.Tensor, *others: torch.Tensor) -> None:
+        tensor.view(-1).copy_(host)
+        self._give(host, *others)
+
+    def _take(self, like: torch.Tensor) -> torch.Tensor:
+        """A flat buffer of as many elements, page-locked where there is a GPU: one that was given back, if any."""
+        free = self._free.get((like.numel(), like.dtype))
+        if free:
+            return free.pop()
+        return torch.empty(like.numel(), dtype=like.dtype, pin_memory=torch.cuda.is_available())
+
+    def _give(self, *buffers: torch.Tensor) -> None:
+        for buffer in buffers:
+            self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
