@@ -9,15 +9,21 @@ from collections.abc import Callable, Mapping
 import meshfuse as mf
 from meshfuse.errors import SourceLine
 from meshfuse.graph import Graph, reordered
-from meshfuse.propagation.propagate import propagate
+from meshfuse.propagation.propagate import propagate as propagate_once
 from meshfuse.propagation.sharded import ShardedDefinition
 from meshfuse.resharding.insert import Set, insert_resharding
 from meshfuse.resharding.moves import wire_elements
+from meshfuse.search import searched
 from meshfuse.sharding import Layout, Sharding, Split
 from meshfuse.sharding.value import canonical_partial
 
 WORLD = mf.DeviceMesh([0])
 NOWHERE = SourceLine("", 0, "", "")
+
+
+def propagate(graph: Graph, world: mf.DeviceMesh) -> ShardedDefinition:
+    """As compilation does it, with the forms that the graph's ops have."""
+    return searched(propagate_once(graph, world), world)
 
 
 def same_homes(a: ShardedDefinition, b: ShardedDefinition) -> None:

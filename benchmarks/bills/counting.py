@@ -14,8 +14,9 @@ from meshfuse.compiler import CompiledProgram
 from meshfuse.executor.bind import BoundProgram, bind_program
 from meshfuse.executor.simulate import Hub, SimulatedGroup, SimulatedWork, Simulation
 from meshfuse.host_ir.program import HostProgram
-from meshfuse.ops.base import TensorRef
+from meshfuse.ops.base import TensorRef, TensorType
 from meshfuse.sharding.data import shard
+from meshfuse.testing.calls import torch_dtype
 
 
 @dataclass(slots=True)
@@ -70,13 +71,13 @@ def random_inputs(fd: mf.FusionDefinition, seed: int = 0) -> list[torch.Tensor]:
     """Global inputs for the sizes as defined: small normal numbers, and indices below 8."""
     generator = torch.Generator().manual_seed(seed)
     kinds = [fd.tensors[ref.id].type for ref in fd.inputs]
-    return [_random(kind.shape, kind.dtype.category < 2, generator) for kind in kinds]
+    return [_random(kind, generator) for kind in kinds]
 
 
-def _random(shape: tuple[int, ...], integral: bool, generator: torch.Generator) -> torch.Tensor:
-    if integral:
-        return torch.randint(0, 8, shape, generator=generator)
-    return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+def _random(kind: TensorType, generator: torch.Generator) -> torch.Tensor:
+    if kind.dtype.category < 2:
+        return torch.randint(0, 8, kind.shape, generator=generator)
+    return (torch.randn(kind.shape, generator=generator) / math.sqrt(kind.shape[-1])).to(torch_dtype(kind))
 
 
 def executed_bytes(fd: mf.FusionDefinition, inputs: list[torch.Tensor]) -> float:

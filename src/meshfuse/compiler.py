@@ -30,6 +30,7 @@ from .propagation.sharded import ShardedDefinition
 from .resharding.early import early
 from .resharding.insert import ReshardedDefinition, insert_resharding
 from .rounds import written
+from .search import searched
 from .segmentation import SegmentedDefinition, segment
 
 
@@ -78,7 +79,12 @@ def compile_definition(
     """
     with _no_collection():
         graph = with_links(taken_apart(concretize(fd, shapes, scalars)))
-        return compile_sharded(planned(graph, world, lambda: merged(distribute(graph, world), world)))
+        return compile_sharded(planned(graph, world, lambda: _decided(graph, world)))
+
+
+def _decided(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
+    """What propagation decides: in which forms ops are written, and where each is computed."""
+    return searched(merged(distribute(graph, world), world), world)
 
 
 @contextlib.contextmanager

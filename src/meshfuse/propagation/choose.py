@@ -15,7 +15,7 @@ from ..resharding.planner import plan
 from ..resharding.prices import price
 from ..resharding.windows import window_move, window_of
 from ..sharding import layout as lay
-from ..sharding.layout import WHOLE, Layout
+from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding
 from .factors import (
     Layouts,
@@ -24,8 +24,11 @@ from .factors import (
     displaced,
     layouts_of,
     merged,
+    moved,
     placed,
     representable,
+    sides_of,
+    without_reductions,
 )
 
 # The shardings in which a tensor exists, the one that its op (or an annotation) gave it first.
@@ -47,6 +50,7 @@ class Setting(NamedTuple):
     wanted: tuple[Available, ...]
     fixed: tuple[bool, ...]
     reductions: tuple[Layout, ...] = ()
+    thorough: bool = False
 
 
 class Source(NamedTuple):
@@ -115,11 +119,37 @@ def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts]]:
     for source, vote in [*votes, *_displaced_votes(setting)]:
         order = [vote, *(other for _, other in votes if other != vote)]
         for agreed in (order, [vote]):
-            layouts = representable(rule, _with_reductions(setting, merged(agreed)))
-            yield source, layouts
+            yield source, representable(rule, _with_reductions(setting, merged(agreed)))
             if not setting.reductions:
-                yield source._replace(split_reduction=False), _without_reductions(rule, layouts)
+                passing = [without_reductions(rule, asked) for asked in agreed]
+                yield source._replace(split_reduction=False), representable(rule, merged(passing))
+    if setting.thorough and not setting.reductions:
+        yield from elsewhere(rule, votes)
     yield Source("whole"), _with_reductions(setting, (WHOLE,) * len(rule.factors))
+
+
+def elsewhere(rule: Rule, votes: Sequence[tuple[Source, Layouts]]) -> Iterator[tuple[Source, Layouts]]:
+    """What the votes agree on with one axis on a factor that none of them has it on.
+
+    Of the axes that split a reduction, or that the votes have on different factors: an operand comes there by an
+    all-to-all, which moves an n-th of what gathering it would, and nothing is left to reduce.
+    """
+    sides = sides_of(rule)
+    if len(rule.operands) < 2 or not sides:
+        return
+    base = merged([vote for _, vote in votes])
+    on: dict[Split, dict[int, Source]] = {}
+    for source, vote in votes:
+        for factor, layout in enumerate(vote):
+            for axis in lay.axes(layout):
+                on.setdefault(axis, {}).setdefault(factor, source)
+    for axis, factors in on.items():
+        if len(factors) > 1 or any(rule.factors[f].kind is FactorKind.REDUCE for f in factors):
+            for side in sides:
+                if not any(f in factors for f in side):
+                    layouts = moved(rule, base, axis, side)
+                    if layouts is not None:
+                        yield next(iter(factors.values())), representable(rule, layouts)
 
 
 def _votes(setting: Setting) -> list[tuple[Source, Layouts]]:
@@ -164,11 +194,6 @@ def _with_reductions(setting: Setting, layouts: Layouts) -> Layouts:
     return merged([forced, layouts])
 
 
-def _without_reductions(rule: Rule, layouts: Layouts) -> Layouts:
-    pairs = zip(rule.factors, layouts, strict=True)
-    return tuple(WHOLE if factor.kind is FactorKind.REDUCE else layout for factor, layout in pairs)
-
-
 def _own_seconds(setting: Setting, placement: Placement) -> float:
     """Seconds of one rank's computation, and to bring annotated results to where they must be."""
     total = computation(_work(setting.call, placement), setting.mesh.flops)
@@ -211,11 +236,29 @@ def _cuts(window: Window | Reordering, src: Sharding) -> bool:
 
 
 def _window_targets(setting: Setting, src: Sharding, window: Window | Reordering) -> list[Sharding]:
-    """Shardings for the result: over the same axes as the operand, or as someone asks."""
+    """Shardings for the result: over the same axes as the operand, most of it where it is, or as someone asks."""
     shape = window.target_shape
     dims = [lay.axes(d) if m != n else d for d, n, m in zip(src.dims, window.source_shape, shape, strict=True)]
     asked = [w for w in setting.wanted[0] if w.mesh == setting.mesh and not w.partial]
-    return list(dict.fromkeys([Sharding.make(src.mesh, dims, shape), *asked]))
+    shared = [_shared(src, window)] if isinstance(window, Window) else []
+    return list(dict.fromkeys([Sharding.make(src.mesh, dims, shape), *filter(None, shared), *asked]))
+
+
+def _shared(src: Sharding, window: Window) -> Sharding | None:
+    """The blocks of a slice on the ranks that hold them, each shared with those that hold the same of the other parts.
+
+    So the two halves of a gated unit's rows come to lie alike by half a shard each. None where a dim is not cut into
+    whole parts, or its parts into whole blocks.
+    """
+    dims = list(src.dims)
+    rows = zip(src.dims, window.source_shape, window.target_shape, window.offsets, strict=True)
+    for dim, (layout, n, m, offset) in enumerate(rows):
+        if n != m:
+            parts = lay.project(layout, n, (n // m, m)) if m and n % m == 0 and offset % m == 0 else None
+            if parts is None or m % lay.extent(layout):
+                return None
+            dims[dim] = (*parts[1], *parts[0])
+    return Sharding.make(src.mesh, dims, window.target_shape)
 
 
 def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, ...], itemsize: int) -> float:

@@ -83,6 +83,30 @@ def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Lay
     return tuple(out) if tuple(out) != before else None
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def sides_of(rule: Rule) -> tuple[tuple[int, ...], ...]:
+    """The factors that pass through, those of the same operands together; () where no factor is reduced."""
+    if not any(f.kind is FactorKind.REDUCE for f in rule.factors):
+        return ()
+    sides: dict[tuple[bool, ...], list[int]] = {}
+    for number, factor in enumerate(rule.factors):
+        if factor.kind is FactorKind.PASS:
+            held = tuple(any(number in dim for dim in dims) for dims in rule.operands)
+            sides.setdefault(held, []).append(number)
+    return tuple(map(tuple, sides.values()))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def moved(rule: Rule, layouts: Layouts, axis: Split, side: tuple[int, ...]) -> Layouts | None:
+    """The layouts with an axis on the roomiest of some factors instead; None where it divides none of them."""
+    out = [tuple(split for split in layout if not (split.bound and overlap(split, axis))) for layout in layouts]
+    best, room = _roomiest(rule, side, out, axis.size or 1)
+    if room % (axis.size or 1) or not room:
+        return None
+    out[best] = lay.canonical((*out[best], axis), rule.factors[best].size)
+    return tuple(out)
+
+
 def _roomiest(rule: Rule, free: Sequence[int], layouts: Sequence[Layout], ways: int) -> tuple[int, int]:
     """The factor with the most steps left to split, before all others one that so many ways divide, and their count."""
     room = {f: rule.factors[f].size // lay.extent(layouts[f]) for f in free}
@@ -150,6 +174,22 @@ def representable(rule: Rule, layouts: Layouts) -> Layouts:
                 if lay.extent(lay.padded(out[factor], size)) != size:
                     out[factor] = WHOLE
     return tuple(out)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def without_reductions(rule: Rule, layouts: Layouts) -> Layouts:
+    """The layouts with factors that are reduced left whole."""
+    pairs = zip(rule.factors, layouts, strict=True)
+    return tuple(WHOLE if factor.kind is FactorKind.REDUCE else layout for factor, layout in pairs)
+
+
+def following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> tuple[Layouts | None, ...]:
+    """The dims of an op's results where they follow its operands, the first ones first; nothing is reduced for it."""
+    rows = zip(rule.operands, call.types, operands, strict=True)
+    votes = [without_reductions(rule, layouts_of(rule, dims, t.shape, s.dims)) for dims, t, s in rows]
+    agreed = representable(rule, merged(votes) if votes else (WHOLE,) * len(rule.factors))
+    pairs = zip(rule.results, call.results, strict=True)
+    return tuple(tensor_layouts(rule, dims, t.shape, agreed) for dims, t in pairs)
 
 
 @dataclass(frozen=True, slots=True)

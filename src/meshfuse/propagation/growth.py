@@ -51,6 +51,7 @@ class Kind:
     operands: tuple[int, ...]
     tensors: tuple[Touched, ...]
     reductions: tuple[Layout, ...]
+    thorough: bool
 
     @property
     def read(self) -> int:
@@ -65,13 +66,14 @@ class Role:
     kind: Kind
     wanted: tuple[Available, ...]
 
-    def setting(self, known: Sequence[Available]) -> Setting:
+    def setting(self, known: Sequence[Available], thorough: bool) -> Setting:
         """The setting in which the distinct operands are known in these shardings."""
         kind = self.kind
         return Setting(
             kind.call, kind.rule, kind.mesh, self.operands(known), self.wanted[kind.read :],
             tuple(t.annotation is not None for t in kind.tensors[kind.read :]),
             kind.reductions,
+            thorough,
         )  # fmt: skip
 
     def operands(self, held: Sequence[Available]) -> tuple[Available, ...]:
@@ -110,7 +112,7 @@ def growths(
 
     `available[i]` is how the i-th distinct operand exists; `known[i]` how it does in some plan.
     """
-    found = options(role.setting(known), role.operands(available), role.kind.operands)
+    found = options(role.setting(known, role.kind.thorough and width > 1), role.operands(available), role.kind.operands)
     first, second = found[0], found[1] if len(found) > 1 else None
     grown = [_growth(role, available, o, second if o is first else first) for o in found[: max(width, 2)]]
     grown.sort(key=lambda growth: growth.seconds)
@@ -178,8 +180,8 @@ def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
 class Roles:
     """The kinds of a graph's nodes, for a search in which choices are final after `horizon` ops."""
 
-    def __init__(self, graph: Graph, meshes: Mapping[int, DeviceMesh], horizon: int):
-        self.graph, self.meshes, self.horizon = graph, meshes, horizon
+    def __init__(self, graph: Graph, meshes: Mapping[int, DeviceMesh], horizon: int, thorough: bool):
+        self.graph, self.meshes, self.horizon, self.thorough = graph, meshes, horizon, thorough
         self._inputs = set(graph.input_tensors)
         self._known: dict[Any, Kind] = {}
         self._next_read = dict.fromkeys(graph.outputs, len(graph.nodes))
@@ -201,7 +203,7 @@ class Roles:
         if kind is None:
             types = [self.graph.tensors[i].type for i in tensors]
             told = tuple(Touched(t, *facts) for t, facts in zip(types, touched, strict=True))
-            kind = self._known[key] = _kind(*key[:4], told, key[5])
+            kind = self._known[key] = _kind(*key[:4], told, key[5], self.thorough)
         return kind, tensors
 
     def _touched(self, tensor: int, now: int) -> tuple[Sharding | None, bool, bool, bool]:

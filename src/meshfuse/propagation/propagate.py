@@ -7,6 +7,7 @@ the rules is GSPMD's and Shardy's; deciding by modelled time is our own.)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..graph import Graph, depth_first, reordered
@@ -14,6 +15,7 @@ from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from .beam import Beam, Step
 from .choose import Available, cheapest
+from .ends import ends
 from .growth import Roles
 from .meshes import node_meshes
 from .sharded import Choice, ShardedDefinition
@@ -45,10 +47,25 @@ def propagate(graph: Graph, world: DeviceMesh, twice: bool = True) -> ShardedDef
     return found
 
 
-def _searched(graph: Graph, world: DeviceMesh, search: _Search) -> ShardedDefinition:
+def propagate_from(
+    graph: Graph, world: DeviceMesh, asked: Mapping[int, Sharding] | None, thorough: bool
+) -> ShardedDefinition:
+    """Propagation with `asked` in the place of what the first sweep makes.
+
+    Where it is `thorough`, ops try more placements (`choose.elsewhere`).
+    """
+    found = _searched(graph, world, _FAST, asked, thorough)
+    found.verify()
+    return found
+
+
+def _searched(
+    graph: Graph, world: DeviceMesh, search: _Search, asked: Mapping[int, Sharding] | None = None,
+    thorough: bool = False,
+) -> ShardedDefinition:  # fmt: skip
     order = depth_first(graph)
-    state = _Propagation(reordered(graph, order), world, search.horizon)
-    state.want(state.forward(width=1))
+    state = _Propagation(reordered(graph, order), world, search.horizon, thorough)
+    state.want(state.made(state.forward(width=1)) if asked is None else asked)
     state.backward()
     steps = dict(zip(order, state.forward(search.width), strict=True))
     choices = [_choice(steps[node.id]) for node in graph.nodes]
@@ -57,8 +74,8 @@ def _searched(graph: Graph, world: DeviceMesh, search: _Search) -> ShardedDefini
 
 def total_seconds(done: ShardedDefinition) -> float:
     """The modelled time of a plan, with that of the reductions which its outputs leave to do."""
-    left = [(done.homes[i], done.graph.tensors[i].type) for i in done.graph.outputs]
-    owed = [cheapest((home,), home.reduced(), t.shape, t.dtype.itemsize) for home, t in left]
+    left = [(done.homes[i], end, done.graph.tensors[i].type) for i, end in ends(done).items()]
+    owed = [cheapest((home,), end, t.shape, t.dtype.itemsize) for home, end, t in left]
     return sum(choice.seconds for choice in done.choices) + sum(owed)
 
 
@@ -70,10 +87,10 @@ def _choice(step: Step) -> Choice:
 class _Propagation:
     """The tables that the sweeps share."""
 
-    def __init__(self, graph: Graph, world: DeviceMesh, horizon: int):
+    def __init__(self, graph: Graph, world: DeviceMesh, horizon: int, thorough: bool):
         self.graph = graph
         self.meshes = node_meshes(graph, world)
-        self.roles = Roles(graph, self.meshes.nodes, horizon)
+        self.roles = Roles(graph, self.meshes.nodes, horizon, thorough)
         self.wanted: dict[int, Available] = {i: (sharding,) for i, sharding in graph.annotations.items()}
         self.inputs: dict[int, Available] = {i: (self._input_home(i),) for i in graph.input_tensors}
 
@@ -85,11 +102,17 @@ class _Propagation:
     def forward(self, width: int) -> list[Step]:
         return Beam(self.graph, self.roles, self.wanted, self.inputs, width).run()
 
-    def want(self, steps: list[Step]) -> None:
-        """Take what the first sweep made as what is wanted, where no annotation says otherwise."""
-        for node, step in zip(self.graph.nodes, steps, strict=True):
-            for i, made in zip(node.outputs, step.option.placement.results, strict=True):
-                self.wanted.setdefault(i, (made.reduced(),))
+    def made(self, steps: list[Step]) -> dict[int, Sharding]:
+        """What a sweep made of every tensor."""
+        pairs = zip(self.graph.nodes, steps, strict=True)
+        return {
+            i: made for node, step in pairs for i, made in zip(node.outputs, step.option.placement.results, strict=True)
+        }
+
+    def want(self, made: Mapping[int, Sharding]) -> None:
+        """Take these as what is wanted, where no annotation says otherwise."""
+        for i, sharding in made.items():
+            self.wanted.setdefault(i, (sharding.reduced(),))
 
     def backward(self) -> None:
         """Add to what is wanted of a tensor what its readers need to give what they are wanted to give."""

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import SourceLine
 from ..graph import Graph
 from ..mesh import DeviceMesh
+from ..propagation.ends import ends
 from ..propagation.factors import Placement
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
@@ -139,7 +140,8 @@ class _Inserter:
             self.inputs.append(self._new(i, self.sharded.homes[i]).id)
         for node, choice in zip(graph.nodes, self.sharded.choices, strict=True):
             self._compute(node.id, choice.placement)
-        outputs = [self._output(i) for i in graph.outputs]
+        targets = ends(self.sharded)
+        outputs = [self._output(i, targets[i]) for i in graph.outputs]
         values, steps = tuple(self.values), tuple(self.steps)
         done = ReshardedDefinition(self.sharded, values, steps, tuple(self.inputs), tuple(outputs))
         done.verify()
@@ -168,8 +170,7 @@ class _Inserter:
             if i in graph.annotations:
                 self.need(i, graph.annotations[i], "its annotation", graph.annotation_lines[i])
 
-    def _output(self, tensor: int) -> int:
-        target = self.sharded.homes[tensor].reduced()
+    def _output(self, tensor: int, target: Sharding) -> int:
         return self.need(tensor, target, "output", self.sharded.graph.tensors[tensor].line)
 
     def need(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:

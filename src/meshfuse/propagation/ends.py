@@ -1,0 +1,61 @@
+"""Where outputs that nobody places are left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..graph import Graph, Node
+from ..resharding.planner import plan
+from ..sharding.value import Sharding
+from .factors import following
+from .sharded import ShardedDefinition
+
+
+def followed(graph: Graph, known: Mapping[int, Sharding], node: Node) -> tuple[Sharding | None, ...]:
+    """The shardings of an op's results where they follow its operands, None where they cannot be laid out so."""
+    operands = [known[i] for i in node.inputs]
+    if not operands or any(s.mesh != operands[0].mesh for s in operands):
+        return (None,) * len(node.outputs)
+    made = following(node.call, node.rule, operands)
+    return tuple(Sharding(operands[0].mesh, dims) if dims is not None else None for dims in made)
+
+
+def ends(sharded: ShardedDefinition) -> dict[int, Sharding]:
+    """Of every output where it is left: at home, its sums reduced.
+
+    A free output that is a sum follows the operands of the ops that carry it, if that takes less time: rows that are
+    looked up in a split table by split indices stay split, by a reduce-scatter.
+    """
+    homes = sharded.homes
+    done = {i: homes[i].reduced() for i in sharded.graph.outputs}
+    if any(homes[i].partial for i in done):
+        tracer = _Tracer(sharded)
+        done = {i: tracer.end(i) if homes[i].partial else end for i, end in done.items()}
+    return done
+
+
+class _Tracer:
+    """Follows unreduced sums back to the ops that make them."""
+
+    def __init__(self, sharded: ShardedDefinition):
+        self.graph, self.homes = sharded.graph, sharded.homes
+        self.makers = {i: (node, place) for node in self.graph.nodes for place, i in enumerate(node.outputs)}
+        self._known: dict[int, Sharding] = {}
+
+    def end(self, output: int) -> Sharding:
+        home, kind = self.homes[output], self.graph.tensors[output].type
+        targets = [home.reduced(), self._follow(output)]
+        plans = [plan(home, target, kind.shape, kind.dtype.itemsize) for target in targets]
+        seconds = [p.seconds if p is not None else float("inf") for p in plans]
+        return targets[1] if seconds[1] < seconds[0] else targets[0]
+
+    def _follow(self, tensor: int) -> Sharding:
+        """Where a sum would be if all that it is made of were followed; any other tensor is where it is."""
+        home = self.homes[tensor]
+        if not home.partial or tensor not in self.makers:
+            return home
+        if tensor not in self._known:
+            node, place = self.makers[tensor]
+            found = followed(self.graph, {i: self._follow(i) for i in node.inputs}, node)[place]
+            self._known[tensor] = home.reduced() if found is None or found.mesh != home.mesh else found
+        return self._known[tensor]

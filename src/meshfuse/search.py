@@ -1,0 +1,131 @@
+"""Small programs are planned in several ways, and the best of the plans is taken.
+
+One sweep with a beam is what long programs can afford. In it an op tries what its operands and readers ask for, and
+what is wanted of a tensor is at first what a greedy sweep made. Where operands disagree, the best answer may be one
+that none of them asks for (attention by hand over a split sequence: the heads). So a small program is planned again
+from what its tensors would have if they just followed the annotations (as in GSPMD and Shardy), from the best plan so
+far, and with more placements to choose from (`choose.elsewhere`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from .costs import computation
+from .graph import Graph
+from .mesh import DeviceMesh
+from .propagation.ends import followed
+from .propagation.growth import EPSILON
+from .propagation.propagate import propagate, propagate_from
+from .propagation.sharded import ShardedDefinition
+from .resharding.insert import Set, insert_resharding
+from .resharding.prices import price
+from .sharding.value import Sharding
+
+# The most ops of a program that is planned several times: about a second's work.
+MOST = 400
+# How often what was found last is gone on from, while that finds more.
+ROUNDS = 4
+# A plan that moves more must take less than this part of the time: rates of computation are the rougher estimate.
+WORTH = 0.75
+
+
+class Spent(NamedTuple):
+    """Modelled seconds of a plan's moves, and of what one rank computes."""
+
+    moving: float
+    computing: float
+
+    @property
+    def seconds(self) -> float:
+        return self.moving + self.computing
+
+    def beats(self, other: Spent) -> bool:
+        """Whether this is better: less time, and no more of it for moves, but where the time is far less."""
+        limit = other.seconds if self.moving <= other.moving + EPSILON else WORTH * other.seconds
+        return self.seconds < limit - EPSILON
+
+
+def spent(sharded: ShardedDefinition) -> Spent:
+    """What a plan takes."""
+    resharded = insert_resharding(sharded)
+    graph, moving = sharded.graph, 0.0
+    for step in resharded.steps:
+        if isinstance(step, Set):
+            kind = graph.tensors[resharded.values[step.source].tensor].type
+            moving += price(step.move, kind.shape, kind.dtype.itemsize).seconds
+    placed = zip(graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
+    work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.move]
+    return Spent(moving, sum(work))
+
+
+def searched(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
+    """The plan, or a better one; the plan itself for programs that are long or move nothing."""
+    graph = sharded.graph
+    if len(graph.nodes) > MOST or not graph.annotations:
+        return sharded
+    search = _Search(graph, world, sharded)
+    if search.cost.moving > EPSILON:
+        search.run()
+    return search.best
+
+
+class _Search:
+    """The plans of one graph, the best kept."""
+
+    def __init__(self, graph: Graph, world: DeviceMesh, first: ShardedDefinition):
+        self.graph, self.world = graph, world
+        self.best, self.cost = first, spent(first)
+
+    def run(self) -> None:
+        likely = _followed(self.graph, self.best)
+        self._try(likely, thorough=False)
+        self._try(self._made(), thorough=False)
+        for asked in (None, likely, *_on_equal_links(self.graph, self.world)):
+            self._try(asked, thorough=True)
+        for _ in range(ROUNDS):
+            before = self.cost
+            self._try(self._made(), thorough=True)
+            self._try(self._made(), thorough=False)
+            if self.cost == before:
+                return
+
+    def _made(self) -> dict[int, Sharding]:
+        """What the best plan makes."""
+        inputs = set(self.graph.input_tensors)
+        return {i: home for i, home in self.best.homes.items() if i not in inputs}
+
+    def _try(self, asked: Mapping[int, Sharding] | None, thorough: bool) -> None:
+        found = propagate_from(self.graph, self.world, asked, thorough)
+        cost = spent(found)
+        if cost.beats(self.cost):
+            self.best, self.cost = found, cost
+
+
+def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[dict[int, Sharding]]:
+    """What would be made if the links of all axes were alike; nothing where they are."""
+    linked = {s.mesh for s in graph.annotations.values() if s.mesh.linked}
+    if linked:
+        alike = {mesh: DeviceMesh(mesh.shape, mesh.names, ranks=mesh.ranks) for mesh in linked}
+        annotations = {i: _on(s, alike) for i, s in graph.annotations.items()}
+        found = searched(propagate(dataclasses.replace(graph, annotations=annotations), world), world)
+        back = {other: mesh for mesh, other in alike.items()}
+        inputs = set(graph.input_tensors)
+        yield {i: _on(home, back) for i, home in found.homes.items() if i not in inputs}
+
+
+def _on(sharding: Sharding, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Sharding:
+    mesh = meshes.get(sharding.mesh, sharding.mesh)
+    return Sharding(mesh, sharding.dims, sharding.partial, sharding.reduce)
+
+
+def _followed(graph: Graph, plan: ShardedDefinition) -> dict[int, Sharding]:
+    """Every op's results where they would be if they followed the annotations and never were reduced or moved."""
+    known = {i: plan.homes[i] for i in graph.input_tensors}
+    made: dict[int, Sharding] = {}
+    for node in graph.nodes:
+        for i, sharding in zip(node.outputs, followed(graph, known, node), strict=True):
+            known[i] = made[i] = graph.annotations.get(i) or sharding or plan.homes[i].reduced()
+    return made
