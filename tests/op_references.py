@@ -426,6 +426,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "ring_attention": ring_attention,
     "ring_attention_bwd": _ring_bwd,
     "block_pick": _block_pick,
+    "block_keep": lambda x, first, late: _block_pick(0.0, x, first) if late else _block_pick(x, 0.0, first),
     "attention_merge": _merged_attention,
     "grouped_mm": _grouped_mm,
     "scaled_mm": _scaled_mm,

@@ -244,6 +244,27 @@ def test_heads_are_not_repeated_on_their_way() -> None:
     assert many.fd.bill().total == 8 * few.fd.bill().total
 
 
+@pytest.mark.parametrize("mode", ASKED)
+def test_heads_of_a_group_on_several_ranks(mode: str) -> None:
+    """Eight ranks with a head each, four of which share one of k and v: gradients of these are added up at home."""
+    causal, zigzag = MODES[mode]
+    fd, mesh = mf.FusionDefinition(), mf.DeviceMesh((2, 8), ("cp", "tp"))
+    q, k, v = (fd.define_tensor([1, heads, 32, 8], dtype=DOUBLE) for heads in (8, 2, 2))
+    out, _ = fd.ops.ring_attention(q, k, v, 2, is_causal=causal, zigzag=zigzag)
+    for output in (out, *fd.grad(out, [q, k, v])):
+        fd.add_output(output)
+    for tensor, heads in ((q, "tp"), (k, None), (v, None)):
+        fd.mesh_split(tensor, mesh, [None, heads, "cp", None])
+    head = 32 // 2 * 8 * 8
+    assert fd.bill().total == 2 * (3 * head + 2 * 3 / 4 * head)
+    rows = in_zigzag(torch.arange(32), 2) if zigzag else torch.arange(32)
+    inputs = inputs_of(fd)
+    wanted = reference([*inputs, torch.ones_like(inputs[0])], mode)
+    found = fd.simulate([t[:, :, rows] for t in inputs], check_replicas=True)
+    for one, other in zip(found, (wanted[0], *wanted[2:]), strict=True):
+        torch.testing.assert_close(one, other[:, :, rows], rtol=1e-10, atol=1e-10)
+
+
 def test_gradients_of_half_precision_travel_in_float32() -> None:
     ring = defined(PLACES["ring of 4"], "zig-zag", mf.DataType.BFloat16)
     hops = 3 * shard_bytes(PLACES["ring of 4"]) // 8

@@ -14,7 +14,7 @@ from .distribution import Blocked, FormWriter
 from .graph import Graph, Node
 from .ops.base import Call, Rule, TensorRef
 from .propagation.choose import Source
-from .propagation.factors import Placement, layouts_of, merged, placed, representable
+from .propagation.factors import NO_CARRY, Carry, Placement, carries, layouts_of, merged, placed, representable
 from .propagation.sharded import Choice, ShardedDefinition
 from .resharding.prices import price
 from .resharding.windows import window_move, window_of
@@ -52,11 +52,11 @@ def _plain(node: Node, choice: Choice, homes: Mapping[int, Sharding]) -> tuple[N
     return None
 
 
-def _following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> Placement | None:
+def _following(call: Call, rule: Rule, operands: Sequence[Sharding], carry: Carry = NO_CARRY) -> Placement | None:
     """The op where its operands are."""
     rows = zip(rule.operands, call.types, operands, strict=True)
     votes = [layouts_of(rule, dims, kind.shape, sharding.dims) for dims, kind, sharding in rows]
-    return placed(call, rule, operands[0].mesh, representable(rule, merged(votes)))
+    return placed(call, rule, operands[0].mesh, representable(rule, merged(votes, carry.axes)), carry)
 
 
 class _RoundsWriter(FormWriter):
@@ -100,15 +100,22 @@ class _Follower:
         if window is not None and any(dim and window.changes(d) for d, dim in enumerate(operands[0].dims)):
             (src,) = operands
             return Placement((WHOLE,) * len(node.rule.factors), (src,), (src,), move=window_move(src, src, window))
-        found = _following(node.call, node.rule, operands) if operands else self._everywhere(node)
+        found = self._unreduced(node, operands) if operands else self._everywhere(node)
         assert found is not None, node
         return found
+
+    def _unreduced(self, node: Node, operands: Sequence[Sharding]) -> Placement | None:
+        """The op where its operands are, on unreduced sums where it can carry them."""
+        carry = carries(node.call, node.rule, [[operand] for operand in operands])
+        if carry is not None:
+            return _following(node.call, node.rule, operands, carry)
+        return _following(node.call, node.rule, [operand.reduced() for operand in operands])
 
     def _operands(self, node: Node) -> Iterator[Sharding]:
         """Where the op's operands are: what the op in rounds takes, where it asked for them."""
         whole, asked = self.asked[node.origin]
         taken = dict(zip(whole.inputs, asked.operands, strict=True))
-        return (taken.get(i) or self.homes[i].reduced() for i in node.inputs)
+        return (taken.get(i) or self.homes[i] for i in node.inputs)
 
     def _everywhere(self, node: Node) -> Placement | None:
         mesh = self.asked[node.origin][1].operands[0].mesh

@@ -10,7 +10,20 @@ from ..errors import user_error
 from ..gradients.attention import RING_ATTENTION
 from .attention_blocks import qkv_types
 from .attention_rules import Dims, checked, scale_text, score_flops, scores_text
-from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Rounds, Rule, RuleBuilder, Sample, TensorType
+from .base import (
+    Call,
+    Emit,
+    FactorKind,
+    OpDef,
+    Param,
+    ParamKind,
+    Partial,
+    Rounds,
+    Rule,
+    RuleBuilder,
+    Sample,
+    TensorType,
+)
 from .native import Native
 from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
 from .shapes import UNKNOWN
@@ -86,8 +99,9 @@ def _bwd_rule(call: Call) -> Rule:
 
 
 def _bwd_together(call: Call) -> Rule:
+    """Heads of a group may be apart: gradients of k and v are unreduced then, until they are home."""
     blocks = _column_blocks(call)
-    return _bwd_dims(call, Dims(call, FactorKind.BLOCK, FactorKind.BLOCK, blocks, call["ring"]))
+    return _bwd_dims(call, Dims(call, FactorKind.PASS, FactorKind.BLOCK, blocks, call["ring"]))
 
 
 def _bwd_dims(call: Call, dims: Dims) -> Rule:
@@ -180,6 +194,19 @@ def _pick_nvfuser(n: Native) -> Any:
     return n.ops.cat(parts, 0) if len(parts) > 1 else n.ops.set((*parts, *n.operands)[0])
 
 
+def _keep_emit(e: Emit) -> str:
+    """Zeros for the blocks that are not kept."""
+    size, tensor, parts = e.result_shapes[0][0], e.operands[0], []
+    for side, start, stop in _picked(e):
+        some = f"{tensor}.narrow(0, {start}, {stop - start})" if (start, stop) != (0, size) else tensor
+        parts.append(some if (side == "late") == e.call["late"] else f"torch.zeros_like({some})")
+    return tensor if not parts else parts[0] if len(parts) == 1 else f"torch.cat([{', '.join(parts)}])"
+
+
+def _keep_samples() -> list[Sample]:
+    return [Sample((TensorType((6, 4), DataType.Float), 2, late)) for late in (True, False)]
+
+
 def _pick_samples() -> list[Sample]:
     x = TensorType((6, 4), DataType.Float)
     return [Sample((x, x, 2)), Sample((x, -1.5, 4)), Sample((float("-inf"), x, 1)), Sample((x, x, 0))]
@@ -236,6 +263,9 @@ OPS = (
     OpDef("block_pick", (Param("early", K.TENSOR_OR_SCALAR), Param("late", K.TENSOR_OR_SCALAR), Param("first", K.INT)),
           _pick_infer, _pick_rule, _pick_emit, flops=lambda call: 0.0, samples=_pick_samples,
           nvfuser=_pick_nvfuser),
+    OpDef("block_keep", (Param("arg", K.TENSOR), Param("first", K.INT), Param("late", K.BOOL)), lambda call: call.types,
+          _pick_rule, _keep_emit, Partial.MOVE, flops=lambda call: 0.0, samples=_keep_samples,
+          nvfuser="zeros for some of the ranks"),
     OpDef("attention_merge",
           tuple(Param(name, K.TENSOR) for name in ("output", "logsumexp", "other_output", "other_logsumexp")),
           _merge_infer, _merge_rule, lambda e: f"K.attention_merge({', '.join(e.operands)})",

@@ -72,6 +72,10 @@ class _Ring:
         """One for the blocks of rows that in this step meet columns before their own, another for all others."""
         return self.r.call("block_pick", after, before, step)
 
+    def keep(self, step: int, x: TensorRef, before: bool) -> TensorRef:
+        """Zeros for the others of these blocks."""
+        return self.r.call("block_keep", x, step, before)
+
     def halves(self, x: TensorRef) -> tuple[TensorRef, TensorRef]:
         """The two chunks of every block."""
         shape = self.r.type(x).shape
@@ -207,18 +211,20 @@ class _Backward(_Ring):
         keys, values = self.halves(k), self.halves(v)
         always = self._attend(high, keys[0], values[0], False)
         other = self._attend(picked, self.pick(step, *keys), self.pick(step, *values), False)
-        low_part, high_part = ([self.pick(step, *pair) for pair in pairs] for pairs in (
-            [(x, 0.0) for x in other], [(0.0, x) for x in other]))  # fmt: skip
+        low_part, high_part = ([self.keep(step, x, before) for x in other] for before in (True, False))
         grad_q = self.joined(low_part[0], self.add(always[0], high_part[0]))
         grads = [self.joined(self.add(a, low), up)
                  for a, low, up in zip(always[1:], low_part[1:], high_part[1:], strict=True)]  # fmt: skip
         return (grad_q, *grads)
 
     def _attend(self, rows: _Rows, k: TensorRef, v: TensorRef, causal: bool) -> Refs:
-        """The gradients that the rows of each block and the columns beside it give."""
+        """The gradients that the rows of each block and the columns beside it give.
+
+        Heads of q that share one of k and v may lie on several ranks: gradients are made apart from each other then.
+        """
         none = [self.r.call("full", shape, 0, DataType.UInt64) for shape in ((2,), ())]
         args = (rows.grad, rows.q, k, v, rows.out, rows.lse, 0.0, causal, *none, self.scale)
-        if rows.grad_lse is None:
+        if rows.grad_lse is None and self.r.type(k).shape[2] == self.r.type(rows.q).shape[2]:
             return self.r.call("sdpfa_bwd", *args)
         grad_q = self.r.call("sdpfa_bwd_q", *args, rows.grad_lse)
         return (grad_q, *self.r.call("sdpfa_bwd_kv", *args, rows.grad_lse))
