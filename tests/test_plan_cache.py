@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import warnings
@@ -281,6 +282,19 @@ def test_what_was_used_last_stays(cache, planning, monkeypatch):
     assert not planning and len(list(cache.glob("*.plan"))) == 2
     decided(scans(20))
     assert planning
+
+
+def test_a_folder_that_goes_away_under_a_writer_is_no_error(cache, monkeypatch):
+    folder, replace = disk_cache.folder(), os.replace
+    assert folder is not None
+
+    def remove(source: str, target: str) -> None:
+        replace(source, target)
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr(disk_cache.os, "replace", remove)
+    disk_cache.write(folder, "a.plan", "text")
+    assert not folder.exists() and disk_cache.read(folder, "a.plan") is None
 
 
 def test_a_killed_writer_leaves_nothing_that_is_read(cache, planning):

@@ -97,7 +97,11 @@ def write(place: Path, name: str, text: str) -> None:
 def _evict(place: Path) -> None:
     """Remove what was not used for the longest time, until the rest is within bounds; and what killed writers left."""
     found = []
-    for path in place.iterdir():
+    try:
+        there = list(place.iterdir())
+    except OSError:
+        return  # Someone has removed the folder.
+    for path in there:
         with contextlib.suppress(OSError):
             about = path.stat()
             found.append((about.st_mtime, about.st_size, path))
