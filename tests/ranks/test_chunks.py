@@ -53,7 +53,7 @@ def row_parallel(chunks: int, scatter: bool = False, ring: bool = False) -> None
     ranks = mf.World.current().size
 
     def notes(fd: Any, mesh: Any, x: Any, w: Any, y: Any) -> None:
-        for t in (x, w, *([y] if scatter else [])):
+        for t in (x, w, y):
             t.set_device_mesh(mesh)
         for t in (x, w):
             t.outer_split(1, ranks)
