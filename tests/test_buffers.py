@@ -78,15 +78,15 @@ def test_a_steady_state_makes_nothing():
         kept.append(pool.cat([b, pool.full((3,), 2, torch.float32)]))
 
     step([])
-    made = pool._made
+    made = pool.made
     for _ in range(5):
         step([])
-    assert pool._made == made
+    assert pool.made == made
     kept: list[torch.Tensor] = []
     for _ in range(5):
         step(kept)
     # One output more is held at each step.
-    assert pool._made == made + 4 and all(t.tolist() == [1] * 10 + [2] * 3 for t in kept)
+    assert pool.made == made + 4 and all(t.tolist() == [1] * 10 + [2] * 3 for t in kept)
 
 
 def test_wishes_of_a_user_do_not_stay():
@@ -97,6 +97,30 @@ def test_wishes_of_a_user_do_not_stay():
     del mine
     again = pool.empty((2,), torch.float32)
     assert again.data_ptr() == place and not again.requires_grad and not hasattr(again, "note")
+
+
+MODES = {"plain": torch.enable_grad, "inference": torch.inference_mode, "without gradients": torch.no_grad}
+
+
+@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize("second", MODES)
+def test_a_buffer_of_one_mode_serves_another(first, second):
+    pool = Pooled()
+    with MODES[first]():
+        mine = pool.full((2, 3), 1, torch.float32)
+        place = mine.data_ptr()
+        del mine
+    with MODES[second]():
+        again = pool.clone(torch.ones(2, 3) * 5)
+        assert again.data_ptr() == place and again.sum() == 30
+        pool.combine(torch.ones(2, 3), again, "sum").mul_(2)
+
+
+def test_the_default_device_is_not_asked():
+    pool = Pooled()
+    with torch.device("meta"):
+        made = pool.empty((2,), torch.float32)
+    assert made.device.type == "cpu"
 
 
 def test_threads_have_memory_of_their_own():
@@ -115,11 +139,28 @@ def test_threads_have_memory_of_their_own():
     assert all(found) and len(found) == 800
 
 
-def test_what_is_not_asked_for_any_more_goes():
+def test_what_is_not_asked_for_any_more_goes(monkeypatch):
+    """A minute after its last use; what someone holds is his then."""
+    now = [0.0]
+    monkeypatch.setattr(buffers.time, "monotonic", lambda: now[0])
     pool = Pooled()
-    for n in range(1, 4 * buffers._PATIENCE):
-        pool.empty((n,), torch.uint8)
-    assert len(pool._slots) <= 2 * buffers._PATIENCE
+    held = pool.empty((7,), torch.uint8).fill_(7)
+    crowd = [pool.empty((3,), torch.uint8) for _ in range(50)]
+    del crowd
+    for _ in range(4 * buffers._INTERVAL):
+        now[0] += 0.1
+        pool.empty((3,), torch.uint8)
+    assert sum(map(len, pool._slots.values())) == 1 and pool.made == 51
+    assert held.tolist() == [7] * 7 and pool.empty((7,), torch.uint8).data_ptr() != held.data_ptr()
+
+
+def test_a_buffer_that_came_back_is_the_next():
+    """However many others are free: it is still in the caches."""
+    pool = Pooled()
+    crowd = [pool.empty((3,), torch.float32) for _ in range(20)]
+    del crowd
+    places = {pool.empty((3,), torch.float32).data_ptr() for _ in range(20)}
+    assert len(places) == 1
 
 
 REDUCTIONS = list(itertools.product(["sum", "prod", "max", "min"], [torch.float32, torch.int64, torch.bool]))

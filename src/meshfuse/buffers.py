@@ -2,13 +2,14 @@
 
 A buffer is given back when nothing holds its storage any more: no name of the program, no output that the user still
 has, no array made of it, no communication in flight. Its storage's reference count says so, and nothing else is relied
-on. What was not asked for in a while goes when something new is needed.
+on. What was not asked for in a minute goes.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +22,8 @@ _use_count = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAcces
 # Another tensor on the same memory: nothing that a user does to it (a name, a wish for gradients) stays.
 _alias = torch._C._dynamo.guards._reinterpret_tensor  # pyright: ignore[reportAttributeAccessIssue]
 Shape = tuple[int, ...]
-# After so many other buffers were made, one that was not asked for meanwhile is dropped.
-_PATIENCE = 256
+# Seconds after which a buffer that was not asked for is dropped, looked at whenever so many were asked for.
+_PATIENCE, _INTERVAL = 60.0, 1024
 
 
 def _dense(shape: Shape) -> Shape:
@@ -77,11 +78,13 @@ class _Slot:
 
     def __init__(self, shape: Shape, strides: Shape, dtype: torch.dtype):
         self.strides = strides
-        self.data = torch.empty_strided(shape, strides, dtype=dtype)
+        # Of no mode: what is made in inference mode may not be written to outside of it.
+        with torch.inference_mode(False):
+            self.data = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         self._storage = self.data.untyped_storage()
         self._place: int = self._storage._cdata
         self._ours, self._names = _use_count(self._place), sys.getrefcount(self._storage)
-        self.used = 0
+        self.used = 0.0
 
     def is_free(self) -> bool:
         """Whether nobody else holds its memory."""
@@ -89,13 +92,14 @@ class _Slot:
 
 
 class Pooled(Plain, threading.local):
-    """As `Plain`, of memory of the CPU that is used again; every thread has its own."""
+    """As `Plain`, of memory of the CPU that is used again; every thread has its own. `made`: how often it was new."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         # By shape, strides (none: contiguous) and dtype.
         self._slots: dict[tuple[Shape, Shape | None, torch.dtype], deque[_Slot]] = {}
-        self._made = 0
+        self.made = 0
+        self._now, self._left = time.monotonic(), _INTERVAL
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         return self.strided(shape, None, dtype)
@@ -115,31 +119,32 @@ class Pooled(Plain, threading.local):
 
     def strided(self, shape: Shape, strides: Shape | None, dtype: torch.dtype) -> torch.Tensor:
         """An empty tensor of these strides (none: contiguous) that shares its memory with no other."""
+        self._left -= 1
+        if not self._left:
+            self._look()
         slots = self._slots.get((shape, strides, dtype))
-        if slots is not None:
-            # What was handed out first is the likeliest to have come back.
-            for _ in range(len(slots)):
-                slot = slots.popleft()
-                slots.append(slot)
-                if slot.is_free():
-                    slot.used = self._made
-                    return _alias(slot.data, shape, slot.strides, 0)
-        return self._new(shape, strides, dtype)
-
-    def _new(self, shape: Shape, strides: Shape | None, dtype: torch.dtype) -> torch.Tensor:
-        self._made += 1
-        if self._made % _PATIENCE == 0:
-            self._drop()
-        slot = _Slot(shape, _dense(shape) if strides is None else strides, dtype)
-        slot.used = self._made
-        self._slots.setdefault((shape, strides, dtype), deque()).append(slot)
+        if slots is None:
+            slots = self._slots[shape, strides, dtype] = deque()
+        # The one given last comes first, as it is still in the caches; what others hold goes behind.
+        for _ in range(len(slots)):
+            slot = slots[0]
+            if slot.is_free():
+                break
+            slots.rotate(-1)
+        else:
+            slot = _Slot(shape, _dense(shape) if strides is None else strides, dtype)
+            slots.appendleft(slot)
+            self.made += 1
+        slot.used = self._now
         return _alias(slot.data, shape, slot.strides, 0)
 
-    def _drop(self) -> None:
-        """Let go of what was not asked for since the last time."""
-        oldest = self._made - _PATIENCE
+    def _look(self) -> None:
+        """Let go of what was not asked for in a while, nor since the last look."""
+        last = self._now
+        self._now, self._left = time.monotonic(), _INTERVAL
+        oldest = min(last, self._now - _PATIENCE)
         for key, slots in list(self._slots.items()):
-            kept = deque(slot for slot in slots if slot.used > oldest)
+            kept = deque(slot for slot in slots if slot.used >= oldest)
             if kept:
                 self._slots[key] = kept
             else:
