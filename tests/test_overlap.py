@@ -222,6 +222,7 @@ def test_a_result_over_two_axes_is_cut_within_its_shards() -> None:
     def notes(fd: Any, x: Any, w: Any, y: Any) -> None:
         fd.mesh_split(x, mesh, ["dp", "tp"])
         fd.mesh_split(w, mesh, [None, "tp"])
+        fd.mesh_split(y, mesh, ["dp", None])
         fd.overlap(y, 2)
 
     fd = defined([(8, 4), (3, 4)], lambda fd, x, w: fd.ops.linear(x, w), notes)
