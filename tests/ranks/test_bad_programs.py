@@ -19,13 +19,13 @@ from meshfuse.runtime import exits
 
 pytestmark = pytest.mark.ranks
 
-# Line 11 of a script that starts so makes y, which is what the ranks reduce.
+# Line 11 of a script that starts so makes y, which is what the ranks reduce: one call, as starts are what costs.
 START = """
 import os, signal, threading, time
 import torch
 import meshfuse as mf
 world = mf.World.current()
-mesh = mf.DeviceMesh(range(world.size), ["tp"])
+mesh = mf.DeviceMesh(range(world.size), ["tp"], links="laptop")
 with mf.FusionDefinition() as fd:
     x = fd.define_tensor([-1, 6])
     w = fd.define_tensor([2, 6])

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.ranks
 
 SCRIPT = """
 import torch, meshfuse as mf
+torch.manual_seed(0)
 mesh = mf.DeviceMesh((2,), ("tp",))
 with mf.FusionDefinition() as fd:
     x, w = fd.define_tensor([64, 32]), fd.define_tensor([16, 32])
