@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +101,34 @@ def test_shard(text: str, sharding: Any) -> None:
     raises(text, lambda: fd.shard(x, sharding, MESH))
 
 
+def test_a_sharding_with_another_mesh() -> None:
+    fd, x = define()
+    found = mf.Sharding.replicated(MESH, 2)
+    raises("is annotated twice: found mesh", lambda: fd.shard(x, found, mf.DeviceMesh((2,), ("q",))))
+    fd.shard(x, found, mf.DeviceMesh((2, 4), ("dp", "tp")))
+
+
+@pytest.mark.parametrize("factor", [17, 10**9, 2**70])
+@pytest.mark.parametrize("place", ["before", "after", "between", "stream"])
+def test_factors_far_larger_than_the_dim_cost_nothing(factor: int, place: str) -> None:
+    """Of their steps only those exist that the dim has."""
+    tp, dp, big = mf.Split(4, "tp"), mf.Split(2, "dp"), mf.Split(factor)
+    layouts = {"before": [big, tp], "after": [tp, big], "between": [dp, big, tp], "stream": [tp, big, dp]}
+    fd, x = define()
+    fd.add_output(fd.ops.sum(fd.ops.exp(x), [0]))
+    fd.mesh_split(x, MESH, [layouts[place], None])
+    torch.testing.assert_close(fd.simulate([X])[0], X.exp().sum(0))
+
+
+def test_more_pieces_than_can_be_planned() -> None:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([-1, 2])
+    fd.add_output(fd.ops.relu(x))
+    fd.mesh_split(x, MESH, [[mf.Split(None), mf.Split(4, "tp")], None])
+    raises("dim 0: too many pieces: found 268435456 per rank", lambda: fd.bill([2**30, 2]))
+    assert torch.equal(fd.simulate([torch.ones(9, 2)])[0], torch.ones(9, 2))
+
+
 MESHES: list[tuple[str, Callable[[], Any]]] = [
     ("a mesh holds each rank once, none negative: found ranks [0, 1, 1]", lambda: mf.DeviceMesh([0, 1, 1])),
     ("Remove the negative ranks", lambda: mf.DeviceMesh([0, -1])),
@@ -115,10 +146,19 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
     ("made of ranks: found 2.0", lambda: mf.DeviceMesh((2.0, 4), ("a", "b"))),
     ("made of ranks: found True", lambda: mf.DeviceMesh([True, False])),
     ("at most 1048576", lambda: mf.DeviceMesh((10**12,), ("a",))),
+    ("found 1000000000 ranks, needed at most 1048576", lambda: mf.DeviceMesh(range(10**9), ("a",))),
+    ("at most 1048576", lambda: mf.DeviceMesh((2,), ("a",), ranks=range(10**9))),
+    ("at most 1048576", lambda: mf.DeviceMesh(torch.empty(10**10, device="meta"))),
+    ("found a meta tensor", lambda: mf.DeviceMesh(torch.empty(2, device="meta"))),
+    ("made of ranks: found '3'", lambda: mf.DeviceMesh((2,), ("a",), ranks=3)),  # type: ignore[arg-type]
+    ("no such axis of DeviceMesh((2, 4), ('dp', 'tp')): found 'zz'", lambda: MESH.axis_size("zz")),
+    ("no such rank of DeviceMesh((2, 4), ('dp', 'tp')): found 99", lambda: MESH.coordinate(99)),
+    *[("a link's bandwidth", lambda v=v: mf.Link(v, 0)) for v in (0, -1, float("nan"), float("inf"), "a", None, True)],
+    *[("a link's latency", lambda v=v: mf.Link(1e9, v)) for v in (-1, float("nan"), 1j)],
 ]
 
 
-@pytest.mark.parametrize(("text", "make"), MESHES, ids=[text for text, _ in MESHES])
+@pytest.mark.parametrize(("text", "make"), MESHES, ids=[f"{i}-{text}" for i, (text, _) in enumerate(MESHES)])
 def test_meshes(text: str, make: Callable[[], Any]) -> None:
     raises(text, make)
 
@@ -210,6 +250,7 @@ VIEWS: list[tuple[str, Callable[[mf.TensorView, mf.TensorView], Any]]] = [
     ("of every dim", lambda x, y: x.set_allocation_domain([x.axis(0)])),
     ("set_allocation_domain of x (t0)", lambda x, y: x.set_allocation_domain(y.get_loop_domain())),
     ("swizzle1d: no such axis", lambda x, y: x.swizzle1d(9, ParallelType.mesh_x)),
+    *[("overlap of y (t1): chunks", lambda x, y, v=v: x.fd.overlap(y, v)) for v in (0, -1, 2.0, "a", None, 2**70)],
     ("a value of a definition has no truth value", lambda x, y: bool(x > 0)),
     ("a value of a definition has no truth value", lambda x, y: bool(x.size(0))),
     *[("size of x (t0): no such dim", lambda x, y, v=v: x.size(v)) for v in (5, -3, "a", None)],
@@ -310,6 +351,9 @@ OPS: list[tuple[str, Ops]] = [
     ("reshape", lambda fd, x, o: o.reshape(x, [5, 5])),
     ("reshape", lambda fd, x, o: o.reshape(x, [-1, -1])),
     ("too large", lambda fd, x, o: o.reshape(x, [2**80])),
+    *[("sum: argument 'dims' is of the wrong kind", lambda fd, x, o, v=v: o.sum(x, np.array(v)))
+      for v in ([0], [0, 1])],
+    *[("call of 'relu': arguments", lambda fd, x, o, v=v: fd.call("relu", x if v else None)) for v in (True, False)],
     ("cat: argument 'tensors' is of the wrong kind", lambda fd, x, o: o.cat([])),
     ("cat: argument 'tensors' is of the wrong kind", lambda fd, x, o: o.cat([x, 3])),
     ("full: a size is negative: found [-5]", lambda fd, x, o: o.full([-5], 0.0, DataType.Float)),
@@ -359,6 +403,12 @@ def test_an_unknown_op_is_an_attribute_error_too() -> None:
     assert not hasattr(fd.ops, "reluu")
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
+
+
 CALLS: list[tuple[str, Any]] = [
     *[("the arguments: found", v) for v in (X, None, 3, {"x": X}, "x", iter([X]))],
     ("wrong number of arguments: found 0, needed 2: [x (t0), s0]", []),
@@ -371,6 +421,7 @@ CALLS: list[tuple[str, Any]] = [
     ("has the wrong global shape: found [8, 8], needed [8, 16]", [X[:, :8], 1]),
     ("has the wrong global shape: found [4, 16]", [X[:4], 1]),
     ("is not dense: found torch.sparse_coo", [X.to_sparse(), 1]),
+    ("is not dense: found a nested tensor, needed torch.strided", [nested(), 1]),
     ("arguments on different devices", [X, 1]),
     *[("argument 1, scalar s0: found", [X, v]) for v in ("a", None, X, 2.5, 2j, float("nan"))],
     ("a number is too large", [X, 2**80]),
@@ -506,3 +557,24 @@ def test_numbers_of_numpy_and_sizes_of_torch_are_fine() -> None:
     first, second, third = fd.simulate([X])
     assert torch.equal(first, torch.full((16, 8), 1.5)) and torch.equal(second, torch.full((2,), float("-inf")))
     assert torch.isinf(third.imag).all()
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_definition_is_not_copied(how: Callable[[Any], Any], used: bool) -> None:
+    """A copy would share what is defined with the first, or lose what was compiled."""
+    fd, x = define()
+    fd.add_output(fd.ops.relu(x))
+    if used:
+        fd.simulate([X])
+    with pytest.raises(mf.DefinitionError, match="a definition cannot be copied or pickled: found FusionDefinition"):
+        how(fd)
+
+
+def test_scalars_of_thousands_of_steps() -> None:
+    fd, x = define()
+    n = x.size(0)
+    for _ in range(3000):
+        n = n + 1
+    fd.add_output(fd.ops.mul(x, n))
+    assert torch.equal(fd.simulate([X + 1])[0], X + 3008)

@@ -163,6 +163,38 @@ def test_rules_that_cannot_be_read(rule: str, text: str) -> None:
         mf.torch_op(rule)(lambda x: x)
 
 
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("blocked: found 'q', needed factors of the rule, of ['a', 'b']", {"blocked": "q"}),
+        ("reduce: found 'avg', needed one of sum, prod, max, min", {"reduce": "avg"}),
+        ("partial: found 'x', needed an mf.Partial", {"partial": "x"}),
+        ("samples: found 3, needed a list of mf.Sample", {"samples": 3}),
+        ("samples: found [3], needed a list of mf.Sample", {"samples": [3]}),
+        *[("needed elements before and after for 'a'", {"halo": v}) for v in (None, 3, {}, {"a": 1}, {"a": (1, -1)})],
+    ],
+)
+def test_claims_that_no_rule_has(text: str, given: dict[str, Any]) -> None:
+    rule = "a~ b -> a b" if "halo" in given else "a b -> a b"
+    with pytest.raises(mf.DefinitionError, match=re.escape(text)) as caught:
+        mf.torch_op(rule, **given)
+    assert "(at test_check_op.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", [None, 3, torch.relu])
+def test_what_is_no_function_and_no_op(what: Any) -> None:
+    with pytest.raises(mf.DefinitionError, match="needed a Python function"):
+        mf.torch_op("a -> a")(what)
+    with pytest.raises(mf.DefinitionError, match=r"check_op: found .*, needed an OpDef"):
+        check_op(what)
+
+
+@pytest.mark.parametrize("limit", [{"max_examples": -1}, {"max_ranks": "a"}, {"max_examples": 2.5}])
+def test_limits_that_are_none(limit: dict[str, Any]) -> None:
+    with pytest.raises(mf.DefinitionError, match=f"check_op: {next(iter(limit))}: found .*, needed an int >= 0"):
+        check_op(scaled_product, **limit)
+
+
 def test_calls_that_do_not_fit_the_rule() -> None:
     fd = mf.FusionDefinition()
     x, weight, row = (fd.define_tensor(list(shape), dtype=DOUBLE) for shape in ((2, 6), (3, 5), (6,)))

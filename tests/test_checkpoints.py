@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -193,6 +194,31 @@ def test_a_wrong_shard(tmp_path):
     partial = mf.Sharding(mf.DeviceMesh((2,), ("a",)), ((),), (mf.Split(2, "a"),), "sum")
     with pytest.raises(mf.ArgumentError, match="found unreduced sums"):
         mf.save(tmp_path, {"t": (torch.ones(3), partial, (3,))})
+
+
+SPARSE, META = torch.ones(3).to_sparse(), torch.empty(3, device="meta")
+ONE = mf.Sharding.replicated(mf.DeviceMesh((1,), ("a",)), 1)
+CALLS = {
+    "the folder: found None": lambda path: mf.save(None, {}),
+    "the folder: found 3": lambda path: mf.load(3),
+    "the folder: found ''": lambda path: mf.save("", {}),
+    "what to save: found None": lambda path: mf.save(path, None),
+    "what is wanted: found 'w'": lambda path: mf.load(path, "w"),
+    "what is wanted: found ['w']": lambda path: mf.load(path, ["w"]),
+    "'w': found torch.sparse_coo": lambda path: mf.save(path, {"w": SPARSE}),
+    "'w': found a meta tensor": lambda path: mf.save(path, {"w": META}),
+    "'w': found 1 as the global shape": lambda path: mf.save(path, {"w": (torch.ones(2), ONE, 1)}),
+}
+
+
+@pytest.mark.parametrize("text", CALLS)
+def test_calls_of_the_wrong_kind(tmp_path, text):
+    """Found before anything is written: the checkpoint of before stays."""
+    mf.save(tmp_path, {"step": 7})
+    with pytest.raises(mf.ArgumentError, match=re.escape(text)) as caught:
+        CALLS[text](tmp_path)
+    assert "(at test_checkpoints.py:" in str(caught.value)
+    assert mf.load(tmp_path) == {"step": 7}
 
 
 def test_no_checkpoint(tmp_path):

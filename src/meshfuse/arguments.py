@@ -33,7 +33,10 @@ def outline(arguments: Any) -> Any:
     """
     if type(arguments) not in (list, tuple):
         return None
-    found = [(t.shape, t.dtype, t.device, t.layout) for t in arguments if type(t) in _PLAIN]
+    try:
+        found = [(t.shape, t.dtype, t.device, t.layout) for t in arguments if type(t) in _PLAIN]
+    except RuntimeError:  # of nested tensors, which have no shape
+        return None
     return tuple(found) if len(found) == len(arguments) else None
 
 
@@ -105,8 +108,10 @@ def _kind_problem(made: TensorDef, value: Any) -> _Problem | None:
             "a plain global tensor",
             "Call fd.execute for DTensors, or pass t.full_tensor().",
         )
-    if value.layout != torch.strided:
-        return " is not dense", str(value.layout), "torch.strided", "Convert it: t.to_dense()."
+    if value.is_nested or value.layout != torch.strided:
+        found = "a nested tensor" if value.is_nested else str(value.layout)
+        how = "t.to_padded_tensor(0.0)" if value.is_nested else "t.to_dense()"
+        return " is not dense", found, "torch.strided", f"Convert it: {how}."
     return None
 
 

@@ -8,10 +8,12 @@ Operations in MPICH" (2005), and for short all-to-alls Bruck et al. (1997). Time
 from __future__ import annotations
 
 import math
+import numbers
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .errors import user_error
+from .errors import line_in_script, user_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +27,16 @@ class Link:
     latency: float
 
     def __post_init__(self) -> None:
+        line = line_in_script(sys._getframe(2))  # __init__ is text of dataclasses'
         if not _is_number(self.bandwidth) or not 0 < self.bandwidth < math.inf:
             raise user_error(
-                "a link's bandwidth",
-                repr(self.bandwidth),
-                "bytes per second, more than 0",
-                "Link(450e9, 5e-6) is NVLink.",
-            )
+                "a link's bandwidth", repr(self.bandwidth), "bytes per second, more than 0",
+                "Link(450e9, 5e-6) is NVLink.", line,
+            )  # fmt: skip
         if not _is_number(self.latency) or not 0 <= self.latency < math.inf:
             raise user_error(
-                "a link's latency", repr(self.latency), "seconds, 0 or more", "Link(450e9, 5e-6) is NVLink."
-            )
+                "a link's latency", repr(self.latency), "seconds, 0 or more", "Link(450e9, 5e-6) is NVLink.", line,
+            )  # fmt: skip
 
     def seconds(self, steps: float, wire: float) -> float:
         """Time of `steps` messages one after the other that are `wire` bytes in all."""
@@ -52,7 +53,7 @@ def plain(number: float) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 # Of axes that nothing is said of: fast, and so quick to start (a step counts as a tenth of a byte) that bytes decide.

@@ -148,11 +148,26 @@ class DeviceMesh:
         return len(self.shape)
 
     def axis_size(self, name: str) -> int:
-        return self.shape[self.names.index(name)]
+        """How many ranks there are along an axis. Raises DefinitionError for a name that the mesh has not."""
+        try:
+            return self.shape[self.names.index(name)]
+        except ValueError:
+            raise user_error(
+                f"no such axis of {self}",
+                repr(name),
+                f"one of {self.names}",
+                "Name an axis of the mesh.",
+                caller_line(),
+            ) from None
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """The place of a rank along every axis."""
-        return self._coordinates[rank]
+        """The place of a rank along every axis. Raises DefinitionError for a rank that the mesh has not."""
+        try:
+            return self._coordinates[rank]
+        except (KeyError, TypeError):
+            raise user_error(
+                f"no such rank of {self}", repr(rank), f"one of its {self.size} ranks", "See mesh.ranks.", caller_line()
+            ) from None
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._coordinates
@@ -262,15 +277,34 @@ def _read_devices(
     devices: Any, names: Sequence[str] | None, ranks: Iterable[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape, ranks in row-major order) from any of the forms a mesh may be given in."""
+    _bounded(_count(devices))
+    if getattr(devices, "is_meta", False):
+        raise user_error("a mesh is made of ranks", "a meta tensor, without values", "ints", "Pass the ranks.")
     nested = devices.tolist() if hasattr(devices, "tolist") else devices
     nested = [nested] if isinstance(nested, int) else list(nested) if _is_list(nested) else nested
     flat_ints = _is_list(nested) and all(isinstance(entry, int) for entry in nested)
     is_shape = names is not None and flat_ints and len(names) == len(nested) and not hasattr(devices, "tolist")
     if is_shape or ranks is not None:
         shape = tuple(_rank(n) for n in nested) if flat_ints else ()
-        given = () if ranks is None else tuple(map(_rank, ranks))
+        given = () if ranks is None else _flatten(_listed(ranks))[1]
         return shape, given if ranks is not None else tuple(range(_bounded(math.prod(shape))))
     return _flatten(nested)
+
+
+def _count(devices: Any) -> int:
+    """How many entries there are to look at, without looking at them."""
+    if hasattr(devices, "tolist"):
+        return math.prod(devices.shape)
+    return len(devices) if _is_list(devices) else 1
+
+
+def _listed(ranks: Any) -> Any:
+    """`ranks=` as a list; what is no iterable as it is, for the error to tell."""
+    if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
+        return ranks if not isinstance(ranks, int) else repr(ranks)
+    if hasattr(ranks, "__len__"):
+        _bounded(len(ranks))  # type: ignore[arg-type]
+    return list(ranks)
 
 
 def _is_list(value: Any) -> bool:

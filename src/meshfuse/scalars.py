@@ -101,19 +101,35 @@ def evaluate(
 
     Raises KeyError where an input has no value.
     """
-    if not isinstance(ref, ScalarRef):
-        return ref
-    made = scalars[ref.id]
-    if made.op == "input":
-        return values[ref.id]
+    found: dict[int, Any] = {}
+    for number in _in_order(ref, scalars):
+        made = scalars[number]
+        if made.op == "input":
+            found[number] = values[number]
+        elif made.op == "size":
+            found[number] = size(*made.operands)
+        else:
+            operands = [found[o.id] if isinstance(o, ScalarRef) else o for o in made.operands]
+            found[number] = _computed(made, operands)
+    return found[ref.id] if isinstance(ref, ScalarRef) else ref
+
+
+def _computed(made: ScalarDef, operands: list[Any]) -> Any:
     if made.op == "const":
-        return made.operands[0]
-    if made.op == "size":
-        return size(*made.operands)
-    found = [evaluate(operand, scalars, values, size) for operand in made.operands]
-    if made.op == "cast":
-        return python_cast(found[0], made.dtype)
-    return FUNCTIONS[made.op](*found)
+        return operands[0]
+    return python_cast(operands[0], made.dtype) if made.op == "cast" else FUNCTIONS[made.op](*operands)
+
+
+def _in_order(ref: Operand, scalars: Mapping[int, ScalarDef]) -> list[int]:
+    """The numbers of the scalars that one is made of, operands first (an op's are made before it), itself last."""
+    found: set[int] = set()
+    ahead = [ref] if isinstance(ref, ScalarRef) else []
+    while ahead:
+        number = ahead.pop().id
+        if number not in found:
+            found.add(number)
+            ahead += [o for o in scalars[number].operands if isinstance(o, ScalarRef)]
+    return sorted(found)
 
 
 def python_cast(value: Any, dtype: DataType) -> Any:
@@ -123,14 +139,7 @@ def python_cast(value: Any, dtype: DataType) -> Any:
 
 def inputs_of(ref: Operand, scalars: Mapping[int, ScalarDef]) -> frozenset[int]:
     """The scalar inputs that a scalar depends on."""
-    if not isinstance(ref, ScalarRef):
-        return frozenset()
-    made = scalars[ref.id]
-    if made.op == "input":
-        return frozenset((ref.id,))
-    if made.op in ("const", "size"):
-        return frozenset()
-    return frozenset().union(*(inputs_of(operand, scalars) for operand in made.operands))
+    return frozenset(number for number in _in_order(ref, scalars) if scalars[number].op == "input")
 
 
 __all__ = ["FUNCTIONS", "ScalarDef", "evaluate", "inputs_of", "python_cast", "result_dtype", "scalar_dtype"]

@@ -36,9 +36,10 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
     """
     team = _Team(World.current(), timeout, "save")
     try:
+        folder = _folder(path)
         entries, values = team.each("reading what to save", lambda: _read_state(state))
         shapes = _compared(team, entries, values)
-        _save(team, Path(path), _shards(team, entries, shapes), values)
+        _save(team, folder, _shards(team, entries, shapes), values)
     except MeshfuseError as error:
         error.where = error.where or caller_line()
         raise
@@ -60,11 +61,15 @@ def load(
     """
     team = _Team(World.current(), timeout, "load")
     try:
-        index = team.each("reading the index", lambda: files.read_index(Path(path)))
+        home = _folder(path)
+        if not isinstance(wanted, (Mapping, type(None))):
+            raise user_error("load: what is wanted", repr(wanted), "a dict by name, or None for all",
+                             'Pass {"w": None} for the whole tensor "w".', cls=ArgumentError)  # fmt: skip
+        index = team.each("reading the index", lambda: files.read_index(home))
         team.same(index.data, "the checkpoint that they load")
         names = {name: None for name in (*index.tensors, *index.values)} if wanted is None else dict(wanted)
         entries = team.each("comparing what is wanted", lambda: _targets(index, names, team.world.rank))
-        folder = Path(path) / index.data
+        folder = home / index.data
         team.each("checking files", lambda: _check_files(folder, index, team.world))
         shards = _shards(team, entries, {name: index.tensors[name][1] for name in entries})
         team.each("reading", lambda: read(folder, {name: s for name, s in shards.items() if s.numel and s.parts}))
@@ -72,6 +77,12 @@ def load(
         error.where = error.where or caller_line()
         raise
     return {name: _loaded(names[name], entries[name]) if name in entries else index.values[name] for name in names}
+
+
+def _folder(path: Any) -> Path:
+    if isinstance(path, (str, os.PathLike)) and str(path):
+        return Path(path)
+    raise user_error("checkpoint: the folder", repr(path), "a path", "Name a folder.", cls=ArgumentError)
 
 
 class _Team:
@@ -116,6 +127,9 @@ def _failure(what: str, doing: str, failed: Mapping[int, str]) -> MeshfuseError:
 
 
 def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, Any]]:
+    if not isinstance(state, Mapping):
+        raise user_error("save: what to save", repr(state), "a dict of values by name",
+                         'Pass {"w": tensor, "step": 7}.', cls=ArgumentError)  # fmt: skip
     for name in state:
         if not isinstance(name, str):
             raise wrong(repr(name), type(name).__name__, "a text as the name")

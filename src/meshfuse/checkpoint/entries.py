@@ -56,15 +56,30 @@ def to_save(name: str, value: Any) -> Entry:
     if is_dtensor(value):
         return _of_dtensor(name, value)
     if isinstance(value, torch.Tensor):
-        return Entry(name, value.detach(), None, tuple(value.shape))
+        return Entry(name, _dense(name, value), None, tuple(value.shape))
     if _is_pair(value):
         local, sharding, *shape = value
-        given = tuple(int(n) for n in shape[0]) if shape else None
-        return Entry(name, None if local is None else local.detach(), sharding, given)
+        given = _sizes(name, shape[0]) if shape else None
+        return Entry(name, None if local is None else _dense(name, local), sharding, given)
     raise wrong(
         name, type(value).__name__, "a tensor, a DTensor, (shard, sharding), (shard, sharding, global shape), or a "
         "number, text or None", "Pass one of these.",
     )  # fmt: skip
+
+
+def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its gradient. ArgumentError where it has no memory of its elements in strides."""
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+        found = "a nested tensor" if tensor.is_nested else "a meta tensor" if tensor.is_meta else str(tensor.layout)
+        raise wrong(name, found, "a dense tensor with its elements", "Convert it, with t.to_dense() for one.")
+    return tensor.detach()
+
+
+def _sizes(name: str, shape: Any) -> tuple[int, ...]:
+    listed = isinstance(shape, (list, tuple)) and all(isinstance(n, int) and n >= 0 for n in shape)
+    if not listed:
+        raise wrong(name, f"{shape!r} as the global shape", "a list of sizes", "Pass (shard, sharding, [8, 16]).")
+    return tuple(shape)
 
 
 def _is_pair(value: Any) -> bool:

@@ -47,7 +47,7 @@ def new_name(path: Path) -> str:
 def read_index(path: Path) -> Index:
     """The checkpoint in a folder. CheckpointError where there is none that is whole."""
     try:
-        text = (path / _INDEX).read_text()
+        text = (path / _INDEX).read_text(errors="replace")
     except OSError as error:
         raise user_error(
             "no checkpoint to load", f"{path}: {error.strerror}", f"a folder with a {_INDEX}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain, as_int
 
 # One dim in `mesh_split`: None, an axis, axes from major to minor, or splits of any kind.
 DimSpec = Any
+# Runs of indices of one dim on one rank: a million take seconds to plan.
+_MOST_RUNS = 1 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +41,8 @@ class Annotation:
         """
         assert self.mesh is not None
         dims = [canonical(layout, n) for layout, n in zip(self.named(), shape, strict=True)]
+        for dim, (layout, n) in enumerate(zip(dims, shape, strict=True)):
+            _check_runs(f"tensor {name}, dim {dim}", layout, n, self.line)
         # A result may be scattered over the axis that its reduction runs over.
         for layouts in (dims, self.named(reduction=True)):
             check_axes(name, layouts, self.mesh, self.line)
@@ -81,6 +86,17 @@ class Annotation:
         """The layout with mesh axes for nvFuser's parallel types, its sizes checked against the mesh's."""
         assert self.mesh is not None
         return tuple(_sized(_mesh_axis(split, self.mesh, self.line), self.mesh, what, self.line) for split in layout)
+
+
+def _check_runs(what: str, layout: Layout, n: int, line: SourceLine) -> None:
+    """Raises DefinitionError where a rank would hold a dim in more pieces than anything is done with in time."""
+    last = max((place for place, split in enumerate(layout) if split.bound), default=0)
+    pieces = min(n, math.prod(split.size or 1 for split in layout[:last] if not split.bound))
+    if pieces > _MOST_RUNS:
+        raise user_error(
+            f"{what}: too many pieces", f"{pieces} per rank in {text(layout)} of size {n}", f"at most {_MOST_RUNS}",
+            "Split into larger blocks: bind a more major factor.", line,
+        )  # fmt: skip
 
 
 def _trimmed(layout: Layout) -> Layout:

@@ -140,6 +140,13 @@ class DefinitionBuilder:
     def call_with_keywords(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self.call(name, args, kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """No pickles and copies, which would share half of a definition. Raises DefinitionError."""
+        raise user_error(
+            "a definition cannot be copied or pickled", type(self).__name__, "the code that makes it",
+            "Call that code again where another is needed; print(fd) is it.", caller_line(),
+        )  # fmt: skip
+
     def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """Apply an op by its name, or an OpDef: a TensorView, a tuple of them, or (for scalars alone) a Val."""
         return self.call_at(caller_line(), name, args, kwargs)
@@ -150,6 +157,9 @@ class DefinitionBuilder:
         """As `call`, asked for by this line of the user's."""
         try:
             self.check_open()
+            if not isinstance(args, (list, tuple)):
+                needed = "a list of all arguments"
+                raise user_error(f"call of {name!r}: arguments", repr(args), needed, "Pass one list with all of them.")
             return self._apply(find_op(name), args, kwargs or {}, line)
         except ValueError as error:
             if getattr(error, "where", line) is None:
@@ -255,6 +265,8 @@ class DefinitionBuilder:
         ndim = self._own(tensor, "shard", line).ndim
         if isinstance(sharding, Sharding):
             layouts = layouts_of_sharding(tensor.label, sharding, ndim, line)
+            if mesh is not None and checked_mesh(mesh, line) != sharding.mesh:
+                raise _contradiction(tensor.label, f"mesh {mesh}", f"mesh {sharding.mesh} in its sharding", line)
             self._annotate(tensor, sharding.mesh, layouts, line)
             return
         mesh = checked_mesh(mesh, line)

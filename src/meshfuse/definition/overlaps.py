@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from .tensor_view import TensorView
 
 
+# A loop is written out chunk by chunk: more would take longer to plan than any communication that they hide.
+_MOST_CHUNKS = 4096
+
+
 class Overlap(NamedTuple):
     """A tensor to be worked on in chunks of a dim, in a ring or not; and the user's line that asks for it."""
 
@@ -23,10 +27,11 @@ class Overlap(NamedTuple):
 def checked_overlap(tensor: TensorView, chunks: Any, dim: Any, ring: Any, line: SourceLine) -> Overlap:
     """Raises DefinitionError for what is no number of chunks, no dim of the tensor or no bool."""
     what, count, place = f"overlap of {tensor.label}", as_int(chunks), as_int(dim)
-    if count is None or count < 1:
+    if count is None or not 1 <= count <= _MOST_CHUNKS:
         raise user_error(
-            f"{what}: chunks", repr(chunks), "an int >= 1", "Pass how many chunks to cut the dim into.", line
-        )
+            f"{what}: chunks", repr(chunks), f"an int from 1 to {_MOST_CHUNKS}",
+            "Pass how many chunks to cut the dim into.", line,
+        )  # fmt: skip
     if place is None or not -tensor.ndim <= place < tensor.ndim:
         raise user_error(f"{what}: no such dim", repr(dim), f"a dim of {tensor.type}", "Pass an existing dim.", line)
     if not isinstance(ring, bool):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,8 @@ def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch
     All ranks call it, after an execution with these inputs; it repeats that one's random numbers.
     """
     compiled, rank = fd.fec.compiled, World.current().rank
-    plain = copy.copy(fd)
+    plain = object.__new__(type(fd))
+    plain.__dict__.update(vars(fd))
     plain._annotations, plain._compiled, plain._simulated = {}, {}, {}
     plain._steps = {"simulated": fd._steps["ranks"] - 1}
     results = plain.simulate([_gathered(fd, place, value) for place, value in enumerate(inputs)])

@@ -77,7 +77,10 @@ def _none(param: Param) -> Any:
 def _int(value: Any) -> Any:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return REQUIRED
-    return value.__index__()
+    try:
+        return value.__index__()
+    except (TypeError, ValueError):  # an array of several
+        return REQUIRED
 
 
 def _check_tensor(resolve: Resolve, value: Any) -> Any:

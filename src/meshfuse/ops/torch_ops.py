@@ -6,16 +6,17 @@ neighbours the distributed form, in which ranks exchange the edges of their bloc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..adjoint_kernels import backward_of
 from ..dtypes import DataType, promote
-from ..errors import user_error
+from ..errors import MeshfuseError, SourceLine, caller_line, user_error
 from ..gradients.context import Backward
 from ..gradients.context import sizes as shape_of
 from .base import (
@@ -267,9 +268,13 @@ def torch_op(
 
     Raises DefinitionError for a rule that cannot be read or does not fit the function.
     """
-    notation = parse(rule)
-    marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
-    _check_halos(notation, marks)
+    with _at(caller_line()):
+        notation = parse(rule)
+        marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
+        _check_halos(notation, marks)
+        _check_claims(notation, blocked, reduce, partial, samples)
+        if marks and not callable(halo):
+            _check_widths(notation, marks, halo)
 
     def halos(call: Call) -> Halos:
         found = halo(call) if callable(halo) else halo or {}
@@ -279,7 +284,8 @@ def torch_op(
         )
 
     def make(function: Function) -> OpDef:
-        params = _params(rule, notation, function)
+        with _at(caller_line()):
+            params = _params(rule, notation, function)
         op = TorchOp(
             name or function.__name__, notation, function, params, tuple(blocked.split()), reduce, halos,
             (fill,) * len(notation.operands), sizes or (lambda _: {}), _dtypes(dtype, len(notation.results)),
@@ -303,6 +309,37 @@ def _check_halos(notation: Notation, marks: set[tuple[str, ...]]) -> None:
                              "Reduce over it in an op of its own.")  # fmt: skip
 
 
+def _check_claims(notation: Notation, blocked: Any, reduce: Any, partial: Any, samples: Any) -> None:
+    """Raises DefinitionError for claims that no rule has."""
+    known = {f for dims in (*notation.operands, *notation.results) for dim in dims for f in dim.factors}
+    unknown = [f for f in blocked.split() if f not in known] if isinstance(blocked, str) else [blocked]
+    listed = isinstance(samples, (list, tuple)) and all(isinstance(sample, Sample) for sample in samples)
+    problems = [
+        (unknown, "blocked", blocked, f"factors of the rule, of {sorted(known)}", "Write them with spaces between."),
+        (reduce not in _REDUCTIONS, "reduce", reduce, f"one of {', '.join(_REDUCTIONS)}", "A mean is a sum, divided."),
+        (not isinstance(partial, Partial), "partial", partial, "an mf.Partial", "Leave it out where unsure."),
+        (not listed, "samples", samples, "a list of mf.Sample", "Write samples=[mf.Sample((mf.TensorType(...),))]."),
+    ]
+    for wrong, name, found, needed, do in problems:
+        if wrong:
+            raise user_error(f"rule {notation.text!r}: {name}", repr(found), needed, do)
+
+
+_REDUCTIONS = ("sum", "prod", "max", "min")
+
+
+def _check_widths(notation: Notation, marks: set[tuple[str, ...]], halo: Any) -> None:
+    """Raises DefinitionError where a marked factor has no pair of widths."""
+    for (factor,) in marks:
+        given = halo.get(factor) if isinstance(halo, Mapping) else None
+        sized = isinstance(given, (list, tuple)) and len(given) == 2
+        if not sized or not all(isinstance(n, int) and n >= 0 for n in given or ()):
+            raise user_error(
+                f"rule {notation.text!r}: halo", repr(halo), f"elements before and after for {factor!r}",
+                f'Write halo={{"{factor}": (1, 0)}}, or a function of the call.',
+            )  # fmt: skip
+
+
 def _dtypes(given: Any, count: int) -> Callable[[Call], Sequence[DataType]]:
     def dtypes(call: Call) -> Sequence[DataType]:
         found: Any = given(call) if callable(given) and not isinstance(given, DataType) else given
@@ -313,7 +350,20 @@ def _dtypes(given: Any, count: int) -> Callable[[Call], Sequence[DataType]]:
     return dtypes
 
 
+@contextlib.contextmanager
+def _at(line: SourceLine) -> Iterator[None]:
+    """Gives errors the user's line."""
+    try:
+        yield
+    except MeshfuseError as error:
+        error.where = error.where or line
+        raise
+
+
 def _params(rule: str, notation: Notation, function: Function) -> tuple[Param, ...]:
+    if not hasattr(function, "__code__"):
+        raise user_error("torch_op", f"{function!r} ({type(function).__name__})", "a Python function",
+                         "Define it with def.")  # fmt: skip
     found = list(inspect.signature(function).parameters.values())
     count = len(notation.operands)
     if len(found) < count:

@@ -141,9 +141,13 @@ Runs = tuple[tuple[int, int], ...]
 def runs(layout: Layout, n: int, digits: tuple[int, ...]) -> Runs:
     """The indices of a dim of size n that the rank with these digits (one per bound split) holds."""
     intervals: list[tuple[int, int]] = [(0, 1)]
-    remaining = list(digits)
-    for split in padded(layout, n):
+    remaining, layout = list(digits), padded(layout, n)
+    rest = extent(layout)
+    for split in layout:
         assert split.size is not None
+        # Only leading digits of indices below n: factors may be far larger than the dim.
+        limit, rest = -(-n // rest), rest // split.size
+        intervals = [(a, min(b, limit)) for a, b in intervals if a < limit]
         if split.bound:
             digit = remaining.pop(0)
             intervals = [

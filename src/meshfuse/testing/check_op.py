@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
 from ..dtypes import DataType
-from ..errors import MeshfuseError
+from ..errors import MeshfuseError, caller_line, user_error
 from ..fusion_definition import FusionDefinition
 from ..ops.base import OpDef, Sample, TensorType
 from .calls import define_call, make_call, operands_of, whole
@@ -58,6 +58,13 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
     Raises AssertionError for the first claim that does not hold, with the smallest counter-example that was found: the
     call, mesh, shardings and rank, what was found and expected, and what to do.
     """
+    if not isinstance(op, OpDef):
+        raise user_error("check_op", f"{op!r} ({type(op).__name__})", "an OpDef",
+                         "Make one with mf.torch_op, or mf.OpDef(...).", caller_line())  # fmt: skip
+    for name, value in (("max_examples", max_examples), ("max_ranks", max_ranks)):
+        if not isinstance(value, int) or value < 0:
+            raise user_error(f"check_op: {name}", repr(value), "an int >= 0", "Leave it out, or pass one.",
+                             caller_line())  # fmt: skip
     given = list(op.samples() if samples is None else samples)
     assert given, f"{op.name}: no samples\n  what to do Give samples=[mf.Sample((mf.TensorType(...), ...)), ...]."
     with _one_thread():
