@@ -76,6 +76,7 @@ def mlp(open_batch: bool = False) -> mf.FusionDefinition:
         fd.mesh_split(x, GRID, ["dp", None, None])
         fd.mesh_split(w1, GRID, ["tp", None])
         fd.mesh_split(w2, GRID, [None, "tp"])
+        fd.mesh_split(y, GRID, ["dp", None, None])
 
     return defined([(-1 if open_batch else 4, 6, 8), *MLP[1:]], mlp_body, notes)
 
