@@ -129,6 +129,13 @@ def test_more_pieces_than_can_be_planned() -> None:
     assert torch.equal(fd.simulate([torch.ones(9, 2)])[0], torch.ones(9, 2))
 
 
+def test_more_chunks_than_can_be_planned() -> None:
+    fd, x = define()
+    fd.add_output(fd.ops.relu(x))
+    fd.mesh_split(x, MESH, [[mf.Split(2**40, "stream"), mf.Split(2, "dp")], None])
+    raises("dim 0: too many chunks: found 1099511627776, needed at most 16384", lambda: fd.simulate([X]))
+
+
 MESHES: list[tuple[str, Callable[[], Any]]] = [
     ("a mesh holds each rank once, none negative: found ranks [0, 1, 1]", lambda: mf.DeviceMesh([0, 1, 1])),
     ("Remove the negative ranks", lambda: mf.DeviceMesh([0, -1])),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import SourceLine, user_error
 from ..mesh import STREAM, DeviceMesh
-from ..sharding.layout import Layout, Split, canonical, resolve, text
+from ..sharding.layout import Layout, Split, canonical, resolve, stream_count, text
 from ..sharding.value import Sharding, overlap
 from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain, as_int
 
@@ -17,6 +17,7 @@ from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain, as_int
 DimSpec = Any
 # Runs of indices of one dim on one rank: a million take seconds to plan.
 _MOST_RUNS = 1 << 20
+_MOST_CHUNKS = 1 << 14
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +90,17 @@ class Annotation:
 
 
 def _check_runs(what: str, layout: Layout, n: int, line: SourceLine) -> None:
-    """Raises DefinitionError where a rank would hold a dim in more pieces than anything is done with in time."""
+    """Raises DefinitionError where a rank would hold a dim in more pieces, or work on it in more chunks, than anything
+    is done with in time.
+    """
+    if (chunks := stream_count(layout)) > _MOST_CHUNKS:
+        raise user_error(
+            f"{what}: too many chunks",
+            str(chunks),
+            f"at most {_MOST_CHUNKS}",
+            "Give the stream a smaller factor.",
+            line,
+        )
     last = max((place for place, split in enumerate(layout) if split.bound), default=0)
     pieces = min(n, math.prod(split.size or 1 for split in layout[:last] if not split.bound))
     if pieces > _MOST_RUNS:
