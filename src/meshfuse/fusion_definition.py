@@ -102,9 +102,9 @@ class FusionDefinition(DefinitionBuilder):
         """Append the backward of this definition; the gradients by `wrt`, one TensorView or a list as `wrt` is.
 
         Each has its primal's shape and dtype: the derivative of the sum of output * grad_output over all outputs
-        (grad_outputs of None are ones), zeros where nothing depends on it. They are tensors like any other: their
-        shardings follow from annotations, theirs included. Raises DefinitionError for tensors without gradients and
-        where an op on the way has no derivative.
+        (grad_outputs of None are ones), zeros where nothing depends on it. A gradient that is an output lies as its
+        primal is annotated (whole, where that is an input of which nothing is said) unless it is annotated itself.
+        Raises DefinitionError for tensors without gradients and where an op on the way has no derivative.
         """
         line = self._changing()
         sources = [self._own(t, "grad: outputs", line) for t in _listed(outputs)]
@@ -116,6 +116,7 @@ class FusionDefinition(DefinitionBuilder):
             )
         seeds = [None if g is None else self._own(g, "grad: grad_outputs", line) for g in given]
         made = gradients(self, sources, targets, seeds, self._constants, line)
+        self.primals.update((grad.id, primal.id) for grad, primal in zip(made, targets, strict=True))
         return made if isinstance(wrt, (list, tuple)) else made[0]
 
     def stop_gradient(self, tensor: TensorView) -> TensorView:

@@ -49,6 +49,12 @@ class Annotation:
             check_axes(name, layouts, self.mesh, self.line)
         return Sharding.make(self.mesh, dims, shape)
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether a dim is to be worked on in chunks."""
+        bound = any(split.axis == STREAM for layout in self.domain.layouts() for split in layout)
+        return bound or any(leaf.swizzled for leaf in self.domain.order)
+
     def streams(self, shape: Sequence[int]) -> list[tuple[int, Layout, bool]]:
         """(dim, its factors with those of the chunks bound to the stream, whether in a ring) for dims in chunks."""
         roots = [root for root in self.domain.roots if not root[0].reduction]

@@ -20,6 +20,7 @@ from ..ops.base import (
 )
 from ..ops.binding import bind, signature
 from ..scalars import FUNCTIONS, ScalarDef, result_dtype
+from ..sharding.layout import Layout
 from ..sharding.value import Sharding
 from .annotation import Annotation, layouts_of_placements, layouts_of_sharding, layouts_of_spec
 from .checks import (
@@ -55,6 +56,7 @@ class DefinitionBuilder:
         self.history: list[TensorRef | ScalarRef | OpNode] = []
         self._annotations: dict[int, Annotation] = {}
         self.overlaps: dict[int, Overlap] = {}
+        self.primals: dict[int, int] = {}  # of each gradient
         self._producers: dict[int, int] = {}
         self._open = True
 
@@ -337,8 +339,30 @@ class DefinitionBuilder:
 
     @property
     def annotations(self) -> Mapping[int, Annotation]:
-        """The annotations that name a mesh, by tensor."""
-        return {i: a for i, a in sorted(self._annotations.items()) if a.mesh is not None}
+        """The annotations that name a mesh, by tensor: those of gradients that follow their primals, too."""
+        given = {i: a for i, a in self._annotations.items() if a.mesh is not None}
+        return dict(sorted((self._of_gradients(given) | given).items()))
+
+    def _of_gradients(self, given: Mapping[int, Annotation]) -> dict[int, Annotation]:
+        """An output that is a gradient lies as its primal does, unless something is said of it.
+
+        Inputs of which nothing is said are whole on every rank; on which mesh is clear where there is one.
+        """
+        found: dict[int, Annotation] = {}
+        meshes, inputs = {a.mesh for a in given.values()}, set(self.input_tensors())
+        for grad in set(self.outputs).intersection(self.primals).difference(given):
+            primal = self.primals[grad]
+            said = given.get(primal)
+            if said is not None and not said.is_streamed:
+                found[grad] = self._like(grad, said.mesh, said.named(), said.line)
+            elif said is None and len(meshes) == 1 and primal in inputs:
+                whole = [()] * self.tensors[grad].type.ndim
+                found[grad] = self._like(grad, next(iter(meshes)), whole, self.tensors[grad].line)
+        return found
+
+    def _like(self, tensor: int, mesh: DeviceMesh | None, dims: Sequence[Layout], line: SourceLine) -> Annotation:
+        label = self.tensors[tensor].line.label(f"t{tensor}")
+        return Annotation(line, LoopDomain.of_layouts(dims, self._reduction_flags(tensor)), label, mesh, stated=True)
 
     def check_complete(self, line: SourceLine | None) -> None:
         """Raises DefinitionError without outputs, and for axes parallelized on a tensor without a mesh."""
@@ -352,7 +376,7 @@ class DefinitionBuilder:
     @property
     def all_annotations(self) -> Mapping[int, Annotation]:
         """Those too that name no mesh."""
-        return dict(sorted(self._annotations.items()))
+        return dict(sorted((self._annotations | dict(self.annotations)).items()))
 
     def set_allocation(self, tensor: TensorView, loop: Sequence[Any]) -> None:
         """The memory order of a tensor's dims, from a list of its loop axes."""
