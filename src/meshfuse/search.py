@@ -17,6 +17,7 @@ from .costs import computation
 from .graph import Graph
 from .mesh import DeviceMesh
 from .propagation.ends import followed
+from .propagation.factors import Placement
 from .propagation.growth import EPSILON
 from .propagation.propagate import propagate, propagate_from
 from .propagation.sharded import ShardedDefinition
@@ -30,6 +31,8 @@ MOST = 400
 ROUNDS = 4
 # A plan that moves more must take less than this part of the time: rates of computation are the rougher estimate.
 WORTH = 0.75
+# One that moves as much must take less than this part: an all-reduce in two halves saves next to no computation.
+NOTABLE = 0.98
 
 
 class Spent(NamedTuple):
@@ -43,8 +46,9 @@ class Spent(NamedTuple):
         return self.moving + self.computing
 
     def beats(self, other: Spent) -> bool:
-        """Whether this is better: less time, and no more of it for moves, but where the time is far less."""
-        limit = other.seconds if self.moving <= other.moving + EPSILON else WORTH * other.seconds
+        """Whether this is better: less time, and less of it for moves, but where the time is notably less."""
+        saved = other.moving - self.moving
+        limit = other.seconds * (1.0 if saved > EPSILON else NOTABLE if saved > -EPSILON else WORTH)
         return self.seconds < limit - EPSILON
 
 
@@ -82,38 +86,51 @@ class _Search:
     def run(self) -> None:
         likely = _followed(self.graph, self.best)
         self._try(likely, thorough=False)
-        self._try(self._made(), thorough=False)
-        for asked in (None, likely, *_on_equal_links(self.graph, self.world)):
+        self._try(self._made(self.best), thorough=False)
+        for asked in (None, likely):
             self._try(asked, thorough=True)
+        for plan in _on_equal_links(self.graph, self.world):
+            self._keep(plan)
+            self._try(self._made(plan), thorough=True)
         for _ in range(ROUNDS):
             before = self.cost
-            self._try(self._made(), thorough=True)
-            self._try(self._made(), thorough=False)
+            self._try(self._made(self.best), thorough=True)
+            self._try(self._made(self.best), thorough=False)
             if self.cost == before:
                 return
 
-    def _made(self) -> dict[int, Sharding]:
-        """What the best plan makes."""
+    def _made(self, plan: ShardedDefinition) -> dict[int, Sharding]:
+        """What a plan makes."""
         inputs = set(self.graph.input_tensors)
-        return {i: home for i, home in self.best.homes.items() if i not in inputs}
+        return {i: home for i, home in plan.homes.items() if i not in inputs}
 
     def _try(self, asked: Mapping[int, Sharding] | None, thorough: bool) -> None:
-        found = propagate_from(self.graph, self.world, asked, thorough)
+        self._keep(propagate_from(self.graph, self.world, asked, thorough))
+
+    def _keep(self, found: ShardedDefinition) -> None:
         cost = spent(found)
         if cost.beats(self.cost):
             self.best, self.cost = found, cost
 
 
-def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[dict[int, Sharding]]:
-    """What would be made if the links of all axes were alike; nothing where they are."""
+def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefinition]:
+    """The plan for links that are alike on all axes; nothing where they are."""
     linked = {s.mesh for s in graph.annotations.values() if s.mesh.linked}
     if linked:
         alike = {mesh: DeviceMesh(mesh.shape, mesh.names, ranks=mesh.ranks) for mesh in linked}
         annotations = {i: _on(s, alike) for i, s in graph.annotations.items()}
         found = searched(propagate(dataclasses.replace(graph, annotations=annotations), world), world)
         back = {other: mesh for mesh, other in alike.items()}
-        inputs = set(graph.input_tensors)
-        yield {i: _on(home, back) for i, home in found.homes.items() if i not in inputs}
+        choices = tuple(dataclasses.replace(c, placement=_placed_on(c.placement, back)) for c in found.choices)
+        yield ShardedDefinition(graph, choices, {i: _on(home, back) for i, home in found.homes.items()})
+
+
+def _placed_on(placement: Placement, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Placement:
+    operands, results = (tuple(_on(s, meshes) for s in sides) for sides in (placement.operands, placement.results))
+    move = placement.move
+    if move is not None:
+        move = dataclasses.replace(move, src=_on(move.src, meshes), dst=_on(move.dst, meshes))
+    return dataclasses.replace(placement, operands=operands, results=results, move=move)
 
 
 def _on(sharding: Sharding, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Sharding:
