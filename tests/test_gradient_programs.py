@@ -218,7 +218,7 @@ def _data_parallel(weight: Any, grad: Any = None, *, other: mf.DeviceMesh | None
 
 @pytest.mark.parametrize(("weight", "grad", "wanted"), [
     (None, None, "[-, -]"), ([None, None], None, "[-, -]"), (["dp", None], None, "[dp, -]"),
-    ([None, [mf.Split(2, "dp"), None, mf.Split(2, "dp", 2)]], None, "[-, (dp:(1)2, 2, dp:(2)2)]"),
+    ([None, [mf.Split(2, "dp"), mf.Split(2), mf.Split(2, "dp", 2)]], None, "[-, (dp:(1)2, 2, dp:(2)2)]"),
     ([None, None], ["dp", None], "[dp, -]"),
 ])  # fmt: skip
 def test_a_gradient_that_is_an_output_lies_as_its_primal(weight: Any, grad: Any, wanted: str) -> None:
