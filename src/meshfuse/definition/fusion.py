@@ -20,7 +20,6 @@ from ..ops.base import (
 )
 from ..ops.binding import bind, signature
 from ..scalars import FUNCTIONS, ScalarDef, result_dtype
-from ..sharding.layout import Layout
 from ..sharding.value import Sharding
 from .annotation import Annotation, layouts_of_placements, layouts_of_sharding, layouts_of_spec
 from .checks import (
@@ -38,6 +37,7 @@ from .checks import (
 from .loop import AxisView, LoopDomain, as_int
 from .namespaces import Fusion, OpNamespace, find_op
 from .overlaps import Overlap, checked_overlap
+from .primals import of_gradients
 from .records import OpNode, TensorDef, memory_order, reduction_flags, tensor_refs
 from .tensor_view import TensorView, Val
 
@@ -298,7 +298,7 @@ class DefinitionBuilder:
 
     def _annotate(self, tensor: TensorView, mesh: DeviceMesh, dims: Sequence[Any], line: SourceLine) -> None:
         old = self._annotations.get(tensor.id)
-        domain = LoopDomain.of_layouts(dims, self._reduction_flags(tensor.id))
+        domain = LoopDomain.of_layouts(dims, self.reduction_flags(tensor.id))
         new = Annotation(line, domain, tensor.label, mesh, stated=True)
         if old is not None:
             self._check_agreement(tensor, old, new)
@@ -329,7 +329,7 @@ class DefinitionBuilder:
     def annotation(self, tensor: TensorView) -> Annotation:
         """The tensor's annotation, made empty where there is none."""
         if tensor.id not in self._annotations:
-            domain = LoopDomain.whole(self._reduction_flags(tensor.id))
+            domain = LoopDomain.whole(self.reduction_flags(tensor.id))
             self._annotations[tensor.id] = Annotation(caller_line(), domain, tensor.label)
         return self._annotations[tensor.id]
 
@@ -341,28 +341,7 @@ class DefinitionBuilder:
     def annotations(self) -> Mapping[int, Annotation]:
         """The annotations that name a mesh, by tensor: those of gradients that follow their primals, too."""
         given = {i: a for i, a in self._annotations.items() if a.mesh is not None}
-        return dict(sorted((self._of_gradients(given) | given).items()))
-
-    def _of_gradients(self, given: Mapping[int, Annotation]) -> dict[int, Annotation]:
-        """An output that is a gradient lies as its primal does, unless something is said of it.
-
-        Inputs of which nothing is said are whole on every rank; on which mesh is clear where there is one.
-        """
-        found: dict[int, Annotation] = {}
-        meshes, inputs = {a.mesh for a in given.values()}, set(self.input_tensors())
-        for grad in set(self.outputs).intersection(self.primals).difference(given):
-            primal = self.primals[grad]
-            said = given.get(primal)
-            if said is not None and not said.is_streamed:
-                found[grad] = self._like(grad, said.mesh, said.named(), said.line)
-            elif said is None and len(meshes) == 1 and primal in inputs:
-                whole = [()] * self.tensors[grad].type.ndim
-                found[grad] = self._like(grad, next(iter(meshes)), whole, self.tensors[grad].line)
-        return found
-
-    def _like(self, tensor: int, mesh: DeviceMesh | None, dims: Sequence[Layout], line: SourceLine) -> Annotation:
-        label = self.tensors[tensor].line.label(f"t{tensor}")
-        return Annotation(line, LoopDomain.of_layouts(dims, self._reduction_flags(tensor)), label, mesh, stated=True)
+        return dict(sorted((of_gradients(self, given) | given).items()))
 
     def check_complete(self, line: SourceLine | None) -> None:
         """Raises DefinitionError without outputs, and for axes parallelized on a tensor without a mesh."""
@@ -417,12 +396,12 @@ class DefinitionBuilder:
         """An op as a tensor's `definition` and `uses` give it."""
         return node
 
-    def _reduction_flags(self, tensor: int) -> tuple[bool, ...]:
+    def reduction_flags(self, tensor: int) -> tuple[bool, ...]:
         return reduction_flags(self.tensors, tensor, self.producer(tensor))
 
     def loop_dims(self, tensor: int) -> int:
         """How many dims a tensor has, those that its op reduces counted."""
-        return len(self._reduction_flags(tensor))
+        return len(self.reduction_flags(tensor))
 
     def input_tensors(self) -> list[int]:
         return [ref.id for ref in self.inputs if isinstance(ref, TensorRef)]

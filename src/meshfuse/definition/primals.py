@@ -1,0 +1,40 @@
+"""Where gradients lie of which nothing is said: as their primals do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import SourceLine
+from ..mesh import DeviceMesh
+from ..sharding.layout import WHOLE, Layout
+from .annotation import Annotation
+from .loop import LoopDomain
+
+if TYPE_CHECKING:
+    from .fusion import DefinitionBuilder
+
+
+def of_gradients(fd: DefinitionBuilder, given: Mapping[int, Annotation]) -> dict[int, Annotation]:
+    """The annotations of outputs that are gradients: those of their primals, unless something is said of them.
+
+    Inputs of which nothing is said are whole on every rank; on which mesh is clear where there is one.
+    """
+    found: dict[int, Annotation] = {}
+    meshes, inputs = {a.mesh for a in given.values()}, set(fd.input_tensors())
+    for grad in set(fd.outputs).intersection(fd.primals).difference(given):
+        primal = fd.primals[grad]
+        said = given.get(primal)
+        if said is not None and not said.is_streamed:
+            found[grad] = _like(fd, grad, said.mesh, said.named(), said.line)
+        elif said is None and len(meshes) == 1 and primal in inputs:
+            made = fd.tensors[grad]
+            found[grad] = _like(fd, grad, next(iter(meshes)), [WHOLE] * made.type.ndim, made.line)
+    return found
+
+
+def _like(
+    fd: DefinitionBuilder, tensor: int, mesh: DeviceMesh | None, dims: Sequence[Layout], line: SourceLine
+) -> Annotation:
+    domain = LoopDomain.of_layouts(dims, fd.reduction_flags(tensor))
+    return Annotation(line, domain, fd.tensors[tensor].line.label(f"t{tensor}"), mesh, stated=True)
