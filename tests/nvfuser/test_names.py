@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-import nvfuser_direct as real
 import pytest
 
 import meshfuse.nvfuser_direct as ours
 from meshfuse.errors import DefinitionError
 from meshfuse.nvfuser_direct.left_out import ABSENT, REFUSED
+
+try:
+    import nvfuser_direct as real
+except ImportError:  # collected with the main suite, which leaves these tests out
+    real = None
 
 pytestmark = pytest.mark.nvfuser
 
@@ -57,7 +61,7 @@ def has(owner: Any, name: str) -> bool:
 INSTANCES = [
     ours.FusionDefinition, ours.HeuristicParams, ours.PointwiseParams, ours.ReductionParams, ours.MatmulParams,
 ]  # fmt: skip
-OWNERS = dict(owners(real))
+OWNERS: dict[str, Any] = dict(owners(real)) if real else {}
 
 
 def test_the_walk_sees_the_package() -> None:

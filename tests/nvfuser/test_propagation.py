@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import subprocess
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.nvfuser
 # Where a linear's result meets a replicated vector that is broadcast along its rows, nvFuser makes the rows
 # whole (not so without the linear, as in row_norms, or without the vector), and so gathers the operand.
 DIFFERENT = ["rows"]
+# Nobody places the result of a sharded contraction: nvFuser reduces it on every rank, meshfuse leaves it in parts.
+IN_PARTS = ["row_linear"]
 _AFTER = re.compile(r"Fusion after pass: PropagateShardingsPass\n(.*?)\n=====", re.DOTALL)
 _LEAF = re.compile(r"([irb])(?:(deviceIdx)\.x|S|rf)?\d*\{")
 # (is split over the ranks, per dim; is a partial sum)
@@ -67,7 +70,7 @@ def compiled(name: str) -> tuple[mf.FusionDefinition, list[Plan]]:
     return fd, [(tuple(map(bool, homes[t.id].dims)), bool(homes[t.id].partial)) for t in tensors]
 
 
-@pytest.mark.parametrize("name", [name for name in plans.PROGRAMS if name not in DIFFERENT])
+@pytest.mark.parametrize("name", [name for name in plans.PROGRAMS if name not in (*DIFFERENT, *IN_PARTS)])
 def test_same_plan_as_nvfuser(name: str) -> None:
     assert compiled(name)[1] == theirs(name)
 
@@ -79,3 +82,12 @@ def test_better_plan_than_nvfusers(name: str) -> None:
     assert plan != theirs(name)
     assert fd.bill().total == 0
     assert theirs(name)[0][0][0] and not theirs(name)[-1][0][0]
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_free_sum_costs_less_than_nvfusers_all_reduce(name: str) -> None:
+    fd, plan = compiled(name)
+    assert theirs(name)[-1] == ((False, False), True)
+    assert not plan[-1][1]
+    (result,) = fd.outputs
+    assert fd.bill().total < 2 * (plans.RANKS - 1) / plans.RANKS * 4 * math.prod(fd.tensors[result].type.shape)

@@ -193,7 +193,7 @@ class Simulation:
                 stuck = "; ".join(f"rank {rank} waits for {work.what}" for rank, work in waiting.items() if work)
                 raise RankError(f"the simulated ranks wait for each other: {stuck}")
             for rank in ready:
-                with told(self.bound[rank], self.programs[rank]):
+                with torch.no_grad(), told(self.bound[rank], self.programs[rank]):
                     _advance(rank, running[rank], waiting, results)
         return results
 
