@@ -29,6 +29,7 @@ with mf.FusionDefinition() as fd:
     fd.add_output(y)
     fd.mesh_split(x, mesh, [None, "tp"])
     fd.mesh_split(w, mesh, [None, "tp"])
+    fd.mesh_split(y, mesh, [None, None])
 print("the script's own words")
 """
 
@@ -49,7 +50,7 @@ def write(tmp_path: Path, text: str) -> str:
 def test_bill_of_a_script_that_only_defines(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bill", script, "--mesh", "dp=2,tp=4"]) == 0
     out, err = capsys.readouterr()
-    assert f"{2 * 3 / 4 * 8 * 32 * 4:,.0f}" in out and "all-reduce" in out and "script.py:14" in out
+    assert f"{2 * 3 / 4 * 8 * 32 * 4:,.0f}" in out and "all-reduce" in out and "script.py:18" in out
     assert "the script's own words" in err and "own words" not in out
 
 
@@ -66,7 +67,7 @@ def test_bill_written_to_files(script: str, tmp_path: Path, capsys: pytest.Captu
     assert "all-reduce over tp of y (t2)" in out and "runner-up: " in out
     (bill,) = json.loads(files[0].read_text())
     (entry,) = bill["entries"]
-    assert entry["instead"]["total_wire"] >= 0 and entry["held_by"][0].endswith('fd.mesh_split(x, mesh, [None, "tp"])')
+    assert entry["instead"]["total_wire"] >= 0 and entry["held_by"][0].endswith('fd.mesh_split(y, mesh, [None, None])')
     assert "<title>script.py</title>" in files[1].read_text()
 
 
