@@ -117,7 +117,11 @@ def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefiniti
     """The plan for links that are alike on all axes; nothing where they are."""
     linked = {s.mesh for s in graph.annotations.values() if s.mesh.linked}
     if linked:
-        alike = {mesh: DeviceMesh(mesh.shape, mesh.names, ranks=mesh.ranks) for mesh in linked}
+        plain = {mesh: DeviceMesh(mesh.shape, mesh.names, ranks=mesh.ranks) for mesh in linked}
+        # Links and a rate that are the default's make no other mesh: there is nothing else to try.
+        alike = {mesh: other for mesh, other in plain.items() if other != mesh}
+        if not alike:
+            return
         annotations = {i: _on(s, alike) for i, s in graph.annotations.items()}
         found = searched(propagate(dataclasses.replace(graph, annotations=annotations), world), world)
         back = {other: mesh for mesh, other in alike.items()}
