@@ -334,3 +334,15 @@ def test_a_definition_with_links_is_printed_whole() -> None:
     again = space["fd"]
     assert isinstance(again, mf.FusionDefinition)
     assert again.bill().total == fd.bill().total
+
+
+def test_links_that_are_the_defaults_plan_as_no_links_do() -> None:
+    bills = []
+    for links in (None, {"tp": mf.DeviceMesh((4,), ("tp",)).links[0]}):
+        mesh, fd = mf.DeviceMesh((4,), ("tp",), links=links), mf.FusionDefinition()
+        x, w = fd.define_tensor([8, 8]), fd.define_tensor([8, 8])
+        fd.add_output(fd.ops.linear(x, w))
+        for tensor in (x, w):
+            fd.mesh_split(tensor, mesh, [None, "tp"])
+        bills.append(fd.bill().total)
+    assert bills[0] == bills[1] > 0
