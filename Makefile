@@ -7,6 +7,8 @@ COMPILED ?= dp=32,tp=8 --compile-only --batch 64
 RANKS ?= --ranks 4 $(MAIN_JOB) dp=2,tp=2
 ENV = $(PYTHON) tools/env.py
 PYTEST = $(PY) -m pytest -q
+# Two tests at a time; those that start ranks one after another (tests/ranks/conftest.py).
+PARALLEL = -n 2 --dist loadgroup
 
 .PHONY: help env run test test-nvfuser faults fuzz lint gpu-check bench bench-bills bench-compile bench-runtime
 
@@ -30,7 +32,7 @@ run: env
 
 # pytest's closing line for the main suite comes last: CI reads it.
 test: env test-nvfuser
-	@$(PYTEST)
+	@$(PYTEST) $(PARALLEL)
 
 # Status 3: not to be had on this machine, said by tools/env.py in one line. CI has it, so there it is an error.
 test-nvfuser:

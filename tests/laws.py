@@ -11,8 +11,6 @@ from meshfuse.errors import SourceLine
 from meshfuse.graph import Graph, reordered
 from meshfuse.propagation.propagate import propagate as propagate_once
 from meshfuse.propagation.sharded import ShardedDefinition
-from meshfuse.resharding.insert import Set, insert_resharding
-from meshfuse.resharding.moves import wire_elements
 from meshfuse.search import searched
 from meshfuse.sharding import Layout, Sharding, Split
 from meshfuse.sharding.value import canonical_partial
@@ -57,18 +55,6 @@ def chosen(done: ShardedDefinition) -> dict[int, Sharding]:
     inputs = set(done.graph.input_tensors) if len(meshes) > 1 else set()
     free = set(done.homes) - set(done.graph.annotations) - inputs
     return {i: done.homes[i] for i in sorted(free) if not done.homes[i].partial}
-
-
-def wire(done: ShardedDefinition) -> float:
-    """Bytes on the wire, each move counted at its busiest rank."""
-    total = 0.0
-    resharded = insert_resharding(done)
-    for step in resharded.steps:
-        if isinstance(step, Set):
-            kind = done.graph.tensors[resharded.values[step.source].tensor].type
-            ranks = {*step.move.src.mesh.ranks, *step.move.dst.mesh.ranks}
-            total += kind.dtype.itemsize * max(wire_elements(step.move, kind.shape, rank) for rank in ranks)
-    return total
 
 
 def annotated_with_all(done: ShardedDefinition, _: int) -> ShardedDefinition:
