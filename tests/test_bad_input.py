@@ -56,7 +56,7 @@ SPECS = {
         [{}, None],
         [[["dp"]], None],
         [True, None],
-        [object(), None],
+        [object, None],
         [b"dp", None],
         [[(0, "tp")], None],
         [[(-4, "tp")], None],
@@ -170,7 +170,7 @@ def test_meshes(text: str, make: Callable[[], Any]) -> None:
     raises(text, make)
 
 
-@pytest.mark.parametrize("mesh", [None, "dp", 3.5, object(), {}, [0, "a"], [0, 0]], ids=str)
+@pytest.mark.parametrize("mesh", [None, "dp", 3.5, object, {}, [0, "a"], [0, 0]], ids=str)
 def test_what_is_no_mesh(mesh: Any) -> None:
     fd, x = define()
     raises("mesh", lambda: fd.mesh_split(x, mesh, [None, None]))
