@@ -1,9 +1,13 @@
-"""Hypothesis profiles of the suite: `ci` repeats the same examples every time, `fuzz` draws new ones."""
+"""Hypothesis profiles of the suite (`ci` repeats the same examples every time, `fuzz` draws new ones), and what runs
+beside what.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
@@ -15,3 +19,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # Tests are of planning, not of what an earlier run has left on the disk; test_plan_cache.py has folders of its own.
 os.environ["MESHFUSE_CACHE"] = "off"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of real ranks run one after another: they share pools of ranks, and each of them uses all cores."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if "/ranks/" in nodeid else nodeid
+
+    return Scheduling(config, log)

@@ -15,14 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rank_pool import RankPool, base_environment
 
 _GUARD = 140
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of real ranks run one after another: they share pools, and each uses all cores."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture(scope="session")
