@@ -146,6 +146,25 @@ def on_rank_of_devices(devices: list[str]) -> tuple[str, int]:
     return type(made).__name__, sum(map(len, buffers.values()))
 
 
+def on_rank_groups_of_the_same_ranks(count: int) -> list[float]:
+    """What ranks sum in groups that are made anew each time, while the ones before are still there."""
+    from meshfuse.runtime.group import Group
+
+    world, _ = _world_group()
+    groups = [Group(world, world.all_ranks, f"number {number}") for number in range(count)]
+    sums = []
+    for number, group in enumerate(groups):
+        tensor = torch.full((3,), float(number + world.rank))
+        group.all_reduce(tensor).wait()
+        sums.append(tensor[0].item())
+    return sums
+
+
+def test_groups_of_the_same_ranks_find_each_other(ranks4):
+    """Not the addresses that an earlier group has left in the store."""
+    assert ranks4.run(on_rank_groups_of_the_same_ranks, 12) == [[4.0 * n + 6 for n in range(12)]] * 4
+
+
 @pytest.mark.parametrize(("devices", "kind"), [("aa", ("Staged", 1)), ("ab", ("Known", 0))])
 def test_nccl_is_for_ranks_with_devices_of_their_own(ranks2, devices, kind):
     assert ranks2.run(on_rank_of_devices, list(devices)) == [kind, kind]

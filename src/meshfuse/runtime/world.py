@@ -57,13 +57,13 @@ class Activity(Protocol):
 
 @dataclass(slots=True)
 class _Counters:
-    """How often the ranks of a tuple have met; equal on all of them, as they run the same program."""
+    """How often the ranks of a tuple have met, for this or that; equal on all of them, as they run the same program."""
 
-    meetings: dict[tuple[int, ...], int] = field(default_factory=dict)
+    meetings: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
-    def next(self, ranks: tuple[int, ...]) -> int:
-        self.meetings[ranks] = self.meetings.get(ranks, 0) + 1
-        return self.meetings[ranks]
+    def next(self, ranks: tuple[int, ...], what: str = "") -> int:
+        self.meetings[what, ranks] = self.meetings.get((what, ranks), 0) + 1
+        return self.meetings[what, ranks]
 
 
 @dataclass(slots=True)
@@ -194,8 +194,11 @@ class World:
             )
 
     def meet(self, group: Group, kind: str, make: Callable[[dist.Store], T]) -> T:
-        """Make a backend's process group once all of the group's ranks have come to make it."""
-        name = f"group/{kind}/{'-'.join(map(str, group.ranks))}"
+        """Make a backend's process group once all of the group's ranks have come to make it.
+
+        Each has a name of its own: one that read the addresses of an earlier one would never connect.
+        """
+        name = f"group/{kind}/{'-'.join(map(str, group.ranks))}/{self._counters.next(group.ranks, kind)}"
         start = time.monotonic()
         self._arrive(name, group.ranks, f"connecting {group}")
         self._peers.remember(group.ranks)
