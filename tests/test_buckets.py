@@ -96,6 +96,5 @@ def test_steps_are_put_in_another_order_and_no_more(layers):
     assert sorted(map(str, order)) == sorted(map(str, resharded.steps))
     known = set(resharded.inputs)
     for step in order:
-        taken = step.inputs if hasattr(step, "inputs") else (step.source,)
-        assert known.issuperset(taken)
-        known.update(step.outputs if hasattr(step, "outputs") else (step.target,))
+        assert known.issuperset(step.inputs)
+        known.update(step.outputs)

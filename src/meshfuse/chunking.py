@@ -10,7 +10,7 @@ from .cuts import Cut, Refused, dim_cut, factor_cut, of_shards
 from .graph import Stream
 from .mesh import STREAM, DeviceMesh
 from .ops.base import FactorKind
-from .overlap import ChunkLoop, OverlappedDefinition, made_by, step_mesh, taken
+from .overlap import ChunkLoop, OverlappedDefinition, step_mesh
 from .resharding.insert import Compute, ReshardedDefinition, Set, Step
 from .resharding.moves import MoveKind, count, restricted
 from .resharding.postpone import postponed
@@ -53,13 +53,13 @@ class _Builder:
         self.refused: dict[int, str] = {}
         self.drafts: list[_Draft] = []
         self.in_draft: dict[int, _Draft] = {}
-        self.maker = {v: place for place, step in enumerate(self.steps) for v in made_by(step)}
+        self.maker = {v: place for place, step in enumerate(self.steps) for v in step.outputs}
         self.readers: dict[int, list[int]] = {}
         self.values_of: dict[int, list[int]] = {}
         for value in resharded.values:
             self.values_of.setdefault(value.tensor, []).append(value.id)
         for place, step in enumerate(self.steps):
-            for v in taken(step):
+            for v in step.inputs:
                 self.readers.setdefault(v, []).append(place)
 
     def build(self) -> None:
@@ -101,9 +101,9 @@ class _Builder:
 
     def _joinable(self, draft: _Draft) -> _Draft | None:
         """A loop that makes what this one reads, cut in the same way: the two are one."""
-        read = {v for place in draft.steps for v in taken(self.steps[place])}
+        read = {v for place in draft.steps for v in self.steps[place].inputs}
         for other in self.drafts:
-            made = {v for place in other.steps for v in made_by(self.steps[place])}
+            made = {v for place in other.steps for v in self.steps[place].outputs}
             near = bool(made & read) and other.ring != "scatter" and self._agree(other, draft)
             if near and self._convex(other.steps | draft.steps):
                 return other
@@ -115,7 +115,7 @@ class _Builder:
         return all(one.cuts.get(t) == other.cuts.get(t) for t in shared)
 
     def _tensors(self, places: Iterable[int]) -> set[int]:
-        return {self._tensor(v) for place in places for v in (*taken(self.steps[place]), *made_by(self.steps[place]))}
+        return {self._tensor(v) for place in places for v in (*self.steps[place].inputs, *self.steps[place].outputs)}
 
     def _check_free(self, place: int) -> None:
         if place in self.in_draft:
@@ -203,7 +203,7 @@ class _Builder:
         """Moves of cut tensors before (or after) the ops, the nearest first."""
         found: list[int] = []
         for place in sorted(draft.steps):
-            values = made_by(self.steps[place]) if forward else taken(self.steps[place])
+            values = self.steps[place].outputs if forward else self.steps[place].inputs
             todo = list(values)
             while todo:
                 value = todo.pop()
@@ -211,7 +211,7 @@ class _Builder:
                 for move in near:
                     if self._is_chunked_move(draft, move) and move not in found:
                         found.append(move)
-                        todo += made_by(self.steps[move]) if forward else taken(self.steps[move])
+                        todo += self.steps[move].outputs if forward else self.steps[move].inputs
         return found
 
     def _is_chunked_move(self, draft: _Draft, place: int) -> bool:
@@ -226,16 +226,16 @@ class _Builder:
 
     def _convex(self, steps: set[int]) -> bool:
         """True where nothing outside stands between two of the steps."""
-        inside = set(made_by(self.steps[min(steps)]))
+        inside = set(self.steps[min(steps)].outputs)
         outside: set[int] = set()
         for place in range(min(steps) + 1, max(steps) + 1):
             step = self.steps[place]
             if place in steps:
-                if outside.intersection(taken(step)):
+                if outside.intersection(step.inputs):
                     return False
-                inside.update(made_by(step))
-            elif (inside | outside).intersection(taken(step)):
-                outside.update(made_by(step))
+                inside.update(step.outputs)
+            elif (inside | outside).intersection(step.inputs):
+                outside.update(step.outputs)
         return True
 
     def _follow(self, draft: _Draft) -> None:
@@ -246,7 +246,7 @@ class _Builder:
 
     def _later_products(self, draft: _Draft) -> Iterator[set[int]]:
         """Places of products that read what the loop makes, each set with the ops in between."""
-        made = {self._tensor(v) for place in draft.steps for v in made_by(self.steps[place])}
+        made = {self._tensor(v) for place in draft.steps for v in self.steps[place].outputs}
         for tensor in sorted(made):
             found = self._forward(tensor, 8) - draft.steps
             if found and not any(place in self.in_draft for place in found):
@@ -340,7 +340,7 @@ class _Builder:
                     yield found
 
     def _tensors_read(self, place: int) -> list[int]:
-        return [self._tensor(v) for v in taken(self.steps[place])]
+        return [self._tensor(v) for v in self.steps[place].inputs]
 
     def _tensor(self, value: int) -> int:
         return self.resharded.values[value].tensor
@@ -351,7 +351,7 @@ class _Builder:
         for place in values:
             step = self.steps[place]
             scatters = isinstance(step, Compute) or step.move.kind is MoveKind.REDUCE_SCATTER
-            for value in made_by(step) if scatters else taken(step):
+            for value in step.outputs if scatters else step.inputs:
                 made = self.resharded.values[value]
                 shards = made.sharding.dims[draft.cuts[made.tensor].dim] if made.tensor in draft.cuts else ()
                 if shards and all(split.bound for split in shards):
@@ -376,7 +376,7 @@ class _Builder:
         after: dict[int, set[int]] = {}
         for place, step in enumerate(self.steps):
             unit = unit_of.get(place, place)
-            found = {unit_of.get(self.maker[v], self.maker[v]) for v in taken(step) if v in self.maker} - {unit}
+            found = {unit_of.get(self.maker[v], self.maker[v]) for v in step.inputs if v in self.maker} - {unit}
             before.setdefault(unit, set()).update(found)
             for other in found:
                 after.setdefault(other, set()).add(unit)

@@ -53,12 +53,12 @@ class ChunkLoop:
     def inputs(self) -> tuple[int, ...]:
         """Values that come from outside."""
         made = set(self.outputs)
-        return tuple(dict.fromkeys(v for s in self.steps for v in taken(s) if v not in made))
+        return tuple(dict.fromkeys(v for s in self.steps for v in s.inputs if v not in made))
 
     @property
     def outputs(self) -> tuple[int, ...]:
         """All values that it makes."""
-        return tuple(v for s in self.steps for v in made_by(s))
+        return tuple(v for s in self.steps for v in s.outputs)
 
     def only(self, tensor: int, chunk: int) -> tuple[int, lay.Runs]:
         """The dim, and the indices of it, that a chunk of a tensor has."""
@@ -90,8 +90,8 @@ class OverlappedDefinition:
         assert len(steps) == len(self.resharded.steps)
         known = set(self.resharded.inputs)
         for step in steps:
-            assert known.issuperset(taken(step)) and known.isdisjoint(made_by(step))
-            known.update(made_by(step))
+            assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
+            known.update(step.outputs)
 
     def __str__(self) -> str:
         graph = self.resharded.graph
@@ -109,16 +109,6 @@ class OverlappedDefinition:
 
 def _step_name(graph: Graph, step: Step) -> str:
     return graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value
-
-
-def taken(step: Step) -> tuple[int, ...]:
-    """The values that a step reads."""
-    return step.inputs if isinstance(step, Compute) else (step.source,)
-
-
-def made_by(step: Step) -> tuple[int, ...]:
-    """The values that a step makes."""
-    return step.outputs if isinstance(step, Compute) else (step.target,)
 
 
 def step_mesh(step: Step) -> DeviceMesh:

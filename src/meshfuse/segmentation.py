@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .overlap import ChunkLoop, OverlappedDefinition, taken
+from .overlap import ChunkLoop, OverlappedDefinition
 from .resharding.early import WORTH, Seconds
 from .resharding.insert import Compute, ReshardedDefinition, Set
 
@@ -105,7 +105,7 @@ def _readers(overlapped: OverlappedDefinition) -> dict[int, set[int]]:
     """For every value the nodes that read it; -1 stands for moves, loops and outputs."""
     found: dict[int, set[int]] = {value: {-1} for value in overlapped.resharded.outputs}
     for part in overlapped.parts:
-        for value in part.inputs if isinstance(part, ChunkLoop) else taken(part):
+        for value in part.inputs:
             found.setdefault(value, set()).add(part.node if isinstance(part, Compute) else -1)
     return found
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..dtypes import DataType
 from ..graph import Graph
 from ..ops.local import LocalCall
-from ..overlap import ChunkLoop, made_by, taken
+from ..overlap import ChunkLoop
 from ..resharding.insert import Compute, Set, Value
 from ..resharding.moves import MoveKind, count, restricted
 from ..sharding import layout as lay
@@ -326,9 +326,9 @@ class _Loop:
         found: list[Compute | Set] = []
         wanted = {value}
         for step in reversed(self.loop.steps):
-            if wanted.intersection(made_by(step)):
+            if wanted.intersection(step.outputs):
                 found.insert(0, step)
-                wanted.update(taken(step))
+                wanted.update(step.inputs)
         return found
 
     def _global(self, step: Set, chunk: int) -> tuple[Runs, ...]:

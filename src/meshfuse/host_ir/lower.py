@@ -10,7 +10,7 @@ from ..errors import SourceLine
 from ..graph import Graph
 from ..ops.base import FactorKind, ScalarRef
 from ..ops.local import plain_text
-from ..overlap import ChunkLoop, taken
+from ..overlap import ChunkLoop
 from ..resharding.early import local_cost
 from ..resharding.insert import Compute, Set, Value
 from ..resharding.moves import Move, wire_elements
@@ -191,7 +191,7 @@ class Lowering:
 
     def is_read_outside(self, loop: ChunkLoop, value: int) -> bool:
         """True where more than the loop's own steps reads a value."""
-        inside = sum(taken(step).count(value) for step in loop.steps)
+        inside = sum(step.inputs.count(value) for step in loop.steps)
         return self.readers.get(value, 0) > inside
 
 
@@ -231,7 +231,7 @@ def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:
     """How many ops, moves and outputs read each value."""
     counts: dict[int, int] = dict.fromkeys(segmented.resharded.outputs, 1)
     for step in segmented.resharded.steps:
-        for v in step.inputs if isinstance(step, Compute) else (step.source,):
+        for v in step.inputs:
             counts[v] = counts.get(v, 0) + 1
     return counts
 

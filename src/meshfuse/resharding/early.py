@@ -93,7 +93,7 @@ def _places(resharded: ReshardedDefinition, costs: Sequence[float]) -> list[tupl
             if until[place] - until[first + 1] >= WORTH:
                 base = first
         keys.append((base, -1 if base == place else place))
-        for value in step.outputs if isinstance(step, Compute) else (step.target,):
+        for value in step.outputs:
             made_at[value] = base
     return keys
 

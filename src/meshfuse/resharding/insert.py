@@ -53,6 +53,16 @@ class Set:
     line: SourceLine
     node: int | None = None
 
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The value that is moved, as of any step."""
+        return (self.source,)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The value that is made, as of any step."""
+        return (self.target,)
+
 
 Step = Compute | Set
 
@@ -75,8 +85,8 @@ class ReshardedDefinition:
         """Every value is made once, before it is read; moves start from and end in the shardings of their values."""
         known = set(self.inputs)
         for step in self.steps:
-            taken = step.inputs if isinstance(step, Compute) else (step.source,)
-            made = step.outputs if isinstance(step, Compute) else (step.target,)
+            taken = step.inputs
+            made = step.outputs
             assert known.issuperset(taken) and known.isdisjoint(made)
             known.update(made)
             self._verify_shardings(step)

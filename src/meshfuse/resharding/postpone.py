@@ -9,9 +9,8 @@ reductions that it meets on its way go with it (PyTorch's DistributedDataParalle
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
-from .insert import Compute, ReshardedDefinition, Set, Step
+from .insert import ReshardedDefinition, Set, Step
 from .moves import MoveKind
 
 # A larger all-reduce goes where it stands, and one of at most the second size also goes with one that is not its own.
@@ -67,9 +66,9 @@ class _Order:
         return bucket_key(self.resharded, step)
 
     def _take(self, step: Step) -> None:
-        if not self.missing.isdisjoint(_reads(step)):
+        if not self.missing.isdisjoint(step.inputs):
             self.waiting.append(step)
-            self.missing.update(_makes(step))
+            self.missing.update(step.outputs)
         elif isinstance(step, Set) and self._key(step) is not None:
             self.held.append(step)
             self.missing.add(step.target)
@@ -78,7 +77,7 @@ class _Order:
 
     def _release(self) -> None:
         """Reduce what the first waiting step needs, and small ones with it; then go on with what waited."""
-        needed = set(_reads(self.waiting[0]))
+        needed = set(self.waiting[0].inputs)
         keys = {self._key(s) for s in self.held if s.target in needed}
         go = [s for s in self.held if s.target in needed or (self._key(s) in keys and self._is_small(s))]
         go.sort(key=lambda s: list(keys).index(self._key(s)))
@@ -89,11 +88,3 @@ class _Order:
 
     def _is_small(self, step: Set) -> bool:
         return size_of(self.resharded, step) <= _SMALL
-
-
-def _reads(step: Step) -> Iterable[int]:
-    return step.inputs if isinstance(step, Compute) else (step.source,)
-
-
-def _makes(step: Step) -> Iterable[int]:
-    return step.outputs if isinstance(step, Compute) else (step.target,)
