@@ -60,6 +60,12 @@ def test_bill_as_json_with_arguments_for_the_script(script: str, capsys: pytest.
     assert bill["total"] == 2 * 7 / 8 * 8 * 32 * 4
 
 
+def test_bill_with_memory(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bill", script, "--memory", "--mesh", "dp=2,tp=4"]) == 0
+    out = capsys.readouterr().out
+    assert "all-reduce" in out and "bytes per rank, " in out and "argument" in out
+
+
 def test_bill_written_to_files(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = tmp_path / "bill.json", tmp_path / "bill.html"
     assert main(["bill", script, "--why", "--json", str(files[0]), "--html", str(files[1])]) == 0

@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     bill = _script_command(commands, "bill", "the bytes that a script's ranks put on the wire")
     bill.add_argument("--why", action="store_true", help="what is behind every collective, and its runner-up (slow)")
     bill.add_argument("--json", metavar="FILE", help="write JSON, one bill per definition (- prints it)")
+    bill.add_argument("--memory", action="store_true", help="the most bytes that a rank holds at once, too")
     bill.add_argument("--html", metavar="FILE", help="write one page of graph, timeline and bill, for a browser")
     bill.set_defaults(command=_bill)
     trace = _script_command(commands, "trace", "when a script's ranks compute, communicate and wait")
@@ -127,7 +128,11 @@ def _bill(args: argparse.Namespace) -> int:
             return written
         if args.json is not None:
             _write(args.json, written + "\n")
-        return "\n\n".join(f"{b}\n\n{b.details()}" if args.why and b.entries else str(b) for b in bills)
+        parts = [f"{b}\n\n{b.details()}" if args.why and b.entries else str(b) for b in bills]
+        if args.memory:
+            memory = importlib.import_module("meshfuse.report.memory")
+            parts = [f"{p}\n\n{memory.memory_of(compiled)}" for p, compiled in zip(parts, programs, strict=True)]
+        return "\n\n".join(parts)
 
     return _report(args, text)
 

@@ -1,7 +1,7 @@
 """The stages in their order: the page to open first.
 
-definition → `concretize` → `distribute` (by `propagate`) → `merged` → `written` → `insert_resharding` → `overlap`
-→ `segment` → `lower_to_host_ir` → executor.
+definition → `concretize` → `distribute` (by `propagate`) → `merged` → `written` → `insert_resharding` → `early`
+→ `fitted` → `overlap` → `segment` → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 
@@ -20,6 +20,7 @@ from .distribution import distribute
 from .graph import Graph, concretize
 from .host_ir.lower import lower_to_host_ir
 from .host_ir.program import HostProgram, digest_of
+from .host_ir.schedule import IN_FLIGHT
 from .host_ir.verify import verify, verify_together
 from .linked import with_links
 from .merging import merged
@@ -29,6 +30,7 @@ from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.early import early
 from .resharding.insert import ReshardedDefinition, insert_resharding
+from .resharding.memory import fitted, peak
 from .rounds import written
 from .search import searched
 from .segmentation import SegmentedDefinition, segment
@@ -39,6 +41,7 @@ class CompiledProgram:
     """All stages of one definition for one set of shapes. Host programs are made per rank, when asked for.
 
     `planned` is what propagation decided; in `sharded` the ops that are computed in rounds are written out.
+    `in_flight` bounds the bytes of communications that are issued ahead of their need.
     """
 
     planned: ShardedDefinition
@@ -47,6 +50,7 @@ class CompiledProgram:
     segmented: SegmentedDefinition
     digest: str
     ranks: tuple[int, ...]
+    in_flight: int
     _programs: dict[int, HostProgram] = field(default_factory=dict, repr=False)
 
     @property
@@ -56,7 +60,7 @@ class CompiledProgram:
     def host_program(self, rank: int) -> HostProgram:
         """The verified program of a rank."""
         if rank not in self._programs:
-            program = lower_to_host_ir(self.segmented, rank, self.digest)
+            program = lower_to_host_ir(self.segmented, rank, self.digest, self.in_flight)
             verify(program)
             self._programs[rank] = program
         return self._programs[rank]
@@ -71,15 +75,16 @@ class CompiledProgram:
 
 
 def compile_definition(
-    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh
-) -> CompiledProgram:
+    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
+    max_memory: float | None = None,
+) -> CompiledProgram:  # fmt: skip
     """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one.
 
-    What is planned for long is kept on disk (`plan_cache`).
+    What is planned for long is kept on disk (`plan_cache`). `max_memory`: bytes that a rank may hold, if that is known.
     """
     with _no_collection():
         graph = with_links(taken_apart(concretize(fd, shapes, scalars)))
-        return compile_sharded(planned(graph, world, lambda: _decided(graph, world)))
+        return compile_sharded(planned(graph, world, lambda: _decided(graph, world)), max_memory)
 
 
 def _decided(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
@@ -104,14 +109,18 @@ def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
     return compile_sharded(propagate(graph, world))
 
 
-def compile_sharded(planned: ShardedDefinition) -> CompiledProgram:
+def compile_sharded(planned: ShardedDefinition, max_memory: float | None = None) -> CompiledProgram:
     """The stages after propagation."""
     sharded = written(planned)
     resharded = early(insert_resharding(sharded))
+    in_flight = IN_FLIGHT
+    if max_memory is not None:
+        resharded = fitted(resharded, max_memory)
+        in_flight = min(in_flight, max(int(max_memory) - peak(resharded).nbytes, 0))
     overlapped = overlap(resharded)
     segmented = segment(overlapped)
     digest = digest_of(f"{overlapped}\n{resharded.fingerprint()}")
-    return CompiledProgram(planned, sharded, resharded, segmented, digest, _ranks(resharded))
+    return CompiledProgram(planned, sharded, resharded, segmented, digest, _ranks(resharded), in_flight)
 
 
 def _ranks(resharded: ReshardedDefinition) -> tuple[int, ...]:

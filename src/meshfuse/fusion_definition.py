@@ -37,8 +37,9 @@ from .ops.base import TensorRef
 from .report.backends import backends_table
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
+from .report.memory import Memory, memory_of, watch_memory
 from .report.reprint import definition_source
-from .report.watch import bound, watch
+from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
 from .runtime.world import World
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
@@ -64,9 +65,12 @@ class FusionDefinition(DefinitionBuilder):
 
     A plan that moves more than `max_wire` bytes per rank (MESHFUSE_MAX_WIRE, where it is None) gives a PlanWarning
     that names the annotation to change; without a bound, only one that another annotation would halve.
+
+    Where a rank would hold more than `max_memory` bytes (MESHFUSE_MAX_MEMORY), what was gathered is dropped after one
+    use and gathered again for the next; where that is not enough, a PlanWarning says what takes the memory.
     """
 
-    def __init__(self, seed: int = 0, *, max_wire: float | None = None) -> None:
+    def __init__(self, seed: int = 0, *, max_wire: float | None = None, max_memory: float | None = None) -> None:
         super().__init__()
         if as_int(seed) is None:
             raise user_error(
@@ -77,7 +81,8 @@ class FusionDefinition(DefinitionBuilder):
                 caller_line(),
             )
         self.seed = seed
-        self.max_wire = bound(max_wire, caller_line())
+        self.max_wire = bound(MAX_WIRE, max_wire, caller_line())
+        self.max_memory = bound(MAX_MEMORY, max_memory, caller_line())
         self._constants: set[int] = set()
         self._steps: dict[str, int] = {}
         self._compiled: dict[Any, CompiledProgram] = {}
@@ -284,8 +289,9 @@ class FusionDefinition(DefinitionBuilder):
         scalars = {i: found.scalars[i] for i in self._sized_by()}
         key = (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
         if key not in self._compiled:
-            self._compiled[key] = compile_definition(self, shapes, scalars, world)
+            self._compiled[key] = compile_definition(self, shapes, scalars, world, self.max_memory)
             watch(self._compiled[key], self.max_wire, line)
+            watch_memory(self._compiled[key], self.max_memory, line)
         return self._compiled[key]
 
     def _bind_rank(
@@ -347,6 +353,10 @@ class FusionDefinition(DefinitionBuilder):
         one; that takes as long as some compilations. `print(bill.details())` shows all that is known.
         """
         return bill_of(self.latest(shapes), alternatives)
+
+    def memory(self, *shapes: Sequence[int]) -> Memory:
+        """The most bytes that a rank holds at once, as modelled, and what they are; `print(fd.memory())` shows it."""
+        return memory_of(self.latest(shapes))
 
     def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
         """The program of a rank for the latest (or the given) shapes."""

@@ -25,15 +25,18 @@ from .instructions import Communication, Instruction, Kernel, Launch
 from .liveness import with_frees
 from .op_text import OpText
 from .program import HostProgram
-from .schedule import schedule
+from .schedule import IN_FLIGHT, schedule
 
 # A Python expression of tensors, which torch computes into new memory.
 _ARITHMETIC = re.compile(r"v\d+ = \(\w+ [-+*/] [\w.]+\)")
 
 
-def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str) -> HostProgram:
-    """The program of a rank: its kernels, its part in every collective, and where each buffer's life ends."""
-    return Lowering(segmented, rank, digest).run()
+def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str, in_flight: int = IN_FLIGHT) -> HostProgram:
+    """The program of a rank: its kernels, its part in every collective, and where each buffer's life ends.
+
+    `in_flight` bounds the bytes of communications that are issued ahead of their need.
+    """
+    return Lowering(segmented, rank, digest).run(in_flight)
 
 
 class Lowering:
@@ -57,7 +60,7 @@ class Lowering:
     def values(self) -> Sequence[Value]:
         return self.segmented.resharded.values
 
-    def run(self) -> HostProgram:
+    def run(self, in_flight: int) -> HostProgram:
         self._name_inputs()
         for part in buckets(self.segmented.resharded, self.segmented.parts):
             if isinstance(part, Segment):
@@ -69,7 +72,7 @@ class Lowering:
         resharded = self.segmented.resharded
         outputs = tuple(self.name(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
         model = CostModel.of(dict.fromkeys(v.sharding.mesh for v in self.values))
-        body = with_frees(schedule(self.instructions, model), keep={*filter(None, outputs)})
+        body = with_frees(schedule(self.instructions, model, in_flight), keep={*filter(None, outputs)})
         return HostProgram(self.rank, self._params(), tuple(body), outputs, self.digest)
 
     def _name_inputs(self) -> None:

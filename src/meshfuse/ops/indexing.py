@@ -320,6 +320,7 @@ OPS = (
         samples=lambda: [Sample((_t(6, 8), 5, 1)), Sample((_t(6, 8), -1, 0))],
         nvfuser=native_forms.select,
         vjp=INDEXING["select"],
+        is_view=True,
     ),
     OpDef(
         "embedding_fwd",

@@ -377,6 +377,7 @@ MOVES = (
             Partial.MOVE,
             samples=lambda: [Sample((_EXAMPLE,))],
             vjp=POINTWISE[name],
+            is_view=True,
         )
         for name in ("set", "segment_set")
     ),

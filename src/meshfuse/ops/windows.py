@@ -273,7 +273,7 @@ OPS = (
           _slice_infer, _slice_rule, _slice_emit, Partial.MOVE,
           samples=lambda: [_sample((6, 8), [0, 2], [6, 7]), _sample((6, 8), [1, 0], [6, 8], [2, 1]),
                            _sample((7, 8), [1, 3], [6, 8], [2, 4]), _sample((12, 8), [4, 0], [8, 8])],
-          nvfuser=_slice_nvfuser, window=_slice_window, vjp=SLICE),
+          nvfuser=_slice_nvfuser, window=_slice_window, vjp=SLICE, is_view=True),
     OpDef("pad", (_ARG, Param("pad_widths", K.SHAPE), Param("value", K.OPTIONAL_SCALAR, None)),
           _pad_infer, _pad_rule, _pad_emit,
           samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5),

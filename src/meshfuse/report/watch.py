@@ -15,7 +15,8 @@ from .alternatives import Alternative, Alternatives, Total, total, wire_bytes
 from .bill import collectives, number
 from .causes import Causes
 
-VARIABLE = "MESHFUSE_MAX_WIRE"
+# Of the bytes on the wire, and of those that a rank holds.
+MAX_WIRE, MAX_MEMORY = "max_wire", "max_memory"
 # Without a bound: one collective of so many bytes per rank is looked at, in programs of so many ops, and a warning
 # needs a plan that moves less than half.
 NOTABLE = 256e6
@@ -29,12 +30,13 @@ class PlanWarning(UserWarning):
     """A plan that moves more than its bound, or far more than with another annotation."""
 
 
-def bound(given: Any, line: SourceLine | None = None) -> float | None:
-    """The bound in bytes per rank: as given, else of MESHFUSE_MAX_WIRE; None without.
+def bound(name: str, given: Any, line: SourceLine | None = None) -> float | None:
+    """A bound in bytes per rank: as given, else of MESHFUSE_MAX_WIRE or MESHFUSE_MAX_MEMORY; None without.
 
     Raises DefinitionError where it is no number from 0 on.
     """
-    text = os.environ.get(VARIABLE) if given is None else given
+    variable = f"MESHFUSE_{name.upper()}"
+    text = os.environ.get(variable) if given is None else given
     if text is None or text == "":
         return None
     try:
@@ -42,8 +44,8 @@ def bound(given: Any, line: SourceLine | None = None) -> float | None:
     except (TypeError, ValueError):
         found = math.nan
     if not found >= 0:
-        name = "max_wire" if given is not None else VARIABLE
-        raise user_error(name, repr(text), "bytes per rank, 0 or more", "64e6 is 64 MB.", line)
+        told = name if given is not None else variable
+        raise user_error(told, repr(text), "bytes per rank, 0 or more", "64e6 is 64 MB.", line)
     return found
 
 

@@ -1,0 +1,92 @@
+"""What a rank holds where it holds most, and a warning where that is more than it may."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from ..compiler import CompiledProgram
+from ..errors import SourceLine
+from ..resharding.insert import Compute, ReshardedDefinition
+from ..resharding.memory import peak
+from .bill import number, table
+from .watch import PlanWarning
+
+# How many of the values at the peak are told.
+_TOLD = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A value at the peak: bytes of a rank, the tensor's name, its sharding, where it comes from, and its line.
+
+    `origin` is "argument", "op" (and its name) or the collective that made it.
+    """
+
+    nbytes: int
+    tensor: str
+    sharding: str
+    origin: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The most bytes that a rank holds at once, in which op of which line, and in what: the largest first."""
+
+    peak: int
+    step: str
+    held: tuple[Held, ...]
+
+    def __str__(self) -> str:
+        rows = [("bytes", "tensor", "sharding", "from", "line")]
+        rows += [(number(h.nbytes), h.tensor, h.sharding, h.origin, h.line) for h in self.held[:_TOLD]]
+        left = self.held[_TOLD:]
+        if left:
+            rows.append((number(sum(h.nbytes for h in left)), f"{len(left)} more", "", "", ""))
+        return f"at most {number(self.peak)} bytes per rank, {self.step}\n{table(rows, right=(0,))}"
+
+
+def memory_of(compiled: CompiledProgram) -> Memory:
+    """The memory of a compiled program, as modelled: what ops need inside is not known."""
+    resharded = compiled.resharded
+    found = peak(resharded)
+    made = {v: step for step in resharded.steps for v in step.outputs}
+    held = []
+    for v in found.held:
+        tensor, sharding = resharded.graph.tensors[resharded.values[v].tensor], resharded.values[v].sharding
+        nbytes = sharding.max_local_numel(tensor.type.shape) * tensor.type.dtype.itemsize
+        held.append(Held(nbytes, tensor.label, str(sharding), _origin(resharded, made.get(v)), str(tensor.line)))
+    return Memory(found.nbytes, _step(resharded, found.place), tuple(held))
+
+
+def _origin(resharded: ReshardedDefinition, step: object) -> str:
+    if step is None:
+        return "argument"
+    return _name(resharded, step)
+
+
+def _name(resharded: ReshardedDefinition, step: object) -> str:
+    return resharded.graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value  # type: ignore[attr-defined]
+
+
+def _step(resharded: ReshardedDefinition, place: int) -> str:
+    if place == len(resharded.steps):
+        return "at the end"
+    step = resharded.steps[place]
+    line = resharded.graph.nodes[step.node].line if isinstance(step, Compute) else step.line
+    return f"in {_name(resharded, step)} at {line}"
+
+
+def watch_memory(compiled: CompiledProgram, limit: float | None, line: SourceLine) -> None:
+    """Warn (PlanWarning, at the user's line) of a plan that needs more than its bound whatever is gathered again."""
+    if limit is None or not compiled.graph.nodes:
+        return
+    found = memory_of(compiled)
+    if found.peak > limit:
+        most = "; ".join(f"{h.tensor} {h.sharding} at {h.line}, {number(h.nbytes)}" for h in found.held[:3])
+        text = (
+            f"a rank holds {number(found.peak)} bytes {found.step}, more than max_memory={number(limit)}; the largest: "
+            f"{most}. What can be gathered again already is: split one of these over another mesh axis by mesh_split."
+        )
+        warnings.warn_explicit(text, PlanWarning, line.file, line.line)

@@ -1,0 +1,218 @@
+"""What a rank holds, and moves done again in place of holding their results."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfuse as mf
+from meshfuse.ops import OPS
+from meshfuse.resharding.insert import Set
+from meshfuse.resharding.memory import fitted, peak
+from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for, shapes_for
+from meshfuse.testing.calls import make_call, operands_of, whole
+from op_harness import sample_ids
+
+LAYERS, ROWS, WIDTH = 4, 64, 32
+WEIGHT = WIDTH * WIDTH * 4
+
+
+def fsdp(layers: int = LAYERS, **bounds: Any) -> mf.FusionDefinition:
+    """A deep MLP, its weights and rows split over four ranks, forward and backward."""
+    mesh = mf.DeviceMesh([0, 1, 2, 3], ("dp",), links="dgx-h100")
+    with mf.FusionDefinition(**bounds) as fd:
+        x = fd.define_tensor([ROWS, WIDTH])
+        seed = fd.define_tensor([ROWS, WIDTH])
+        weights = [fd.define_tensor([WIDTH, WIDTH]) for _ in range(layers)]
+        y = x
+        for w in weights:
+            y = fd.ops.tanh(fd.ops.linear(y, w))
+        grads = fd.grad([y], weights, [seed])
+        for out in (y, *grads):
+            fd.add_output(out)
+        for t in (x, seed, y):
+            fd.mesh_split(t, mesh, ["dp", None])
+        for t in (*weights, *grads):
+            fd.mesh_split(t, mesh, ["dp", None])
+    return fd
+
+
+def gathers(fd: mf.FusionDefinition) -> int:
+    return sum(e.collective == "all-gather" for e in fd.bill().entries)
+
+
+def sequence_parallel(**bounds: Any) -> mf.FusionDefinition:
+    """Two Megatron MLPs, rows between them split over the ranks, forward and backward."""
+    mesh = mf.DeviceMesh([0, 1, 2, 3], ("tp",), links="dgx-h100")
+    with mf.FusionDefinition(**bounds) as fd:
+        x = fd.define_tensor([4 * ROWS, WIDTH])
+        seed = fd.define_tensor([4 * ROWS, WIDTH])
+        weights = [(fd.define_tensor([2 * WIDTH, WIDTH]), fd.define_tensor([WIDTH, 2 * WIDTH])) for _ in range(2)]
+        y = x
+        for up, down in weights:
+            h = fd.ops.rms_norm(y, [WIDTH])
+            z = fd.ops.linear(fd.ops.tanh(fd.ops.linear(h, up)), down)
+            fd.mesh_split(z, mesh, ["tp", None])
+            y = y + z
+        flat = [w for pair in weights for w in pair]
+        grads = fd.grad([y], flat, [seed])
+        for out in (y, *grads):
+            fd.add_output(out)
+        for t in (x, seed, y):
+            fd.mesh_split(t, mesh, ["tp", None])
+        for up, down in weights:
+            fd.mesh_split(up, mesh, ["tp", None])
+            fd.mesh_split(down, mesh, [None, "tp"])
+    return fd
+
+
+def test_what_an_op_made_is_kept_in_parts_and_gathered_again():
+    """Rows that a product needs whole, in the forward and for its weight's gradient."""
+    free = sequence_parallel()
+    rows = 4 * ROWS * WIDTH * 4
+    fd = sequence_parallel(max_memory=free.memory().peak - rows // 2)
+    assert gathers(fd) > gathers(free)
+    assert fd.memory().peak <= free.memory().peak - rows // 2
+    assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+def test_without_a_limit_a_weight_is_gathered_once():
+    assert gathers(fsdp()) == LAYERS
+
+
+def test_with_a_limit_weights_are_gathered_again_for_the_backward():
+    free = fsdp().memory().peak
+    limit = free - 2 * WEIGHT
+    fd = fsdp(max_memory=limit)
+    assert LAYERS < gathers(fd) < 2 * LAYERS
+    assert fd.memory().peak <= limit
+    assert fd.bill().total > fsdp().bill().total
+
+
+def test_the_numbers_are_those_of_unsharded_torch():
+    fd = fsdp(max_memory=fsdp().memory().peak - 2 * WEIGHT)
+    assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+def test_no_more_is_gathered_again_than_the_limit_asks():
+    """Of layers that are all alike one weight after the other is given up, and none of those that do not help."""
+    free = fsdp().memory().peak
+    counts = [gathers(fsdp(max_memory=free - saved)) for saved in (0, 1, WEIGHT, WEIGHT + 1)]
+    assert counts == sorted(counts)
+    assert counts[:2] == [LAYERS, LAYERS + 1]
+
+
+def test_communications_ahead_of_their_need_keep_to_what_is_left():
+    free = fsdp().compile()
+    limit = fsdp().memory().peak + 1000
+    assert fsdp(max_memory=limit).compile().in_flight == 1000 < free.in_flight
+    with pytest.warns(mf.PlanWarning):
+        assert fsdp(max_memory=1).compile().in_flight == 0
+
+
+def test_what_cannot_be_helped_is_a_warning_that_names_the_tensors():
+    with pytest.warns(mf.PlanWarning, match="more than max_memory=1,000; the largest: ") as caught:
+        fd = fsdp(max_memory=1000)
+        fd.compile()
+    text = str(caught[0].message)
+    assert "a rank holds" in text and "mesh_split" in text and "test_memory.py" in text
+
+
+def test_a_limit_that_is_kept_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fsdp(max_memory=1e9).compile()
+
+
+def test_the_limit_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MESHFUSE_MAX_MEMORY", str(fsdp().memory().peak - 1))
+    assert gathers(fsdp()) > LAYERS
+    monkeypatch.setenv("MESHFUSE_MAX_MEMORY", "much")
+    with pytest.raises(mf.DefinitionError, match="MESHFUSE_MAX_MEMORY: found 'much', needed bytes per rank"):
+        mf.FusionDefinition()
+
+
+@pytest.mark.parametrize("wrong", ["x", -1, float("nan"), True, [1]])
+def test_a_wrong_limit(wrong: Any):
+    with pytest.raises(mf.DefinitionError, match=r"max_memory: found .*, needed bytes per rank"):
+        mf.FusionDefinition(max_memory=wrong)
+
+
+def test_memory_by_hand():
+    """Arguments all the time, results to the end, what is between as long as it is read; views take nothing."""
+    mesh = mf.DeviceMesh([0, 1], ("dp",))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8, 6])
+        a = fd.ops.exp(x)
+        b = fd.ops.permute(a, [1, 0])
+        c = fd.ops.exp(b)
+        d = fd.ops.sum(c, [0])
+        fd.add_output(d)
+        fd.mesh_split(x, mesh, ["dp", None])
+        fd.mesh_split(d, mesh, ["dp"])
+    found = fd.memory()
+    assert found.peak == 3 * (4 * 6 * 4)
+    held = [(h.tensor.split()[0], h.nbytes, h.origin) for h in found.held]
+    assert held == [("x", 96, "argument"), ("a", 96, "exp"), ("c", 96, "exp")]
+    assert found.step.startswith("in exp at")
+    assert str(found).startswith("at most 288 bytes per rank, in exp at")
+
+
+def test_ranks_of_several_meshes_hold_what_is_theirs():
+    first, second = mf.DeviceMesh([0, 1], ("dp",)), mf.DeviceMesh([2, 3], ("dp",))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8, 6])
+        w = fd.define_tensor([1000, 6])
+        y = fd.ops.exp(x)
+        z = fd.ops.linear(y, w)
+        fd.add_output(z)
+        fd.mesh_split(x, first, ["dp", None])
+        fd.mesh_split(y, second, ["dp", None])
+        fd.mesh_split(w, second, [None, None])
+        fd.mesh_split(z, second, ["dp", None])
+    held = {h.tensor.split()[0] for h in fd.memory().held}
+    assert held == {"y", "w", "z"}
+
+
+def storage(t: torch.Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(("name", "number"), [(n, i) for n, i in sample_ids() if OPS[n].is_view])
+def test_views_are_views(name: str, number: int):
+    sample = OPS[name].samples()[number]
+    call = make_call(OPS[name], sample)
+    operands = operands_of(call, sample)
+    (made,) = whole(call, operands)
+    assert storage(made) == storage(operands[0])
+
+
+@settings(max_examples=150)
+@given(definitions(("pointwise", "products", "shapes"), min_ops=4, max_ops=14).flatmap(annotations), st.floats(0, 1))
+def test_any_program_under_any_limit_is_right(fd: mf.FusionDefinition, part: float):
+    """Nothing is read that was dropped, what is made again is what it was, and no peak gets higher."""
+    compiled = fd.compile(*shapes_for(fd))
+    before = peak(compiled.resharded).nbytes
+    fd.max_memory = part * before
+    fd._compiled.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mf.PlanWarning)
+        assert_same_as_unsharded(fd, inputs_for(fd))
+        after = fd.compile(*shapes_for(fd)).resharded
+    assert peak(after).nbytes <= before
+    assert fitted(after, part * before) == after or peak(after).nbytes > part * before
+
+
+@settings(max_examples=100)
+@given(definitions(("pointwise", "products"), min_ops=6, max_ops=20).flatmap(annotations))
+def test_steps_are_the_same_but_for_moves(fd: mf.FusionDefinition):
+    resharded = fd.compile(*shapes_for(fd)).resharded
+    steps = fitted(resharded, 0).steps
+    assert [s for s in steps if not isinstance(s, Set)] != [] or not fd.nodes
+    ops = [s.node for s in steps if s.node is not None]
+    assert ops == [s.node for s in resharded.steps if s.node is not None]
