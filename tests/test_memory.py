@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 import meshfuse as mf
 from meshfuse.ops import OPS
@@ -161,6 +164,31 @@ def test_memory_by_hand():
     assert held == [("x", 96, "argument"), ("a", 96, "exp"), ("c", 96, "exp")]
     assert found.step.startswith("in exp at")
     assert str(found).startswith("at most 288 bytes per rank, in exp at")
+
+
+def allocated(step: Callable[[], Any]) -> int:
+    """The most bytes that torch had allocated at once in a step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        out = step()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    del out
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.parametrize(("layers", "rows", "width", "trained"), [(2, 512, 256, 0), (4, 512, 256, 1), (3, 2048, 64, 1)])
+def test_it_is_what_torch_allocates(layers: int, rows: int, width: int, trained: int):
+    """On one rank, op by op."""
+    with mf.FusionDefinition() as fd:
+        x, seed, *weights = (fd.define_tensor([n, width]) for n in [rows, rows] + [width] * layers)
+        y = x
+        for w in weights:
+            y = fd.ops.gelu(fd.ops.linear(fd.ops.layer_norm(y, [width]), w))
+        for out in (y, *(fd.grad([y], weights, [seed]) if trained else ())):
+            fd.add_output(out)
+    given = inputs_for(fd)
+    fd.execute(given, backend="eager")
+    measured = allocated(lambda: fd.execute(given, backend="eager")) + sum(t.nbytes for t in given)
+    assert fd.memory().peak == pytest.approx(measured, rel=0.01)
 
 
 def test_ranks_of_several_meshes_hold_what_is_theirs():
