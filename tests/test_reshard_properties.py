@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from meshfuse.costs import DEFAULT_LINK
 from meshfuse.executor import simulate
+from meshfuse.resharding import planner
 from meshfuse.resharding.insert import Set
 from meshfuse.resharding.moves import wire_elements
 from meshfuse.resharding.planner import plan
@@ -262,6 +263,36 @@ def test_a_plan_sends_what_is_lacking_and_no_more_than_sending_exactly_that_cost
     assert found.seconds <= at_once(src, dst, shape) + 1e-11
     if sent == 0:
         assert needed == 0
+
+
+def with_one_fast_axis(mesh: mf.DeviceMesh, fast: int) -> mf.DeviceMesh:
+    """The mesh with links of three speeds, one of its axes the fastest."""
+    speeds = [450e9 if place == fast % len(mesh.names) else 1e9 * (1 + place) for place in range(len(mesh.names))]
+    links = {name: mf.Link(speed, 5e-6) for name, speed in zip(mesh.names, speeds, strict=True)}
+    return mf.DeviceMesh(mesh.shape, mesh.names, links=links)
+
+
+@settings(max_examples=500)
+@given(st.data(), st.lists(st.sampled_from([1024, 4096, 6144, 12288]), min_size=1, max_size=3).map(tuple))
+def test_a_large_tensor_takes_no_more_memory_on_its_way_than_at_its_ends(data: st.DataObject, shape: Any) -> None:
+    mesh = with_one_fast_axis(data.draw(meshes(min_ranks=2)), data.draw(st.integers(0, 2)))
+    src, dst = data.draw(shardings(shape, mesh)), data.draw(shardings(shape, mesh))
+    found = plan(src, dst, shape, 4)
+    assume(found is not None)
+    room = max(4 * src.max_local_numel(shape), 4 * dst.max_local_numel(shape), planner.ROOM)
+    assert all(4 * move.dst.max_local_numel(shape) <= room for move in found.moves)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_sharding_to_any_other_with_no_room(data: st.DataObject) -> None:
+    """The bound leaves a way to everywhere, sums included, and the numbers right."""
+    mesh, shape = data.draw(meshes()), data.draw(SHAPES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "ROOM", 0)
+        plan.cache_clear()
+        moved(data.draw(shardings(shape, mesh)), data.draw(shardings(shape, mesh)), shape)
+    plan.cache_clear()
 
 
 def test_an_axis_moves_to_another_dim_without_replicating_the_tensor() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ class Plan:
 
 
 NOTHING = Plan((), 0.0, 0.0)
+# On the way a rank holds no more than at the dearer end, or so many bytes, whatever time that would save.
+ROOM = 64 << 20
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -80,6 +83,17 @@ class _Search:
         self.wanted = [self._atoms(layout) for layout in dst.dims]
         self.kept_partial = frozenset(self._parts(dst.partial))
         self.fast = _faster_axes(src.mesh)
+        self.room = self._room()
+
+    def _room(self) -> int:
+        """The most elements that a rank may hold on the way; 0 where no layout has more."""
+        if self.itemsize * math.prod(self.shape) <= ROOM:
+            return 0
+        ends = max(self.src.max_local_numel(self.shape), self.dst.max_local_numel(self.shape))
+        return max(ends, ROOM // self.itemsize)
+
+    def _fits(self, state: Sharding) -> bool:
+        return not self.room or state.max_local_numel(self.shape) <= self.room
 
     def run(self) -> Plan | None:
         order = itertools.count()
@@ -97,7 +111,7 @@ class _Search:
             for move in self._moves(state):
                 added = self._price(move)
                 total = seconds + added.seconds
-                if move.dst not in best or total < best[move.dst][0] - 1e-15:
+                if (move.dst not in best or total < best[move.dst][0] - 1e-15) and self._fits(move.dst):
                     best[move.dst] = (total, wire + added.wire, (*path, move))
                     heapq.heappush(queue, (total, next(order), move.dst))
         return None
