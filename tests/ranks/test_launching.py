@@ -69,6 +69,13 @@ def test_launcher_shows_all_output_when_asked(job):
     assert sorted(loud.stdout.splitlines()) == ["[rank 1] out 1", "[rank 2] out 2", "out 0"]
 
 
+def test_lines_of_ranks_are_not_mixed_where_they_write_in_pieces(job):
+    script = "import os\nfor i in range(4000): print('line', os.environ['RANK'], i)"
+    loud = job(script, *LAUNCHER, "--ranks", "3", "--all-output", PYTHONUNBUFFERED="1")
+    of = {rank: f"[rank {rank}] " if rank else "" for rank in range(3)}
+    assert sorted(loud.stdout.splitlines()) == sorted(f"{of[r]}line {r} {i}" for r in range(3) for i in range(4000))
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_launcher_shows_the_first_traceback_once(job, failing):
     script = SUM + f"\nassert world.rank != {failing}, 'bad weights'\nworld.barrier()"

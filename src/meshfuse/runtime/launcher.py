@@ -175,13 +175,15 @@ def _start(rank: int, job: _Job, base: Mapping[str, str], listener: socket.socke
     if rank == 0:
         variables["MESHFUSE_STORE_FD"] = str(listener.fileno())
         handed = (*handed, listener.fileno())
+    # Rank 0 writes for itself, but where others' lines would come into the middle of its own (PYTHONUNBUFFERED).
+    direct = rank == 0 and (not job.all_output or sys.stdout.isatty())
     quiet = subprocess.PIPE if job.all_output else subprocess.DEVNULL
     process = subprocess.Popen(
         [sys.executable, *job.argv],
         env=variables,
         pass_fds=handed,
         stdin=None if rank == 0 else subprocess.DEVNULL,
-        stdout=None if rank == 0 else quiet,
+        stdout=None if direct else quiet,
         stderr=None if rank == 0 else subprocess.PIPE,
         start_new_session=True,
         preexec_fn=_bound_to_launcher(),
@@ -205,9 +207,12 @@ def _bound_to_launcher() -> Callable[[], None] | None:
 
 
 def _forward(rank: int, pipe: IO[bytes], out: IO[str]) -> threading.Thread:
+    """Pass a rank's lines on whole, with its number before those of all but rank 0."""
+    prefix = f"[rank {rank}] " if rank else ""
+
     def copy() -> None:
         for line in pipe:
-            out.write(f"[rank {rank}] {line.decode(errors='replace')}")
+            out.write(prefix + line.decode(errors="replace"))
             out.flush()
 
     thread = threading.Thread(target=copy, name=f"rank-{rank}-output", daemon=True)
