@@ -234,3 +234,21 @@ def test_without_a_bound_only_what_another_annotation_would_halve_is_warned_of()
             fd.mesh_split(x, mesh, ["dp", None])
             fd.mesh_split(w, mesh, ["dp", None])
         assert fd.bill().total > watch.NOTABLE
+
+
+def test_a_sum_is_held_by_what_its_operands_follow():
+    """Not by the annotation of the result, which asks for the move."""
+    mesh = mf.DeviceMesh((4,), ("tp",))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8, 16])
+        w = fd.define_tensor([12, 16])
+        y = fd.ops.linear(x, w)
+        fd.add_output(y)
+        fd.mesh_split(x, mesh, [None, "tp"])
+        fd.mesh_split(w, mesh, [None, "tp"])
+        fd.mesh_split(y, mesh, [None, None])
+    (entry,) = fd.bill().entries
+    assert [text.split(": ")[1] for text in entry.held_by] == [
+        'fd.mesh_split(x, mesh, [None, "tp"])', 'fd.mesh_split(w, mesh, [None, "tp"])',
+    ]  # fmt: skip
+    assert [text.split(": ")[1] for text in entry.needed_by] == ["fd.mesh_split(y, mesh, [None, None])"]

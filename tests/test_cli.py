@@ -73,7 +73,8 @@ def test_bill_written_to_files(script: str, tmp_path: Path, capsys: pytest.Captu
     assert "all-reduce over tp of y (t2)" in out and "runner-up: " in out
     (bill,) = json.loads(files[0].read_text())
     (entry,) = bill["entries"]
-    assert entry["instead"]["total_wire"] >= 0 and entry["held_by"][0].endswith("fd.mesh_split(y, mesh, [None, None])")
+    assert entry["instead"]["total_wire"] >= 0 and entry["held_by"][0].endswith('fd.mesh_split(x, mesh, [None, "tp"])')
+    assert entry["needed_by"][0].endswith("fd.mesh_split(y, mesh, [None, None])")
     assert "<title>script.py</title>" in files[1].read_text()
 
 

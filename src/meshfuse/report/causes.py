@@ -37,13 +37,14 @@ class Causes:
         self.graph, self.resharded = compiled.graph, compiled.resharded
         self.choices = compiled.sharded.choices
         self.provenance = provenance or Provenance(compiled.sharded)
+        self._makers = {i: node for node in self.graph.nodes for i in node.outputs}
         self._places = {id(step): place for place, step in enumerate(self.resharded.steps)}
 
     def of(self, step: Set) -> Cause:
         """The cause of a move of the program."""
         tensor = self.resharded.values[step.source].tensor
         reader = self.graph.nodes[step.node] if step.node is not None else self._reader(step)
-        held = self._behind(tensor)
+        held = self._held(step.source)
         if reader is None:
             return Cause(None, held, (tensor,) if tensor in self.graph.annotations else ())
         return Cause(reader, held, self._needed(reader, tensor, step.move.dst))
@@ -59,6 +60,18 @@ class Causes:
                     return self.graph.nodes[later.node]
                 value = later.target
         return None
+
+    def _held(self, value: int) -> tuple[int, ...]:
+        """Annotated tensors that a value's sharding comes from: of what an op makes, before it goes to where its
+        annotation wants it, those behind the op's operands.
+        """
+        tensor, sharding = self.resharded.values[value].tensor, self.resharded.values[value].sharding
+        maker = self._makers.get(tensor)
+        if maker is None or sharding == self.graph.annotations.get(tensor, sharding):
+            return self._behind(tensor)
+        if sharding not in self.choices[maker.id].placement.results:
+            return self._behind(tensor)
+        return tuple(dict.fromkeys(a for i in maker.inputs for a in self._behind(i)))
 
     def _behind(self, tensor: int) -> tuple[int, ...]:
         """Annotated tensors that a tensor's sharding comes from; itself, where it is one."""
