@@ -26,6 +26,7 @@ import torch.distributed as dist
 from .bounds import within
 from .environment import LOOPBACK
 from .reductions import check_reducible, fold, movable, move_scale, native_form
+from .scratch import Scratch
 from .work import Work
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Gloo:
         # torch's stubs lack the backend's methods.
         self._pg: Any = dist.ProcessGroupGloo(store, group.index, group.size, _options(group.world))
         self._exchanged_bytes = _REDUCED_BY_TWO if group.size == 2 else _REDUCED_TOGETHER // group.size
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._scratch = Scratch()
         self._all_to_all_options = dist.AllToAllOptions()
         self._reduce_options = {op: _reduce_option(code) for op, code in _REDUCE.items()}
         self._broadcast_options = [_broadcast_option(index) for index in range(group.size)]
@@ -70,12 +71,12 @@ class Gloo:
         )
 
     def _gather_and_fold(self, tensor: torch.Tensor, op: str) -> Work:
-        flat = self._take(self._group.size * tensor.numel(), tensor.dtype)
+        flat = self._scratch.take(self._group.size * tensor.numel(), tensor.dtype)
         stack = flat.view(self._group.size, -1)
 
         def finish() -> None:
             fold(stack, op, tensor.view(-1))
-            self._give(flat)
+            self._scratch.give(flat)
 
         return self._gather("all_reduce", flat, tensor, finish)
 
@@ -89,11 +90,11 @@ class Gloo:
         mine = movable(tensor)
         if tensor.nbytes > _GATHERED:
             return self._issue(name, self._pg._allgather_base, (movable(out), mine), finish)
-        copies = self._take(self._group.size * mine.numel(), mine.dtype)
+        copies = self._scratch.take(self._group.size * mine.numel(), mine.dtype)
         copies.view(self._group.size, -1).copy_(mine)
 
         def done() -> None:
-            self._give(copies)
+            self._scratch.give(copies)
             if finish is not None:
                 finish()
 
@@ -101,22 +102,14 @@ class Gloo:
             name, self._pg.alltoall_base, (movable(out), copies, [], [], self._all_to_all_options), done
         )  # fmt: skip
 
-    def _take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat buffer for the time of one call: one that an earlier call has given back, if there is one."""
-        free = self._free.get((count, dtype))
-        return free.pop() if free else torch.empty(count, dtype=dtype)
-
-    def _give(self, buffer: torch.Tensor) -> None:
-        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
-
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> Work:
         """As an exchange of blocks and a local fold: gloo's own moves the bytes of an all-reduce."""
         check_reducible(tensor.dtype, op)
-        flat = self._take(self._group.size * out.numel(), tensor.dtype)
+        flat = self._scratch.take(self._group.size * out.numel(), tensor.dtype)
 
         def finish() -> None:
             fold(flat.view(self._group.size, -1), op, out.view(-1))
-            self._give(flat)
+            self._scratch.give(flat)
 
         return self._issue(
             "reduce_scatter",

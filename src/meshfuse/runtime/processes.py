@@ -41,18 +41,23 @@ def pid_of(identity: str) -> str:
 
 def machine() -> str:
     """This machine since its last start; its name where the kernel does not say."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
+    return _boot() or socket.gethostname()
 
 
 def _place() -> str:
-    """The machine since its last start, and the name space of process numbers."""
+    """The machine since its last start, and the name space of process numbers; empty without /proc."""
+    boot = _boot()
+    try:
+        return boot and boot + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _boot() -> str:
+    """What the kernel drew when this machine started; empty without /proc."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+            return file.read().strip()
     except OSError:
         return ""
 

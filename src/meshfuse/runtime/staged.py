@@ -13,6 +13,7 @@ import torch
 
 from . import processes
 from .gloo import Gloo
+from .scratch import Scratch
 from .work import Work
 
 
@@ -32,7 +33,7 @@ class Staged:
 
     def __init__(self, gloo: Gloo):
         self._gloo = gloo
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._scratch = Scratch(pinned=torch.cuda.is_available())
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         """In place."""
@@ -41,19 +42,19 @@ class Staged:
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`out` is flat blocks in the ranks' order."""
-        mine, host = self._copied(tensor), self._take(out)
+        mine, host = self._copied(tensor), self._like(out)
         return self._gloo.all_gather(host, mine).then(functools.partial(self._back, out, host, mine))
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> Work:
         """The block of this rank."""
-        mine, host = self._copied(tensor), self._take(out)
+        mine, host = self._copied(tensor), self._like(out)
         return self._gloo.reduce_scatter(host, mine, op).then(functools.partial(self._back, out, host, mine))
 
     def all_to_all(
         self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
     ) -> Work:
         """Counts are of elements, in the ranks' order."""
-        mine, host = self._copied(tensor), self._take(out)
+        mine, host = self._copied(tensor), self._like(out)
         work = self._gloo.all_to_all(host, mine, out_sizes, in_sizes)
         return work.then(functools.partial(self._back, out, host, mine))
 
@@ -65,11 +66,11 @@ class Staged:
     def send(self, tensor: torch.Tensor, dst_index: int) -> Work:
         """To the rank at `dst_index`; the tensor may change at once."""
         host = self._copied(tensor)
-        return self._gloo.send(host, dst_index).then(functools.partial(self._give, host))
+        return self._gloo.send(host, dst_index).then(functools.partial(self._scratch.give, host))
 
     def recv(self, tensor: torch.Tensor, src_index: int) -> Work:
         """From the rank at `src_index`."""
-        host = self._take(tensor)
+        host = self._like(tensor)
         return self._gloo.recv(host, src_index).then(functools.partial(self._back, tensor, host))
 
     def abort(self) -> None:
@@ -77,19 +78,12 @@ class Staged:
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements in a buffer of the host, flat."""
-        return self._take(tensor).copy_(tensor.reshape(-1))
+        return self._like(tensor).copy_(tensor.reshape(-1))
 
     def _back(self, tensor: torch.Tensor, host: torch.Tensor, *others: torch.Tensor) -> None:
         tensor.view(-1).copy_(host)
-        self._give(host, *others)
+        self._scratch.give(host, *others)
 
-    def _take(self, like: torch.Tensor) -> torch.Tensor:
-        """A flat buffer of as many elements, page-locked where there is a GPU: one that was given back, if any."""
-        free = self._free.get((like.numel(), like.dtype))
-        if free:
-            return free.pop()
-        return torch.empty(like.numel(), dtype=like.dtype, pin_memory=torch.cuda.is_available())
-
-    def _give(self, *buffers: torch.Tensor) -> None:
-        for buffer in buffers:
-            self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A flat buffer of the host for as many elements."""
+        return self._scratch.take(tensor.numel(), tensor.dtype)
