@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import meshfuse as mf
 from meshfuse.compiler import CompiledProgram
-from meshfuse.report.estimate import estimate
 from meshfuse.report.page import page
+from meshfuse.report.page_timeline import lanes as timeline_lanes
 from meshfuse.report.repeats import repeats
 
 VOID = {"meta", "input", "br", "link", "img", "hr"}
@@ -164,27 +164,27 @@ def test_a_repeated_part_is_found(before: list[int], part: list[int], count: int
     assert all(a[0] + a[1] * a[2] <= b[0] for a, b in itertools.pairwise(found))
 
 
-def spans_by_rank(compiled: CompiledProgram) -> dict[int, list]:
-    return {rank: list(spans) for ranks, spans in estimate(compiled) for rank in ranks}
+def bars_by_rank(compiled: CompiledProgram) -> dict[int, list]:
+    return {rank: list(bars) for ranks, bars in timeline_lanes(compiled) for rank in ranks}
 
 
 @pytest.mark.parametrize("make", PROGRAMS)
 def test_the_timeline_has_each_rank_s_work_one_after_the_other(make: Callable[[], mf.FusionDefinition]) -> None:
     fd = make()
-    compiled, lanes = fd.compile(), spans_by_rank(fd.compile())
+    compiled, lanes = fd.compile(), bars_by_rank(fd.compile())
     assert sorted(lanes) == list(compiled.ranks)
-    for spans in lanes.values():
-        for a, b in itertools.pairwise(spans):
+    for bars in lanes.values():
+        for a, b in itertools.pairwise(bars):
             assert b.start >= a.start + a.seconds - 1e-15
     for place, entry in enumerate(fd.bill().entries):
-        shown = [s for spans in lanes.values() for s in spans if s.collective == place]
+        shown = [s for bars in lanes.values() for s in bars if s.collective == place]
         assert shown and all(s.seconds == entry.seconds for s in shown)
 
 
 def test_one_mesh_s_ranks_share_a_line_and_a_transfer_waits_for_its_sender() -> None:
-    ((ranks, spans),) = estimate(layers(3).compile())
+    ((ranks, bars),) = timeline_lanes(layers(3).compile())
     assert ranks == tuple(range(8))
-    assert sum(s.seconds for s in spans if s.collective >= 0) == pytest.approx(layers(3).bill().seconds)
-    lanes = spans_by_rank(two_meshes().compile())
+    assert sum(s.seconds for s in bars if s.collective >= 0) == pytest.approx(layers(3).bill().seconds)
+    lanes = bars_by_rank(two_meshes().compile())
     sent = next(s for s in lanes[2] if s.collective >= 0)
     assert sent.start == max(s.start + s.seconds for s in lanes[0] if s.node is not None) > 0

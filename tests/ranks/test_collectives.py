@@ -142,8 +142,7 @@ def on_rank_of_devices(devices: list[str]) -> tuple[str, int]:
         for _ in range(3):
             group.all_reduce(torch.ones(5)).wait()
     made = group._device
-    buffers = made._free if isinstance(made, Staged) else {}
-    return type(made).__name__, sum(map(len, buffers.values()))
+    return type(made).__name__, made._scratch.free if isinstance(made, Staged) else 0
 
 
 def on_rank_groups_of_the_same_ranks(count: int) -> list[float]:
@@ -359,7 +358,7 @@ def on_rank_again() -> tuple[list[float], list[int]]:
         for work in reversed(works):
             work.wait()
         results += [t[0].item() for t in tensors] + [g.sum().item() for g in gathered]
-        kept.append(sum(map(len, group._gloo._free.values())))
+        kept.append(group._gloo._scratch.free)
     return results, kept
 
 

@@ -20,8 +20,8 @@ from ..sharding import layout as lay
 from ..sharding.value import Sharding
 from .bill import Bill, bill_of, collectives, micro, number
 from .causes import quoted
-from .estimate import Span, estimate
 from .explain import Explainer
+from .page_timeline import Lane, lanes
 from .repeats import repeats
 
 
@@ -86,7 +86,7 @@ def _program(compiled: CompiledProgram, bill: Bill) -> dict[str, Any]:
         "collectives": _collectives(compiled, bill, places, len(rows) - 1),
         "total": bill.total,
         "seconds": bill.seconds,
-        "timeline": _timeline(estimate(compiled), first),
+        "timeline": _timeline(lanes(compiled), first),
     }
 
 
@@ -153,12 +153,15 @@ def _readers(compiled: CompiledProgram) -> dict[int, int]:
     return found
 
 
-def _timeline(lanes: Sequence[tuple[tuple[int, ...], tuple[Span, ...]]], first: int) -> list[dict[str, Any]]:
-    def span(s: Span) -> tuple[float, float, int, int]:
-        """(start, seconds, place of the row or -1, place of the collective or -1)"""
-        return (s.start, s.seconds, first + s.node if s.node is not None else -1, s.collective)
-
-    return [{"ranks": _ranks(ranks), "spans": [span(s) for s in spans]} for ranks, spans in lanes]
+def _timeline(found: Sequence[Lane], first: int) -> list[dict[str, Any]]:
+    """Of every lane its ranks and bars: (start, seconds, place of the row or -1, place of the collective or -1)."""
+    return [
+        {
+            "ranks": _ranks(ranks),
+            "bars": [(b.start, b.seconds, -1 if b.node is None else first + b.node, b.collective) for b in bars],
+        }
+        for ranks, bars in found
+    ]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

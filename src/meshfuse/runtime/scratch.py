@@ -24,3 +24,8 @@ class Scratch:
         """Give buffers back: nothing reads or writes them any more."""
         for buffer in buffers:
             self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+    @property
+    def free(self) -> int:
+        """How many buffers lie ready: all of them where no call runs."""
+        return sum(map(len, self._free.values()))
