@@ -12,6 +12,7 @@ import meshfuse.nvfuser_direct as nvfuser
 from meshfuse.nvfuser_direct import CommunicatorBackend, DataType, FusionDefinition, MemoryType
 
 multidevice = nvfuser.multidevice
+E = 4
 HOST_IR = {"_enable_options": ["host_ir_lowering"]}
 
 
@@ -31,20 +32,25 @@ def row_parallel_linear_in_chunks() -> None:
 
 
 def column_parallel_linear_with_a_streamed_gather(ring: bool = False) -> None:
-    d, e = size(), 4
+    fd, (x, w, gathered, y) = _gather_then_linear()
+    split(x, 0)
+    split(w, 0)
+    for tv in (gathered, y):
+        _stream(tv, ring)
+    split(y, 2)
+    a, b = torch.randn(2 * size(), E), torch.randn(3 * size(), E)
+    same(fd.execute([cut(a, x), cut(b, w)], **HOST_IR)[0], cut(F.linear(a, b), y))
+
+
+def _gather_then_linear() -> tuple[Any, tuple[Any, Any, Any, Any]]:
+    """A definition, not split yet, and its tensors: two inputs, the first one gathered, and the product."""
     with FusionDefinition() as fd:
-        x, w = fd.define_tensor([-1, e], contiguity=True), fd.define_tensor([-1, e], contiguity=True)
+        x, w = fd.define_tensor([-1, E], contiguity=True), fd.define_tensor([-1, E], contiguity=True)
         gathered = fd.ops.set(x)
         y = fd.ops.linear(gathered, w)
         fd.add_output(y)
         place(line(), x, w, gathered, y)
-        split(x, 0)
-        split(w, 0)
-        for tv in (gathered, y):
-            _stream(tv, ring)
-        split(y, 2)
-    a, b = torch.randn(2 * d, e), torch.randn(3 * d, e)
-    same(fd.execute([cut(a, x), cut(b, w)], **HOST_IR)[0], cut(F.linear(a, b), y))
+    return fd, (x, w, gathered, y)
 
 
 def _stream(tv: Any, ring: bool) -> None:
@@ -68,20 +74,14 @@ def _products(fd: Any, arguments: list[torch.Tensor]) -> tuple[torch.Tensor, lis
 
 def a_product_of_what_a_streamed_set_gathers(ring: bool = False) -> None:
     """Only the set is streamed: the product that reads it is cut as well."""
-    d, e = size(), 4
-    with FusionDefinition() as fd:
-        x, w = fd.define_tensor([-1, e], contiguity=True), fd.define_tensor([-1, e], contiguity=True)
-        gathered = fd.ops.set(x)
-        y = fd.ops.linear(gathered, w)
-        fd.add_output(y)
-        place(line(), x, w, gathered, y)
-        for tv, axis in ((x, 0), (w, 0), (y, 1)):
-            split(tv, axis)
-        _stream(gathered, ring)
-    a, b = torch.randn(2 * d, e), torch.randn(3 * d, e)
+    fd, (x, w, gathered, y) = _gather_then_linear()
+    for tv, axis in ((x, 0), (w, 0), (y, 1)):
+        split(tv, axis)
+    _stream(gathered, ring)
+    a, b = torch.randn(2 * size(), E), torch.randn(3 * size(), E)
     found, seen = _products(fd, [cut(a, x), cut(b, w)])
     same(found, cut(F.linear(a, b), y))
-    assert seen == [[2, e]] * d, seen
+    assert seen == [[2, E]] * size(), seen
 
 
 def a_product_of_what_a_ring_gathers() -> None:
