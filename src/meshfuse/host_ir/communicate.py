@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..ops.base import TensorType
@@ -22,6 +24,7 @@ from .instructions import (
     Pack,
     Put,
     SendRecv,
+    Unflatten,
     View,
     Wait,
     box_text,
@@ -108,7 +111,9 @@ def _simple(c: MoveContext) -> list[Instruction] | None:
 
 
 def _make_target(c: MoveContext) -> list[Instruction]:
-    return [] if c.placed else [Allocate(c.target, c.target_shape, c.type.dtype)]
+    """The target's memory, with what fills the elements of a window that no rank has."""
+    fill = c.move.window.fill if c.move.window else ""
+    return [] if c.placed else [Allocate(c.target, c.target_shape, c.type.dtype, fill)]
 
 
 def _broadcast(c: MoveContext, root: int) -> list[Instruction]:
@@ -220,18 +225,19 @@ def _terms(c: MoveContext) -> list[Piece]:
 
 def _swap(c: MoveContext, traffic: _Traffic) -> list[Instruction]:
     """One all-to-all of exact pieces, and the pieces put into their places."""
-    packed, flat, fill = f"{c.target}_sent", f"{c.target}_flat", c.move.window.fill if c.move.window else ""
+    packed, flat = f"{c.target}_sent", f"{c.target}_flat"
     boxes = tuple(c.source_box(box) for peer in traffic.sent for box in peer)
+    received = [box for peer in traffic.received for box in peer]
     out_sizes, in_sizes = [numel(peer) for peer in traffic.received], [numel(peer) for peer in traffic.sent]
     text = f"all_to_all({flat}, {packed}, {out_sizes}, {in_sizes})"
     return [
         Pack(packed, c.source, boxes, c.source_shape),
         Allocate(flat, (sum(out_sizes),), c.type.dtype),
         c.collective("all_to_all", [packed], [flat], text, sum(in_sizes)),
-        *([] if c.placed else [Allocate(c.target, c.target_shape, c.type.dtype, fill)]),
+        *([] if _is_target(c, received) else _make_target(c)),
         *_keep(c, traffic.kept),
         Wait(c.work),
-        *_unpack(c, flat, [box for peer in traffic.received for box in peer]),
+        *_unpack(c, flat, received),
     ]
 
 
@@ -244,14 +250,36 @@ def _keep(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
 
 
 def _unpack(c: MoveContext, flat: str, boxes: Sequence[Sequence[Runs]]) -> list[Instruction]:
+    """The boxes that a flat buffer has, one behind the other, in their places; a view where they are the target."""
+    if _is_target(c, boxes):
+        return [Unflatten(c.target, flat, 0, numel(boxes), c.target_shape)]
     out: list[Instruction] = []
-    start = 0
-    for box in boxes:
-        place, stop = local_box(c.wanted, box), start + numel([box])
-        shape = tuple(map(lay.count, place))
-        out.append(Put(c.target, place, c.target_shape, flat, f"[{start}:{stop}].view({list(shape)})"))
-        start = stop
+    for start, box in zip(_starts(boxes), boxes, strict=False):
+        shape = list(map(lay.count, box))
+        part = f"[{start}:{start + math.prod(shape)}].view({shape})"
+        out.append(Put(c.target, local_box(c.wanted, box), c.target_shape, flat, part))
     return out
+
+
+def _is_target(c: MoveContext, boxes: Sequence[Sequence[Runs]]) -> bool:
+    """Whether these boxes, one behind the other, are a target that is still to be made, as it lies in memory."""
+    if c.placed or not boxes or numel(boxes) != math.prod(c.target_shape):
+        return False
+    places = [local_box(c.wanted, box) for box in boxes]
+    return all(
+        dense(place, c.target_shape) and _first(place, c.target_shape) == start
+        for start, place in zip(_starts(boxes), places, strict=False)
+    )
+
+
+def _starts(boxes: Sequence[Sequence[Runs]]) -> Iterator[int]:
+    """Where each box begins in a flat buffer of them, and at last where it ends."""
+    return itertools.accumulate((numel([box]) for box in boxes), initial=0)
+
+
+def _first(box: Box, shape: Sequence[int]) -> int:
+    """The place in memory of a box's first element, in a contiguous tensor of this shape."""
+    return functools.reduce(lambda place, dim: place * dim[1] + dim[0][0][0], zip(box, shape, strict=True), 0)
 
 
 def _reduce_scatter(c: MoveContext) -> list[Instruction]:
@@ -332,7 +360,8 @@ def _transfer(c: MoveContext) -> list[Instruction]:
             waits += [Wait(f"{name}_work"), *_unpack(c, name, boxes)]
     there: list[Instruction] = []
     if c.rank in c.move.dst.mesh:
-        there = [Allocate(c.target, c.target_shape, c.type.dtype), *_keep(c, traffic.kept)]
+        arrives = any(_is_target(c, boxes) for boxes in traffic.received)
+        there = [*([] if arrives else _make_target(c)), *_keep(c, traffic.kept)]
     messages = [ins for _, part in sorted(issued, key=lambda entry: entry[0]) for ins in part]
     return [*messages, *there, *waits]
 
