@@ -6,10 +6,12 @@ what is needed, and what to do. Errors of ranks (a peer failed, stopped or disag
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -110,6 +112,16 @@ class KernelError(MeshfuseError, RuntimeError, ValueError):
 
 class CheckpointError(MeshfuseError, OSError):
     """A checkpoint could not be written or read: no space, no file, or other bytes than were written."""
+
+
+@contextlib.contextmanager
+def located(line: SourceLine) -> Iterator[None]:
+    """Gives errors that come from inside, and name no line yet, this line of the user's."""
+    try:
+        yield
+    except MeshfuseError as error:
+        error.where = error.where or line
+        raise
 
 
 def user_error(

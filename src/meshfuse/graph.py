@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .dtypes import DataType
-from .errors import SourceLine, user_error
+from .errors import SourceLine, located, user_error
 from .ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorRef, TensorType, count_tensors
 from .scalars import ScalarDef, evaluate, inputs_of, python_cast, scalar_dtype
 from .sharding.layout import Layout, stream_count
@@ -238,18 +238,14 @@ def _concrete_node(
     scalars: Mapping[int, Any],
     kinds: Kinds,
 ) -> Node:
-    try:
+    with located(node.line):
         args = _concrete_args(fd, node, types, scalars)
         call, rule = kinds.get(node.op, args, tuple(types[i] for i in node.inputs))
         _check_sizes(call)
-        for out, made in zip(node.outputs, call.results, strict=True):
-            assert made.dtype is fd.tensors[out].type.dtype, (node, made)
-            types[out] = made
-        return Node(number, call, rule, node.inputs, node.outputs, node.line, number)
-    except ValueError as error:
-        if getattr(error, "where", node.line) is None:
-            error.where = node.line  # type: ignore[attr-defined]
-        raise
+    for out, made in zip(node.outputs, call.results, strict=True):
+        assert made.dtype is fd.tensors[out].type.dtype, (node, made)
+        types[out] = made
+    return Node(number, call, rule, node.inputs, node.outputs, node.line, number)
 
 
 def _check_sizes(call: Call) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .costs import DEFAULT_FLOPS, DEFAULT_LINK, MACHINES, Link, Machine, plain, slowest
-from .errors import MeshfuseError, caller_line, user_error
+from .errors import caller_line, located, user_error
 
 _DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
 STREAM = "stream"
@@ -74,22 +74,17 @@ class DeviceMesh:
         links: Link | Machine | str | Mapping[str, Link] | None = None, flops: float | None = None,
     ):  # fmt: skip
         names = (names,) if isinstance(names, str) else names
-        try:
+        line = caller_line()
+        with located(line):
             shape, flat = _read_devices(devices, names, ranks)
             names = tuple(names) if names is not None else _DEFAULT_NAMES[-len(shape) :]
             _check_mesh(shape, names, flat)
-        except MeshfuseError as error:
-            error.where = caller_line()
-            raise
         self.shape, self.names, self.ranks = shape, names, flat
         self.linked = links is not None or flops is not None
         self._over: dict[tuple[str, ...], Link] = {}
         coordinates = {rank: _unravel(place, shape) for place, rank in enumerate(flat)}
-        try:
+        with located(line):
             self.links, self.flops = _read_costs(self, coordinates, links, flops)
-        except MeshfuseError as error:
-            error.where = caller_line()
-            raise
         self.uniform = len(set(self.links)) == 1
         self._hash = hash((shape, names, flat, self.links, self.flops))
         self._coordinates = coordinates

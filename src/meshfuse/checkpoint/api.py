@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, user_error
+from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, user_error
 from ..runtime.world import World
 from . import folder as files
 from .entries import Entry, check_local, global_shape, is_plain, to_load, to_save, wrong
@@ -35,14 +35,11 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
     RankError where ranks fail or pass different names.
     """
     team = _Team(World.current(), timeout, "save")
-    try:
+    with located(caller_line()):
         folder = _folder(path)
         entries, values = team.each("reading what to save", lambda: _read_state(state))
         shapes = _compared(team, entries, values)
         _save(team, folder, _shards(team, entries, shapes), values)
-    except MeshfuseError as error:
-        error.where = error.where or caller_line()
-        raise
 
 
 def load(
@@ -60,7 +57,7 @@ def load(
     another dtype or shape.
     """
     team = _Team(World.current(), timeout, "load")
-    try:
+    with located(caller_line()):
         home = _folder(path)
         if not isinstance(wanted, (Mapping, type(None))):
             raise user_error("load: what is wanted", repr(wanted), "a dict by name, or None for all",
@@ -73,9 +70,6 @@ def load(
         team.each("checking files", lambda: _check_files(folder, index, team.world))
         shards = _shards(team, entries, {name: index.tensors[name][1] for name in entries})
         team.each("reading", lambda: read(folder, {name: s for name, s in shards.items() if s.numel and s.parts}))
-    except MeshfuseError as error:
-        error.where = error.where or caller_line()
-        raise
     return {name: _loaded(names[name], entries[name]) if name in entries else index.values[name] for name in names}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SourceLine, user_error
+from ..errors import SourceLine, located, user_error
 from ..mesh import STREAM, DeviceMesh
 from ..sharding.layout import Layout, Split, canonical, resolve, stream_count, text
 from ..sharding.value import Sharding, overlap
@@ -125,11 +125,8 @@ def _trimmed(layout: Layout) -> Layout:
 
 def _mesh_axis(split: Split, mesh: DeviceMesh, line: SourceLine) -> Split:
     if split.axis in KIND_OF_NAME and split.axis not in mesh.names:
-        try:
+        with located(line):
             return split._replace(axis=mesh.parallel_axis(KIND_OF_NAME[split.axis]))
-        except ValueError as error:
-            error.where = line  # type: ignore[attr-defined]
-            raise
     return split
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from ..dtypes import DataType, scalar_dtype
-from ..errors import SourceLine, caller_line, user_error
+from ..errors import SourceLine, caller_line, located, user_error
 from ..mesh import DeviceMesh
 from ..ops import COMPOSITES
 from ..ops.base import (
@@ -157,27 +157,18 @@ class DefinitionBuilder:
         self, line: SourceLine, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """As `call`, asked for by this line of the user's."""
-        try:
+        with located(line):
             self.check_open()
             if not isinstance(args, (list, tuple)):
                 needed = "a list of all arguments"
                 raise user_error(f"call of {name!r}: arguments", repr(args), needed, "Pass one list with all of them.")
             return self._apply(find_op(name), args, kwargs or {}, line)
-        except ValueError as error:
-            if getattr(error, "where", line) is None:
-                error.where = line  # type: ignore[attr-defined]
-            raise
 
     def call_composite(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Apply a function that is written in ops of the table."""
-        line = caller_line()
-        try:
+        with located(caller_line()):
             self.check_open()
             return composite_call(self, name, COMPOSITES[name], args, kwargs)
-        except ValueError as error:
-            if getattr(error, "where", line) is None:
-                error.where = line  # type: ignore[attr-defined]
-            raise
 
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
         if self._is_scalar_call(op, args, kwargs):

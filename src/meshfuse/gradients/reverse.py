@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..definition.tensor_view import TensorView, Val
-from ..errors import MeshfuseError, SourceLine, user_error
+from ..errors import SourceLine, located, user_error
 from ..ops.base import ScalarRef, TensorRef
 from ..scalars import FUNCTIONS
 from .context import Backward, sizes
@@ -175,11 +175,8 @@ class _Sweep:
 
     def _applied(self, node: OpNode, used: Backward) -> Mapping[str, Any]:
         assert node.op.vjp is not None
-        try:
+        with located(node.line):
             return node.op.vjp(used)
-        except MeshfuseError as error:
-            error.where = error.where or node.line
-            raise
 
     def _value(self, arg: Any) -> Any:
         if isinstance(arg, TensorRef):

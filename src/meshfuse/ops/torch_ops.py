@@ -6,17 +6,16 @@ neighbours the distributed form, in which ranks exchange the edges of their bloc
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..adjoint_kernels import backward_of
 from ..dtypes import DataType, promote
-from ..errors import MeshfuseError, SourceLine, caller_line, user_error
+from ..errors import caller_line, located, user_error
 from ..gradients.context import Backward
 from ..gradients.context import sizes as shape_of
 from .base import (
@@ -268,7 +267,7 @@ def torch_op(
 
     Raises DefinitionError for a rule that cannot be read or does not fit the function.
     """
-    with _at(caller_line()):
+    with located(caller_line()):
         notation = parse(rule)
         marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
         _check_halos(notation, marks)
@@ -284,7 +283,7 @@ def torch_op(
         )
 
     def make(function: Function) -> OpDef:
-        with _at(caller_line()):
+        with located(caller_line()):
             params = _params(rule, notation, function)
         op = TorchOp(
             name or function.__name__, notation, function, params, tuple(blocked.split()), reduce, halos,
@@ -348,16 +347,6 @@ def _dtypes(given: Any, count: int) -> Callable[[Call], Sequence[DataType]]:
         return (found,) * count if isinstance(found, DataType) else found
 
     return dtypes
-
-
-@contextlib.contextmanager
-def _at(line: SourceLine) -> Iterator[None]:
-    """Gives errors the user's line."""
-    try:
-        yield
-    except MeshfuseError as error:
-        error.where = error.where or line
-        raise
 
 
 def _params(rule: str, notation: Notation, function: Function) -> tuple[Param, ...]:
