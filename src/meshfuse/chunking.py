@@ -91,10 +91,10 @@ class _Builder:
             earlier.steps |= draft.steps
             earlier.cuts.update(draft.cuts)
             draft = earlier
-            self._grow(draft) if not draft.ring else None
         else:
-            self._grow(draft)
             self.drafts.append(draft)
+        if not draft.ring:
+            self._grow(draft)
         if stream.layout is not None:
             self._follow(draft)
         self.in_draft.update(dict.fromkeys(draft.steps, draft))

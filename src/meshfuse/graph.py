@@ -14,6 +14,7 @@ from .sharding.layout import Layout, stream_count
 from .sharding.value import Sharding
 
 if TYPE_CHECKING:
+    from .definition.annotation import Annotation
     from .definition.fusion import DefinitionBuilder, OpNode
 
 _SIZES = (ParamKind.SIZE, ParamKind.SHAPE)
@@ -132,37 +133,36 @@ def concretize(
 ) -> Graph:
     """The graph of a definition for inputs of these shapes and (where sizes need them) scalars of these values.
 
-    Raises DefinitionError, at the user's line, where an op cannot take the sizes that come out.
+    Raises DefinitionError without outputs and, at the user's line, where an op cannot take the sizes that come out.
     """
-    if not fd.outputs:
-        raise user_error(
-            "the definition has no outputs",
-            "no add_output call",
-            "at least one",
-            "Call fd.add_output(t) for each result.",
-        )
+    fd.check_complete(None)
     types: dict[int, TensorType] = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
     kinds = Kinds()
     nodes = [_concrete_node(fd, number, node, types, scalars, kinds) for number, node in enumerate(fd.nodes)]
     tensors = tuple(Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors))
     nodes = _needed(nodes, fd.outputs)
     producer = {out: node.id for node in nodes for out in node.outputs}
-    annotations, reductions, lines = {}, {}, {}
-    for i, annotation in fd.annotations.items():
-        sharding = annotation.sharding(tensors[i].label, types[i].shape).placement(types[i].shape)
-        if i not in producer and TensorRef(i) not in fd.inputs:
-            continue
-        annotations[i], lines[i] = sharding, annotation.line
+    there = {*producer, *fd.input_tensors()}
+    noted = fd.annotations
+    # What is said of tensors that no output needs is checked, too, and then dropped with them.
+    shardings = {i: a.sharding(tensors[i].label, types[i].shape) for i, a in noted.items()}
+    annotations = {i: found.placement(types[i].shape) for i, found in shardings.items() if i in there}
+    lines = {i: noted[i].line for i in annotations}
+    streams = _streams(fd, {i: types[i].shape for i in there})
+    return Graph(
+        tensors, nodes, tuple(fd.inputs), tuple(fd.outputs), annotations, _reductions(noted, producer), lines,
+        fd.scalars, streams,
+    )  # fmt: skip
+
+
+def _reductions(noted: Mapping[int, Annotation], producer: Mapping[int, int]) -> dict[int, tuple[Layout, ...]]:
+    """By node the layouts of its reduction dims, where an annotation of what it makes binds any."""
+    found: dict[int, tuple[Layout, ...]] = {}
+    for i, annotation in noted.items():
         layouts = tuple(annotation.reduction_layouts())
-        if any(split.bound for layout in layouts for split in layout):
-            reductions[producer[i]] = layouts
-    streams = _streams(fd, {i: types[i].shape for i in (*producer, *_input_ids(fd))})
-    inputs, outputs = tuple(fd.inputs), tuple(fd.outputs)
-    return Graph(tensors, nodes, inputs, outputs, annotations, reductions, lines, fd.scalars, streams)
-
-
-def _input_ids(fd: DefinitionBuilder) -> list[int]:
-    return [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
+        if any(split.bound for layout in layouts for split in layout) and i in producer:
+            found[producer[i]] = layouts
+    return found
 
 
 def _streams(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Stream]:

@@ -352,14 +352,8 @@ class DefinitionBuilder:
         """The memory order of a tensor's dims, from a list of its loop axes."""
         line = self._changing()
         found = self.annotation(tensor)
-        roots = [root for root in found.domain.roots if not root[0].reduction]
-        dim_of = {id(leaf): d for d, root in enumerate(roots) for leaf in root}
         axes = [axis for axis in loop if isinstance(axis, AxisView)] if isinstance(loop, (list, tuple)) else []
-        listed = [axis.leaf for axis in axes if id(axis.leaf) in dim_of]
-        first = {dim_of[id(leaf)]: place for place, leaf in reversed([*enumerate(listed)])}
-        # Where a dim lies in a rank's memory is told by the part of it that the rank has.
-        local = {dim_of[id(leaf)]: i for i, leaf in reversed([*enumerate(listed)]) if leaf.axis is None}
-        dims = tuple(sorted(first, key=lambda d: local.get(d, first[d])))
+        dims = found.domain.dims_in_order([axis.leaf for axis in axes])
         if len(dims) != tensor.ndim:
             raise user_error(
                 f"set_allocation_domain of {tensor.label}",

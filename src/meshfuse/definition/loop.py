@@ -171,6 +171,18 @@ class LoopDomain:
             if root[0].reduction == reduction
         )
 
+    def dims_in_order(self, leaves: Sequence[Leaf]) -> tuple[int, ...]:
+        """The dims that these leaves are of, in the order in which a rank's memory has them; none for other leaves.
+
+        Where a dim lies is told by the part of it that the rank has; by its first leaf where all are bound.
+        """
+        roots = [root for root in self.roots if not root[0].reduction]
+        dim_of = {id(leaf): d for d, root in enumerate(roots) for leaf in root}
+        listed = [leaf for leaf in leaves if id(leaf) in dim_of]
+        first = {dim_of[id(leaf)]: place for place, leaf in reversed([*enumerate(listed)])}
+        local = {dim_of[id(leaf)]: i for i, leaf in reversed([*enumerate(listed)]) if leaf.axis is None}
+        return tuple(sorted(first, key=lambda d: local.get(d, first[d])))
+
     def copy(self) -> LoopDomain:
         leaves = [*self.order, *(leaf for root in self.roots for leaf in root)]
         twins = {id(leaf): dataclasses.replace(leaf) for leaf in leaves}
