@@ -70,6 +70,20 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--ranks", "-n", type=int, help="measure on so many processes of this machine; else modelled")
     trace.add_argument("--out", metavar="DIR", default="traces", help="a Perfetto file per rank goes here (traces)")
     trace.set_defaults(command=_trace)
+    _doctor_command(commands)
+    return parser
+
+
+def _script_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=f"Print {text}.")
+    command.add_argument("script", metavar="SCRIPT", help="a Python script that makes FusionDefinitions")
+    command.add_argument("--mesh", metavar="dp=2,tp=4", help="passed on to the script as its own --mesh")
+    command.set_defaults(script_args=[])
+    command.epilog = "The script's own arguments come after --."
+    return command
+
+
+def _doctor_command(commands: Any) -> None:
     look = commands.add_parser(
         "doctor", help="what of torch, CUDA, gloo, NCCL and nvFuser is there, and what that means"
     )
@@ -82,16 +96,6 @@ def _parser() -> argparse.ArgumentParser:
         "--limit", type=launcher.seconds, default=20.0, help="with --links: begin nothing after so many seconds (20)"
     )
     look.set_defaults(command=_doctor)
-    return parser
-
-
-def _script_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=f"Print {text}.")
-    command.add_argument("script", metavar="SCRIPT", help="a Python script that makes FusionDefinitions")
-    command.add_argument("--mesh", metavar="dp=2,tp=4", help="passed on to the script as its own --mesh")
-    command.set_defaults(script_args=[])
-    command.epilog = "The script's own arguments come after --."
-    return command
 
 
 def _doctor(args: argparse.Namespace) -> int:

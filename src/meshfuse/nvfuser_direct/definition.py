@@ -195,9 +195,7 @@ class FusionDefinition(core.FusionDefinition):
         meshfuse's `execute` does.
         """
         if self._ke is not None:
-            raise user_error(
-                "execute after manual_execute", do="Use one of the two.", where=caller_line(), cls=ExecutorError
-            )
+            raise _second("execute after manual_execute")
         values = flattened(inputs)
         if save_repro_inputs:
             self._repro = [repro.input_text(value) for value in values]
@@ -227,9 +225,7 @@ class FusionDefinition(core.FusionDefinition):
     def manual_execute(self, inputs: Sequence[Any], heuristic_params: Any = None) -> list[Any]:
         """`execute`, by a KernelExecutor. ExecutorError after an `execute`."""
         if self._fec is not None:
-            raise user_error(
-                "manual_execute after execute", do="Use one of the two.", where=caller_line(), cls=ExecutorError
-            )
+            raise _second("manual_execute after execute")
         self._ke = self._ke or KernelExecutor()
         if not self._ke.is_compiled():
             self._ke.compile(self.fusion, inputs)
@@ -355,8 +351,8 @@ class FusionDefinition(core.FusionDefinition):
 
 
 def _second(what: str) -> Exception:
-    do = "Make another definition, or go on as you began."
-    return user_error(what, "one definition", "one way to run it", do, caller_line(), ExecutorError)
+    """The error of a definition that is run in a second way: its profile and its cache tell of one."""
+    return user_error(what, do="Use one of the two.", where=caller_line(), cls=ExecutorError)
 
 
 def flattened(inputs: Sequence[Any]) -> list[Any]:
