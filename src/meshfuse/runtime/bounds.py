@@ -46,12 +46,12 @@ def bounded(seconds: float, action: Callable[[], T]) -> T:
     return result[0]
 
 
-def within(seconds: float, action: Callable[[], T], default: T) -> T:
-    """The action's result, or `default` if it fails or takes too long: for what may be left undone."""
+def within(seconds: float, action: Callable[[], T]) -> T | None:
+    """The action's result, None if it fails or takes longer than this: for what may be left undone."""
     try:
         return bounded(seconds, action)
     except RuntimeError:  # The store's host is gone or stopped.
-        return default
+        return None
 
 
 def left_running(seconds: float) -> bool:

@@ -60,7 +60,7 @@ def lost(scene: Scene) -> list[int]:
 
 
 def _goodbye(scene: Scene, rank: int) -> str | None:
-    return within(1.0, lambda: goodbye(scene.store, rank), None)
+    return within(1.0, lambda: goodbye(scene.store, rank))
 
 
 def peers_gone(scene: Scene, what: str, gone: Sequence[int]) -> RankError:
@@ -76,7 +76,7 @@ def peers_gone(scene: Scene, what: str, gone: Sequence[int]) -> RankError:
 
 def timed_out(scene: Scene, what: str, peers: Iterable[int], after: float) -> RankError:
     """The error of a wait that reached its limit: who does not answer, and where the others are."""
-    failure = within(1.0, lambda: published(scene.store), None)
+    failure = within(1.0, lambda: published(scene.store))
     if failure is not None and failure.primary and failure.rank != scene.rank:
         return peer_failed(scene, what, failure)
     silent, report = _report(scene, peers)
@@ -97,7 +97,7 @@ def _brief(cause: str) -> str:
 
 def _report(scene: Scene, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:
     others = [peer for peer in peers if peer != scene.rank]
-    within(1.0, lambda: scene.peers.remember(others), None)
+    within(1.0, lambda: scene.peers.remember(others))
     # Whoever is gone elsewhere may be why the others wait.
     others += [peer for peer in scene.peers.gone(scene.all_ranks) if peer not in others and peer != scene.rank]
     mute = [*scene.peers.silent_already(others), *scene.peers.strangers(others)]

@@ -145,7 +145,7 @@ class Gloo:
 
     def abort(self) -> None:
         """Break the connections to all peers; unless work is under way, which keeps them."""
-        within(1.0, lambda: delattr(self, "_pg"), None)
+        within(1.0, lambda: delattr(self, "_pg"))
 
     def _issue(
         self,

@@ -52,25 +52,25 @@ def published(store: dist.Store) -> Failure | None:
     return None
 
 
-def look_for_failure(store: dist.Store, gone: Callable[[], bool], seconds: float = _LOOK) -> Failure | None:
+def look_for_failure(store: dist.Store, gone: Callable[[], bool]) -> Failure | None:
     """Wait a while for a primary failure: connections break just before or after it is published.
 
     A process that the kernel knows to be `gone` publishes nothing more.
     """
 
     def wait() -> Failure | None:
-        until = time.monotonic() + seconds
+        until = time.monotonic() + _LOOK
         while not store.check(["failure/primary"]) and time.monotonic() < until and not gone():
             time.sleep(0.02)
         return published(store)
 
-    return within(seconds + 1, wait, None)
+    return within(_LOOK + 1, wait)
 
 
 def roll_call(store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK) -> dict[int, str | None] | None:
     """What each rank says it is doing, None where it does not answer; None if the store does not."""
     ranks = tuple(ranks)
-    return within(seconds + 2, lambda: _call(store, ranks, seconds), None)
+    return within(seconds + 2, lambda: _call(store, ranks, seconds))
 
 
 def _call(store: dist.Store, ranks: tuple[int, ...], seconds: float) -> dict[int, str | None]:
@@ -122,7 +122,7 @@ class Responder:
 
     def stop(self, seconds: float) -> bool:
         """End the thread before the interpreter does: it must not wake up in a finalising one. Whether it ended."""
-        within(seconds, self._send_stop, None)
+        within(seconds, self._send_stop)
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

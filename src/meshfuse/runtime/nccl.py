@@ -103,7 +103,7 @@ class Nccl:
 
     def abort(self) -> None:
         """Break the connections to all peers."""
-        within(1.0, self._pg.abort, None)
+        within(1.0, self._pg.abort)
 
     def _issue(self, name: str, call: Callable[[], Any], finish: Callable[[], object] | None = None) -> Work:
         work = Work(self._group, name, call, finish)

@@ -66,7 +66,7 @@ class Peers:
 
     def fate(self, rank: int) -> str:
         """Why a rank does not answer, as far as it can be found out."""
-        within(1.0, lambda: self.remember([rank]), None)
+        within(1.0, lambda: self.remember([rank]))
         told, who = news.read(self._page).get(rank), self._known.get(rank)
         if told is not None:
             return told

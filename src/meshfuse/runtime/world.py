@@ -161,7 +161,7 @@ class World:
         told = news.read(news.own())
         if not told:
             others = [rank for rank in self.all_ranks if rank != self.rank]
-            answers = within(1.5, lambda: roll_call(self.store, others, 0.5), None) or {}
+            answers = within(1.5, lambda: roll_call(self.store, others, 0.5)) or {}
             told = {rank: self._peers.fate(rank) for rank, answer in answers.items() if answer is None}
         because = ", because " + "; ".join(f"rank {rank} {text}" for rank, text in told.items()) if told else ""
         return f"rank {self.rank}: ended by SIGTERM{because}. It {where}"
@@ -321,7 +321,7 @@ class World:
 
     def raise_if_failed(self, what: str = "leaving") -> None:
         """RankError if a peer has published a failure; `what` is what this rank was about to do."""
-        failure = within(1.0, lambda: published(self.store), None)
+        failure = within(1.0, lambda: published(self.store))
         if failure is None or failure.rank == self.rank:
             return
         scene = self._scene()
@@ -359,7 +359,7 @@ class World:
     def publish_failure(self, error: BaseException) -> None:
         """Let the peers know why this rank is about to die: its traceback will be in their errors."""
         if self._store is not None:
-            within(1.0, lambda: publish(self.store, self.rank, error), None)
+            within(1.0, lambda: publish(self.store, self.rank, error))
 
     def depart(self, error: BaseException) -> None:
         """After a failure: tell the peers, and keep a store of its own up while they read from it."""
@@ -370,7 +370,7 @@ class World:
             group.abort()
         if hosts_store(self.place):
             gone = getattr(error, "silent", ())
-            within(_LINGER, lambda: self._await_others(_LINGER, lambda: None, gone), None)
+            within(_LINGER, lambda: self._await_others(_LINGER, lambda: None, gone))
 
     def leave(self) -> None:
         """At a normal exit: the rank that holds the store waits for the others to finish with it."""
@@ -382,14 +382,14 @@ class World:
             # Who still wants to communicate with this rank is told now, not when the process ends.
             for group in self._groups.values():
                 group.abort()
-            within(self.limit, lambda: self._await_others(self.limit, self.raise_if_failed), None)
+            within(self.limit, lambda: self._await_others(self.limit, self.raise_if_failed))
         if not responder.stop(self.limit) or left_running(self.limit):
             # A thread that comes back from torch into an interpreter that finalises ends the process by SIGABRT.
             print(f"rank {self.rank}: the store of the job does not answer any more", file=sys.stderr)
             end_at_once(1)
 
     def _say_done(self, how: str) -> None:
-        within(1.0, lambda: self.store.set(f"done/{self.rank}", how), None)
+        within(1.0, lambda: self.store.set(f"done/{self.rank}", how))
 
     def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> None:
         """Wait until the ranks that have joined are done with the store, or are no more."""
