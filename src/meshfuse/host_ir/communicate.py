@@ -214,7 +214,7 @@ class _Traffic:
 
 def numel(boxes: Sequence[Sequence[Runs]]) -> int:
     """Elements in some boxes."""
-    return sum(math.prod(map(lay.count, box)) for box in boxes)
+    return sum(map(count, boxes))
 
 
 def _terms(c: MoveContext) -> list[Piece]:
@@ -274,7 +274,7 @@ def _is_target(c: MoveContext, boxes: Sequence[Sequence[Runs]]) -> bool:
 
 def _starts(boxes: Sequence[Sequence[Runs]]) -> Iterator[int]:
     """Where each box begins in a flat buffer of them, and at last where it ends."""
-    return itertools.accumulate((numel([box]) for box in boxes), initial=0)
+    return itertools.accumulate((count(box) for box in boxes), initial=0)
 
 
 def _first(box: Box, shape: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..sharding import layout as lay
+from ..resharding.moves import count
 from .effects import Effects, effects
 from .instructions import Allocate, Box, Collective, Instruction, Own, Part, Put, SendRecv
 
@@ -83,11 +83,11 @@ class Book:
         if not isinstance(instruction, (Collective, SendRecv)):
             self._fill(buffer, _written(instruction, buffer))
 
-    def _fill(self, buffer: _Buffer, count: int) -> None:
+    def _fill(self, buffer: _Buffer, more: int) -> None:
         """That many elements more are written."""
         if not buffer.missing:
             return
-        buffer.missing = max(0, buffer.missing - count)
+        buffer.missing = max(0, buffer.missing - more)
         root = self._buffers.get(buffer.root)
         if not buffer.missing and root is not None and root is not buffer:
             self._fill(root, buffer.size)
@@ -145,7 +145,7 @@ class Book:
 
     def _cut(self, part: Part) -> None:
         """A part must share no element with the other parts of its buffer."""
-        whole, size = self._buffers[part.source_name], box_count(part.box)
+        whole, size = self._buffers[part.source_name], count(part.box)
         for interval in part.box[_cut_dim(part.box, part.shape)] if size else ():
             at = bisect.bisect(whole.intervals, interval)
             before, after = whole.intervals[max(at - 1, 0) : at], whole.intervals[at : at + 1]
@@ -163,13 +163,8 @@ def _cut_dim(box: Box, shape: tuple[int, ...]) -> int:
     return cut[0] if cut else 0
 
 
-def box_count(box: Box) -> int:
-    """Elements of a box."""
-    return math.prod(map(lay.count, box))
-
-
 def _written(instruction: Instruction, buffer: _Buffer) -> int:
     """Elements that an instruction writes for the first time, if it is the first to write them."""
     if isinstance(instruction, Put):
-        return box_count(instruction.box)
+        return count(instruction.box)
     return buffer.size

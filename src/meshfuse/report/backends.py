@@ -9,6 +9,9 @@ from ..compiler import CompiledProgram
 from ..segmentation import Segment
 from .bill import table
 
+# How many ops of a segment are named.
+_SHOWN = 6
+
 
 def backends_table(compiled: CompiledProgram, chosen: Mapping[str, Chosen]) -> str:
     """One row per segment: its ops, and which backend computes it from when on, by the segment's name."""
@@ -21,6 +24,6 @@ def backends_table(compiled: CompiledProgram, chosen: Mapping[str, Chosen]) -> s
     return table(rows)
 
 
-def _shortened(names: list[str], most: int = 6) -> str:
-    left = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + left
+def _shortened(names: list[str]) -> str:
+    left = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + left

@@ -193,6 +193,20 @@ def count(index: Sequence[lay.Runs]) -> int:
     return math.prod(map(lay.count, index))
 
 
+def lacking(held: Sequence[lay.Runs], wanted: Sequence[lay.Runs]) -> int:
+    """Elements of one box of indices that another has not."""
+    return count(wanted) - count([lay.intersect(a, b) for a, b in zip(held, wanted, strict=True)])
+
+
+# So many ranks stand for all of a mesh in what a plan is priced by.
+_SAMPLE = 16
+
+
+def sampled_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Some ranks of a mesh, evenly spread; all of a small one."""
+    return mesh.ranks[:: max(1, mesh.size // _SAMPLE)]
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Elements that go from one rank to another: a box of index runs, one per dim."""

@@ -12,7 +12,7 @@ from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
-from .moves import Move, MoveKind
+from .moves import Move, MoveKind, lacking, sampled_ranks
 from .windows import window_peers, window_wire
 
 # Of plans that take as long the one of fewer moves is the better one: a slice, which moves nothing, counts half, and an
@@ -86,12 +86,7 @@ def byte_seconds(mesh: DeviceMesh, axes: Sequence[Split]) -> float:
     return 1.0 / link_over(mesh, axes).bandwidth
 
 
-def received(src: Sharding, dst: Sharding, shape: Sequence[int], sample: int = 16) -> float:
-    """Elements that a rank gets from others when everything moves at once: the mean over up to 16 ranks."""
-    ranks = src.mesh.ranks[:: max(1, src.mesh.size // sample)]
-    lacking = 0
-    for rank in ranks:
-        held, wanted = src.runs(shape, rank), dst.runs(shape, rank)
-        common = math.prod(lay.count(lay.intersect(a, b)) for a, b in zip(held, wanted, strict=True))
-        lacking += math.prod(map(lay.count, wanted)) - common
-    return lacking / len(ranks)
+def received(src: Sharding, dst: Sharding, shape: Sequence[int]) -> float:
+    """Elements that a rank gets from others when everything moves at once: the mean over some ranks."""
+    ranks = sampled_ranks(src.mesh)
+    return sum(lacking(src.runs(shape, rank), dst.runs(shape, rank)) for rank in ranks) / len(ranks)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 
 from ..ops.base import BlockOrder, Call, ScalarRef
 from ..ops.local import plain_text
 from ..sharding import layout as lay
 from ..sharding.value import Sharding, disjoint
-from .moves import Move, MoveKind, Reordering, Window
+from .moves import Move, MoveKind, Reordering, Window, lacking, sampled_ranks
 
 
 def window_of(call: Call) -> Window | Reordering | None:
@@ -29,14 +28,6 @@ def window_move(src: Sharding, dst: Sharding, window: Window | Reordering) -> Mo
     return Move(MoveKind.WINDOW, disjoint(changed), src, dst, window)
 
 
-# Ranks that are looked at for what a move sends.
-_SAMPLE = 16
-
-
-def _sample(move: Move) -> tuple[int, ...]:
-    return move.src.mesh.ranks[:: max(1, move.src.mesh.size // _SAMPLE)]
-
-
 def _indices(move: Move, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]:
     """What a rank has and what it wants of what there is, both as indices of the target."""
     assert move.window is not None
@@ -50,7 +41,7 @@ def window_peers(move: Move) -> int:
     """From how many others a rank gets something, at most: one where all is shifted by whole shards."""
     assert move.window is not None
     most = 0
-    for rank in _sample(move):
+    for rank in sampled_ranks(move.src.mesh):
         held, wanted = _indices(move, rank)
         others = {move.window.to_target(move.held((), peer)) for peer in move.group(rank)} - {held}
         most = max(most, sum(all(map(lay.intersect, other, wanted)) for other in others))
@@ -59,10 +50,6 @@ def window_peers(move: Move) -> int:
 
 @functools.lru_cache(maxsize=1 << 12)
 def window_wire(move: Move) -> float:
-    """Elements that a rank gets from others: the mean over up to 16 ranks."""
-    ranks, lacking = _sample(move), 0
-    for rank in ranks:
-        held, wanted = _indices(move, rank)
-        common = math.prod(lay.count(lay.intersect(a, b)) for a, b in zip(held, wanted, strict=True))
-        lacking += math.prod(map(lay.count, wanted)) - common
-    return lacking / len(ranks)
+    """Elements that a rank gets from others: the mean over some ranks."""
+    ranks = sampled_ranks(move.src.mesh)
+    return sum(lacking(*_indices(move, rank)) for rank in ranks) / len(ranks)
