@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from .bounds import within
 from .environment import LOOPBACK
-from .reductions import check_reducible, fold, movable, move_scale, native_form
+from .reductions import REDUCE_OPS, check_reducible, fold, movable, move_scale, native_form
 from .scratch import Scratch
 from .work import Work
 
@@ -36,12 +36,6 @@ if TYPE_CHECKING:
 _REDUCED_BY_TWO, _REDUCED_TOGETHER, _GATHERED = 32 * 1024, 512 * 1024, 256 * 1024
 _THREADS = 2
 _TAG = 0
-_REDUCE = {
-    "sum": dist.ReduceOp.SUM,
-    "prod": dist.ReduceOp.PRODUCT,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
 
 
 class Gloo:
@@ -54,7 +48,7 @@ class Gloo:
         self._exchanged_bytes = _REDUCED_BY_TWO if group.size == 2 else _REDUCED_TOGETHER // group.size
         self._scratch = Scratch()
         self._all_to_all_options = dist.AllToAllOptions()
-        self._reduce_options = {op: _reduce_option(code) for op, code in _REDUCE.items()}
+        self._reduce_options = {op: _reduce_option(code) for op, code in REDUCE_OPS.items()}
         self._broadcast_options = [_broadcast_option(index) for index in range(group.size)]
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:

@@ -10,18 +10,12 @@ import torch
 import torch.distributed as dist
 
 from .bounds import within
-from .reductions import check_reducible, fold, movable, move_scale
+from .reductions import REDUCE_OPS, check_reducible, fold, movable, move_scale
 from .work import Work
 
 if TYPE_CHECKING:
     from .group import Group
 
-_REDUCE = {
-    "sum": dist.ReduceOp.SUM,
-    "prod": dist.ReduceOp.PRODUCT,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
 _NATIVE = (
     torch.uint8, torch.int8, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -53,7 +47,7 @@ class Nccl:
                 lambda: fold(stack, op, tensor.view(-1)),
             )
         options: Any = dist.AllreduceOptions()
-        options.reduceOp = _REDUCE[op]
+        options.reduceOp = REDUCE_OPS[op]
         return self._issue("all_reduce", lambda: self._pg.allreduce([tensor], options))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
@@ -71,7 +65,7 @@ class Nccl:
                 lambda: fold(stack, op, out.view(-1)),
             )
         options: Any = dist.ReduceScatterOptions()
-        options.reduceOp = _REDUCE[op]
+        options.reduceOp = REDUCE_OPS[op]
         return self._issue(
             "reduce_scatter", lambda: self._pg._reduce_scatter_base(out.view(-1), tensor.view(-1), options)
         )

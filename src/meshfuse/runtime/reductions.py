@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from ..errors import ArgumentError, user_error
 
-OPS = ("sum", "prod", "max", "min")
+# By their names in programs.
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
+}  # fmt: skip
 
 # A dtype that no backend refuses and that has the same bytes; counts grow by the factor.
 _SAME_BYTES: dict[torch.dtype, tuple[torch.dtype, int]] = {
@@ -61,8 +65,8 @@ def fold(stack: torch.Tensor, op: str, out: torch.Tensor) -> None:
 
 def check_reducible(dtype: torch.dtype, op: str) -> None:
     """ArgumentError for a reduction that does not exist."""
-    if op not in OPS:
-        raise user_error("an unknown reduction", repr(op), f"one of {', '.join(OPS)}", cls=ArgumentError)
+    if op not in REDUCE_OPS:
+        raise user_error("an unknown reduction", repr(op), f"one of {', '.join(REDUCE_OPS)}", cls=ArgumentError)
     if dtype.is_complex and op in ("max", "min"):
         raise user_error(f"complex numbers have no {op}", str(dtype), "sum or prod, or a real dtype", cls=ArgumentError)
 
@@ -123,10 +127,10 @@ def from_order_keys(keys: torch.Tensor) -> torch.Tensor:
 _HALF = (torch.float16, torch.bfloat16)
 _FLOAT = (*_HALF, torch.float32, torch.float64)
 _WAYS: dict[tuple[torch.dtype, str], Callable[[torch.Tensor, str], Native]] = (
-    {(d, op): _same for d in (torch.uint8, torch.int8, torch.int32, torch.int64) for op in OPS}
+    {(d, op): _same for d in (torch.uint8, torch.int8, torch.int32, torch.int64) for op in REDUCE_OPS}
     | {(d, op): _same for d in _FLOAT for op in ("sum", "prod")}
     | {(d, op): _ordered for d in _FLOAT for op in ("max", "min")}
-    | {(torch.bool, op): _logical for op in OPS}
-    | {(torch.int16, op): _widened for op in OPS}
+    | {(torch.bool, op): _logical for op in REDUCE_OPS}
+    | {(torch.int16, op): _widened for op in REDUCE_OPS}
     | {(d, "sum"): _as_real for d in (torch.complex64, torch.complex128)}
 )
