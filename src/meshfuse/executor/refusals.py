@@ -15,7 +15,7 @@ from .bind import BoundProgram
 
 
 @contextlib.contextmanager
-def told(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
+def kernel_errors(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
     """Turns an error that torch raises in a kernel's line into a KernelError that names the op, its operands and the
     user's line. Other errors pass as they are, and so does a lack of memory.
     """

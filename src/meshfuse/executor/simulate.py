@@ -15,7 +15,7 @@ from ..errors import RankError
 from ..host_ir.program import HostProgram
 from ..segmentation import SegmentedDefinition
 from .bind import BoundProgram, bind_program
-from .refusals import told
+from .refusals import kernel_errors
 from .segments import Segments
 
 
@@ -193,7 +193,7 @@ class Simulation:
                 stuck = "; ".join(f"rank {rank} waits for {work.what}" for rank, work in waiting.items() if work)
                 raise RankError(f"the simulated ranks wait for each other: {stuck}")
             for rank in ready:
-                with torch.no_grad(), told(self.bound[rank], self.programs[rank]):
+                with torch.no_grad(), kernel_errors(self.bound[rank], self.programs[rank]):
                     _advance(rank, running[rank], waiting, results)
         return results
 

@@ -20,7 +20,7 @@ from ..sharding.data import unshard
 from ..sharding.value import Sharding
 from .bind import bind_program, communication_of, instruction_at, instruction_of
 from .record import recorder
-from .refusals import told
+from .refusals import kernel_errors
 from .segments import Segments
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class RankProgram:
             self._calls += 1
             if self._recorder is not None:
                 self._recorder.watch(self.bound.scope, self.program)
-            with told(self.bound, self.program):
+            with kernel_errors(self.bound, self.program):
                 out = list(self._main(*arguments, seed, offset))
             return self._told(out)
         except RankError as error:
