@@ -62,6 +62,12 @@ DEFAULT_LINK = Link(50e9, 2e-12)
 DEFAULT_FLOPS = 50e12
 
 
+# A rank of which nothing is said, as its own program is scheduled: operations and bytes of memory per second, and its
+# link. Of a fast GPU: it decides what a communication can hide behind, where the defaults above let bytes decide.
+DEVICE_FLOPS, DEVICE_MEMORY = 300e12, 1.5e12
+DEVICE_LINK = Link(50e9, 4e-6)
+
+
 def slowest(links: Iterable[Link]) -> Link:
     """The link that a collective over several axes goes at: the least bandwidth and the greatest latency of them."""
     found = list(dict.fromkeys(links))

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..costs import Link, slowest
+from ..costs import DEVICE_FLOPS, DEVICE_LINK, DEVICE_MEMORY, Link, slowest
 from ..dtypes import DataType
 from ..mesh import DeviceMesh
 from .instructions import Collective, Kernel, SendRecv
-
-_NETWORK = Link(50e9, 4e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +21,10 @@ class CostModel:
     speed `network`.
     """
 
-    flops: float = 300e12
-    memory: float = 1.5e12
+    flops: float = DEVICE_FLOPS
+    memory: float = DEVICE_MEMORY
     start: float = 4e-6
-    network: Link = _NETWORK
+    network: Link = DEVICE_LINK
     axes: Mapping[str, Link] = field(default_factory=dict)
 
     @classmethod

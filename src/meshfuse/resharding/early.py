@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..costs import DEVICE_FLOPS, DEVICE_LINK, DEVICE_MEMORY
 from ..graph import Graph
 from ..ops.base import Call
 from ..propagation.factors import Placement
@@ -20,8 +21,6 @@ from .moves import Move, MoveKind
 
 # Modelled seconds of a move, and of the work beside it, that are worth a launch more.
 WORTH = 20e-6
-# Operations and bytes per second of a rank, and bytes per second between ranks, where nothing better is known.
-_FLOPS, _MEMORY, _NETWORK = 300e12, 1.5e12, 50e9
 # An input is gathered as much work ahead of its reader as the move takes, times this.
 _AHEAD = 2.0
 
@@ -48,12 +47,12 @@ class Seconds:
             key: object = (id(call), id(step.placement))
             if key not in self._known:
                 flops, nbytes = local_cost(call, step.placement)
-                self._known[key] = max(flops / _FLOPS, nbytes / _MEMORY)
+                self._known[key] = max(flops / DEVICE_FLOPS, nbytes / DEVICE_MEMORY)
             return self._known[key]
         kind = self.graph.tensors[self.values[step.source].tensor].type
         key = (step.move, kind)
         if key not in self._known:
-            self._known[key] = _moved(step.move, kind.shape) * kind.dtype.itemsize / _NETWORK
+            self._known[key] = _moved(step.move, kind.shape) * kind.dtype.itemsize / DEVICE_LINK.bandwidth
         return self._known[key]
 
 
