@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.report.bill import collectives
 from meshfuse.resharding.prices import price
 from meshfuse.sharding import Sharding
 
@@ -80,7 +79,7 @@ def seconds_on(fd: mf.FusionDefinition, mesh: mf.DeviceMesh) -> float:
     """The time that the moves of a plan for other links take on this mesh."""
     compiled = fd.compile()
     total = 0.0
-    for step in collectives(compiled):
+    for step in compiled.resharded.collectives:
         kind = compiled.graph.tensors[compiled.resharded.values[step.source].tensor].type
         src, dst = (Sharding(mesh, s.dims, s.partial, s.reduce) for s in (step.move.src, step.move.dst))
         move = dataclasses.replace(step.move, src=src, dst=dst)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from ..compiler import CompiledProgram
 from ..graph import Graph
 from ..propagation.propagate import propagate
-from ..resharding.insert import ReshardedDefinition, Set, insert_resharding
-from ..resharding.moves import Move, MoveKind, wire_elements
+from ..resharding.insert import ReshardedDefinition, insert_resharding
+from ..resharding.moves import Move, wire_elements
 from ..resharding.prices import price
 from ..rounds import written
 from ..sharding.layout import WHOLE, Layout, axes, extent
@@ -70,11 +70,10 @@ def move_seconds(graph: Graph, tensor: int, move: Move) -> float:
 def total(resharded: ReshardedDefinition) -> Total:
     """The bytes and seconds of all collectives of a plan."""
     graph, wire, seconds = resharded.graph, 0.0, 0.0
-    for step in resharded.steps:
-        if isinstance(step, Set) and step.move.kind is not MoveKind.SLICE:
-            tensor = resharded.values[step.source].tensor
-            wire += wire_bytes(graph, tensor, step.move)
-            seconds += move_seconds(graph, tensor, step.move)
+    for step in resharded.collectives:
+        tensor = resharded.values[step.source].tensor
+        wire += wire_bytes(graph, tensor, step.move)
+        seconds += move_seconds(graph, tensor, step.move)
     return Total(wire, seconds)
 
 

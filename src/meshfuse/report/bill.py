@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 
 from ..compiler import CompiledProgram
 from ..resharding.insert import Set
-from ..resharding.moves import MoveKind
 from .alternatives import Alternative, Alternatives, Total, move_seconds, wire_bytes
 from .causes import Cause, Causes, quoted
 
@@ -128,11 +127,6 @@ def micro(seconds: float) -> str:
     return f"{found:,.0f}" if found >= 100 else f"{found:.3g}"
 
 
-def collectives(compiled: CompiledProgram) -> list[Set]:
-    """The moves of a program that put bytes on the wire, in order."""
-    return [s for s in compiled.resharded.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE]
-
-
 def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
     """The bill of a compiled program, the same for every rank: each collective's mean over its ranks.
 
@@ -140,7 +134,7 @@ def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
     compilations.
     """
     causes, others = Causes(compiled), Alternatives(compiled) if alternatives else None
-    return Bill(tuple(_entry(compiled, causes, others, step) for step in collectives(compiled)))
+    return Bill(tuple(_entry(compiled, causes, others, step) for step in compiled.resharded.collectives))
 
 
 def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | None, step: Set) -> Entry:

@@ -18,7 +18,7 @@ from ..graph import Node
 from ..resharding.insert import Compute, Set
 from ..sharding import layout as lay
 from ..sharding.value import Sharding
-from .bill import Bill, bill_of, collectives, micro, number
+from .bill import Bill, bill_of, micro, number
 from .causes import quoted
 from .explain import Explainer
 from .page_timeline import Lane, lanes
@@ -124,7 +124,7 @@ def _shard(sharding: Sharding) -> dict[str, Any]:
 def _collectives(compiled: CompiledProgram, bill: Bill, places: dict[int, int], end: int) -> list[dict[str, Any]]:
     values, out = compiled.resharded.values, []
     readers = _readers(compiled)
-    for step, entry in zip(collectives(compiled), bill.entries, strict=True):
+    for step, entry in zip(compiled.resharded.collectives, bill.entries, strict=True):
         tensor = values[step.source].tensor
         node = step.node if step.node is not None else readers.get(step.target)
         made = places[compiled.graph.nodes[node].outputs[0]] if node is not None else end

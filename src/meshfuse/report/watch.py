@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from ..compiler import CompiledProgram
 from ..errors import SourceLine, user_error
 from ..resharding.insert import Set
-from ..resharding.moves import MoveKind
 from .alternatives import Alternative, Alternatives, Total, total, wire_bytes
-from .bill import collectives, number
+from .bill import number
 from .causes import Causes
 
 # Of the bytes on the wire, and of those that a rank holds.
@@ -51,7 +51,7 @@ def bound(name: str, given: Any, line: SourceLine | None = None) -> float | None
 
 def watch(compiled: CompiledProgram, max_wire: float | None, line: SourceLine) -> None:
     """Warn (PlanWarning, at the user's line) of a plan over its bound, or one that another annotation would halve."""
-    moves = [s for s in compiled.resharded.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE]
+    moves = compiled.resharded.collectives
     if not moves or (max_wire is None and not _notable(compiled, moves)):
         return
     now = total(compiled.resharded)
@@ -62,7 +62,7 @@ def watch(compiled: CompiledProgram, max_wire: float | None, line: SourceLine) -
         warnings.warn_explicit(text, PlanWarning, line.file, line.line)
 
 
-def _notable(compiled: CompiledProgram, moves: list[Set]) -> bool:
+def _notable(compiled: CompiledProgram, moves: Sequence[Set]) -> bool:
     """True for a program that is small enough to be planned anew, and gathers a large tensor somewhere."""
     types = compiled.graph.tensors
     large = (types[compiled.resharded.values[s.source].tensor].type.nbytes >= NOTABLE for s in moves)
@@ -91,7 +91,7 @@ def _text(compiled: CompiledProgram, now: Total, max_wire: float | None) -> str:
 def _largest(compiled: CompiledProgram) -> list[tuple[Set, float]]:
     """The collectives that move most, and their bytes."""
     graph, values = compiled.graph, compiled.resharded.values
-    found = [(s, wire_bytes(graph, values[s.source].tensor, s.move)) for s in collectives(compiled)]
+    found = [(s, wire_bytes(graph, values[s.source].tensor, s.move)) for s in compiled.resharded.collectives]
     return sorted(found, key=lambda entry: -entry[1])[:LOOKED_AT]
 
 

@@ -12,7 +12,7 @@ from ..propagation.ends import ends
 from ..propagation.factors import Placement
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
-from .moves import Move
+from .moves import Move, MoveKind
 from .planner import Plan, plan
 
 
@@ -80,6 +80,11 @@ class ReshardedDefinition:
     @property
     def graph(self) -> Graph:
         return self.sharded.graph
+
+    @property
+    def collectives(self) -> tuple[Set, ...]:
+        """The moves that put bytes on the wire, in order."""
+        return tuple(s for s in self.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE)
 
     def verify(self) -> None:
         """Every value is made once, before it is read; moves start from and end in the shardings of their values."""
