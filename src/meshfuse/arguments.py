@@ -186,7 +186,7 @@ def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLin
     definition.
     """
     fd.check_complete(line)
-    tensors = [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
+    tensors = fd.input_tensors()
     given = list(shapes) if shapes else [fd.tensors[i].type.shape for i in tensors]
     if len(given) != len(tensors) or not all(map(_is_shape, given)):
         raise user_error(

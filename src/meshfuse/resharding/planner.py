@@ -186,10 +186,7 @@ class _Search:
         stays = [self._grown(state, dim, frozenset()) is not None for dim in range(state.ndim)]
         wanted = frozenset().union(*self.wanted)
         if any(not here and wanted & self._atoms(layout) for here, layout in zip(stays, state.dims, strict=True)):
-            for dim, layout in enumerate(state.dims):
-                n = self.shape[dim]
-                if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
-                    yield {dim: (*layout, atom)}
+            yield from self._minor(state, atom)
 
     def _scattered_for_a_while(self, state: Sharding, atom: Split, rest: list[Split]) -> Iterator[Move]:
         """Where axes differ in speed: scattered over a fast axis, so that less is reduced over a slow one.
@@ -197,16 +194,15 @@ class _Search:
         The gather that undoes it comes last (as hierarchical all-reduces do, in NCCL and Horovod).
         """
         if self.fast and rest:
-            for parts in self._minor(state, atom):
+            for parts in itertools.islice(self._minor(state, atom), 1):
                 yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
 
     def _minor(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """The first dim that the atom cuts evenly, with it as its minor split; nothing where there is none."""
+        """Every dim that the atom cuts evenly, with it as its minor split."""
         for dim, layout in enumerate(state.dims):
             n = self.shape[dim]
             if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
                 yield {dim: (*layout, atom)}
-                return
 
     def _sliced_for_a_while(self, state: Sharding) -> Iterator[Move]:
         """Replicas along a fast axis move different parts over a slow one, and put them together after it."""
@@ -216,7 +212,7 @@ class _Search:
         leaving = [s for d, layout in enumerate(state.dims) if layout != self.dst.dims[d] for s in lay.axes(layout)]
         for atom in self.fast:
             if atom.axis not in used and any(self._is_slower(split, atom) for split in leaving):
-                for parts in self._minor(state, atom):
+                for parts in itertools.islice(self._minor(state, atom), 1):
                     yield Move(MoveKind.SLICE, (atom,), state, self._with(state, parts))
 
     def _is_slower(self, split: Split, atom: Split) -> bool:

@@ -88,7 +88,7 @@ def annotations(
     if second_mesh and chosen[0].size < max_ranks and draw(st.integers(0, 5)) == 5:
         chosen.append(draw(meshes(max_ranks=max_ranks - chosen[0].size, first_rank=chosen[0].size)))
     known = [i for i in range(len(fd.tensors)) if -1 not in shape_of(fd, i)]
-    inputs = [ref.id for ref in fd.inputs if isinstance(ref, TensorRef)]
+    inputs = fd.input_tensors()
     pools = [pool for pool in (inputs, inputs, known, [i for i in fd.outputs if i in known]) if pool]
     wanted = draw(
         st.lists(st.sampled_from(pools).flatmap(st.sampled_from), min_size=1, max_size=max_tensors, unique=True)
