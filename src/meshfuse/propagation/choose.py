@@ -26,6 +26,7 @@ from .factors import (
     merged,
     moved,
     placed,
+    reduces,
     representable,
     sides_of,
     without_reductions,
@@ -71,6 +72,7 @@ class Option(NamedTuple):
 
 # A placement, what it follows, and the seconds that do not depend on where the operands are.
 _Candidate = tuple[Placement, Source, float]
+_Vote = tuple[Source, Layouts]
 
 
 def options(setting: Setting, available: tuple[Available, ...], places: Sequence[int]) -> tuple[Option, ...]:
@@ -79,8 +81,8 @@ def options(setting: Setting, available: tuple[Available, ...], places: Sequence
     Operands of equal `places` are one tensor.
     """
     found = [*_carried(setting, available), *_candidates(setting)]
-    priced = [Option(placement, source, seconds + _wire_seconds(setting.call, available, places, placement))
-              for placement, source, seconds in found]  # fmt: skip
+    wire = _Wire(setting.call, available, places)
+    priced = [Option(placement, source, seconds + wire.seconds(placement)) for placement, source, seconds in found]
     possible = [option for option in priced if math.isfinite(option.seconds)]
     assert possible, f"no placement for {setting.call.op}"
     return tuple(sorted(possible, key=lambda option: option.seconds))
@@ -115,17 +117,28 @@ def _carried(setting: Setting, available: tuple[Available, ...]) -> Iterator[_Ca
 
 def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts]]:
     rule = setting.rule
-    votes = _votes(setting)
-    for source, vote in [*votes, *_displaced_votes(setting)]:
-        order = [vote, *(other for _, other in votes if other != vote)]
-        for agreed in (order, [vote]):
-            yield source, representable(rule, _with_reductions(setting, merged(agreed)))
-            if not setting.reductions:
-                passing = [without_reductions(rule, asked) for asked in agreed]
-                yield source._replace(split_reduction=False), representable(rule, merged(passing))
+    votes = tuple(_votes(setting))
+    yield from _agreed(rule, votes, tuple(_displaced_votes(setting)), setting.reductions)
     if setting.thorough and not setting.reductions:
         yield from elsewhere(rule, votes)
-    yield Source("whole"), _with_reductions(setting, (WHOLE,) * len(rule.factors))
+    yield Source("whole"), _with_reductions(rule, setting.reductions, (WHOLE,) * len(rule.factors))
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def _agreed(
+    rule: Rule, votes: tuple[_Vote, ...], displaced: tuple[_Vote, ...], reductions: tuple[Layout, ...]
+) -> tuple[_Vote, ...]:
+    """What each vote gives with the others after it, and alone; the same with nothing split that is reduced."""
+    found: dict[Layouts, Source] = {}
+    for source, vote in (*votes, *displaced):
+        order = [vote, *[other for _, other in votes if other != vote]]
+        for agreed in (order, [vote]) if len(order) > 1 else (order,):
+            layouts = representable(rule, _with_reductions(rule, reductions, merged(agreed)))
+            found.setdefault(layouts, source)
+            if not reductions and reduces(rule):
+                passing = [without_reductions(rule, asked) for asked in agreed]
+                found.setdefault(representable(rule, merged(passing)), source._replace(split_reduction=False))
+    return tuple((source, layouts) for layouts, source in found.items())
 
 
 def elsewhere(rule: Rule, votes: Sequence[tuple[Source, Layouts]]) -> Iterator[tuple[Source, Layouts]]:
@@ -182,14 +195,14 @@ def _displaced_votes(setting: Setting) -> list[tuple[Source, Layouts]]:
     return [(source, vote) for source, vote in dict.fromkeys(found) if vote is not None]
 
 
-def _with_reductions(setting: Setting, layouts: Layouts) -> Layouts:
+def _with_reductions(rule: Rule, reductions: tuple[Layout, ...], layouts: Layouts) -> Layouts:
     """The layouts that the user gave the reduction dims, before all others."""
-    if not setting.reductions:
+    if not reductions:
         return layouts
-    given = iter(setting.reductions)
+    given = iter(reductions)
     forced = tuple(
         lay.canonical(next(given), factor.size) if factor.kind is FactorKind.REDUCE else WHOLE
-        for factor in setting.rule.factors
+        for factor in rule.factors
     )
     return merged([forced, layouts])
 
@@ -206,11 +219,25 @@ def _to_annotations(setting: Setting, results: Sequence[Sharding]) -> float:
                for made, wanted, fixed, kind in rows if fixed)  # fmt: skip
 
 
-def _wire_seconds(call: Call, available: Sequence[Available], places: Sequence[int], placement: Placement) -> float:
-    """Seconds to bring operands to where they are needed: a tensor that is two operands once, if they need the same."""
-    rows = zip(places, placement.operands, available, call.types, strict=False)
-    needs = {(place, needed): (found, needed, kind) for place, needed, found, kind in rows}
-    return sum(cheapest(found, needed, kind.shape, kind.dtype.itemsize) for found, needed, kind in needs.values())
+class _Wire:
+    """The seconds to bring operands that exist as `available` to where placements need them."""
+
+    def __init__(self, call: Call, available: Sequence[Available], places: Sequence[int]):
+        self.places, self.available, self.types = places, available, call.types
+        self._known: dict[tuple[int, Sharding], float] = {}
+
+    def seconds(self, placement: Placement) -> float:
+        """Of all operands; a tensor that is two of them comes once, if they need the same."""
+        rows = zip(self.places, placement.operands, strict=False)
+        needs = {need: operand for operand, need in enumerate(rows)}
+        return sum([self._seconds(need, i) for need, i in needs.items()])
+
+    def _seconds(self, need: tuple[int, Sharding], operand: int) -> float:
+        found = self._known.get(need)
+        if found is None:
+            kind = self.types[operand]
+            found = self._known[need] = cheapest(self.available[operand], need[1], kind.shape, kind.dtype.itemsize)
+        return found
 
 
 def _window_candidates(setting: Setting) -> Iterator[_Candidate]:

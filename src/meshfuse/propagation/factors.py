@@ -84,9 +84,15 @@ def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Lay
 
 
 @functools.lru_cache(maxsize=1 << 12)
+def reduces(rule: Rule) -> bool:
+    """Whether the op reduces some factor."""
+    return any(factor.kind is FactorKind.REDUCE for factor in rule.factors)
+
+
+@functools.lru_cache(maxsize=1 << 12)
 def sides_of(rule: Rule) -> tuple[tuple[int, ...], ...]:
     """The factors that pass through, those of the same operands together; () where no factor is reduced."""
-    if not any(f.kind is FactorKind.REDUCE for f in rule.factors):
+    if not reduces(rule):
         return ()
     sides: dict[tuple[bool, ...], list[int]] = {}
     for number, factor in enumerate(rule.factors):
@@ -121,7 +127,7 @@ def merged(votes: Sequence[Layouts], taken: Sequence[Split] = ()) -> Layouts:
     for vote in votes:
         for factor, layout in enumerate(vote):
             old = out[factor]
-            if layout != old and lay.is_prefix(old, layout):
+            if layout and layout != old and lay.is_prefix(old, layout):
                 added = _unused(layout[len(old) :], used)
                 out[factor] = (*old, *added)
                 used.extend(lay.axes(added))
@@ -157,7 +163,10 @@ def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts
         if not factors:
             out.append(WHOLE)
             continue
-        joined = lay.concat(tuple(layouts[f] for f in factors), tuple(rule.factors[f].size for f in factors), n)
+        if len(factors) == 1 and rule.factors[factors[0]].size == n:
+            out.append(layouts[factors[0]])
+            continue
+        joined = lay.concat(tuple([layouts[f] for f in factors]), tuple([rule.factors[f].size for f in factors]), n)
         if joined is None:
             return None
         out.append(joined)
@@ -166,14 +175,15 @@ def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts
 
 def representable(rule: Rule, layouts: Layouts) -> Layouts:
     """The layouts with factors below the most major one of a merged dim left whole where they are uneven."""
-    out = list(layouts)
-    for dims in (*rule.operands, *rule.results):
-        for factors in dims:
-            for factor in factors[1:]:
-                size = rule.factors[factor].size
-                if lay.extent(lay.padded(out[factor], size)) != size:
-                    out[factor] = WHOLE
-    return tuple(out)
+    minor = [f for f in _minor_factors(rule) if layouts[f]]
+    uneven = [f for f in minor if lay.extent(lay.padded(layouts[f], rule.factors[f].size)) != rule.factors[f].size]
+    return tuple([WHOLE if f in uneven else layout for f, layout in enumerate(layouts)]) if uneven else layouts
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _minor_factors(rule: Rule) -> tuple[int, ...]:
+    """The factors below the most major one of some dim."""
+    return tuple({factor: None for dims in (*rule.operands, *rule.results) for dim in dims for factor in dim[1:]})
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -211,6 +221,7 @@ class Placement:
         return math.prod(split.size or 1 for layout in self.layouts for split in lay.axes(layout))
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:
     """The placement of an op on a mesh; None where some dim cannot be laid out so."""
     operand_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.operands, call.types, strict=True)]
@@ -269,7 +280,7 @@ def _passes(call: Call, rule: Rule, partial: list[int], reduce: str) -> bool:
         return _widens(call)
     if kind is Partial.FIRST:
         first = isinstance(call.args[0], TensorRef)  # 1 / t is not linear in t
-        return partial == [0] and first and (call.results[0].dtype.category >= 2 or _sums(rule))
+        return partial == [0] and first and (call.results[0].dtype.category >= 2 or reduces(rule))
     return len(partial) == 1 and partial[0] < 2
 
 
@@ -277,10 +288,6 @@ def _is_pure(call: Call) -> bool:
     """True where no operand is a number: t + 1 is not linear in t."""
     pairs = zip(call.op.params, call.args, strict=True)
     return all(isinstance(arg, TensorRef) for param, arg in pairs if param.kind is ParamKind.TENSOR_OR_SCALAR)
-
-
-def _sums(rule: Rule) -> bool:
-    return any(f.kind is FactorKind.REDUCE for f in rule.factors)
 
 
 def _widens(call: Call) -> bool:
