@@ -19,7 +19,7 @@ from .mesh import DeviceMesh
 from .propagation.ends import followed
 from .propagation.factors import Placement
 from .propagation.growth import EPSILON
-from .propagation.propagate import propagate, propagate_from
+from .propagation.propagate import Propagation, propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.insert import Set, insert_resharding
 from .resharding.prices import price
@@ -81,7 +81,9 @@ class _Search:
 
     def __init__(self, graph: Graph, world: DeviceMesh, first: ShardedDefinition):
         self.graph, self.world = graph, world
+        self.propagation = Propagation(graph, world)
         self.best, self.cost = first, spent(first)
+        self._costs = [(first.choices, self.cost)]
 
     def run(self) -> None:
         likely = _followed(self.graph, self.best)
@@ -105,12 +107,20 @@ class _Search:
         return {i: home for i, home in plan.homes.items() if i not in inputs}
 
     def _try(self, asked: Mapping[int, Sharding] | None, thorough: bool) -> None:
-        self._keep(propagate_from(self.graph, self.world, asked, thorough))
+        self._keep(self.propagation.again(asked, thorough))
 
     def _keep(self, found: ShardedDefinition) -> None:
-        cost = spent(found)
+        cost = self._spent(found)
         if cost.beats(self.cost):
             self.best, self.cost = found, cost
+
+    def _spent(self, found: ShardedDefinition) -> Spent:
+        """What it takes: searches often find the same."""
+        known = next((cost for choices, cost in self._costs if choices == found.choices), None)
+        if known is None:
+            known = spent(found)
+            self._costs.append((found.choices, known))
+        return known
 
 
 def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefinition]:

@@ -16,14 +16,15 @@ horizon reads, such as those kept for the backward, the cheapest is as good as a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..graph import Graph
-from ..ops.base import TensorType
+from ..sharding.value import Sharding
 from .choose import Available, Option
-from .growth import EPSILON, Growth, Role, Roles, conversion, growths, role_of
+from .growth import EPSILON, Growth, Role, Roles, growths, role_of
+from .held import Held, Table
 
 # How many shardings of a tensor ops are asked to follow at least, those of dropped plans among them.
 KNOWN = 4
@@ -37,10 +38,10 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Seconds more than the cheapest plan's, and how each open tensor exists."""
+    """Seconds more than the cheapest plan's, and how each open tensor exists, in the numbers of its table."""
 
     seconds: float
-    held: tuple[Available, ...]
+    held: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +52,7 @@ class Front:
     follow it in any plan. Only so may a plan stand for those that it reaches. `near[i]`: it is read before the horizon.
     """
 
-    types: tuple[TensorType, ...]
+    tables: tuple[Table, ...]
     near: tuple[bool, ...]
     known: tuple[Available, ...]
     plans: tuple[Plan, ...]
@@ -61,7 +62,7 @@ class Move(NamedTuple):
     """How one plan of the next front comes from one of this front."""
 
     parent: int
-    step: Step
+    growth: Growth
 
 
 # Where a tensor of the next front comes from: the number of an open tensor, or (as ~k) of one of the op's.
@@ -84,21 +85,23 @@ class Stride:
     front: Front
 
 
-@functools.lru_cache(maxsize=1 << 13)
-def _front(
-    types: tuple[TensorType, ...], near: tuple[bool, ...], known: tuple[Available, ...], plans: tuple[Plan, ...]
-) -> Front:
-    """Equal fronts are one object."""
-    return Front(types, near, known, plans)
+# Equal fronts are one object.
+_front = functools.lru_cache(maxsize=1 << 13)(Front)
+
+
+class Search(NamedTuple):
+    """How many plans are kept, after how many ops a choice is final, and whether ops try more placements."""
+
+    width: int
+    horizon: int
+    thorough: bool = False
 
 
 class Beam:
     """The search over one graph. `inputs` tells how its inputs exist."""
 
-    def __init__(
-        self, graph: Graph, roles: Roles, wanted: Mapping[int, Available], inputs: Mapping[int, Available], width: int
-    ):
-        self.graph, self.roles, self.wanted, self.width = graph, roles, wanted, width
+    def __init__(self, roles: Roles, wanted: Mapping[int, Available], inputs: Mapping[int, Available], search: Search):
+        self.roles, self.wanted, self.search = roles, wanted, search
         self.agreed: dict[int, tuple[Available, Available]] = {i: (found, found) for i, found in inputs.items()}
         self.open: list[int] = []
         self._opened: list[int] = []
@@ -106,12 +109,14 @@ class Beam:
     def run(self) -> list[Step]:
         """The cheapest plan's decisions, op by op."""
         front, strides = _front((), (), (), (Plan(0.0, ()),)), []
-        for node in self.graph.nodes:
-            kind, tensors = self.roles.kind(node.id)
-            role = role_of(kind, tuple(self.wanted.get(i, ()) for i in tensors))
-            entry = tuple(self._entry(i) for i in tensors[: kind.read])
-            stride = _stride(front, role, entry, self._old(node.id), self.width)
-            self._enter(stride, tensors, node.id)
+        width, horizon, thorough = self.search
+        for now, (kind, tensors, next_read) in enumerate(self.roles.parts):
+            role = role_of(kind, tuple([self.wanted.get(i, ()) for i in tensors]))
+            near = tuple([then is not None and then <= now + horizon for then in next_read])
+            entry = tuple([self._entry(i) for i in tensors[: kind.read]])
+            more = thorough and kind.may_move
+            stride = _stride(front, role, near, entry, self._old(now), width, more)
+            self._enter(stride, tensors, now)
             strides.append(stride)
             front = stride.front
         return _steps(strides)
@@ -121,7 +126,7 @@ class Beam:
 
     def _old(self, now: int) -> int:
         """How many of the open tensors, the first ones, were opened before the horizon."""
-        return sum(then < now - self.roles.horizon for then in self._opened) if self._opened else 0
+        return sum(then < now - self.search.horizon for then in self._opened) if self._opened else 0
 
     def _enter(self, stride: Stride, tensors: Sequence[int], now: int) -> None:
         for origin, available, known in stride.settled:
@@ -131,132 +136,164 @@ class Beam:
 
 
 @functools.lru_cache(maxsize=1 << 13)
-def _stride(front: Front, role: Role, entry: tuple[Entry, ...], old: int, width: int) -> Stride:
-    """`entry` tells of the distinct operands; what the first `old` open tensors are is decided now."""
-    return _Striding(front, role, entry, width).run(old)
+def _stride(
+    front: Front, role: Role, near: tuple[bool, ...], entry: tuple[Entry, ...], old: int, width: int, thorough: bool
+) -> Stride:
+    """`near[i]`: the op's tensor i is read again before the horizon. `entry` tells of the distinct operands; what the
+    first `old` open tensors are is decided now.
+    """
+    return _Striding(front, role, near, entry, width, thorough).run(old)
 
 
 class _Found(NamedTuple):
-    """A plan that goes on: `code` stands for how it holds the tensors that are read before the horizon."""
+    """A plan that goes on. `old` and `new` stand for how it holds the tensors that are read before the horizon: those
+    that were open already, and the op's.
+    """
 
     parent: int
     growth: Growth
     seconds: float
-    held: tuple[Available, ...]
-    code: tuple[int, ...]
-
-
-class _Coder:
-    """Numbers for the ways in which each tensor exists, and what it costs to come from one to another."""
-
-    def __init__(self, types: Sequence[TensorType]):
-        self.types = types
-        self._numbers: list[dict[Available, int]] = [{} for _ in types]
-        self._costs: list[dict[tuple[int, int], float]] = [{} for _ in types]
-
-    def code(self, columns: Iterable[int], held: Iterable[Available]) -> tuple[int, ...]:
-        numbers = self._numbers
-        return tuple([numbers[c].setdefault(found, len(numbers[c])) for c, found in zip(columns, held, strict=True)])
-
-    def reaches(self, cost: float, have: Sequence[int], limit: float, want: Sequence[int]) -> bool:
-        """True where resharding turns what one plan holds into what another does, at no greater cost."""
-        for column, pair in enumerate(zip(have, want, strict=True)):
-            if pair[0] != pair[1]:
-                found = self._costs[column].get(pair)
-                cost += self._priced(column, pair) if found is None else found
-                if cost > limit:
-                    return False
-        return cost <= limit
-
-    def _priced(self, column: int, pair: tuple[int, int]) -> float:
-        ways = list(self._numbers[column])
-        found = self._costs[column][pair] = conversion(ways[pair[0]], ways[pair[1]], self.types[column])
-        return found
+    old: int
+    new: int
 
 
 class _Striding:
     """The work of one stride."""
 
-    def __init__(self, front: Front, role: Role, entry: tuple[Entry, ...], width: int):
-        self.front, self.role, self.entry, self.width = front, role, entry, width
+    def __init__(
+        self, front: Front, role: Role, near: tuple[bool, ...], entry: tuple[Entry, ...], width: int, thorough: bool
+    ):
+        self.front, self.role, self.entry, self.width, self.thorough = front, role, entry, width, thorough
         touched = {e for e in entry if isinstance(e, int)}
-        self.kept = [place for place in range(len(front.types)) if place not in touched]
-        tensors = role.kind.tensors
-        self.alive = [k for k, tensor in enumerate(tensors) if tensor.read_again]
-        self.types = [front.types[p] for p in self.kept] + [tensors[k].type for k in self.alive]
-        self.near = [front.near[p] for p in self.kept] + [tensors[k].is_near for k in self.alive]
-        self.coder = _Coder([kind for kind, near in zip(self.types, self.near, strict=True) if near])
+        self.kept = [place for place in range(len(front.tables)) if place not in touched]
+        self.alive = [k for k, tensor in enumerate(role.kind.tensors) if tensor.read_again]
+        self.of_kept, self.of_alive = _picker(self.kept), _picker(self.alive)
+        self.tables = (*self.of_kept(front.tables), *self.of_alive(role.kind.tables))
+        self.near = (*self.of_kept(front.near), *self.of_alive(near))
+        # Only tensors that are read before the horizon count where plans are compared.
+        near_old = [place for place in self.kept if front.near[place]]
+        # What large tensors cost decides soonest.
+        near_old.sort(key=lambda place: -front.tables[place].kind.numel)
+        self.near_old = _picker(near_old)
+        self.near_new = _picker([k for k in self.alive if near[k]])
+        self.old, self.new = Held(self.near_old(front.tables)), Held(self.near_new(role.kind.tables))
 
     def run(self, old: int) -> Stride:
         grown = sorted(self._grown(), key=lambda f: f.seconds)
-        found = self._decided(self._pruned(grown), sum(place < old for place in self.kept))
+        found = self._decided(self._pruned(grown), sum([place < old for place in self.kept]))
         known = self._known(found, grown)
-        columns = list(zip(*(f.held for f in found), strict=True))
-        differ = [c for c, column in enumerate(columns) if any(held != column[0] for held in column)]
+        rows = [self._held(f) for f in found]
+        columns = list(zip(*rows, strict=True))
+        differ = [c for c, column in enumerate(columns) if column.count(column[0]) < len(column)]
         origins = [*self.kept, *(~k for k in self.alive)]
-        agreed = tuple((origins[c], columns[c][0], known[c]) for c in range(len(columns)) if c not in differ)
-        plans = tuple(_relative(f, found[0], differ) for f in found)
-        moves = tuple(Move(f.parent, Step(f.growth.option, f.growth.runner_up)) for f in found)
-        facts = (tuple(facts[c] for c in differ) for facts in (self.types, self.near, known))
-        front = _front(*facts, plans)
-        return Stride(moves, agreed, tuple(origins[c] for c in differ), front)
+        agreed = tuple([(origins[c], self.tables[c].ways[column[0]], known[c])
+                        for c, column in enumerate(columns) if c not in differ])  # fmt: skip
+        of_differing = _picker(differ)
+        best = found[0].seconds
+        # Rounded, so that the plans at the ends of equal layers are equal.
+        plans = [Plan(round(f.seconds - best, 15), of_differing(row)) for f, row in zip(found, rows, strict=True)]
+        front = _front(*map(of_differing, (self.tables, self.near, known)), tuple(plans))
+        return Stride(tuple([Move(f.parent, f.growth) for f in found]), agreed, of_differing(origins), front)
 
     def _grown(self) -> list[_Found]:
         """Every plan gone on with in every way; of those that hold the same the cheapest."""
-        best: dict[tuple[int, ...], _Found] = {}
-        known = tuple(self.front.known[e] if isinstance(e, int) else e[1] for e in self.entry)
-        old, new = [p for p in self.kept if self.front.near[p]], [k for k in self.alive if self._is_near(k)]
-        olds, news = range(len(old)), range(len(old), len(old) + len(new))
-        for parent, plan in enumerate(self.front.plans):
-            available = tuple([plan.held[e] if isinstance(e, int) else e[0] for e in self.entry])
-            before = tuple([plan.held[place] for place in self.kept])
-            start = self.coder.code(olds, [plan.held[place] for place in old])
-            for growth in growths(self.role, available, known, self.width):
-                code = start + self.coder.code(news, [growth.after[k] for k in new])
-                seconds = plan.seconds + growth.seconds
-                if code not in best or seconds < best[code].seconds:
-                    held = before + tuple([growth.after[k] for k in self.alive])
-                    best[code] = _Found(parent, growth, seconds, held, code)
+        best: dict[tuple[int, int], _Found] = {}
+        ways: dict[tuple[int, ...], list[tuple[Growth, float, int]]] = {}
+        of_entry = _picker([e for e in self.entry if isinstance(e, int)])
+        for parent, (before, held) in enumerate(self.front.plans):
+            read, old = of_entry(held), self.old.number(self.near_old(held))
+            if read not in ways:
+                ways[read] = self._ways(held)
+            for growth, added, new in ways[read]:
+                seconds, found = before + added, best.get((old, new))
+                if found is None or seconds < found.seconds:
+                    best[old, new] = _Found(parent, growth, seconds, old, new)
         return list(best.values())
 
-    def _is_near(self, place: int) -> bool:
-        return self.role.kind.tensors[place].is_near
+    def _ways(self, held: tuple[int, ...]) -> list[tuple[Growth, float, int]]:
+        """How such a plan goes on, and the numbers for what it has of the op's tensors then."""
+        front, entry = self.front, self.entry
+        available = tuple([front.tables[e].ways[held[e]] if isinstance(e, int) else e[0] for e in entry])
+        known = tuple([front.known[e] if isinstance(e, int) else e[1] for e in entry])
+        found = growths(self.role, available, known, self.width, self.thorough)
+        return [(growth, growth.seconds, self.new.number(self.near_new(growth.codes))) for growth in found]
 
     def _pruned(self, found: Sequence[_Found]) -> list[_Found]:
         """The cheapest plans that no other reaches."""
         kept: list[_Found] = []
+        groups: dict[int, list[tuple[float, int]]] = {}
         for f in found:
             if len(kept) == self.width:
                 break
-            limit = f.seconds + EPSILON
-            if not any(self.coder.reaches(k.seconds, k.code, limit, f.code) for k in kept):
+            if not self._is_reached(f, groups):
                 kept.append(f)
+                groups.setdefault(f.new, []).append((f.seconds, f.old))
         return kept
+
+    def _is_reached(self, f: _Found, groups: Mapping[int, Sequence[tuple[float, int]]]) -> bool:
+        """Whether resharding turns what a cheaper plan holds into what this one does, at no greater cost.
+
+        The plans of a group hold the op's tensors alike, the cheapest first.
+        """
+        limit, old = f.seconds + EPSILON, f.old
+        bounds = self.old.bounds[old]
+        for new, group in groups.items():
+            left = limit - self.new.cost(new, f.new, limit) if new != f.new else limit
+            for seconds, have in group:
+                room = left - seconds
+                if room < 0.0:
+                    break
+                # What was found out before rules most out.
+                if bounds.get(have, 0.0) <= room and self.old.cost(have, old, room) <= room:
+                    return True
+        return False
 
     def _known(self, found: Sequence[_Found], grown: Sequence[_Found]) -> list[Available]:
         """For each open tensor its shardings in the plans that are kept, then in the cheapest of the others."""
         known = [self.front.known[place] for place in self.kept]
-        for column in range(len(self.kept), len(self.types)):
-            seen = dict.fromkeys(s for f in found for s in f.held[column])
-            more = dict.fromkeys(s for f in grown for s in f.held[column] if s not in seen)
-            known.append((*seen, *list(more)[: max(KNOWN - len(seen), 0)]))
+        for k in self.alive:
+            seen = dict.fromkeys([s for f in found for s in f.growth.after[k]])
+            if len(seen) < KNOWN:
+                more = dict.fromkeys([s for f in grown for s in f.growth.after[k]])
+                seen.update(dict.fromkeys([s for s in more if s not in seen][: KNOWN - len(seen)]))
+            known.append(tuple(seen))
         return known
 
     def _decided(self, found: list[_Found], old: int) -> list[_Found]:
         """The plans that hold the first tensors as the best one does."""
-        best = found[0].held[:old]
-        return [f for f in found if f.held[:old] == best]
+        if not old:
+            return found
+        best = self._held(found[0])[:old]
+        return [f for f in found if self._held(f)[:old] == best]
+
+    def _held(self, found: _Found) -> tuple[int, ...]:
+        """How each of the tensors that are read again exists."""
+        return self.of_kept(self.front.plans[found.parent].held) + self.of_alive(found.growth.codes)
 
 
-def _relative(found: _Found, best: _Found, columns: Sequence[int]) -> Plan:
-    """In terms of the tensors that are left open; rounded, so that the plans at the ends of equal layers are equal."""
-    return Plan(round(found.seconds - best.seconds, 15), tuple(found.held[c] for c in columns))
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What takes these places of a sequence."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return (lambda row: (row[places[0]],)) if places else (lambda row: ())
 
 
 def _steps(strides: Sequence[Stride]) -> list[Step]:
     out, place = [], 0
     for stride in reversed(strides):
         move = stride.moves[place]
-        out.append(move.step)
+        out.append(Step(move.growth.option, move.growth.runner_up))
         place = move.parent
     return out[::-1]
+
+
+def greedy(roles: Roles, wanted: Mapping[int, Available], inputs: Mapping[int, Available]) -> dict[int, Sharding]:
+    """What every op makes where each is decided at once: a beam of one plan, from which nothing is left open."""
+    held, made = dict(inputs), {}
+    for kind, tensors, _ in roles.parts:
+        role = role_of(kind, tuple([wanted.get(i, ()) for i in tensors]))
+        available = tuple([held[i] for i in tensors[: kind.read]])
+        (growth,) = growths(role, available, available, 1, False)
+        held.update(zip(tensors, growth.after, strict=True))
+        made.update(zip(tensors[kind.read :], growth.option.placement.results, strict=True))
+    return made

@@ -13,7 +13,9 @@ from ..ops.base import Call, Rule, TensorType
 from ..resharding.planner import plan
 from ..sharding.layout import Layout
 from ..sharding.value import Sharding
-from .choose import Available, Option, Setting, cheapest, options
+from .choose import Available, Option, Setting, options
+from .factors import sides_of
+from .held import Held, Table, table_of
 
 # Costs that differ by less than this many seconds (half a byte on the wire) are equal.
 EPSILON = 1e-11
@@ -22,15 +24,13 @@ EPSILON = 1e-11
 class Touched(NamedTuple):
     """One of the tensors that an op reads or makes: its type, its annotation, and whether it is an input.
 
-    `read_again` tells whether a later op, or the outside, reads it; `is_near` whether one does before the choice of
-    how it exists is final.
+    `read_again` tells whether a later op, or the outside, reads it.
     """
 
     type: TensorType
     annotation: Sharding | None
     is_input: bool
     read_again: bool
-    is_near: bool
 
     @property
     def unplaced(self) -> bool:
@@ -43,6 +43,7 @@ class Kind:
     """All that an op's options depend on but where its operands are and what is wanted; one object for equal ones.
 
     `tensors` are the distinct operands, then the results; `operands[i]` is the place of operand i among them.
+    `tables` give numbers to the ways in which each of the tensors exists.
     """
 
     call: Call
@@ -51,7 +52,12 @@ class Kind:
     operands: tuple[int, ...]
     tensors: tuple[Touched, ...]
     reductions: tuple[Layout, ...]
-    thorough: bool
+    tables: tuple[Table, ...]
+
+    @property
+    def may_move(self) -> bool:
+        """Whether a thorough search may find placements that a plain one does not (`choose.elsewhere`)."""
+        return len(self.rule.operands) > 1 and not self.reductions and bool(sides_of(self.rule))
 
     @property
     def read(self) -> int:
@@ -87,68 +93,99 @@ class Role:
         return available
 
 
-_kind = functools.lru_cache(maxsize=1 << 13)(Kind)
+@functools.lru_cache(maxsize=1 << 13)
+def _kind(
+    call: Call, rule: Rule, mesh: DeviceMesh, operands: tuple[int, ...], tensors: tuple[Touched, ...],
+    reductions: tuple[Layout, ...],
+) -> Kind:  # fmt: skip
+    """Equal kinds are one object."""
+    return Kind(call, rule, mesh, operands, tensors, reductions, tuple([table_of(t.type) for t in tensors]))
+
+
 role_of = functools.lru_cache(maxsize=1 << 13)(Role)
 
 
 class Growth(NamedTuple):
     """One option of an op in a plan, and the seconds that it adds: those that unreduced sums will need count.
 
-    `after[i]` is how the i-th of the op's tensors exists then, () where it is not read again. `runner_up` is the best
-    of the op's other options.
+    `after[i]` is how the i-th of the op's tensors exists then, () where it is not read again, and `codes[i]` its number
+    in the kind's tables. `runner_up` is the best of the op's other options.
     """
 
     option: Option
     runner_up: Option | None
     seconds: float
     after: tuple[Available, ...]
+    codes: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=1 << 14)
+class Ways:
+    """The ways in which an op can go on from operands that exist as `available`; one object for equal ones."""
+
+    def __init__(self, role: Role, available: tuple[Available, ...], known: tuple[Available, ...], thorough: bool):
+        self.role, self.available = role, available
+        self.found = options(role.setting(known, thorough), role.operands(available), role.kind.operands)
+        self._owed_before = sum(_owed(role.kind.tensors, role.wanted, available))
+        self._best: dict[int, tuple[Growth, ...]] = {}
+
+    def best(self, width: int) -> tuple[Growth, ...]:
+        """The best of them that none of the others reaches at no greater cost, cheapest first."""
+        count = min(max(width, 2), len(self.found))
+        if count not in self._best:
+            self._best[count] = self._unreached(count)
+        return self._best[count][:width]
+
+    def _unreached(self, count: int) -> tuple[Growth, ...]:
+        first, second = self.found[0], self.found[1] if len(self.found) > 1 else None
+        grown = [self._growth(option, second if option is first else first) for option in self.found[:count]]
+        grown.sort(key=lambda growth: growth.seconds)
+        held, kept = Held(self.role.kind.tables), list[tuple[float, int]]()
+        return tuple([growth for growth in grown if not _is_reached(growth, held, kept)])
+
+    def _growth(self, option: Option, other: Option | None) -> Growth:
+        kind, after = self.role.kind, self._after(option)
+        added = sum(_owed(kind.tensors, self.role.wanted, after)) - self._owed_before
+        codes = tuple([table.number(found) for table, found in zip(kind.tables, after, strict=True)])
+        return Growth(option, other, option.seconds + added, after, codes)
+
+    def _after(self, option: Option) -> tuple[Available, ...]:
+        kind, held = self.role.kind, list(self.available)
+        for place, needed in zip(kind.operands, option.placement.operands, strict=True):
+            if needed not in held[place]:
+                held[place] = (*held[place], needed)
+        for touched, made in zip(kind.tensors[kind.read :], option.placement.results, strict=True):
+            held.append((made,) if touched.annotation in (None, made) else (touched.annotation, made))
+        return tuple([found if t.read_again else () for t, found in zip(kind.tensors, held, strict=True)])
+
+
+_ways = functools.lru_cache(maxsize=1 << 14)(Ways)
+
+
 def growths(
-    role: Role, available: tuple[Available, ...], known: tuple[Available, ...], width: int
+    role: Role, available: tuple[Available, ...], known: tuple[Available, ...], width: int, thorough: bool
 ) -> tuple[Growth, ...]:
-    """The best of the ways to go on that none of the others reaches at no greater cost, cheapest first.
+    """The best ways to go on.
 
     `available[i]` is how the i-th distinct operand exists; `known[i]` how it does in some plan.
     """
-    found = options(role.setting(known, role.kind.thorough and width > 1), role.operands(available), role.kind.operands)
-    first, second = found[0], found[1] if len(found) > 1 else None
-    grown = [_growth(role, available, o, second if o is first else first) for o in found[: max(width, 2)]]
-    grown.sort(key=lambda growth: growth.seconds)
-    types = tuple(t.type for t in role.kind.tensors)
-    kept: list[Growth] = []
-    for growth in grown:
-        if not any(reaches(k.seconds, k.after, growth.seconds, growth.after, types) for k in kept):
-            kept.append(growth)
-    return tuple(kept[:width])
+    return _ways(role, available, known, thorough).best(width)
 
 
-def _growth(role: Role, available: Sequence[Available], option: Option, other: Option | None) -> Growth:
-    kind, after = role.kind, _after(role.kind, available, option)
-    added = 0.0
-    for touched, wanted, found in zip(kind.tensors, role.wanted, after, strict=True):
-        added += _owed(touched.type, wanted, found)
-    for touched, wanted, found in zip(kind.tensors, role.wanted, available, strict=False):
-        added -= _owed(touched.type, wanted, found)
-    return Growth(option, other, option.seconds + added, after)
+def _is_reached(growth: Growth, held: Held, kept: list[tuple[float, int]]) -> bool:
+    """Whether resharding turns what one of the others leaves into what this one does, at no greater cost; if not, it
+    is one of the others from now on.
+    """
+    way, limit = held.number(growth.codes), growth.seconds + EPSILON
+    if any(held.cost(other, way, limit - seconds) <= limit - seconds for seconds, other in kept):
+        return True
+    kept.append((growth.seconds, way))
+    return False
 
 
-def _after(kind: Kind, available: Sequence[Available], option: Option) -> tuple[Available, ...]:
-    held: list[Available] = list(available)
-    for place, needed in zip(kind.operands, option.placement.operands, strict=True):
-        if needed not in held[place]:
-            held[place] = (*held[place], needed)
-    for touched, made in zip(kind.tensors[kind.read :], option.placement.results, strict=True):
-        held.append((made,) if touched.annotation in (None, made) else (touched.annotation, made))
-    return tuple(found if t.read_again else () for t, found in zip(kind.tensors, held, strict=True))
-
-
-def _owed(kind: TensorType, wanted: Available, available: Available) -> float:
-    """The seconds that a tensor's reduction will take at least, where it exists unreduced only."""
-    if not available or not all(s.partial for s in available):
-        return 0.0
-    return _reduction(kind, wanted, available[0])
+def _owed(tensors: Sequence[Touched], wanted: Sequence[Available], available: Sequence[Available]) -> list[float]:
+    """The seconds that reductions will take at least, for each tensor that exists unreduced only."""
+    return [_reduction(t.type, asked, found[0]) for t, asked, found in zip(tensors, wanted, available, strict=False)
+            if found and found[0].partial and all(s.partial for s in found)]  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -158,44 +195,31 @@ def _reduction(kind: TensorType, wanted: Available, home: Sharding) -> float:
     return min(p.seconds for p in plans if p is not None)
 
 
-def reaches(
-    cost: float, held: Sequence[Available], limit: float, wanted: Sequence[Available], types: Sequence[TensorType]
-) -> bool:
-    """True where resharding turns what one plan holds into what another does, at no greater cost."""
-    limit += EPSILON
-    for have, need, kind in zip(held, wanted, types, strict=True):
-        if have is not need and have != need:
-            cost += conversion(have, need, kind)
-            if cost > limit:
-                return False
-    return cost <= limit
+class Part(NamedTuple):
+    """What a node is in its graph: its kind, its tensors' numbers, and which later op reads each of them next."""
 
-
-@functools.lru_cache(maxsize=1 << 15)
-def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
-    """Seconds to reshard what exists so that everything wanted does."""
-    return sum(cheapest(held, sharding, kind.shape, kind.dtype.itemsize) for sharding in wanted)
+    kind: Kind
+    tensors: tuple[int, ...]
+    next_read: tuple[int | None, ...]
 
 
 class Roles:
-    """The kinds of a graph's nodes, for a search in which choices are final after `horizon` ops."""
+    """The kinds of a graph's nodes."""
 
-    def __init__(self, graph: Graph, meshes: Mapping[int, DeviceMesh], horizon: int, thorough: bool):
-        self.graph, self.meshes, self.horizon, self.thorough = graph, meshes, horizon, thorough
+    def __init__(self, graph: Graph, meshes: Mapping[int, DeviceMesh]):
+        self.graph, self.meshes = graph, meshes
         self._inputs = set(graph.input_tensors)
         self._known: dict[Any, Kind] = {}
+        # Outputs are read after all nodes.
         self._next_read = dict.fromkeys(graph.outputs, len(graph.nodes))
-        self._of = [self._kind_of(node) for node in reversed(graph.nodes)][::-1]
+        self.parts = [self._part(node) for node in reversed(graph.nodes)][::-1]
 
-    def kind(self, node: int) -> tuple[Kind, tuple[int, ...]]:
-        """The kind of a node and its tensors' numbers."""
-        return self._of[node]
-
-    def _kind_of(self, node: Node) -> tuple[Kind, tuple[int, ...]]:
+    def _part(self, node: Node) -> Part:
         read = tuple(dict.fromkeys(node.inputs))
         tensors = (*read, *node.outputs)
         operands = tuple(map(read.index, node.inputs))
-        touched = tuple([self._touched(i, node.id) for i in tensors])
+        next_read = tuple(map(self._next_read.get, tensors))
+        touched = tuple(map(self._touched, tensors, next_read))
         self._next_read.update(dict.fromkeys(read, node.id))
         # The tensors' types follow from the call, which is cheaper to compare.
         key = (node.call, node.rule, self.meshes[node.id], operands, touched, self.graph.reductions.get(node.id, ()))
@@ -203,11 +227,9 @@ class Roles:
         if kind is None:
             types = [self.graph.tensors[i].type for i in tensors]
             told = tuple(Touched(t, *facts) for t, facts in zip(types, touched, strict=True))
-            kind = self._known[key] = _kind(*key[:4], told, key[5], self.thorough)
-        return kind, tensors
+            kind = self._known[key] = _kind(*key[:4], told, key[5])
+        return Part(kind, tensors, next_read)
 
-    def _touched(self, tensor: int, now: int) -> tuple[Sharding | None, bool, bool, bool]:
-        """The facts of `Touched` but the type. Outputs are read after all nodes."""
-        then = self._next_read.get(tensor)
-        near = then is not None and then <= now + self.horizon
-        return self.graph.annotations.get(tensor), tensor in self._inputs, then is not None, near
+    def _touched(self, tensor: int, then: int | None) -> tuple[Sharding | None, bool, bool]:
+        """The facts of `Touched` but the type."""
+        return self.graph.annotations.get(tensor), tensor in self._inputs, then is not None

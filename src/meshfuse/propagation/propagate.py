@@ -7,13 +7,13 @@ the rules is GSPMD's and Shardy's; deciding by modelled time is our own.)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from ..graph import Graph, depth_first, reordered
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
-from .beam import Beam, Step
+from .beam import Beam, Search, Step, greedy
 from .choose import Available, cheapest
 from .ends import ends
 from .growth import Roles
@@ -21,17 +21,9 @@ from .meshes import node_meshes
 from .sharded import Choice, ShardedDefinition
 from .wishes import wishes
 
-
-class _Search(NamedTuple):
-    """How many plans are kept, and after how many ops a choice is final."""
-
-    width: int
-    horizon: int
-
-
-_FAST = _Search(24, 32)
+_FAST = Search(24, 32)
 # Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
-_LONG = _Search(32, 1 << 30)
+_LONG = Search(32, 1 << 30)
 SMALL = 256
 
 
@@ -40,36 +32,7 @@ def propagate(graph: Graph, world: DeviceMesh, twice: bool = True) -> ShardedDef
 
     `twice`: search small programs a second time.
     """
-    found = _searched(graph, world, _FAST)
-    if twice and _FAST.horizon < len(graph.nodes) <= SMALL:
-        found = min(found, _searched(graph, world, _LONG), key=lambda done: round(total_seconds(done), 12))
-    found.verify()
-    return found
-
-
-def propagate_from(
-    graph: Graph, world: DeviceMesh, asked: Mapping[int, Sharding] | None, thorough: bool
-) -> ShardedDefinition:
-    """Propagation with `asked` in the place of what the first sweep makes.
-
-    Where it is `thorough`, ops try more placements (`choose.elsewhere`).
-    """
-    found = _searched(graph, world, _FAST, asked, thorough)
-    found.verify()
-    return found
-
-
-def _searched(
-    graph: Graph, world: DeviceMesh, search: _Search, asked: Mapping[int, Sharding] | None = None,
-    thorough: bool = False,
-) -> ShardedDefinition:  # fmt: skip
-    order = depth_first(graph)
-    state = _Propagation(reordered(graph, order), world, search.horizon, thorough)
-    state.want(state.made(state.forward(width=1)) if asked is None else asked)
-    state.backward()
-    steps = dict(zip(order, state.forward(search.width), strict=True))
-    choices = [_choice(steps[node.id]) for node in graph.nodes]
-    return ShardedDefinition(graph, tuple(choices), state.homes(graph, choices))
+    return Propagation(graph, world).first(twice)
 
 
 def total_seconds(done: ShardedDefinition) -> float:
@@ -84,48 +47,73 @@ def _choice(step: Step) -> Choice:
     return Choice(option.placement, option.source, option.seconds, (other.source, other.seconds) if other else None)
 
 
-class _Propagation:
-    """The tables that the sweeps share."""
+class Propagation:
+    """The searches over one graph, and the tables that they share."""
 
-    def __init__(self, graph: Graph, world: DeviceMesh, horizon: int, thorough: bool):
-        self.graph = graph
-        self.meshes = node_meshes(graph, world)
-        self.roles = Roles(graph, self.meshes.nodes, horizon, thorough)
-        self.wanted: dict[int, Available] = {i: (sharding,) for i, sharding in graph.annotations.items()}
+    def __init__(self, graph: Graph, world: DeviceMesh):
+        self.graph, self.order = graph, depth_first(graph)
+        ordered = reordered(graph, self.order)
+        self.meshes = node_meshes(ordered, world)
+        self.roles = Roles(ordered, self.meshes.nodes)
         self.inputs: dict[int, Available] = {i: (self._input_home(i),) for i in graph.input_tensors}
+        self.placed: dict[int, Available] = {i: (sharding,) for i, sharding in graph.annotations.items()}
+        self._done: list[tuple[Search, dict[int, Available], ShardedDefinition]] = []
 
     def _input_home(self, tensor: int) -> Sharding:
         """Inputs that no annotation places are whole on every rank."""
         whole = Sharding.replicated(self.meshes.of_tensor(tensor), len(self.graph.shape(tensor)))
         return self.graph.annotations.get(tensor, whole)
 
-    def forward(self, width: int) -> list[Step]:
-        return Beam(self.graph, self.roles, self.wanted, self.inputs, width).run()
+    def first(self, twice: bool = True) -> ShardedDefinition:
+        """The best plan from what a greedy sweep makes."""
+        found = self._searched(_FAST, self.greedily)
+        if twice and _FAST.horizon < len(self.graph.nodes) <= SMALL:
+            other = self._searched(_LONG, self.greedily)
+            found = min(found, other, key=lambda done: round(total_seconds(done), 12))
+        return found
 
-    def made(self, steps: list[Step]) -> dict[int, Sharding]:
-        """What a sweep made of every tensor."""
-        pairs = zip(self.graph.nodes, steps, strict=True)
-        return {
-            i: made for node, step in pairs for i, made in zip(node.outputs, step.option.placement.results, strict=True)
-        }
+    def again(self, asked: Mapping[int, Sharding] | None, thorough: bool) -> ShardedDefinition:
+        """A plan with `asked` in the place of what the greedy sweep makes.
 
-    def want(self, made: Mapping[int, Sharding]) -> None:
-        """Take these as what is wanted, where no annotation says otherwise."""
-        for i, sharding in made.items():
-            self.wanted.setdefault(i, (sharding.reduced(),))
+        Where it is `thorough`, ops try more placements (`choose.elsewhere`).
+        """
+        return self._searched(_FAST._replace(thorough=thorough), self.greedily if asked is None else asked)
 
-    def backward(self) -> None:
-        """Add to what is wanted of a tensor what its readers need to give what they are wanted to give."""
-        fixed = self.graph.annotations.keys() | self.inputs.keys()
-        for node in reversed(self.graph.nodes):
-            kind, tensors = self.roles.kind(node.id)
+    @functools.cached_property
+    def greedily(self) -> Mapping[int, Sharding]:
+        """What a sweep that decides every op at once makes."""
+        return greedy(self.roles, self.placed, self.inputs)
+
+    def _searched(self, search: Search, asked: Mapping[int, Sharding]) -> ShardedDefinition:
+        """The plan that a search finds, which follows from what is wanted before it."""
+        wanted = self._wanted(asked)
+        found = next((plan for how, before, plan in self._done if how == search and before == wanted), None)
+        if found is None:
+            found = self._plan(Beam(self.roles, wanted, self.inputs, search).run())
+            self._done.append((search, wanted, found))
+        return found
+
+    def _wanted(self, asked: Mapping[int, Sharding]) -> dict[int, Available]:
+        """What is asked, where no annotation says otherwise, with what readers need to give what is wanted of them."""
+        wanted = {i: (sharding.reduced(),) for i, sharding in asked.items()} | self.placed
+        fixed = self.placed.keys() | self.inputs.keys()
+        for kind, tensors, _ in reversed(self.roles.parts):
             read = tensors[: kind.read]
-            asked = wishes(kind, tuple(self.wanted.get(i, ()) for i in tensors), tuple(i not in fixed for i in read))
-            self.wanted.update((i, new) for i, new in zip(read, asked, strict=True) if new)
+            asked_for = tuple([wanted.get(i, ()) for i in tensors])
+            found = wishes(kind, asked_for, tuple([i not in fixed for i in read]))
+            wanted.update((i, new) for i, new in zip(read, found, strict=True) if new)
+        return wanted
 
-    def homes(self, graph: Graph, choices: list[Choice]) -> dict[int, Sharding]:
+    def _plan(self, ordered: list[Step]) -> ShardedDefinition:
+        steps = dict(zip(self.order, ordered, strict=True))
+        choices = [_choice(steps[node.id]) for node in self.graph.nodes]
+        found = ShardedDefinition(self.graph, tuple(choices), self._homes(choices))
+        found.verify()
+        return found
+
+    def _homes(self, choices: list[Choice]) -> dict[int, Sharding]:
         """Where each tensor is after its op: its annotation, or what the op makes."""
         homes = {i: available[0] for i, available in self.inputs.items()}
-        for node, choice in zip(graph.nodes, choices, strict=True):
+        for node, choice in zip(self.graph.nodes, choices, strict=True):
             homes.update(zip(node.outputs, choice.placement.results, strict=True))
-        return homes | dict(graph.annotations)
+        return homes | dict(self.graph.annotations)

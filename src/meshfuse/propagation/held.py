@@ -1,0 +1,97 @@
+"""What it costs to come from how one plan holds some tensors to how another does: the test by which plans are dropped.
+
+Plans are compared by the thousand, so that the ways in which a tensor of some type exists have numbers, and what it
+costs to come from one to another is looked up by these.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+
+from ..ops.base import TensorType
+from .choose import Available, cheapest
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
+    """Seconds to reshard what exists so that everything wanted does."""
+    return sum([cheapest(held, sharding, kind.shape, kind.dtype.itemsize) for sharding in wanted])
+
+
+_LOCK = threading.Lock()
+
+
+class Table:
+    """The ways in which tensors of one type exist, by number. `costs[b][a]`: the seconds to way b from a, if known.
+
+    What a table has seen before changes numbers, but no costs.
+    """
+
+    def __init__(self, kind: TensorType):
+        self.kind = kind
+        self.ways: list[Available] = []
+        self.costs: list[dict[int, float]] = []
+        self._numbers: dict[Available, int] = {}
+
+    def number(self, way: Available) -> int:
+        found = self._numbers.get(way)
+        return self._new(way) if found is None else found
+
+    def _new(self, way: Available) -> int:
+        """Threads share tables: a number is found only after all that it stands for."""
+        with _LOCK:
+            if way not in self._numbers:
+                self.ways.append(way)
+                self.costs.append({len(self.costs): 0.0})
+                self._numbers[way] = len(self.ways) - 1
+        return self._numbers[way]
+
+    def price(self, have: int, want: int) -> float:
+        found = self.costs[want][have] = conversion(self.ways[have], self.ways[want], self.kind)
+        return found
+
+
+table_of = functools.lru_cache(maxsize=1 << 10)(Table)
+
+
+class Held:
+    """Numbers for the ways in which some tensors exist together, from their numbers in each one's table.
+
+    `bounds[b][a]`: what it costs at least to come to b from a, as far as that was asked.
+    """
+
+    def __init__(self, tables: Sequence[Table]):
+        self.tables = tables
+        self.bounds: list[dict[int, float]] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._ways: list[tuple[int, ...]] = []
+        self._costs: list[list[dict[int, float]]] = []
+
+    def number(self, way: tuple[int, ...]) -> int:
+        found = self._numbers.get(way)
+        if found is None:
+            found = self._numbers[way] = len(self._ways)
+            self._ways.append(way)
+            self._costs.append([table.costs[number] for table, number in zip(self.tables, way, strict=True)])
+            self.bounds.append({found: 0.0})
+        return found
+
+    def cost(self, have: int, want: int, most: float) -> float:
+        """The seconds from one to another, or a part of them that is more than `most`."""
+        bounds = self.bounds[want]
+        known = bounds.get(have)
+        if known is not None and known > most:
+            return known
+        cost = 0.0
+        for place, (old, costs) in enumerate(zip(self._ways[have], self._costs[want], strict=True)):
+            found = costs.get(old)
+            if found is None:
+                found = self.tables[place].price(old, self._ways[want][place])
+            if found:
+                cost += found
+                if cost > most:
+                    break
+        bounds[have] = cost
+        return cost

@@ -1,0 +1,60 @@
+"""Searches over one graph share what they work out, and what they find does not depend on what was searched before."""
+
+from __future__ import annotations
+
+import itertools
+
+import meshfuse as mf
+from meshfuse.dtypes import DataType
+from meshfuse.graph import concretize
+from meshfuse.ops.base import TensorType
+from meshfuse.propagation.held import Held, Table, conversion
+from meshfuse.propagation.propagate import Propagation
+from meshfuse.sharding.layout import Split
+from meshfuse.sharding.value import Sharding
+
+MESH = mf.DeviceMesh((2, 2), ("x", "y"))
+KIND = TensorType((8, 8), DataType.Float)
+X, Y = (Split(2, "x"),), (Split(2, "y"),)
+PLACES = [Sharding(MESH, dims) for dims in ((X, ()), ((), X), (X, Y), (Y, X), ((), ()))]
+WAYS = [(a,) for a in PLACES] + [(a, b) for a, b in itertools.permutations(PLACES[:3], 2)]
+
+
+def propagation(width: int) -> Propagation:
+    """Of two layers that disagree on where their rows are."""
+    with mf.FusionDefinition() as fd:
+        x, w, v = (fd.define_tensor([width, width]) for _ in range(3))
+        fd.mesh_split(x, MESH, ["x", None])
+        fd.mesh_split(w, MESH, [None, "y"])
+        fd.mesh_split(v, MESH, ["y", "x"])
+        fd.add_output(fd.ops.matmul(fd.ops.relu(fd.ops.matmul(x, w)), v))
+    return Propagation(concretize(fd, dict.fromkeys(range(3), (width, width)), {}), MESH)
+
+
+def test_what_is_asked_again_is_not_searched_again() -> None:
+    searches = propagation(64)
+    found = searches.again(None, thorough=True)
+    assert searches.again(dict(searches.greedily), thorough=True) is found
+    assert searches.again(None, thorough=False) is searches.first()
+
+
+def test_a_plan_does_not_depend_on_what_was_searched_before() -> None:
+    alone = propagation(96).again(None, thorough=True)
+    searches = propagation(96)
+    searches.first()
+    searches.again(alone.homes, thorough=True)
+    searches.again(alone.homes, thorough=False)
+    assert str(searches.again(None, thorough=True)) == str(alone)
+
+
+def test_costs_are_those_of_the_reshards_however_ways_are_numbered() -> None:
+    tables = [Table(KIND), Table(KIND)]
+    for way in reversed(WAYS):
+        tables[1].number(way)
+    held = Held(tables)
+    for have, want in itertools.product(itertools.product(WAYS[::3], WAYS), repeat=2):
+        numbers = [held.number((tables[0].number(a), tables[1].number(b))) for a, b in (have, want)]
+        seconds = sum(conversion(a, b, KIND) for a, b in zip(have, want, strict=True) if a != b)
+        assert held.cost(*numbers, most=seconds) == seconds
+        if seconds:
+            assert seconds / 2 < held.cost(*numbers, most=seconds / 2) <= seconds
