@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .distribution import Blocked, FormWriter
 from .graph import Graph, Node
 from .ops.base import FactorKind, TensorRef
+from .rewriting import Writer
 from .sharding.layout import axes
 
 
 def taken_apart(graph: Graph) -> Graph:
     """The graph with such ops in two; itself where the annotations of the inputs leave none."""
-    chosen = [node.id for node in graph.nodes if node.call.op.apart is not None and _clashes(graph, node)]
-    return _Writer(graph).run(dict.fromkeys(chosen, Blocked(0, 0, 0))) if chosen else graph
+    chosen = {node.id for node in graph.nodes if node.call.op.apart is not None and _clashes(graph, node)}
+    return _Writer(graph).run(chosen) if chosen else graph
 
 
 def _clashes(graph: Graph, node: Node) -> bool:
@@ -42,7 +42,7 @@ def _axes(graph: Graph, node: Node, operand: int, dim: int) -> set[str | None]:
     return set() if known is None else {split.axis for split in axes(known.dims[dim])}
 
 
-class _Writer(FormWriter):
-    def form(self, node: Node, where: Blocked) -> Sequence[TensorRef] | None:
+class _Writer(Writer):
+    def form(self, node: Node) -> Sequence[TensorRef] | None:
         assert node.call.op.apart is not None
         return node.call.op.apart(self, node.call, tuple(map(TensorRef, node.inputs)))

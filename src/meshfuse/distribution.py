@@ -11,14 +11,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .graph import Graph, Kinds, Node, Tensor, numbered
+from .graph import Graph, Node
 from .mesh import DeviceMesh
-from .ops.base import Factor, FactorKind, OpDef, Rule, TensorRef, TensorType
-from .ops.binding import bind
-from .ops.registry import find
+from .ops.base import Factor, FactorKind, Rule, TensorRef
 from .propagation.growth import EPSILON
 from .propagation.propagate import SMALL, propagate, total_seconds
 from .propagation.sharded import ShardedDefinition
+from .rewriting import Writer
 from .sharding.layout import axes, extent
 from .sharding.value import Sharding
 
@@ -73,12 +72,12 @@ def _settled(graph: Graph, groups: list[Forms], world: DeviceMesh) -> ShardedDef
 
 def _written(graph: Graph, groups: Sequence[Forms]) -> Graph:
     chosen = {node: where for group in groups for node, where in group.items()}
-    return FormWriter(graph).run(chosen) if chosen else graph
+    return with_forms(graph, chosen) if chosen else graph
 
 
 def with_forms(graph: Graph, forms: Forms) -> Graph:
     """The graph with these ops in their forms, whatever they cost; itself where they have none."""
-    return FormWriter(graph).run(forms)
+    return _FormWriter(graph, forms).run(forms)
 
 
 def _seconds(graph: Graph, world: DeviceMesh) -> float:
@@ -129,7 +128,7 @@ class _Chooser:
         if not found:
             return None
         alone = self._alone(node)
-        forms = [(form, FormWriter(alone).run({0: form})) for form in found]
+        forms = [(form, with_forms(alone, {0: form})) for form in found]
         written = [(form, graph) for form, graph in forms if graph.nodes != alone.nodes]
         costs = [(_seconds(graph, self.world), form) for form, graph in written]
         best = min(costs, key=lambda entry: entry[0], default=None)
@@ -160,104 +159,15 @@ def _blocked(node: Node, homes: Sequence[Sharding]) -> Iterator[Blocked]:
                 yield Blocked(operand, dim, extent(home.dims[dim]) if whole_blocks else 0)
 
 
-class Rewriter:
-    """What a distributed form is written with: `call` appends an op of the table; `type` tells what a tensor
-    is.
+class _FormWriter(Writer):
+    """Writes ops in their forms for sharded dims."""
 
-    `operand` is the place of the operand whose dim the form is for.
-    """
+    def __init__(self, graph: Graph, forms: Forms):
+        super().__init__(graph)
+        self.forms = forms
 
-    def __init__(self, graph: Graph):
-        self.graph = graph
-        self.operand = 0
-        self.tensors: list[Tensor] = list(graph.tensors)
-        self.nodes: list[Node] = []
-        self._kinds = Kinds()
-        self._origin: Node | None = None
-
-    def type(self, ref: TensorRef) -> TensorType:
-        return self.tensors[ref.id].type
-
-    def call(self, name: str | OpDef, *args: Any, **kwargs: Any) -> Any:
-        """Apply an op (or an op by its name) to references, sizes and numbers: a reference, or a tuple of them."""
-        assert self._origin is not None
-        op = find(name)
-        assert op is not None, name
-        bound = bind(op, args, kwargs, lambda value: value)
-        inputs = [ref.id for arg in bound for ref in _refs(arg)]
-        call, rule = self._kinds.get(op, bound, tuple(self.tensors[i].type for i in inputs))
-        made = [self._new(kind) for kind in call.results]
-        ids = tuple(ref.id for ref in made)
-        node = Node(len(self.nodes), call, rule, tuple(inputs), ids, self._origin.line, self._origin.origin)
-        self.nodes.append(node)
-        return made[0] if len(made) == 1 else tuple(made)
-
-    def _new(self, kind: TensorType) -> TensorRef:
-        """A tensor of ours: it is not the variable that the user's line assigns."""
-        assert self._origin is not None
-        tensor = Tensor(len(self.tensors), kind, dataclasses.replace(self._origin.line, given=""))
-        self.tensors.append(tensor)
-        return TensorRef(tensor.id)
-
-
-def _refs(arg: Any) -> list[TensorRef]:
-    """The tensors in an argument, in order."""
-    if isinstance(arg, TensorRef):
-        return [arg]
-    return [ref for ref in arg if isinstance(ref, TensorRef)] if type(arg) is tuple else []
-
-
-class FormWriter(Rewriter):
-    """Writes ops of a graph in other forms."""
-
-    def run(self, chosen: Forms) -> Graph:
-        """The graph with these ops in their forms. Its tensors keep their numbers; new ones come after."""
-        numbers: dict[int, int] = {}
-        for node in self.graph.nodes:
-            if node.id not in chosen or not self._replace(node, chosen[node.id]):
-                numbers[node.id] = len(self.nodes)
-                self.nodes.append(numbered(node, len(self.nodes)))
-        self._number_tensors()
-        reductions = {numbers[i]: layouts for i, layouts in self.graph.reductions.items() if i in numbers}
-        return dataclasses.replace(
-            self.graph, tensors=tuple(self.tensors), nodes=tuple(self.nodes), reductions=reductions
-        )
-
-    def _replace(self, node: Node, where: Blocked) -> bool:
-        """Write the form, and let its last ops make what the op made; False where there is no form."""
-        start, self._origin, self.operand = len(self.nodes), node, where.operand
-        results = self.form(node, where)
-        self._origin = None
-        if results is None:
-            del self.nodes[start:]
-            return False
-        self._check(node, results, start)
-        self._rename({made.id: old for made, old in zip(results, node.outputs, strict=True)}, start)
-        return True
-
-    def form(self, node: Node, where: Blocked) -> Sequence[TensorRef] | None:
-        """Write the op's distributed form: its results."""
+    def form(self, node: Node) -> Sequence[TensorRef] | None:
         assert node.call.op.distributed is not None
+        where = self.forms[node.id]
+        self.operand = where.operand
         return node.call.op.distributed(self, node.call, tuple(map(TensorRef, node.inputs)), where.dim, where.blocks)
-
-    def _check(self, node: Node, results: Sequence[TensorRef], start: int) -> None:
-        """A form makes each result, of the type of the op's own."""
-        made = {i for new in self.nodes[start:] for i in new.outputs}
-        assert len({ref.id for ref in results}) == len(results) and made.issuperset(ref.id for ref in results)
-        assert tuple(map(self.type, results)) == node.call.results, (node.name, results)
-
-    def _rename(self, names: dict[int, int], start: int) -> None:
-        """Give tensors other numbers in the nodes from `start` on."""
-        for place in range(start, len(self.nodes)):
-            made = self.nodes[place]
-            inputs, outputs = (tuple(names.get(i, i) for i in ids) for ids in (made.inputs, made.outputs))
-            self.nodes[place] = dataclasses.replace(made, inputs=inputs, outputs=outputs)
-
-    def _number_tensors(self) -> None:
-        """Drop the new tensors that no op makes any more, and number the others on."""
-        old = len(self.graph.tensors)
-        made = [i for node in self.nodes for i in node.outputs if i >= old]
-        names = {i: old + place for place, i in enumerate(made)}
-        kept = [dataclasses.replace(self.tensors[i], id=names[i]) for i in made]
-        self.tensors = [*self.graph.tensors, *kept]
-        self._rename(names, 0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from .distribution import Blocked, FormWriter
 from .graph import Graph, Node
 from .ops.base import Call, Rule, TensorRef
 from .propagation.choose import Source
@@ -18,6 +17,7 @@ from .propagation.factors import NO_CARRY, Carry, Placement, carries, layouts_of
 from .propagation.sharded import Choice, ShardedDefinition
 from .resharding.prices import price
 from .resharding.windows import window_move, window_of
+from .rewriting import Writer
 from .sharding.layout import WHOLE
 from .sharding.value import Sharding
 
@@ -31,10 +31,10 @@ def written(sharded: ShardedDefinition) -> ShardedDefinition:
     plain = [_plain(node, choice, sharded.homes) for node, choice in pairs]
     nodes, choices = zip(*(made or pair for made, pair in zip(plain, pairs, strict=True)), strict=True)
     settled = dataclasses.replace(sharded, graph=dataclasses.replace(graph, nodes=nodes), choices=choices)
-    rounds = [node.id for node, made in zip(nodes, plain, strict=True) if made is None]
+    rounds = {node.id for node, made in zip(nodes, plain, strict=True) if made is None}
     if not rounds:
         return settled
-    return _Follower(settled, _RoundsWriter(settled.graph).run(dict.fromkeys(rounds, Blocked(0, 0, 0)))).run()
+    return _Follower(settled, _RoundsWriter(settled.graph).run(rounds)).run()
 
 
 def _plain(node: Node, choice: Choice, homes: Mapping[int, Sharding]) -> tuple[Node, Choice] | None:
@@ -59,8 +59,8 @@ def _following(call: Call, rule: Rule, operands: Sequence[Sharding], carry: Carr
     return placed(call, rule, operands[0].mesh, representable(rule, merged(votes, carry.axes)), carry)
 
 
-class _RoundsWriter(FormWriter):
-    def form(self, node: Node, where: Blocked) -> Sequence[TensorRef]:
+class _RoundsWriter(Writer):
+    def form(self, node: Node) -> Sequence[TensorRef]:
         assert node.call.op.rounds is not None
         return node.call.op.rounds.write(self, node.call, tuple(map(TensorRef, node.inputs)))
 

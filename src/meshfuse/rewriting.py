@@ -1,0 +1,114 @@
+"""Graphs with some of their ops written in other ops of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from .graph import Graph, Kinds, Node, Tensor, numbered
+from .ops.base import OpDef, TensorRef, TensorType
+from .ops.binding import bind
+from .ops.registry import find
+
+
+class Rewriter:
+    """What a distributed form is written with: `call` appends an op of the table; `type` tells what a tensor
+    is.
+
+    `operand` is the place of the operand whose dim the form is for.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.operand = 0
+        self.tensors: list[Tensor] = list(graph.tensors)
+        self.nodes: list[Node] = []
+        self._kinds = Kinds()
+        self._origin: Node | None = None
+
+    def type(self, ref: TensorRef) -> TensorType:
+        return self.tensors[ref.id].type
+
+    def call(self, name: str | OpDef, *args: Any, **kwargs: Any) -> Any:
+        """Apply an op (or an op by its name) to references, sizes and numbers: a reference, or a tuple of them."""
+        assert self._origin is not None
+        op = find(name)
+        assert op is not None, name
+        bound = bind(op, args, kwargs, lambda value: value)
+        inputs = [ref.id for arg in bound for ref in _refs(arg)]
+        call, rule = self._kinds.get(op, bound, tuple(self.tensors[i].type for i in inputs))
+        made = [self._new(kind) for kind in call.results]
+        ids = tuple(ref.id for ref in made)
+        node = Node(len(self.nodes), call, rule, tuple(inputs), ids, self._origin.line, self._origin.origin)
+        self.nodes.append(node)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _new(self, kind: TensorType) -> TensorRef:
+        """A tensor of ours: it is not the variable that the user's line assigns."""
+        assert self._origin is not None
+        tensor = Tensor(len(self.tensors), kind, dataclasses.replace(self._origin.line, given=""))
+        self.tensors.append(tensor)
+        return TensorRef(tensor.id)
+
+
+def _refs(arg: Any) -> list[TensorRef]:
+    """The tensors in an argument, in order."""
+    if isinstance(arg, TensorRef):
+        return [arg]
+    return [ref for ref in arg if isinstance(ref, TensorRef)] if type(arg) is tuple else []
+
+
+class Writer(Rewriter):
+    """Writes ops of a graph in other forms: `form` says in which."""
+
+    def run(self, chosen: Collection[int]) -> Graph:
+        """The graph with these ops, by number, in their forms. Its tensors keep their numbers; new ones come after."""
+        numbers: dict[int, int] = {}
+        for node in self.graph.nodes:
+            if node.id not in chosen or not self._replace(node):
+                numbers[node.id] = len(self.nodes)
+                self.nodes.append(numbered(node, len(self.nodes)))
+        self._number_tensors()
+        reductions = {numbers[i]: layouts for i, layouts in self.graph.reductions.items() if i in numbers}
+        return dataclasses.replace(
+            self.graph, tensors=tuple(self.tensors), nodes=tuple(self.nodes), reductions=reductions
+        )
+
+    def form(self, node: Node) -> Sequence[TensorRef] | None:
+        """Write the op with `call`: its results, None where it stays as it is."""
+        raise NotImplementedError
+
+    def _replace(self, node: Node) -> bool:
+        """Write the form, and let its last ops make what the op made; False where there is no form."""
+        start, self._origin = len(self.nodes), node
+        results = self.form(node)
+        self._origin = None
+        if results is None:
+            del self.nodes[start:]
+            return False
+        self._check(node, results, start)
+        self._rename({made.id: old for made, old in zip(results, node.outputs, strict=True)}, start)
+        return True
+
+    def _check(self, node: Node, results: Sequence[TensorRef], start: int) -> None:
+        """A form makes each result, of the type of the op's own."""
+        made = {i for new in self.nodes[start:] for i in new.outputs}
+        assert len({ref.id for ref in results}) == len(results) and made.issuperset(ref.id for ref in results)
+        assert tuple(map(self.type, results)) == node.call.results, (node.name, results)
+
+    def _rename(self, names: dict[int, int], start: int) -> None:
+        """Give tensors other numbers in the nodes from `start` on."""
+        for place in range(start, len(self.nodes)):
+            made = self.nodes[place]
+            inputs, outputs = (tuple(names.get(i, i) for i in ids) for ids in (made.inputs, made.outputs))
+            self.nodes[place] = dataclasses.replace(made, inputs=inputs, outputs=outputs)
+
+    def _number_tensors(self) -> None:
+        """Drop the new tensors that no op makes any more, and number the others on."""
+        old = len(self.graph.tensors)
+        made = [i for node in self.nodes for i in node.outputs if i >= old]
+        names = {i: old + place for place, i in enumerate(made)}
+        kept = [dataclasses.replace(self.tensors[i], id=names[i]) for i in made]
+        self.tensors = [*self.graph.tensors, *kept]
+        self._rename(names, 0)
