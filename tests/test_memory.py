@@ -95,6 +95,7 @@ def test_with_a_limit_weights_are_gathered_again_for_the_backward():
     fd = fsdp(max_memory=limit)
     assert LAYERS < gathers(fd) < 2 * LAYERS
     assert fd.memory().peak <= limit
+    assert {e.why for e in fd.bill().entries if e.why.endswith("again")} == {"operand 1 of matmul, again"}
     assert fd.bill().total > fsdp().bill().total
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..errors import SourceLine
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from .insert import Compute, ReshardedDefinition, Set, Step
@@ -273,10 +274,22 @@ class _Usage:
             for life in _sources_first(new):
                 assert life.again is not None
                 source = self._named(life.again.source, place, ids)
-                why = life.again.why + ", again" * (life.value not in self._delayed)
-                yield replace(life.again, source=source, target=ids[life.value, place], why=why)
+                why, line = self._asked(life, new, step)
+                yield replace(life.again, source=source, target=ids[life.value, place], why=why, line=line)
             if not (isinstance(step, Set) and step.target in self._delayed):
                 yield self._renamed(step, place, ids)
+
+    def _asked(self, life: _Life, new: Mapping[int, _Life], reader: Step) -> tuple[str, SourceLine]:
+        """Who asks, and at which line, for a value that is made again before a step, perhaps by way of others."""
+        move = life.again
+        assert move is not None
+        if life.value in self._delayed:
+            return move.why, move.line
+        if isinstance(reader, Compute) and life.value in reader.inputs:
+            node = self.resharded.graph.nodes[reader.node]
+            return f"operand {reader.inputs.index(life.value)} of {node.name}, again", node.line
+        target = next((other for other in new.values() if other.again and other.again.source == life.value), None)
+        return (f"{move.why}, again", move.line) if target is None else self._asked(target, new, reader)
 
     def _named(self, value: int, place: int, ids: dict[tuple[int, int], int]) -> int:
         """The number of a value as it is there at a step; views keep theirs."""
