@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .cuts import Cut
-from .graph import Graph, Stream
+from .graph import Stream
 from .mesh import DeviceMesh
 from .resharding.insert import Compute, ReshardedDefinition, Set, Step
 from .sharding import layout as lay
@@ -99,16 +99,12 @@ class OverlappedDefinition:
         for loop in self.loops:
             cut = loop.cuts[loop.asked]
             how = f" in a ring ({loop.ring})" if loop.ring else ""
-            names = ", ".join(_step_name(graph, step) for step in loop.steps)
+            names = ", ".join(self.resharded.name_of(step) for step in loop.steps)
             label = graph.tensors[loop.asked].label
             lines.append(f"loop {loop.id}: {loop.chunks} chunks of {cut}{how}: {names}  # asked of {label}")
         for tensor, why in self.refused.items():
             lines.append(f"{graph.tensors[tensor].label}: {why}")
         return "\n".join(lines)
-
-
-def _step_name(graph: Graph, step: Step) -> str:
-    return graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value
 
 
 def step_mesh(step: Step) -> DeviceMesh:

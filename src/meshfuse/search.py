@@ -22,7 +22,6 @@ from .propagation.growth import EPSILON
 from .propagation.propagate import Propagation, propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.insert import Set, insert_resharding
-from .resharding.prices import price
 from .sharding.value import Sharding
 
 # The most ops of a program that is planned several times: about a second's work.
@@ -58,8 +57,7 @@ def spent(sharded: ShardedDefinition) -> Spent:
     graph, moving = sharded.graph, 0.0
     for step in resharded.steps:
         if isinstance(step, Set):
-            kind = graph.tensors[resharded.values[step.source].tensor].type
-            moving += price(step.move, kind.shape, kind.dtype.itemsize).seconds
+            moving += resharded.seconds(step)
     placed = zip(graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
     work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.move]
     return Spent(moving, sum(work))

@@ -106,17 +106,10 @@ def saved_seconds(resharded: ReshardedDefinition, segment: Segment) -> float:
     starts = _START * len(fused) - _CALL
     inside = [v for c in fused for v in c.outputs if v not in segment.outputs]
     # Each value is written once and read at least once.
-    traffic = 2 * sum(_bytes(resharded, v) for v in inside) / _BANDWIDTH
+    traffic = 2 * sum(resharded.nbytes(v) for v in inside) / _BANDWIDTH
     return max(0.0, starts + traffic)
 
 
 def _by_element(call: Call) -> bool:
     """Whether an op does no more than a little work per element: pointwise ops, reductions, changes of shape."""
     return call.op.flops(call) <= max((t.numel for t in (*call.types, *call.results)), default=0)
-
-
-def _bytes(resharded: ReshardedDefinition, value: int) -> int:
-    """Of the largest shard, so that ranks with others model the same."""
-    made = resharded.values[value]
-    kind = resharded.graph.tensors[made.tensor].type
-    return made.sharding.max_local_numel(kind.shape) * kind.dtype.itemsize

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from ..overlap import ChunkLoop
 from ..resharding.insert import ReshardedDefinition, Set
-from ..resharding.postpone import bucket_key, size_of
+from ..resharding.postpone import bucket_key
 from ..segmentation import Segment
 from .communicate import MoveContext
 from .instructions import Collective, Communication, Flatten, Instruction, Unflatten, Wait
@@ -38,7 +38,7 @@ def _fits(resharded: ReshardedDefinition, bucket: list[Set], part: Segment | Set
     if not isinstance(part, Set):
         return False
     key = bucket_key(resharded, part)
-    size = sum(size_of(resharded, s) for s in (*bucket, part))
+    size = sum(resharded.nbytes(s.source) for s in (*bucket, part))
     made = {s.target for s in bucket}
     return (
         key is not None

@@ -55,19 +55,9 @@ def memory_of(compiled: CompiledProgram) -> Memory:
     held = []
     for v in found.held:
         tensor, sharding = resharded.graph.tensors[resharded.values[v].tensor], resharded.values[v].sharding
-        nbytes = sharding.max_local_numel(tensor.type.shape) * tensor.type.dtype.itemsize
-        held.append(Held(nbytes, tensor.label, str(sharding), _origin(resharded, made.get(v)), str(tensor.line)))
+        origin = resharded.name_of(made[v]) if v in made else "argument"
+        held.append(Held(resharded.nbytes(v), tensor.label, str(sharding), origin, str(tensor.line)))
     return Memory(found.nbytes, _step(resharded, found.place), tuple(held))
-
-
-def _origin(resharded: ReshardedDefinition, step: object) -> str:
-    if step is None:
-        return "argument"
-    return _name(resharded, step)
-
-
-def _name(resharded: ReshardedDefinition, step: object) -> str:
-    return resharded.graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value  # type: ignore[attr-defined]
 
 
 def _step(resharded: ReshardedDefinition, place: int) -> str:
@@ -75,7 +65,7 @@ def _step(resharded: ReshardedDefinition, place: int) -> str:
         return "at the end"
     step = resharded.steps[place]
     line = resharded.graph.nodes[step.node].line if isinstance(step, Compute) else step.line
-    return f"in {_name(resharded, step)} at {line}"
+    return f"in {resharded.name_of(step)} at {line}"
 
 
 def watch_memory(compiled: CompiledProgram, limit: float | None, line: SourceLine) -> None:

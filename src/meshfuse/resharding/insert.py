@@ -14,6 +14,7 @@ from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
 from .moves import Move, MoveKind
 from .planner import Plan, plan
+from .prices import price
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,20 @@ class ReshardedDefinition:
     @property
     def graph(self) -> Graph:
         return self.sharded.graph
+
+    def nbytes(self, value: int) -> int:
+        """Of a rank's largest shard of a value."""
+        tensor, sharding = self.graph.tensors[self.values[value].tensor], self.values[value].sharding
+        return sharding.max_local_numel(tensor.type.shape) * tensor.type.dtype.itemsize
+
+    def seconds(self, step: Set) -> float:
+        """The modelled time of a move."""
+        kind = self.graph.tensors[self.values[step.source].tensor].type
+        return price(step.move, kind.shape, kind.dtype.itemsize).seconds
+
+    def name_of(self, step: Step) -> str:
+        """The op, or what kind of move it is."""
+        return self.graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value
 
     @property
     def collectives(self) -> tuple[Set, ...]:

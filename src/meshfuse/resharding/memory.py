@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 
 from ..errors import SourceLine
 from ..mesh import DeviceMesh
-from ..sharding.value import Sharding
 from .insert import Compute, ReshardedDefinition, Set, Step
 from .moves import MoveKind
-from .prices import price
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ class _Usage:
         self.lives: dict[int, list[_Life]] = {}
         self._seen_through: set[int] = set()  # Values of which there are views.
         self._arguments: dict[int, list[_Life]] = {}  # By views of theirs, too.
-        self._sizes: dict[tuple[int, Sharding], int] = {}
+        self._sizes: dict[int, int] = {}
         self._collect()
         meshes = list(dict.fromkeys(value.sharding.mesh for value in self.values))
         kinds = {tuple(rank in mesh for mesh in meshes) for mesh in meshes for rank in mesh.ranks}
@@ -117,7 +115,8 @@ class _Usage:
                     self._seen_through.add(root)
         for v in (*resharded.inputs, *resharded.outputs):
             self._read(roots[v], last)
-        self._arguments = {v: self.lives[root] for v, root in roots.items() if root in set(resharded.inputs)}
+        inputs = set(resharded.inputs)
+        self._arguments = {v: self.lives[root] for v, root in roots.items() if root in inputs}
 
     def _is_view(self, step: Step) -> bool:
         return isinstance(step, Compute) and self.resharded.graph.nodes[step.node].call.op.is_view
@@ -130,12 +129,9 @@ class _Usage:
 
     def nbytes(self, value: int) -> int:
         """Of the largest shard."""
-        tensor, sharding = self.values[value].tensor, self.values[value].sharding
-        found = self._sizes.get((tensor, sharding))
-        if found is None:
-            kind = self.resharded.graph.tensors[tensor].type
-            found = self._sizes[tensor, sharding] = sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
-        return found
+        if value not in self._sizes:
+            self._sizes[value] = self.resharded.nbytes(value)
+        return self._sizes[value]
 
     def _counted(self, meshes: Collection[DeviceMesh]) -> list[int]:
         """The bytes at each step, and at the end, on ranks of these meshes."""
@@ -190,9 +186,9 @@ class _Usage:
         saved = self.nbytes(life.value) - (self.nbytes(root.value) if root.end < peak.place else 0)
         if saved <= 0 or self._most(root.value, root.end + 1, kept_until) + self.nbytes(root.value) >= peak.nbytes:
             return None
-        seconds = sum(map(self._seconds, moves))
+        seconds = sum(map(self.resharded.seconds, moves))
         if not at:  # It was made ahead of its need.
-            seconds -= self._seconds(moves[-1])
+            seconds -= self.resharded.seconds(moves[-1])
         return _Gain(life, back, moves, saved, seconds)
 
     def _moves(self, value: int, place: int) -> tuple[Set, ...] | None:
@@ -220,10 +216,6 @@ class _Usage:
         """The life of a value that there is at a step; of an argument's view the argument's."""
         lives = self.lives.get(value) or self._arguments.get(value, ())
         return next((life for life in lives if life.covers(place)), None)
-
-    def _seconds(self, step: Set) -> float:
-        kind = self.resharded.graph.tensors[self.values[step.source].tensor].type
-        return price(step.move, kind.shape, kind.dtype.itemsize).seconds
 
     def _take(self, gain: _Gain) -> None:
         """Drop a value after the read before, and make it again for the next one; later, if there was none before."""

@@ -21,17 +21,14 @@ _WINDOW = 32
 
 def bucket_key(resharded: ReshardedDefinition, step: Step) -> object:
     """Equal for all-reduces that may be one call; None for any other step."""
-    if not isinstance(step, Set) or step.move.kind is not MoveKind.ALL_REDUCE or size_of(resharded, step) > LARGEST:
+    if (
+        not isinstance(step, Set)
+        or step.move.kind is not MoveKind.ALL_REDUCE
+        or resharded.nbytes(step.source) > LARGEST
+    ):
         return None
     dtype = resharded.graph.tensors[resharded.values[step.source].tensor].type.dtype
     return step.move.src.mesh, step.move.axes, step.move.src.reduce, dtype
-
-
-def size_of(resharded: ReshardedDefinition, step: Set) -> int:
-    """Bytes of a rank's largest shard of what a move starts from."""
-    value = resharded.values[step.source]
-    kind = resharded.graph.tensors[value.tensor].type
-    return value.sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
 
 
 def postponed(resharded: ReshardedDefinition) -> list[Step]:
@@ -87,4 +84,4 @@ class _Order:
         self.waiting, self.missing = [], {s.target for s in self.held}
 
     def _is_small(self, step: Set) -> bool:
-        return size_of(self.resharded, step) <= _SMALL
+        return self.resharded.nbytes(step.source) <= _SMALL
