@@ -25,6 +25,7 @@ from .host_ir.verify import verify, verify_together
 from .linked import with_links
 from .merging import merged
 from .mesh import DeviceMesh
+from .nearby import PLANS
 from .plan_cache import planned
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
@@ -41,7 +42,8 @@ class CompiledProgram:
     """All stages of one definition for one set of shapes. Host programs are made per rank, when asked for.
 
     `planned` is what propagation decided; in `sharded` the ops that are computed in rounds are written out.
-    `in_flight` bounds the bytes of communications that are issued ahead of their need.
+    `in_flight` bounds the bytes of communications that are issued ahead of their need. `near` is the graph of other
+    sizes that the plan was made for, where it was taken over.
     """
 
     planned: ShardedDefinition
@@ -51,6 +53,7 @@ class CompiledProgram:
     digest: str
     ranks: tuple[int, ...]
     in_flight: int
+    near: Graph | None = None
     _programs: dict[int, HostProgram] = field(default_factory=dict, repr=False)
 
     @property
@@ -76,15 +79,22 @@ class CompiledProgram:
 
 def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
-    max_memory: float | None = None,
+    max_memory: float | None = None, near: float = 1.0,
 ) -> CompiledProgram:  # fmt: skip
     """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one.
 
     What is planned for long is kept on disk (`plan_cache`). `max_memory`: bytes that a rank may hold, if that is known.
+    With a factor `near` over 1 the plan of sizes that are all within it is taken over, or this one kept (`nearby`).
     """
     with _no_collection():
         graph = with_links(taken_apart(concretize(fd, shapes, scalars)))
-        return compile_sharded(planned(graph, world, lambda: _decided(graph, world)), max_memory)
+        taken = PLANS.near(graph, world, near) if near > 1 else None
+        if taken is not None:
+            return compile_sharded(taken.plan, max_memory, taken.source)
+        sharded = planned(graph, world, lambda: _decided(graph, world))
+        if near > 1:
+            PLANS.keep(graph, world, sharded)
+        return compile_sharded(sharded, max_memory)
 
 
 def _decided(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
@@ -109,8 +119,10 @@ def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
     return compile_sharded(propagate(graph, world))
 
 
-def compile_sharded(planned: ShardedDefinition, max_memory: float | None = None) -> CompiledProgram:
-    """The stages after propagation."""
+def compile_sharded(
+    planned: ShardedDefinition, max_memory: float | None = None, near: Graph | None = None
+) -> CompiledProgram:
+    """The stages after propagation; `near` is the graph of other sizes that the plan was made for."""
     sharded = written(planned)
     resharded = early(insert_resharding(sharded))
     in_flight = IN_FLIGHT
@@ -120,7 +132,7 @@ def compile_sharded(planned: ShardedDefinition, max_memory: float | None = None)
     overlapped = overlap(resharded)
     segmented = segment(overlapped)
     digest = digest_of(f"{overlapped}\n{resharded.fingerprint()}")
-    return CompiledProgram(planned, sharded, resharded, segmented, digest, _ranks(resharded), in_flight)
+    return CompiledProgram(planned, sharded, resharded, segmented, digest, _ranks(resharded), in_flight, near)
 
 
 def _ranks(resharded: ReshardedDefinition) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ less with it than with the plain op, which may also move the sharding to another
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .graph import Graph, Node
@@ -30,7 +31,18 @@ class Blocked(NamedTuple):
     blocks: int
 
 
-Forms = dict[int, Blocked]  # ops by number, and for which dim of theirs the form is
+Forms = Mapping[int, Blocked]  # ops by number, and for which dim of theirs the form is
+
+
+@dataclass(frozen=True, slots=True)
+class Distributed:
+    """The rewriting of these ops, by number, in their forms for these dims."""
+
+    forms: tuple[tuple[int, Blocked], ...]
+
+    def __call__(self, graph: Graph) -> Graph:
+        written = _FormWriter(graph, dict(self.forms)).run(dict(self.forms))
+        return dataclasses.replace(written, rewritings=(*graph.rewritings, self))
 
 
 def distribute(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
@@ -77,7 +89,7 @@ def _written(graph: Graph, groups: Sequence[Forms]) -> Graph:
 
 def with_forms(graph: Graph, forms: Forms) -> Graph:
     """The graph with these ops in their forms, whatever they cost; itself where they have none."""
-    return _FormWriter(graph, forms).run(forms)
+    return Distributed(tuple(forms.items()))(graph)
 
 
 def _seconds(graph: Graph, world: DeviceMesh) -> float:

@@ -33,6 +33,7 @@ from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
 from .mesh import DeviceMesh
+from .nearby import nearness
 from .ops.base import TensorRef
 from .report.backends import backends_table
 from .report.bill import Bill, bill_of
@@ -269,8 +270,9 @@ class FusionDefinition(DefinitionBuilder):
         return (tuple(t.shape for t in found.tensors.values()), sizes, found.device, more)
 
     def _compile(
-        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine
+        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float = 1.0
     ) -> CompiledProgram:
+        """The program for these shapes; with a factor `near` it may be that of a plan which was taken over."""
         missing = [f"s{i}" for i in sorted(self._sized_by()) if i not in found.scalars]
         if missing:
             raise user_error(
@@ -279,20 +281,23 @@ class FusionDefinition(DefinitionBuilder):
                 line,
             )  # fmt: skip
         try:
-            return self._compile_sizes(found, shapes, world, line)
+            return self._compile_sizes(found, shapes, world, line, near)
         except DefinitionError as error:
             raise with_open_sizes(self, shapes, error) from None
 
     def _compile_sizes(
-        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine
+        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float
     ) -> CompiledProgram:
-        scalars = {i: found.scalars[i] for i in self._sized_by()}
-        key = (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
+        key = self._program_key(found, shapes, world)
         if key not in self._compiled:
-            self._compiled[key] = compile_definition(self, shapes, scalars, world, self.max_memory)
+            self._compiled[key] = compile_definition(self, shapes, dict(key[1]), world, self.max_memory, near)
             watch(self._compiled[key], self.max_wire, line)
             watch_memory(self._compiled[key], self.max_memory, line)
         return self._compiled[key]
+
+    def _program_key(self, found: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> Any:
+        scalars = {i: found.scalars[i] for i in self._sized_by()}
+        return (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
 
     def _bind_rank(
         self,
@@ -307,8 +312,24 @@ class FusionDefinition(DefinitionBuilder):
         world = World.current()
         check_world(self, world.size, idle_ranks, line)
         shapes = dict(known) if whole else global_shapes(self, found, world.rank, known, line)
-        compiled = self._compile(found, shapes, DeviceMesh(list(range(world.size))), line)
-        return RankProgram(compiled, world, found.device, repr(self), requested(backend, line))
+        mesh, sizes = DeviceMesh(list(range(world.size))), Inputs({}, found.scalars, found.device)
+        compiled = self._compile(sizes, shapes, mesh, line, nearness(line))
+
+        def renewed() -> CompiledProgram:
+            return self._renewed(compiled, sizes, shapes, mesh, line)
+
+        return RankProgram(compiled, world, found.device, repr(self), requested(backend, line), renewed)
+
+    def _renewed(
+        self, old: CompiledProgram, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh,
+        line: SourceLine,
+    ) -> CompiledProgram:  # fmt: skip
+        """The program by a plan of its own in the place of one taken over, if its outputs lie as they did."""
+        key = self._program_key(found, shapes, world)
+        new = self._compiled[key] = compile_definition(self, shapes, dict(key[1]), world, self.max_memory)
+        if new.output_shardings() != old.output_shardings():
+            self._compiled[key] = old
+        return self._compiled[key]
 
     def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
         """Compile for global shapes, one per input tensor; without arguments for the shapes as defined.

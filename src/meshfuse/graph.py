@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .dtypes import DataType
 from .errors import SourceLine, located, user_error
@@ -73,12 +73,18 @@ class Node:
         return self.call.op.name
 
 
+class Rewriting(Protocol):
+    """Some ops of a graph written in other ops: by their numbers, so that it can be done again for other sizes."""
+
+    def __call__(self, graph: Graph) -> Graph: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """Ops in an order in which each comes after what it reads, and the user's annotations.
 
     `reductions[node]` are layouts that the user gave reduction dims of the op's result, in the rule's order.
-    `streams` are the tensors to be worked on in chunks.
+    `streams` are the tensors to be worked on in chunks. `rewritings` made it of the definition's own ops, in turn.
     """
 
     tensors: tuple[Tensor, ...]
@@ -90,6 +96,7 @@ class Graph:
     annotation_lines: Mapping[int, SourceLine]
     scalars: Mapping[int, ScalarDef]
     streams: Mapping[int, Stream] = field(default_factory=dict)
+    rewritings: tuple[Rewriting, ...] = ()
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].type.shape

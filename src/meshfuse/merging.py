@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .graph import Graph, Kinds, Node, Tensor, numbered
@@ -27,25 +28,38 @@ from .sharding.value import Sharding
 
 
 class Moments(NamedTuple):
-    """Ops of a graph: the sum of x, its mean, the squares of x less its mean, and their sum.
+    """Ops of a graph by number: the sum of x, its mean, the squares of x less its mean, and their sum.
 
     Of the dims of x that are reduced, `dim` alone lies over ranks, in so many `blocks`.
     """
 
-    total: Node
-    mean: Node
-    squared: Node
-    squares: Node
+    total: int
+    mean: int
+    squared: int
+    squares: int
     dim: int
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The rewriting of moments into two ops each, in the place of their sum."""
+
+    moments: tuple[Moments, ...]
+
+    def __call__(self, graph: Graph) -> Graph:
+        """Itself, where a sum is divided by another number than that of its terms."""
+        if not all(_is_mean(graph.nodes[m.total], graph.nodes[m.mean]) for m in self.moments):
+            return graph
+        return dataclasses.replace(_rewritten(graph, self.moments), rewritings=(*graph.rewritings, self))
+
+
 def merged(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
     """The definition with its moments over sharded dims from one collective each, if that plan takes less time."""
-    found = list(_Finder(sharded).run())
+    found = tuple(_Finder(sharded).run())
     if not found:
         return sharded
-    other = propagate(_rewritten(sharded.graph, found), world)
+    other = propagate(Merged(found)(sharded.graph), world)
     return other if _by_gathers(other) and total_seconds(other) < total_seconds(sharded) else sharded
 
 
@@ -76,7 +90,7 @@ class _Finder:
         for total, placement in self.sums:
             place = _place(total, placement.operands[0])
             mean = self._only_reader(total, "truediv")
-            if place is not None and mean is not None and mean.call.args[1] == _count(total):
+            if place is not None and mean is not None and _is_mean(total, mean):
                 yield from self._squares(total, mean, place)
 
     def _squares(self, total: Node, mean: Node, place: tuple[int, int]) -> Iterator[Moments]:
@@ -85,7 +99,7 @@ class _Finder:
             for squared in self._readers(centred, "mul", centred.outputs * 2):
                 squares = self._only_reader(squared, "sum")
                 if squares is not None and squares.call.args == total.call.args:
-                    yield Moments(total, mean, squared, squares, *place)
+                    yield Moments(total.id, mean.id, squared.id, squares.id, *place)
                     return
 
     def _readers(self, node: Node, name: str, inputs: Sequence[int]) -> list[Node]:
@@ -111,21 +125,22 @@ def _place(total: Node, operand: Sharding) -> tuple[int, int] | None:
     return cut[0], extent(operand.dims[cut[0]])
 
 
-def _count(total: Node) -> int:
+def _is_mean(total: Node, mean: Node) -> bool:
+    """Whether the sum is divided by the number of its terms."""
     shape = total.call.types[0].shape
-    return math.prod(shape[d] for d in reduced_dims(total.call))
+    return mean.call.args[1] == math.prod(shape[d] for d in reduced_dims(total.call))
 
 
 def _rewritten(graph: Graph, found: Sequence[Moments]) -> Graph:
     """The graph with two ops in the place of each moments' sum, and without their others."""
     tensors, kinds = list(graph.tensors), Kinds()
-    firsts = {m.total.id: m for m in found}
-    dropped = {node.id for m in found for node in (m.mean, m.squared, m.squares)}
+    firsts = {m.total: m for m in found}
+    dropped = {number for m in found for number in (m.mean, m.squared, m.squares)}
     nodes: list[Node] = []
     numbers: dict[int, int] = {}
     for node in graph.nodes:
         if node.id in firsts:
-            nodes += _merging(firsts[node.id], len(nodes), tensors, kinds)
+            nodes += _merging(graph, firsts[node.id], len(nodes), tensors, kinds)
         elif node.id not in dropped:
             numbers[node.id] = len(nodes)
             nodes.append(numbered(node, len(nodes)))
@@ -133,21 +148,22 @@ def _rewritten(graph: Graph, found: Sequence[Moments]) -> Graph:
     return dataclasses.replace(graph, tensors=tuple(tensors), nodes=tuple(nodes), reductions=reductions)
 
 
-def _merging(m: Moments, start: int, tensors: list[Tensor], kinds: Kinds) -> list[Node]:
+def _merging(graph: Graph, m: Moments, start: int, tensors: list[Tensor], kinds: Kinds) -> list[Node]:
     """The ops that make the mean and the sum of squares; the tensor between them is a new one."""
-    kind, dims = m.total.call.types[0], reduced_dims(m.total.call)
+    total = graph.nodes[m.total]
+    kind, dims = total.call.types[0], reduced_dims(total.call)
     others = math.prod(kind.shape[d] for d in dims if d != m.dim)
     counts = tuple(block_counts(kind.shape[m.dim], m.blocks, others))
-    made = Tensor(len(tensors), kind, dataclasses.replace(m.total.line, given=""))
-    first = _node(kinds, "block_moments", (dims, m.dim, m.blocks), m, start, made.id, kind)
+    made = Tensor(len(tensors), kind, dataclasses.replace(total.line, given=""))
+    first = _node(kinds, "block_moments", (dims, m.dim, m.blocks), total, start, made.id, kind)
     tensors.append(dataclasses.replace(made, type=first.call.results[0]))
-    second = _node(kinds, "block_merge", (counts,), m, start + 1, made.id, first.call.results[0])
-    outputs = (*m.mean.outputs, *m.squares.outputs)
+    second = _node(kinds, "block_merge", (counts,), total, start + 1, made.id, first.call.results[0])
+    outputs = (*graph.nodes[m.mean].outputs, *graph.nodes[m.squares].outputs)
     return [first, dataclasses.replace(second, inputs=(made.id,), outputs=outputs)]
 
 
-def _node(kinds: Kinds, name: str, more: tuple[Any, ...], m: Moments, number: int, made: int, kind: Any) -> Node:
+def _node(kinds: Kinds, name: str, more: tuple[Any, ...], total: Node, number: int, made: int, kind: Any) -> Node:
     """An op of x and these arguments that makes the tensor `made`."""
-    (x,) = m.total.inputs
+    (x,) = total.inputs
     call, rule = kinds.get(OPS[name], (TensorRef(x), *more), (kind,))
-    return Node(number, call, rule, (x,), (made,), m.total.line, m.total.origin)
+    return Node(number, call, rule, (x,), (made,), total.line, total.origin)

@@ -8,7 +8,6 @@ done again, from the user's own lines. Whatever is wrong with a stored plan, or 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import os
@@ -20,10 +19,10 @@ from typing import Any
 import torch
 
 from . import __version__, disk_cache
-from .graph import Graph, Kinds, Node, Tensor
+from .graph import Graph
 from .mesh import DeviceMesh
 from .ops import OPS
-from .ops.base import Call, Rule, TensorType
+from .ops.base import Call, Rule
 from .plan_codec import NotStorable, dump, load
 from .propagation.sharded import ShardedDefinition
 
@@ -60,7 +59,7 @@ def _recalled(folder: Path, key: str, graph: Graph) -> ShardedDefinition | None:
 
 def _keep(folder: Path, key: str, graph: Graph, sharded: ShardedDefinition) -> None:
     try:
-        text = packed(sharded, graph)
+        text = packed(sharded)
         same = str(unpacked(text, graph)) == str(sharded)
     except (NotStorable, AssertionError, KeyError) as error:
         disk_cache.warn(f"a plan cannot be stored: {error}")
@@ -71,57 +70,18 @@ def _keep(folder: Path, key: str, graph: Graph, sharded: ShardedDefinition) -> N
         disk_cache.warn("a plan would not read back as it is, and is not stored")
 
 
-def packed(sharded: ShardedDefinition, graph: Graph) -> str:
-    """The decisions that led from the graph to the sharded definition."""
-    numbers = {node.outputs: node for node in graph.nodes}
-    nodes = [_packed_node(node, numbers.get(node.outputs)) for node in sharded.graph.nodes]
-    added = tuple(tuple(tensor.type) for tensor in sharded.graph.tensors[len(graph.tensors) :])
-    return dump((nodes, added, sharded.choices, tuple(sorted(sharded.homes.items()))))
-
-
-def _packed_node(node: Node, old: Node | None) -> Any:
-    """A node of the graph by its number; one of a distributed form written out."""
-    if old is not None and old.call is node.call and (old.inputs, old.origin) == (node.inputs, node.origin):
-        return old.id
-    if OPS.get(node.name) is not node.call.op:
-        raise NotStorable(f"the op {node.name}, which is not in the table")
-    return (node.name, node.call.args, node.inputs, node.outputs, node.origin)
+def packed(sharded: ShardedDefinition) -> str:
+    """The decisions that led to the sharded definition."""
+    return dump((sharded.graph.rewritings, sharded.choices, tuple(sorted(sharded.homes.items()))))
 
 
 def unpacked(text: str, graph: Graph) -> ShardedDefinition:
     """The sharded definition that these decisions make of the graph. Raises where they do not fit it."""
-    nodes, added, choices, homes = load(text)
-    sharded = ShardedDefinition(_rewritten(graph, nodes, added), tuple(choices), dict(homes))
+    rewritings, choices, homes = load(text)
+    rewritten = functools.reduce(lambda made, rewriting: rewriting(made), rewritings, graph)
+    sharded = ShardedDefinition(rewritten, tuple(choices), dict(homes))
     sharded.verify()
     return sharded
-
-
-def _rewritten(graph: Graph, packed_nodes: tuple[Any, ...], added: tuple[Any, ...]) -> Graph:
-    """The graph with its nodes as stored: its own ones by number, and those of distributed forms, of which some of the
-    added tensors may have been left over.
-    """
-    by_origin = {node.origin: node for node in graph.nodes}
-    unmade = dataclasses.replace(graph.nodes[0].line, given="") if added else None
-    tensors = list(graph.tensors)
-    tensors += [Tensor(len(tensors) + place, TensorType(*kind), unmade) for place, kind in enumerate(added) if unmade]
-    kinds, nodes, numbers = Kinds(), [], {}
-    for entry in packed_nodes:
-        if isinstance(entry, int):
-            numbers[entry] = len(nodes)
-            nodes.append(dataclasses.replace(graph.nodes[entry], id=len(nodes)))
-            continue
-        name, args, inputs, outputs, origin = entry
-        call, rule = kinds.get(OPS[name], args, tuple(tensors[i].type for i in inputs))
-        line = by_origin[origin].line
-        for i, kind in zip(outputs, call.results, strict=True):
-            assert tensors[i].type == kind
-            if i >= len(graph.tensors):
-                tensors[i] = Tensor(i, kind, dataclasses.replace(line, given=""))
-        nodes.append(Node(len(nodes), call, rule, inputs, outputs, line, origin))
-    if len(numbers) == len(nodes) == len(graph.nodes) and list(numbers) == list(range(len(nodes))):
-        return graph
-    reductions = {numbers[i]: layouts for i, layouts in graph.reductions.items() if i in numbers}
-    return dataclasses.replace(graph, tensors=tuple(tensors), nodes=tuple(nodes), reductions=reductions)
 
 
 # the key ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ import json
 from typing import Any
 
 from .costs import Link
+from .distribution import Blocked, Distributed
 from .dtypes import DataType
+from .merging import Merged, Moments
 from .mesh import DeviceMesh
 from .ops.base import ScalarRef, TensorRef
 from .propagation.choose import Source
@@ -22,7 +24,8 @@ from .sharding.layout import Split
 from .sharding.value import Sharding
 
 _CLASSES: tuple[type, ...] = (
-    Carry, Choice, DeviceMesh, Link, Move, Placement, Reordering, ScalarRef, Sharding, Source, Split, TensorRef, Window,
+    Blocked, Carry, Choice, DeviceMesh, Distributed, Link, Merged, Moments, Move, Placement, Reordering, ScalarRef,
+    Sharding, Source, Split, TensorRef, Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
 _BY_NAME: dict[str, type] = {kind.__name__: kind for kind in (*_CLASSES, *_ENUMS)}

@@ -14,6 +14,7 @@ from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
 from ..host_ir.instructions import Collective, Communication, SendRecv
 from ..host_ir.program import HostProgram, digest_of
+from ..nearby import RENEWED
 from ..runtime.world import World
 from ..segmentation import Segment
 from ..sharding.data import unshard
@@ -77,26 +78,35 @@ class RankProgram:
 
     `source` is the definition's text: all ranks compare it (and the plan) before the first execution. Raises
     RankError on every rank where they differ, with the first line in which they do. `backend` is a name of
-    `backends.choose.NAMES`: what runs the segments.
+    `backends.choose.NAMES`: what runs the segments. A plan that was taken over is followed by that of `renew` where
+    the program is executed often.
     """
 
-    def __init__(self, compiled: CompiledProgram, world: World, device: torch.device, source: str, backend: str):
-        self.compiled, self.world, self.device = compiled, world, device
-        self.active = world.rank in compiled.ranks
+    def __init__(
+        self, compiled: CompiledProgram, world: World, device: torch.device, source: str, backend: str,
+        renew: Callable[[], CompiledProgram] | None = None,
+    ):  # fmt: skip
+        self.world, self.device, self._source, self._backend = world, device, source, backend
         self.step, self.running = 0, False
-        graph = compiled.graph
+        self._renew, self._renewal = renew, RENEWED if compiled.near is not None else None
+        self._bind(compiled)
+
+    def _bind(self, compiled: CompiledProgram) -> None:
+        """Make this the program that runs, if all ranks have the same."""
+        world, graph = self.world, compiled.graph
+        self.compiled, self.active = compiled, world.rank in compiled.ranks
         made = graph.tensors[graph.outputs[0]]
         self.line = made.line
         self.name = f"the definition of {made.label} at {made.line} (plan {compiled.digest})"
         self._calls, self._due = 0, None
-        text = agreed_text(compiled, source, backend)
+        text = agreed_text(compiled, self._source, self._backend)
         world.check_same(digest_of(text), "the program", world.all_ranks, lambda: text)
         if self.active:
             self.program = compiled.host_program(world.rank)
             labels = group_labels(self.program)
-            self.bound = bind_program(self.program, lambda ranks: world.group(ranks, labels[ranks]), device)
+            self.bound = bind_program(self.program, lambda ranks: world.group(ranks, labels[ranks]), self.device)
             self._main = self.bound.main
-            self.segments = Segments(self.bound, self.program, compiled.segmented, device, backend)
+            self.segments = Segments(self.bound, self.program, compiled.segmented, self.device, self._backend)
             self._due = self.segments.due
             self._recorder = recorder(world.rank)
 
@@ -109,6 +119,8 @@ class RankProgram:
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
+            if self._calls == self._renewal:
+                self._plan_anew()
             self.world.begin(self)
             if not self.active:
                 return self._told([None] * len(self.compiled.graph.outputs))
@@ -126,6 +138,14 @@ class RankProgram:
         finally:
             self.running = False
             torch._C._set_grad_enabled(recording)
+
+    def _plan_anew(self) -> None:
+        """Have a plan for these very sizes, which all ranks search at the same call."""
+        assert self._renew is not None
+        self._renewal = None
+        compiled = self._renew()
+        if compiled.digest != self.compiled.digest:
+            self._bind(compiled)
 
     def _told(self, out: list[Any]) -> list[Any]:
         for tell in finished:

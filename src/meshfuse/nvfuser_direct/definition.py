@@ -280,7 +280,7 @@ class FusionDefinition(core.FusionDefinition):
             return repr(self)
         return str(self._fec.compiled.host_program(rank))
 
-    def _compile_sizes(self, found: Any, shapes: Any, world: Any, line: Any) -> CompiledProgram:
+    def _compile_sizes(self, found: Any, shapes: Any, world: Any, line: Any, near: float) -> CompiledProgram:
         """Outputs that nothing is said of lie where nvFuser leaves them, as the first shapes tell."""
         if not self._compiled:
             self._annotate_aliases(line)
@@ -289,7 +289,7 @@ class FusionDefinition(core.FusionDefinition):
             for tensor, bound in zip(self.outputs, followed_outputs(self, shapes, scalars), strict=True):
                 if bound is not None and tensor not in self.annotations:
                     self._annotate_output(tensor, mesh, bound, line)
-        return super()._compile_sizes(found, shapes, world, line)
+        return super()._compile_sizes(found, shapes, world, line, near)
 
     def _annotate_aliases(self, line: Any) -> None:
         """Outputs that are written into arguments lie as those do."""
@@ -308,7 +308,8 @@ class FusionDefinition(core.FusionDefinition):
 
     def bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]:
         """For every output the dims that are bound to mesh axes of one rank."""
-        shapes, scalars, _ = next(key for key, made in self._compiled.items() if made is compiled)
+        sizes = tuple((i, compiled.graph.shape(i)) for i in sorted(compiled.graph.input_tensors))
+        shapes, scalars, _ = next(key for key in self._compiled if key[0] == sizes)
         mesh = common_mesh(self)
         found = followed_outputs(self, dict(shapes), dict(scalars)) if mesh is not None else []
         ones = [] if mesh is None else [name for name in mesh.names if mesh.axis_size(name) == 1]

@@ -8,6 +8,7 @@ from typing import Any
 from ..dtypes import DataType
 from .attention_rules import (
     Dims,
+    all_checked,
     checked,
     options_text,
     scale_text,
@@ -37,7 +38,7 @@ _NOT_NATIVE = "nvFuser's attention needs keys and values whole"
 
 
 def _block_infer(call: Call) -> tuple[TensorType, ...]:
-    q, _, v = checked(call)
+    q, _, v = all_checked(call)
     dtype = DataType.Double if q.dtype is DataType.Double else DataType.Float
     rows = (call["blocks"], *q.shape[:-1])
     state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
@@ -213,7 +214,7 @@ OPS = (
     OpDef(
         "sdpfa_bwd_q",
         SPLIT_PARAMS,
-        lambda call: checked(call)[:1],
+        lambda call: all_checked(call)[:1],
         _q_rule,
         lambda e: backward_text(e, "sdpfa_bwd_q"),
         flops=lambda call: score_flops(call, 3),
@@ -223,7 +224,7 @@ OPS = (
     OpDef(
         "sdpfa_bwd_kv",
         SPLIT_PARAMS,
-        lambda call: checked(call)[1:],
+        lambda call: all_checked(call)[1:],
         _kv_rule,
         lambda e: backward_text(e, "sdpfa_bwd_kv"),
         flops=lambda call: score_flops(call, 4),

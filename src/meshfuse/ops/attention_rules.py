@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..errors import user_error
 from .base import Call, DimFactors, Emit, FactorKind, RuleBuilder, TensorRef, TensorType
-from .shapes import UNKNOWN, check_ndim, check_same_size
+from .shapes import UNKNOWN, broadcasts, check_ndim, check_same_size, fits
 
 
 def checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
@@ -36,6 +36,30 @@ def _check_heads(name: str, q: TensorType, k: TensorType) -> None:
             "a multiple of the key's heads",
             "Check the operands' shapes.",
         )
+
+
+def all_checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
+    """(q, k, v). Raises DefinitionError where they, or what else the op takes, do not fit together."""
+    q, k, v = checked(call)
+    out, scores = (*q.shape[:-1], v.shape[-1]), (*q.shape[:-1], k.shape[-2])
+    alike = {"grad_output": out, "output": out, "logsumexp": q.shape[:-1], "grad_logsumexp": q.shape[:-1]}
+    for name, shape in {**alike, "bias": scores, "mask": scores}.items():
+        kind = call.type_of(name) if name in call.op.places else None
+        if kind is not None and not (fits(kind.shape, shape) if name in alike else broadcasts(kind.shape, shape)):
+            how = "" if name in alike else "what broadcasts to "
+            raise user_error(f"{call.op.name}: shape of {name}", str(list(kind.shape)), f"{how}{list(shape)}",
+                             "Check the operands' shapes.")  # fmt: skip
+    if "philox_seed" in call.op.places and call["dropout_p"] not in (None, 0):
+        _check_state(call)
+    return q, k, v
+
+
+def _check_state(call: Call) -> None:
+    for name, shape in (("philox_seed", (2,)), ("philox_offset", ())):
+        kind = call.type_of(name)
+        if kind is not None and not fits(kind.shape, shape):
+            raise user_error(f"{call.op.name}: shape of {name}", str(list(kind.shape)), str(list(shape)),
+                             "Pass what sdpfa_fwd gives.")  # fmt: skip
 
 
 class Dims:

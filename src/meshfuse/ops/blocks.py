@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..dtypes import DataType
+from ..errors import user_error
 from .base import (
     Call,
     Emit,
@@ -23,7 +24,7 @@ from .base import (
     TensorRef,
     TensorType,
 )
-from .shapes import check_dim, check_same_size
+from .shapes import UNKNOWN, check_dim, check_ndim, check_same_size
 
 K = ParamKind
 _COMBINE = {"cumsum": "add", "cumprod": "mul", "cummax": "maximum", "cummin": "minimum"}
@@ -79,6 +80,9 @@ def _repeat_emit(e: Emit) -> str:
 
 def _topk_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), dim = call.types, _dim(call)
+    if arg.shape[dim] != UNKNOWN and block_size(arg.shape[dim], call["blocks"]) < call["k"]:
+        raise user_error("block_topk: k", str(call["k"]), f"no more than a block of {arg.shape[dim]} elements in "
+                         f"{call['blocks']} has", "Take fewer blocks, or a smaller k.")  # fmt: skip
     shape = (*arg.shape[:dim], call["blocks"] * call["k"], *arg.shape[dim + 1 :])
     return (TensorType(shape, arg.dtype), TensorType(shape, DataType.Int))
 
@@ -113,7 +117,9 @@ def _moments_dim(call: Call) -> int:
 
 def _moments_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,) = call.types
-    assert _moments_dim(call) in call["dims"]
+    dims = [check_dim(call.op.name, d, arg.ndim) for d in call["dims"]]
+    if _moments_dim(call) not in dims:
+        raise user_error("block_moments: dim", str(call["dim"]), f"one of dims={dims}", "It is a dim that is reduced.")
     return (TensorType((call["blocks"], 2, *_kept(call, arg.shape)), arg.dtype),)
 
 
@@ -136,6 +142,8 @@ def _moments_emit(e: Emit) -> str:
 
 def _merge_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,) = call.types
+    check_ndim(call.op.name, "the moments", arg, 2)
+    check_same_size(call.op.name, "their dim 1 and the moments of a block", arg.shape[1], 2)
     check_same_size(call.op.name, "the blocks and their counts", arg.shape[0], len(call["counts"]))
     made = TensorType(arg.shape[2:], arg.dtype)
     return (made, made)
@@ -185,7 +193,8 @@ def _is_first(r: Rewriting, dim: int, blocks: int, ndim: int) -> TensorRef:
     return r.call("reshape", first, [blocks if d == dim else 1 for d in range(ndim)])
 
 
-def _same_type(call: Call) -> tuple[TensorType, ...]:
+def _scan_infer(call: Call) -> tuple[TensorType, ...]:
+    _dim(call)
     return call.types
 
 
@@ -220,7 +229,7 @@ _ARG, _DIM, _BLOCKS = Param("arg", K.TENSOR), Param("dim", K.DIM), Param("blocks
 _UNEVEN = "blocks that may be short or empty are left to torch"
 OPS = (
     *(
-        OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _same_type, lambda c: _block_rule(c, True, True),
+        OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _scan_infer, lambda c: _block_rule(c, True, True),
               _scan_emit, samples=lambda: _samples(DataType.Float),
               nvfuser="nvFuser has no scan that begins anew at each block")
         for name in _COMBINE

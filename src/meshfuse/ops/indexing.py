@@ -209,7 +209,12 @@ def _scatter_infer(call: Call) -> tuple[TensorType, ...]:
     arg, *others = call.types
     _same_ndim(call, *others)
     _check_index(call, others[0])
-    _dim(call)
+    index, dim = others[0], _dim(call)
+    for what, limit in (("the tensor", arg), ("the source", others[-1])):
+        for d, (n, most) in enumerate(zip(index.shape, limit.shape, strict=True)):
+            if UNKNOWN not in (n, most) and n > most and not (limit is arg and d == dim):
+                raise user_error(f"scatter: dim {d} of the index is larger than that of {what}", str(n),
+                                 f"{most} or less", "Check the operands' shapes.")  # fmt: skip
     return (arg,)
 
 

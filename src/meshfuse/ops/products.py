@@ -24,7 +24,7 @@ from .base import (
 )
 from .native import Native
 from .pointwise import torch_dtype
-from .shapes import UNKNOWN, check_dtypes, check_ndim, check_same_size
+from .shapes import UNKNOWN, broadcasts, check_dtypes, check_ndim, check_same_size
 
 K = ParamKind
 
@@ -124,7 +124,27 @@ def _scaled_infer(call: Call) -> tuple[TensorType, ...]:
     check_ndim("scaled_mm", "the first operand", a, 2, 2)
     check_ndim("scaled_mm", "the second operand", b, 2, 2)
     check_same_size("scaled_mm", "the contracted dims", a.shape[1], b.shape[0])
+    if not any(t.dtype in (_FP4, _FP8) for t in call.types):  # Those scales lie as the hardware wants them.
+        _check_scales(call, (a.shape[0], b.shape[1]))
     return _scaled_results(call, (a.shape[0], b.shape[1]))
+
+
+def _check_scales(call: Call, out: tuple[int, ...]) -> None:
+    """Raises DefinitionError where a scale is not of its matrix' rows, columns or blocks, or an addend not of `out`."""
+    for name, limit in zip(("scale1", "scale2"), call.types[:2], strict=True):
+        t = call.type_of(name)
+        assert t is not None
+        fits = t.ndim in (0, 2) and all(
+            n == UNKNOWN or m == UNKNOWN or min(m, 1) <= n <= m for n, m in zip(t.shape, limit.shape, strict=False)
+        )
+        if not fits:
+            raise user_error(f"scaled_mm: shape of {name}", str(list(t.shape)),
+                             f"one number, or a part of every dim of {list(limit.shape)}", "")  # fmt: skip
+    for name in ("alpha", "beta", "bias"):
+        t = call.type_of(name)
+        if t is not None and not broadcasts(t.shape, out if name == "bias" else (1,) * t.ndim):
+            needed = f"what broadcasts to {list(out)}" if name == "bias" else "one number"
+            raise user_error(f"scaled_mm: shape of {name}", str(list(t.shape)), needed, "Check the operands' shapes.")
 
 
 def _scaled_rule(call: Call) -> Rule:
@@ -141,13 +161,12 @@ def _scaled_rule(call: Call) -> Rule:
         )
 
     scales = [scale(call.types[2], 0, a.shape[0], rows), scale(call.types[3], 1, b.shape[1], columns)]
-    others = [
-        (columns,)
-        if name == "bias" and t.ndim == 1 and t.shape[0] == b.shape[1]
-        else tuple(map(builder.blocked, t.shape))
-        for name in ("alpha", "bias", "beta")
-        if (t := call.type_of(name)) is not None
-    ]
+
+    def other(name: str, t: TensorType) -> DimFactors:
+        ends = ((a.shape[0], rows), (b.shape[1], columns))[2 - t.ndim :] if name == "bias" else ()
+        return tuple(f if n == m else () for n, (m, f) in zip(t.shape, ends, strict=True)) if ends else ((),) * t.ndim
+
+    others = [other(name, t) for name in ("alpha", "bias", "beta") if (t := call.type_of(name)) is not None]
     return builder.build([(rows, inner), (inner, columns), *scales, *others], [(rows, columns)])
 
 
@@ -172,6 +191,7 @@ def _scaled_samples() -> list[Sample]:
         Sample((t(6, 8), t(8, 4), t(6, 1), t(1, 4)), kinds),
         Sample((t(6, 8), t(8, 4), t(6, 2), t(2, 4)), kinds),
         Sample((t(6, 8), t(8, 4), t(), t(), t(), t(4)), kinds),
+        Sample((t(6, 8), t(8, 4), t(), t(), t(), t(6, 4), t()), kinds),
     ]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.attention import RING_ATTENTION
 from .attention_blocks import qkv_types
-from .attention_rules import Dims, checked, scale_text, score_flops, scores_text
+from .attention_rules import Dims, all_checked, checked, scale_text, score_flops, scores_text
 from .base import (
     Call,
     Emit,
@@ -26,7 +25,7 @@ from .base import (
 )
 from .native import Native
 from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
-from .shapes import UNKNOWN
+from .shapes import UNKNOWN, fits
 
 K = ParamKind
 _NOT_NATIVE = "its steps are nvFuser's where they are written out"
@@ -89,6 +88,7 @@ def _chunks(call: Call) -> int:
 
 
 def _bwd_infer(call: Call) -> tuple[TensorType, ...]:
+    all_checked(call)
     return _checked(call)
 
 
@@ -120,15 +120,11 @@ def _merge_infer(call: Call) -> tuple[TensorType, ...]:
     """In float32, or in float64 where any operand is."""
     (out, _), wide = call.types[:2], DataType.Float
     for t, wanted in zip(call.types, (out.shape, out.shape[:-1]) * 2, strict=True):
-        if t.dtype.category != 2 or not _fits(t.shape, wanted):
+        if t.dtype.category != 2 or not fits(t.shape, wanted):
             raise user_error("attention_merge: operands", " and ".join(map(str, call.types)),
                              "two outputs [.., e] and their log-sum-exps [..], floating point", "")  # fmt: skip
         wide = DataType.Double if t.dtype is DataType.Double else wide
     return TensorType(out.shape, wide), TensorType(out.shape[:-1], wide)
-
-
-def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    return len(shape) == len(wanted) and all(n == m or UNKNOWN in (n, m) for n, m in zip(shape, wanted, strict=True))
 
 
 def _merge_rule(call: Call) -> Rule:

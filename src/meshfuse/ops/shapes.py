@@ -93,6 +93,17 @@ def check_same_size(op: str, what: str, a: int, b: int) -> None:
         raise user_error(f"{op}: {what} differ", f"{a} and {b}", "equal sizes", "Check the operands' shapes.")
 
 
+def fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether two shapes are the same, as far as they are known."""
+    return len(shape) == len(wanted) and all(n == m or UNKNOWN in (n, m) for n, m in zip(shape, wanted, strict=True))
+
+
+def broadcasts(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a tensor of the first shape stands for one of the second, as far as they are known."""
+    last = wanted[len(wanted) - len(shape) :]
+    return len(shape) <= len(wanted) and fits([m if n == 1 else n for n, m in zip(shape, last, strict=True)], last)
+
+
 def check_dtypes(call: Call) -> DataType:
     """The one dtype of the operands. Raises DefinitionError where they differ."""
     found = {t.dtype for t in call.types}

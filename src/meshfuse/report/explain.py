@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..compiler import CompiledProgram
 from ..errors import user_error
-from ..graph import Node
+from ..graph import Graph, Node
 from ..propagation.choose import Source
 from ..resharding.insert import Set
 from ..resharding.moves import MoveKind
@@ -34,7 +34,14 @@ def explain_all(compiled: CompiledProgram) -> str:
         sharding = str(compiled.sharded.homes[tensor.id])
         rows.append((tensor.label, str(tensor.type), sharding, explainer.in_short(tensor.id), str(tensor.line)))
     meshes = dict.fromkeys(str(sharding.mesh) for sharding in compiled.sharded.homes.values())
-    return "\n".join([f"on {', '.join(meshes)}", table(rows)])
+    near = [] if compiled.near is None else [f"taken over from {_plan_of(compiled.near)}"]
+    return "\n".join([f"on {', '.join(meshes)}", *near, table(rows)])
+
+
+def _plan_of(graph: Graph) -> str:
+    """A plan by the shapes that it was made for."""
+    sizes = [f"{graph.tensors[i].label} {list(graph.shape(i))}" for i in graph.input_tensors]
+    return f"the plan for {', '.join(sizes)}"
 
 
 def tensor_named(compiled: CompiledProgram, name: str) -> int:
@@ -147,11 +154,15 @@ class Explainer:
         cost = f"{_time(choice.seconds)} modelled, what happens to its result not counted"
         yield f"{node.name} is computed {self._source(node, choice.source)}: {cost}"
         if choice.runner_up is None:
-            yield "there was no other way to compute it"
+            yield self._no_other()
             return
         source, seconds = choice.runner_up
         verdict = _verdict(choice.seconds, seconds)
         yield f"the alternative, {self._source(node, source)}: {_time(seconds)} modelled{verdict}"
+
+    def _no_other(self) -> str:
+        near = self.compiled.near
+        return "there was no other way to compute it" if near is None else f"taken over from {_plan_of(near)}"
 
     def _source(self, node: Node, source: Source) -> str:
         whole = "" if source.split_reduction else ", with the reduced dims whole"

@@ -83,15 +83,18 @@ def any_pointwise(w: Writer) -> None:
     sample = w.choose(list(op.samples()))
     lead = w.pick(lambda v: v.kind == "float") or w.input([w.size(), w.size()])
     shapes: list[tuple[int, ...]] = []
-    args = [_pointwise_argument(w, op, arg, lead, shapes) for arg in sample.args]
+    pairs = zip(op.params, sample.args, strict=False)
+    args = [_pointwise_argument(w, op, param.kind, arg, lead, shapes) for param, arg in pairs]
     shape = joint(*shapes)
     made = w.fd.call(op, args)
     add_result(w, made, TensorType(shape, made.type.dtype))
 
 
-def _pointwise_argument(w: Writer, op: OpDef, arg: Any, lead: Var, shapes: list[tuple[int, ...]]) -> Any:
+def _pointwise_argument(
+    w: Writer, op: OpDef, kind: ParamKind, arg: Any, lead: Var, shapes: list[tuple[int, ...]]
+) -> Any:
     if not isinstance(arg, TensorType):
-        return _number(w, arg)
+        return arg if kind is ParamKind.INT else _number(w, arg)
     thin = arg.shape[0] == 1
     shape = tuple(1 if thin and d == 0 else n for d, n in enumerate(lead.shape))
     shapes.append(shape)

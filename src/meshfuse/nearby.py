@@ -1,0 +1,229 @@
+"""A shape takes over the plan of one near it, so that its first call does not wait for a plan of its own.
+
+Which plan is best follows from sizes. Where every size is within a factor of what it was, and splits as evenly, the
+plan of one shape is mostly that of the other, too; a search for a better one pays where the shape comes again
+(`RENEWED`). What is taken over are the decisions (rewritings, layouts of factors, homes); they are made
+again for the new sizes, and where one does not fit, nothing is taken over.
+
+Only executions on real ranks take plans over, all ranks alike, as they compile the same definitions in the same order.
+Who asks (`fd.compile`, `fd.bill`, `fd.simulate`) gets the plan of a search.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+from .costs import computation
+from .errors import SourceLine, user_error
+from .graph import Graph, Node
+from .mesh import DeviceMesh
+from .ops.base import Call, ParamKind, Rule, TensorType
+from .propagation.choose import cheapest
+from .propagation.factors import NO_CARRY, Placement, carries, placed
+from .propagation.sharded import Choice, ShardedDefinition
+from .resharding.windows import window_move, window_of
+from .sharding.layout import WHOLE, extent
+from .sharding.value import Sharding
+
+# The factor by which sizes may differ, where nobody says another.
+VARIABLE, NEAR = "MESHFUSE_NEAR", 2.0
+# The execution of a shape before which it gets a plan of its own.
+RENEWED = 16
+# How many ops the plans have that are remembered, and how many plans of one structure.
+_MOST_OPS, _EACH = 20_000, 4
+_SIZES = (ParamKind.SIZE, ParamKind.SHAPE)
+
+
+def nearness(line: SourceLine | None) -> float:
+    """The factor by which sizes may differ, of MESHFUSE_NEAR: 1 is not at all. DefinitionError where it is none."""
+    text = os.environ.get(VARIABLE, "")
+    try:
+        found = float(text) if text else NEAR
+    except ValueError:
+        found = math.nan
+    if not found >= 1:
+        raise user_error(VARIABLE, repr(text), "a factor, 1 or more", "2 is the default; 1 plans every shape.", line)
+    return found
+
+
+class Taken(NamedTuple):
+    """A plan that was taken over, and the graph of other sizes that it was made for."""
+
+    plan: ShardedDefinition
+    source: Graph | None
+
+
+class Plans:
+    """What searches found, by structure, the latest used last."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Hashable, list[tuple[Graph, ShardedDefinition]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, graph: Graph, world: DeviceMesh, planned: ShardedDefinition) -> None:
+        """Remember the plan that a search found for a graph of some sizes."""
+        key = _structure(graph, world)
+        with self._lock:
+            self._found[key] = [(graph, planned), *self._found.get(key, ())][:_EACH]
+            self._found.move_to_end(key)
+            while len(self._found) > 1 and self._ops() > _MOST_OPS:
+                self._found.popitem(last=False)
+
+    def _ops(self) -> int:
+        return sum(len(graph.nodes) for plans in self._found.values() for graph, _ in plans)
+
+    def near(self, graph: Graph, world: DeviceMesh, factor: float) -> Taken | None:
+        """The plan of a graph that differs in sizes alone, by no more than a factor; None where none is known or fits.
+
+        Where one was made for these very sizes, it is that.
+        """
+        key = _structure(graph, world)
+        with self._lock:
+            plans = list(self._found.get(key, ()))
+        plans.sort(key=lambda entry: not _same_sizes(graph, entry[0]))
+        made = ((_made(graph, plan), old) for old, plan in plans if _near(graph, old, factor))
+        found = next(((plan, old) for plan, old in made if plan is not None), None)
+        return found and Taken(found[0], None if _same_sizes(graph, found[1]) else found[1])
+
+
+def _same_sizes(graph: Graph, other: Graph) -> bool:
+    return all(a.type == b.type for a, b in zip(graph.tensors, other.tensors, strict=True))
+
+
+PLANS = Plans()
+
+
+def _structure(graph: Graph, world: DeviceMesh) -> Hashable:
+    """All of a graph that a plan follows from but its sizes."""
+    nodes = tuple([(id(n.call.op), n.inputs, n.outputs, n.origin) for n in graph.nodes])
+    said = (tuple(sorted(graph.reductions.items())), tuple(sorted(graph.streams)))
+    return (nodes, graph.inputs, graph.outputs, tuple(sorted(graph.annotations.items(), key=_first)), said, world)
+
+
+def _first(entry: tuple[int, Any]) -> int:
+    return entry[0]
+
+
+# whether it is near ------------------------------------------------------------------------------------------------
+
+
+def _near(graph: Graph, old: Graph, factor: float) -> bool:
+    """Whether all sizes are within the factor, and the ops' other arguments the same."""
+    kinds = {(new.type, was.type) for new, was in zip(graph.tensors, old.tensors, strict=True)}
+    calls = {id(new.call): (new.call, was.call) for new, was in zip(graph.nodes, old.nodes, strict=True)}
+    return all(_alike(*pair, factor) for pair in kinds) and all(_same_arguments(*pair) for pair in calls.values())
+
+
+def _alike(new: TensorType, old: TensorType, factor: float) -> bool:
+    return (new.dtype, new.ndim) == (old.dtype, old.ndim) and all(
+        n == m or (min(n, m) > 1 and max(n, m) <= factor * min(n, m)) for n, m in zip(new.shape, old.shape, strict=True)
+    )
+
+
+def _same_arguments(new: Call, old: Call) -> bool:
+    """A number beside a tensor may be another one: that by which a mean divides is a size."""
+    rows = zip(new.op.params, new.args, old.args, strict=True)
+    return all(p.kind in _SIZES or repr(arg) == repr(was) or _numbers(p.kind, arg, was) for p, arg, was in rows)
+
+
+def _numbers(kind: ParamKind, new: object, old: object) -> bool:
+    return kind is ParamKind.TENSOR_OR_SCALAR and type(new) is type(old) and type(new) in (int, float)
+
+
+# the plan for other sizes ------------------------------------------------------------------------------------------
+
+
+def _made(graph: Graph, plan: ShardedDefinition) -> ShardedDefinition | None:
+    """The plan's decisions for the graph's sizes; None where one does not fit them."""
+    rewritten = functools.reduce(lambda made, rewriting: rewriting(made), plan.graph.rewritings, graph)
+    if not _same_wiring(rewritten, plan.graph) or not _split_alike(rewritten, plan):
+        return None
+    choices = list(_choices(rewritten, plan))
+    if len(choices) < len(plan.choices):
+        return None
+    found = ShardedDefinition(rewritten, tuple(choices), plan.homes)
+    found.verify()
+    return found
+
+
+def _same_wiring(graph: Graph, old: Graph) -> bool:
+    return len(graph.nodes) == len(old.nodes) and all(
+        (new.call.op, new.inputs, new.outputs) == (was.call.op, was.inputs, was.outputs)
+        for new, was in zip(graph.nodes, old.nodes, strict=True)
+    )
+
+
+def _split_alike(graph: Graph, plan: ShardedDefinition) -> bool:
+    """Whether every tensor's dims are laid out as evenly as they were."""
+    rows = {(home, graph.shape(i), plan.graph.shape(i)) for i, home in plan.homes.items()}
+    return all(_as_even(*row) for row in rows)
+
+
+def _as_even(home: Sharding, new: tuple[int, ...], old: tuple[int, ...]) -> bool:
+    if Sharding.make(home.mesh, home.dims, new, home.partial, home.reduce) is not home:
+        return False
+    rows = zip(home.dims, new, old, strict=True)
+    return all((n % extent(dim) == 0) == (m % extent(dim) == 0) for dim, n, m in rows if dim)
+
+
+def _choices(graph: Graph, plan: ShardedDefinition) -> Iterator[Choice]:
+    """The choices with their times, up to the first whose placement the new sizes cannot have."""
+    known: dict[Any, Choice | None] = {}
+    for node, was, choice in zip(graph.nodes, plan.graph.nodes, plan.choices, strict=True):
+        homes = tuple([plan.homes[i] for i in node.inputs])
+        ends = tuple([plan.homes[i] for i in node.outputs])
+        key = (id(node.call), choice.placement, choice.source, homes, ends)
+        if key not in known:
+            known[key] = _choice(node, was.rule, choice, homes, ends)
+        found = known[key]
+        if found is None:
+            return
+        yield found
+
+
+def _choice(
+    node: Node, rule: Rule, choice: Choice, homes: tuple[Sharding, ...], ends: tuple[Sharding, ...]
+) -> Choice | None:
+    if not _same_factors(node.rule, rule):
+        return None
+    placement = _placement(node, choice.placement)
+    if placement is None:
+        return None
+    return Choice(placement, choice.source, _seconds(node.call, placement, homes, ends))
+
+
+def _same_factors(new: Rule, old: Rule) -> bool:
+    """Whether two rules differ in nothing but sizes."""
+    kinds = [[(factor.kind, factor.reduce) for factor in rule.factors] for rule in (new, old)]
+    return kinds[0] == kinds[1] and (new.operands, new.results) == (old.operands, old.results)
+
+
+def _placement(node: Node, old: Placement) -> Placement | None:
+    """The placement for the new sizes, if tensors are laid out in it as they were."""
+    if old.move is None:
+        carry = carries(node.call, node.rule, [[s] for s in old.operands]) if old.carry.axes else NO_CARRY
+        found = placed(node.call, node.rule, _mesh(old), old.layouts, old.carry)
+        return found if (found, carry) == (old, old.carry) else None
+    window = window_of(node.call)
+    if window is None:
+        return None
+    (src,), (dst,) = old.operands, old.results
+    return Placement((WHOLE,) * len(node.rule.factors), (src,), (dst,), move=window_move(src, dst, window))
+
+
+def _mesh(placement: Placement) -> DeviceMesh:
+    return (*placement.operands, *placement.results)[0].mesh
+
+
+def _seconds(call: Call, placement: Placement, homes: tuple[Sharding, ...], ends: tuple[Sharding, ...]) -> float:
+    """What an op takes where its operands are at home: to bring these, to compute, and to bring its results home."""
+    brought = zip(homes, placement.operands, call.types, strict=True)
+    done = zip(placement.results, ends, call.results, strict=True)
+    wire = [cheapest((have,), need, t.shape, t.dtype.itemsize) for have, need, t in (*brought, *done)]
+    return sum(wire) + computation(max(call.op.flops(call), 1.0) / placement.ways, _mesh(placement).flops)

@@ -1,0 +1,242 @@
+"""Plans taken over from shapes nearby: numbers as torch computes them, and nothing taken over that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+
+import meshfuse as mf
+from interpreter import has_reference, interpret
+from meshfuse import nearby
+from meshfuse.compiler import CompiledProgram, compile_definition
+from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "bills"))
+import programs
+from layers import SMALL, Sizes
+
+WORLD = mf.DeviceMesh([0])
+GRID = mf.DeviceMesh((2, 2), ("dp", "tp"))
+Define = Callable[[int], mf.FusionDefinition]
+
+
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test begins with no plan known."""
+    monkeypatch.setattr("meshfuse.compiler.PLANS", nearby.Plans())
+    yield
+
+
+def compiled(fd: mf.FusionDefinition, shapes: Sequence[Sequence[int]] | None = None) -> CompiledProgram:
+    """The program of an execution with inputs of these shapes, which `fd.simulate` then runs."""
+    tensors = fd.input_tensors()
+    given = [fd.tensors[i].type.shape for i in tensors] if shapes is None else shapes
+    sizes = {i: tuple(shape) for i, shape in zip(tensors, given, strict=True)}
+    key = (tuple(sorted(sizes.items())), (), WORLD)
+    fd._compiled[key] = compile_definition(fd, sizes, {}, WORLD, near=2.0)
+    return fd._compiled[key]
+
+
+# numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fuzz
+def test_random_programs_of_doubled_sizes_are_what_torch_computes() -> None:
+    torch.set_num_threads(1)
+    taken = []
+
+    @settings(max_examples=400)
+    @given(definitions().flatmap(annotations))
+    def check(fd: mf.FusionDefinition) -> None:
+        if len(fd.inputs) > len(fd.input_tensors()) or not has_reference(fd):
+            return  # To filter these out is too much for Hypothesis.
+        small = inputs_for(fd)
+        large = [t.repeat([2 if n > 1 else 1 for n in t.shape]) for t in small]
+        leave_open(fd)
+        try:
+            compiled(fd, [t.shape for t in small])
+            taken.append(compiled(fd, [t.shape for t in large]).near is not None)
+        except mf.DefinitionError:
+            return  # The program says a size that it has now another of.
+        assert_same_as_unsharded(fd, large, interpret(fd, large))
+
+    check()
+    assert sum(taken) >= 20
+
+
+def leave_open(fd: mf.FusionDefinition) -> None:
+    """Have the definition not say the sizes of its tensors."""
+    for i, made in enumerate(fd.tensors):
+        opened = made.type._replace(shape=tuple(1 if n == 1 else -1 for n in made.type.shape))
+        fd.tensors[i] = dataclasses.replace(made, type=opened)
+
+
+FIELDS = ("batch", "length", "width", "hidden", "vocab", "capacity", "rows")
+
+
+@pytest.mark.parametrize("name", sorted(programs.PROGRAMS))
+def test_programs_of_the_table_with_doubled_sizes_are_what_torch_computes(name: str) -> None:
+    program, taken = programs.PROGRAMS[name], 0
+    compiled(program.define(SMALL))
+    for field in FIELDS:
+        fd = program.define(_with(SMALL, field, 2 * getattr(SMALL, field)))
+        if compiled(fd).near is not None:
+            taken += 1
+            inputs = inputs_for(fd)
+            assert_same_as_unsharded(fd, inputs, interpret(fd, inputs) if has_reference(fd) else None)
+    assert taken
+
+
+def _with(sizes: Sizes, field: str, value: int) -> Sizes:
+    return type(sizes)(**{name: getattr(sizes, name) for name in sizes.__slots__} | {field: value})
+
+
+# what fits --------------------------------------------------------------------------------------------------------
+
+
+def rows(size: int, *, causal: bool = True, spec: Any = ("dp", None, None), dtype: Any = mf.DataType.Double):
+    """Attention and a projection of so many rows."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([4, 8, size, 4], dtype=dtype)
+        w = fd.define_tensor([6, 4], dtype=dtype)
+        out, *_ = fd.ops.sdpfa_fwd(x, x, x, is_causal=causal)
+        fd.add_output(fd.ops.linear(out, w))
+        fd.mesh_split(x, GRID, [*spec, None])
+        fd.mesh_split(w, GRID, ["tp", None])
+    return fd
+
+
+def test_a_size_within_the_factor_takes_the_plan_over() -> None:
+    first = compiled(rows(16))
+    for size in (8, 17, 32):
+        again = compiled(rows(size))
+        assert again.near is first.graph
+        assert again.sharded.homes == first.sharded.homes
+
+
+def test_the_same_sizes_again_have_the_plan_that_was_made_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compiled(rows(16))
+    compiled(rows(17))
+    monkeypatch.setattr("meshfuse.compiler.planned", lambda *_: pytest.fail("planned again"))
+    again = compiled(rows(16))
+    assert again.near is None
+    assert str(again.sharded) == str(first.sharded)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: rows(33), lambda: rows(7), lambda: rows(1), lambda: rows(16, causal=False),
+        lambda: rows(16, spec=("dp", "tp", None)), lambda: rows(16, dtype=mf.DataType.Float),
+    ],
+    ids=["too large", "too small", "one", "another argument", "another annotation", "another dtype"],
+)  # fmt: skip
+def test_another_program_takes_nothing_over(other: Callable[[], mf.FusionDefinition]) -> None:
+    compiled(rows(16))
+    assert compiled(other()).near is None
+
+
+def test_a_dim_that_splits_less_evenly_takes_nothing_over() -> None:
+    compiled(rows(16, spec=("dp", None, "tp")))
+    assert compiled(rows(18, spec=("dp", None, "tp"))).near is not None
+    assert compiled(rows(17, spec=("dp", None, "tp"))).near is None
+
+
+def centred(width: int, divisor: int) -> mf.FusionDefinition:
+    """What looks like a normalisation by the width, for links on which its sums are worth merging."""
+    mesh = mf.DeviceMesh((4,), ("tp",), links="laptop")
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([256, width], dtype=mf.DataType.Double)
+        mean = fd.ops.sum(x, [1], True) / divisor
+        off = x - mean
+        fd.add_output(off * fd.ops.rsqrt(fd.ops.sum(off * off, [1], True) + 1.0))
+        fd.mesh_split(x, mesh, [None, "tp"])
+    return fd
+
+
+@pytest.mark.parametrize("divisor", [512, 768])
+def test_moments_stay_merged_only_where_the_number_is_that_of_the_terms(divisor: int) -> None:
+    first = compiled(centred(512, 512))
+    assert any(node.name == "block_merge" for node in first.graph.nodes)
+    fd = centred(768, divisor)
+    assert (compiled(fd).near is not None) == (divisor == 768)
+    x = torch.randn(256, 768, dtype=torch.float64)
+    off = x - x.sum(1, True) / divisor
+    torch.testing.assert_close(fd.simulate([x])[0], off / ((off * off).sum(1, True) + 1).sqrt())
+
+
+def shifted(size: int, by: float) -> mf.FusionDefinition:
+    """A sum over ranks with a number added: the same op, carried through it only where the number may be."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([size, 8], dtype=mf.DataType.Double)
+        w = fd.define_tensor([6, 8], dtype=mf.DataType.Double)
+        fd.add_output(fd.ops.pad(fd.ops.linear(x, w), [1, 1, 0, 0], by) * by)
+        fd.mesh_split(x, GRID, [None, "tp"])
+        fd.mesh_split(w, GRID, [None, "tp"])
+    return fd
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 2.0), (2.0, 0.0), (2.0, 3.0)])
+def test_other_numbers_beside_tensors(before: float, after: float) -> None:
+    compiled(shifted(8, before))
+    fd = shifted(12, after)
+    compiled(fd)
+    x, w = torch.randn(12, 8, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
+    torch.testing.assert_close(fd.simulate([x, w])[0], F.pad(F.linear(x, w), [1, 1], value=after) * after)
+
+
+def test_forms_for_sharded_dims_are_written_again() -> None:
+    def scanned(size: int) -> mf.FusionDefinition:
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([size, 3], dtype=mf.DataType.Double)
+            fd.add_output(fd.ops.cumsum(x, 0))
+            fd.mesh_split(x, GRID, [("dp", "tp"), None])
+        return fd
+
+    first, fd = compiled(scanned(16)), scanned(24)
+    assert len(first.graph.nodes) > 1
+    assert compiled(fd).near is first.near or len(compiled(fd).graph.nodes) == len(first.graph.nodes)
+    x = torch.randn(24, 3, dtype=torch.float64)
+    torch.testing.assert_close(fd.simulate([x])[0], x.cumsum(0))
+
+
+# what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_asking_gets_the_plan_of_a_search() -> None:
+    compiled(rows(16))
+    assert rows(24).compile().near is None
+
+
+def test_so_many_ops_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearby, "_MOST_OPS", 6)
+    compiled(rows(16))
+    compiled(shifted(8, 2.0))
+    assert compiled(rows(24)).near is not None
+    for number in range(2, 6):
+        compiled(centred(16 * number, 5))
+    assert compiled(rows(24)).near is None
+
+
+def test_explain_says_whose_plan_it_is() -> None:
+    compiled(rows(16))
+    fd = rows(24)
+    compiled(fd)
+    said = r"taken over from the plan for x \(t0\) \[4, 8, 16, 4\], w \(t1\) \[6, 4\]"
+    assert re.search(said, fd.explain())
+
+
+@pytest.mark.parametrize("text", ["abc", "0.5", "nan", "-1"])
+def test_a_factor_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHFUSE_NEAR", text)
+    with pytest.raises(mf.DefinitionError, match=f"MESHFUSE_NEAR: found '{text}'.*a factor, 1 or more"):
+        nearby.nearness(None)
