@@ -64,3 +64,4 @@ bench-compile: env
 
 bench-runtime: env
 	@$(PY) benchmarks/runtime/run.py
+	@$(PY) benchmarks/runtime/first_calls.py

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from works import BATCH, CHAIN, HEADS, LENGTH, WIDE, WIDTH, Work
+from works import CHAIN, HEADS, WIDE, WIDTH, Work
 
 import meshfuse as mf
 
@@ -21,14 +21,14 @@ def _mlp(fd: mf.FusionDefinition, x: View, w1: View, w2: View) -> View:
 
 def _block(fd: mf.FusionDefinition, x: View, wq: View, wk: View, wv: View, wo: View, w1: View, w2: View,
            g1: View, b1: View, g2: View, b2: View) -> View:  # fmt: skip
-    h = fd.ops.layer_norm(x, [WIDTH], g1, b1)
+    h, (length, batch, _) = fd.ops.layer_norm(x, [WIDTH], g1, b1), x.type.shape
 
     def heads(weight: View) -> View:
-        rows = fd.ops.reshape(fd.ops.linear(h, weight), [LENGTH, BATCH, HEADS, WIDTH // HEADS])
+        rows = fd.ops.reshape(fd.ops.linear(h, weight), [length, batch, HEADS, WIDTH // HEADS])
         return fd.ops.permute(rows, [1, 2, 0, 3])
 
     mixed, *_ = fd.ops.sdpfa_fwd(heads(wq), heads(wk), heads(wv), is_causal=True)
-    rows = fd.ops.reshape(fd.ops.permute(mixed, [2, 0, 1, 3]), [LENGTH, BATCH, WIDTH])
+    rows = fd.ops.reshape(fd.ops.permute(mixed, [2, 0, 1, 3]), [length, batch, WIDTH])
     x = x + fd.ops.linear(rows, wo)
     return x + _mlp(fd, fd.ops.layer_norm(x, [WIDTH], g2, b2), w1, w2)
 

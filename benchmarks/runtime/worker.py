@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,17 @@ class Bench:
     def _comms(self, kind: type[handwritten.Eager]) -> dict[str, handwritten.Eager]:
         return {a: kind(self.mesh.get_group(a), n, i) for a, (i, n) in self.place.items()}
 
-    def steps(self) -> dict[str, Step]:
+    def steps(self, chosen: Sequence[str] = VARIANTS) -> dict[str, Step]:
         hand = getattr(handwritten, self.work.name)
-        return {
-            "hand": hand(self._comms(handwritten.Eager), self.locals(), plain),
-            "hand_compiled": hand(self._comms(handwritten.Traceable), self.locals(), compiled),
-            "dtensor": self._dtensor(plain),
-            "dtensor_compiled": self._dtensor(compiled),
-            "meshfuse_eager": self._meshfuse("eager"),
-            "meshfuse": self._meshfuse("inductor"),
+        made: dict[str, Callable[[], Step]] = {
+            "hand": lambda: hand(self._comms(handwritten.Eager), self.locals(), plain),
+            "hand_compiled": lambda: hand(self._comms(handwritten.Traceable), self.locals(), compiled),
+            "dtensor": lambda: self._dtensor(plain),
+            "dtensor_compiled": lambda: self._dtensor(compiled),
+            "meshfuse_eager": lambda: self._meshfuse("eager"),
+            "meshfuse": lambda: self._meshfuse("inductor"),
         }
+        return {name: make() for name, make in made.items() if name in chosen}
 
     def _dtensor(self, wrap: Any) -> Step:
         return step_of(self.work, distributed(self.work, self.mesh, self.locals()), wrap)
@@ -86,7 +88,7 @@ class Bench:
 def measure(work: Work, rounds: int, chosen: Sequence[str]) -> list[dict[str, Any]]:
     """The lines of results.json of one work on these ranks."""
     bench = Bench(work)
-    steps = {name: step for name, step in bench.steps().items() if name in chosen}
+    steps = bench.steps(chosen)
     for name, step in steps.items():
         for _ in range(WARM_UP):
             found = step()
@@ -113,6 +115,19 @@ def main() -> int:
     parser.add_argument("--works", nargs="*", default=[])
     parser.add_argument("--variants", nargs="*", default=VARIANTS)
     args = parser.parse_args()
+    lines: list[dict[str, Any]] = []
+    with joined() as world:
+        for work in WORKS:
+            if (not args.works or work.name in args.works) and not (len(work.axes) == 2 and world.size < 4):
+                lines += measure(work, args.rounds, args.variants)
+                if world.rank == 0:
+                    args.out.write_text(json.dumps(lines))
+    return 0
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[World]:
+    """This rank, on one thread, with a default process group as hand-written programs have it."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     world = World.current()
@@ -120,14 +135,8 @@ def main() -> int:
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("bench", world.store), rank=world.rank, world_size=world.size
     )
-    lines: list[dict[str, Any]] = []
-    for work in WORKS:
-        if (not args.works or work.name in args.works) and not (len(work.axes) == 2 and world.size < 4):
-            lines += measure(work, args.rounds, args.variants)
-            if world.rank == 0:
-                args.out.write_text(json.dumps(lines))
+    yield world
     dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
