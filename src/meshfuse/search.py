@@ -10,7 +10,7 @@ far, and with more placements to choose from (`choose.elsewhere`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from .costs import computation
@@ -32,6 +32,9 @@ ROUNDS = 4
 WORTH = 0.75
 # One that moves as much must take less than this part: an all-reduce in two halves saves next to no computation.
 NOTABLE = 0.98
+# The least seconds that an op takes, however small a rank's part of it is: a kernel's launch.
+LAUNCH = 1e-6
+_ENDLESS = 1e30
 
 
 class Spent(NamedTuple):
@@ -54,13 +57,17 @@ class Spent(NamedTuple):
 def spent(sharded: ShardedDefinition) -> Spent:
     """What a plan takes."""
     resharded = insert_resharding(sharded)
-    graph, moving = sharded.graph, 0.0
+    moving = 0.0
     for step in resharded.steps:
         if isinstance(step, Set):
             moving += resharded.seconds(step)
-    placed = zip(graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
-    work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.move]
-    return Spent(moving, sum(work))
+    return Spent(moving, sum(max(seconds, LAUNCH) for seconds in work(sharded)))
+
+
+def work(sharded: ShardedDefinition) -> list[float]:
+    """The modelled seconds of what one rank computes, by op."""
+    placed = zip(sharded.graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
+    return [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.move]
 
 
 def searched(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
@@ -92,6 +99,8 @@ class _Search:
         for plan in _on_equal_links(self.graph, self.world):
             self._keep(plan)
             self._try(self._made(plan), thorough=True)
+        if self.cost.moving > EPSILON and all(seconds <= LAUNCH for seconds in work(self.best)):
+            self._keep(_by_bytes(self.graph, self.world))
         for _ in range(ROUNDS):
             before = self.cost
             self._try(self._made(self.best), thorough=True)
@@ -124,17 +133,30 @@ class _Search:
 def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefinition]:
     """The plan for links that are alike on all axes; nothing where they are."""
     linked = {s.mesh for s in graph.annotations.values() if s.mesh.linked}
-    if linked:
-        plain = {mesh: DeviceMesh(mesh.shape, mesh.names, ranks=mesh.ranks) for mesh in linked}
-        # Links and a rate that are the default's make no other mesh: there is nothing else to try.
-        alike = {mesh: other for mesh, other in plain.items() if other != mesh}
-        if not alike:
-            return
-        annotations = {i: _on(s, alike) for i, s in graph.annotations.items()}
-        found = searched(propagate(dataclasses.replace(graph, annotations=annotations), world), world)
-        back = {other: mesh for mesh, other in alike.items()}
-        choices = tuple(dataclasses.replace(c, placement=_placed_on(c.placement, back)) for c in found.choices)
-        yield ShardedDefinition(graph, choices, {i: _on(home, back) for i, home in found.homes.items()})
+    plain = {mesh: DeviceMesh(mesh.shape, mesh.names, ranks=mesh.ranks) for mesh in linked}
+    # Links and a rate that are the default's make no other mesh: there is nothing else to try.
+    alike = {mesh: other for mesh, other in plain.items() if other != mesh}
+    if alike:
+        yield _as_if_on(graph, alike, lambda other: searched(propagate(other, world), world))
+
+
+def _by_bytes(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
+    """The plan of ranks that compute in no time: to share an op that takes no longer than its launch saves none."""
+    meshes = {s.mesh for s in graph.annotations.values()}
+    links = {mesh: dict(zip(mesh.names, mesh.links, strict=True)) for mesh in meshes}
+    quick = {m: DeviceMesh(m.shape, m.names, ranks=m.ranks, links=links[m], flops=_ENDLESS) for m in meshes}
+    return _as_if_on(graph, quick, lambda other: propagate(other, world, twice=False))
+
+
+def _as_if_on(
+    graph: Graph, meshes: Mapping[DeviceMesh, DeviceMesh], planned: Callable[[Graph], ShardedDefinition]
+) -> ShardedDefinition:
+    """The plan that is made where meshes are others, of as many ranks."""
+    annotations = {i: _on(s, meshes) for i, s in graph.annotations.items()}
+    found = planned(dataclasses.replace(graph, annotations=annotations))
+    back = {other: mesh for mesh, other in meshes.items()}
+    choices = tuple(dataclasses.replace(c, placement=_placed_on(c.placement, back)) for c in found.choices)
+    return ShardedDefinition(graph, choices, {i: _on(home, back) for i, home in found.homes.items()})
 
 
 def _placed_on(placement: Placement, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Placement:
