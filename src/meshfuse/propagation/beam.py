@@ -97,6 +97,11 @@ class Search(NamedTuple):
     thorough: bool = False
 
 
+def _has_terms(front: Front, entry: Sequence[Entry]) -> bool:
+    """Whether an operand is unreduced in some plan."""
+    return any(s.partial for e in entry for s in (front.known[e] if isinstance(e, int) else e[1]))
+
+
 class Beam:
     """The search over one graph. `inputs` tells how its inputs exist."""
 
@@ -114,7 +119,7 @@ class Beam:
             role = role_of(kind, tuple([self.wanted.get(i, ()) for i in tensors]))
             near = tuple([then is not None and then <= now + horizon for then in next_read])
             entry = tuple([self._entry(i) for i in tensors[: kind.read]])
-            more = thorough and kind.may_move
+            more = thorough and (kind.may_move or _has_terms(front, entry))
             stride = _stride(front, role, near, entry, self._old(now), width, more)
             self._enter(stride, tensors, now)
             strides.append(stride)

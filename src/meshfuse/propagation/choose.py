@@ -121,6 +121,7 @@ def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts]]:
     yield from _agreed(rule, votes, tuple(_displaced_votes(setting)), setting.reductions)
     if setting.thorough and not setting.reductions:
         yield from elsewhere(rule, votes)
+        yield from _scattered(setting, votes)
     yield Source("whole"), _with_reductions(rule, setting.reductions, (WHOLE,) * len(rule.factors))
 
 
@@ -163,6 +164,22 @@ def elsewhere(rule: Rule, votes: Sequence[tuple[Source, Layouts]]) -> Iterator[t
                     layouts = moved(rule, base, axis, side)
                     if layouts is not None:
                         yield next(iter(factors.values())), representable(rule, layouts)
+
+
+def _scattered(setting: Setting, votes: Sequence[_Vote]) -> Iterator[_Vote]:
+    """What the votes agree on with the axes that an operand is unreduced over on the roomiest of its dims: it comes
+    there by a reduce-scatter, which moves half of what an all-reduce does.
+    """
+    rule = setting.rule
+    base = merged([vote for _, vote in votes]) if votes else (WHOLE,) * len(rule.factors)
+    for i, (dims, known) in enumerate(zip(rule.operands, setting.known, strict=True)):
+        free = tuple(f for factors in dims for f in factors if rule.factors[f].kind is FactorKind.PASS)
+        for axes in dict.fromkeys(s.partial for s in known if free and s.partial and s.mesh == setting.mesh):
+            layouts: Layouts | None = base
+            for axis in axes:
+                layouts = layouts and moved(rule, layouts, axis, free)
+            if layouts is not None:
+                yield Source("operand", i), representable(rule, layouts)
 
 
 def _votes(setting: Setting) -> list[tuple[Source, Layouts]]:
