@@ -132,6 +132,26 @@ def test_the_same_sizes_again_have_the_plan_that_was_made_for_them(monkeypatch: 
     assert str(again.sharded) == str(first.sharded)
 
 
+def cut(starts: Sequence[int]) -> mf.FusionDefinition:
+    """Halves of two tensors, from these rows on."""
+    with mf.FusionDefinition() as fd:
+        for start in starts:
+            x = fd.define_tensor([16, 4], dtype=mf.DataType.Double)
+            fd.add_output(fd.ops.slice(x, [start, 0], [start + 8, 4]) * 2.0)
+            fd.mesh_split(x, GRID, ["tp", None])
+    return fd
+
+
+def test_other_bounds_are_other_sizes() -> None:
+    """The plan is another's for them, even where all tensors have the shapes that they had."""
+    compiled(cut([2, 4]))
+    fd = cut([4, 4])
+    assert compiled(fd).near is not None
+    x, y = (torch.randn(16, 4, dtype=torch.float64) for _ in range(2))
+    for found, right in zip(fd.simulate([x, y]), (x[4:12] * 2, y[4:12] * 2), strict=True):
+        torch.testing.assert_close(found, right)
+
+
 @pytest.mark.parametrize(
     "other",
     [

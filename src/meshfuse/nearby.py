@@ -93,7 +93,9 @@ class Plans:
 
 
 def _same_sizes(graph: Graph, other: Graph) -> bool:
-    return all(a.type == b.type for a, b in zip(graph.tensors, other.tensors, strict=True))
+    """Of the tensors, and of what ops are called with, such as the bounds of slices."""
+    tensors, nodes = (zip(a, b, strict=True) for a, b in ((graph.tensors, other.tensors), (graph.nodes, other.nodes)))
+    return all(a.type == b.type for a, b in tensors) and all(a.call.args == b.call.args for a, b in nodes)
 
 
 PLANS = Plans()
@@ -116,8 +118,8 @@ def _first(entry: tuple[int, Any]) -> int:
 def _near(graph: Graph, old: Graph, factor: float) -> bool:
     """Whether all sizes are within the factor, and the ops' other arguments the same."""
     kinds = {(new.type, was.type) for new, was in zip(graph.tensors, old.tensors, strict=True)}
-    calls = {id(new.call): (new.call, was.call) for new, was in zip(graph.nodes, old.nodes, strict=True)}
-    return all(_alike(*pair, factor) for pair in kinds) and all(_same_arguments(*pair) for pair in calls.values())
+    calls = {(new.call, was.call) for new, was in zip(graph.nodes, old.nodes, strict=True)}
+    return all(_alike(*pair, factor) for pair in kinds) and all(_same_arguments(*pair) for pair in calls)
 
 
 def _alike(new: TensorType, old: TensorType, factor: float) -> bool:
@@ -178,7 +180,7 @@ def _choices(graph: Graph, plan: ShardedDefinition) -> Iterator[Choice]:
     for node, was, choice in zip(graph.nodes, plan.graph.nodes, plan.choices, strict=True):
         homes = tuple([plan.homes[i] for i in node.inputs])
         ends = tuple([plan.homes[i] for i in node.outputs])
-        key = (id(node.call), choice.placement, choice.source, homes, ends)
+        key = (node.call, was.rule, choice.placement, choice.source, homes, ends)
         if key not in known:
             known[key] = _choice(node, was.rule, choice, homes, ends)
         found = known[key]
