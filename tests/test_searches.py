@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
+
+import pytest
 
 import meshfuse as mf
 from meshfuse.dtypes import DataType
@@ -12,6 +15,7 @@ from meshfuse.propagation.held import Held, Table, conversion
 from meshfuse.propagation.propagate import Propagation
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
+from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 MESH = mf.DeviceMesh((2, 2), ("x", "y"))
 KIND = TensorType((8, 8), DataType.Float)
@@ -58,3 +62,41 @@ def test_costs_are_those_of_the_reshards_however_ways_are_numbered() -> None:
         assert held.cost(*numbers, most=seconds) == seconds
         if seconds:
             assert seconds / 2 < held.cost(*numbers, most=seconds / 2) <= seconds
+
+
+# sums left on ranks -----------------------------------------------------------------------------------------------
+
+
+def row_parallel(body: Any, spec: list[str | None] | None) -> mf.FusionDefinition:
+    """A product whose terms lie on the ranks, and what follows it."""
+    mesh = mf.DeviceMesh((8,), ("tp",))
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([64, 512]), fd.define_tensor([256, 512])
+        out = body(fd, fd.ops.linear(x, w))
+        fd.add_output(out)
+        fd.mesh_split(x, mesh, [None, "tp"])
+        fd.mesh_split(w, mesh, [None, "tp"])
+        if spec is not None:
+            fd.mesh_split(out, mesh, spec)
+    return fd
+
+
+HALF, ROW = 7 / 8 * 64 * 256 * 4, 2 * 7 / 8 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "spec", "wire"),
+    [
+        (lambda fd, y: fd.ops.cast(y, mf.DataType.BFloat16), None, HALF),
+        (lambda fd, y: fd.ops.relu(y), None, HALF),
+        (lambda fd, y: fd.ops.softmax(y, -1), [None, "tp"], HALF + 2 * ROW),
+        (lambda fd, y: fd.ops.softmax(y, -1), ["tp", None], HALF),
+        (lambda fd, y: fd.ops.layer_norm(y, [256]), ["tp", None], HALF),
+        (lambda fd, y: fd.ops.max(y, [1]), ["tp"], HALF),
+    ],
+    ids=["cast", "relu", "softmax of columns", "softmax of rows", "norm of rows", "max of rows"],
+)
+def test_a_sum_that_is_needed_in_parts_is_scattered(body: Any, spec: Any, wire: float) -> None:
+    fd = row_parallel(body, spec)
+    assert fd.bill().total <= wire * 1.001
+    assert_same_as_unsharded(fd, inputs_for(fd))

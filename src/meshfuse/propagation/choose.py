@@ -167,19 +167,29 @@ def elsewhere(rule: Rule, votes: Sequence[tuple[Source, Layouts]]) -> Iterator[t
 
 
 def _scattered(setting: Setting, votes: Sequence[_Vote]) -> Iterator[_Vote]:
-    """What the votes agree on with the axes that an operand is unreduced over on the roomiest of its dims: it comes
-    there by a reduce-scatter, which moves half of what an all-reduce does.
+    """What the votes agree on with the axes that an operand is unreduced over on its roomiest dim, of those that pass
+    or are reduced: it comes there by a reduce-scatter, which moves half of what an all-reduce does.
     """
     rule = setting.rule
     base = merged([vote for _, vote in votes]) if votes else (WHOLE,) * len(rule.factors)
     for i, (dims, known) in enumerate(zip(rule.operands, setting.known, strict=True)):
-        free = tuple(f for factors in dims for f in factors if rule.factors[f].kind is FactorKind.PASS)
-        for axes in dict.fromkeys(s.partial for s in known if free and s.partial and s.mesh == setting.mesh):
-            layouts: Layouts | None = base
-            for axis in axes:
-                layouts = layouts and moved(rule, layouts, axis, free)
-            if layouts is not None:
-                yield Source("operand", i), representable(rule, layouts)
+        terms = dict.fromkeys(s.partial for s in known if s.partial and s.mesh == setting.mesh)
+        for kind in (FactorKind.PASS, FactorKind.REDUCE) if terms else ():
+            side = tuple(f for factors in dims for f in factors if rule.factors[f].kind is kind)
+            for axes in terms if side else ():
+                layouts = _with_all(rule, base, axes, side)
+                if layouts is not None:
+                    yield Source("operand", i), representable(rule, layouts)
+
+
+def _with_all(rule: Rule, layouts: Layouts, axes: Sequence[Split], side: tuple[int, ...]) -> Layouts | None:
+    """The layouts with all the axes on the roomiest of some factors; None where one divides none of them."""
+    for axis in axes:
+        found = moved(rule, layouts, axis, side)
+        if found is None:
+            return None
+        layouts = found
+    return layouts
 
 
 def _votes(setting: Setting) -> list[tuple[Source, Layouts]]:
