@@ -181,6 +181,7 @@ def variants_of(work: Work, inputs: Sequence[torch.Tensor]) -> dict[str, Call]:
     expected = work.by_hand(*(t.double() for t in inputs))
     calls: dict[str, Call] = {
         "nvfuser": lambda: fd.execute(inputs, backend="nvfuser"),
+        "graph": lambda: fd.execute(inputs, backend="nvfuser", cuda_graph=True),
         "eager": lambda: work.by_hand(*inputs),
         "compile": lambda: compiled(*inputs),
     }
@@ -218,6 +219,7 @@ def measure_block(clock: Clock) -> Lines:
     compiled = torch.compile(block.forward, dynamic=False)
     calls: dict[str, Call] = {
         "nvfuser": lambda: fd.execute(inputs, backend="nvfuser"),
+        "graph": lambda: fd.execute(inputs, backend="nvfuser", cuda_graph=True),
         "eager": lambda: block.by_hand(*inputs),
         "compile": lambda: block.by_hand(*inputs, forward=compiled),
     }
@@ -229,7 +231,8 @@ def measure_host() -> Lines:
     lines: Lines = []
     for work in elementwise(8, 64):
         calls = variants_of(work, inputs := work.inputs())
-        names = {"nvfuser": "meshfuse", "native": "fd.execute", "eager": "by hand", "compile": "by hand, compiled"}
+        names = {"nvfuser": "meshfuse", "graph": "meshfuse, a graph", "native": "fd.execute", "eager": "by hand",
+                 "compile": "by hand, compiled"}  # fmt: skip
         lines += [{"work": work.name, "variant": names[n], "us": host_us(c)} for n, c in calls.items()]
         del inputs
     return lines

@@ -26,6 +26,7 @@ from .definition.loop import as_int
 from .definition.tensor_view import TensorView
 from .errors import ArgumentError, DefinitionError, SourceLine, caller_line, user_error
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
+from .executor.graphs import Captured, check_capturable, check_groups
 from .executor.simulate import Simulation
 from .executor.spmd import RankProgram, check_same_arguments, check_world
 from .gradients.reverse import gradients
@@ -133,7 +134,7 @@ class FusionDefinition(DefinitionBuilder):
     # running --------------------------------------------------------------------------------------------------
 
     def execute(
-        self, inputs: Sequence[Any], *, idle_ranks: bool = False, backend: str | None = None
+        self, inputs: Sequence[Any], *, idle_ranks: bool = False, backend: str | None = None, cuda_graph: bool = False
     ) -> list[Any]:  # fmt: skip
         """Run on this rank: `inputs` are the rank's shards (or DTensors), in the order of definition.
 
@@ -141,10 +142,11 @@ class FusionDefinition(DefinitionBuilder):
         rank is not part of. Raises ArgumentError for arguments that do not fit, RankError where a peer fails or
         disagrees and RankTimeout where one does not answer. `idle_ranks` allows a mesh smaller than the world.
         `backend` says what computes the segments between communications: "eager" (torch, op by op), "inductor",
-        "nvfuser", or "auto" (eager, and compiled once that pays); for None MESHFUSE_BACKEND, else "auto".
+        "nvfuser", or "auto" (eager, and compiled once that pays); for None MESHFUSE_BACKEND, else "auto". With
+        `cuda_graph` a step on a GPU is captured once and replayed: for programs of tensors that draw no random numbers.
         """
         # What once was found to fit is told by these facts alone.
-        known = (outline(inputs), idle_ranks, backend)
+        known = (outline(inputs), idle_ranks, backend, cuda_graph)
         ready = self._ready.get(known)
         if ready is not None:
             return self._laid_out(ready.run(inputs, self.seed, self._next_step("ranks")))
@@ -153,10 +155,10 @@ class FusionDefinition(DefinitionBuilder):
         name = requested(backend, line)
         locals_, dtensors = local_parts(inputs), dtensor_shapes(self, inputs, line)
         found = split_arguments(self, locals_, line)
-        key = self._key(found, idle_ranks, name, *dtensors.items())
+        key = self._key(found, idle_ranks, name, cuda_graph, *dtensors.items())
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line, backend=name)
+            bound = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line, False, name, cuda_graph)
         if known[0] is not None and not any(self.tensors[i].stride_order for i in found.tensors):
             self._ready[known] = bound
         homes = output_homes(bound.compiled, inputs, line) if dtensors else None
@@ -307,6 +309,7 @@ class FusionDefinition(DefinitionBuilder):
         line: SourceLine,
         whole: bool = False,
         backend: str | None = None,
+        cuda_graph: bool = False,
     ) -> RankProgram:
         """`known` are the global shapes that the arguments tell; `whole` arguments are not shards but global."""
         world = World.current()
@@ -318,7 +321,13 @@ class FusionDefinition(DefinitionBuilder):
         def renewed() -> CompiledProgram:
             return self._renewed(compiled, sizes, shapes, mesh, line)
 
-        return RankProgram(compiled, world, found.device, repr(self), requested(backend, line), renewed)
+        def captured(program: HostProgram, main: Any) -> Captured:
+            check_capturable(program, sizes, line)
+            groups = [world.group(ranks) for ranks in program.groups if world.rank in ranks]
+            return Captured(main, lambda: check_groups(groups, line))
+
+        capture = captured if cuda_graph else None
+        return RankProgram(compiled, world, found.device, repr(self), requested(backend, line), renewed, capture)
 
     def _renewed(
         self, old: CompiledProgram, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh,

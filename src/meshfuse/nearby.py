@@ -94,8 +94,8 @@ class Plans:
 
 def _same_sizes(graph: Graph, other: Graph) -> bool:
     """Of the tensors, and of what ops are called with, such as the bounds of slices."""
-    tensors, nodes = (zip(a, b, strict=True) for a, b in ((graph.tensors, other.tensors), (graph.nodes, other.nodes)))
-    return all(a.type == b.type for a, b in tensors) and all(a.call.args == b.call.args for a, b in nodes)
+    same_types = all(a.type == b.type for a, b in zip(graph.tensors, other.tensors, strict=True))
+    return same_types and all(a.call.args == b.call.args for a, b in zip(graph.nodes, other.nodes, strict=True))
 
 
 PLANS = Plans()

@@ -43,6 +43,19 @@ def test_whole_programs(name: str, ranks: int, dtype: torch.dtype, monkeypatch: 
     assert name == "dropout" or {why for _, why in chosen(fd)} == {"compiled"}
 
 
+@pytest.mark.parametrize("backend", ["eager", "nvfuser"])
+@pytest.mark.parametrize("name", [name for name, p in PROGRAMS.items() if name != "dropout" and not p.scalars])
+def test_a_step_as_a_graph(name: str, backend: str) -> None:
+    """Replayed with other arguments, and with those of before; earlier results stay."""
+    program, dtype = PROGRAMS[name], torch.float32
+    fd = program.definition(mf.DeviceMesh((1,), ("r",)), DTYPES[dtype])
+    first = program.inputs(dtype, "cuda")
+    steps = [first, [t.flip(0) if t.is_floating_point() else t for t in first], first]
+    found = [fd.execute(inputs, backend=backend, cuda_graph=True) for inputs in steps]
+    for outputs, inputs in zip(found, steps, strict=True):
+        compare(outputs, program.expected(inputs), dtype)
+
+
 @pytest.mark.parametrize(("name", "place"), SAMPLES)
 def test_every_op(name: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a definition of its own, against torch on the CPU."""

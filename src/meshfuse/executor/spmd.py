@@ -73,21 +73,26 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+Main = Callable[..., Any]
+
+
 class RankProgram:
     """A compiled program bound to this rank's process groups.
 
     `source` is the definition's text: all ranks compare it (and the plan) before the first execution. Raises
     RankError on every rank where they differ, with the first line in which they do. `backend` is a name of
     `backends.choose.NAMES`: what runs the segments. A plan that was taken over is followed by that of `renew` where
-    the program is executed often.
+    the program is executed often. `capture` gives what runs a step in the place of the program's main function, once
+    its segments are compiled.
     """
 
     def __init__(
         self, compiled: CompiledProgram, world: World, device: torch.device, source: str, backend: str,
-        renew: Callable[[], CompiledProgram] | None = None,
+        renew: Callable[[], CompiledProgram] | None = None, capture: Callable[[HostProgram, Main], Main] | None = None,
     ):  # fmt: skip
         self.world, self.device, self._source, self._backend = world, device, source, backend
         self.step, self.running = 0, False
+        self._capture = capture
         self._renew, self._renewal = renew, RENEWED if compiled.near is not None else None
         self._bind(compiled)
 
@@ -105,10 +110,12 @@ class RankProgram:
             self.program = compiled.host_program(world.rank)
             labels = group_labels(self.program)
             self.bound = bind_program(self.program, lambda ranks: world.group(ranks, labels[ranks]), self.device)
-            self._main = self.bound.main
+            self._main = self._run = self.bound.main
             self.segments = Segments(self.bound, self.program, compiled.segmented, self.device, self._backend)
             self._due = self.segments.due
             self._recorder = recorder(world.rank)
+            if self._capture is not None and self._due is None:
+                self._run = self._capture(self.program, self._main)
 
     def run(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
         """The rank's results. A failing collective's error names its tensor, the step and the user's line.
@@ -130,7 +137,7 @@ class RankProgram:
             if self._recorder is not None:
                 self._recorder.watch(self.bound.scope, self.program)
             with kernel_errors(self.bound, self.program):
-                out = list(self._main(*arguments, seed, offset))
+                out = list(self._run(*arguments, seed, offset))
             return self._told(out)
         except RankError as error:
             self._locate(error)
@@ -163,6 +170,8 @@ class RankProgram:
         ranks = self.compiled.ranks if waits else ()
         while self.world.any(self.segments.compile_next(), "compiling segments", ranks):
             pass
+        if self._capture is not None:
+            self._run = self._capture(self.program, self._main)
 
     def _locate(self, error: RankError) -> None:
         """Let an error name the collective that it came from, its tensor, who asked for it and the user's line."""

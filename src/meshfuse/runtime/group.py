@@ -86,6 +86,11 @@ class Group:
             return self._gloo or self._connect_gloo()
         return self._device or self._connect_device(tensor.device)
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether collectives of device tensors go by way of the host; known after the first."""
+        return isinstance(self._device, Staged)
+
     def _connect_gloo(self) -> Gloo:
         self._gloo = self.world.meet(self, "gloo", lambda store: Gloo(self, store))
         return self._gloo

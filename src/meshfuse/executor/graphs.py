@@ -1,0 +1,105 @@
+"""A rank's step as one CUDA graph: its kernels and collectives are launched at once, at the cost of one launch.
+
+A graph reads and writes the memory that it was captured with. So every call copies its arguments into buffers of the
+graph's own, and its results out of them: whatever the user does with either, a replay gives right numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..arguments import Inputs
+from ..errors import ArgumentError, SourceLine, user_error
+from ..host_ir.program import HostProgram
+
+Main = Callable[..., Any]
+# Executions before the capture: libraries and communicators allocate in their first ones what no graph may.
+WARM_UP = 2
+DEVICE = "cuda"
+
+
+class Capturer(Protocol):
+    """What makes graphs: CUDA, or a stand-in in tests."""
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Run some times before the capture."""
+        ...
+
+    def capture(self, run: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], Callable[[], object]]:
+        """What a run gives, in memory that the graph writes anew each time the second result is called."""
+        ...
+
+
+class Cuda:
+    """Graphs of the current device."""
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                run()
+        current.wait_stream(side)
+
+    def capture(self, run: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], Callable[[], object]]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = run()
+        return made, graph.replay
+
+
+class Captured:
+    """A program's main function as a graph, captured at the first call with the shapes and strides that it has."""
+
+    def __init__(self, main: Main, check: Callable[[], None], capturer: Capturer | None = None):
+        self._main, self._check, self._capturer = main, check, capturer or Cuda()
+        self._given: list[torch.Tensor] = []
+        self._made: Sequence[Any] = ()
+        self._replay: Callable[[], object] | None = None
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        """The outputs, in memory of their own. The last two arguments are the seed and the step."""
+        tensors = arguments[:-2]
+        if self._replay is None:
+            self._capture(tensors, arguments[-2:])
+        for mine, given in zip(self._given, tensors, strict=True):
+            mine.copy_(given)
+        assert self._replay is not None
+        self._replay()
+        return [None if out is None else out.clone() for out in self._made]
+
+    def _capture(self, tensors: Sequence[torch.Tensor], rest: tuple[Any, ...]) -> None:
+        self._given = [tensor.clone() for tensor in tensors]
+
+        def run() -> Sequence[Any]:
+            return self._main(*self._given, *rest)
+
+        self._capturer.warm_up(run)
+        self._check()
+        self._made, self._replay = self._capturer.capture(run)
+
+
+def check_capturable(program: HostProgram, given: Inputs, line: SourceLine) -> None:
+    """Raises ArgumentError for what a graph cannot do: it is fixed, and the device's."""
+    if given.device.type != DEVICE:
+        raise _refused(f"arguments on {given.device}", f"tensors on a {DEVICE} device", line)
+    if given.scalars:
+        raise _refused(f"{len(given.scalars)} scalar inputs", "tensors alone: a graph keeps numbers", line)
+    drawing = [kernel.name for kernel in program.kernels if "offset" in kernel.params]
+    if drawing:
+        needed = "a program that draws none: a graph would draw the same ones at every step"
+        raise _refused(f"random numbers, drawn in {', '.join(drawing)}", needed, line)
+
+
+def check_groups(groups: Sequence[Any], line: SourceLine) -> None:
+    """Raises ArgumentError where collectives go through the host: what the host does is no part of a graph."""
+    staged = [group for group in groups if group.is_staged]
+    if staged:
+        raise _refused(f"{staged[0]} of ranks that share a device", "a device for each rank", line)
+
+
+def _refused(found: str, needed: str, line: SourceLine) -> Exception:
+    return user_error("cuda_graph=True", found, needed, "Leave out cuda_graph.", line, ArgumentError)
