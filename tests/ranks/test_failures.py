@@ -116,6 +116,7 @@ def test_a_wait_with_a_limit_of_its_own_says_that_one(tmp_path, stopped):
 import meshfuse as mf
 world.barrier()
 if world.rank == {stopped}:
+    time.sleep(0.5)  # The others are to come through the barrier.
     os.kill(os.getpid(), signal.SIGSTOP)
 mf.save({str(tmp_path / "run")!r}, {{"w": tensor}}, timeout=1.5)
 """

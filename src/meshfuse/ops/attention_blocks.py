@@ -31,6 +31,7 @@ from .base import (
 )
 from .blocks import block_size
 from .factories import stream_text
+from .shapes import check_positive
 
 K = ParamKind
 _NOT_NATIVE = "nvFuser's attention needs keys and values whole"
@@ -38,6 +39,7 @@ _NOT_NATIVE = "nvFuser's attention needs keys and values whole"
 
 def _block_infer(call: Call) -> tuple[TensorType, ...]:
     q, _, v = checked(call)
+    check_positive(call.op.name, "blocks", call["blocks"])
     dtype = DataType.Double if q.dtype is DataType.Double else DataType.Float
     rows = (call["blocks"], *q.shape[:-1])
     state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))

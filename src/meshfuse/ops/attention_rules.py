@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..errors import user_error
 from .base import Call, DimFactors, Emit, FactorKind, RuleBuilder, TensorRef, TensorType
-from .shapes import UNKNOWN, check_ndim, check_same_size
+from .shapes import UNKNOWN, broadcasts_to, check_ndim, check_same_size
 
 
 def checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
@@ -24,7 +24,18 @@ def checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
         check_same_size(name, f"key's and value's dim {d}", k.shape[d], v.shape[d])
     check_same_size(name, "query's and key's last dims", q.shape[-1], k.shape[-1])
     _check_heads(name, q, k)
+    for what in ("bias", "mask"):
+        if what in call.op.places and (t := call.type_of(what)) is not None:
+            _check_added(name, what, t, (*q.shape[:-1], k.shape[-2]))
     return q, k, v
+
+
+def _check_added(name: str, what: str, t: TensorType, scores: Sequence[int]) -> None:
+    """What is added to the scores must broadcast to them, and no further."""
+    if not broadcasts_to(t.shape, scores):
+        raise user_error(
+            f"{name}: {what}", str(t), f"a shape that broadcasts to {list(scores)}", "Broadcast or reshape it."
+        )
 
 
 def _check_heads(name: str, q: TensorType, k: TensorType) -> None:

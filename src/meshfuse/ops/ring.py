@@ -26,7 +26,7 @@ from .base import (
 )
 from .native import Native
 from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
-from .shapes import UNKNOWN
+from .shapes import UNKNOWN, check_ndim
 
 K = ParamKind
 _NOT_NATIVE = "its steps are nvFuser's where they are written out"
@@ -154,10 +154,16 @@ def _merge_nvfuser(n: Native) -> Any:
 def _pick_infer(call: Call) -> tuple[TensorType, ...]:
     if not call.types:
         raise user_error("block_pick: operands", "numbers alone", "a tensor", "Pass a tensor as early or late.")
+    _keep_infer(call)
     if len(call.types) == 2 and call.types[0] != call.types[1]:
         raise user_error("block_pick: operands", f"{call.types[0]} and {call.types[1]}", "one type",
                          "Cast or reshape one of them.")  # fmt: skip
     return call.types[:1]
+
+
+def _keep_infer(call: Call) -> tuple[TensorType, ...]:
+    check_ndim(call.op.name, "the operand", call.types[0], 1)
+    return call.types
 
 
 def _pick_rule(call: Call) -> Rule:
@@ -263,7 +269,7 @@ OPS = (
     OpDef("block_pick", (Param("early", K.TENSOR_OR_SCALAR), Param("late", K.TENSOR_OR_SCALAR), Param("first", K.INT)),
           _pick_infer, _pick_rule, _pick_emit, flops=lambda call: 0.0, samples=_pick_samples,
           nvfuser=_pick_nvfuser),
-    OpDef("block_keep", (Param("arg", K.TENSOR), Param("first", K.INT), Param("late", K.BOOL)), lambda call: call.types,
+    OpDef("block_keep", (Param("arg", K.TENSOR), Param("first", K.INT), Param("late", K.BOOL)), _keep_infer,
           _pick_rule, _keep_emit, Partial.MOVE, flops=lambda call: 0.0, samples=_keep_samples,
           nvfuser="zeros for some of the ranks"),
     OpDef("attention_merge",
