@@ -42,7 +42,14 @@ def has_reference(fd: mf.FusionDefinition) -> bool:
     """Whether every op has one, and no number is of less than single precision: those follow the op's own rounding."""
     low = any(t.type.dtype.category == 2 and t.type.dtype.itemsize < 4 for t in fd.tensors)
     drawn = any(node.args[node.op.places["dropout_p"]] for node in fd.nodes if "dropout_p" in node.op.places)
-    return not low and not drawn and all(node.op.name in _FUNCTIONS for node in fd.nodes)
+    return not low and not drawn and all(node.op.name in _FUNCTIONS and _follows(fd, node) for node in fd.nodes)
+
+
+def _follows(fd: mf.FusionDefinition, node: Any) -> bool:
+    """Whether gradients of a ring are given what its own forward pass made, which their reference works out anew."""
+    made = {out: other for other in fd.nodes for out in other.outputs}
+    given = [made.get(i) for i in node.inputs[4:6]]
+    return node.op.name != "ring_attention_bwd" or all(n is not None and n.op.name == "ring_attention" for n in given)
 
 
 def interpret(fd: mf.FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tensor]:

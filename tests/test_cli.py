@@ -11,6 +11,7 @@ import pytest
 
 import meshfuse
 from meshfuse.cli import main
+from meshfuse.executor.record import recorder
 
 SCRIPT = """
 import argparse
@@ -189,3 +190,58 @@ def test_the_help_loads_no_torch() -> None:
         check=False,
     )
     assert done.stdout.rstrip().endswith("False"), done.stdout + done.stderr
+
+
+def test_a_mesh_that_the_script_does_not_read_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bill is of the script's own mesh then, whatever was asked for."""
+    deaf = write(tmp_path, SCRIPT.replace("parser.parse_args()", "parser.parse_args([])"))
+    assert main(["bill", deaf, "--mesh", "tp=4"]) == 0
+    assert "is on a mesh tp=4: --mesh is passed on to the script, which has DeviceMesh((2,)" in capsys.readouterr().err
+    for heard in (["--mesh", "tp=2"], []):
+        assert main(["bill", deaf, *heard]) == 0
+        assert "is passed on" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["print(1", "x = ]", "\0"])
+def test_a_script_that_is_no_python_is_shown_as_python_does(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bill", write(tmp_path, text)]) == 1
+    said = capsys.readouterr().err
+    assert "SyntaxError" in said and "cli.py" not in said and "runpy" not in said
+
+
+def test_a_definition_left_out_is_told_at_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "import meshfuse as mf\nfd = mf.FusionDefinition()\nx = fd.define_tensor([-1])\n"
+                 "fd.add_output(fd.ops.relu(x))\n")  # fmt: skip
+    assert main(["bill", path]) == 1
+    assert "(at other.py:3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--ranks", "3"], ["--mesh", "dp=2"]])
+def test_what_the_doctor_would_not_look_at(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words]) == 2
+    assert "add --links" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["run"], ["trace"], ["doctor", "--links"]])
+def test_more_ranks_than_a_machine_has_room_for(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = [] if command[0] == "doctor" else [write(tmp_path, "")]
+    assert main([*command, "--ranks", str(10**11), *script]) == 1
+    assert "wrong number of ranks: found 100000000000, needed at most 4096 on one machine" in capsys.readouterr().err
+
+
+def test_words_that_no_process_can_be_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--ranks", "2", write(tmp_path, ""), "x" * 10_000_000]) == 1
+    assert "meshfuse: rank 0 of 2 cannot be started: found Argument list too long" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/traces", __file__])
+def test_traces_that_cannot_be_written_are_told_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHFUSE_TRACE", folder)
+    recorder.cache_clear()
+    with pytest.raises(meshfuse.ArgumentError, match=r"MESHFUSE_TRACE: found .*needed a folder.*\(at test_cli\.py:"):
+        recorder(0)

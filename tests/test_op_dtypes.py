@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshfuse as mf
 
@@ -84,3 +85,18 @@ def test_reduction_and_scan_types(row: str) -> None:
     except mf.DefinitionError:
         found = RAISES
     assert wanted.startswith(found)
+
+
+KINDS = [mf.DataType[name] for name in ("Double", "Float", "Half", "Int", "Int32", "Int16", "Char", "Byte", "Bool")]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("name", ["sum", "prod"])
+def test_a_reduction_gives_the_type_that_is_asked_for(name: str, dtype: mf.DataType) -> None:
+    """torch's own prod gives Int for every integer type."""
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([3, 4])
+    fd.add_output(fd.call(name, [x, [0, 1]], {"dtype": dtype}))
+    fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), ["x", None])
+    (found,) = fd.simulate([torch.ones(3, 4)])
+    assert str(found.dtype) == f"torch.{dtype.value}"

@@ -10,8 +10,8 @@ import torch
 
 from .definition.checks import fits, plain_number
 from .definition.fusion import DefinitionBuilder, TensorDef
-from .definition.loop import as_int
 from .errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
+from .mesh import as_int
 from .ops.base import ScalarRef, TensorRef
 from .ops.shapes import UNKNOWN
 from .sharding.layout import Layout, extent
@@ -220,8 +220,10 @@ def scalar_values(fd: DefinitionBuilder, scalars: Mapping[Any, Any] | None, line
     Raises DefinitionError for others.
     """
     numbers = {ref.id for ref in fd.inputs if isinstance(ref, ScalarRef)}
-    found = {getattr(getattr(key, "ref", None), "id", key): value for key, value in (scalars or {}).items()}
-    if not set(found) <= numbers:
+    given = {} if scalars is None else scalars
+    told = isinstance(given, Mapping)
+    found = {getattr(getattr(key, "ref", None), "id", key): value for key, value in given.items()} if told else {}
+    if not told or not set(found) <= numbers:
         raise user_error(
             "compile: scalars",
             repr(scalars),

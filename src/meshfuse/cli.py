@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 def _script_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=f"Print {text}.")
     command.add_argument("script", metavar="SCRIPT", help="a Python script that makes FusionDefinitions")
-    command.add_argument("--mesh", metavar="dp=2,tp=4", help="passed on to the script as its own --mesh")
+    command.add_argument("--mesh", metavar="dp=2,tp=4", help="passed on to the script, which must read a --mesh")
     command.set_defaults(script_args=[])
     command.epilog = "The script's own arguments come after --."
     return command
@@ -88,9 +88,7 @@ def _doctor_command(commands: Any) -> None:
         "doctor", help="what of torch, CUDA, gloo, NCCL and nvFuser is there, and what that means"
     )
     look.add_argument("--links", action="store_true", help="measure how fast the axes of a mesh are, on real ranks")
-    look.add_argument(
-        "--ranks", type=int, default=4, help="with --links: how many to start here; a launcher's else (4)"
-    )
+    look.add_argument("--ranks", type=int, help="with --links: how many to start here; a launcher's else (4)")
     look.add_argument("--mesh", metavar="dp=2,tp=4", help="with --links: the axes; one of all ranks without")
     look.add_argument(
         "--limit", type=launcher.seconds, default=20.0, help="with --links: begin nothing after so many seconds (20)"
@@ -99,13 +97,17 @@ def _doctor_command(commands: Any) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if not args.links and (args.ranks is not None or args.mesh is not None):
+        print("meshfuse doctor: --ranks and --mesh say what --links measures: add --links", file=sys.stderr)
+        return 2
     if not args.links:
         print(doctor.report())
         return 0
     words = ["--limit", str(args.limit), *(["--mesh", args.mesh] if args.mesh else [])]
     if doctor.read_environment().size > 1:
         return importlib.import_module("meshfuse.runtime.link_probe").main(words)
-    return launcher.run(args.ranks, ["-m", "meshfuse.runtime.link_probe", *words], timeout=args.limit + _STARTING)
+    ranks = 4 if args.ranks is None else args.ranks
+    return launcher.run(ranks, ["-m", "meshfuse.runtime.link_probe", *words], timeout=args.limit + _STARTING)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -179,8 +181,18 @@ def _report(args: argparse.Namespace, text: Callable[[list[CompiledProgram]], st
     if not programs:
         print(f"meshfuse: {args.script} has made no FusionDefinition that is compiled", file=sys.stderr)
         return 1
+    _note_other_mesh(args, programs)
     print(text(programs))
     return 0
+
+
+def _note_other_mesh(args: argparse.Namespace, programs: list[CompiledProgram]) -> None:
+    """Say so where no program is on the mesh that was asked for: the script alone decides, and may not listen."""
+    wanted = None if args.mesh is None else sorted(args.mesh.replace(" ", "").split(","))
+    meshes = {s.mesh for program in programs for s in program.graph.annotations.values()}
+    if wanted and wanted not in [sorted(f"{a}={n}" for a, n in zip(m.names, m.shape, strict=True)) for m in meshes]:
+        print(f"meshfuse: nothing in {args.script} is on a mesh {args.mesh}: --mesh is passed on to the script, which "
+              f"has {', '.join(sorted(map(str, meshes))) or 'no mesh'}", file=sys.stderr)  # fmt: skip
 
 
 def _program(fd: FusionDefinition) -> CompiledProgram | None:
@@ -190,6 +202,9 @@ def _program(fd: FusionDefinition) -> CompiledProgram | None:
     try:
         return fd.latest()
     except DefinitionError as error:
+        lines = [tensor.line for tensor in fd.tensors]
+        if error.where is None or error.where.file not in {line.file for line in lines}:
+            error.where = lines[0]  # of the script, which did not ask for this
         print(f"meshfuse: a definition that the script did not run is left out: {error}", file=sys.stderr)
         return None
 
@@ -227,8 +242,8 @@ def _exit_code(code: Any) -> int:
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the script's first frame on; the whole where the script has none."""
+    """A traceback from the script's first frame on; none where the script did not begin, as Python shows it."""
     here = trace
     while here is not None and here.tb_frame.f_code.co_filename in _OWN_FRAMES:
         here = here.tb_next
-    return here if here is not None else trace
+    return here

@@ -128,7 +128,7 @@ def compile_sharded(
     in_flight = IN_FLIGHT
     if max_memory is not None:
         resharded = fitted(resharded, max_memory)
-        in_flight = min(in_flight, max(int(max_memory) - peak(resharded).nbytes, 0))
+        in_flight = int(min(in_flight, max(max_memory - peak(resharded).nbytes, 0)))
     overlapped = overlap(resharded)
     segmented = segment(overlapped)
     digest = digest_of(f"{overlapped}\n{resharded.fingerprint()}")

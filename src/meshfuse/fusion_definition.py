@@ -22,7 +22,6 @@ from .arguments import (
 from .backends.choose import plan, requested
 from .compiler import CompiledProgram, compile_definition
 from .definition.fusion import DefinitionBuilder
-from .definition.loop import as_int
 from .definition.tensor_view import TensorView
 from .errors import ArgumentError, DefinitionError, SourceLine, caller_line, user_error
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
@@ -33,7 +32,7 @@ from .gradients.reverse import gradients
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
-from .mesh import DeviceMesh
+from .mesh import DeviceMesh, as_int
 from .nearby import nearness
 from .ops.base import TensorRef
 from .report.backends import backends_table
@@ -147,7 +146,10 @@ class FusionDefinition(DefinitionBuilder):
         """
         # What once was found to fit is told by these facts alone.
         known = (outline(inputs), idle_ranks, backend, cuda_graph)
-        ready = self._ready.get(known)
+        try:
+            ready = self._ready.get(known)
+        except TypeError:  # no name of a backend
+            ready = None
         if ready is not None:
             return self._laid_out(ready.run(inputs, self.seed, self._next_step("ranks")))
         line = caller_line()
@@ -391,7 +393,7 @@ class FusionDefinition(DefinitionBuilder):
     def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
         """The program of a rank for the latest (or the given) shapes."""
         line, compiled = caller_line(), self.latest(shapes)
-        if rank not in compiled.ranks:
+        if as_int(rank) not in compiled.ranks:
             raise user_error("host_program: no such rank", repr(rank), f"one of {list(compiled.ranks)}", "", line)
         return compiled.host_program(rank)
 

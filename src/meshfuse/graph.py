@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .dtypes import DataType
 from .errors import SourceLine, located, user_error
 from .ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorRef, TensorType, count_tensors
+from .ops.shapes import check_rule
 from .scalars import ScalarDef, evaluate, inputs_of, python_cast, scalar_dtype
 from .sharding.layout import Layout, stream_count
 from .sharding.value import Sharding
@@ -221,7 +223,9 @@ class Kinds:
         key = (op, tuple(map(_key, args)), types)
         if key not in self._made:
             call = Call(op, args, types, op.infer(Call(op, args, types)))
-            self._made[key] = (call, (op.rounds.rule if op.rounds else op.rule)(call))
+            rule = (op.rounds.rule if op.rounds else op.rule)(call)
+            check_rule(call, rule)
+            self._made[key] = (call, rule)
         return self._made[key]
 
 
@@ -271,14 +275,14 @@ def _concrete_args(
     def value(ref: Any) -> Any:
         try:
             return evaluate(ref, fd.scalars, scalars, lambda tensor, dim: types[tensor.id].shape[dim])
-        except (ArithmeticError, ValueError) as error:
+        except (ArithmeticError, ValueError, TypeError) as error:
             raise user_error(
                 f"{node.op.name}: a scalar has no value", f"{error} in s{ref.id}", "a number", "Check its operands."
             ) from error
 
     def size(ref: Any) -> int:
         found = value(ref)
-        if int(found) != found:
+        if isinstance(found, complex) or not math.isfinite(found) or int(found) != found:
             raise user_error(f"{node.op.name}: a size is no whole number", str(found), "an int", "Round it.")
         return int(found)
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from .errors import RankError
+from .errors import KernelError, user_error
 from .indices import Runs
 
 
@@ -81,7 +81,8 @@ def scaled_mm(
 
 def needs_nvidia(op: str) -> torch.Tensor:
     """Raises: the op works on packed 4-bit numbers and swizzled scales that only NVIDIA's kernels define."""
-    raise RankError(
-        f"{op} cannot run here: it needs nvFuser and a GPU with nvfp4 (compute capability 10.0 or later). "
-        "Run the definition with the nvFuser backend on such a GPU, or use matmul or grouped_mm in bfloat16."
-    )
+    raise user_error(
+        f"{op} cannot run here: it needs nvFuser and a GPU with nvfp4 (compute capability 10.0 or later)", "", "",
+        "Run the definition with the nvFuser backend on such a GPU, or use matmul or grouped_mm in bfloat16.",
+        cls=KernelError,
+    )  # fmt: skip

@@ -272,6 +272,8 @@ def _read_devices(
     devices: Any, names: Sequence[str] | None, ranks: Iterable[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape, ranks in row-major order) from any of the forms a mesh may be given in."""
+    if names is not None and not isinstance(names, (str, list, tuple)):
+        raise user_error("a mesh needs one name per axis", repr(names), "a list of names", "Pass ('dp', 'tp'), say.")
     _bounded(_count(devices))
     if getattr(devices, "is_meta", False):
         raise user_error("a mesh is made of ranks", "a meta tensor, without values", "ints", "Pass the ranks.")
@@ -297,9 +299,12 @@ def _listed(ranks: Any) -> Any:
     """`ranks=` as a list; what is no iterable as it is, for the error to tell."""
     if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
         return ranks if not isinstance(ranks, int) else repr(ranks)
-    if hasattr(ranks, "__len__"):
-        _bounded(len(ranks))  # type: ignore[arg-type]
-    return list(ranks)
+    try:
+        if hasattr(ranks, "__len__"):
+            _bounded(len(ranks))  # type: ignore[arg-type]
+        return list(ranks)
+    except TypeError:  # such as a tensor of no dims
+        return repr(ranks)
 
 
 def _is_list(value: Any) -> bool:
@@ -307,14 +312,25 @@ def _is_list(value: Any) -> bool:
 
 
 def _rank(value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    found = as_int(value)
+    if found is None:
         raise user_error(
             "a mesh is made of ranks",
             f"{value!r} ({type(value).__name__})",
             "ints in a list, nested lists or a tensor",
             "Pass a shape and names, or the ranks.",
         )
-    return value.__index__()
+    return found
+
+
+def as_int(value: Any) -> int | None:
+    """The int that a Python int or numpy integer stands for; None for anything else, bools included."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return value.__index__()
+    except TypeError:
+        return None
 
 
 def _bounded(count: int) -> int:

@@ -56,7 +56,7 @@ def reduce_min(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
 
 def reduce_prod(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
     for d in sorted(dims, reverse=True):
-        x = torch.prod(x, d, keepdim)
+        x = torch.prod(x, d, keepdim, dtype=x.dtype)  # else Int of every integer
     return x
 
 

@@ -106,6 +106,6 @@ def test_wrong_variables(variables, text):
 def test_time_limit():
     assert time_limit({}) == 60
     assert time_limit({"MESHFUSE_TIMEOUT": "2.5"}) == 2.5
-    for wrong in ("0", "-1", "soon", "inf", "nan"):
+    for wrong in ("0", "-1", "soon", "inf", "nan", "1e12", "1e300"):
         with pytest.raises(ArgumentError, match="MESHFUSE_TIMEOUT is no time: found"):
             time_limit({"MESHFUSE_TIMEOUT": wrong})

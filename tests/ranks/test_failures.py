@@ -109,6 +109,24 @@ group.all_reduce(tensor).wait()
         assert f"rank {1 - rank} does not answer" not in text
 
 
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_wait_with_a_limit_of_its_own_says_that_one(tmp_path, stopped):
+    """Saving waits longer than MESHFUSE_TIMEOUT, or as long as it is told."""
+    script = f"""
+import meshfuse as mf
+world.barrier()
+if world.rank == {stopped}:
+    time.sleep(0.5)  # The others are to come through the barrier.
+    os.kill(os.getpid(), signal.SIGSTOP)
+mf.save({str(tmp_path / "run")!r}, {{"w": tensor}}, timeout=1.5)
+"""
+    results = run_bare(script, tmp_path, stopped=stopped)
+    for rank in {0, 1, 2} - {stopped}:
+        code, text = results[rank]
+        assert code == 1 and "RankTimeout: meshfuse.save, " in text
+        assert "needed all ranks to arrive within 1.5 s" in text
+
+
 def test_a_rank_that_is_elsewhere_is_told_from_a_stopped_one(tmp_path):
     script = """
 def long_loop():

@@ -60,7 +60,9 @@ def test_the_report_can_be_pasted() -> None:
     assert lines[-1] == "a gather and a sum beats gloo's all-reduce up to 128 KiB; meshfuse uses it up to 64 KiB"
 
 
-@pytest.mark.parametrize(("text", "ranks"), [("dp=2,tp=4", 4), ("dp", 2), ("dp=x", 2), ("", 2), ("dp=-1,tp=-2", 2)])
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("dp=2,tp=4", 4), ("dp", 2), ("dp=x", 2), ("", 2), ("dp=-1,tp=-2", 2), ("a=1,a=2", 2)]
+)
 def test_a_mesh_that_the_ranks_do_not_fill(text: str, ranks: int) -> None:
     with pytest.raises(mf.ArgumentError, match=rf"--mesh: found '{text}', needed axes of {ranks} ranks in all"):
         link_probe.mesh_of(text, ranks)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, user_error
+from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
 from . import folder as files
 from .entries import Entry, check_local, global_shape, is_plain, to_load, to_save, wrong
@@ -74,7 +75,7 @@ def load(
 
 
 def _folder(path: Any) -> Path:
-    if isinstance(path, (str, os.PathLike)) and str(path):
+    if isinstance(path, (str, os.PathLike)) and str(path) and "\0" not in str(path):
         return Path(path)
     raise user_error("checkpoint: the folder", repr(path), "a path", "Name a folder.", cls=ArgumentError)
 
@@ -84,7 +85,12 @@ class _Team:
 
     def __init__(self, world: World, timeout: float | None, what: str):
         self.world, self.what = world, what
-        self.limit = world.limit * _PATIENCE if timeout is None else timeout
+        number = not isinstance(timeout, bool) and isinstance(timeout, (int, float))
+        if timeout is not None and not (number and 0 < timeout <= LONGEST_TIMEOUT):
+            raise user_error(f"{what}: timeout", repr(timeout), f"seconds above 0, at most {LONGEST_TIMEOUT:g}",
+                             f"Leave it out for {_PATIENCE} times MESHFUSE_TIMEOUT.", caller_line(),
+                             ArgumentError)  # fmt: skip
+        self.limit = min(world.limit * _PATIENCE, LONGEST_TIMEOUT) if timeout is None else timeout
 
     def all(self, doing: str, action: Callable[[], Any]) -> list[Any]:
         """What the action gives on every rank. The error of the first rank on which it fails."""

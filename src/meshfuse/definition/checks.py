@@ -10,25 +10,36 @@ from typing import Any
 
 from ..dtypes import DataType, from_torch, scalar_dtype
 from ..errors import MeshfuseError, SourceLine, caller_line, user_error
-from ..mesh import STREAM, DeviceMesh
+from ..mesh import STREAM, DeviceMesh, as_int
 from ..ops.base import TensorType
 from .annotation import Annotation
-from .loop import as_int
 from .tensor_view import TensorView
 
 _LARGEST = 2**63 - 1
+_MOST_DIMS = 64  # of a torch tensor
+_NUMBERS: tuple[Any, ...] = (int, float, complex)
 
 
 def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:
     """Sizes of an input tensor, -1 for open ones. Raises DefinitionError for anything else."""
     is_list = not isinstance(given, str) and hasattr(given, "__len__") and hasattr(given, "__iter__")
-    found = tuple(map(as_int, given)) if is_list else (None,)
+    try:
+        found = tuple(map(as_int, given)) if is_list else (None,)
+    except TypeError:  # a tensor of no dims, a TensorView
+        found = (None,)
     if any(n is None or not -1 <= n <= _LARGEST for n in found):
         raise user_error(
             "define_tensor: shape", repr(given), "a list of ints >= -1, one per dim",
             "Give every dim's size, -1 where the arguments decide it.", line,
         )  # fmt: skip
+    _check_count("define_tensor", len(found), line)
     return found  # type: ignore[return-value]
+
+
+def _check_count(what: str, dims: int, line: SourceLine | None = None) -> None:
+    if dims > _MOST_DIMS:
+        raise user_error(f"{what}: more dims than a tensor has", str(dims), f"at most {_MOST_DIMS}",
+                         "Merge some of them.", line)  # fmt: skip
 
 
 def checked_dtype(what: str, dtype: Any, line: SourceLine | None) -> DataType:
@@ -84,12 +95,15 @@ def _order_of(strides: Sequence[Any]) -> tuple[int, ...]:
 
 
 def plain_number(value: Any) -> Any:
-    """A Python number for a number of numpy's; everything else as it is.
+    """A Python number for a number of numpy's, or of a class of its own such as an IntEnum; everything else as it is.
 
     Raises DefinitionError for an int that 64 bits do not hold.
     """
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
+    for kind in _NUMBERS:
+        if isinstance(value, kind) and type(value) not in (kind, bool):
+            value = kind(value)
     if type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST:
         raise user_error("a number is too large", repr(value), "an int of 64 bits", "Pass a float.", caller_line())
     return value
@@ -98,6 +112,7 @@ def plain_number(value: Any) -> Any:
 def check_results(op: str, types: Sequence[TensorType]) -> None:
     """Raises DefinitionError for results of no type, or larger than any memory."""
     for found in types:
+        _check_count(op, found.ndim)
         if found.dtype is DataType.Null:
             raise user_error(f"{op}: dtype", "DataType.Null", "a type of elements", "Pass DataType.Float, for example.")
         if math.prod(max(n, 1) for n in found.shape) * found.dtype.itemsize > _LARGEST:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..dtypes import DataType, scalar_dtype
 from ..errors import SourceLine, caller_line, located, user_error
-from ..mesh import DeviceMesh
+from ..mesh import DeviceMesh, as_int
 from ..ops import COMPOSITES
 from ..ops.base import (
     REQUIRED,
@@ -34,12 +34,14 @@ from .checks import (
     mesh_of_torch,
     plain_number,
 )
-from .loop import AxisView, LoopDomain, as_int
+from .loop import AxisView, LoopDomain
 from .namespaces import Fusion, OpNamespace, find_op
 from .overlaps import Overlap, checked_overlap
 from .primals import of_gradients
 from .records import OpNode, TensorDef, memory_order, reduction_flags, tensor_refs
 from .tensor_view import TensorView, Val
+
+_MOST_SCALARS = 65536
 
 
 class DefinitionBuilder:
@@ -128,10 +130,16 @@ class DefinitionBuilder:
         """As many scalar inputs as a number says, or a constant per entry of a list (-1 stays as it is)."""
         line = self._changing()
         count = as_int(values)
-        if count is not None and count >= 0:
+        if count is not None and 0 <= count <= _MOST_SCALARS:
             return [self.define_scalar(dtype=dtype) for _ in range(count)]
         if not isinstance(values, (list, tuple)):
-            raise user_error("define_vector", repr(values), "how many scalars, or a list of numbers", "", line)
+            raise user_error(
+                "define_vector",
+                repr(values),
+                f"how many scalars (at most {_MOST_SCALARS}), or a list of numbers",
+                "",
+                line,
+            )
         return [v if isinstance(v, Val) or as_int(v) == -1 else self._constant(v, dtype, line) for v in values]
 
     def _constant(self, value: Any, dtype: Any, line: SourceLine) -> Val:
@@ -162,6 +170,9 @@ class DefinitionBuilder:
             if not isinstance(args, (list, tuple)):
                 needed = "a list of all arguments"
                 raise user_error(f"call of {name!r}: arguments", repr(args), needed, "Pass one list with all of them.")
+            if not isinstance(kwargs, (dict, Mapping, type(None))):
+                needed = "a dict of arguments by name, or None"
+                raise user_error(f"call of {name!r}: keywords", repr(kwargs), needed, "Pass {'dim': 0}, for example.")
             return self._apply(find_op(name), args, kwargs or {}, line)
 
     def call_composite(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import caller_line, user_error
-from ..mesh import STREAM, ParallelType
+from ..mesh import STREAM, ParallelType, as_int
 from ..sharding.layout import Layout, Split
 
 
@@ -228,7 +228,7 @@ class AxisView:
         Raises DefinitionError where it is bound to something else already.
         """
         self.tensor.fd.check_open()
-        if parallel_type in KERNEL_TYPES:
+        if isinstance(parallel_type, ParallelType) and parallel_type in KERNEL_TYPES:
             return  # These order the work inside a kernel, which is torch's here.
         axis = _axis_name(parallel_type)
         if self.leaf.merged and axis is not None:
@@ -309,13 +309,3 @@ def _axis_name(kind: ParallelType) -> str | None:
     if kind is ParallelType.serial:
         return None
     return STREAM if kind is ParallelType.stream else PARALLEL_NAMES[kind]
-
-
-def as_int(value: Any) -> int | None:
-    """The int that a Python int or numpy integer stands for; None for anything else, bools included."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return None
-    try:
-        return value.__index__()
-    except TypeError:
-        return None

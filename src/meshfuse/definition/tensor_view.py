@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DataType
 from ..errors import caller_line, user_error
-from ..mesh import DeviceMesh, ParallelType
+from ..mesh import DeviceMesh, ParallelType, as_int
 from ..ops.base import ScalarRef, TensorRef, TensorType
-from .loop import AxisView, Leaf, LoopDomain, as_int
+from .loop import AxisView, Leaf, LoopDomain
 from .text import Extents, TensorDomain, tensor_text
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from .. import kernels
 from ..buffers import memory_of
 from ..host_ir.instructions import Collective, Communication, Instruction, SendRecv, Wait, group_name
 from ..host_ir.program import HostProgram
-from ..scalars import FUNCTIONS
+from ..scalars import SCOPE
 
 GroupOf = Callable[[tuple[int, ...]], Any]
 
@@ -49,7 +49,7 @@ def bind_program(
 
 def text_scope(functions: Mapping[str, Callable[..., Any]], device: torch.device) -> dict[str, Any]:
     """The globals of kernels' text; `functions` are those of registered ops by name."""
-    scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": FUNCTIONS, "device": device}
+    scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": SCOPE, "device": device}
     scope["OP"] = SimpleNamespace(**functions)
     return scope
 

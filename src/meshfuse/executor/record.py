@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ArgumentError, caller_line, user_error
 from ..host_ir.instructions import Collective, SendRecv, group_name
 from ..host_ir.program import HostProgram
 from ..spans import Span, write_trace
@@ -58,7 +59,14 @@ class Recorder:
 def recorder(rank: int) -> Recorder | None:
     """This process's recorder; None where no trace is asked for."""
     folder = os.environ.get(VARIABLE)
-    return Recorder(rank, folder) if folder else None
+    if not folder:
+        return None
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise user_error(VARIABLE, f"{folder!r} ({error.strerror})", "a folder that can be written to",
+                         "Unset it, or name another.", caller_line(), ArgumentError) from None  # fmt: skip
+    return Recorder(rank, folder)
 
 
 class _Kernel:

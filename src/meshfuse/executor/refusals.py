@@ -9,6 +9,7 @@ from types import FrameType, TracebackType
 import torch
 
 from ..errors import KernelError, MeshfuseError, SourceLine, user_error
+from ..host_ir.instructions import Kernel
 from ..host_ir.program import HostProgram
 from ..lookup import IndexOutOfRange
 from .bind import BoundProgram
@@ -21,6 +22,11 @@ def kernel_errors(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
     """
     try:
         yield
+    except KernelError as error:
+        frame = _kernel_frame(bound, error.__traceback__)
+        place = _place(program, *frame) if frame else None
+        error.where = error.where or (place[0].origins[place[1]][1] if place else None)
+        raise
     except (MeshfuseError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -41,14 +47,21 @@ def _kernel_frame(bound: BoundProgram, trace: TracebackType | None) -> tuple[Fra
     return found
 
 
-def _refusal(program: HostProgram, error: Exception, frame: FrameType, line: int) -> MeshfuseError | None:
+def _place(program: HostProgram, frame: FrameType, line: int) -> tuple[Kernel, int] | None:
+    """The kernel, and the number of its line, that a line of a frame is."""
     kernel = next((k for k in program.kernels if k.name == frame.f_code.co_name), None)
     if kernel is None:
         return None
     before = len(kernel.source()) - len(kernel.lines) - bool(kernel.results or not kernel.lines)
     place = line - frame.f_code.co_firstlineno - before
-    if not 0 <= place < len(kernel.origins):
+    return (kernel, place) if 0 <= place < len(kernel.origins) else None
+
+
+def _refusal(program: HostProgram, error: Exception, frame: FrameType, line: int) -> MeshfuseError | None:
+    found = _place(program, frame, line)
+    if found is None:
         return None
+    kernel, place = found
     op, where = kernel.origins[place]
     if isinstance(error, IndexOutOfRange):
         return _out_of_range(program, error, frame, where.label(op), where)

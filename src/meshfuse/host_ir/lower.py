@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .. import scalars
 from ..errors import SourceLine
 from ..graph import Graph
 from ..ops.base import FactorKind, ScalarRef
@@ -14,7 +15,6 @@ from ..overlap import ChunkLoop
 from ..resharding.early import local_cost
 from ..resharding.insert import Compute, Set, Value
 from ..resharding.moves import Move, wire_elements
-from ..scalars import inputs_of
 from ..segmentation import Segment, SegmentedDefinition
 from ..sharding import layout as lay
 from .bucket import buckets, lower_bucket
@@ -154,7 +154,7 @@ class Lowering:
         found: set[int] = set()
         for arg in self.graph.nodes[compute.node].call.args:
             if isinstance(arg, ScalarRef):
-                found |= inputs_of(arg, self.graph.scalars)
+                found |= scalars.inputs_of(arg, self.graph.scalars)
         return found
 
     # moves ----------------------------------------------------------------------------------------------------
@@ -202,18 +202,7 @@ def scalar_text(graph: Graph, value: Any) -> str:
     """Python text of a scalar: a number, an input's name or an expression of them."""
     if not isinstance(value, ScalarRef):
         return plain_text(value)
-    made = graph.scalars[value.id]
-    if made.op == "input":
-        return f"s{value.id}"
-    if made.op == "const":
-        return plain_text(made.operands[0])
-    if made.op == "size":
-        tensor, dim = made.operands
-        return str(graph.shape(tensor.id)[dim])
-    operands = ", ".join(scalar_text(graph, operand) for operand in made.operands)
-    if made.op == "cast":
-        return f"{('bool', 'int', 'float', 'complex')[made.dtype.category]}({operands})"
-    return f"S[{made.op!r}]({operands})"
+    return scalars.text(value, graph.scalars, lambda tensor, dim: graph.shape(tensor.id)[dim], plain_text)
 
 
 def _mentions(lines: Sequence[str], name: str) -> bool:

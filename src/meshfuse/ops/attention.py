@@ -19,13 +19,13 @@ from .attention_blocks import (
     distributed_fwd,
     qkv_types,
 )
-from .attention_rules import Dims, all_checked, checked, options_text, scale_text, score_flops, scores_text
+from .attention_rules import Dims, checked, options_text, scale_text, score_flops, scores_text
 from .base import Call, Emit, FactorKind, OpDef, Rule, Sample, TensorType
 from .factories import stream_text
 
 
 def _fwd_infer(call: Call) -> tuple[TensorType, ...]:
-    q, _, v = all_checked(call)
+    q, _, v = checked(call)
     state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
     return (
         TensorType((*q.shape[:-1], v.shape[-1]), q.dtype),
@@ -83,7 +83,7 @@ OPS = (
     OpDef(
         "sdpfa_bwd",
         BACKWARD_PARAMS,
-        all_checked,
+        checked,
         _bwd_rule,
         lambda e: backward_text(e, "sdpfa_bwd"),
         flops=lambda call: score_flops(call, 5),

@@ -8,7 +8,6 @@ from typing import Any
 from ..dtypes import DataType
 from .attention_rules import (
     Dims,
-    all_checked,
     checked,
     options_text,
     scale_text,
@@ -32,13 +31,15 @@ from .base import (
 )
 from .blocks import block_size
 from .factories import stream_text
+from .shapes import check_positive
 
 K = ParamKind
 _NOT_NATIVE = "nvFuser's attention needs keys and values whole"
 
 
 def _block_infer(call: Call) -> tuple[TensorType, ...]:
-    q, _, v = all_checked(call)
+    q, _, v = checked(call)
+    check_positive(call.op.name, "blocks", call["blocks"])
     dtype = DataType.Double if q.dtype is DataType.Double else DataType.Float
     rows = (call["blocks"], *q.shape[:-1])
     state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
@@ -214,7 +215,7 @@ OPS = (
     OpDef(
         "sdpfa_bwd_q",
         SPLIT_PARAMS,
-        lambda call: all_checked(call)[:1],
+        lambda call: checked(call)[:1],
         _q_rule,
         lambda e: backward_text(e, "sdpfa_bwd_q"),
         flops=lambda call: score_flops(call, 3),
@@ -224,7 +225,7 @@ OPS = (
     OpDef(
         "sdpfa_bwd_kv",
         SPLIT_PARAMS,
-        lambda call: all_checked(call)[1:],
+        lambda call: checked(call)[1:],
         _kv_rule,
         lambda e: backward_text(e, "sdpfa_bwd_kv"),
         flops=lambda call: score_flops(call, 4),

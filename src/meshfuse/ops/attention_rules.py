@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..errors import user_error
 from .base import Call, DimFactors, Emit, FactorKind, RuleBuilder, TensorRef, TensorType
-from .shapes import UNKNOWN, broadcasts, check_ndim, check_same_size, fits
+from .shapes import UNKNOWN, broadcasts_to, check_ndim, check_same_size
 
 
 def checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
@@ -24,7 +24,37 @@ def checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
         check_same_size(name, f"key's and value's dim {d}", k.shape[d], v.shape[d])
     check_same_size(name, "query's and key's last dims", q.shape[-1], k.shape[-1])
     _check_heads(name, q, k)
+    for what in ("bias", "mask"):
+        if what in call.op.places and (t := call.type_of(what)) is not None:
+            _check_added(name, what, t, (*q.shape[:-1], k.shape[-2]))
+    out = (*q.shape[:-1], v.shape[-1])
+    for what, shape in (("grad_output", out), ("output", out), ("logsumexp", out[:-1]), ("grad_logsumexp", out[:-1])):
+        if what in call.op.places and (t := call.type_of(what)) is not None:
+            _check_shape(name, what, t, shape)
+    if "philox_seed" in call.op.places and call["dropout_p"] not in (None, 0):
+        _check_state(call)
     return q, k, v
+
+
+def _check_added(name: str, what: str, t: TensorType, scores: Sequence[int]) -> None:
+    """What is added to the scores must broadcast to them, and no further."""
+    if not broadcasts_to(t.shape, scores):
+        raise user_error(
+            f"{name}: {what}", str(t), f"a shape that broadcasts to {list(scores)}", "Broadcast or reshape it."
+        )
+
+
+def _check_state(call: Call) -> None:
+    """What dropout was drawn with, of which ops without any take any form."""
+    for what, shape in (("philox_seed", (2,)), ("philox_offset", ())):
+        if (t := call.type_of(what)) is not None:
+            _check_shape(call.op.name, what, t, shape)
+
+
+def _check_shape(name: str, what: str, t: TensorType, shape: tuple[int, ...]) -> None:
+    if t.ndim != len(shape) or any(n != m and UNKNOWN not in (n, m) for n, m in zip(t.shape, shape, strict=True)):
+        raise user_error(f"{name}: shape of {what}", str(list(t.shape)), str(list(shape)),
+                         "Pass what the forward gives, and a gradient of that shape.")  # fmt: skip
 
 
 def _check_heads(name: str, q: TensorType, k: TensorType) -> None:
@@ -36,30 +66,6 @@ def _check_heads(name: str, q: TensorType, k: TensorType) -> None:
             "a multiple of the key's heads",
             "Check the operands' shapes.",
         )
-
-
-def all_checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
-    """(q, k, v). Raises DefinitionError where they, or what else the op takes, do not fit together."""
-    q, k, v = checked(call)
-    out, scores = (*q.shape[:-1], v.shape[-1]), (*q.shape[:-1], k.shape[-2])
-    alike = {"grad_output": out, "output": out, "logsumexp": q.shape[:-1], "grad_logsumexp": q.shape[:-1]}
-    for name, shape in {**alike, "bias": scores, "mask": scores}.items():
-        kind = call.type_of(name) if name in call.op.places else None
-        if kind is not None and not (fits(kind.shape, shape) if name in alike else broadcasts(kind.shape, shape)):
-            how = "" if name in alike else "what broadcasts to "
-            raise user_error(f"{call.op.name}: shape of {name}", str(list(kind.shape)), f"{how}{list(shape)}",
-                             "Check the operands' shapes.")  # fmt: skip
-    if "philox_seed" in call.op.places and call["dropout_p"] not in (None, 0):
-        _check_state(call)
-    return q, k, v
-
-
-def _check_state(call: Call) -> None:
-    for name, shape in (("philox_seed", (2,)), ("philox_offset", ())):
-        kind = call.type_of(name)
-        if kind is not None and not fits(kind.shape, shape):
-            raise user_error(f"{call.op.name}: shape of {name}", str(list(kind.shape)), str(list(shape)),
-                             "Pass what sdpfa_fwd gives.")  # fmt: skip
 
 
 class Dims:

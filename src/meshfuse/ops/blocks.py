@@ -24,7 +24,7 @@ from .base import (
     TensorRef,
     TensorType,
 )
-from .shapes import UNKNOWN, check_dim, check_ndim, check_same_size
+from .shapes import UNKNOWN, check_dim, check_dims, check_ndim, check_positive, check_same_size
 
 K = ParamKind
 _COMBINE = {"cumsum": "add", "cumprod": "mul", "cummax": "maximum", "cummin": "minimum"}
@@ -36,6 +36,7 @@ def block_size(n: int, blocks: int) -> int:
 
 
 def _dim(call: Call) -> int:
+    check_positive(call.op.name, "blocks", call["blocks"])
     return check_dim(call.op.name, call["dim"], max(t.ndim for t in (*call.types, *call.results)))
 
 
@@ -80,6 +81,7 @@ def _repeat_emit(e: Emit) -> str:
 
 def _topk_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), dim = call.types, _dim(call)
+    check_positive(call.op.name, "k", call["k"])
     if arg.shape[dim] != UNKNOWN and block_size(arg.shape[dim], call["blocks"]) < call["k"]:
         raise user_error("block_topk: k", str(call["k"]), f"no more than a block of {arg.shape[dim]} elements in "
                          f"{call['blocks']} has", "Take fewer blocks, or a smaller k.")  # fmt: skip
@@ -107,35 +109,34 @@ def _topk_emit(e: Emit) -> str:
     return f"K.block_topk({e.operands[0]}, {k}, {dim}, {call['largest']}, {block}, {numbers})"
 
 
-def _kept(call: Call, shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(1 if d in call["dims"] else n for d, n in enumerate(shape))
-
-
-def _moments_dim(call: Call) -> int:
-    return check_dim(call.op.name, call["dim"], call.types[0].ndim)
+def _moments_dims(call: Call) -> tuple[int, ...]:
+    """The reduced dims, among which is the one in blocks. Raises DefinitionError where it is not."""
+    dims = check_dims(call.op.name, call["dims"], call.types[0].ndim)
+    if _dim(call) not in dims:
+        raise user_error("block_moments: the dim in blocks", f"dim {call['dim']} beside the dims {list(dims)}",
+                         "one of the dims", "Reduce it, too.")  # fmt: skip
+    return dims
 
 
 def _moments_infer(call: Call) -> tuple[TensorType, ...]:
-    (arg,) = call.types
-    dims = [check_dim(call.op.name, d, arg.ndim) for d in call["dims"]]
-    if _moments_dim(call) not in dims:
-        raise user_error("block_moments: dim", str(call["dim"]), f"one of dims={dims}", "It is a dim that is reduced.")
-    return (TensorType((call["blocks"], 2, *_kept(call, arg.shape)), arg.dtype),)
+    (arg,), dims = call.types, _moments_dims(call)
+    kept = (1 if d in dims else n for d, n in enumerate(arg.shape))
+    return (TensorType((call["blocks"], 2, *kept), arg.dtype),)
 
 
 def _moments_rule(call: Call) -> Rule:
     """... (blocks, inside) ... -> blocks 2 ...: the other reduced dims are needed whole, too."""
-    (arg,), dim, builder = call.types, _moments_dim(call), RuleBuilder()
+    (arg,), dim, dims, builder = call.types, _dim(call), _moments_dims(call), RuleBuilder()
     outer = builder.factor(call["blocks"])
     inner = builder.blocked(block_size(arg.shape[dim], call["blocks"]))
-    whole = {d: builder.blocked(n) for d, n in enumerate(arg.shape) if d in call["dims"] and d != dim}
-    kept = {d: builder.factor(n) for d, n in enumerate(arg.shape) if d not in call["dims"]}
+    whole = {d: builder.blocked(n) for d, n in enumerate(arg.shape) if d in dims and d != dim}
+    kept = {d: builder.factor(n) for d, n in enumerate(arg.shape) if d not in dims}
     operand = tuple(kept.get(d) or whole.get(d) or ((*outer, *inner) if d == dim else ()) for d in range(arg.ndim))
     return builder.build([operand], [(outer, builder.blocked(2), *(kept.get(d, ()) for d in range(arg.ndim)))])
 
 
 def _moments_emit(e: Emit) -> str:
-    dim, dims = _moments_dim(e.call), list(e.call["dims"])
+    dim, dims = _dim(e.call), list(_moments_dims(e.call))
     block = block_size(e.call.types[0].shape[dim], e.call["blocks"])
     return f"K.block_moments({e.operands[0]}, {dims}, {dim}, {block}, {e.result_shapes[0][0]})"
 
@@ -143,8 +144,8 @@ def _moments_emit(e: Emit) -> str:
 def _merge_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,) = call.types
     check_ndim(call.op.name, "the moments", arg, 2)
-    check_same_size(call.op.name, "their dim 1 and the moments of a block", arg.shape[1], 2)
     check_same_size(call.op.name, "the blocks and their counts", arg.shape[0], len(call["counts"]))
+    check_same_size(call.op.name, "a mean and squares, and dim 1,", 2, arg.shape[1])
     made = TensorType(arg.shape[2:], arg.dtype)
     return (made, made)
 
@@ -193,7 +194,7 @@ def _is_first(r: Rewriting, dim: int, blocks: int, ndim: int) -> TensorRef:
     return r.call("reshape", first, [blocks if d == dim else 1 for d in range(ndim)])
 
 
-def _scan_infer(call: Call) -> tuple[TensorType, ...]:
+def _same_type(call: Call) -> tuple[TensorType, ...]:
     _dim(call)
     return call.types
 
@@ -229,7 +230,7 @@ _ARG, _DIM, _BLOCKS = Param("arg", K.TENSOR), Param("dim", K.DIM), Param("blocks
 _UNEVEN = "blocks that may be short or empty are left to torch"
 OPS = (
     *(
-        OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _scan_infer, lambda c: _block_rule(c, True, True),
+        OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _same_type, lambda c: _block_rule(c, True, True),
               _scan_emit, samples=lambda: _samples(DataType.Float),
               nvfuser="nvFuser has no scan that begins anew at each block")
         for name in _COMBINE

@@ -6,7 +6,6 @@ Their values depend on global positions alone, so every rank makes its own part 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from ..dtypes import DataType
@@ -18,7 +17,7 @@ from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilde
 from .native import local_shape
 from .pointwise import torch_dtype
 from .shape import same_rule
-from .shapes import check_ndim, known_size
+from .shapes import check_ndim, check_number, known_size
 
 K = ParamKind
 # What generated programs have in scope: the run's random state, and the device of tensors made from nothing.
@@ -36,21 +35,7 @@ def _shape_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _full_infer(call: Call) -> tuple[TensorType, ...]:
-    if isinstance(call["fill_value"], complex) and call["dtype"].category < 3:
-        raise user_error(
-            "full: a complex number in a real tensor",
-            f"{call['fill_value']} as {call['dtype'].name}",
-            "a complex dtype",
-            "Pass DataType.ComplexFloat.",
-        )
-    value = call["fill_value"]
-    if isinstance(value, float) and not math.isfinite(value) and call["dtype"].category < 2:
-        raise user_error(
-            "full: a number that no integer is",
-            f"{value} as {call['dtype'].name}",
-            "a finite number",
-            "Pass another dtype.",
-        )
+    check_number("full", call["fill_value"], call["dtype"])
     return _shape_infer(call)
 
 

@@ -24,7 +24,7 @@ from .base import (
 )
 from .native import Native
 from .pointwise import torch_dtype
-from .shapes import UNKNOWN, broadcasts, check_dtypes, check_ndim, check_same_size
+from .shapes import UNKNOWN, broadcasts_to, check_dtypes, check_ndim, check_positive, check_same_size
 
 K = ParamKind
 
@@ -112,6 +112,7 @@ def _scaled_results(call: Call, out: tuple[int, ...]) -> tuple[TensorType, ...]:
     """The product, and where asked for the scales of its blocks and its global scale."""
     made, block = [TensorType(out, call["dtype"])], call["output_block_scale_size"]
     if block:
+        check_positive(call.op.name, "output_block_scale_size", block)
         columns = out[-1] if out[-1] == UNKNOWN else -(-out[-1] // block)
         made.append(TensorType((*out[:-1], columns), call["output_block_scale_dtype"]))
     if call["output_gamma"]:
@@ -124,27 +125,35 @@ def _scaled_infer(call: Call) -> tuple[TensorType, ...]:
     check_ndim("scaled_mm", "the first operand", a, 2, 2)
     check_ndim("scaled_mm", "the second operand", b, 2, 2)
     check_same_size("scaled_mm", "the contracted dims", a.shape[1], b.shape[0])
-    if not any(t.dtype in (_FP4, _FP8) for t in call.types):  # Those scales lie as the hardware wants them.
-        _check_scales(call, (a.shape[0], b.shape[1]))
-    return _scaled_results(call, (a.shape[0], b.shape[1]))
+    made = _scaled_results(call, (a.shape[0], b.shape[1]))
+    if not _packed(call) and len(made) == 1:
+        _check_scaling(call, made[0].shape)
+    return made
 
 
-def _check_scales(call: Call, out: tuple[int, ...]) -> None:
-    """Raises DefinitionError where a scale is not of its matrix' rows, columns or blocks, or an addend not of `out`."""
-    for name, limit in zip(("scale1", "scale2"), call.types[:2], strict=True):
-        t = call.type_of(name)
-        assert t is not None
-        fits = t.ndim in (0, 2) and all(
-            n == UNKNOWN or m == UNKNOWN or min(m, 1) <= n <= m for n, m in zip(t.shape, limit.shape, strict=False)
-        )
-        if not fits:
-            raise user_error(f"scaled_mm: shape of {name}", str(list(t.shape)),
-                             f"one number, or a part of every dim of {list(limit.shape)}", "")  # fmt: skip
-    for name in ("alpha", "beta", "bias"):
-        t = call.type_of(name)
-        if t is not None and not broadcasts(t.shape, out if name == "bias" else (1,) * t.ndim):
-            needed = f"what broadcasts to {list(out)}" if name == "bias" else "one number"
-            raise user_error(f"scaled_mm: shape of {name}", str(list(t.shape)), needed, "Check the operands' shapes.")
+def _check_scaling(call: Call, out: tuple[int, ...]) -> None:
+    """Scales, alpha, bias and beta fit the operands; of packed numbers these are what NVIDIA's kernels lay out."""
+    for name, operand in (("scale1", call.types[0]), ("scale2", call.types[1])):
+        _check_scale(name, call.type_of(name), operand)
+    for name in ("alpha", "beta"):
+        if (t := call.type_of(name)) is not None and any(n not in (1, UNKNOWN) for n in t.shape):
+            raise user_error(f"scaled_mm: {name}", str(t), "a tensor of one number", "Multiply the result by it.")
+    if (bias := call.type_of("bias")) is not None and not broadcasts_to(bias.shape, out):
+        raise user_error("scaled_mm: bias", str(bias), f"a shape that broadcasts to {list(out)}", "Reshape it.")
+
+
+def _check_scale(name: str, scale: TensorType | None, operand: TensorType) -> None:
+    """One number for all, or along each dim one for all, for each or for each block of as many."""
+    assert scale is not None
+    one = scale.ndim < 2 and all(n in (1, UNKNOWN) for n in scale.shape)
+    blocks = scale.ndim == 2 and all(map(_in_blocks, operand.shape, scale.shape))
+    if not one and not blocks:
+        raise user_error(f"scaled_mm: {name}", f"{scale} for {operand}",
+                         "one number, or for each dim one per element or per equal block", "Reshape it.")  # fmt: skip
+
+
+def _in_blocks(n: int, blocks: int) -> bool:
+    return UNKNOWN in (n, blocks) or blocks == 1 or (0 < blocks <= n and -(-n // -(-n // blocks)) == blocks)
 
 
 def _scaled_rule(call: Call) -> Rule:
@@ -152,27 +161,38 @@ def _scaled_rule(call: Call) -> Rule:
     (a, b), builder = call.types[:2], RuleBuilder()
     if len(call.results) > 1 or not _runs_on_cpu(call):
         return whole_rule(call)
-    rows, columns, inner = builder.factor(a.shape[0]), builder.factor(b.shape[1]), builder.blocked(a.shape[1])
+    inner = builder.blocked(a.shape[1])
 
-    def scale(t: TensorType, dim: int, n: int, factor: tuple[int, ...]) -> DimFactors:
+    def outer(scale: TensorType, dim: int, n: int) -> tuple[int, ...]:
+        """A dim's factor: whole where the scale has one number for a block of it."""
+        return builder.blocked(n) if scale.ndim == 2 and scale.shape[dim] not in (1, n) else builder.factor(n)
+
+    rows, columns = outer(call.types[2], 0, a.shape[0]), outer(call.types[3], 1, b.shape[1])
+    out = ((a.shape[0], rows), (b.shape[1], columns))
+
+    def scale(t: TensorType, dim: int) -> DimFactors:
+        n, factor = out[dim]
         return tuple(
             factor if d == dim and size == n and t.ndim == 2 else builder.blocked(size)
             for d, size in enumerate(t.shape)
         )
 
-    scales = [scale(call.types[2], 0, a.shape[0], rows), scale(call.types[3], 1, b.shape[1], columns)]
-
     def other(name: str, t: TensorType) -> DimFactors:
-        ends = ((a.shape[0], rows), (b.shape[1], columns))[2 - t.ndim :] if name == "bias" else ()
-        return tuple(f if n == m else () for n, (m, f) in zip(t.shape, ends, strict=True)) if ends else ((),) * t.ndim
+        ends = out[2 - t.ndim :] if name == "bias" else [(0, ())] * t.ndim
+        return tuple(factor if size == n else () for size, (n, factor) in zip(t.shape, ends, strict=True))
 
-    others = [other(name, t) for name in ("alpha", "bias", "beta") if (t := call.type_of(name)) is not None]
+    scales = [scale(call.types[2], 0), scale(call.types[3], 1)]
+    given = [(name, t) for name in ("alpha", "bias", "beta") if (t := call.type_of(name)) is not None]
+    others = [other(name, t) for name, t in given]
     return builder.build([(rows, inner), (inner, columns), *scales, *others], [(rows, columns)])
 
 
+def _packed(call: Call) -> bool:
+    return any(t.dtype is DataType.Float4_e2m1fn for t in call.types)
+
+
 def _runs_on_cpu(call: Call) -> bool:
-    packed = any(t.dtype is DataType.Float4_e2m1fn for t in call.types)
-    return not packed and len(call.results) == 1
+    return not _packed(call) and len(call.results) == 1
 
 
 def _scaled_emit(e: Emit) -> str:
@@ -191,7 +211,7 @@ def _scaled_samples() -> list[Sample]:
         Sample((t(6, 8), t(8, 4), t(6, 1), t(1, 4)), kinds),
         Sample((t(6, 8), t(8, 4), t(6, 2), t(2, 4)), kinds),
         Sample((t(6, 8), t(8, 4), t(), t(), t(), t(4)), kinds),
-        Sample((t(6, 8), t(8, 4), t(), t(), t(), t(6, 4), t()), kinds),
+        Sample((t(6, 8), t(8, 4), t(2, 2), t(2, 2), t(1), t(6, 1), t()), kinds),
     ]
 
 
@@ -216,12 +236,15 @@ def _missing_emit(e: Emit) -> str:
 
 def _scaled_grouped_infer(call: Call) -> tuple[TensorType, ...]:
     a, b = call.types[:2]
+    check_ndim(call.op.name, "the first operand", a, 2, 3)
+    check_ndim(call.op.name, "the second operand", b, 2, 3)
     return _scaled_results(call, (a.shape[0], b.shape[-1]))
 
 
 def _cutlass_infer(call: Call) -> tuple[TensorType, ...]:
     """[m, k] and [g, k, n] to [m, n]."""
     a, b = call.types[:2]
+    check_ndim(call.op.name, "the first operand", a, 2, 2)
     check_ndim(call.op.name, "the second operand", b, 3, 3)
     return (TensorType((a.shape[0], b.shape[2]), call["dtype"]),)
 
@@ -234,6 +257,7 @@ def _quantize_infer(call: Call) -> tuple[TensorType, ...]:
     """The numbers in 4 bits, and one float8 scale per block of the last dim."""
     x = call.types[0]
     check_ndim(call.op.name, "the input", x, 1)
+    check_positive(call.op.name, "block_size", call["block_size"])
     if x.dtype not in (DataType.Float, DataType.Half, DataType.BFloat16):
         raise user_error(f"{call.op.name}: the input", str(x), "Float, Half or BFloat16", "Cast it to Float.")
     scales = (*x.shape[:-1], _blocks(x.shape[-1], call["block_size"]))

@@ -43,7 +43,7 @@ def unregister_op(op: str | OpDef) -> None:
     not registered.
     """
     name = op.name if isinstance(op, OpDef) else op
-    if name not in _registered:
+    if not isinstance(name, str) or name not in _registered:
         raise user_error(f"unregister_op: {name!r} is not registered", f"registered {sorted(_registered)}", "",
                          "Ops of the table stay.", caller_line())  # fmt: skip
     for one in (_registered[name], *_registered[name].adjoints):
@@ -52,7 +52,9 @@ def unregister_op(op: str | OpDef) -> None:
 
 def find(op: str | OpDef) -> OpDef | None:
     """The op of this name, None where there is none; an OpDef is its own."""
-    return op if isinstance(op, OpDef) else OPS.get(op) or _registered.get(op)
+    if isinstance(op, OpDef):
+        return op
+    return OPS.get(op) or _registered.get(op) if isinstance(op, str) else None
 
 
 def names() -> list[str]:

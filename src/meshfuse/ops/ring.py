@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.attention import RING_ATTENTION
 from .attention_blocks import qkv_types
-from .attention_rules import Dims, all_checked, checked, scale_text, score_flops, scores_text
+from .attention_rules import Dims, checked, scale_text, score_flops, scores_text
 from .base import (
     Call,
     Emit,
@@ -25,7 +26,7 @@ from .base import (
 )
 from .native import Native
 from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
-from .shapes import UNKNOWN, fits
+from .shapes import UNKNOWN, check_ndim
 
 K = ParamKind
 _NOT_NATIVE = "its steps are nvFuser's where they are written out"
@@ -88,7 +89,6 @@ def _chunks(call: Call) -> int:
 
 
 def _bwd_infer(call: Call) -> tuple[TensorType, ...]:
-    all_checked(call)
     return _checked(call)
 
 
@@ -120,11 +120,15 @@ def _merge_infer(call: Call) -> tuple[TensorType, ...]:
     """In float32, or in float64 where any operand is."""
     (out, _), wide = call.types[:2], DataType.Float
     for t, wanted in zip(call.types, (out.shape, out.shape[:-1]) * 2, strict=True):
-        if t.dtype.category != 2 or not fits(t.shape, wanted):
+        if t.dtype.category != 2 or not _fits(t.shape, wanted):
             raise user_error("attention_merge: operands", " and ".join(map(str, call.types)),
                              "two outputs [.., e] and their log-sum-exps [..], floating point", "")  # fmt: skip
         wide = DataType.Double if t.dtype is DataType.Double else wide
     return TensorType(out.shape, wide), TensorType(out.shape[:-1], wide)
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    return len(shape) == len(wanted) and all(n == m or UNKNOWN in (n, m) for n, m in zip(shape, wanted, strict=True))
 
 
 def _merge_rule(call: Call) -> Rule:
@@ -150,10 +154,16 @@ def _merge_nvfuser(n: Native) -> Any:
 def _pick_infer(call: Call) -> tuple[TensorType, ...]:
     if not call.types:
         raise user_error("block_pick: operands", "numbers alone", "a tensor", "Pass a tensor as early or late.")
+    _keep_infer(call)
     if len(call.types) == 2 and call.types[0] != call.types[1]:
         raise user_error("block_pick: operands", f"{call.types[0]} and {call.types[1]}", "one type",
                          "Cast or reshape one of them.")  # fmt: skip
     return call.types[:1]
+
+
+def _keep_infer(call: Call) -> tuple[TensorType, ...]:
+    check_ndim(call.op.name, "the operand", call.types[0], 1)
+    return call.types
 
 
 def _pick_rule(call: Call) -> Rule:
@@ -259,7 +269,7 @@ OPS = (
     OpDef("block_pick", (Param("early", K.TENSOR_OR_SCALAR), Param("late", K.TENSOR_OR_SCALAR), Param("first", K.INT)),
           _pick_infer, _pick_rule, _pick_emit, flops=lambda call: 0.0, samples=_pick_samples,
           nvfuser=_pick_nvfuser),
-    OpDef("block_keep", (Param("arg", K.TENSOR), Param("first", K.INT), Param("late", K.BOOL)), lambda call: call.types,
+    OpDef("block_keep", (Param("arg", K.TENSOR), Param("first", K.INT), Param("late", K.BOOL)), _keep_infer,
           _pick_rule, _keep_emit, Partial.MOVE, flops=lambda call: 0.0, samples=_keep_samples,
           nvfuser="zeros for some of the ranks"),
     OpDef("attention_merge",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from ..dtypes import DataType
 from ..errors import user_error
-from .base import Call, DimFactors, RuleBuilder, ScalarRef, TensorType
+from .base import Call, DimFactors, FactorKind, Rule, RuleBuilder, ScalarRef, TensorRef, TensorType
 
 UNKNOWN = -1
 
@@ -41,6 +42,12 @@ def broadcast_shapes(op: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...
                 )  # fmt: skip
             out[-back] = size
     return tuple(out)
+
+
+def broadcasts_to(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Whether an operand may be broadcast to a result of this shape, which it makes no larger."""
+    pairs = zip(reversed(shape), reversed(result), strict=False)
+    return len(shape) <= len(result) and all(n in (1, m) or UNKNOWN in (n, m) for n, m in pairs)
 
 
 def aligned_dims(shape: Sequence[int], result: Sequence[int], factors: DimFactors) -> DimFactors:
@@ -93,17 +100,6 @@ def check_same_size(op: str, what: str, a: int, b: int) -> None:
         raise user_error(f"{op}: {what} differ", f"{a} and {b}", "equal sizes", "Check the operands' shapes.")
 
 
-def fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether two shapes are the same, as far as they are known."""
-    return len(shape) == len(wanted) and all(n == m or UNKNOWN in (n, m) for n, m in zip(shape, wanted, strict=True))
-
-
-def broadcasts(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether a tensor of the first shape stands for one of the second, as far as they are known."""
-    last = wanted[len(wanted) - len(shape) :]
-    return len(shape) <= len(wanted) and fits([m if n == 1 else n for n, m in zip(shape, last, strict=True)], last)
-
-
 def check_dtypes(call: Call) -> DataType:
     """The one dtype of the operands. Raises DefinitionError where they differ."""
     found = {t.dtype for t in call.types}
@@ -113,6 +109,66 @@ def check_dtypes(call: Call) -> DataType:
             "Cast the operands with fd.ops.cast.",
         )  # fmt: skip
     return call.types[0].dtype
+
+
+_UNSIGNED = (DataType.Byte, DataType.UInt64)
+_LARGEST_FLOAT = 3.4028234663852886e38
+
+
+def check_number(op: str, value: object, dtype: DataType) -> None:
+    """Raises DefinitionError for a number that tensors of this dtype cannot have; scalars are known later."""
+    if isinstance(value, complex) and dtype.category < 3:
+        raise user_error(
+            f"{op}: a complex number in a real tensor", f"{value} as {dtype.name}", "a complex dtype",
+            "Pass DataType.ComplexFloat.",
+        )  # fmt: skip
+    if isinstance(value, float) and not math.isfinite(value) and dtype.category < 2:
+        raise user_error(
+            f"{op}: a number that no integer is", f"{value} as {dtype.name}", "a finite number", "Pass another dtype."
+        )
+    if isinstance(value, (int, float)) and math.isfinite(value) and not _held(value, dtype):
+        raise user_error(f"{op}: a number is too large", f"{value} as {dtype.name}", "one that the dtype holds",
+                         "Pass another dtype.")  # fmt: skip
+
+
+def _held(value: float, dtype: DataType) -> bool:
+    """Whether torch takes a finite number for a tensor of this dtype: of unsigned ones it takes negative ones, too."""
+    if dtype.category == 1:
+        bits, unsigned = 8 * dtype.itemsize, dtype in _UNSIGNED
+        largest = 2 ** (bits if unsigned else bits - 1) - 1
+        return -largest - (not unsigned) <= value <= largest
+    return abs(value) <= _LARGEST_FLOAT if dtype.real is DataType.Float else True
+
+
+def check_positive(op: str, what: str, n: int) -> None:
+    """Raises DefinitionError for a number below 1."""
+    if n < 1:
+        raise user_error(f"{op}: {what}", str(n), "1 or more", "Pass a positive number.")
+
+
+def check_rule(call: Call, rule: Rule) -> None:
+    """Raises DefinitionError where an operand does not have the dims and sizes that the op's factor rule gives it.
+
+    An op's own checks say it better; this one holds for every op, so that no kernel is given what it cannot take.
+    """
+    for place, (dims, found) in enumerate(zip(rule.operands, call.types, strict=True)):
+        if len(dims) != found.ndim or not all(_made_of(rule, *dim) for dim in zip(dims, found.shape, strict=True)):
+            sizes = [math.prod(rule.factors[f].size for f in factors) for factors in dims]
+            raise user_error(f"{call.op.name}: operand {_operand_name(call, place)} does not fit the others",
+                             str(found), f"the sizes {sizes}", "Check the operands' shapes.")  # fmt: skip
+
+
+def _made_of(rule: Rule, factors: Sequence[int], size: int) -> bool:
+    """Whether these factors make a dim of this size; blocks of a dim may be short or empty."""
+    product = math.prod(rule.factors[f].size for f in factors)
+    in_blocks = len(factors) > 1 and rule.factors[factors[-1]].kind is FactorKind.BLOCK
+    return product == size or (in_blocks and product > size)
+
+
+def _operand_name(call: Call, place: int) -> str:
+    """The parameter that an operand was passed as; its number among the operands where a list was passed."""
+    names = [param.name for param, arg in zip(call.op.params, call.args, strict=True) if isinstance(arg, TensorRef)]
+    return names[place] if len(names) == len(call.types) else str(place)
 
 
 def pointwise_rule_dims(

@@ -37,6 +37,8 @@ def _keepdim(call: Call) -> bool:
 
 def _reduced(call: Call) -> tuple[int, ...]:
     dims, keep = reduced_dims(call), _keepdim(call)
+    if not dims and call.types[0].ndim:  # a sum over no dims is its operand; torch takes these for all dims
+        raise user_error(f"{call.op.name}: dims", "none", "at least one", "Leave dims out for all of them.")
     return tuple(1 if d in dims else n for d, n in enumerate(call.types[0].shape) if keep or d not in dims)
 
 

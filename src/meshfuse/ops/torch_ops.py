@@ -272,6 +272,7 @@ def torch_op(
         marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
         _check_halos(notation, marks)
         _check_claims(notation, blocked, reduce, partial, samples)
+        _check_told(notation, marks, halo, sizes)
         if marks and not callable(halo):
             _check_widths(notation, marks, halo)
 
@@ -284,9 +285,12 @@ def torch_op(
 
     def make(function: Function) -> OpDef:
         with located(caller_line()):
-            params = _params(rule, notation, function)
+            params, called = _params(rule, notation, function), name or getattr(function, "__name__", "")
+            if not isinstance(called, str) or not called.isidentifier():
+                raise user_error("torch_op: the op's name", repr(called), "a Python name",
+                                 "Give the function, or name=, one.")  # fmt: skip
         op = TorchOp(
-            name or function.__name__, notation, function, params, tuple(blocked.split()), reduce, halos,
+            called, notation, function, params, tuple(blocked.split()), reduce, halos,
             (fill,) * len(notation.operands), sizes or (lambda _: {}), _dtypes(dtype, len(notation.results)),
         )  # fmt: skip
         adjoints: dict[str, OpDef] = {}
@@ -322,6 +326,16 @@ def _check_claims(notation: Notation, blocked: Any, reduce: Any, partial: Any, s
     for wrong, name, found, needed, do in problems:
         if wrong:
             raise user_error(f"rule {notation.text!r}: {name}", repr(found), needed, do)
+
+
+def _check_told(notation: Notation, marks: set[tuple[str, ...]], halo: Any, sizes: Any) -> None:
+    """Raises DefinitionError for a halo that no dim of the rule has, and for sizes that are no function."""
+    if halo is not None and not marks:
+        raise user_error(f"rule {notation.text!r}: halo", repr(halo), "a dim with neighbours in the rule, as in 't~'",
+                         "Mark the dims of which the function sees neighbours.")  # fmt: skip
+    if sizes is not None and not callable(sizes):
+        raise user_error(f"rule {notation.text!r}: sizes", repr(sizes), "a function of the call",
+                         'Write sizes=lambda call: {"n": 4}, for example.')  # fmt: skip
 
 
 _REDUCTIONS = ("sum", "prod", "max", "min")

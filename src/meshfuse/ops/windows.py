@@ -30,7 +30,7 @@ from .base import (
     TensorType,
 )
 from .native import Native, step_index
-from .shapes import UNKNOWN, check_dim, check_dtypes, check_same_size, known_size
+from .shapes import UNKNOWN, check_dim, check_dtypes, check_number, check_same_size, known_size
 
 K = ParamKind
 
@@ -159,6 +159,7 @@ def pad_widths(call: Call) -> dict[int, tuple[int, int]]:
 
 def _pad_infer(call: Call) -> tuple[TensorType, ...]:
     widths = pad_widths(call)
+    check_number("pad", call["value"], call.types[0].dtype)
     sizes = [n if n == UNKNOWN else n + sum(widths.get(d, ())) for d, n in enumerate(call.types[0].shape)]
     if any(n < 0 and old != UNKNOWN for n, old in zip(sizes, call.types[0].shape, strict=True)):
         raise user_error("pad: more is cut off than there is", str(list(call["pad_widths"])), "sizes >= 0", "")

@@ -74,15 +74,15 @@ def peers_gone(scene: Scene, what: str, gone: Sequence[int]) -> RankError:
     return error
 
 
-def timed_out(scene: Scene, what: str, peers: Iterable[int], after: float) -> RankError:
-    """The error of a wait that reached its limit: who does not answer, and where the others are."""
+def timed_out(scene: Scene, what: str, peers: Iterable[int], after: float, limit: float | None = None) -> RankError:
+    """The error of a wait that reached its limit (MESHFUSE_TIMEOUT): who does not answer, and where the others are."""
     failure = within(1.0, lambda: published(scene.store))
     if failure is not None and failure.primary and failure.rank != scene.rank:
         return peer_failed(scene, what, failure)
     silent, report = _report(scene, peers)
     error = RankTimeout(
         f"{what} timed out on rank {scene.rank}: found no end after {after:.1f} s, needed all ranks to "
-        f"arrive within {scene.limit:g} s. See the ranks below, or raise MESHFUSE_TIMEOUT if they are slow.\n"
+        f"arrive within {limit or scene.limit:g} s. See the ranks below, or raise MESHFUSE_TIMEOUT if they are slow.\n"
         f"{report}"
     )
     error.silent = silent

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ..errors import ArgumentError, user_error
 
 DEFAULT_TIMEOUT = 60.0
+LONGEST_TIMEOUT = 1e9  # 30 years; clocks and locks overflow beyond 1e10
 LOOPBACK = "127.0.0.1"
 DEFAULT_GROUP = "torch.distributed"
 TORCHRUN = "torchrun"
@@ -74,10 +75,10 @@ def time_limit(env: Mapping[str, str] = os.environ) -> float:
         limit = float(text)
     except ValueError:
         limit = 0.0
-    if not 0 < limit < float("inf"):
+    if not 0 < limit <= LONGEST_TIMEOUT:
         raise user_error(
-            "MESHFUSE_TIMEOUT is no time", repr(text), "a number of seconds above 0", "Unset it for 60 s.",
-            cls=ArgumentError,
+            "MESHFUSE_TIMEOUT is no time", repr(text), f"a number of seconds above 0, at most {LONGEST_TIMEOUT:g}",
+            "Unset it for 60 s.", cls=ArgumentError,
         )  # fmt: skip
     return limit
 

@@ -29,6 +29,7 @@ TIMED_OUT_CODE = 124
 _GRACE = 3.0
 _POLL = 0.02
 _LONGEST_PAUSE = 30.0
+_MOST_RANKS = 4096
 _KEEPER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper.py")
 
 
@@ -67,8 +68,9 @@ def run(
     processes and a new store; TORCHELASTIC_RESTART_COUNT and `World.attempt` tell the script which attempt it is. An
     error of the script's definitions or arguments would come again and is final.
     """
-    if ranks < 1:
-        raise user_error("wrong number of ranks", str(ranks), "1 or more", cls=ArgumentError)
+    if not 1 <= ranks <= _MOST_RANKS:
+        needed = "1 or more" if ranks < 1 else f"at most {_MOST_RANKS} on one machine"
+        raise user_error("wrong number of ranks", str(ranks), needed, cls=ArgumentError)
     if max_restarts < 0:
         raise user_error("wrong number of restarts", str(max_restarts), "0 or more", cls=ArgumentError)
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -178,16 +180,25 @@ def _start(rank: int, job: _Job, base: Mapping[str, str], listener: socket.socke
     # Rank 0 writes for itself, but where others' lines would come into the middle of its own (PYTHONUNBUFFERED).
     direct = rank == 0 and (not job.all_output or sys.stdout.isatty())
     quiet = subprocess.PIPE if job.all_output else subprocess.DEVNULL
-    process = subprocess.Popen(
-        [sys.executable, *job.argv],
-        env=variables,
-        pass_fds=handed,
-        stdin=None if rank == 0 else subprocess.DEVNULL,
-        stdout=None if direct else quiet,
-        stderr=None if rank == 0 else subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=_bound_to_launcher(),
-    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *job.argv],
+            env=variables,
+            pass_fds=handed,
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdout=None if direct else quiet,
+            stderr=None if rank == 0 else subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_bound_to_launcher(),
+        )
+    except OSError as error:
+        raise user_error(
+            f"rank {rank} of {job.ranks} cannot be started",
+            error.strerror or str(error),
+            "room for its process, and a script's words that it can be given",
+            "Start fewer ranks, or raise the limits that ulimit -a shows.",
+            cls=ArgumentError,
+        ) from None
     pairs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
     return Rank(rank, process, [_forward(rank, pipe, out) for pipe, out in pairs if pipe is not None])
 
@@ -307,9 +318,11 @@ def _signals() -> Iterator[None]:
         yield
         return
 
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught, launcher = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), os.getpid()
 
     def stop(number: int, frame: object) -> None:
+        if os.getpid() != launcher:
+            os._exit(128 + number)  # A rank that is no program of its own yet: what it ignored it would go on to.
         for other in caught:
             signal.signal(other, signal.SIG_IGN)  # Ending the ranks takes seconds and must not be cut short.
         raise _Interrupted(number)

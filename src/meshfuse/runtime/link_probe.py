@@ -186,9 +186,12 @@ def mesh_of(text: str | None, ranks: int) -> DeviceMesh:
     """The mesh that "dp=2,tp=4" means on so many ranks; one axis of all of them without a text."""
     if text is None:
         return DeviceMesh((ranks,), ("x",))
+    parts = text.split(",")
     try:
-        sizes = {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+        sizes = {name.strip(): int(size) for name, size in (part.split("=") for part in parts)}
     except ValueError:
+        sizes = {}
+    if len(sizes) != len(parts):  # an axis is named twice
         sizes = {}
     count = 1
     for size in sizes.values():

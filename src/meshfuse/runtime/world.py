@@ -292,7 +292,7 @@ class World:
         finally:
             self._meeting = ""
         if missing:
-            raise timed_out(self._scene(), what, [keys[key] for key in missing], seconds_since(start))
+            raise timed_out(self._scene(), what, [keys[key] for key in missing], seconds_since(start), limit)
 
     def _asked(self, what: str, ranks: tuple[int, ...], action: Callable[[], T], limit: float | None = None) -> T:
         """What the store says to an action that it may take so long over. RankError where it is gone or stopped."""
@@ -302,7 +302,7 @@ class World:
         except RankError:
             raise
         except Silent:
-            raise timed_out(self._scene(), what, ranks, seconds_since(start)) from None
+            raise timed_out(self._scene(), what, ranks, seconds_since(start), limit) from None
         except RuntimeError as error:
             raise connection_lost(self._scene(), what, ranks, str(error), seconds_since(start)) from None
 

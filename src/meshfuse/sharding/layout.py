@@ -270,6 +270,8 @@ def concat(layouts: tuple[Layout, ...], sizes: tuple[int, ...], n: int | None = 
     if len(layouts) == 1:
         return canonical(layouts[0], n) if n != sizes[0] else layouts[0]
     full = [padded(layout, size) for layout, size in zip(layouts, sizes, strict=True)]
+    if n == 0:  # every rank has nothing of it, however uneven
+        return canonical(tuple(split for layout in layouts for split in axes(layout)), 0)
     if any(extent(layout) != size for layout, size in zip(full[1:], sizes[1:], strict=True)):
         return None
     return canonical(tuple(split for layout in full for split in layout), n)

@@ -7,9 +7,26 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+from ..errors import MeshfuseError, caller_line, user_error
 from ..mesh import DeviceMesh
 from . import layout as lay
 from .layout import Layout, Runs, Split
+
+_MOST_DIMS = 64  # of a torch tensor
+_REDUCTIONS = ("", "sum", "prod", "max", "min")
+
+
+def _are_parts(mesh: object, dims: tuple[object, ...], partial: tuple[object, ...], reduce: object) -> bool:
+    layouts = all(isinstance(d, tuple) and all(isinstance(s, Split) for s in d) for d in dims)
+    terms = all(isinstance(s, Split) for s in partial)
+    return isinstance(mesh, DeviceMesh) and layouts and terms and reduce in _REDUCTIONS
+
+
+def _no_sharding(parts: tuple[object, ...]) -> MeshfuseError:
+    return user_error(
+        "Sharding", ", ".join(map(repr, parts)), "a DeviceMesh, a tuple of Splits for each dim, and what is unreduced",
+        "Write Sharding(mesh, ((Split(4, 'tp'),), ())), for example.", caller_line(),
+    )  # fmt: skip
 
 
 class Sharding:
@@ -31,9 +48,14 @@ class Sharding:
     def __new__(
         cls, mesh: DeviceMesh, dims: Sequence[Layout], partial: Sequence[Split] = (), reduce: str = ""
     ) -> Sharding:
-        key = (mesh, tuple(dims), tuple(partial), reduce)
-        found = cls._interned.get(key)
+        try:
+            key = (mesh, tuple(dims), tuple(partial), reduce)
+            found = cls._interned.get(key)
+        except TypeError:  # no sequences, or of what is no value
+            raise _no_sharding((mesh, dims, partial, reduce)) from None
         if found is None:
+            if not _are_parts(*key):
+                raise _no_sharding(key)
             found = super().__new__(cls)
             for name, value in zip(("mesh", "dims", "partial", "reduce"), key, strict=True):
                 object.__setattr__(found, name, value)
@@ -52,6 +74,9 @@ class Sharding:
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh, ndim: int) -> Sharding:
+        if not isinstance(ndim, int) or not 0 <= ndim <= _MOST_DIMS:
+            raise user_error("Sharding.replicated: ndim", repr(ndim), f"an int from 0 to {_MOST_DIMS}",
+                             "Pass the tensor's number of dims.", caller_line())  # fmt: skip
         return cls(mesh, (lay.WHOLE,) * ndim)
 
     @classmethod

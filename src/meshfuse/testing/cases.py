@@ -120,6 +120,10 @@ def type_problem(op: OpDef, sample: Sample) -> str | None:
         return report(op, call, "the lowering fails on whole operands", [("error", f"{type(error).__name__}: {first}")],
                       "Make infer refuse such a call, or the lowering take it.")  # fmt: skip
     for place, (tensor, kind) in enumerate(zip(found, call.results, strict=True)):
+        if not isinstance(tensor, torch.Tensor):
+            return report(op, call, f"the lowering gives no tensor as result {place}",
+                          [("found", f"{tensor!r} ({type(tensor).__name__})")],
+                          "Return a tensor for each result of the rule.")  # fmt: skip
         if (tuple(tensor.shape), tensor.dtype) != (kind.shape, torch_dtype(kind)):
             facts = [("found", f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} from the lowering"),
                      ("expected", f"{kind.dtype.value}{list(kind.shape)} by infer")]  # fmt: skip

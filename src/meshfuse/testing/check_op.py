@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from hypothesis import HealthCheck, Phase, assume, find, settings
 from hypothesis import strategies as st
-from hypothesis.errors import NoSuchExample
+from hypothesis.errors import HypothesisException, NoSuchExample
 
 from ..dtypes import DataType
-from ..errors import MeshfuseError, caller_line, user_error
+from ..errors import MeshfuseError, caller_line, located, user_error
 from ..fusion_definition import FusionDefinition
 from ..ops.base import OpDef, Sample, TensorType
 from .calls import define_call, make_call, operands_of, whole
@@ -65,10 +67,26 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
         if not isinstance(value, int) or value < 0:
             raise user_error(f"check_op: {name}", repr(value), "an int >= 0", "Leave it out, or pass one.",
                              caller_line())  # fmt: skip
-    given = list(op.samples() if samples is None else samples)
-    assert given, f"{op.name}: no samples\n  what to do Give samples=[mf.Sample((mf.TensorType(...), ...)), ...]."
-    with _one_thread():
+    with _one_thread(), _told(op), located(caller_line()):
+        given = list(op.samples() if samples is None else samples)
+        assert given, f"{op.name}: no samples\n  what to do Give samples=[mf.Sample((mf.TensorType(...), ...)), ...]."
         _check(op, given, max_examples, max_ranks)
+
+
+@contextlib.contextmanager
+def _told(op: OpDef) -> Iterator[None]:
+    """What the record's own functions raise, or make that is no result of theirs, as a claim that does not hold."""
+    try:
+        yield
+    except (AssertionError, MeshfuseError, HypothesisException):
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise AssertionError(
+            f"{op.name}: the record cannot be worked with\n  error      {type(error).__name__}: {error}\n"
+            f"  at         {os.path.basename(last.filename)}:{last.lineno}: {last.line}\n"
+            "  what to do Look at the function of the record that this is raised in, or whose result it works on."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -1,0 +1,109 @@
+"""Every op's samples with one argument made wrong: a house error at the user's line, or the numbers of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import meshfuse as mf
+import op_references as references
+from meshfuse import DataType
+from meshfuse.errors import MeshfuseError
+from meshfuse.ops import OPS
+from meshfuse.ops.base import Sample, TensorType
+from meshfuse.testing.calls import fill
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+MESH = mf.DeviceMesh((2,), ("x",))
+OTHER = mf.FusionDefinition().define_tensor([2, 3])
+VALUES: list[Any] = [
+    None, float("nan"), 1e300, "a", True, -7, 0, 3, 2**40, -(2**63), 2**70, 1.5, 1j, Number.ONE, torch.ones(2, 2), [],
+    [0, 0], [-1], [99], [None], [2**40], [1] * 99, {0: 1}, DataType.Null, DataType.Bool, DataType.Int32, OTHER,
+]  # fmt: skip
+SHAPES = ((), (1,), (0,), (3,), (2, 3), (3, 0), (7, 11), (1, 1, 1, 1), (2, 3, 4), (2,) * 9)
+TYPES = [*(TensorType(shape, DataType.Float) for shape in SHAPES),
+         *(TensorType((2, 3), dtype) for dtype in (DataType.Bool, DataType.Int, DataType.ComplexFloat))]  # fmt: skip
+
+
+def corrupted(sample: Sample, place: int | str, value: Any) -> Sample:
+    if isinstance(place, int):
+        return Sample((*sample.args[:place], value, *sample.args[place + 1 :]), sample.kwargs, sample.values)
+    return Sample(sample.args, {**sample.kwargs, place: value}, sample.values)
+
+
+def calls(name: str) -> Iterator[Sample]:
+    """The first sample with each of its arguments, and each optional one, replaced by each wrong value."""
+    op = OPS[name]
+    sample = op.samples()[0]
+    more = [param.name for param in op.params[len(sample.args) :]]
+    for place in (*range(len(sample.args)), *more):
+        yield from (corrupted(sample, place, value) for value in (*VALUES, *TYPES))
+
+
+def defined(name: str, sample: Sample, sharded: bool) -> mf.FusionDefinition:
+    """The call on inputs of their own, of which the first with dims is split. Raises the errors of a definition."""
+    fd = mf.FusionDefinition()
+
+    def argument(arg: Any) -> Any:
+        if isinstance(arg, list):
+            return [argument(a) for a in arg]
+        return fd.define_tensor(list(arg.shape), dtype=arg.dtype) if isinstance(arg, TensorType) else arg
+
+    made = fd.call(name, [argument(arg) for arg in sample.args], {k: argument(v) for k, v in sample.kwargs.items()})
+    for out in made if isinstance(made, tuple) else (made,):
+        fd.add_output(out)
+    first = next((t for t in fd.fusion.inputs() if t.ndim), None)
+    if sharded and first is not None:
+        fd.mesh_split(first, MESH, ["x", *[None] * (first.ndim - 1)])
+    return fd
+
+
+def tensors_of(fd: mf.FusionDefinition, sample: Sample) -> list[torch.Tensor] | None:
+    """Arguments for the definition; None where they or its results would be large, or torch has none of the kind."""
+    made = torch.Generator().manual_seed(0)
+    types = [fd.tensors[t.ref.id].type for t in fd.fusion.inputs()]
+    results = [fd.tensors[i].type for i in fd.outputs]
+    packed = any(t.dtype is DataType.Float4_e2m1fn for t in (*types, *results))
+    if packed or any(t.numel > 2**20 for t in (*types, *results)):
+        return None
+    return [fill(t, sample.values.get(i), None, made) for i, t in enumerate(types)]
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """Lets pass what a user may be told: a ValueError of ours with a line of this file."""
+    try:
+        yield
+    except MeshfuseError as error:
+        assert isinstance(error, ValueError), repr(error)
+        assert re.search(r"\(at test_corrupted_calls\.py:\d+\)", str(error)), str(error)
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("name", OPS)
+def test_a_wrong_argument_is_refused_or_means_the_same_on_every_mesh(name: str) -> None:
+    for sample in calls(name):
+        with refused():
+            fd = defined(name, sample, sharded=True)
+            given = tensors_of(fd, sample)
+            if given is None:
+                fd.bill()
+                continue
+            results = [fd.tensors[i].type for i in fd.outputs]
+            found = fd.simulate(given)
+            whole = defined(name, sample, sharded=False).simulate(given)
+            for a, b, kind in zip(found, whole, results, strict=True):
+                said = f"{sample.args} {sample.kwargs}"
+                assert (tuple(a.shape), str(a.dtype)) == (kind.shape, f"torch.{kind.dtype.value}"), said
+                if name not in references.RANDOM and a.dtype != torch.uint64:
+                    torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3, equal_nan=True, msg=said)
