@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -295,6 +297,56 @@ def fused_projection_of_few_key_heads(fd: Fd, s: Sizes) -> None:
     merged = ops.reshape(ops.permute(mixed, [0, 2, 1, 3]), [s.batch, s.length, kept])
     outputs(fd, ops.matmul(merged, out))
     split(fd, TP8, (w, [None, "tp"]), (out, ["tp", None]))
+
+
+# neighbours -------------------------------------------------------------------------------------------------------
+
+
+def taps(fd: Fd, x: Tensor, dims: Sequence[int], reach: tuple[int, int]) -> list[Tensor]:
+    """x shifted by -before to after along some dims, zeros coming in: slices of one pad."""
+    shape, (before, after) = x.type.shape, reach
+    padded = fd.ops.pad(x, [w for d in reversed(range(x.ndim)) for w in (reach if d in dims else (0, 0))])
+    starts = itertools.product(*(range(before + after + 1) if d in dims else (0,) for d in range(x.ndim)))
+    return [fd.ops.slice(padded, list(s), [a + n for a, n in zip(s, shape, strict=True)]) for s in starts]
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(lambda a, b: a + b, parts)
+
+
+@known(0.72, 0.058)
+def convolution_along_a_split_sequence(fd: Fd, s: Sizes) -> None:
+    """Each rank's rows at both edges, once."""
+    x = floats(fd, s.batch, s.length, s.width)
+    weights = [floats(fd, s.width, s.width) for _ in range(3)]
+    outputs(fd, added([fd.ops.matmul(t, w) for t, w in zip(taps(fd, x, [1], (1, 1)), weights, strict=True)]))
+    split(fd, SP8, (x, [None, "sp", None]))
+
+
+@known(1.81, 0.202)
+def short_causal_convolution_backward(fd: Fd, s: Sizes) -> None:
+    """Of four rows per channel: three rows forward, three of the gradient back, and the weights' gradient."""
+    x, w = floats(fd, s.batch, s.length, s.width), floats(fd, 4, s.width)
+    rows = [fd.ops.slice(w, [i, 0], [i + 1, s.width]) for i in range(4)]
+    made = [t * fd.ops.reshape(row, [s.width]) for t, row in zip(taps(fd, x, [1], (3, 0)), rows, strict=True)]
+    gradients(fd, added(made), [x, w])
+    split(fd, SP8, (x, [None, "sp", None]))
+
+
+@known(1.26, 0.132)
+def blur_of_images_split_both_ways(fd: Fd, s: Sizes) -> None:
+    """Nine taps: a row from above and below, then a column from left and right of each of the three."""
+    x = floats(fd, s.batch, 64, 64, 64)
+    outputs(fd, added(taps(fd, x, [1, 2], (1, 1))))
+    split(fd, X4_Y2, (x, [None, "x", "y", None]))
+
+
+@known(7.43, 0.23)
+def convolution_of_images_as_one_product(fd: Fd, s: Sizes) -> None:
+    """Nine taps next to each other, and one product."""
+    x, w = floats(fd, s.batch, 64, 64, 64), floats(fd, 9 * 64, 64)
+    outputs(fd, fd.ops.matmul(fd.ops.cat(taps(fd, x, [1, 2], (1, 1)), 3), w))
+    split(fd, SP8, (x, [None, "sp", None, None]))
 
 
 # data parallel, stored in parts, experts --------------------------------------------------------------------------
