@@ -24,6 +24,8 @@ from .sharding.value import Sharding
 Starts = Mapping[int, Sharding]
 # What inputs elsewhere may save: moves of what is whole but lies where it is not wanted.
 _SAVED = (MoveKind.ALL_TO_ALL, MoveKind.ALL_GATHER, MoveKind.EXCHANGE, MoveKind.WINDOW)
+# Each is a search: no more are tried.
+MOST = 6
 
 
 class _Origin(NamedTuple):
@@ -38,10 +40,10 @@ class _Origin(NamedTuple):
 _Origins = tuple[frozenset[_Origin], ...]
 
 
-def elsewhere(resharded: ReshardedDefinition) -> Iterator[Starts]:
+def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
     """Inputs in other places, where bringing them there takes less than is spent on what is split after them.
 
-    Inputs of one origin go to another dim together, if that dim is of one size.
+    Inputs of one origin go to another dim together, if that dim is of one size. Those that may save most come first.
     """
     homes, graph = resharded.sharded.homes, resharded.graph
     spent = _spent(resharded)
@@ -51,9 +53,9 @@ def elsewhere(resharded: ReshardedDefinition) -> Iterator[Starts]:
         for origin in _own_origins(homes[i]):
             for dim, start in _moved(homes[i], origin, graph.shape(i)) if origin in spent else ():
                 found.setdefault((origin, dim, graph.shape(i)[dim]), {})[i] = start
-    for (origin, _, _), starts in found.items():
-        if _price(resharded, starts) < spent[origin] - EPSILON:
-            yield starts
+    saved = [(spent[origin] - _price(resharded, starts), starts) for (origin, _, _), starts in found.items()]
+    worth = sorted([entry for entry in saved if entry[0] > EPSILON], key=lambda entry: -entry[0])
+    return [starts for _, starts in worth[:MOST]]
 
 
 def _own_origins(home: Sharding) -> Iterator[_Origin]:
