@@ -50,7 +50,8 @@ class Shifted(NamedTuple):
 
 def shifted(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
     """The definition with windows of sharded dims joined and chained, if that plan is better."""
-    found = _Finder(sharded).run()
+    takes = any(node.call.op.window is not None for node in sharded.graph.nodes)
+    found = _Finder(sharded).run() if takes else {}
     if not found:
         return sharded
     graph = _without_unread(_Writer(sharded, found).run(found))
