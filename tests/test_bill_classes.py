@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +95,82 @@ def sequence_parallel_mlp_backward(fd: Fd, s: Sizes) -> None:
     made = gradients(fd, y, [x, w1, w2])
     split(fd, TP8, (x, [None, "tp", None]), (y, [None, "tp", None]), (made[0], [None, "tp", None]))
     megatron_mlp(fd, TP8, w1, w2)
+
+
+def weights_of_a_layer(fd: Fd, s: Sizes) -> list[Tensor]:
+    """q, k, v and o [D, D], w1, w2: whole on every rank."""
+    square = [floats(fd, s.width, s.width) for _ in range(4)]
+    return [*square, floats(fd, s.width, s.hidden), floats(fd, s.hidden, s.width)]
+
+
+def layer(fd: Fd, s: Sizes, x: Tensor, weights: list[Tensor]) -> Tensor:
+    """Attention in products and an MLP, with residuals."""
+    *qkv, out, w1, w2 = weights
+    shape = [x.type.shape[0], x.type.shape[1], s.heads, s.head]
+    rows = [fd.ops.permute(fd.ops.reshape(fd.ops.matmul(x, w), shape), [0, 2, 1, 3]) for w in qkv]
+    mixed = fd.ops.reshape(fd.ops.permute(by_hand(fd, *rows), [0, 2, 1, 3]), [*shape[:2], s.width])
+    x = x + fd.ops.matmul(mixed, out)
+    return x + layers.mlp(fd, x, w1, w2)
+
+
+@known(58.72, 1.84)
+def two_layers_of_a_split_sequence(fd: Fd, s: Sizes) -> None:
+    """x to the batch by one all-to-all, before the first product; there is nothing to move after it."""
+    x, weights = floats(fd, s.batch, s.length, s.width), [weights_of_a_layer(fd, s) for _ in range(2)]
+    outputs(fd, layer(fd, s, layer(fd, s, x, weights[0]), weights[1]))
+    split(fd, SP8, (x, [None, "sp", None]))
+
+
+@known(29.36, 3.67)
+def a_layer_from_sequence_to_sequence(fd: Fd, s: Sizes) -> None:
+    """x to the batch, and what it gives back."""
+    x = floats(fd, s.batch, s.length, s.width)
+    y = layer(fd, s, x, weights_of_a_layer(fd, s))
+    outputs(fd, y)
+    split(fd, SP8, (x, [None, "sp", None]), (y, [None, "sp", None]))
+
+
+@known(146.81, 89.92)
+def its_weights_gradients(fd: Fd, s: Sizes) -> None:
+    """x to the batch, and an all-reduce per weight."""
+    x, weights = floats(fd, s.batch, s.length, s.width), weights_of_a_layer(fd, s)
+    gradients(fd, layer(fd, s, x, weights), weights)
+    split(fd, SP8, (x, [None, "sp", None]))
+
+
+@known(4.20, 1.05)
+def attention_of_a_batch_and_sequence_both_split(fd: Fd, s: Sizes) -> None:
+    """The sequence's axis goes to the batch, inside the axis that is there."""
+    x = floats(fd, s.batch, s.length, s.width)
+    outputs(fd, layer(fd, s, x, weights_of_a_layer(fd, s)))
+    split(fd, X4_Y2, (x, ["x", "y", None]))
+
+
+@known(30.28, 3.68)
+def attention_to_a_split_memory(fd: Fd, s: Sizes) -> None:
+    """The memory goes to the batch once; its keys and values are made there."""
+    x, memory = floats(fd, s.batch, s.length, s.width), floats(fd, s.batch, 2 * s.length, s.width)
+    weights = [floats(fd, s.width, s.width) for _ in range(4)]
+
+    def rows(t: Tensor, w: Tensor) -> Tensor:
+        shape = [s.batch, t.type.shape[1], s.heads, s.head]
+        return fd.ops.permute(fd.ops.reshape(fd.ops.matmul(t, w), shape), [0, 2, 1, 3])
+
+    q, k, v = rows(x, weights[0]), rows(memory, weights[1]), rows(memory, weights[2])
+    mixed = fd.ops.matmul(fd.ops.softmax(fd.ops.matmul(q, fd.ops.permute(k, [0, 1, 3, 2])) * 0.125, -1), v)
+    merged = fd.ops.reshape(fd.ops.permute(mixed, [0, 2, 1, 3]), [s.batch, s.length, s.width])
+    outputs(fd, fd.ops.matmul(merged, weights[3]))
+    split(fd, SP8, (memory, [None, "sp", None]))
+
+
+@known(14.68, 1.84)
+def tokens_mixed_along_a_split_sequence(fd: Fd, s: Sizes) -> None:
+    """An MLP over the sequence, then one over the width: x goes to the batch."""
+    x, ops = floats(fd, s.batch, s.length, s.width), fd.ops
+    w1, w2, w3, w4 = (floats(fd, n, n) for n in (s.length, s.length, s.width, s.width))
+    y = x + ops.permute(layers.mlp(fd, ops.permute(x, [0, 2, 1]), w1, w2), [0, 2, 1])
+    outputs(fd, y + layers.mlp(fd, y, w3, w4))
+    split(fd, SP8, (x, [None, "sp", None]))
 
 
 # products whose operands disagree ---------------------------------------------------------------------------------
@@ -219,6 +297,56 @@ def fused_projection_of_few_key_heads(fd: Fd, s: Sizes) -> None:
     merged = ops.reshape(ops.permute(mixed, [0, 2, 1, 3]), [s.batch, s.length, kept])
     outputs(fd, ops.matmul(merged, out))
     split(fd, TP8, (w, [None, "tp"]), (out, ["tp", None]))
+
+
+# neighbours -------------------------------------------------------------------------------------------------------
+
+
+def taps(fd: Fd, x: Tensor, dims: Sequence[int], reach: tuple[int, int]) -> list[Tensor]:
+    """x shifted by -before to after along some dims, zeros coming in: slices of one pad."""
+    shape, (before, after) = x.type.shape, reach
+    padded = fd.ops.pad(x, [w for d in reversed(range(x.ndim)) for w in (reach if d in dims else (0, 0))])
+    starts = itertools.product(*(range(before + after + 1) if d in dims else (0,) for d in range(x.ndim)))
+    return [fd.ops.slice(padded, list(s), [a + n for a, n in zip(s, shape, strict=True)]) for s in starts]
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(lambda a, b: a + b, parts)
+
+
+@known(0.72, 0.058)
+def convolution_along_a_split_sequence(fd: Fd, s: Sizes) -> None:
+    """Each rank's rows at both edges, once."""
+    x = floats(fd, s.batch, s.length, s.width)
+    weights = [floats(fd, s.width, s.width) for _ in range(3)]
+    outputs(fd, added([fd.ops.matmul(t, w) for t, w in zip(taps(fd, x, [1], (1, 1)), weights, strict=True)]))
+    split(fd, SP8, (x, [None, "sp", None]))
+
+
+@known(1.81, 0.202)
+def short_causal_convolution_backward(fd: Fd, s: Sizes) -> None:
+    """Of four rows per channel: three rows forward, three of the gradient back, and the weights' gradient."""
+    x, w = floats(fd, s.batch, s.length, s.width), floats(fd, 4, s.width)
+    rows = [fd.ops.slice(w, [i, 0], [i + 1, s.width]) for i in range(4)]
+    made = [t * fd.ops.reshape(row, [s.width]) for t, row in zip(taps(fd, x, [1], (3, 0)), rows, strict=True)]
+    gradients(fd, added(made), [x, w])
+    split(fd, SP8, (x, [None, "sp", None]))
+
+
+@known(1.26, 0.132)
+def blur_of_images_split_both_ways(fd: Fd, s: Sizes) -> None:
+    """Nine taps: a row from above and below, then a column from left and right of each of the three."""
+    x = floats(fd, s.batch, 64, 64, 64)
+    outputs(fd, added(taps(fd, x, [1, 2], (1, 1))))
+    split(fd, X4_Y2, (x, [None, "x", "y", None]))
+
+
+@known(7.43, 0.23)
+def convolution_of_images_as_one_product(fd: Fd, s: Sizes) -> None:
+    """Nine taps next to each other, and one product."""
+    x, w = floats(fd, s.batch, 64, 64, 64), floats(fd, 9 * 64, 64)
+    outputs(fd, fd.ops.matmul(fd.ops.cat(taps(fd, x, [1, 2], (1, 1)), 3), w))
+    split(fd, SP8, (x, [None, "sp", None, None]))
 
 
 # data parallel, stored in parts, experts --------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The stages in their order: the page to open first.
 
 definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `merged` → `searched`
-→ `written` → `insert_resharding` → `early` → `fitted` → `overlap` → `segment` → `lower_to_host_ir` → executor.
+→ `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `overlap` → `segment` → `lower_to_host_ir`
+→ executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 
@@ -35,6 +36,7 @@ from .resharding.memory import fitted, peak
 from .rounds import written
 from .search import searched
 from .segmentation import SegmentedDefinition, segment
+from .shifts import shifted
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def compile_definition(
 
 def _decided(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
     """What propagation decides: in which forms ops are written, and where each is computed."""
-    return searched(merged(distribute(graph, world), world), world)
+    return shifted(searched(merged(distribute(graph, world), world), world), world)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ One sweep with a beam is what long programs can afford. In it an op tries what i
 what is wanted of a tensor is at first what a greedy sweep made. Where operands disagree, the best answer may be one
 that none of them asks for (attention by hand over a split sequence: the heads). So a small program is planned again
 from what its tensors would have if they just followed the annotations (as in GSPMD and Shardy), from the best plan so
-far, and with more placements to choose from (`choose.elsewhere`).
+far, with more placements to choose from (`choose.elsewhere`), and as if its inputs lay elsewhere (`starts`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .propagation.propagate import Propagation, propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.insert import Set, insert_resharding
 from .sharding.value import Sharding
+from .starts import Starts, elsewhere
 
 # The most ops of a program that is planned several times: about a second's work.
 MOST = 400
@@ -91,7 +92,7 @@ class _Search:
         self._costs = [(first.choices, self.cost)]
 
     def run(self) -> None:
-        likely = _followed(self.graph, self.best)
+        likely = _followed(self.graph, self.best, {})
         self._try(likely, thorough=False)
         self._try(self._made(self.best), thorough=False)
         for asked in (None, likely):
@@ -101,6 +102,15 @@ class _Search:
             self._try(self._made(plan), thorough=True)
         if self.cost.moving > EPSILON and all(seconds <= LAUNCH for seconds in work(self.best)):
             self._keep(_by_bytes(self.graph, self.world))
+        self._go_on()
+        before = self.cost
+        for starts in elsewhere(insert_resharding(self.best)):
+            self._try(_followed(self.graph, self.best, starts), thorough=False)
+        if self.cost != before:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """From the best plan, while that finds more."""
         for _ in range(ROUNDS):
             before = self.cost
             self._try(self._made(self.best), thorough=True)
@@ -172,9 +182,12 @@ def _on(sharding: Sharding, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Sharding
     return Sharding(mesh, sharding.dims, sharding.partial, sharding.reduce)
 
 
-def _followed(graph: Graph, plan: ShardedDefinition) -> dict[int, Sharding]:
-    """Every op's results where they would be if they followed the annotations and never were reduced or moved."""
-    known = {i: plan.homes[i] for i in graph.input_tensors}
+def _followed(graph: Graph, plan: ShardedDefinition, starts: Starts) -> dict[int, Sharding]:
+    """Every op's results where they would be if they followed the annotations and never were reduced or moved.
+
+    `starts`: inputs as if they lay elsewhere.
+    """
+    known = {i: starts.get(i, plan.homes[i]) for i in graph.input_tensors}
     made: dict[int, Sharding] = {}
     for node in graph.nodes:
         for i, sharding in zip(node.outputs, followed(graph, known, node), strict=True):

@@ -1,0 +1,290 @@
+"""Windows of windows as one, and shifts of one tensor in a chain: what neighbours hold comes once.
+
+A convolution by hand is a pad and a slice of it for every tap, and its gradient a slice of a sum of pads. A padded dim
+that lies over ranks has other blocks than the tensor, so each slice moves more than the rows it lacks. As one op, a
+slice of a pad is a shift, and moves those alone; a shift by two of a tensor that is shifted by one, too, goes on from
+that, and moves one row, not two. In a sum of shifts the terms that go furthest go a part of the way together with the
+others (as in Horner's rule). It is done where it pays: unsharded, a slice is no work at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from .graph import Graph, Node, numbered, users
+from .mesh import DeviceMesh
+from .ops.base import TensorRef
+from .propagation.propagate import propagate
+from .propagation.sharded import ShardedDefinition
+from .rewriting import Writer
+from .search import searched, spent
+from .sharding.layout import axes
+from .sharding.value import Sharding
+
+Number = float | int
+Offsets = tuple[int, ...]
+
+
+class Term(NamedTuple):
+    """A tensor whose element i + offset is what stands at i."""
+
+    root: int
+    offsets: Offsets
+
+
+class Shifted(NamedTuple):
+    """A sum of terms, and its shape; `fill` is what stands where a term has no element, None where all have them all.
+
+    `changed` are the dims that some of the windows on the way change, `depth` tells of how many ops it is made.
+    """
+
+    terms: tuple[Term, ...]
+    shape: tuple[int, ...]
+    fill: Number | None
+    changed: frozenset[int]
+    depth: int = 1
+
+
+def shifted(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
+    """The definition with windows of sharded dims joined and chained, if that plan is better."""
+    takes = any(node.call.op.window is not None for node in sharded.graph.nodes)
+    found = _Finder(sharded).run() if takes else {}
+    if not found:
+        return sharded
+    graph = _without_unread(_Writer(sharded, found).run(found))
+    other = searched(propagate(graph, world), world)
+    return other if spent(other).beats(spent(sharded)) else sharded
+
+
+def _without_unread(graph: Graph) -> Graph:
+    """The graph without ops that no output follows from."""
+    needed, kept = set(graph.outputs), list[Node]()
+    for node in reversed(graph.nodes):
+        if needed.intersection(node.outputs):
+            needed.update(node.inputs)
+            kept.append(node)
+    numbers = {node.id: number for number, node in enumerate(reversed(kept))}
+    nodes = tuple(numbered(node, number) for number, node in enumerate(reversed(kept)))
+    reductions = {numbers[i]: layouts for i, layouts in graph.reductions.items() if i in numbers}
+    return dataclasses.replace(graph, nodes=nodes, reductions=reductions)
+
+
+class _Finder:
+    """Looks for windows, and sums of windows, that move what lies over ranks."""
+
+    def __init__(self, sharded: ShardedDefinition):
+        self.sharded, self.graph = sharded, sharded.graph
+        self.readers = users(self.graph.nodes)
+        self.kept = {*self.graph.annotations, *self.graph.streams}
+        self.known: dict[int, Shifted] = {}
+
+    def run(self) -> dict[int, Shifted]:
+        """By node, what to write in its place; nothing where that would be what is there."""
+        found: dict[int, Shifted] = {}
+        for node in self.graph.nodes:
+            made = self._window(node) or self._sum(node)
+            if made is not None and node.id not in self.graph.reductions and node.outputs[0] not in self.graph.streams:
+                self.known[node.outputs[0]] = made
+                if len(made.terms) == 1 or all(self.graph.shape(term.root) == made.shape for term in made.terms):
+                    found[node.id] = made
+        steps = _Steps(self.sharded, found.values())
+        return {number: made for number, made in found.items() if self._pays(made, steps)}
+
+    def _window(self, node: Node) -> Shifted | None:
+        """What a slice or pad makes, from before the windows that its operand is made by."""
+        own = _own_window(node)
+        if own is None:
+            return None
+        (operand,), shape = node.inputs, node.call.results[0].shape
+        before = self.known.get(operand) if operand not in self.kept else None
+        if before is not None and (len(before.terms) == 1 or self._read_once(operand)):
+            joined = _joined(self.graph, before, own, self.graph.shape(operand), shape)
+            if joined is not None:
+                return joined
+        return Shifted((Term(operand, own[0]),), shape, own[1], _changed(own[0], self.graph.shape(operand), shape))
+
+    def _sum(self, node: Node) -> Shifted | None:
+        """What an addition makes of windows with zeros around them."""
+        parts = [self.known.get(i) for i in node.inputs]
+        kinds = {*node.call.types, *node.call.results}
+        if node.name != "add" or len(parts) != 2 or len(kinds) != 1 or not all(map(self._read_once, node.inputs)):
+            return None
+        first, second = parts
+        if first is None or second is None or first.fill or second.fill:
+            return None
+        terms, changed = (*first.terms, *second.terms), first.changed | second.changed
+        return Shifted(terms, first.shape, 0, changed, first.depth + second.depth)
+
+    def _read_once(self, tensor: int) -> bool:
+        free = tensor not in self.kept and tensor not in self.graph.outputs
+        return free and len(self.readers.get(tensor, ())) == 1
+
+    def _pays(self, made: Shifted, steps: _Steps) -> bool:
+        """Whether a sharded dim is changed by ops that can be one, or shifted by several amounts."""
+        homes = self.sharded.homes
+        if made.depth > 1:
+            return any(d in made.changed for term in made.terms for d in _cut(homes[term.root]))
+        return any(steps.are_many(way, offset) for way, offset in steps.ways(made))
+
+
+def _own_window(node: Node) -> tuple[Offsets, Number | None] | None:
+    """The offsets and the fill of a slice without steps, or of a pad with a number."""
+    window = node.call.op.window(node.call) if node.call.op.window is not None else None
+    if type(window) is not tuple or not isinstance(window[1], int | float):
+        return None
+    source, target = node.call.types[0].shape, node.call.results[0].shape
+    return window[0], window[1] if _any_outside(window[0], source, target) else None
+
+
+def _any_outside(offsets: Offsets, source: Sequence[int], target: Sequence[int]) -> bool:
+    return any(o < 0 or m + o > n for o, n, m in zip(offsets, source, target, strict=True))
+
+
+def _changed(offsets: Sequence[int], source: Sequence[int], target: Sequence[int]) -> frozenset[int]:
+    rows = enumerate(zip(offsets, source, target, strict=True))
+    return frozenset(d for d, (o, n, m) in rows if o != 0 or n != m)
+
+
+def _joined(
+    graph: Graph, before: Shifted, own: tuple[Offsets, Number | None], between: Sequence[int], shape: tuple[int, ...]
+) -> Shifted | None:
+    """A window of windows as one; None where it shows less of them than one window would, nothing, or two fills."""
+    fills = {fill for fill in (before.fill, own[1]) if fill is not None}
+    if len(fills) > 1:
+        return None
+    terms = []
+    for root, offsets in before.terms:
+        rows = zip(graph.shape(root), offsets, between, own[0], shape, strict=True)
+        if not all(_shows_all(*row) for row in rows):
+            return None
+        terms.append(Term(root, tuple(a + b for a, b in zip(offsets, own[0], strict=True))))
+    outside = any(_any_outside(term.offsets, graph.shape(term.root), shape) for term in terms)
+    changed = before.changed | _changed(own[0], between, shape)
+    return Shifted(tuple(terms), shape, fills.pop() if outside and fills else None, changed, before.depth + 1)
+
+
+def _shows_all(n: int, first: int, between: int, second: int, m: int) -> bool:
+    """Whether what the second window fills in has no element in the dim of size n that the first is of; some have."""
+    some = max(first + second, 0) < min(n, m + first + second)
+    return some and (second >= 0 or first <= 0) and (m + second <= between or between + first >= n)
+
+
+def _cut(home: Sharding) -> list[int]:
+    """The dims that lie over ranks."""
+    return [d for d, layout in enumerate(home.dims) if axes(layout)]
+
+
+# What is shifted along a dim: a tensor, the (dim, offset) that it was shifted by before, the dim, and what comes in.
+_Way = tuple[int, tuple[tuple[int, int], ...], int, Number | None]
+
+
+class _Steps:
+    """The shifts of sharded dims, one tensor's by what they shift: each may go on from one that goes less far."""
+
+    def __init__(self, sharded: ShardedDefinition, found: Iterable[Shifted]):
+        self.sharded = sharded
+        self._offsets: dict[_Way, set[int]] = {}
+        for made in found:
+            for way, offset in self.ways(made):
+                self._offsets.setdefault(way, set()).add(offset)
+
+    def ways(self, made: Shifted) -> Iterator[tuple[_Way, int]]:
+        """The shifts that a window is made by, one sharded dim after the other; none for sums."""
+        if len(made.terms) == 1:
+            root, offsets = made.terms[0]
+            before: tuple[tuple[int, int], ...] = ()
+            for d in _cut(self.sharded.homes[root]):
+                if offsets[d] and made.shape[d] == self.sharded.graph.shape(root)[d]:
+                    yield (root, before, d, made.fill), offsets[d]
+                    before = (*before, (d, offsets[d]))
+
+    def are_many(self, way: _Way, offset: int) -> bool:
+        """Whether others go in the same direction."""
+        return sum(other * offset > 0 for other in self._offsets[way]) > 1
+
+    def up_to(self, way: _Way, offset: int) -> list[int]:
+        """The offsets in this direction, nearest first, up to this one."""
+        found = [o for o in self._offsets[way] if o * offset > 0 and abs(o) <= abs(offset)]
+        return sorted(found, key=abs)
+
+
+class _Writer(Writer):
+    """Writes shifts, each once."""
+
+    def __init__(self, sharded: ShardedDefinition, found: Mapping[int, Shifted]):
+        super().__init__(sharded.graph)
+        self.homes, self.found = sharded.homes, found
+        self.steps = _Steps(sharded, found.values())
+        self._made: dict[tuple[int, Offsets, Offsets, Number], int] = {}
+
+    def form(self, node: Node) -> Sequence[TensorRef] | None:
+        start, found = len(self.nodes), self.found[node.id]
+        if len(found.terms) > 1:
+            result = self._total(found.terms, sorted({d for term in found.terms for d in _cut(self.homes[term.root])}))
+        else:
+            result = self._alone(found)
+        if not any(result.id in new.outputs for new in self.nodes[start:]):
+            result = self.call("set", result)
+        # The result has the node's own number from now on.
+        self._made = {key: node.outputs[0] if made == result.id else made for key, made in self._made.items()}
+        return [result]
+
+    def _alone(self, made: Shifted) -> TensorRef:
+        """Shifted along one sharded dim after the other, in steps, then cut along the others."""
+        ((root, offsets),) = made.terms
+        ref, left = TensorRef(root), list(offsets)
+        for way, offset in self.steps.ways(made):
+            done, left[way[2]] = 0, 0
+            for step in self.steps.up_to(way, offset):
+                ref, done = self._shift(ref, way[2], step - done, way[3]), step
+        return self._cut_out(ref, left, made.shape, made.fill)
+
+    def _shift(self, ref: TensorRef, dim: int, by: int, fill: Number | None) -> TensorRef:
+        shape = self.type(ref).shape
+        return self._cut_out(ref, [by if d == dim else 0 for d in range(len(shape))], shape, fill)
+
+    def _cut_out(self, ref: TensorRef, offsets: Sequence[int], shape: Sequence[int], fill: Number | None) -> TensorRef:
+        """One window of a tensor, the tensor itself where that is all of it; equal ones once."""
+        key = (ref.id, tuple(offsets), tuple(shape), fill or 0)
+        if not _changed(offsets, self.type(ref).shape, shape):
+            return ref
+        if key not in self._made:
+            self._made[key] = self._window(ref, *key[1:]).id
+        return TensorRef(self._made[key])
+
+    def _window(self, ref: TensorRef, offsets: Offsets, shape: Offsets, fill: Number) -> TensorRef:
+        rows = list(zip(offsets, self.type(ref).shape, shape, strict=True))
+        if all(o >= 0 and m + o <= n for o, n, m in rows):
+            return self.call("slice", ref, [o for o, _, _ in rows], [m + o for o, _, m in rows])
+        return self.call("pad", ref, [w for o, n, m in reversed(rows) for w in (-o, m + o - n)], fill)
+
+    def _total(self, terms: Sequence[Term], dims: Sequence[int]) -> TensorRef:
+        """The sum of terms of one shape, those that go further along a dim on their way with the others."""
+        if not dims:
+            shape = self.type(TensorRef(terms[0].root)).shape
+            return self._added([self._cut_out(TensorRef(root), offsets, shape, 0) for root, offsets in terms])
+        dim, by_offset = dims[0], dict[int, list[Term]]()
+        for term in terms:
+            rest = tuple(0 if d == dim else o for d, o in enumerate(term.offsets))
+            by_offset.setdefault(term.offsets[dim], []).append(Term(term.root, rest))
+        sums = {offset: self._total(group, dims[1:]) for offset, group in by_offset.items()}
+        ends = [self._gathered({o: ref for o, ref in sums.items() if o * sign > 0}, dim) for sign in (1, -1)]
+        return self._added([ref for ref in (sums.get(0), *ends) if ref is not None])
+
+    def _gathered(self, sums: Mapping[int, TensorRef], dim: int) -> TensorRef | None:
+        """Sums by how far they are to be shifted in one direction: the furthest first, to the next, and on with it."""
+        order = [*sorted(sums, key=abs, reverse=True), 0]
+        ref = None
+        for offset, then in itertools.pairwise(order):
+            ref = sums[offset] if ref is None else self.call("add", ref, sums[offset])
+            ref = self._shift(ref, dim, offset - then, 0)
+        return ref
+
+    def _added(self, refs: Sequence[TensorRef]) -> TensorRef:
+        total = refs[0]
+        for ref in refs[1:]:
+            total = self.call("add", total, ref)
+        return total

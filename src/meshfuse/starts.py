@@ -1,0 +1,141 @@
+"""Other places for what a program is given: inputs whose parts a plan moves often may be moved once, at the start.
+
+A sequence is split, and attention needs all of it: q, k and v each go to the heads by an all-to-all, and what they
+give comes back by another. Rows brought to the batch before the first product leave nothing to move, but no op asks
+for that, as nothing is wrong at the first one. So a search may go on from inputs that lie elsewhere (`search.py`); the
+all-to-alls that bring them there are paid for like any other move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from .graph import Graph, Node
+from .propagation.growth import EPSILON
+from .resharding.insert import ReshardedDefinition, Set
+from .resharding.moves import MoveKind
+from .resharding.planner import plan
+from .sharding import layout as lay
+from .sharding.layout import Layout
+from .sharding.value import Sharding
+
+Starts = Mapping[int, Sharding]
+# What inputs elsewhere may save: moves of what is whole but lies where it is not wanted.
+_SAVED = (MoveKind.ALL_TO_ALL, MoveKind.ALL_GATHER, MoveKind.EXCHANGE, MoveKind.WINDOW)
+# Each is a search: no more are tried.
+MOST = 6
+
+
+class _Origin(NamedTuple):
+    """Inputs of so many dims that lie alike on one of them."""
+
+    ndim: int
+    dim: int
+    layout: Layout
+
+
+# Of each dim of a tensor, the inputs that it is split after.
+_Origins = tuple[frozenset[_Origin], ...]
+
+
+def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
+    """Inputs in other places, where bringing them there takes less than is spent on what is split after them.
+
+    Inputs of one origin go to another dim together, if that dim is of one size. Those that may save most come first.
+    """
+    homes, graph = resharded.sharded.homes, resharded.graph
+    spent = _spent(resharded)
+    found: dict[tuple[_Origin, int, int], dict[int, Sharding]] = {}
+    read = {i for node in graph.nodes for i in node.inputs}
+    for i in filter(read.__contains__, graph.input_tensors):
+        for origin in _own_origins(homes[i]):
+            for dim, start in _moved(homes[i], origin, graph.shape(i)) if origin in spent else ():
+                found.setdefault((origin, dim, graph.shape(i)[dim]), {})[i] = start
+    saved = [(spent[origin] - _price(resharded, starts), starts) for (origin, _, _), starts in found.items()]
+    worth = sorted([entry for entry in saved if entry[0] > EPSILON], key=lambda entry: -entry[0])
+    return [starts for _, starts in worth[:MOST]]
+
+
+def _own_origins(home: Sharding) -> Iterator[_Origin]:
+    for dim, layout in enumerate(home.dims):
+        if lay.axes(layout):
+            yield _Origin(home.ndim, dim, layout)
+
+
+def _moved(home: Sharding, origin: _Origin, shape: tuple[int, ...]) -> Iterator[tuple[int, Sharding]]:
+    """The sharding with the axes of the origin as the minor ones of another dim, for each that they divide."""
+    for dim, layout in enumerate(home.dims):
+        grown = (*layout, *lay.axes(origin.layout))
+        if dim != origin.dim and shape[dim] and shape[dim] % lay.extent(grown) == 0:
+            dims = [grown if d == dim else () if d == origin.dim else old for d, old in enumerate(home.dims)]
+            yield dim, Sharding.make(home.mesh, dims, shape)
+
+
+def _price(resharded: ReshardedDefinition, starts: Starts) -> float:
+    types = {i: resharded.graph.tensors[i].type for i in starts}
+    plans = [plan(resharded.sharded.homes[i], s, types[i].shape, types[i].dtype.itemsize) for i, s in starts.items()]
+    return sum(math.inf if found is None else found.seconds for found in plans)
+
+
+def _spent(resharded: ReshardedDefinition) -> dict[_Origin, float]:
+    """Modelled time of the moves by which dims lose a split, by where the split comes from.
+
+    Gathers of inputs do not count: those are weights stored in parts.
+    """
+    origins, found = _origins(resharded.graph, resharded.sharded.homes), dict[_Origin, float]()
+    for step in resharded.collectives:
+        tensor = resharded.values[step.source].tensor
+        stored = step.move.kind is MoveKind.ALL_GATHER and tensor in resharded.graph.input_tensors
+        if step.move.kind in _SAVED and not stored:
+            for origin in _left(step, origins[tensor]):
+                found[origin] = found.get(origin, 0.0) + resharded.seconds(step)
+    return found
+
+
+def _left(step: Set, origins: _Origins) -> set[_Origin]:
+    """The origins of the dims that a move changes."""
+    rows = zip(step.move.src.dims, step.move.dst.dims, origins, strict=True)
+    window = step.move.kind is MoveKind.WINDOW
+    return {origin for before, after, here in rows if window or before != after for origin in here}
+
+
+def _origins(graph: Graph, homes: Mapping[int, Sharding]) -> dict[int, _Origins]:
+    """Of every tensor, the inputs that its dims are split after in a plan.
+
+    A dim that takes its split from no dim of an operand has it by a move: then it comes from whatever had those axes.
+    """
+    found: dict[int, _Origins] = {i: _of_input(homes[i]) for i in graph.input_tensors}
+    for node in graph.nodes:
+        known = _of_factors(node, found)
+        anywhere = frozenset().union(*(here for i in node.inputs for here in found[i]))
+        for dims, i in zip(node.rule.results, node.outputs, strict=True):
+            made = zip(homes[i].dims, dims, strict=True)
+            found[i] = tuple([_of_dim(layout, [known[f] for f in factors], anywhere) for layout, factors in made])
+    return found
+
+
+def _of_input(home: Sharding) -> _Origins:
+    own = {origin.dim: frozenset((origin,)) for origin in _own_origins(home)}
+    return tuple([own.get(dim, frozenset()) for dim in range(home.ndim)])
+
+
+def _of_factors(node: Node, found: Mapping[int, _Origins]) -> list[frozenset[_Origin]]:
+    known = [frozenset[_Origin]()] * len(node.rule.factors)
+    for i, dims in zip(node.inputs, node.rule.operands, strict=True):
+        for here, factors in zip(found[i], dims, strict=True):
+            for f in factors if here else ():
+                known[f] |= here
+    return known
+
+
+def _of_dim(layout: Layout, known: Iterable[frozenset[_Origin]], anywhere: frozenset[_Origin]) -> frozenset[_Origin]:
+    names = {split.axis for split in lay.axes(layout)}
+    sharing = [_sharing(origins, names) for origins in (frozenset().union(*known), anywhere)] if names else []
+    return next(filter(None, sharing), frozenset())
+
+
+def _sharing(origins: frozenset[_Origin], names: set[str | None]) -> frozenset[_Origin]:
+    """Those that lie over one of the axes."""
+    return frozenset([o for o in origins if any(split.axis in names for split in lay.axes(o.layout))])

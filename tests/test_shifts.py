@@ -1,0 +1,142 @@
+"""Windows of windows as one, and shifts in a chain: as right as what is written, and no more than neighbours lack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfuse as mf
+from meshfuse import shifts
+from meshfuse.testing import assert_same_as_unsharded, inputs_for
+
+ROWS = mf.DeviceMesh((4,), ("x",))
+BOTH = mf.DeviceMesh((2, 2), ("x", "y"))
+# Before and after, of each of two dims; less than none are cut off. And what comes in.
+Step = tuple[tuple[int, int], tuple[int, int], float]
+
+
+class Better:
+    """Of any plan: it is taken."""
+
+    def beats(self, other: Any) -> bool:
+        return True
+
+
+def window(fd: mf.FusionDefinition, x: mf.TensorView, step: Step) -> mf.TensorView:
+    """A slice where nothing comes in, else a pad; x where nothing would be left."""
+    *widths, fill = step
+    shape = x.type.shape
+    if any(n + sum(w) < 1 or -min(w) >= n for n, w in zip(shape, widths, strict=True)):
+        return x
+    if max(map(max, widths)) <= 0:
+        starts = [-before for before, _ in widths]
+        return fd.ops.slice(x, starts, [n + after for n, (_, after) in zip(shape, widths, strict=True)])
+    return fd.ops.pad(x, [*widths[1], *widths[0]], fill)
+
+
+def back(fd: mf.FusionDefinition, x: mf.TensorView, shape: Sequence[int]) -> mf.TensorView:
+    """With zeros after it, or cut off, to this shape."""
+    return window(fd, x, (*((0, n - m) for n, m in zip(shape, x.type.shape, strict=True)), 0.0))  # type: ignore[arg-type]
+
+
+WIDTHS = st.tuples(st.integers(-3, 3), st.integers(-3, 3))
+STEPS = st.lists(st.tuples(WIDTHS, st.just((0, 0)) | WIDTHS, st.sampled_from([0.0, 0.0, 1.5])), min_size=1, max_size=3)
+TAPS = st.lists(STEPS, min_size=1, max_size=5)
+
+
+def defined(
+    shape: tuple[int, int],
+    place: tuple[mf.DeviceMesh, list[Any]],
+    taps: list[list[Step]],
+    last: Step,
+    roots: int,
+    out: bool,
+) -> mf.FusionDefinition:
+    """A window of the sum of the taps, which are windows of windows of some products of x."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor(list(shape))
+        fd.mesh_split(x, *place)
+        made, total = [x * (i + 1.0) for i in range(roots)], None
+        for i, steps in enumerate(taps):
+            part = made[i % roots]
+            for step in steps:
+                part = window(fd, part, step)
+            part = back(fd, part, shape)
+            total = part if total is None else total + part
+            if out:
+                fd.add_output(fd.ops.neg(part))
+        assert total is not None
+        fd.add_output(window(fd, total, last))
+    return fd
+
+
+@settings(max_examples=100)
+@given(
+    st.tuples(st.integers(1, 17), st.integers(1, 9)), st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"])]),
+    TAPS, STEPS, st.integers(1, 2), st.booleans(),
+)  # fmt: skip
+def test_windows_written_otherwise_are_the_same(shape, place, taps, last, roots, out):
+    """Whatever it costs: with several fills, elements that a window hides from the next one, sums read once or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shifts, "spent", lambda sharded: Better())
+        fd = defined(shape, place, taps, last[0], roots, out)
+        assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+def taps_of(fd: mf.FusionDefinition, x: mf.TensorView, before: int, after: int) -> list[mf.TensorView]:
+    rows, width = x.type.shape
+    padded = fd.ops.pad(x, [0, 0, before, after])
+    return [fd.ops.slice(padded, [i, 0], [i + rows, width]) for i in range(before + after + 1)]
+
+
+def moved_rows(before: int, after: int, grad: bool = False) -> float:
+    """Rows that a rank in the middle gets for a convolution by hand of a sum per tap."""
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([64, 8]), fd.define_tensor([before + after + 1, 8])
+        total = None
+        for i, tap in enumerate(taps_of(fd, x, before, after)):
+            part = tap * fd.ops.slice(w, [i, 0], [i + 1, 8])
+            total = part if total is None else total + part
+        assert total is not None
+        fd.mesh_split(x, ROWS, ["x", None])
+        fd.mesh_split(total, ROWS, ["x", None])
+        fd.add_output(total)
+        if grad:
+            (made,) = fd.grad([total], [x], [total])
+            fd.mesh_split(made, ROWS, ["x", None])
+            fd.add_output(made)
+    assert_same_as_unsharded(fd, inputs_for(fd))
+    return fd.bill().total / (3 / 4 * 8 * 4)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (3, 0), (0, 2), (2, 3)])
+def test_a_convolution_moves_each_neighbours_row_once(before: int, after: int) -> None:
+    assert moved_rows(before, after) == before + after
+    assert moved_rows(before, after, grad=True) == 2 * (before + after)
+
+
+def test_what_is_annotated_is_made() -> None:
+    """A padded tensor that the user places is there, as it is placed."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([16, 4])
+        padded = fd.ops.pad(x, [0, 0, 1, 1])
+        fd.add_output(fd.ops.slice(padded, [0, 0], [16, 4]) + fd.ops.slice(padded, [2, 0], [18, 4]))
+        fd.mesh_split(x, ROWS, ["x", None])
+        fd.mesh_split(padded, ROWS, [None, "x"])
+    assert "[-, x]" in fd.explain(padded)
+    assert "pad" in [node.name for node in fd.compile().graph.nodes]
+    assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+def test_whole_dims_keep_their_views() -> None:
+    """Slices of a padded dim that no rank has a part of are left as they are."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8, 16])
+        padded = fd.ops.pad(x, [1, 1])
+        fd.add_output(fd.ops.sum(fd.ops.slice(padded, [0, 0], [8, 16]) * fd.ops.slice(padded, [0, 2], [8, 18])))
+        fd.mesh_split(x, ROWS, ["x", None])
+    assert [node.name for node in fd.compile().graph.nodes].count("slice") == 2
