@@ -229,6 +229,23 @@ def test_forms_for_sharded_dims_are_written_again() -> None:
     torch.testing.assert_close(fd.simulate([x])[0], x.cumsum(0))
 
 
+def test_windows_that_were_joined_are_of_one_size() -> None:
+    def blurred(size: int) -> mf.FusionDefinition:
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([size, 3], dtype=mf.DataType.Double)
+            padded = fd.ops.pad(x, [0, 0, 1, 1])
+            fd.add_output(fd.ops.slice(padded, [0, 0], [size, 3]) + fd.ops.slice(padded, [2, 0], [size + 2, 3]))
+            fd.mesh_split(x, GRID, [("dp", "tp"), None])
+        return fd
+
+    assert compiled(blurred(16)).graph.rewritings
+    fd = blurred(24)
+    assert compiled(fd).near is None
+    x = torch.randn(24, 3, dtype=torch.float64)
+    right = F.pad(x, [0, 0, 1, 1])
+    torch.testing.assert_close(fd.simulate([x])[0], right[:24] + right[2:])
+
+
 # what is kept -----------------------------------------------------------------------------------------------------
 
 

@@ -115,6 +115,22 @@ def test_a_plan_of_a_form_rewritten_once_more_reads_back(name, dims):
     check_that_it_reads_back(fd)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_plan_of_joined_windows_reads_back(grad):
+    """A convolution by hand, whose taps are shifts of rows that lie over ranks."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([16, 4])
+        padded = fd.ops.pad(x, [0, 0, 1, 1])
+        y = sum(
+            (fd.ops.slice(padded, [i, 0], [i + 16, 4]) * (i + 1.0) for i in (1, 2)),
+            fd.ops.slice(padded, [0, 0], [16, 4]),
+        )
+        fd.add_output(fd.grad(y * y, x) if grad else y)
+        fd.mesh_split(x, mf.DeviceMesh((4,), ("a",)), ["a", None])
+    check_that_it_reads_back(fd)
+    assert fd.latest().planned.graph.rewritings
+
+
 def check_that_it_reads_back(fd):
     pairs = []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .graph import Graph, Node
 from .mesh import DeviceMesh
@@ -39,6 +39,7 @@ class Distributed:
     """The rewriting of these ops, by number, in their forms for these dims."""
 
     forms: tuple[tuple[int, Blocked], ...]
+    sized: ClassVar[bool] = False
 
     def __call__(self, graph: Graph) -> Graph:
         written = _FormWriter(graph, dict(self.forms)).run(dict(self.forms))

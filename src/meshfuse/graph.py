@@ -76,7 +76,10 @@ class Node:
 
 
 class Rewriting(Protocol):
-    """Some ops of a graph written in other ops: by their numbers, so that it can be done again for other sizes."""
+    """Ops of a graph, by their numbers, written in others. It can be done again: for any sizes, unless `sized`."""
+
+    @property
+    def sized(self) -> bool: ...
 
     def __call__(self, graph: Graph) -> Graph: ...
 

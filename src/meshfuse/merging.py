@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .graph import Graph, Kinds, Node, Tensor, numbered
 from .mesh import DeviceMesh
@@ -46,6 +46,7 @@ class Merged:
     """The rewriting of moments into two ops each, in the place of their sum."""
 
     moments: tuple[Moments, ...]
+    sized: ClassVar[bool] = False
 
     def __call__(self, graph: Graph) -> Graph:
         """Itself, where a sum is divided by another number than that of its terms."""

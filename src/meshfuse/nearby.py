@@ -143,6 +143,8 @@ def _numbers(kind: ParamKind, new: object, old: object) -> bool:
 
 def _made(graph: Graph, plan: ShardedDefinition) -> ShardedDefinition | None:
     """The plan's decisions for the graph's sizes; None where one does not fit them."""
+    if any(rewriting.sized for rewriting in plan.graph.rewritings):
+        return None
     rewritten = functools.reduce(lambda made, rewriting: rewriting(made), plan.graph.rewritings, graph)
     if not _same_wiring(rewritten, plan.graph) or not _split_alike(rewritten, plan):
         return None

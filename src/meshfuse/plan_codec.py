@@ -22,10 +22,11 @@ from .propagation.sharded import Choice
 from .resharding.moves import Move, MoveKind, Reordering, Window
 from .sharding.layout import Split
 from .sharding.value import Sharding
+from .shifts import Joined, Shifted, Term
 
 _CLASSES: tuple[type, ...] = (
-    Blocked, Carry, Choice, DeviceMesh, Distributed, Link, Merged, Moments, Move, Placement, Reordering, ScalarRef,
-    Sharding, Source, Split, TensorRef, Window,
+    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Placement, Reordering,
+    ScalarRef, Sharding, Shifted, Source, Split, TensorRef, Term, Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
 _BY_NAME: dict[str, type] = {kind.__name__: kind for kind in (*_CLASSES, *_ENUMS)}
@@ -65,6 +66,8 @@ class _Writer:
     def write(self, value: Any) -> Any:
         if type(value) in _PLAIN:
             return value
+        if type(value) is frozenset:
+            return ["f", *map(self.write, sorted(value))]
         if type(value) in (tuple, list):
             return ["t", *map(self.write, value)]
         if type(value) is dict:
@@ -111,6 +114,8 @@ def _read(field: Any, values: list[Any]) -> Any:
         return values[entries[0]]
     if kind == "d":
         return {_read(key, values): _read(entry, values) for key, entry in entries}
+    if kind == "f":
+        return frozenset(_read(entry, values) for entry in entries)
     if kind != "t":
         raise NotStorable(f"no plan: {kind!r}")
     return tuple(_read(entry, values) for entry in entries)

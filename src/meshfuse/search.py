@@ -33,7 +33,7 @@ ROUNDS = 4
 WORTH = 0.75
 # One that moves as much must take less than this part: an all-reduce in two halves saves next to no computation.
 NOTABLE = 0.98
-# The least seconds that an op takes, however small a rank's part of it is: a kernel's launch.
+# Seconds that an op takes however small a rank's part of it is, a kernel's launch: to share it saves what is beyond.
 LAUNCH = 1e-6
 _ENDLESS = 1e30
 
@@ -62,7 +62,7 @@ def spent(sharded: ShardedDefinition) -> Spent:
     for step in resharded.steps:
         if isinstance(step, Set):
             moving += resharded.seconds(step)
-    return Spent(moving, sum(max(seconds, LAUNCH) for seconds in work(sharded)))
+    return Spent(moving, sum(max(seconds - LAUNCH, 0.0) for seconds in work(sharded)))
 
 
 def work(sharded: ShardedDefinition) -> list[float]:

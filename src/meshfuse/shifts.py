@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from .graph import Graph, Node, numbered, users
 from .mesh import DeviceMesh
@@ -26,6 +27,7 @@ from .sharding.value import Sharding
 
 Number = float | int
 Offsets = tuple[int, ...]
+Cut = Mapping[int, tuple[int, ...]]  # by tensor the dims that lie over ranks
 
 
 class Term(NamedTuple):
@@ -48,13 +50,29 @@ class Shifted(NamedTuple):
     depth: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The rewriting of ops, by number, as the windows that they make; `cut`: by root the dims that lie over ranks."""
+
+    windows: tuple[tuple[int, Shifted], ...]
+    cut: tuple[tuple[int, tuple[int, ...]], ...]
+    sized: ClassVar[bool] = True
+
+    def __call__(self, graph: Graph) -> Graph:
+        found = dict(self.windows)
+        written = _without_unread(_Writer(graph, dict(self.cut), found).run(found))
+        return dataclasses.replace(written, rewritings=(*graph.rewritings, self))
+
+
 def shifted(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
     """The definition with windows of sharded dims joined and chained, if that plan is better."""
     takes = any(node.call.op.window is not None for node in sharded.graph.nodes)
-    found = _Finder(sharded).run() if takes else {}
+    finder = _Finder(sharded)
+    found = finder.run() if takes else {}
     if not found:
         return sharded
-    graph = _without_unread(_Writer(sharded, found).run(found))
+    roots = {term.root: finder.cut[term.root] for made in found.values() for term in made.terms}
+    graph = Joined(tuple(found.items()), tuple(roots.items()))(sharded.graph)
     other = searched(propagate(graph, world), world)
     return other if spent(other).beats(spent(sharded)) else sharded
 
@@ -76,7 +94,8 @@ class _Finder:
     """Looks for windows, and sums of windows, that move what lies over ranks."""
 
     def __init__(self, sharded: ShardedDefinition):
-        self.sharded, self.graph = sharded, sharded.graph
+        self.graph = sharded.graph
+        self.cut = {i: _cut(home) for i, home in sharded.homes.items()}
         self.readers = users(self.graph.nodes)
         self.kept = {*self.graph.annotations, *self.graph.streams}
         self.known: dict[int, Shifted] = {}
@@ -90,7 +109,7 @@ class _Finder:
                 self.known[node.outputs[0]] = made
                 if len(made.terms) == 1 or all(self.graph.shape(term.root) == made.shape for term in made.terms):
                     found[node.id] = made
-        steps = _Steps(self.sharded, found.values())
+        steps = _Steps(self.graph, self.cut, found.values())
         return {number: made for number, made in found.items() if self._pays(made, steps)}
 
     def _window(self, node: Node) -> Shifted | None:
@@ -124,9 +143,8 @@ class _Finder:
 
     def _pays(self, made: Shifted, steps: _Steps) -> bool:
         """Whether a sharded dim is changed by ops that can be one, or shifted by several amounts."""
-        homes = self.sharded.homes
         if made.depth > 1:
-            return any(d in made.changed for term in made.terms for d in _cut(homes[term.root]))
+            return any(d in made.changed for term in made.terms for d in self.cut[term.root])
         return any(steps.are_many(way, offset) for way, offset in steps.ways(made))
 
 
@@ -172,9 +190,9 @@ def _shows_all(n: int, first: int, between: int, second: int, m: int) -> bool:
     return some and (second >= 0 or first <= 0) and (m + second <= between or between + first >= n)
 
 
-def _cut(home: Sharding) -> list[int]:
+def _cut(home: Sharding) -> tuple[int, ...]:
     """The dims that lie over ranks."""
-    return [d for d, layout in enumerate(home.dims) if axes(layout)]
+    return tuple(d for d, layout in enumerate(home.dims) if axes(layout))
 
 
 # What is shifted along a dim: a tensor, the (dim, offset) that it was shifted by before, the dim, and what comes in.
@@ -184,8 +202,8 @@ _Way = tuple[int, tuple[tuple[int, int], ...], int, Number | None]
 class _Steps:
     """The shifts of sharded dims, one tensor's by what they shift: each may go on from one that goes less far."""
 
-    def __init__(self, sharded: ShardedDefinition, found: Iterable[Shifted]):
-        self.sharded = sharded
+    def __init__(self, graph: Graph, cut: Cut, found: Iterable[Shifted]):
+        self.graph, self.cut = graph, cut
         self._offsets: dict[_Way, set[int]] = {}
         for made in found:
             for way, offset in self.ways(made):
@@ -196,8 +214,8 @@ class _Steps:
         if len(made.terms) == 1:
             root, offsets = made.terms[0]
             before: tuple[tuple[int, int], ...] = ()
-            for d in _cut(self.sharded.homes[root]):
-                if offsets[d] and made.shape[d] == self.sharded.graph.shape(root)[d]:
+            for d in self.cut[root]:
+                if offsets[d] and made.shape[d] == self.graph.shape(root)[d]:
                     yield (root, before, d, made.fill), offsets[d]
                     before = (*before, (d, offsets[d]))
 
@@ -214,16 +232,16 @@ class _Steps:
 class _Writer(Writer):
     """Writes shifts, each once."""
 
-    def __init__(self, sharded: ShardedDefinition, found: Mapping[int, Shifted]):
-        super().__init__(sharded.graph)
-        self.homes, self.found = sharded.homes, found
-        self.steps = _Steps(sharded, found.values())
+    def __init__(self, graph: Graph, cut: Cut, found: Mapping[int, Shifted]):
+        super().__init__(graph)
+        self.cut, self.found = cut, found
+        self.steps = _Steps(graph, cut, found.values())
         self._made: dict[tuple[int, Offsets, Offsets, Number], int] = {}
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
         start, found = len(self.nodes), self.found[node.id]
         if len(found.terms) > 1:
-            result = self._total(found.terms, sorted({d for term in found.terms for d in _cut(self.homes[term.root])}))
+            result = self._total(found.terms, sorted({d for term in found.terms for d in self.cut[term.root]}))
         else:
             result = self._alone(found)
         if not any(result.id in new.outputs for new in self.nodes[start:]):
