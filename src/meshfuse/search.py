@@ -33,9 +33,6 @@ ROUNDS = 4
 WORTH = 0.75
 # One that moves as much must take less than this part: an all-reduce in two halves saves next to no computation.
 NOTABLE = 0.98
-# Seconds that an op takes however small a rank's part of it is, a kernel's launch: to share it saves what is beyond.
-LAUNCH = 1e-6
-_ENDLESS = 1e30
 
 
 class Spent(NamedTuple):
@@ -62,13 +59,9 @@ def spent(sharded: ShardedDefinition) -> Spent:
     for step in resharded.steps:
         if isinstance(step, Set):
             moving += resharded.seconds(step)
-    return Spent(moving, sum(max(seconds - LAUNCH, 0.0) for seconds in work(sharded)))
-
-
-def work(sharded: ShardedDefinition) -> list[float]:
-    """The modelled seconds of what one rank computes, by op."""
     placed = zip(sharded.graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
-    return [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.move]
+    work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.move]
+    return Spent(moving, sum(work))
 
 
 def searched(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
@@ -100,8 +93,6 @@ class _Search:
         for plan in _on_equal_links(self.graph, self.world):
             self._keep(plan)
             self._try(self._made(plan), thorough=True)
-        if self.cost.moving > EPSILON and all(seconds <= LAUNCH for seconds in work(self.best)):
-            self._keep(_by_bytes(self.graph, self.world))
         self._go_on()
         before = self.cost
         for starts in elsewhere(insert_resharding(self.best)):
@@ -148,14 +139,6 @@ def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefiniti
     alike = {mesh: other for mesh, other in plain.items() if other != mesh}
     if alike:
         yield _as_if_on(graph, alike, lambda other: searched(propagate(other, world), world))
-
-
-def _by_bytes(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
-    """The plan of ranks that compute in no time: to share an op that takes no longer than its launch saves none."""
-    meshes = {s.mesh for s in graph.annotations.values()}
-    links = {mesh: dict(zip(mesh.names, mesh.links, strict=True)) for mesh in meshes}
-    quick = {m: DeviceMesh(m.shape, m.names, ranks=m.ranks, links=links[m], flops=_ENDLESS) for m in meshes}
-    return _as_if_on(graph, quick, lambda other: propagate(other, world, twice=False))
 
 
 def _as_if_on(

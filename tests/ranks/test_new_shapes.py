@@ -27,20 +27,26 @@ def mlp(size: int, rows: int) -> mf.FusionDefinition:
     return fd
 
 
-def steps(rows: tuple[int, ...], count: int, opened: bool) -> list[tuple[list[bool], list[int]]]:
-    """For each number of rows whether the plan was another's, step by step, and which steps gave wrong numbers."""
+def steps(rows: tuple[int, ...], count: int, opened: bool, ranks: int = 2) -> list[tuple[list[bool], list[int]]]:
+    """For each number of rows whether the plan was another's, step by step, and which steps gave wrong numbers.
+
+    `ranks` take part, of which there may be more.
+    """
     world, found, compiler.PLANS = mf.World.current(), [], nearby.Plans()
-    shared = mlp(world.size, -1)
+    shared = mlp(ranks, -1)
     for number in rows:
-        fd = shared if opened else mlp(world.size, number)
+        fd = shared if opened else mlp(ranks, number)
         generator = torch.Generator().manual_seed(number)
         x, w = (torch.randn(n, 16, generator=generator, dtype=torch.float64) for n in (number, 24))
         taken, wrong = [], []
         for step in range(count):
             given = [mf.shard_tensor(t, view) for t, view in zip((x, w), views(fd), strict=True)]
-            (out,) = fd.execute(given)
+            (out,) = fd.execute(given, idle_ranks=True)
             compiled = fd.latest()
             taken.append(compiled.near is not None)
+            if world.rank >= ranks:
+                wrong += [] if out is None else [step]
+                continue
             right = shard(F.relu(F.linear(x, w)), compiled.output_shardings()[0], world.rank)
             if not torch.allclose(out, right):
                 wrong.append(step)
@@ -60,6 +66,12 @@ def test_a_new_shape_runs_at_once_and_is_planned_where_it_comes_again(ranks2: Ra
         for taken, wrong in others:
             assert taken == [True] * RENEWED + [False] * 3
             assert wrong == []
+
+
+def test_ranks_outside_the_mesh_plan_anew_with_the_others(ranks4: RankPool) -> None:
+    count = RENEWED + 2
+    for found in ranks4.run(steps, (8, 12), count, True):
+        assert found == [([False] * count, []), ([True] * RENEWED + [False] * 2, [])]
 
 
 def test_without_a_factor_every_shape_is_planned(ranks2: RankPool) -> None:

@@ -128,12 +128,13 @@ class RankProgram:
         try:
             if self._calls == self._renewal:
                 self._plan_anew()
+            before = self._calls
+            self._calls += 1
             self.world.begin(self)
             if not self.active:
                 return self._told([None] * len(self.compiled.graph.outputs))
-            if self._calls == self._due:
+            if before == self._due:
                 self._compile(arguments, seed, offset)
-            self._calls += 1
             if self._recorder is not None:
                 self._recorder.watch(self.bound.scope, self.program)
             with kernel_errors(self.bound, self.program):

@@ -173,13 +173,19 @@ def _scattered(setting: Setting, votes: Sequence[_Vote]) -> Iterator[_Vote]:
     rule = setting.rule
     base = merged([vote for _, vote in votes]) if votes else (WHOLE,) * len(rule.factors)
     for i, (dims, known) in enumerate(zip(rule.operands, setting.known, strict=True)):
-        terms = dict.fromkeys(s.partial for s in known if s.partial and s.mesh == setting.mesh)
+        terms = dict.fromkeys(_in_order(s) for s in known if s.partial and s.mesh == setting.mesh)
         for kind in (FactorKind.PASS, FactorKind.REDUCE) if terms else ():
             side = tuple(f for factors in dims for f in factors if rule.factors[f].kind is kind)
             for axes in terms if side else ():
                 layouts = _with_all(rule, base, axes, side)
                 if layouts is not None:
                     yield Source("operand", i), representable(rule, layouts)
+
+
+def _in_order(sharding: Sharding) -> tuple[Split, ...]:
+    """The axes that a sharding is unreduced over, as the mesh has them: names decide nothing."""
+    names = sharding.mesh.names
+    return tuple(sorted(sharding.partial, key=lambda split: (names.index(split.axis or ""), split.pre)))
 
 
 def _with_all(rule: Rule, layouts: Layouts, axes: Sequence[Split], side: tuple[int, ...]) -> Layouts | None:
