@@ -20,11 +20,11 @@ from meshfuse.testing.blocks import FAMILIES
 from meshfuse.testing.op_blocks import any_op
 from op_references import NVIDIA_ONLY
 
-# Programs per family of ops, 3,900 in all.
+# Programs per family of ops, 3,050 in all.
 FAMILY_NAMES = [*FAMILIES, "all"]
 PROGRAMS = {
-    "pointwise": 300, "reductions": 500, "products": 500, "shapes": 500, "lookups": 400, "random": 200, "complex": 200,
-    "ops": 500, "all": 800,
+    "pointwise": 300, "reductions": 400, "products": 300, "shapes": 400, "lookups": 350, "random": 200, "complex": 200,
+    "ops": 400, "all": 500,
 }  # fmt: skip
 
 
