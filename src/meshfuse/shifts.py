@@ -66,9 +66,10 @@ class Joined:
 
 def shifted(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
     """The definition with windows of sharded dims joined and chained, if that plan is better."""
-    takes = any(node.call.op.window is not None for node in sharded.graph.nodes)
+    if not any(node.call.op.window is not None for node in sharded.graph.nodes):
+        return sharded
     finder = _Finder(sharded)
-    found = finder.run() if takes else {}
+    found = finder.run()
     if not found:
         return sharded
     roots = {term.root: finder.cut[term.root] for made in found.values() for term in made.terms}
