@@ -42,7 +42,8 @@ class Distributed:
     sized: ClassVar[bool] = False
 
     def __call__(self, graph: Graph) -> Graph:
-        written = _FormWriter(graph, dict(self.forms)).run(dict(self.forms))
+        forms = dict(self.forms)
+        written = _FormWriter(graph, forms).run(forms)
         return dataclasses.replace(written, rewritings=(*graph.rewritings, self))
 
 

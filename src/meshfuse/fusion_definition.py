@@ -321,7 +321,7 @@ class FusionDefinition(DefinitionBuilder):
         compiled = self._compile(sizes, shapes, mesh, line, nearness(line))
 
         def renewed() -> CompiledProgram:
-            return self._renewed(compiled, sizes, shapes, mesh, line)
+            return self._renewed(compiled, sizes, shapes, mesh)
 
         def captured(program: HostProgram, main: Any) -> Captured:
             check_capturable(program, sizes, line)
@@ -332,9 +332,8 @@ class FusionDefinition(DefinitionBuilder):
         return RankProgram(compiled, world, found.device, repr(self), requested(backend, line), renewed, capture)
 
     def _renewed(
-        self, old: CompiledProgram, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh,
-        line: SourceLine,
-    ) -> CompiledProgram:  # fmt: skip
+        self, old: CompiledProgram, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh
+    ) -> CompiledProgram:
         """The program by a plan of its own in the place of one taken over, if its outputs lie as they did."""
         key = self._program_key(found, shapes, world)
         new = self._compiled[key] = compile_definition(self, shapes, dict(key[1]), world, self.max_memory)

@@ -152,7 +152,7 @@ def concretize(
     kinds = Kinds()
     nodes = [_concrete_node(fd, number, node, types, scalars, kinds) for number, node in enumerate(fd.nodes)]
     tensors = tuple(Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors))
-    nodes = _needed(nodes, fd.outputs)
+    nodes = needed(nodes, fd.outputs)
     producer = {out: node.id for node in nodes for out in node.outputs}
     there = {*producer, *fd.input_tensors()}
     noted = fd.annotations
@@ -192,12 +192,19 @@ def _streams(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]]) -> di
     return found
 
 
-def _needed(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:
+def rewritten(graph: Graph, rewritings: Sequence[Rewriting]) -> Graph:
+    """The graph after these rewritings, in turn."""
+    for rewriting in rewritings:
+        graph = rewriting(graph)
+    return graph
+
+
+def needed(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:
     """The nodes that an output follows from, numbered anew."""
-    needed, kept = set(outputs), []
+    wanted, kept = set(outputs), []
     for node in reversed(nodes):
-        if needed.intersection(node.outputs):
-            needed.update(node.inputs)
+        if wanted.intersection(node.outputs):
+            wanted.update(node.inputs)
             kept.append(node)
     return tuple(numbered(node, number) for number, node in enumerate(reversed(kept)))
 

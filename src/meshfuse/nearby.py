@@ -11,7 +11,6 @@ Who asks (`fd.compile`, `fd.bill`, `fd.simulate`) gets the plan of a search.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import threading
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 from .costs import computation
 from .errors import SourceLine, user_error
-from .graph import Graph, Node
+from .graph import Graph, Node, rewritten
 from .mesh import DeviceMesh
 from .ops.base import Call, ParamKind, Rule, TensorType
 from .propagation.choose import cheapest
@@ -33,7 +32,7 @@ from .sharding.value import Sharding
 
 # The factor by which sizes may differ, where nobody says another.
 VARIABLE, NEAR = "MESHFUSE_NEAR", 2.0
-# The execution of a shape before which it gets a plan of its own.
+# The executions of a shape after which it gets a plan of its own.
 RENEWED = 16
 # How many ops the plans have that are remembered, and how many plans of one structure.
 _MOST_OPS, _EACH = 20_000, 4
@@ -145,13 +144,13 @@ def _made(graph: Graph, plan: ShardedDefinition) -> ShardedDefinition | None:
     """The plan's decisions for the graph's sizes; None where one does not fit them."""
     if any(rewriting.sized for rewriting in plan.graph.rewritings):
         return None
-    rewritten = functools.reduce(lambda made, rewriting: rewriting(made), plan.graph.rewritings, graph)
-    if not _same_wiring(rewritten, plan.graph) or not _split_alike(rewritten, plan):
+    made = rewritten(graph, plan.graph.rewritings)
+    if not _same_wiring(made, plan.graph) or not _split_alike(made, plan):
         return None
-    choices = list(_choices(rewritten, plan))
+    choices = list(_choices(made, plan))
     if len(choices) < len(plan.choices):
         return None
-    found = ShardedDefinition(rewritten, tuple(choices), plan.homes)
+    found = ShardedDefinition(made, tuple(choices), plan.homes)
     found.verify()
     return found
 

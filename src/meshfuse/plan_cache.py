@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import __version__, disk_cache
-from .graph import Graph
+from .graph import Graph, rewritten
 from .mesh import DeviceMesh
 from .ops import OPS
 from .ops.base import Call, Rule
@@ -78,8 +78,7 @@ def packed(sharded: ShardedDefinition) -> str:
 def unpacked(text: str, graph: Graph) -> ShardedDefinition:
     """The sharded definition that these decisions make of the graph. Raises where they do not fit it."""
     rewritings, choices, homes = load(text)
-    rewritten = functools.reduce(lambda made, rewriting: rewriting(made), rewritings, graph)
-    sharded = ShardedDefinition(rewritten, tuple(choices), dict(homes))
+    sharded = ShardedDefinition(rewritten(graph, rewritings), tuple(choices), dict(homes))
     sharded.verify()
     return sharded
 

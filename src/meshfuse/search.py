@@ -10,7 +10,7 @@ far, with more placements to choose from (`choose.elsewhere`), and as if its inp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from .costs import computation
@@ -134,22 +134,17 @@ class _Search:
 def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefinition]:
     """The plan for links that are alike on all axes; nothing where they are."""
     linked = {s.mesh for s in graph.annotations.values() if s.mesh.linked}
-    plain = {mesh: DeviceMesh(mesh.shape, mesh.names, ranks=mesh.ranks) for mesh in linked}
-    # Links and a rate that are the default's make no other mesh: there is nothing else to try.
-    alike = {mesh: other for mesh, other in plain.items() if other != mesh}
-    if alike:
-        yield _as_if_on(graph, alike, lambda other: searched(propagate(other, world), world))
-
-
-def _as_if_on(
-    graph: Graph, meshes: Mapping[DeviceMesh, DeviceMesh], planned: Callable[[Graph], ShardedDefinition]
-) -> ShardedDefinition:
-    """The plan that is made where meshes are others, of as many ranks."""
-    annotations = {i: _on(s, meshes) for i, s in graph.annotations.items()}
-    found = planned(dataclasses.replace(graph, annotations=annotations))
-    back = {other: mesh for mesh, other in meshes.items()}
-    choices = tuple(dataclasses.replace(c, placement=_placed_on(c.placement, back)) for c in found.choices)
-    return ShardedDefinition(graph, choices, {i: _on(home, back) for i, home in found.homes.items()})
+    if linked:
+        plain = {mesh: DeviceMesh(mesh.shape, mesh.names, ranks=mesh.ranks) for mesh in linked}
+        # Links and a rate that are the default's make no other mesh: there is nothing else to try.
+        alike = {mesh: other for mesh, other in plain.items() if other != mesh}
+        if not alike:
+            return
+        annotations = {i: _on(s, alike) for i, s in graph.annotations.items()}
+        found = searched(propagate(dataclasses.replace(graph, annotations=annotations), world), world)
+        back = {other: mesh for mesh, other in alike.items()}
+        choices = tuple(dataclasses.replace(c, placement=_placed_on(c.placement, back)) for c in found.choices)
+        yield ShardedDefinition(graph, choices, {i: _on(home, back) for i, home in found.homes.items()})
 
 
 def _placed_on(placement: Placement, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Placement:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from .graph import Graph, Node, numbered, users
+from .graph import Graph, Node, needed, users
 from .mesh import DeviceMesh
 from .ops.base import TensorRef
 from .propagation.propagate import propagate
@@ -80,14 +80,10 @@ def shifted(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
 
 def _without_unread(graph: Graph) -> Graph:
     """The graph without ops that no output follows from."""
-    needed, kept = set(graph.outputs), list[Node]()
-    for node in reversed(graph.nodes):
-        if needed.intersection(node.outputs):
-            needed.update(node.inputs)
-            kept.append(node)
-    numbers = {node.id: number for number, node in enumerate(reversed(kept))}
-    nodes = tuple(numbered(node, number) for number, node in enumerate(reversed(kept)))
-    reductions = {numbers[i]: layouts for i, layouts in graph.reductions.items() if i in numbers}
+    nodes = needed(graph.nodes, graph.outputs)
+    numbers = {node.outputs: node.id for node in nodes}
+    kept = [(numbers.get(graph.nodes[i].outputs), layouts) for i, layouts in graph.reductions.items()]
+    reductions = {number: layouts for number, layouts in kept if number is not None}
     return dataclasses.replace(graph, nodes=nodes, reductions=reductions)
 
 

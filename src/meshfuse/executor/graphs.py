@@ -54,8 +54,9 @@ class Cuda:
 class Captured:
     """A program's main function as a graph, captured at the first call with the shapes and strides that it has."""
 
-    def __init__(self, main: Main, check: Callable[[], None], capturer: Capturer | None = None):
-        self._main, self._check, self._capturer = main, check, capturer or Cuda()
+    def __init__(self, main: Main, check: Callable[[], None]):
+        self._main, self._check = main, check
+        self._capturer: Capturer = Cuda()
         self._given: list[torch.Tensor] = []
         self._made: Sequence[Any] = ()
         self._replay: Callable[[], object] | None = None

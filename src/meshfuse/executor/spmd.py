@@ -20,6 +20,7 @@ from ..segmentation import Segment
 from ..sharding.data import unshard
 from ..sharding.value import Sharding
 from .bind import bind_program, communication_of, instruction_at, instruction_of
+from .graphs import Main
 from .record import recorder
 from .refusals import kernel_errors
 from .segments import Segments
@@ -71,9 +72,6 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-Main = Callable[..., Any]
 
 
 class RankProgram:

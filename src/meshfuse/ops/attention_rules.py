@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..errors import user_error
 from .base import Call, DimFactors, Emit, FactorKind, RuleBuilder, TensorRef, TensorType
-from .shapes import UNKNOWN, broadcasts_to, check_ndim, check_same_size
+from .shapes import UNKNOWN, broadcasts_to, check_ndim, check_same_size, fits
 
 
 def checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
@@ -52,7 +52,7 @@ def _check_state(call: Call) -> None:
 
 
 def _check_shape(name: str, what: str, t: TensorType, shape: tuple[int, ...]) -> None:
-    if t.ndim != len(shape) or any(n != m and UNKNOWN not in (n, m) for n, m in zip(t.shape, shape, strict=True)):
+    if not fits(t.shape, shape):
         raise user_error(f"{name}: shape of {what}", str(list(t.shape)), str(list(shape)),
                          "Pass what the forward gives, and a gradient of that shape.")  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ..dtypes import DataType
@@ -26,7 +25,7 @@ from .base import (
 )
 from .native import Native
 from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
-from .shapes import UNKNOWN, check_ndim
+from .shapes import UNKNOWN, check_ndim, fits
 
 K = ParamKind
 _NOT_NATIVE = "its steps are nvFuser's where they are written out"
@@ -120,15 +119,11 @@ def _merge_infer(call: Call) -> tuple[TensorType, ...]:
     """In float32, or in float64 where any operand is."""
     (out, _), wide = call.types[:2], DataType.Float
     for t, wanted in zip(call.types, (out.shape, out.shape[:-1]) * 2, strict=True):
-        if t.dtype.category != 2 or not _fits(t.shape, wanted):
+        if t.dtype.category != 2 or not fits(t.shape, wanted):
             raise user_error("attention_merge: operands", " and ".join(map(str, call.types)),
                              "two outputs [.., e] and their log-sum-exps [..], floating point", "")  # fmt: skip
         wide = DataType.Double if t.dtype is DataType.Double else wide
     return TensorType(out.shape, wide), TensorType(out.shape[:-1], wide)
-
-
-def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    return len(shape) == len(wanted) and all(n == m or UNKNOWN in (n, m) for n, m in zip(shape, wanted, strict=True))
 
 
 def _merge_rule(call: Call) -> Rule:

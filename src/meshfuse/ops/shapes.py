@@ -44,6 +44,11 @@ def broadcast_shapes(op: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...
     return tuple(out)
 
 
+def fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether two shapes are the same, as far as they are known."""
+    return len(shape) == len(wanted) and all(n == m or UNKNOWN in (n, m) for n, m in zip(shape, wanted, strict=True))
+
+
 def broadcasts_to(shape: Sequence[int], result: Sequence[int]) -> bool:
     """Whether an operand may be broadcast to a result of this shape, which it makes no larger."""
     pairs = zip(reversed(shape), reversed(result), strict=False)
