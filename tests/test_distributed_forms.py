@@ -79,6 +79,22 @@ def _scan(name: str, dim: int) -> Case:
     return Case(lambda fd, x: getattr(fd.ops, name)(x, dim), reference, (dim,))
 
 
+def _begun(name: str, dim: int, init: float) -> Case:
+    plain = _scan(name, dim)
+    begin = getattr(torch, {"cumsum": "add", "cumprod": "mul", "cummax": "maximum", "cummin": "minimum"}[name])
+    return Case(
+        lambda fd, x: getattr(fd.ops, name)(x, dim, init),
+        lambda x: begin(plain.reference(x), torch.tensor(init, dtype=x.dtype)),
+        (dim,),
+    )
+
+
+def _stepped(dims: tuple[int, ...], *bounds: tuple[int, int, int]) -> Case:
+    starts, ends, steps = map(list, zip(*bounds, strict=True))
+    cut = tuple(itertools.starmap(slice, bounds))
+    return Case(lambda fd, x: fd.ops.slice(x, starts, ends, steps), lambda x: x[cut], dims, False)
+
+
 def _sort(dim: int, descending: bool) -> Case:
     return Case(
         lambda fd, x: fd.ops.argsort(x, dim, descending),
@@ -106,6 +122,13 @@ CASES: dict[str, Case] = {
     "welford of all": _moments(0, 1),
     **{f"{name} of dim {dim}": _scan(name, dim)
        for name in ("cumsum", "cumprod", "cummax", "cummin") for dim in (0, -1)},
+    **{f"{name} of dim {dim}, begun": _begun(name, dim, 0.25)
+       for name in ("cumsum", "cumprod", "cummax", "cummin") for dim in (0, 1)},
+    "every third row of ten but the first": _stepped((0,), (1, 10, 3), (0, 10, 1)),
+    "every third column from the fifth on": _stepped((1,), (0, 12, 1), (4, 10, 3)),
+    "every fifth row of the first ten, some columns": _stepped((0,), (0, 10, 5), (2, 7, 1)),
+    "one row by a step past the end": _stepped((0,), (7, 12, 20), (0, 10, 1)),
+    "every other row and every fourth column": _stepped((1,), (1, 12, 2), (2, 9, 4)),
     "max": Case(lambda fd, x: fd.ops.max(x, [1]), lambda x: x.amax(1)),
     "min of all": Case(lambda fd, x: fd.ops.min(x), lambda x: x.amin()),
     "argmax": Case(lambda fd, x: fd.ops.argmax(x, 1), lambda x: x.argmax(1)),
@@ -470,3 +493,30 @@ def test_every_pair_of_sharded_dims_of_a_product_of_forms() -> None:
     for dims in itertools.permutations(["x", "y", None], 2):
         found = _define(build, X, (2, 3), dims).simulate([X], check_replicas=True)
         _assert_close(found, torch.var_mean(values.cumsum(0), [0, 1]))
+
+
+STEPS = [(24, 0, 24, 3), (24, 2, 20, 3), (24, 5, 24, 4), (23, 1, 23, 2), (24, 0, 12, 2), (1024, 7, 1000, 5)]
+
+
+@pytest.mark.parametrize("n,start,stop,step", STEPS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_slice_with_steps_of_a_sharded_dim_moves_elements_of_the_result_and_less_than_a_step_of_each_block(
+    n: int, start: int, stop: int, step: int, backward: bool
+) -> None:
+    ranks, row = 4, 16 * 4
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([n, 16], dtype=mf.DataType.Float)
+    y = fd.ops.slice(x, [start, 0], [stop, 16], [step, 1])
+    gradients = fd.grad([fd.ops.sum(fd.ops.mul(y, y))], [x]) if backward else []
+    for out in (y, *gradients):
+        fd.add_output(out)
+        fd.mesh_split(out, mf.DeviceMesh((ranks,), ("x",)), ["x", None])
+    fd.mesh_split(x, mf.DeviceMesh((ranks,), ("x",)), ["x", None])
+    kept, passes = len(range(start, stop, step)), 2 if backward else 1
+    assert fd.bill().total <= passes * row * (ranks * step + kept) / ranks
+    given = torch.randn(n, 16, generator=torch.Generator().manual_seed(0))
+    made, *found = fd.simulate([given], check_replicas=True)
+    assert torch.equal(made, given[start:stop:step])
+    wanted = torch.zeros(n, 16)
+    wanted[start:stop:step] = 2 * made
+    assert all(torch.equal(gradient, wanted) for gradient in found)

@@ -25,7 +25,7 @@ from works import WORKS, Work, local_part
 from meshfuse.runtime.world import World
 
 # What torch.compile keeps is read again by rank number: ranks must not share it.
-CACHE = Path(os.environ.get("MESHFUSE_CACHE", "~/.cache/meshfuse")).expanduser() / "bench-runtime"
+CACHE = Path("~/.cache/meshfuse/bench-runtime").expanduser()
 VARIANTS = ("hand", "hand_compiled", "dtensor", "dtensor_compiled", "meshfuse_eager", "meshfuse")
 WARM_UP = 30
 Step = Callable[[], Sequence[torch.Tensor]]

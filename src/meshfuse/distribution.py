@@ -53,7 +53,7 @@ def distribute(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
     To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if it
     were so: else a plan may put a dim together long before the op that would not have needed it.
     """
-    if not any(node.call.op.distributed for node in graph.nodes):
+    if not any(node.call.has_form for node in graph.nodes):
         return propagate(graph, world)
     probe = propagate(_optimistic(graph), world, twice=False)
     groups = _Chooser(graph, probe, world).groups()
@@ -67,7 +67,7 @@ def _holds(graph: Graph, probe: ShardedDefinition) -> bool:
     return all(
         not layout
         for node, choice in zip(graph.nodes, probe.choices, strict=True)
-        if node.call.op.distributed is not None
+        if node.call.has_form
         for factor, layout in zip(node.rule.factors, choice.placement.layouts, strict=True)
         if factor.kind is FactorKind.BLOCK
     )
@@ -103,7 +103,7 @@ def _optimistic(graph: Graph) -> Graph:
     rules: dict[int, Rule] = {}
     nodes = []
     for node in graph.nodes:
-        if node.call.op.distributed is not None:
+        if node.call.has_form:
             node = dataclasses.replace(node, rule=rules.setdefault(id(node.rule), _opened(node.rule)))
         nodes.append(node)
     return dataclasses.replace(graph, nodes=tuple(nodes))
@@ -125,7 +125,7 @@ class _Chooser:
         """The forms that pay: alike ops, such as those of a model's layers, together."""
         alike: dict[Any, list[Node]] = {}
         for node in self.graph.nodes:
-            if node.call.op.distributed is not None:
+            if node.call.has_form:
                 alike.setdefault(self._kind(node), []).append(node)
         found = [(nodes, self._cheapest(nodes[0])) for nodes in alike.values()]
         return [dict.fromkeys((n.id for n in nodes), where) for nodes, where in found if where is not None]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from .graph import Graph, Node
+from .ops.base import FactorKind
 from .propagation.growth import EPSILON
 from .resharding.insert import ReshardedDefinition, Set
 from .resharding.moves import MoveKind
@@ -22,8 +23,6 @@ from .sharding.layout import Layout
 from .sharding.value import Sharding
 
 Starts = Mapping[int, Sharding]
-# What inputs elsewhere may save: moves of what is whole but lies where it is not wanted.
-_SAVED = (MoveKind.ALL_TO_ALL, MoveKind.ALL_GATHER, MoveKind.EXCHANGE, MoveKind.WINDOW)
 # Each is a search: no more are tried.
 MOST = 6
 
@@ -36,8 +35,11 @@ class _Origin(NamedTuple):
     layout: Layout
 
 
-# Of each dim of a tensor, the inputs that it is split after.
-_Origins = tuple[frozenset[_Origin], ...]
+class _Origins(NamedTuple):
+    """Of each dim of a tensor, the inputs that it is split after; of a sum, those after which its terms are."""
+
+    dims: tuple[frozenset[_Origin], ...]
+    terms: frozenset[_Origin] = frozenset()
 
 
 def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
@@ -80,25 +82,21 @@ def _price(resharded: ReshardedDefinition, starts: Starts) -> float:
 
 
 def _spent(resharded: ReshardedDefinition) -> dict[_Origin, float]:
-    """Modelled time of the moves by which dims lose a split, by where the split comes from.
-
-    Gathers of inputs do not count: those are weights stored in parts.
-    """
+    """Modelled time of the moves by which dims lose a split, or sums their terms, by where these come from."""
     origins, found = _origins(resharded.graph, resharded.sharded.homes), dict[_Origin, float]()
     for step in resharded.collectives:
-        tensor = resharded.values[step.source].tensor
-        stored = step.move.kind is MoveKind.ALL_GATHER and tensor in resharded.graph.input_tensors
-        if step.move.kind in _SAVED and not stored:
-            for origin in _left(step, origins[tensor]):
-                found[origin] = found.get(origin, 0.0) + resharded.seconds(step)
+        for origin in _left(step, origins[resharded.values[step.source].tensor]):
+            found[origin] = found.get(origin, 0.0) + resharded.seconds(step)
     return found
 
 
 def _left(step: Set, origins: _Origins) -> set[_Origin]:
-    """The origins of the dims that a move changes."""
-    rows = zip(step.move.src.dims, step.move.dst.dims, origins, strict=True)
+    """The origins of the dims that a move changes, and of the terms that it adds."""
+    src, dst = step.move.src, step.move.dst
     window = step.move.kind is MoveKind.WINDOW
-    return {origin for before, after, here in rows if window or before != after for origin in here}
+    rows = zip(src.dims, dst.dims, origins.dims, strict=True)
+    moved = {origin for before, after, here in rows if window or before != after for origin in here}
+    return moved | _sharing(origins.terms, {split.axis for split in src.partial} if not dst.partial else set())
 
 
 def _origins(graph: Graph, homes: Mapping[int, Sharding]) -> dict[int, _Origins]:
@@ -109,22 +107,25 @@ def _origins(graph: Graph, homes: Mapping[int, Sharding]) -> dict[int, _Origins]
     found: dict[int, _Origins] = {i: _of_input(homes[i]) for i in graph.input_tensors}
     for node in graph.nodes:
         known = _of_factors(node, found)
-        anywhere = frozenset().union(*(here for i in node.inputs for here in found[i]))
+        summed = (known[f] for f, factor in enumerate(node.rule.factors) if factor.kind is FactorKind.REDUCE)
+        terms = frozenset().union(*summed, *(found[i].terms for i in node.inputs))
+        anywhere = frozenset().union(*(here for i in node.inputs for here in found[i].dims))
         for dims, i in zip(node.rule.results, node.outputs, strict=True):
             made = zip(homes[i].dims, dims, strict=True)
-            found[i] = tuple([_of_dim(layout, [known[f] for f in factors], anywhere) for layout, factors in made])
+            split = tuple([_of_dim(layout, [known[f] for f in factors], anywhere) for layout, factors in made])
+            found[i] = _Origins(split, terms)
     return found
 
 
 def _of_input(home: Sharding) -> _Origins:
     own = {origin.dim: frozenset((origin,)) for origin in _own_origins(home)}
-    return tuple([own.get(dim, frozenset()) for dim in range(home.ndim)])
+    return _Origins(tuple([own.get(dim, frozenset()) for dim in range(home.ndim)]))
 
 
 def _of_factors(node: Node, found: Mapping[int, _Origins]) -> list[frozenset[_Origin]]:
     known = [frozenset[_Origin]()] * len(node.rule.factors)
     for i, dims in zip(node.inputs, node.rule.operands, strict=True):
-        for here, factors in zip(found[i], dims, strict=True):
+        for here, factors in zip(found[i].dims, dims, strict=True):
             for f in factors if here else ():
                 known[f] |= here
     return known

@@ -58,19 +58,26 @@ def _bound(n: int, index: int) -> int:
 
 
 def _slice(b: Backward) -> Tensor | Piece:
-    """Put back to where it was cut from, step by step where it was cut in steps."""
+    """Put back to where it was cut from, with zeros between where it was cut in steps."""
     x, grad = b["arg"], b.grad
     steps = b["strides"] or (1,) * x.ndim
     starts = [_start(n, a) for n, a in zip(sizes(x), b["start_indices"], strict=True)]
     for d, step in enumerate(steps):
         if step != 1:
-            index = b.ops.iota(sizes(grad)[d], starts[d], step)
-            index = b.ops.broadcast(index, [other != d for other in range(x.ndim)])
-            grad, starts[d] = b.ops.take_along_axis_bwd(grad, index, d, sizes(x)[d]), 0
-    if all(isinstance(n, int) for n in (*starts, *sizes(x), *sizes(grad))):
+            inside = starts[d] % step if isinstance(starts[d], int) else 0
+            grad, starts[d] = _spread(b, grad, d, step, inside), starts[d] - inside
+    ends = [a + m for a, m in zip(starts, sizes(grad), strict=True)]
+    if all(isinstance(n, int) for n in (*ends, *sizes(x))) and all(e <= n for e, n in zip(ends, sizes(x), strict=True)):
         return Piece(grad, tuple(starts))
-    after = [n - a - m for n, a, m in zip(sizes(x), starts, sizes(grad), strict=True)]
-    return padded(b.ops, grad, starts, after)
+    return padded(b.ops, grad, starts, [n - end for n, end in zip(sizes(x), ends, strict=True)])
+
+
+def _spread(b: Backward, grad: Tensor, dim: int, step: int, inside: int) -> Tensor:
+    """Every element of a dim as `step` elements: itself at this place in them, and zeros."""
+    shape = sizes(grad)
+    single = b.ops.broadcast(grad, [d == dim + 1 for d in range(grad.ndim + 1)])
+    before, after = ([n if d == dim + 1 else 0 for d in range(grad.ndim + 1)] for n in (inside, step - 1 - inside))
+    return b.ops.reshape(padded(b.ops, single, before, after), [*shape[:dim], shape[dim] * step, *shape[dim + 1 :]])
 
 
 def _start(n: Any, start: Any) -> Any:

@@ -187,6 +187,12 @@ class Call:
             return None
         return self.types[sum(count_tensors(arg) for arg in self.args[:place])]
 
+    @property
+    def has_form(self) -> bool:
+        """Whether the op has a distributed form for such calls."""
+        op = self.op
+        return op.distributed is not None and (op.has_form is None or op.has_form(self))
+
 
 def count_tensors(arg: object) -> int:
     """How many tensor operands an argument contributes."""
@@ -318,7 +324,8 @@ class OpDef:
     window: for an op whose one result is a window of its first operand, or the other way round: (per dim, which
     operand index result index 0 is; what stands where the operand has nothing), or the order of a dim's blocks; None
     where the call is neither.
-    distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole.
+    distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole; has_form: for
+    which calls there is one, None for all.
     apart: an op that adds its last operand once, where it has one that it sums nothing of, in two.
     rounds: how the op is computed where its operands are sharded otherwise than `rule` takes them, whatever it costs.
     into: a Python statement that writes the one result into an existing tensor, None where the call cannot.
@@ -340,6 +347,7 @@ class OpDef:
     samples: Callable[[], Sequence[Sample]] = _no_samples
     nvfuser: Callable[[Native], Any] | str | None = None
     distributed: Distributed | None = None
+    has_form: Callable[[Call], bool] | None = None
     rounds: Rounds | None = None
     apart: Apart | None = None
     window: Callable[[Call], tuple[tuple[int, ...], Any] | BlockOrder | None] | None = None

@@ -166,8 +166,8 @@ def block_counts(n: int, blocks: int, others: int = 1) -> list[int]:
 def distributed_scan(
     r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """Scan each block, then combine with the total of all blocks before it (Blelloch 1990, prefix sums)."""
-    if not blocks or call["init"] is not None or call.types[0].dtype.category in (0, 3):
+    """Scan each block, then combine with the total of all blocks before it (Blelloch 1990, prefix sums), and `init`."""
+    if not blocks or call.types[0].dtype.category in (0, 3):
         return None
     (x,), name = operands, call.op.name
     size = r.type(x).shape[dim]
@@ -177,6 +177,8 @@ def distributed_scan(
     first = r.call("block_repeat", _is_first(r, dim, blocks, r.type(x).ndim), dim, size, blocks)
     combined = r.call("where", first, scanned, r.call(_COMBINE[name], scanned, before))
     dtype = call.results[0].dtype  # arithmetic widens half precision
+    if call["init"] is not None:
+        combined = r.call(_COMBINE[name], combined, r.call("full", [1] * r.type(x).ndim, call["init"], dtype))
     return [combined if r.type(combined).dtype is dtype else r.call("cast", combined, dtype)]
 
 

@@ -123,6 +123,42 @@ def local_bounds(call: Call, local: tuple[int, ...]) -> list[tuple[int, int, int
     return out
 
 
+def _is_stepped(call: Call) -> bool:
+    """Whether a slice has steps that its dim is not made of."""
+    if set(call["strides"] or ()) <= {1}:
+        return False
+    rows = zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True)
+    return any(step > 1 and not takes_one_of_each(n, start, m, step) for n, m, (start, _, step) in rows)
+
+
+def _distributed_slice(
+    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+) -> Sequence[TensorRef] | None:
+    """The dim moved and padded to whole steps, as many in each block, of each its first element, and of these a window.
+
+    Only the first and the last move anything: less than a step of each block, and elements of the result.
+    """
+    (start, _, step), n, m = slice_bounds(call)[dim], call.types[0].shape[dim], call.results[0].shape[dim]
+    if step == 1 or m == 0 or takes_one_of_each(n, start, m, step):
+        return None
+    ndim, inside = call.types[0].ndim, start % step
+    steps = -(-(n - inside) // step)
+    steps = -(-steps // blocks) * blocks if blocks else steps
+    widths = [0] * (2 * (ndim - 1 - dim)) + [-inside, steps * step - n + inside]
+    (x,) = operands
+    aligned = r.call("pad", x, widths) if any(widths) else x
+    firsts = r.call("slice", aligned, [0] * ndim, list(r.type(aligned).shape), _only(ndim, dim, step, 1))
+    bounds = [list(bound) for bound in zip(*slice_bounds(call), strict=True)]
+    for bound, value in zip(bounds, (start // step, start // step + m, 1), strict=True):
+        bound[dim] = value
+    same = r.type(firsts).shape == call.results[0].shape and all(step == 1 for step in bounds[2])
+    return [firsts if same else r.call("slice", firsts, *bounds)]
+
+
+def _only(ndim: int, dim: int, value: int, other: int) -> list[int]:
+    return [value if d == dim else other for d in range(ndim)]
+
+
 def _slice_window(call: Call) -> tuple[tuple[int, ...], Any] | None:
     bounds = slice_bounds(call)
     return (tuple(start for start, _, _ in bounds), 0) if all(step == 1 for _, _, step in bounds) else None
@@ -273,8 +309,9 @@ OPS = (
                     Param("manual_normalization", K.BOOL, False)),
           _slice_infer, _slice_rule, _slice_emit, Partial.MOVE,
           samples=lambda: [_sample((6, 8), [0, 2], [6, 7]), _sample((6, 8), [1, 0], [6, 8], [2, 1]),
-                           _sample((7, 8), [1, 3], [6, 8], [2, 4]), _sample((12, 8), [4, 0], [8, 8])],
-          nvfuser=_slice_nvfuser, window=_slice_window, vjp=SLICE, is_view=True),
+                           _sample((7, 8), [1, 3], [6, 8], [2, 4]), _sample((13, 9), [4, 0], [11, 9], [3, 2]), _sample((12, 8), [4, 0], [8, 8])],
+          nvfuser=_slice_nvfuser, window=_slice_window, distributed=_distributed_slice,
+          has_form=_is_stepped, vjp=SLICE, is_view=True),
     OpDef("pad", (_ARG, Param("pad_widths", K.SHAPE), Param("value", K.OPTIONAL_SCALAR, None)),
           _pad_infer, _pad_rule, _pad_emit,
           samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5),

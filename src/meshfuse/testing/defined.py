@@ -42,9 +42,9 @@ class _Formed(FusionDefinition):
 
 def form_cases(op: OpDef, sample: Sample) -> Iterator[Annotated]:
     """Every dim that is needed whole, in blocks that are even, short or empty, on two axes, and not in blocks."""
-    if op.distributed is None:
-        return
     call = make_call(op, sample)
+    if not call.has_form:
+        return
     rule = op.rule(call)
     for operand, (dims, kind) in enumerate(zip(rule.operands, call.types, strict=True)):
         for d, factors in enumerate(dims):
