@@ -58,6 +58,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=1800, help="seconds for each number of ranks")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Lines of torch about its profiler and its caches would hide the table.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_LOGS", "-inductor,-aot")
     words = ["--rounds", str(args.rounds), "--works", *args.works, "--variants", *args.variants]
     lines = [line for ranks in args.ranks for line in measure(ranks, words, args.limit)]
     print(table(lines))
