@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..costs import computation
@@ -16,7 +17,7 @@ from ..resharding.prices import price
 from ..resharding.windows import window_move, window_of
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
-from ..sharding.value import Sharding
+from ..sharding.value import Sharding, overlap
 from .factors import (
     Layouts,
     Placement,
@@ -70,6 +71,9 @@ class Option(NamedTuple):
     seconds: float
 
 
+# So many ways to put axes on an op's factors are tried at most.
+MOST_WAYS = 64
+
 # A placement, what it follows, and the seconds that do not depend on where the operands are.
 _Candidate = tuple[Placement, Source, float]
 _Vote = tuple[Source, Layouts]
@@ -120,7 +124,8 @@ def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts]]:
     votes = tuple(_votes(setting))
     yield from _agreed(rule, votes, tuple(_displaced_votes(setting)), setting.reductions)
     if setting.thorough and not setting.reductions:
-        yield from elsewhere(rule, votes)
+        if len(rule.operands) > 1 and sides_of(rule):
+            yield from elsewhere(rule, votes)
         yield from _scattered(setting, votes)
     yield Source("whole"), _with_reductions(rule, setting.reductions, (WHOLE,) * len(rule.factors))
 
@@ -142,28 +147,34 @@ def _agreed(
     return tuple((source, layouts) for layouts, source in found.items())
 
 
-def elsewhere(rule: Rule, votes: Sequence[tuple[Source, Layouts]]) -> Iterator[tuple[Source, Layouts]]:
-    """What the votes agree on with one axis on a factor that none of them has it on.
+def elsewhere(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
+    """Every way to put each of the axes of the votes on a factor that one of them has it on, but one on any factor.
 
-    Of the axes that split a reduction, or that the votes have on different factors: an operand comes there by an
-    all-to-all, which moves an n-th of what gathering it would, and nothing is left to reduce.
+    Where operands disagree, the best may be what none of them asks for: an operand comes there by an all-to-all, which
+    moves an n-th of what gathering it would, and nothing is left to reduce.
     """
-    sides = sides_of(rule)
-    if len(rule.operands) < 2 or not sides:
-        return
-    base = merged([vote for _, vote in votes])
     on: dict[Split, dict[int, Source]] = {}
     for source, vote in votes:
         for factor, layout in enumerate(vote):
             for axis in lay.axes(layout):
-                on.setdefault(axis, {}).setdefault(factor, source)
-    for axis, factors in on.items():
-        if len(factors) > 1 or any(rule.factors[f].kind is FactorKind.REDUCE for f in factors):
-            for side in sides:
-                if not any(f in factors for f in side):
-                    layouts = moved(rule, base, axis, side)
-                    if layouts is not None:
-                        yield next(iter(factors.values())), representable(rule, layouts)
+                if axis in on or not any(overlap(axis, other) for other in on):
+                    on.setdefault(axis, {}).setdefault(factor, source)
+    free = [f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK]
+    for moves in on:
+        ways = [free if axis is moves else list(factors) for axis, factors in on.items()]
+        for places in itertools.product(*ways) if math.prod(map(len, ways)) <= MOST_WAYS else ():
+            layouts = _on_factors(rule, on, places)
+            if layouts is not None:
+                yield next(iter(on[moves].values())), representable(rule, layouts)
+
+
+def _on_factors(rule: Rule, axes: Iterable[Split], places: Iterable[int]) -> Layouts | None:
+    """Each axis on its factor; None where one is not divided."""
+    out = [WHOLE] * len(rule.factors)
+    for axis, place in zip(axes, places, strict=True):
+        out[place] = (*out[place], axis)
+    divided = all(factor.size % lay.extent(layout) == 0 for factor, layout in zip(rule.factors, out, strict=True))
+    return tuple(out) if divided else None
 
 
 def _scattered(setting: Setting, votes: Sequence[_Vote]) -> Iterator[_Vote]:
