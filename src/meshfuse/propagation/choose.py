@@ -73,6 +73,8 @@ class Option(NamedTuple):
 
 # So many ways to put axes on an op's factors are tried at most.
 MOST_WAYS = 64
+# And so many of those that nobody asks for, the cheapest, are gone on with.
+MOST_MORE = 12
 
 # A placement, what it follows, and the seconds that do not depend on where the operands are.
 _Candidate = tuple[Placement, Source, float]
@@ -84,23 +86,32 @@ def options(setting: Setting, available: tuple[Available, ...], places: Sequence
 
     Operands of equal `places` are one tensor.
     """
-    found = [*_carried(setting, available), *_candidates(setting)]
+    asked, more = _candidates(setting)
     wire = _Wire(setting.call, available, places)
-    priced = [Option(placement, source, seconds + wire.seconds(placement)) for placement, source, seconds in found]
-    possible = [option for option in priced if math.isfinite(option.seconds)]
-    assert possible, f"no placement for {setting.call.op}"
-    return tuple(sorted(possible, key=lambda option: option.seconds))
+    found = wire.options([*_carried(setting, available), *asked])
+    assert found, f"no placement for {setting.call.op}"
+    found += wire.options(more)[:MOST_MORE]
+    return tuple(sorted(found, key=lambda option: option.seconds))
 
 
 @functools.lru_cache(maxsize=1 << 13)
-def _candidates(setting: Setting) -> tuple[_Candidate, ...]:
-    found: dict[Layouts, _Candidate] = {}
-    for source, layouts in _layout_candidates(setting):
-        if layouts not in found:
-            placement = placed(setting.call, setting.rule, setting.mesh, layouts)
-            if placement is not None:
-                found[layouts] = (placement, source, _own_seconds(setting, placement))
-    return (*found.values(), *_window_candidates(setting))
+def _candidates(setting: Setting) -> tuple[tuple[_Candidate, ...], tuple[_Candidate, ...]]:
+    """The placements that someone asks for, and those that only a thorough search tries."""
+    asked = dict(_placed(setting, _layout_candidates(setting)))
+    more = dict(_placed(setting, _more_candidates(setting))) if setting.thorough and not setting.reductions else {}
+    beyond = [candidate for layouts, candidate in more.items() if layouts not in asked]
+    return (*asked.values(), *_window_candidates(setting)), tuple(beyond)
+
+
+def _placed(setting: Setting, votes: Iterable[_Vote]) -> Iterator[tuple[Layouts, _Candidate]]:
+    """The placements of the votes that have one, by their layouts; of equal ones the first."""
+    sources: dict[Layouts, Source] = {}
+    for source, layouts in votes:
+        sources.setdefault(layouts, source)
+    for layouts, source in sources.items():
+        placement = placed(setting.call, setting.rule, setting.mesh, layouts)
+        if placement is not None:
+            yield layouts, (placement, source, _own_seconds(setting, placement))
 
 
 def _carried(setting: Setting, available: tuple[Available, ...]) -> Iterator[_Candidate]:
@@ -123,11 +134,16 @@ def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts]]:
     rule = setting.rule
     votes = tuple(_votes(setting))
     yield from _agreed(rule, votes, tuple(_displaced_votes(setting)), setting.reductions)
-    if setting.thorough and not setting.reductions:
-        if len(rule.operands) > 1 and sides_of(rule):
-            yield from elsewhere(rule, votes)
-        yield from _scattered(setting, votes)
     yield Source("whole"), _with_reductions(rule, setting.reductions, (WHOLE,) * len(rule.factors))
+
+
+def _more_candidates(setting: Setting) -> Iterator[_Vote]:
+    """What nobody asks for as it is."""
+    votes = _votes(setting)
+    if len(setting.rule.operands) > 1 and sides_of(setting.rule):
+        yield from elsewhere(setting.rule, votes)
+    yield from _scattered(setting, votes)
+    yield from _beyond(setting.rule, votes)
 
 
 @functools.lru_cache(maxsize=1 << 13)
@@ -168,13 +184,25 @@ def elsewhere(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
                 yield next(iter(on[moves].values())), representable(rule, layouts)
 
 
+def _beyond(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
+    """What each vote gives with the others after it, where those whose axes it uses keep their other axes."""
+    for source, vote in votes if len(votes) > 1 else ():
+        order = [vote, *[other for _, other in votes if other != vote]]
+        layouts = merged(order, beyond=True)
+        if layouts != merged(order) and _divides(rule, layouts):
+            yield source, representable(rule, layouts)
+
+
+def _divides(rule: Rule, layouts: Layouts) -> bool:
+    return all(factor.size % lay.extent(layout) == 0 for factor, layout in zip(rule.factors, layouts, strict=True))
+
+
 def _on_factors(rule: Rule, axes: Iterable[Split], places: Iterable[int]) -> Layouts | None:
     """Each axis on its factor; None where one is not divided."""
     out = [WHOLE] * len(rule.factors)
     for axis, place in zip(axes, places, strict=True):
         out[place] = (*out[place], axis)
-    divided = all(factor.size % lay.extent(layout) == 0 for factor, layout in zip(rule.factors, out, strict=True))
-    return tuple(out) if divided else None
+    return tuple(out) if _divides(rule, tuple(out)) else None
 
 
 def _scattered(setting: Setting, votes: Sequence[_Vote]) -> Iterator[_Vote]:
@@ -269,6 +297,13 @@ class _Wire:
     def __init__(self, call: Call, available: Sequence[Available], places: Sequence[int]):
         self.places, self.available, self.types = places, available, call.types
         self._known: dict[tuple[int, Sharding], float] = {}
+
+    def options(self, candidates: Iterable[_Candidate]) -> list[Option]:
+        """The candidates that can be had, cheapest first."""
+        priced = [
+            Option(placement, source, seconds + self.seconds(placement)) for placement, source, seconds in candidates
+        ]
+        return sorted([o for o in priced if math.isfinite(o.seconds)], key=lambda option: option.seconds)
 
     def seconds(self, placement: Placement) -> float:
         """Of all operands; a tensor that is two of them comes once, if they need the same."""

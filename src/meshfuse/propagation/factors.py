@@ -120,15 +120,18 @@ def _roomiest(rule: Rule, free: Sequence[int], layouts: Sequence[Layout], ways: 
     return best, room[best]
 
 
-def merged(votes: Sequence[Layouts], taken: Sequence[Split] = ()) -> Layouts:
-    """Factor layouts from the votes in their order: later ones only refine, and no part of an axis is used twice."""
+def merged(votes: Sequence[Layouts], taken: Sequence[Split] = (), beyond: bool = False) -> Layouts:
+    """Factor layouts from the votes in their order: later ones only refine, and no part of an axis is used twice.
+
+    A layout ends where an axis of it is used; if `beyond`, it goes on after it, as where that axis alone is gathered.
+    """
     out = [WHOLE] * len(votes[0]) if votes else []
     used = list(taken)
     for vote in votes:
         for factor, layout in enumerate(vote):
             old = out[factor]
             if layout and layout != old and lay.is_prefix(old, layout):
-                added = _unused(layout[len(old) :], used)
+                added = (_unused_beyond if beyond else _unused)(layout[len(old) :], used)
                 out[factor] = (*old, *added)
                 used.extend(lay.axes(added))
     return tuple(out)
@@ -143,9 +146,26 @@ def _unused(layout: Layout, used: Sequence[Split]) -> Layout:
             out.append(_free_part(split, clashes))
             break
         out.append(split)
-    while out and not (out[-1].bound and out[-1].size != 1):
-        out.pop()
-    return tuple(out)
+    return _up_to_axes(out)
+
+
+def _unused_beyond(layout: Layout, used: Sequence[Split]) -> Layout:
+    """The layout with nothing bound where it uses a used part of an axis."""
+    out: list[Split] = []
+    for split in layout:
+        free = not split.bound or any(overlap(split, u) for u in used)
+        if free and out and not out[-1].bound:
+            out[-1] = Split((out[-1].size or 1) * (split.size or 1))
+        else:
+            out.append(Split(split.size) if free else split)
+    return _up_to_axes(out)
+
+
+def _up_to_axes(splits: list[Split]) -> Layout:
+    """The splits down to the most minor one that is bound."""
+    while splits and not (splits[-1].bound and splits[-1].size != 1):
+        splits.pop()
+    return tuple(splits)
 
 
 def _free_part(split: Split, clashes: Sequence[Split]) -> Split:

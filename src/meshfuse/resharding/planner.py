@@ -14,7 +14,7 @@ from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, overlap
 from .moves import Move, MoveKind
-from .prices import Price, byte_seconds, price
+from .prices import Price, byte_seconds, is_even, price
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,12 @@ class _Search:
         yield from self._reductions(state, to_reduce)
         yield from self._slices(state)
         yield from self._sliced_for_a_while(state)
-        yield from self._gathers(state)
-        if not to_reduce:
+        arrives = False
+        for move in self._gathers(state):
+            arrives = arrives or move.dst == self.dst
+            yield move
+        # Between equal blocks one gather or all-to-all moves just what is lacking, and no exchange does it sooner.
+        if not to_reduce and not (arrives and is_even(state, self.dst, self.shape)):
             yield self._exchange(state)
 
     def _reductions(self, state: Sharding, to_reduce: list[Split]) -> Iterator[Move]:

@@ -50,7 +50,7 @@ def price(move: Move, shape: Sequence[int], itemsize: int) -> Price:
         form, passes = ring
         whole = move.dst if move.kind is MoveKind.ALL_GATHER else move.src
         nbytes = itemsize * whole.max_local_numel(shape)
-        if move.kind is MoveKind.ALL_TO_ALL and not _is_even(move, shape):
+        if move.kind is MoveKind.ALL_TO_ALL and not is_even(move.src, move.dst, shape):
             nbytes = itemsize * received(move.src, move.dst, shape) * n / (n - 1)
         return Price(form(link, n, nbytes) + MOVE_SECONDS, passes * (n - 1) / n * nbytes)
     if move.kind is MoveKind.WINDOW:
@@ -60,9 +60,9 @@ def price(move: Move, shape: Sequence[int], itemsize: int) -> Price:
     return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire)
 
 
-def _is_even(move: Move, shape: Sequence[int]) -> bool:
+def is_even(src: Sharding, dst: Sharding, shape: Sequence[int]) -> bool:
     """True where all ranks hold as much, before and after."""
-    layouts = zip((*move.src.dims, *move.dst.dims), (*shape, *shape), strict=True)
+    layouts = zip((*src.dims, *dst.dims), (*shape, *shape), strict=True)
     return all(n % lay.extent(layout) == 0 for layout, n in layouts)
 
 
