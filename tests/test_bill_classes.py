@@ -405,6 +405,23 @@ def experts_beside_data(fd: Fd, s: Sizes) -> None:
     on_dim0(fd, DP2_EP4, "ep", w1, w2)
 
 
+@known(14.71, 2.104)
+def rows_over_both_axes_and_a_vocabulary_over_one_of_them(fd: Fd, s: Sizes) -> None:
+    """x comes together over the axis that the vocabulary has, stays apart over the other; the sums are of rows only."""
+    x, w = floats(fd, s.batch, s.length, s.width), floats(fd, s.width, s.vocab)
+    outputs(fd, fd.ops.logsumexp(fd.ops.matmul(x, w), -1))
+    split(fd, DP2_TP4, (x, [("dp", "tp"), None, None]), (w, [None, "dp"]))  # type: ignore[list-item]
+
+
+@known(27.26, 19.40)
+def weights_stored_otherwise_than_they_are_used(fd: Fd, s: Sizes) -> None:
+    """Stored over tp, used over dp: half of each is gathered, rows come together over dp, 1 RS of the result."""
+    x, w1, w2 = programs.mlp_inputs(fd, s)
+    outputs(fd, layers.mlp(fd, x, w1, w2))
+    both = ("dp", "tp")
+    split(fd, DP2_TP4, (x, [None, both, None]), (w1, ["tp", None]), (w2, [None, both]))  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("name", KNOWN)
 def test_no_more_than_xla_and_a_plan_by_hand(name: str) -> None:
     found = defined(name, FULL).bill().total / 1e6

@@ -93,13 +93,13 @@ def compile_definition(
         taken = PLANS.near(graph, world, near) if near > 1 else None
         if taken is not None:
             return compile_sharded(taken.plan, max_memory, taken.source)
-        sharded = planned(graph, world, lambda: _decided(graph, world))
+        sharded = planned(graph, world, lambda: decided(graph, world))
         if near > 1:
             PLANS.keep(graph, world, sharded)
         return compile_sharded(sharded, max_memory)
 
 
-def _decided(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
+def decided(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
     """What propagation decides: in which forms ops are written, and where each is computed."""
     return shifted(searched(merged(distribute(graph, world), world), world), world)
 

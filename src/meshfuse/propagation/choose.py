@@ -164,7 +164,7 @@ def _agreed(
 
 
 def elsewhere(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
-    """Every way to put each of the axes of the votes on a factor that one of them has it on, but one on any factor.
+    """Every way to put the axes of the votes on factors; of very many ways, those with but one axis where nobody asks.
 
     Where operands disagree, the best may be what none of them asks for: an operand comes there by an all-to-all, which
     moves an n-th of what gathering it would, and nothing is left to reduce.
@@ -176,12 +176,13 @@ def elsewhere(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
                 if axis in on or not any(overlap(axis, other) for other in on):
                     on.setdefault(axis, {}).setdefault(factor, source)
     free = [f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK]
-    for moves in on:
-        ways = [free if axis is moves else list(factors) for axis, factors in on.items()]
-        for places in itertools.product(*ways) if math.prod(map(len, ways)) <= MOST_WAYS else ():
-            layouts = _on_factors(rule, on, places)
-            if layouts is not None:
-                yield next(iter(on[moves].values())), representable(rule, layouts)
+    ways = [[free] * len(on)]
+    if len(free) ** len(on) > MOST_WAYS:
+        ways = [[free if axis is moves else list(on[axis]) for axis in on] for moves in on]
+    for places in itertools.chain.from_iterable(itertools.product(*way) for way in ways) if on else ():
+        layouts = _on_factors(rule, on, places)
+        if layouts is not None:
+            yield votes[0][0], representable(rule, layouts)
 
 
 def _beyond(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:

@@ -84,14 +84,15 @@ def any_pointwise(w: Writer) -> None:
     lead = w.pick(lambda v: v.kind == "float") or w.input([w.size(), w.size()])
     shapes: list[tuple[int, ...]] = []
     pairs = zip(op.params, sample.args, strict=False)
-    args = [_pointwise_argument(w, op, param.kind, arg, lead, shapes) for param, arg in pairs]
+    wide = w.flag()
+    args = [_pointwise_argument(w, op, param.kind, arg, lead, shapes, wide) for param, arg in pairs]
     shape = joint(*shapes)
     made = w.fd.call(op, args)
     add_result(w, made, TensorType(shape, made.type.dtype))
 
 
 def _pointwise_argument(
-    w: Writer, op: OpDef, kind: ParamKind, arg: Any, lead: Var, shapes: list[tuple[int, ...]]
+    w: Writer, op: OpDef, kind: ParamKind, arg: Any, lead: Var, shapes: list[tuple[int, ...]], wide: bool
 ) -> Any:
     if not isinstance(arg, TensorType):
         return arg if kind is ParamKind.INT else _number(w, arg)
@@ -107,7 +108,7 @@ def _pointwise_argument(
         low, high = op.domain
         x = w.like(w.like(x, "sigmoid", exact=False), "mul", high - low, exact=False)
         x = w.like(x, "add", low, exact=False)
-    wanted = DataType.Double if arg.dtype is DataType.Float and w.flag() else arg.dtype
+    wanted = DataType.Double if arg.dtype is DataType.Float and wide else arg.dtype
     return x.tv if x.tv.dtype is wanted else w.like(x, "cast", wanted, exact=False).tv
 
 
