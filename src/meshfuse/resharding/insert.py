@@ -13,6 +13,7 @@ from ..propagation.factors import Placement
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
 from .moves import Move, MoveKind
+from .order import Before, before
 from .planner import Plan, plan
 from .prices import price
 
@@ -163,14 +164,15 @@ class _Inserter:
     steps: list[Step] = field(default_factory=list)
     by_tensor: dict[int, list[Value]] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
+    before: Before = field(default_factory=dict)
 
     def run(self) -> ReshardedDefinition:
-        graph = self.sharded.graph
+        graph, targets = self.sharded.graph, ends(self.sharded)
+        self.before = before(self.sharded, targets)
         for i in graph.input_tensors:
             self.inputs.append(self._new(i, self.sharded.homes[i]).id)
         for node, choice in zip(graph.nodes, self.sharded.choices, strict=True):
             self._compute(node.id, choice.placement)
-        targets = ends(self.sharded)
         outputs = [self._output(i, targets[i]) for i in graph.outputs]
         values, steps = tuple(self.values), tuple(self.steps)
         done = ReshardedDefinition(self.sharded, values, steps, tuple(self.inputs), tuple(outputs))
@@ -208,6 +210,9 @@ class _Inserter:
         for value in self.by_tensor[tensor]:
             if value.sharding == sharding:
                 return value.id
+        first = self.before.get((tensor, sharding))
+        if first is not None:
+            self.need(tensor, *first)
         if self._whole_everywhere(tensor, sharding.mesh):
             self._reuse_input(tensor, sharding.mesh)
         value, found = self._nearest(tensor, sharding)

@@ -1,0 +1,89 @@
+"""In which order a tensor is brought to the shardings that are needed of it, where one of them may lie on the way.
+
+A gather that the last op needs serves the first one, too, if it comes first: what that one takes is a slice of it. So
+what moves does not depend on which of the readers happens to stand first.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..errors import SourceLine
+from ..ops.base import TensorType
+from ..propagation.sharded import ShardedDefinition
+from ..sharding.value import Sharding
+from .planner import plan
+
+# Of so many shardings of a tensor every order is tried.
+MOST = 4
+
+
+class Asked(NamedTuple):
+    """A sharding that someone needs of a tensor: why, and the line that asks for it."""
+
+    sharding: Sharding
+    why: str
+    line: SourceLine
+
+
+# By tensor and sharding what of the same tensor is to be there before.
+Before = Mapping[tuple[int, Sharding], Asked]
+_Asked = dict[int, dict[Sharding, Asked]]
+
+
+def before(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> Before:
+    """What to make first, of each tensor that is needed in several shardings, so that all take the least time."""
+    origins, asked = _asked(sharded, ends)
+    found: dict[tuple[int, Sharding], Asked] = {}
+    for tensor, needs in asked.items():
+        if 1 < len(needs) <= MOST and len({origins[tensor].mesh, *(s.mesh for s in needs)}) == 1:
+            sources = _cheapest(origins[tensor], tuple(needs), sharded.graph.tensors[tensor].type)
+            found.update(((tensor, needed), needs[source]) for needed, source in sources.items() if source in needs)
+    return found
+
+
+def _asked(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> tuple[dict[int, Sharding], _Asked]:
+    """In which sharding every tensor is made, and the others that are needed of it, in the order of who needs them."""
+    graph, asked = sharded.graph, _Asked()
+    origins = {i: sharded.homes[i] for i in graph.input_tensors}
+    for node, choice in zip(graph.nodes, sharded.choices, strict=True):
+        placement = choice.placement
+        for i, needed in zip(node.inputs, placement.operands, strict=True):
+            if needed is not origins[i] and needed not in asked.setdefault(i, {}):
+                place = list(zip(node.inputs, placement.operands, strict=True)).index((i, needed))
+                asked[i][needed] = Asked(needed, f"operand {place} of {node.name}", node.line)
+        for i, made in zip(node.outputs, placement.results, strict=True):
+            origins[i] = made
+            if i in graph.annotations and graph.annotations[i] is not made:
+                line = graph.annotation_lines[i]
+                asked.setdefault(i, {})[graph.annotations[i]] = Asked(graph.annotations[i], "its annotation", line)
+    for i, end in ends.items():
+        if end is not origins[i]:
+            asked.setdefault(i, {}).setdefault(end, Asked(end, "output", graph.tensors[i].line))
+    return origins, asked
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _cheapest(origin: Sharding, needs: tuple[Sharding, ...], kind: TensorType) -> dict[Sharding, Sharding]:
+    """For each need what it is made from, in the order that takes the least; the given one of equal ones."""
+    found = [_in_turn(origin, order, kind) for order in itertools.permutations(needs)]
+    return min(found, key=lambda entry: round(entry[0], 15))[1]
+
+
+def _in_turn(origin: Sharding, order: Sequence[Sharding], kind: TensorType) -> tuple[float, dict[Sharding, Sharding]]:
+    """The time to make these in turn, each from the nearest before it, and which that is."""
+    total, sources = 0.0, dict[Sharding, Sharding]()
+    for needed in order:
+        ways = [(_seconds(have, needed, kind), have) for have in (origin, *sources)]
+        seconds, sources[needed] = min(ways, key=lambda way: way[0])
+        total += seconds
+    return total, sources
+
+
+def _seconds(have: Sharding, needed: Sharding, kind: TensorType) -> float:
+    found = plan(have, needed, kind.shape, kind.dtype.itemsize)
+    return found.seconds if found is not None else math.inf
