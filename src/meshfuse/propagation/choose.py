@@ -29,7 +29,6 @@ from .factors import (
     placed,
     reduces,
     representable,
-    sides_of,
     without_reductions,
 )
 
@@ -140,7 +139,7 @@ def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts]]:
 def _more_candidates(setting: Setting) -> Iterator[_Vote]:
     """What nobody asks for as it is."""
     votes = _votes(setting)
-    if len(setting.rule.operands) > 1 and sides_of(setting.rule):
+    if len(setting.rule.operands) > 1 and reduces(setting.rule):
         yield from elsewhere(setting.rule, votes)
     yield from _scattered(setting, votes)
     yield from _beyond(setting.rule, votes)

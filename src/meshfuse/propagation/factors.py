@@ -89,19 +89,6 @@ def reduces(rule: Rule) -> bool:
     return any(factor.kind is FactorKind.REDUCE for factor in rule.factors)
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def sides_of(rule: Rule) -> tuple[tuple[int, ...], ...]:
-    """The factors that pass through, those of the same operands together; () where no factor is reduced."""
-    if not reduces(rule):
-        return ()
-    sides: dict[tuple[bool, ...], list[int]] = {}
-    for number, factor in enumerate(rule.factors):
-        if factor.kind is FactorKind.PASS:
-            held = tuple(any(number in dim for dim in dims) for dims in rule.operands)
-            sides.setdefault(held, []).append(number)
-    return tuple(map(tuple, sides.values()))
-
-
 @functools.lru_cache(maxsize=1 << 14)
 def moved(rule: Rule, layouts: Layouts, axis: Split, side: tuple[int, ...]) -> Layouts | None:
     """The layouts with an axis on the roomiest of some factors instead; None where it divides none of them."""

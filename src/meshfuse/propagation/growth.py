@@ -14,7 +14,7 @@ from ..resharding.planner import plan
 from ..sharding.layout import Layout
 from ..sharding.value import Sharding
 from .choose import Available, Option, Setting, options
-from .factors import sides_of
+from .factors import reduces
 from .held import Held, Table, table_of
 
 # Costs that differ by less than this many seconds (half a byte on the wire) are equal.
@@ -57,7 +57,7 @@ class Kind:
     @property
     def may_move(self) -> bool:
         """Whether a thorough search may find placements that a plain one does not (`choose.elsewhere`)."""
-        return len(self.rule.operands) > 1 and not self.reductions and bool(sides_of(self.rule))
+        return len(self.rule.operands) > 1 and not self.reductions and reduces(self.rule)
 
     @property
     def read(self) -> int:
