@@ -129,7 +129,7 @@ def _carried(setting: Setting, available: tuple[Available, ...]) -> Iterator[_Ca
         yield placement, Source("carry", carry.operands[0]), _own_seconds(setting, placement)
 
 
-def _layout_candidates(setting: Setting) -> Iterator[tuple[Source, Layouts]]:
+def _layout_candidates(setting: Setting) -> Iterator[_Vote]:
     rule = setting.rule
     votes = tuple(_votes(setting))
     yield from _agreed(rule, votes, tuple(_displaced_votes(setting)), setting.reductions)
@@ -168,16 +168,14 @@ def elsewhere(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
     Where operands disagree, the best may be what none of them asks for: an operand comes there by an all-to-all, which
     moves an n-th of what gathering it would, and nothing is left to reduce.
     """
-    on: dict[Split, dict[int, Source]] = {}
-    for source, vote in votes:
-        for factor, layout in enumerate(vote):
-            for axis in lay.axes(layout):
-                if axis in on or not any(overlap(axis, other) for other in on):
-                    on.setdefault(axis, {}).setdefault(factor, source)
+    on: dict[Split, list[int]] = {}
+    for factor, axis in ((f, axis) for _, vote in votes for f, layout in enumerate(vote) for axis in lay.axes(layout)):
+        if axis in on or not any(overlap(axis, other) for other in on):
+            on.setdefault(axis, []).append(factor)
     free = [f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK]
     ways = [[free] * len(on)]
     if len(free) ** len(on) > MOST_WAYS:
-        ways = [[free if axis is moves else list(on[axis]) for axis in on] for moves in on]
+        ways = [[free if axis is moves else sorted({*on[axis]}) for axis in on] for moves in on]
     for places in itertools.chain.from_iterable(itertools.product(*way) for way in ways) if on else ():
         layouts = _on_factors(rule, on, places)
         if layouts is not None:
