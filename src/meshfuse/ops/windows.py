@@ -142,21 +142,18 @@ def _distributed_slice(
     if step == 1 or m == 0 or takes_one_of_each(n, start, m, step):
         return None
     ndim, inside = call.types[0].ndim, start % step
-    steps = -(-(n - inside) // step)
-    steps = -(-steps // blocks) * blocks if blocks else steps
-    widths = [0] * (2 * (ndim - 1 - dim)) + [-inside, steps * step - n + inside]
+    whole = step * max(blocks, 1)
+    widths = [0] * (2 * (ndim - 1 - dim)) + [-inside, -(n - inside) % whole]
     (x,) = operands
     aligned = r.call("pad", x, widths) if any(widths) else x
-    firsts = r.call("slice", aligned, [0] * ndim, list(r.type(aligned).shape), _only(ndim, dim, step, 1))
+    firsts = r.call(
+        "slice", aligned, [0] * ndim, list(r.type(aligned).shape), [step if d == dim else 1 for d in range(ndim)]
+    )
     bounds = [list(bound) for bound in zip(*slice_bounds(call), strict=True)]
     for bound, value in zip(bounds, (start // step, start // step + m, 1), strict=True):
         bound[dim] = value
     same = r.type(firsts).shape == call.results[0].shape and all(step == 1 for step in bounds[2])
     return [firsts if same else r.call("slice", firsts, *bounds)]
-
-
-def _only(ndim: int, dim: int, value: int, other: int) -> list[int]:
-    return [value if d == dim else other for d in range(ndim)]
 
 
 def _slice_window(call: Call) -> tuple[tuple[int, ...], Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -89,15 +90,20 @@ def options(setting: Setting, available: tuple[Available, ...], places: Sequence
     wire = _Wire(setting.call, available, places)
     found = wire.options([*_carried(setting, available), *asked])
     assert found, f"no placement for {setting.call.op}"
-    found += wire.options(more)[:MOST_MORE]
-    return tuple(sorted(found, key=lambda option: option.seconds))
+    found += sorted(wire.options(more), key=_seconds)[:MOST_MORE]
+    return tuple(sorted(found, key=_seconds))
+
+
+_seconds = operator.attrgetter("seconds")
 
 
 @functools.lru_cache(maxsize=1 << 13)
 def _candidates(setting: Setting) -> tuple[tuple[_Candidate, ...], tuple[_Candidate, ...]]:
     """The placements that someone asks for, and those that only a thorough search tries."""
-    asked = dict(_placed(setting, _layout_candidates(setting)))
-    more = dict(_placed(setting, _more_candidates(setting))) if setting.thorough and not setting.reductions else {}
+    votes = tuple(_votes(setting))
+    asked = dict(_placed(setting, _layout_candidates(setting, votes)))
+    widely = setting.thorough and not setting.reductions
+    more = dict(_placed(setting, _more_candidates(setting, votes))) if widely else {}
     beyond = [candidate for layouts, candidate in more.items() if layouts not in asked]
     return (*asked.values(), *_window_candidates(setting)), tuple(beyond)
 
@@ -129,16 +135,14 @@ def _carried(setting: Setting, available: tuple[Available, ...]) -> Iterator[_Ca
         yield placement, Source("carry", carry.operands[0]), _own_seconds(setting, placement)
 
 
-def _layout_candidates(setting: Setting) -> Iterator[_Vote]:
+def _layout_candidates(setting: Setting, votes: tuple[_Vote, ...]) -> Iterator[_Vote]:
     rule = setting.rule
-    votes = tuple(_votes(setting))
     yield from _agreed(rule, votes, tuple(_displaced_votes(setting)), setting.reductions)
     yield Source("whole"), _with_reductions(rule, setting.reductions, (WHOLE,) * len(rule.factors))
 
 
-def _more_candidates(setting: Setting) -> Iterator[_Vote]:
+def _more_candidates(setting: Setting, votes: Sequence[_Vote]) -> Iterator[_Vote]:
     """What nobody asks for as it is."""
-    votes = _votes(setting)
     if len(setting.rule.operands) > 1 and reduces(setting.rule):
         yield from elsewhere(setting.rule, votes)
     yield from _scattered(setting, votes)
@@ -152,7 +156,7 @@ def _agreed(
     """What each vote gives with the others after it, and alone; the same with nothing split that is reduced."""
     found: dict[Layouts, Source] = {}
     for source, vote in (*votes, *displaced):
-        order = [vote, *[other for _, other in votes if other != vote]]
+        order = _led_by(vote, votes)
         for agreed in (order, [vote]) if len(order) > 1 else (order,):
             layouts = representable(rule, _with_reductions(rule, reductions, merged(agreed)))
             found.setdefault(layouts, source)
@@ -162,20 +166,25 @@ def _agreed(
     return tuple((source, layouts) for layouts, source in found.items())
 
 
+def _led_by(vote: Layouts, votes: Sequence[_Vote]) -> list[Layouts]:
+    """The vote, and the others after it."""
+    return [vote, *[other for _, other in votes if other != vote]]
+
+
 def elsewhere(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
     """Every way to put the axes of the votes on factors; of very many ways, those with but one axis where nobody asks.
 
     Where operands disagree, the best may be what none of them asks for: an operand comes there by an all-to-all, which
     moves an n-th of what gathering it would, and nothing is left to reduce.
     """
-    on: dict[Split, list[int]] = {}
+    on: dict[Split, set[int]] = {}
     for factor, axis in ((f, axis) for _, vote in votes for f, layout in enumerate(vote) for axis in lay.axes(layout)):
         if axis in on or not any(overlap(axis, other) for other in on):
-            on.setdefault(axis, []).append(factor)
+            on.setdefault(axis, set()).add(factor)
     free = [f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK]
     ways = [[free] * len(on)]
     if len(free) ** len(on) > MOST_WAYS:
-        ways = [[free if axis is moves else sorted({*on[axis]}) for axis in on] for moves in on]
+        ways = [[free if axis is moves else sorted(on[axis]) for axis in on] for moves in on]
     for places in itertools.chain.from_iterable(itertools.product(*way) for way in ways) if on else ():
         layouts = _on_factors(rule, on, places)
         if layouts is not None:
@@ -185,7 +194,7 @@ def elsewhere(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
 def _beyond(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
     """What each vote gives with the others after it, where those whose axes it uses keep their other axes."""
     for source, vote in votes if len(votes) > 1 else ():
-        order = [vote, *[other for _, other in votes if other != vote]]
+        order = _led_by(vote, votes)
         layouts = merged(order, beyond=True)
         if layouts != merged(order) and _divides(rule, layouts):
             yield source, representable(rule, layouts)
@@ -297,11 +306,9 @@ class _Wire:
         self._known: dict[tuple[int, Sharding], float] = {}
 
     def options(self, candidates: Iterable[_Candidate]) -> list[Option]:
-        """The candidates that can be had, cheapest first."""
-        priced = [
-            Option(placement, source, seconds + self.seconds(placement)) for placement, source, seconds in candidates
-        ]
-        return sorted([o for o in priced if math.isfinite(o.seconds)], key=lambda option: option.seconds)
+        """The candidates that can be had."""
+        found = [Option(placement, source, own + self.seconds(placement)) for placement, source, own in candidates]
+        return [option for option in found if math.isfinite(option.seconds)]
 
     def seconds(self, placement: Placement) -> float:
         """Of all operands; a tensor that is two of them comes once, if they need the same."""

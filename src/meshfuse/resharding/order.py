@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..errors import SourceLine
 from ..ops.base import TensorType
+from ..propagation.choose import cheapest
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
-from .planner import plan
 
 # Of so many shardings of a tensor every order is tried.
 MOST = 4
@@ -78,12 +77,7 @@ def _in_turn(origin: Sharding, order: Sequence[Sharding], kind: TensorType) -> t
     """The time to make these in turn, each from the nearest before it, and which that is."""
     total, sources = 0.0, dict[Sharding, Sharding]()
     for needed in order:
-        ways = [(_seconds(have, needed, kind), have) for have in (origin, *sources)]
+        ways = [(cheapest((have,), needed, kind.shape, kind.dtype.itemsize), have) for have in (origin, *sources)]
         seconds, sources[needed] = min(ways, key=lambda way: way[0])
         total += seconds
     return total, sources
-
-
-def _seconds(have: Sharding, needed: Sharding, kind: TensorType) -> float:
-    found = plan(have, needed, kind.shape, kind.dtype.itemsize)
-    return found.seconds if found is not None else math.inf
