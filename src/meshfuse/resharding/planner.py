@@ -6,7 +6,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..mesh import DeviceMesh
@@ -32,6 +32,10 @@ class Plan:
 NOTHING = Plan((), 0.0, 0.0)
 # On the way a rank holds no more than at the dearer end, or so many bytes, whatever time that would save.
 ROOM = 64 << 20
+# Bytes alone decide where the least part of them that two paths may differ by weighs so many steps.
+_OUTWEIGH = 1000
+# They stand for what is left of a size without the divisors that matter.
+_PRIMES = (1009, 1013)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -43,7 +47,61 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
         return _between_meshes(src, dst, shape, itemsize)
     if not set(dst.partial) <= set(src.partial) or (dst.partial and src.reduce != dst.reduce):
         return None
-    return _Search(src, dst, shape, itemsize).run()
+    sizes = _alike(src, dst, shape, itemsize)
+    if sizes is None:
+        return _Search(src, dst, shape, itemsize, _room(src, dst, shape, itemsize)).run()
+    moves = _path(src, dst, sizes)
+    return None if moves is None else _priced(moves, shape, itemsize)
+
+
+def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
+    """Sizes for which the cheapest path is the same: what can be done depends on the divisors of sizes alone, and of
+    paths between equal blocks each moves its own part of the bytes. None where blocks differ, or more than bytes counts.
+    """
+    mesh, nbytes = src.mesh, itemsize * math.prod(shape)
+    step = mesh.links[0].latency * mesh.links[0].bandwidth
+    if not mesh.uniform or not mesh.size**2 * step * _OUTWEIGH <= nbytes <= ROOM or not is_even(src, dst, shape):
+        return None
+    splits = [split for layout in (*src.dims, *dst.dims) for split in layout]
+    steps = mesh.size * math.prod([split.size or 1 for split in splits if not split.bound])
+    rest = next(prime for prime in _PRIMES if steps % prime)
+    common = [math.gcd(n, steps) for n in shape]
+    return tuple([n if n == divisor else divisor * rest for n, divisor in zip(shape, common, strict=True)])
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, ...] | None:
+    """The moves of the cheapest path for these sizes. Where nothing is reduced, dims that are whole stay so."""
+    ndim, cut = len(sizes), tuple([d for d, layouts in enumerate(zip(src.dims, dst.dims, strict=True)) if any(layouts)])
+    if src.partial != dst.partial or len(cut) == ndim:
+        found = _Search(src, dst, sizes, 1, room=0).run()
+        return None if found is None else found.moves
+    ends = [end.with_dims([end.dims[d] for d in cut]) for end in (src, dst)]
+    moves = _path(*ends, tuple([sizes[d] for d in cut]))
+    return None if moves is None else tuple([_among_whole(move, cut, ndim) for move in moves])
+
+
+def _among_whole(move: Move, places: Sequence[int], ndim: int) -> Move:
+    """The move of a tensor of more dims, at these places of it; its others are whole."""
+    before, after = (end.with_dims(_spread(end.dims, places, ndim)) for end in (move.src, move.dst))
+    return Move(move.kind, move.axes, before, after)
+
+
+def _spread(dims: Sequence[Layout], places: Sequence[int], ndim: int) -> tuple[Layout, ...]:
+    at = dict(zip(places, dims, strict=True))
+    return tuple([at.get(d, lay.WHOLE) for d in range(ndim)])
+
+
+def _priced(moves: tuple[Move, ...], shape: tuple[int, ...], itemsize: int) -> Plan:
+    prices = [price(move, shape, itemsize) for move in moves]
+    return Plan(moves, sum([p.seconds for p in prices]), sum([p.wire for p in prices]))
+
+
+def _room(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> int:
+    """The most elements that a rank may hold on the way; 0 where no layout has more."""
+    if itemsize * math.prod(shape) <= ROOM:
+        return 0
+    return max(src.max_local_numel(shape), dst.max_local_numel(shape), ROOM // itemsize)
 
 
 def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Plan | None:
@@ -77,20 +135,13 @@ def _faster_axes(mesh: DeviceMesh) -> tuple[Split, ...]:
 class _Search:
     """Dijkstra from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms."""
 
-    def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int):
+    def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int, room: int):
         self.src, self.dst, self.shape, self.itemsize = src, dst, shape, itemsize
         self.cuts = _cut_points((src, dst))
         self.wanted = [self._atoms(layout) for layout in dst.dims]
         self.kept_partial = frozenset(self._parts(dst.partial))
         self.fast = _faster_axes(src.mesh)
-        self.room = self._room()
-
-    def _room(self) -> int:
-        """The most elements that a rank may hold on the way; 0 where no layout has more."""
-        if self.itemsize * math.prod(self.shape) <= ROOM:
-            return 0
-        ends = max(self.src.max_local_numel(self.shape), self.dst.max_local_numel(self.shape))
-        return max(ends, ROOM // self.itemsize)
+        self.room = room
 
     def _fits(self, state: Sharding) -> bool:
         return not self.room or state.max_local_numel(self.shape) <= self.room

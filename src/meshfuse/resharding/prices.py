@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,9 +11,9 @@ from .. import costs
 from ..costs import Link
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
-from ..sharding.layout import Split
+from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
-from .moves import Move, MoveKind, lacking, sampled_ranks
+from .moves import Move, MoveKind, sampled_ranks
 from .windows import window_peers, window_wire
 
 # Of plans that take as long the one of fewer moves is the better one: a slice, which moves nothing, counts half, and an
@@ -88,5 +89,21 @@ def byte_seconds(mesh: DeviceMesh, axes: Sequence[Split]) -> float:
 
 def received(src: Sharding, dst: Sharding, shape: Sequence[int]) -> float:
     """Elements that a rank gets from others when everything moves at once: the mean over some ranks."""
-    ranks = sampled_ranks(src.mesh)
-    return sum(lacking(src.runs(shape, rank), dst.runs(shape, rank)) for rank in ranks) / len(ranks)
+    sides = list(zip(src.dims, dst.dims, shape, strict=True))
+    wanted = map(math.prod, zip(*[_counts(new, n, dst.mesh) for _, new, n in sides], strict=True))
+    there = map(math.prod, zip(*[_shared(old, new, n, dst.mesh) for old, new, n in sides], strict=True))
+    return (sum(wanted) - sum(there)) / len(sampled_ranks(dst.mesh)) if sides else 0.0
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _counts(layout: Layout, n: int, mesh: DeviceMesh) -> tuple[int, ...]:
+    """How many indices of a dim each of some ranks holds."""
+    return _shared(layout, layout, n, mesh)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _shared(old: Layout, new: Layout, n: int, mesh: DeviceMesh) -> tuple[int, ...]:
+    """How many indices of a dim each of some ranks holds in both layouts."""
+    sides = [[lay.runs(layout, n, lay.digits(layout, mesh, rank)) for rank in sampled_ranks(mesh)]
+             for layout in (old, new)]  # fmt: skip
+    return tuple([lay.count(lay.intersect(a, b)) for a, b in zip(*sides, strict=True)])

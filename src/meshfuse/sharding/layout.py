@@ -188,6 +188,12 @@ def count(intervals: Runs) -> int:
 
 
 @functools.lru_cache(maxsize=1 << 16)
+def largest(layout: Layout, n: int) -> int:
+    """How many indices of a dim of size n the rank with the most of them holds: the first one."""
+    return count(runs(layout, n, (0,) * len(axes(layout))))
+
+
+@functools.lru_cache(maxsize=1 << 16)
 def intersect(a: Runs, b: Runs) -> Runs:
     """The indices in both."""
     out: list[tuple[int, int]] = []

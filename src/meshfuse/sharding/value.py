@@ -137,10 +137,7 @@ class Sharding:
 
     def max_local_numel(self, shape: Sequence[int]) -> int:
         """Elements of the largest shard."""
-        return math.prod(
-            lay.count(lay.runs(d, n, (0,) * len(lay.axes(d)))) if d else n
-            for d, n in zip(self.dims, shape, strict=True)
-        )
+        return math.prod([lay.largest(d, n) if d else n for d, n in zip(self.dims, shape, strict=True)])
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """The rank's place along every bound split: ranks of equal coordinates hold replicas."""
