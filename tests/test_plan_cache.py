@@ -134,7 +134,7 @@ def test_a_plan_of_joined_windows_reads_back(grad):
 def check_that_it_reads_back(fd):
     pairs = []
 
-    def read_back(graph, world, plan):
+    def read_back(graph, world, plan, _how):
         sharded = plan()
         pairs.append((sharded, plan_cache.unpacked(plan_cache.packed(sharded), graph)))
         return pairs[-1][1]

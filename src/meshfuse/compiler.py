@@ -34,7 +34,7 @@ from .resharding.early import early
 from .resharding.insert import ReshardedDefinition, insert_resharding
 from .resharding.memory import fitted, peak
 from .rounds import written
-from .search import searched
+from .search import Effort, searched
 from .segmentation import SegmentedDefinition, segment
 from .shifts import shifted
 
@@ -81,7 +81,7 @@ class CompiledProgram:
 
 def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
-    max_memory: float | None = None, near: float = 1.0,
+    max_memory: float | None = None, near: float = 1.0, effort: Effort = Effort.AUTO,
 ) -> CompiledProgram:  # fmt: skip
     """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one.
 
@@ -93,15 +93,15 @@ def compile_definition(
         taken = PLANS.near(graph, world, near) if near > 1 else None
         if taken is not None:
             return compile_sharded(taken.plan, max_memory, taken.source)
-        sharded = planned(graph, world, lambda: decided(graph, world))
+        sharded = planned(graph, world, lambda: decided(graph, world, effort), effort.value)
         if near > 1:
             PLANS.keep(graph, world, sharded)
         return compile_sharded(sharded, max_memory)
 
 
-def decided(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
+def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """What propagation decides: in which forms ops are written, and where each is computed."""
-    return shifted(searched(merged(distribute(graph, world), world), world), world)
+    return shifted(searched(merged(distribute(graph, world), world), world, effort), world, effort)
 
 
 @contextlib.contextmanager

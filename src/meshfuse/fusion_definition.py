@@ -42,6 +42,7 @@ from .report.memory import Memory, memory_of, watch_memory
 from .report.reprint import definition_source
 from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
 from .runtime.world import World
+from .search import effort
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
 
@@ -69,9 +70,15 @@ class FusionDefinition(DefinitionBuilder):
 
     Where a rank would hold more than `max_memory` bytes (MESHFUSE_MAX_MEMORY), what was gathered is dropped after one
     use and gathered again for the next; where that is not enough, a PlanWarning says what takes the memory.
+
+    `search` (MESHFUSE_SEARCH): programs of more than 400 ops are planned once ("fast"), several times by few of their
+    layers ("thorough", seconds), or so on one mesh axis only ("auto", the default). Shorter ones always are.
     """
 
-    def __init__(self, seed: int = 0, *, max_wire: float | None = None, max_memory: float | None = None) -> None:
+    def __init__(
+        self, seed: int = 0, *, max_wire: float | None = None, max_memory: float | None = None,
+        search: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if as_int(seed) is None:
             raise user_error(
@@ -84,6 +91,7 @@ class FusionDefinition(DefinitionBuilder):
         self.seed = seed
         self.max_wire = bound(MAX_WIRE, max_wire, caller_line())
         self.max_memory = bound(MAX_MEMORY, max_memory, caller_line())
+        self.effort = effort(search, caller_line())
         self._constants: set[int] = set()
         self._steps: dict[str, int] = {}
         self._compiled: dict[Any, CompiledProgram] = {}
@@ -294,10 +302,15 @@ class FusionDefinition(DefinitionBuilder):
     ) -> CompiledProgram:
         key = self._program_key(found, shapes, world)
         if key not in self._compiled:
-            self._compiled[key] = compile_definition(self, shapes, dict(key[1]), world, self.max_memory, near)
+            self._compiled[key] = self._planned(shapes, key, world, near)
             watch(self._compiled[key], self.max_wire, line)
             watch_memory(self._compiled[key], self.max_memory, line)
         return self._compiled[key]
+
+    def _planned(
+        self, shapes: Mapping[int, tuple[int, ...]], key: Any, world: DeviceMesh, near: float = 1.0
+    ) -> CompiledProgram:
+        return compile_definition(self, shapes, dict(key[1]), world, self.max_memory, near, self.effort)
 
     def _program_key(self, found: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> Any:
         scalars = {i: found.scalars[i] for i in self._sized_by()}
@@ -336,7 +349,7 @@ class FusionDefinition(DefinitionBuilder):
     ) -> CompiledProgram:
         """The program by a plan of its own in the place of one taken over, if its outputs lie as they did."""
         key = self._program_key(found, shapes, world)
-        new = self._compiled[key] = compile_definition(self, shapes, dict(key[1]), world, self.max_memory)
+        new = self._compiled[key] = self._planned(shapes, key, world)
         if new.output_shardings() != old.output_shardings():
             self._compiled[key] = old
         return self._compiled[key]

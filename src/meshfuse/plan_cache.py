@@ -31,12 +31,12 @@ WORTH = 0.1
 _SUFFIX = ".plan"
 
 
-def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinition]) -> ShardedDefinition:
-    """What `plan()` gives for this graph and world; from the disk where an earlier process left it there."""
+def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinition], how: str = "") -> ShardedDefinition:
+    """What `plan()` gives for this graph and world, planned so; from the disk where an earlier process left it."""
     folder = disk_cache.folder()
     if folder is None or not all(OPS.get(node.name) is node.call.op for node in graph.nodes):
         return plan()  # What a user's own op does may change without a trace in its name.
-    key = key_of(graph, world) + _SUFFIX
+    key = key_of(graph, world, how) + _SUFFIX
     found = _recalled(folder, key, graph)
     if found is None:
         start = time.perf_counter()
@@ -86,7 +86,7 @@ def unpacked(text: str, graph: Graph) -> ShardedDefinition:
 # the key ----------------------------------------------------------------------------------------------------------
 
 
-def key_of(graph: Graph, world: DeviceMesh) -> str:
+def key_of(graph: Graph, world: DeviceMesh, how: str = "") -> str:
     """A digest of all that a plan follows from."""
     text = hashlib.sha256(_code_and_versions().encode())
     described: dict[int, str] = {}
@@ -95,7 +95,7 @@ def key_of(graph: Graph, world: DeviceMesh) -> str:
         text.update(f"{said}|{node.inputs}|{node.outputs}|{node.origin}\n".encode())
     placed = [f"{i} {sharding!r} {_mesh(sharding.mesh)}" for i, sharding in sorted(graph.annotations.items())]
     types = [(tensor.id, tensor.type) for tensor in graph.tensors]
-    rest = (placed, sorted(graph.reductions.items()), graph.inputs, graph.outputs, types, _mesh(world))
+    rest = (placed, sorted(graph.reductions.items()), graph.inputs, graph.outputs, types, _mesh(world), how)
     text.update(repr(rest).encode())
     return text.hexdigest()[:40]
 

@@ -4,20 +4,25 @@ One sweep with a beam is what long programs can afford. In it an op tries what i
 what is wanted of a tensor is at first what a greedy sweep made. Where operands disagree, the best answer may be one
 that none of them asks for (attention by hand over a split sequence: the heads). So a small program is planned again
 from what its tensors would have if they just followed the annotations (as in GSPMD and Shardy), from the best plan so
-far, with more placements to choose from (`choose.elsewhere`), and as if its inputs lay elsewhere (`starts`).
+far, with more placements to choose from (`choose.elsewhere`), and as if its inputs lay elsewhere (`starts`). Of a long
+program of equal layers a few are planned so, and the others like them (`propagation.folding`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 from .costs import computation
+from .errors import SourceLine, user_error
 from .graph import Graph
 from .mesh import DeviceMesh
 from .propagation.ends import followed
 from .propagation.factors import Placement
+from .propagation.folding import folded
 from .propagation.growth import EPSILON
 from .propagation.propagate import Propagation, propagate
 from .propagation.sharded import ShardedDefinition
@@ -25,7 +30,8 @@ from .resharding.insert import Set, insert_resharding
 from .sharding.value import Sharding
 from .starts import Starts, elsewhere
 
-# The most ops of a program that is planned several times: about a second's work.
+VARIABLE = "MESHFUSE_SEARCH"
+# The most ops of a program that is planned several times as it is: about a second's work.
 MOST = 400
 # How often what was found last is gone on from, while that finds more.
 ROUNDS = 4
@@ -64,12 +70,50 @@ def spent(sharded: ShardedDefinition) -> Spent:
     return Spent(moving, sum(work))
 
 
-def searched(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
-    """The plan, or a better one; the plan itself for programs that are long or move nothing."""
+class Effort(Enum):
+    """How long programs of more than `MOST` ops are searched: not, where it takes about a second, or in any case."""
+
+    FAST = "fast"
+    AUTO = "auto"
+    THOROUGH = "thorough"
+
+    def searches(self, graph: Graph) -> bool:
+        """Whether few layers of a long program are planned several times. On several axes that takes several seconds,
+        as there are many more ways to put them on an op's factors.
+        """
+        axes = max(sum(n > 1 for n in sharding.mesh.shape) for sharding in graph.annotations.values())
+        return self is Effort.THOROUGH or (self is Effort.AUTO and axes <= 1)
+
+
+def effort(given: Any, line: SourceLine | None) -> Effort:
+    """The effort of this name, else of MESHFUSE_SEARCH, else "auto". DefinitionError for another."""
+    name = os.environ.get(VARIABLE) or "auto" if given is None else given
+    try:
+        return Effort(name)
+    except ValueError:
+        told = VARIABLE if given is None else "search"
+        needed = "'fast', 'auto' or 'thorough'"
+        raise user_error(told, repr(name), needed, "'thorough' plans long programs longer.", line) from None
+
+
+def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+    """The plan, or a better one; the plan itself for programs that move nothing, and long ones on less effort."""
     graph = sharded.graph
-    if len(graph.nodes) > MOST or not graph.annotations:
+    if not graph.annotations:
         return sharded
-    search = _Search(graph, world, sharded)
+    if len(graph.nodes) <= MOST:
+        return _best(sharded, world)
+    if not effort.searches(graph):
+        return sharded
+    fold = folded(graph)
+    if fold is None:
+        return _best(sharded, world) if effort is Effort.THOROUGH else sharded
+    found = fold.written_out(_best(propagate(fold.short, world), world))
+    return found if spent(found).beats(spent(sharded)) else sharded
+
+
+def _best(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
+    search = _Search(sharded.graph, world, sharded)
     if search.cost.moving > EPSILON:
         search.run()
     return search.best
@@ -141,7 +185,7 @@ def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefiniti
         if not alike:
             return
         annotations = {i: _on(s, alike) for i, s in graph.annotations.items()}
-        found = searched(propagate(dataclasses.replace(graph, annotations=annotations), world), world)
+        found = _best(propagate(dataclasses.replace(graph, annotations=annotations), world), world)
         back = {other: mesh for mesh, other in alike.items()}
         choices = tuple(dataclasses.replace(c, placement=_placed_on(c.placement, back)) for c in found.choices)
         yield ShardedDefinition(graph, choices, {i: _on(home, back) for i, home in found.homes.items()})

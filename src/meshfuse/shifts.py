@@ -21,7 +21,7 @@ from .ops.base import TensorRef
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .rewriting import Writer
-from .search import searched, spent
+from .search import Effort, searched, spent
 from .sharding.layout import axes
 from .sharding.value import Sharding
 
@@ -64,7 +64,7 @@ class Joined:
         return dataclasses.replace(written, rewritings=(*graph.rewritings, self))
 
 
-def shifted(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
+def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The definition with windows of sharded dims joined and chained, if that plan is better."""
     if not any(node.call.op.window is not None for node in sharded.graph.nodes):
         return sharded
@@ -74,7 +74,7 @@ def shifted(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
         return sharded
     roots = {term.root: finder.cut[term.root] for made in found.values() for term in made.terms}
     graph = Joined(tuple(found.items()), tuple(roots.items()))(sharded.graph)
-    other = searched(propagate(graph, world), world)
+    other = searched(propagate(graph, world), world, effort)
     return other if spent(other).beats(spent(sharded)) else sharded
 
 

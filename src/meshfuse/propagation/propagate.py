@@ -16,6 +16,7 @@ from ..sharding.value import Sharding
 from .beam import Beam, Search, Step, greedy
 from .choose import Available, cheapest
 from .ends import ends
+from .folding import folded
 from .growth import Roles
 from .meshes import node_meshes
 from .sharded import Choice, ShardedDefinition
@@ -30,8 +31,13 @@ SMALL = 256
 def propagate(graph: Graph, world: DeviceMesh, twice: bool = True) -> ShardedDefinition:
     """A sharding for every tensor and a placement for every op. `world` is the mesh where no annotation names one.
 
-    `twice`: search small programs a second time.
+    `twice`: search small programs a second time. Long ones of equal layers are planned with few of them.
     """
+    fold = folded(graph)
+    if fold is not None:
+        found = Propagation(fold.short, world).first(twice)
+        if fold.is_steady(found):
+            return fold.written_out(found)
     return Propagation(graph, world).first(twice)
 
 

@@ -55,8 +55,8 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
 
 
 def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """Sizes for which the cheapest path is the same: what can be done depends on the divisors of sizes alone, and of
-    paths between equal blocks each moves its own part of the bytes. None where blocks differ, or more than bytes counts.
+    """Sizes for which the cheapest path is the same: between equal blocks each path moves its part of the bytes, and
+    which paths there are depends on the divisors of sizes alone. None where blocks differ, or more than bytes counts.
     """
     mesh, nbytes = src.mesh, itemsize * math.prod(shape)
     step = mesh.links[0].latency * mesh.links[0].bandwidth

@@ -1,0 +1,243 @@
+"""Long programs of equal layers are planned with few of them, and the plan is written out for all.
+
+An unrolled model repeats itself: forward it has a stretch of ops for each layer, backward another, in which what a
+layer does with its neighbours is what the one before it did with its own. So the ops of layers in the middle are left
+out, what is left is planned, and each layer that was left out is planned as the last one before them. (Loops are
+planned once in Alpa, 2022, and PartIR, 2024, where the user marks them; here they are found.)
+
+What is left out decides how good a plan is, never whether it is right: the shorter program need not compute anything
+that makes sense, only ops of the same kinds on tensors of the same types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..graph import Graph, Node, numbered
+from .sharded import ShardedDefinition
+
+# The fewest ops of a program that is folded: shorter ones are planned whole.
+LONG = 400
+# So many layers are left: two before those that are left out, and one after them.
+KEPT = 3
+# What repeats is found by so many ops in a row.
+_ROW = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A program with layers left out; `places[i]` is the op of it that stands for op i of the whole.
+
+    `joints` are the ops of it, in pairs, that do the same in the layers on both sides of those left out.
+    """
+
+    whole: Graph
+    short: Graph
+    places: tuple[int, ...]
+    joints: tuple[tuple[int, int], ...]
+
+    def is_steady(self, plan: ShardedDefinition) -> bool:
+        """Whether a plan of the short program does the same on both sides of what is left out, so that it goes on."""
+        return all(plan.choices[a].placement == plan.choices[b].placement for a, b in self.joints)
+
+    def written_out(self, plan: ShardedDefinition) -> ShardedDefinition:
+        """The plan of the whole, from that of the short program."""
+        choices = tuple([plan.choices[place] for place in self.places])
+        homes = {i: plan.homes[i] for i in self.whole.input_tensors}
+        for node, place in zip(self.whole.nodes, self.places, strict=True):
+            made = self.short.nodes[place].outputs
+            homes.update(zip(node.outputs, [plan.homes[i] for i in made], strict=True))
+        found = ShardedDefinition(self.whole, choices, homes)
+        found.verify()
+        return found
+
+
+class _Stretch(NamedTuple):
+    """Ops from `start` to before `end` that repeat every `period`."""
+
+    start: int
+    period: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        return (self.end - self.start) // self.period
+
+
+class _Cut(NamedTuple):
+    """So many `layers` of a stretch left out, from op `start` on; `backward`: the first of them is the last layer's."""
+
+    stretch: _Stretch
+    start: int
+    layers: int
+    backward: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.layers * self.stretch.period
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+    def stand_in(self, op: int) -> int:
+        """The op of the layer next to those left out that stands for one of them."""
+        first = self.end if self.backward else self.start - self.stretch.period
+        return first + (op - self.start) % self.stretch.period
+
+    @property
+    def joints(self) -> list[tuple[int, int]]:
+        """The ops of the layers before and after those left out, in pairs."""
+        period = self.stretch.period
+        return [(op, op + self.size + period) for op in range(self.start - period, self.start)]
+
+    def nearest(self, op: int) -> int:
+        """The op like one that is left out, in the layers that come to lie where it was, for a reader next to it."""
+        return op + self.size if op < self.start + self.size // 2 else op - self.size
+
+
+def folded(graph: Graph) -> Folded | None:
+    """The program with layers left out; None where it is short or repeats nothing, or spans several meshes."""
+    if len(graph.nodes) <= LONG or len({sharding.mesh for sharding in graph.annotations.values()}) != 1:
+        return None
+    producers = {out: node.id for node in graph.nodes for out in node.outputs}
+    cuts = list(_cuts(graph, producers))
+    out = {op: cut for cut in cuts for op in range(cut.start, cut.end)}
+    return _without(graph, producers, out, cuts) if len(out) * KEPT >= len(graph.nodes) else None
+
+
+# what repeats ------------------------------------------------------------------------------------------------------
+
+
+def _kinds(graph: Graph) -> list[int]:
+    """A number for each op, equal where the same is done with tensors of which the same is said."""
+    inputs, outputs, said = set(graph.input_tensors), set(graph.outputs), graph.annotations
+    numbers: dict[Any, int] = {}
+    kinds = []
+    for node in graph.nodes:
+        places = tuple(map(node.inputs.index, node.inputs)) if len(node.inputs) > 1 else ()
+        told = tuple([(said.get(i), i in inputs, i in outputs) for i in (*node.inputs, *node.outputs)])
+        key = (id(node.call), id(node.rule), places, told, graph.reductions.get(node.id))
+        kinds.append(numbers.setdefault(key, len(numbers)))
+    return kinds
+
+
+def _stretches(kinds: Sequence[int]) -> list[_Stretch]:
+    """The longest stretches that repeat often enough, in order; no two share an op."""
+    chosen: list[_Stretch] = []
+    for found in sorted(_repeating(kinds), key=lambda s: s.start - s.end):
+        for other in chosen:
+            found = _beside(found, other)
+        if found.count > KEPT:
+            chosen.append(found)
+    return sorted(chosen)
+
+
+def _beside(stretch: _Stretch, other: _Stretch) -> _Stretch:
+    """What is left of a stretch before or after another."""
+    if stretch.start < other.start:
+        return stretch._replace(end=min(stretch.end, other.start))
+    return stretch._replace(start=max(stretch.start, other.end))
+
+
+def _repeating(kinds: Sequence[int]) -> Iterator[_Stretch]:
+    """Every stretch that repeats more often than its layers are kept."""
+    last: dict[tuple[int, ...], int] = {}
+    ends: dict[int, int] = {}  # by period, up to where it has been tried
+    for place in range(len(kinds) - _ROW + 1):
+        row = tuple(kinds[place : place + _ROW])
+        before = last.get(row)
+        last[row] = place
+        if before is not None and place >= ends.get(place - before, 0):
+            found = _extended(kinds, before, place - before)
+            ends[found.period] = found.end
+            if found.count > KEPT:
+                yield found
+
+
+def _extended(kinds: Sequence[int], start: int, period: int) -> _Stretch:
+    end = start + period + _ROW
+    while end < len(kinds) and kinds[end] == kinds[end - period]:
+        end += 1
+    while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
+        start -= 1
+    return _Stretch(start, period, end)
+
+
+# what is left out --------------------------------------------------------------------------------------------------
+
+
+def _cuts(graph: Graph, producers: Mapping[int, int]) -> Iterator[_Cut]:
+    """What to leave out of each stretch: of one that reads another layer by layer, the same layers."""
+    found: list[_Cut] = []
+    for stretch in _stretches(_kinds(graph)):
+        cut = next(_following(graph, producers, stretch, found), None)
+        if cut is None:
+            cut = _Cut(stretch, stretch.start + (KEPT + 1) // 2 * stretch.period, stretch.count - KEPT)
+        if stretch.start + stretch.period <= cut.start and cut.end + stretch.period <= stretch.end:
+            found.append(cut)
+            yield cut
+
+
+def _following(graph: Graph, producers: Mapping[int, int], stretch: _Stretch, cuts: Sequence[_Cut]) -> Iterator[_Cut]:
+    """The cuts of a stretch that leave out what reads the layers which an earlier cut leaves out."""
+    start, period, _ = stretch
+    middle = start + stretch.count // 2 * period
+    for op in range(middle, middle + period):
+        pairs = zip(graph.nodes[op].inputs, graph.nodes[op - period].inputs, strict=True)
+        for now, before in ((producers.get(a, -1), producers.get(b, -1)) for a, b in pairs):
+            for cut in cuts:
+                step = cut.stretch.period
+                if cut.stretch.start <= now < cut.stretch.end and abs(now - before) == step:
+                    yield _alongside(stretch, op, now, now < before, cut)
+
+
+def _alongside(stretch: _Stretch, op: int, reads: int, backward: bool, cut: _Cut) -> _Cut:
+    """The cut of a stretch whose `op` reads the op `reads` of another's: from the first op like it that reads what is
+    left out there.
+    """
+    step = cut.stretch.period
+    layer = (reads - cut.start) // step  # of those left out, counted from the first
+    ahead = layer - (cut.layers - 1) if backward else -layer
+    return _Cut(stretch, op + ahead * stretch.period, cut.layers, backward != cut.backward)
+
+
+def _without(
+    graph: Graph, producers: Mapping[int, int], out: Mapping[int, _Cut], cuts: Sequence[_Cut]
+) -> Folded | None:
+    """The program without these ops; None where what is left reads one that nothing kept stands for."""
+    kept = [node.id for node in graph.nodes if node.id not in out]
+    places = {op: place for place, op in enumerate(kept)}
+    nodes: list[Node] = []
+    for op in kept:
+        node = graph.nodes[op]
+        inputs = [_instead(graph, producers, out, i) for i in node.inputs]
+        if any(producers.get(i, -1) >= op or producers.get(i) in out for i in inputs):
+            return None
+        nodes.append(numbered(dataclasses.replace(node, inputs=tuple(inputs)), places[op]))
+    stand_ins = [places.get(out[op].stand_in(op) if op in out else op) for op in range(len(graph.nodes))]
+    if None in stand_ins:
+        return None
+    made = {i for node in nodes for i in node.outputs} | set(graph.input_tensors)
+    short = dataclasses.replace(
+        graph,
+        nodes=tuple(nodes),
+        outputs=tuple([i for i in graph.outputs if i in made]),
+        annotations={i: said for i, said in graph.annotations.items() if i in made},
+        reductions={places[op]: layouts for op, layouts in graph.reductions.items() if op in places},
+        streams={i: stream for i, stream in graph.streams.items() if i in made},
+    )
+    joints = [(places[a], places[b]) for cut in cuts for a, b in cut.joints]
+    return Folded(graph, short, tuple([place for place in stand_ins if place is not None]), tuple(joints))
+
+
+def _instead(graph: Graph, producers: Mapping[int, int], out: Mapping[int, _Cut], tensor: int) -> int:
+    """The tensor of a layer that is kept, in the place of one of those left out."""
+    op = producers.get(tensor, -1)
+    if op not in out:
+        return tensor
+    other = out[op].nearest(op)
+    return graph.nodes[other].outputs[graph.nodes[op].outputs.index(tensor)]

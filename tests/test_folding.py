@@ -1,0 +1,224 @@
+"""Long programs of equal layers: planned by few of them as well as whole, and no dearer per layer than short ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import meshfuse as mf
+from meshfuse.compiler import compile_sharded, decided
+from meshfuse.graph import Graph, concretize
+from meshfuse.propagation.folding import LONG, Folded, folded
+from meshfuse.propagation.propagate import Propagation, propagate
+from meshfuse.propagation.sharded import ShardedDefinition
+from meshfuse.report.bill import bill_of
+from meshfuse.search import MOST, Effort, spent
+from meshfuse.testing import assert_same_as_unsharded
+
+TP = mf.DeviceMesh((4,), ("tp",))
+GRID = mf.DeviceMesh((2, 2), ("dp", "tp"))
+ROWS, WIDTH, HIDDEN = 8, 16, 32
+Fd, T = mf.FusionDefinition, mf.TensorView
+Spec = list[str | None]
+# A layer takes the rows and the weights that it adds its own to.
+Layer = Callable[[Fd, T, list[T]], T]
+
+
+def weight(fd: Fd, shape: list[int], mesh: mf.DeviceMesh, spec: Spec, weights: list[T]) -> T:
+    made = fd.define_tensor(shape)
+    fd.mesh_split(made, mesh, spec)
+    weights.append(made)
+    return made
+
+
+def mlp(mesh: mf.DeviceMesh, first: Spec, second: Spec, hidden: int = HIDDEN) -> Layer:
+    def layer(fd: Fd, x: T, weights: list[T]) -> T:
+        width = x.type.shape[1]
+        w, v = (
+            weight(fd, shape, mesh, spec, weights)
+            for shape, spec in (([width, hidden], first), ([hidden, width], second))
+        )
+        return x + fd.ops.matmul(fd.ops.gelu(fd.ops.matmul(x, w)), v)
+
+    return layer
+
+
+def normed(mesh: mf.DeviceMesh, first: Spec) -> Layer:
+    def layer(fd: Fd, x: T, weights: list[T]) -> T:
+        width = x.type.shape[1]
+        w = weight(fd, [width, width], mesh, first, weights)
+        gain = weight(fd, [width], mesh, [None], weights)
+        return x + fd.ops.tanh(fd.ops.matmul(fd.ops.rms_norm(x, [width], gain), w))
+
+    return layer
+
+
+def gated(mesh: mf.DeviceMesh) -> Layer:
+    """A gated unit whose two halves are one product: the halves of its columns lie on other ranks than they meet on."""
+
+    def layer(fd: Fd, x: T, weights: list[T]) -> T:
+        rows, width = x.type.shape
+        both = fd.ops.matmul(x, weight(fd, [width, 8 * width], mesh, [None, "tp"], weights))
+        half, gate = (fd.ops.slice(both, [0, at], [rows, at + 4 * width]) for at in (0, 4 * width))
+        return x + fd.ops.matmul(fd.ops.silu(gate) * half, weight(fd, [4 * width, width], mesh, ["tp", None], weights))
+
+    return layer
+
+
+def stacked(
+    layers: list[Layer], mesh: mf.DeviceMesh, rows: Spec, size: tuple[int, int] = (ROWS, WIDTH), *, grad: bool = True,
+    search: str | None = None,
+) -> Fd:  # fmt: skip
+    """The layers one after the other, and the gradients by their weights."""
+    weights: list[T] = []
+    with mf.FusionDefinition(search=search) as fd:
+        x = fd.define_tensor(list(size))
+        fd.mesh_split(x, mesh, rows)
+        for layer in layers:
+            x = layer(fd, x, weights)
+        loss = fd.ops.sum(x * x, [0, 1])
+        fd.add_output(loss)
+        for made in fd.grad(loss, weights) if grad else ():
+            fd.add_output(made)
+    return fd
+
+
+def graph_of(fd: Fd) -> Graph:
+    return concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
+
+
+def fold(graph: Graph) -> Folded:
+    found = folded(graph)
+    assert found is not None
+    return found
+
+
+def wire(plan: ShardedDefinition) -> float:
+    return bill_of(compile_sharded(plan)).total
+
+
+def check(fd: Fd) -> None:
+    """The same numbers as unsharded: of inputs so small that they do not grow from layer to layer."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [fd.tensors[i].type.shape for i in fd.input_tensors()]
+    assert_same_as_unsharded(fd, [torch.randn(shape, generator=generator) / 8 for shape in shapes])
+
+
+COLUMNS, LINES = ["dp", "tp"], ["tp", "dp"]
+STACKS = {
+    "one axis": lambda: stacked([mlp(TP, [None, "tp"], ["tp", None])] * 24, TP, [None, None]),
+    "rows split": lambda: stacked([mlp(TP, ["tp", None], ["tp", None])] * 24, TP, ["tp", None]),
+    "two axes": lambda: stacked([mlp(GRID, COLUMNS, LINES)] * 24, GRID, ["dp", None]),
+    "axes that clash": lambda: stacked([mlp(GRID, LINES, COLUMNS)] * 24, GRID, ["dp", "tp"]),
+    "forward only": lambda: stacked([mlp(GRID, COLUMNS, LINES)] * 110, GRID, ["dp", None], grad=False),
+    "layers of two kinds in turn": lambda: stacked(
+        [mlp(GRID, COLUMNS, LINES), normed(GRID, [None, "tp"])] * 12, GRID, ["dp", None]
+    ),
+    "one kind after another": lambda: stacked(
+        [mlp(GRID, COLUMNS, LINES)] * 24 + [normed(GRID, ["tp", None])] * 14, GRID, ["dp", None]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_layers_left_out_are_planned_as_well_as_in_the_whole(name: str) -> None:
+    graph = graph_of(STACKS[name]())
+    assert len(graph.nodes) > LONG
+    short = fold(graph).short
+    assert 2 * len(short.nodes) < len(graph.nodes)
+    ours, whole = propagate(graph, TP), Propagation(graph, TP).first()
+    assert ours.graph == graph
+    assert spent(ours).seconds <= spent(whole).seconds * 1.001
+
+
+def test_numbers_of_a_program_planned_by_few_layers() -> None:
+    for fd in (STACKS["layers of two kinds in turn"](), STACKS["one kind after another"]()):
+        check(fd)
+
+
+def test_an_annotation_of_one_layer_holds() -> None:
+    """Layers that differ in what the user says are not equal."""
+    layers = [mlp(GRID, COLUMNS, LINES)] * 40
+    layers[7] = mlp(GRID, [None, "tp"], [None, None])
+    fd = stacked(layers, GRID, ["dp", None])
+    graph = graph_of(fd)
+    assert {7 * 2 + 1, 7 * 2 + 2} <= {i for node in fold(graph).short.nodes for i in node.inputs}
+    plan = propagate(graph, GRID)
+    assert all(plan.homes[i] == said for i, said in graph.annotations.items())
+    check(fd)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_layers_in_any_order_give_right_numbers(seed: int) -> None:
+    """Stretches with odd ones among them: whatever is left out, numbers and annotations are those of the whole."""
+    chance = random.Random(seed)
+    kinds = [mlp(GRID, COLUMNS, LINES), mlp(GRID, [None, "dp"], ["dp", None]), normed(GRID, ["tp", None])]
+    layers: list[Layer] = []
+    while len(layers) < 28:
+        layers += chance.sample(kinds, chance.randint(1, 2)) * chance.choice([1, 2, 6, 12])
+    fd = stacked(layers, GRID, chance.choice([["dp", None], [None, "tp"], ["dp", "tp"]]))
+    graph = graph_of(fd)
+    plan = propagate(graph, GRID)
+    assert all(plan.homes[i] == said for i, said in graph.annotations.items())
+    check(fd)
+
+
+def test_programs_that_repeat_nothing_or_are_short_are_planned_whole() -> None:
+    assert folded(graph_of(stacked([mlp(TP, [None, "tp"], ["tp", None])] * 4, TP, [None, None]))) is None
+    odd = [mlp(TP, [None, "tp"], ["tp", None], HIDDEN + 4 * i) for i in range(24)]
+    assert folded(graph_of(stacked(odd, TP, [None, None]))) is None
+
+
+# no dearer per layer -----------------------------------------------------------------------------------------------
+
+LARGE = (4096, 1024)
+KINDS = {
+    "one axis": (mlp(TP, [None, "tp"], ["tp", None], 4096), TP, [None, None]),
+    "rows split": (mlp(TP, [None, "tp"], ["tp", None], 4096), TP, ["tp", None]),
+    "axes that clash": (mlp(GRID, LINES, COLUMNS, 4096), GRID, ["dp", None]),
+    "gated": (gated(TP), TP, ["tp", None]),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_layer_of_many_costs_no_more_than_one_of_few(name: str) -> None:
+    layer, mesh, rows = KINDS[name]
+
+    def bytes_of(layers: int) -> float:
+        graph = graph_of(stacked([layer] * layers, mesh, rows, LARGE))
+        assert (len(graph.nodes) > MOST) == (layers > 5)
+        return wire(decided(graph, mesh, Effort.THOROUGH))
+
+    two, three = bytes_of(2), bytes_of(3)
+    assert bytes_of(24) <= 1.02 * (three + 21 * (three - two))
+
+
+def test_effort_decides_whether_long_programs_are_searched() -> None:
+    layer, mesh, rows = KINDS["axes that clash"]
+    fast, auto, thorough = (
+        stacked([layer] * 24, mesh, rows, LARGE, search=search).bill().total for search in ("fast", None, "thorough")
+    )
+    assert thorough < 0.9 * auto and auto == fast
+
+
+def test_on_one_axis_long_programs_are_searched_unless_asked_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, mesh, rows = KINDS["gated"]
+
+    def total(search: str | None) -> float:
+        return stacked([layer] * 24, mesh, rows, LARGE, search=search).bill().total
+
+    assert total(None) == total("thorough") < total("fast")
+    monkeypatch.setenv("MESHFUSE_SEARCH", "fast")
+    assert total(None) == total("fast")
+    monkeypatch.setenv("MESHFUSE_SEARCH", "long")
+    with pytest.raises(mf.DefinitionError, match="MESHFUSE_SEARCH: found 'long', needed 'fast', 'auto' or 'thorough'"):
+        mf.FusionDefinition()
+
+
+@pytest.mark.parametrize("wrong", ["slow", "", 1, True, ["fast"]])
+def test_wrong_efforts(wrong: object) -> None:
+    with pytest.raises(mf.DefinitionError, match=r"search: found .*, needed 'fast', 'auto' or 'thorough'. .*\(at "):
+        mf.FusionDefinition(search=wrong)  # type: ignore[arg-type]
