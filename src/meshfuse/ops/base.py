@@ -69,7 +69,6 @@ class ParamKind(enum.Enum):
     BOOL = "bool"
     BOOLS = "list of bools"
     DTYPE = "DataType"
-    SHARDING = "Sharding"
 
 
 REQUIRED = object()

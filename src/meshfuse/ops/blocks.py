@@ -173,7 +173,7 @@ def distributed_scan(
     size = r.type(x).shape[dim]
     scanned = r.call(f"block_{name}", x, dim, blocks)
     totals = r.call(name, r.call(f"block_{_REDUCE[name]}", x, dim, blocks), dim)
-    before = r.call("block_repeat", _shifted(r, totals, dim, name), dim, size, blocks)
+    before = r.call("block_repeat", _shifted(r, totals, dim), dim, size, blocks)
     first = r.call("block_repeat", _is_first(r, dim, blocks, r.type(x).ndim), dim, size, blocks)
     combined = r.call("where", first, scanned, r.call(_COMBINE[name], scanned, before))
     dtype = call.results[0].dtype  # arithmetic widens half precision
@@ -182,7 +182,7 @@ def distributed_scan(
     return [combined if r.type(combined).dtype is dtype else r.call("cast", combined, dtype)]
 
 
-def _shifted(r: Rewriting, totals: TensorRef, dim: int, name: str) -> TensorRef:
+def _shifted(r: Rewriting, totals: TensorRef, dim: int) -> TensorRef:
     """Every block's predecessor; the first block's is anything."""
     shape = r.type(totals).shape
     starts, ends = [0] * len(shape), list(shape)
