@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -134,9 +134,7 @@ class RuleBuilder:
         self._factors: list[Factor] = []
 
     def factor(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
-        """A new factor, as the factors of a dim: none at all where the size is 1 and there is nothing to
-        shard.
-        """
+        """A new factor, as the factors of a dim: none at all where the size is 1, as there is nothing to shard."""
         if size == 1 and kind is not FactorKind.BLOCK:
             return ()
         self._factors.append(Factor(size, kind, reduce))
@@ -148,9 +146,15 @@ class RuleBuilder:
     def reduction(self, size: int, reduce: str = "sum") -> tuple[int, ...]:
         return self.factor(size, FactorKind.REDUCE, reduce)
 
-    def dims(self, shape: Sequence[int]) -> DimFactors:
-        """One pass-through factor per dim."""
-        return tuple(self.factor(n) for n in shape)
+    def dims(
+        self,
+        shape: Sequence[int],
+        chosen: Collection[int] = (),
+        kind: FactorKind = FactorKind.PASS,
+        reduce: str = "sum",
+    ) -> DimFactors:
+        """One factor per dim: of this kind for the chosen dims, pass-through for the others."""
+        return tuple(self.factor(n, kind, reduce) if d in chosen else self.factor(n) for d, n in enumerate(shape))
 
     def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
         return Rule(tuple(self._factors), tuple(operands), tuple(results))

@@ -24,7 +24,16 @@ from .base import (
     TensorRef,
     TensorType,
 )
-from .shapes import UNKNOWN, check_dim, check_dims, check_ndim, check_positive, check_same_size
+from .shapes import (
+    UNKNOWN,
+    check_dim,
+    check_dims,
+    check_ndim,
+    check_positive,
+    check_same_size,
+    one_dim_widths,
+    shape_along,
+)
 
 K = ParamKind
 _COMBINE = {"cumsum": "add", "cumprod": "mul", "cummax": "maximum", "cummin": "minimum"}
@@ -187,13 +196,12 @@ def _shifted(r: Rewriting, totals: TensorRef, dim: int) -> TensorRef:
     shape = r.type(totals).shape
     starts, ends = [0] * len(shape), list(shape)
     ends[dim] -= 1
-    widths = [0] * (2 * (len(shape) - 1 - dim)) + [1, 0]
-    return r.call("pad", r.call("slice", totals, starts, ends), widths)
+    return r.call("pad", r.call("slice", totals, starts, ends), one_dim_widths(len(shape), dim, 1, 0))
 
 
 def _is_first(r: Rewriting, dim: int, blocks: int, ndim: int) -> TensorRef:
     first = r.call("eq", r.call("iota", blocks), 0)
-    return r.call("reshape", first, [blocks if d == dim else 1 for d in range(ndim)])
+    return r.call("reshape", first, shape_along(ndim, dim, blocks))
 
 
 def _same_type(call: Call) -> tuple[TensorType, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .base import Rewriting, TensorRef
+from .shapes import one_dim_widths
 
 
 def in_blocks(
@@ -21,7 +22,7 @@ def in_blocks(
     shape = r.type(x).shape
     lacking = blocks * size - shape[dim]
     if lacking:
-        x = r.call("pad", x, _widths(len(shape), dim, 0, lacking), fill)
+        x = r.call("pad", x, one_dim_widths(len(shape), dim, 0, lacking), fill)
     x = r.call("reshape", x, (*shape[:dim], blocks, size, *shape[dim + 1 :]))
     before = [_edge(r, x, dim, step, taken, fill) for step, taken in reversed(_steps(halo[0], size))]
     after = [_edge(r, x, dim, -step, taken, fill) for step, taken in _steps(halo[1], size)]
@@ -44,7 +45,7 @@ def _edge(r: Rewriting, x: TensorRef, dim: int, step: int, taken: int, fill: Any
     starts[dim], ends[dim] = (0, blocks - step) if step > 0 else (-step, blocks)
     starts[dim + 1], ends[dim + 1] = (size - taken, size) if step > 0 else (0, taken)
     edge = r.call("slice", x, starts, ends)
-    return r.call("pad", edge, _widths(len(shape), dim, max(step, 0), max(-step, 0)), fill)
+    return r.call("pad", edge, one_dim_widths(len(shape), dim, max(step, 0), max(-step, 0)), fill)
 
 
 def whole_again(r: Rewriting, x: TensorRef, dim: int, n: int) -> TensorRef:
@@ -53,7 +54,3 @@ def whole_again(r: Rewriting, x: TensorRef, dim: int, n: int) -> TensorRef:
     merged = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
     x = r.call("reshape", x, merged)
     return r.call("slice", x, [0] * len(merged), [n if d == dim else m for d, m in enumerate(merged)])
-
-
-def _widths(ndim: int, dim: int, before: int, after: int) -> list[int]:
-    return [0] * (2 * (ndim - 1 - dim)) + [before, after]

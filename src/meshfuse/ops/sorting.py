@@ -11,6 +11,7 @@ from . import native_forms
 from .base import (
     Call,
     Emit,
+    FactorKind,
     OpDef,
     Param,
     ParamKind,
@@ -52,7 +53,7 @@ def _topk_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _topk_rule(call: Call) -> Rule:
     dim, builder = _dim(call), RuleBuilder()
-    operand = tuple(builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(call.types[0].shape))
+    operand = builder.dims(call.types[0].shape, [dim], FactorKind.BLOCK)
     result = (*operand[:dim], builder.blocked(call.results[0].shape[dim]), *operand[dim + 1 :])
     return builder.build([operand], [result, result])
 

@@ -13,6 +13,7 @@ from . import native_forms
 from .base import (
     Call,
     Emit,
+    FactorKind,
     Lowering,
     OpDef,
     Param,
@@ -80,7 +81,7 @@ def _welford_infer(call: Call) -> tuple[TensorType, ...]:
 def _rule(call: Call) -> Rule:
     """Kept dims pass through; the op needs the reduced dims whole."""
     dims, builder = reduced_dims(call), RuleBuilder()
-    operand = tuple(builder.blocked(n) if d in dims else builder.factor(n) for d, n in enumerate(call.types[0].shape))
+    operand = builder.dims(call.types[0].shape, dims, FactorKind.BLOCK)
     result = kept_factors(operand, dims, _keepdim(call))
     return builder.build([operand], [result] * len(call.results))
 
