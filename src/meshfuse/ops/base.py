@@ -107,9 +107,7 @@ DimFactors = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """An op's factor rule: which factors stand in which dims of its operands and results (as in GSPMD and
-    Shardy).
-    """
+    """An op's factor rule: which factors stand in which dims of its operands and results (as in GSPMD, Shardy)."""
 
     factors: tuple[Factor, ...]
     operands: tuple[DimFactors, ...]
@@ -241,9 +239,7 @@ class Emit(Protocol):
         ...
 
     def leads(self) -> bool:
-        """True on the one rank, of those that compute terms of one partial result, that adds what is added
-        once.
-        """
+        """True on the one rank, of those that compute terms of one partial result, that adds what is added once."""
         ...
 
 
@@ -251,10 +247,10 @@ class Emit(Protocol):
 Lowering = Callable[[Emit], "str | tuple[str, ...]"]
 
 
-class Rewriting(Protocol):
-    """What a distributed form is written with (`distribution.Rewriter`).
+class Writing(Protocol):
+    """What an op's forms (`distributed`, `apart`, `rounds`) are written with: `rewriting.Rewriter` is one.
 
-    `operand` is the place of the operand whose dim the form is for.
+    `operand` is the place of the operand whose dim a distributed form is for.
     """
 
     operand: int
@@ -268,8 +264,8 @@ class Rewriting(Protocol):
         ...
 
 
-# (rewriting, the call, its operands) -> its results, the last operand added by an op of its own.
-Apart = Callable[[Rewriting, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
+# (writing, the call, its operands) -> its results, the last operand added by an op of its own.
+Apart = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
 
 
 class BlockOrder(NamedTuple):
@@ -279,21 +275,21 @@ class BlockOrder(NamedTuple):
     order: tuple[int, ...]
 
 
-# (rewriting, the call, its operands, a sharded dim of one of them that the op needs whole, in how many blocks it
+# (writing, the call, its operands, a sharded dim of one of them that the op needs whole, in how many blocks it
 # lies over ranks, 0 where it does not lie in blocks) -> its results, or None where it has no such form for this call.
-Distributed = Callable[[Rewriting, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
+Distributed = Callable[[Writing, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
 
 
 class Rounds(NamedTuple):
     """How ranks compute an op together in rounds, where the user asks for it.
 
     rule: the op's factor rule between rounds: what lies beside what on a rank, though every rank needs more of it.
-    write: (rewriting, the call, its operands) -> its results, the rounds as ordinary ops, each local where its operands
+    write: (writing, the call, its operands) -> its results, the rounds as ordinary ops, each local where its operands
     are, and orders of blocks, which travel.
     """
 
     rule: Callable[[Call], Rule]
-    write: Callable[[Rewriting, Call, tuple[TensorRef, ...]], Sequence[TensorRef]]
+    write: Callable[[Writing, Call, tuple[TensorRef, ...]], Sequence[TensorRef]]
 
 
 def _elementwise_flops(call: Call) -> float:

@@ -17,12 +17,12 @@ from .base import (
     OpDef,
     Param,
     ParamKind,
-    Rewriting,
     Rule,
     RuleBuilder,
     Sample,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .shapes import (
     UNKNOWN,
@@ -173,7 +173,7 @@ def block_counts(n: int, blocks: int, others: int = 1) -> list[int]:
 
 
 def distributed_scan(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Scan each block, then combine with the total of all blocks before it (Blelloch 1990, prefix sums), and `init`."""
     if not blocks or call.types[0].dtype.category in (0, 3):
@@ -191,7 +191,7 @@ def distributed_scan(
     return [combined if r.type(combined).dtype is dtype else r.call("cast", combined, dtype)]
 
 
-def _shifted(r: Rewriting, totals: TensorRef, dim: int) -> TensorRef:
+def _shifted(r: Writing, totals: TensorRef, dim: int) -> TensorRef:
     """Every block's predecessor; the first block's is anything."""
     shape = r.type(totals).shape
     starts, ends = [0] * len(shape), list(shape)
@@ -199,7 +199,7 @@ def _shifted(r: Rewriting, totals: TensorRef, dim: int) -> TensorRef:
     return r.call("pad", r.call("slice", totals, starts, ends), one_dim_widths(len(shape), dim, 1, 0))
 
 
-def _is_first(r: Rewriting, dim: int, blocks: int, ndim: int) -> TensorRef:
+def _is_first(r: Writing, dim: int, blocks: int, ndim: int) -> TensorRef:
     first = r.call("eq", r.call("iota", blocks), 0)
     return r.call("reshape", first, shape_along(ndim, dim, blocks))
 

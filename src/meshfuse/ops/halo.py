@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Rewriting, TensorRef
+from .base import TensorRef, Writing
 from .shapes import one_dim_widths
 
 
 def in_blocks(
-    r: Rewriting, x: TensorRef, dim: int, blocks: int, size: int, halo: tuple[int, int], fill: Any
+    r: Writing, x: TensorRef, dim: int, blocks: int, size: int, halo: tuple[int, int], fill: Any
 ) -> TensorRef:
     """x with the dim as (blocks, before + size + after): each block with so many elements before and after its own.
 
@@ -35,7 +35,7 @@ def _steps(width: int, size: int) -> list[tuple[int, int]]:
     return [(step + 1, min(size, width - step * size)) for step in range(-(-width // size))]
 
 
-def _edge(r: Rewriting, x: TensorRef, dim: int, step: int, taken: int, fill: Any) -> TensorRef:
+def _edge(r: Writing, x: TensorRef, dim: int, step: int, taken: int, fill: Any) -> TensorRef:
     """Of the block `step` before each (after, where negative) its last (first) elements."""
     shape = r.type(x).shape
     blocks, size = shape[dim], shape[dim + 1]
@@ -48,7 +48,7 @@ def _edge(r: Rewriting, x: TensorRef, dim: int, step: int, taken: int, fill: Any
     return r.call("pad", edge, one_dim_widths(len(shape), dim, max(step, 0), max(-step, 0)), fill)
 
 
-def whole_again(r: Rewriting, x: TensorRef, dim: int, n: int) -> TensorRef:
+def whole_again(r: Writing, x: TensorRef, dim: int, n: int) -> TensorRef:
     """The first n elements of the dim that dims `dim` (which block) and the next (where in it) make together."""
     shape = r.type(x).shape
     merged = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])

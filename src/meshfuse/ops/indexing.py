@@ -220,9 +220,7 @@ def _scatter_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _scatter_rule(call: Call) -> Rule:
-    """Written dim by dim: the index is whole along the dim that it names; the others are shared where they
-    are equal.
-    """
+    """Written dim by dim: the index is whole along the dim that it names; the others are shared where equal."""
     dim, builder, shape = _dim(call), RuleBuilder(), call.types[0].shape
     written: list[tuple[int, ...]] = []
     sources: list[list[tuple[int, ...]]] = [[] for _ in call.types[1:]]

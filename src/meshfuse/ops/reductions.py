@@ -40,9 +40,7 @@ def reduced_shape(call: Call) -> tuple[int, ...]:
 
 
 def _accumulated(op: str, dtype: DataType) -> DataType:
-    """Integers and booleans are summed as Int, like in torch; half precision stays half, as nvFuser returns
-    it.
-    """
+    """Integers and booleans are summed as Int, like in torch; half precision stays half, as nvFuser returns it."""
     return DataType.Int if op in ("sum", "prod") and dtype.category < 2 else dtype
 
 

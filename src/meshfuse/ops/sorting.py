@@ -15,12 +15,12 @@ from .base import (
     OpDef,
     Param,
     ParamKind,
-    Rewriting,
     Rule,
     RuleBuilder,
     Sample,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .blocks import block_size
 from .scans import whole_dim_rule
@@ -64,7 +64,7 @@ def _topk_emit(e: Emit) -> str:
 
 
 def _distributed_topk(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Each block's own first k are the candidates; the first k of those are the result.
 

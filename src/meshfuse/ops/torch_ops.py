@@ -26,11 +26,11 @@ from .base import (
     Param,
     ParamKind,
     Partial,
-    Rewriting,
     Rule,
     Sample,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .blocks import block_size
 from .halo import in_blocks, whole_again
@@ -111,7 +111,7 @@ class TorchOp:
         return text
 
     def distributed(
-        self, r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+        self, r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
     ) -> Sequence[TensorRef] | None:
         """Blocks of the dim with their neighbours' edges, the function on each, and the dim put together."""
         notation, halos = self.expanded(call), self.halos(call)

@@ -21,13 +21,13 @@ from .base import (
     Param,
     ParamKind,
     Partial,
-    Rewriting,
     Rule,
     RuleBuilder,
     Sample,
     ScalarRef,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .native import Native, step_index
 from .shapes import (
@@ -141,7 +141,7 @@ def _is_stepped(call: Call) -> bool:
 
 
 def _distributed_slice(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """The dim moved and padded to whole steps, as many in each block, of each its first element, and of these a window.
 
@@ -281,7 +281,7 @@ def _cat_rule(call: Call) -> Rule:
 
 
 def _distributed_cat(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Each operand padded to its place in the joined dim, and picked from there: pads move the exact pieces."""
     size, ndim = call.results[0].shape[dim], call.results[0].ndim
