@@ -51,7 +51,6 @@ def compiled(fd: mf.FusionDefinition, shapes: Sequence[Sequence[int]] | None = N
 
 @pytest.mark.fuzz
 def test_random_programs_of_doubled_sizes_are_what_torch_computes() -> None:
-    torch.set_num_threads(1)
     taken = []
 
     @settings(max_examples=400)

@@ -45,8 +45,6 @@ def programs(chosen: Sequence[str] = ()) -> st.SearchStrategy[mf.FusionDefinitio
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_a_random_program_is_what_torch_computes_and_propagation_keeps_its_laws(family: str) -> None:
-    torch.set_num_threads(1)
-
     @settings(max_examples=examples(PROGRAMS[family]))
     @given(programs(families(family)), st.integers(0, 99), st.sampled_from(LAWS))
     def check(fd: mf.FusionDefinition, number: int, law: Law) -> None:

@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> DimCase:
     return mesh, n, draw(dim_layouts(mesh, (n,)))[0]
 
 
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(cases())
 def test_a_rank_holds_the_indices_whose_digits_are_its_own(case: DimCase) -> None:
     mesh, n, layout = case
@@ -73,7 +73,7 @@ def test_a_rank_holds_the_indices_whose_digits_are_its_own(case: DimCase) -> Non
         assert len(expected) <= sharding.max_local_numel((n,))
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(cases())
 def test_ranks_of_different_coordinates_hold_disjoint_parts_of_the_whole_dim(case: DimCase) -> None:
     mesh, n, layout = case
@@ -86,7 +86,7 @@ def test_ranks_of_different_coordinates_hold_disjoint_parts_of_the_whole_dim(cas
     assert sorted(i for part in parts.values() for i in part) == list(range(n))
 
 
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(st.data())
 def test_unshard_is_the_inverse_of_shard(data: st.DataObject) -> None:
     mesh, shape = data.draw(meshes()), data.draw(SHAPES)
@@ -108,7 +108,7 @@ def test_unshard_is_the_inverse_of_shard(data: st.DataObject) -> None:
 # index for instance, and the canonical form keeps those apart.
 
 
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(st.data())
 def test_canonical_forms_are_equal_where_the_indices_are(
     data: st.DataObject,
@@ -124,7 +124,7 @@ def test_canonical_forms_are_equal_where_the_indices_are(
         assert same_form
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(cases())
 def test_canonical_is_idempotent_and_keeps_every_bound_part(case: DimCase) -> None:
     _, n, layout = case
@@ -163,7 +163,7 @@ def aligned(layout: Layout, sizes: Sequence[int]) -> bool:
     return all(a % b == 0 or b % a == 0 for a in ours for b in theirs)
 
 
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(factored_cases())
 @example((DeviceMesh((4,), ("tp",)), (2, 6), (Split(4, "tp"),)))
 def test_project_gives_factors_whose_product_is_the_dim(case: FactoredCase) -> None:
@@ -181,7 +181,7 @@ def test_project_gives_factors_whose_product_is_the_dim(case: FactoredCase) -> N
     assert [indices(joined, n, mesh, r) for r in mesh.ranks] == [indices(layout, n, mesh, r) for r in mesh.ranks]
 
 
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(st.data())
 def test_concat_gives_the_dim_that_its_factors_make_up(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
@@ -199,7 +199,7 @@ def test_concat_gives_the_dim_that_its_factors_make_up(data: st.DataObject) -> N
         assert lay.project(joined, n, sizes) == short
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(st.data())
 def test_positions_and_intersections_of_runs(data: st.DataObject) -> None:
     runs_of = st.sets(st.integers(0, 20)).map(lambda s: tuple(runs_from(sorted(s))))
@@ -220,7 +220,7 @@ def runs_from(sorted_indices: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(st.data())
 def test_equal_shardings_are_found_equal_however_they_are_written(data: st.DataObject) -> None:
     mesh, n = data.draw(meshes()), data.draw(SIZES)

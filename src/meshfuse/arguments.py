@@ -182,8 +182,7 @@ def _device(fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: So
 def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:
     """Global shapes by input tensor, as given or (for none) as defined.
 
-    Raises DefinitionError for a wrong count, for sizes left open and for those that contradict the
-    definition.
+    Raises DefinitionError for a wrong count, for sizes left open and for those that contradict the definition.
     """
     fd.check_complete(line)
     tensors = fd.input_tensors()
@@ -278,11 +277,9 @@ def global_shapes(
     globals_: Mapping[int, tuple[int, ...]],
     line: Any = None,
 ) -> dict[int, tuple[int, ...]]:
-    """The global shapes that local arguments mean: fixed sizes as defined, open ones as even shards make them
-    up.
+    """The global shapes that local arguments mean: fixed sizes as defined, open ones as even shards make them up.
 
-    `globals_` are shapes known otherwise (of DTensors). Raises ArgumentError where a shard is not of its
-    shape.
+    `globals_` are shapes known otherwise (of DTensors). Raises ArgumentError where a shard is not of its shape.
     """
     out: dict[int, tuple[int, ...]] = {}
     for i, tensor in inputs.tensors.items():

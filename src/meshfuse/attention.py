@@ -1,8 +1,7 @@
 """Scaled dot product attention on one rank: forward with its log-sum-exp, and backward from that.
 
-Tensors are [*b, h, s, e] (q) and [*b, h / g, s, e] (k and v): g consecutive heads of q share one head of k
-and v. The saved log-sum-exp stands for the probabilities in the backward pass as in FlashAttention (Dao et
-al. 2022).
+Tensors are [*b, h, s, e] (q) and [*b, h / g, s, e] (k and v): g consecutive heads of q share one head of k and v. The
+saved log-sum-exp stands for the probabilities in the backward pass as in FlashAttention (Dao et al. 2022).
 """
 
 from __future__ import annotations
@@ -140,9 +139,7 @@ def sdpfa_fwd(
     place: tuple[Sequence[Runs], Sequence[int]],
     stream: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(output, log-sum-exp, seed [2], offset []): the last two are what the backward pass needs to drop the
-    same.
-    """
+    """(output, log-sum-exp, seed [2], offset []): the last two let the backward pass drop the same."""
     options = _options(q, dropout_p, is_causal, scale)
     out, logsumexp = _attend(q, k, v, bias, mask, options, Place(*place), stream)
     return out.to(q.dtype), logsumexp.float(), *_state(stream, q.device)
@@ -215,8 +212,7 @@ def block_attention(
     block: int,
     numbers: Runs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `sdpfa_fwd` of each of the rank's blocks of columns by itself: [blocks, *b, h, s, e] and [blocks,
-    *b, h, s].
+    """As `sdpfa_fwd` of each of the rank's blocks of columns by itself: [blocks, *b, h, s, e] and [blocks, *b, h, s].
 
     `numbers` are those of the blocks; a block with no columns gives zeros, and -inf as its log-sum-exp.
     """

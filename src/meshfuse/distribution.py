@@ -50,8 +50,8 @@ class Distributed:
 def distribute(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
     """The graph propagated, with distributed forms in the place of ops where they are cheaper.
 
-    To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if it
-    were so: else a plan may put a dim together long before the op that would not have needed it.
+    To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if it were so: else
+    a plan may put a dim together long before the op that would not have needed it.
     """
     if not any(node.call.has_form for node in graph.nodes):
         return propagate(graph, world)

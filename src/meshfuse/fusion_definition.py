@@ -166,13 +166,13 @@ class FusionDefinition(DefinitionBuilder):
         locals_, dtensors = local_parts(inputs), dtensor_shapes(self, inputs, line)
         found = split_arguments(self, locals_, line)
         key = self._key(found, idle_ranks, name, cuda_graph, *dtensors.items())
-        bound = self._bound.get(key)
-        if bound is None:
-            bound = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line, False, name, cuda_graph)
+        program = self._bound.get(key)
+        if program is None:
+            program = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line, False, name, cuda_graph)
         if known[0] is not None and not any(self.tensors[i].stride_order for i in found.tensors):
-            self._ready[known] = bound
-        homes = output_homes(bound.compiled, inputs, line) if dtensors else None
-        outputs = self._laid_out(bound.run(locals_, self.seed, self._next_step("ranks")))
+            self._ready[known] = program
+        homes = output_homes(program.compiled, inputs, line) if dtensors else None
+        outputs = self._laid_out(program.run(locals_, self.seed, self._next_step("ranks")))
         return outputs if homes is None else wrap_outputs(outputs, homes)
 
     def simulate(self, inputs: Sequence[Any], *, check_replicas: bool = False) -> list[torch.Tensor]:
@@ -384,9 +384,9 @@ class FusionDefinition(DefinitionBuilder):
     def backends(self, *shapes: Sequence[int]) -> str:
         """What computes each segment, and why: as it is bound to this rank, or as MESHFUSE_BACKEND would have it."""
         compiled = self.latest(shapes)
-        bound = [program for program in self._bound.values() if program.compiled is compiled and program.active]
-        if bound:
-            return backends_table(compiled, bound[-1].segments.chosen)
+        active = [program for program in self._bound.values() if program.compiled is compiled and program.active]
+        if active:
+            return backends_table(compiled, active[-1].segments.chosen)
         planned = plan(compiled.segmented, requested(None, caller_line())).chosen
         return backends_table(compiled, {f"segment_{number}": chosen for number, chosen in planned.items()})
 

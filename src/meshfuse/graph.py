@@ -260,7 +260,8 @@ def _concrete_node(
     kinds: Kinds,
 ) -> Node:
     with located(node.line):
-        args = _concrete_args(fd, node, types, scalars)
+        given = _Arguments(fd, node.op, types, scalars)
+        args = tuple(given.concrete(param.kind, arg) for param, arg in zip(node.op.params, node.args, strict=True))
         call, rule = kinds.get(node.op, args, tuple(types[i] for i in node.inputs))
         _check_sizes(call)
     for out, made in zip(node.outputs, call.results, strict=True):
@@ -277,38 +278,44 @@ def _check_sizes(call: Call) -> None:
             )
 
 
-def _concrete_args(
-    fd: DefinitionBuilder, node: OpNode, types: Mapping[int, TensorType], scalars: Mapping[int, Any]
-) -> tuple[Any, ...]:
-    """Sizes as ints; scalar constants as numbers; scalars that follow inputs stay references."""
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """The arguments of an op: sizes as ints, scalar constants as numbers; scalars that follow inputs stay references.
 
-    def value(ref: Any) -> Any:
-        try:
-            return evaluate(ref, fd.scalars, scalars, lambda tensor, dim: types[tensor.id].shape[dim])
-        except (ArithmeticError, ValueError, TypeError) as error:
-            raise user_error(
-                f"{node.op.name}: a scalar has no value", f"{error} in s{ref.id}", "a number", "Check its operands."
-            ) from error
+    Each raises DefinitionError where there is no such number.
+    """
 
-    def size(ref: Any) -> int:
-        found = value(ref)
-        if isinstance(found, complex) or not math.isfinite(found) or int(found) != found:
-            raise user_error(f"{node.op.name}: a size is no whole number", str(found), "an int", "Round it.")
-        return int(found)
+    fd: DefinitionBuilder
+    op: OpDef
+    types: Mapping[int, TensorType]
+    scalars: Mapping[int, Any]
 
-    def concrete(kind: ParamKind, arg: Any) -> Any:
+    def concrete(self, kind: ParamKind, arg: Any) -> Any:
+        """An argument as it stands in the call."""
         if kind in _SIZES:
-            found = tuple(map(size, _entries(kind, arg)))
+            found = tuple(map(self._size, _entries(kind, arg)))
             return found if kind is ParamKind.SHAPE and arg is not None else found[0] if found else None
-        if not isinstance(arg, ScalarRef) or inputs_of(arg, fd.scalars):
+        if not isinstance(arg, ScalarRef) or inputs_of(arg, self.fd.scalars):
             return arg
         assert arg.dtype is not None
-        found = python_cast(value(arg), arg.dtype)
+        found = python_cast(self._value(arg), arg.dtype)
         # A number is taken as Int, Double or ComplexDouble: any other type stays with its reference.
         plain = arg.dtype is scalar_dtype(found) and arg.dtype is not DataType.Bool
         return found if plain or kind is not ParamKind.TENSOR_OR_SCALAR else arg
 
-    return tuple(concrete(param.kind, arg) for param, arg in zip(node.op.params, node.args, strict=True))
+    def _value(self, ref: Any) -> Any:
+        try:
+            return evaluate(ref, self.fd.scalars, self.scalars, lambda tensor, dim: self.types[tensor.id].shape[dim])
+        except (ArithmeticError, ValueError, TypeError) as error:
+            raise user_error(
+                f"{self.op.name}: a scalar has no value", f"{error} in s{ref.id}", "a number", "Check its operands."
+            ) from error
+
+    def _size(self, ref: Any) -> int:
+        found = self._value(ref)
+        if isinstance(found, complex) or not math.isfinite(found) or int(found) != found:
+            raise user_error(f"{self.op.name}: a size is no whole number", str(found), "an int", "Round it.")
+        return int(found)
 
 
 def users(nodes: Sequence[Node]) -> dict[int, list[int]]:

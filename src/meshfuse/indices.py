@@ -30,9 +30,7 @@ def linear_index(runs: Sequence[Runs], shape: Sequence[int], device: Any = None)
 
 
 def local_places(index: torch.Tensor, runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(place of each global index among those of the runs, whether it is one of them); place 0 for the
-    others.
-    """
+    """(place of each global index among those of the runs, whether it is one of them); place 0 for the others."""
     index = index.long()
     if len(runs) == 1:
         start, stop = runs[0]

@@ -182,9 +182,7 @@ def iota(length: Runs, start: Any, step: Any, dtype: torch.dtype, device: Any) -
 
 
 def topk(x: torch.Tensor, k: int, dim: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and indices, equal values in the order of their indices, so that the choice is the same on every
-    mesh.
-    """
+    """Values and indices, equal values in the order of their indices: the choice is the same on every mesh."""
     order = torch.argsort(x, dim=dim, descending=largest, stable=True).narrow(dim, 0, k)
     return x.gather(dim, order), order
 

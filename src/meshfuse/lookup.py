@@ -92,9 +92,7 @@ def limit_norm(rows: torch.Tensor, max_norm: float, norm_type: float) -> torch.T
 
 
 def scatter(x: torch.Tensor, index: torch.Tensor, src: Any, dim: int, runs: Runs) -> torch.Tensor:
-    """`torch.scatter` into the part of a dim that the rank holds; writes elsewhere go to a row that is cut
-    off.
-    """
+    """`torch.scatter` into the part of a dim that the rank holds; writes elsewhere go to a row that is cut off."""
     places, inside = local_places(index, runs)
     n = x.shape[dim]
     spare = x.new_zeros([1 if d == dim else size for d, size in enumerate(x.shape)])

@@ -1,9 +1,8 @@
-"""Random numbers that are a function of (seed, offset, place in the program, global index) and of nothing
-else.
+"""Random numbers that are a function of (seed, offset, place in the program, global index) and of nothing else.
 
-The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a
-keyed bijection of a 128-bit counter. Element i of a tensor reads counter (i, salt, offset), so a rank that
-holds some of the elements draws exactly the numbers that one rank would draw for them.
+The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a keyed
+bijection of a 128-bit counter. Element i of a tensor reads counter (i, salt, offset), so a rank that holds some of the
+elements draws exactly the numbers that one rank would draw for them.
 """
 
 from __future__ import annotations

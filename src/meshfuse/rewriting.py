@@ -13,10 +13,9 @@ from .ops.registry import find
 
 
 class Rewriter:
-    """What a distributed form is written with: `call` appends an op of the table; `type` tells what a tensor
-    is.
+    """What an op's form is written with: `call` appends an op of the table; `type` tells what a tensor is.
 
-    `operand` is the place of the operand whose dim the form is for.
+    `operand` is the place of the operand whose dim a distributed form is for.
     """
 
     def __init__(self, graph: Graph):

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from ..dtypes import DataType
 from ..graph import Graph
-from ..ops.local import LocalCall
 from ..overlap import ChunkLoop
 from ..resharding.insert import Compute, Set, Value
 from ..resharding.moves import MoveKind, count, restricted
-from ..sharding import layout as lay
 from ..sharding.layout import Runs
-from .communicate import dense, local_box, lower_move
+from .chunk_calls import ChunkCall
+from .communicate import dense, local_box, local_shape, lower_move
 from .instructions import (
     Allocate,
     Box,
@@ -29,6 +28,7 @@ from .instructions import (
     View,
     Wait,
     box_text,
+    whole_box,
 )
 
 if TYPE_CHECKING:
@@ -37,34 +37,6 @@ if TYPE_CHECKING:
 
 # Sending a message of so many bytes takes less than starting it, on all links of `costs.MACHINES`.
 _SHORT = 64 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkCall(LocalCall):
-    """A call on one rank for one chunk: `operand_only` and `result_only` are the chunk's dim and indices of each."""
-
-    operand_only: tuple[tuple[int, Runs] | None, ...] = ()
-    result_only: tuple[tuple[int, Runs] | None, ...] = ()
-
-    @property
-    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(_shape(self.operand_runs(i)) for i in range(len(self.call.types)))
-
-    @property
-    def result_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(_shape(self.result_runs(i)) for i in range(len(self.call.results)))
-
-    def operand_runs(self, operand: int) -> tuple[Runs, ...]:
-        runs = self.operand_shardings[operand].runs(self.call.types[operand].shape, self.rank)
-        return restricted(runs, self.operand_only[operand])
-
-    def result_runs(self, result: int) -> tuple[Runs, ...]:
-        runs = self.result_shardings[result].runs(self.call.results[result].shape, self.rank)
-        return restricted(runs, self.result_only[result])
-
-
-def _shape(index: Sequence[Runs]) -> tuple[int, ...]:
-    return tuple(map(lay.count, index))
 
 
 def lower_loop(low: Lowering, loop: ChunkLoop) -> list[Instruction]:
@@ -96,7 +68,7 @@ class _Loop:
         for v in self.loop.outputs:
             if v in self.whole and not self._is_scattered(v):
                 kind = self.graph.tensors[self._value(v).tensor].type
-                self.out.append(Allocate(self.low.name(v), _shape(self._held(v)), kind.dtype))
+                self.out.append(Allocate(self.low.name(v), local_shape(self._held(v)), kind.dtype))
         if self.loop.ring == "gather":
             self._gather_ring()
         elif self.loop.ring == "scatter":
@@ -127,7 +99,7 @@ class _Loop:
 
     def _lies_in_parts(self, v: int) -> bool:
         """Whether all chunks of a whole can be written in their places: by a collective where they are dense there."""
-        shape, boxes = _shape(self._held(v)), [self._box(v, c) for c in range(self.loop.chunks)]
+        shape, boxes = local_shape(self._held(v)), [self._box(v, c) for c in range(self.loop.chunks)]
         if any(v in s.outputs for s in self.loop.computes):
             return all("K." not in box_text(box, shape) for box in boxes)
         return all(dense(box, shape) for box in boxes)
@@ -181,7 +153,7 @@ class _Loop:
             return self.low.name(v)
         assert v not in self.made
         name = self.known[v, chunk] = self.low.new_name(f"v{v}_{chunk}", self.loop.id)
-        self.out.append(View(name, self.low.name(v), self._box(v, chunk), _shape(self._held(v))))
+        self.out.append(View(name, self.low.name(v), self._box(v, chunk), local_shape(self._held(v))))
         return name
 
     def _target(self, v: int, chunk: int) -> tuple[str, bool]:
@@ -193,7 +165,7 @@ class _Loop:
         else:
             name, placed = self.low.new_name(f"v{v}_{chunk}", self.loop.id), v in self.parts
             if placed:
-                box, shape = self._box(v, chunk), _shape(self._held(v))
+                box, shape = self._box(v, chunk), local_shape(self._held(v))
                 self.out.append(Part(name, self.low.name(v), box, shape, self._note(chunk)))
         self.known[v, chunk] = name
         return name, placed
@@ -201,7 +173,7 @@ class _Loop:
     def _store(self, v: int, chunk: int) -> None:
         """Put a chunk that lies in memory of its own into the whole."""
         if v in self.whole and v not in self.parts:
-            box, shape = self._box(v, chunk), _shape(self._held(v))
+            box, shape = self._box(v, chunk), local_shape(self._held(v))
             self.out.append(Put(self.low.name(v), box, shape, self.known[v, chunk]))
 
     # one step
@@ -248,7 +220,7 @@ class _Loop:
         given = list(dict.fromkeys(self.low.name(v) for v in step.inputs))
         targets = [f"v{v}" for v in step.outputs]
         filled = [t for t, is_there in zip(targets, placed, strict=True) if is_there]
-        lines = _lines(call, targets, filled)
+        lines = call.lines(targets, filled)
         scalars = self.low.scalar_params([step], lines)
         params = (*given, *filled, *scalars)
         results = tuple(t for t in targets if t not in filled)
@@ -341,8 +313,8 @@ class _Loop:
         source = self._read(step.source, chunk)
         if step.target in self.parts:
             name, _ = self._target(step.target, chunk)
-            shape = _shape(self._held(step.target, chunk))
-            self.out.append(Put(name, tuple(((0, n),) for n in shape), shape, source))
+            shape = local_shape(self._held(step.target, chunk))
+            self.out.append(Put(name, whole_box(shape), shape, source))
         else:
             self.known[step.target, chunk] = source
             self._store(step.target, chunk)
@@ -354,14 +326,14 @@ class _Loop:
         waits: list[Instruction] = []
         if sent:
             name = f"v{step.target}_{here}_sent"
-            shape = _shape(self._held(step.target, here))
-            pack = Pack(name, self.known[step.target, here], (tuple(((0, n),) for n in shape),), shape)
+            shape = local_shape(self._held(step.target, here))
+            pack = Pack(name, self.known[step.target, here], (whole_box(shape),), shape)
             call = self._message(step, "send", ring.before, name, here, sent)
             messages.append((ring.index, [pack, call]))
             waits.append(Wait(call.work))
         if got:
             name, placed = self._target(step.target, there)
-            shape = _shape(self._held(step.target, there))
+            shape = local_shape(self._held(step.target, there))
             dtype = self.graph.tensors[self._value(step.target).tensor].type.dtype
             call = self._message(step, "recv", ring.after, name, there, got)
             messages.append(((ring.index + 1) % ring.size, [call] if placed else [Allocate(name, shape, dtype), call]))
@@ -389,15 +361,15 @@ class _Loop:
 
     def _coming(self, step: Set, ring: Ring, chunk: int) -> list[Instruction]:
         """Ask for the sum so far of a chunk, which the rank before sends after this turn."""
-        shape, size = _shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
+        shape, size = local_shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
         name = f"v{step.target}_{chunk}_sum"
         call = self._message(step, "recv", ring.before, name, chunk, size)
         return [Allocate(name, shape, self._sum_type(step)), call] if size else []
 
     def _add_term(self, step: Set, ring: Ring, turn: int, chunk: int, rest: Sequence[Compute | Set]) -> None:
         """Compute the rank's term of a chunk, add it to the sum that came, and send that on or keep it."""
-        shape, size = _shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
-        whole: Box = tuple(((0, n),) for n in shape)
+        shape, size = local_shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
+        whole = whole_box(shape)
         for other in rest:
             self._step(other, chunk)
         mine = self.known[step.source, chunk]
@@ -413,7 +385,7 @@ class _Loop:
             self.out.append(View(self.low.name(step.target), mine, whole, shape))
         elif step.target in self.whole:
             box = self._box(step.target, chunk)
-            self.out.append(Put(self.low.name(step.target), box, _shape(self._held(step.target)), mine))
+            self.out.append(Put(self.low.name(step.target), box, local_shape(self._held(step.target)), mine))
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,11 +412,3 @@ class Ring:
         """The chunks of the shard of the rank at this place, counted round."""
         start = place % self.size * self.inner
         return range(start, start + self.inner)
-
-
-def _lines(call: ChunkCall, targets: Sequence[str], filled: Sequence[str]) -> list[str]:
-    """Python of an op's results, those in `filled` written into the tensors of these names."""
-    if len(targets) == 1 and filled and (text := call.into(targets[0])) is not None:
-        return text
-    names = [f"{t}_new" if t in filled else t for t in targets]
-    return [*call.statements(names), *(f"{t}.copy_({t}_new)" for t in filled)]

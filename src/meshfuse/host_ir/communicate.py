@@ -28,7 +28,8 @@ from .instructions import (
     View,
     Wait,
     box_text,
-)  # fmt: skip
+    whole_box,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,11 @@ class MoveContext:
 
     @property
     def source_shape(self) -> tuple[int, ...]:
-        return tuple(map(lay.count, self.held))
+        return local_shape(self.held)
 
     @property
     def target_shape(self) -> tuple[int, ...]:
-        return tuple(map(lay.count, self.wanted))
+        return local_shape(self.wanted)
 
     def source_box(self, box: Sequence[Runs]) -> Box:
         """Where a box of the target's global indices stands in the local source."""
@@ -118,7 +119,7 @@ def _make_target(c: MoveContext) -> list[Instruction]:
 
 def _broadcast(c: MoveContext, root: int) -> list[Instruction]:
     mine = c.group[root] == c.rank
-    copy = [Put(c.target, _whole(c.target_shape), c.target_shape, c.source)] if mine else []
+    copy = [Put(c.target, whole_box(c.target_shape), c.target_shape, c.source)] if mine else []
     reads, writes = ([c.target], []) if mine else ([], [c.target])
     text = f"broadcast({c.target}, {root})"
     call = c.collective("broadcast", reads, writes, text, math.prod(c.target_shape))
@@ -134,6 +135,11 @@ def dense(box: Box, shape: Sequence[int]) -> bool:
     return all(len(runs) == 1 for runs in box) and counts[cut + 1 :] == list(shape[cut + 1 :])
 
 
+def local_shape(index: Sequence[Runs]) -> tuple[int, ...]:
+    """The shape of a local tensor that has these global indices, dim by dim."""
+    return tuple(map(lay.count, index))
+
+
 def local_box(held: Sequence[Runs], part: Sequence[Runs]) -> Box:
     """Where a box of global indices stands in a local tensor that holds `held`."""
     return tuple(lay.positions(lay.intersect(p, h), h) for h, p in zip(held, part, strict=True))
@@ -147,14 +153,14 @@ def _all_reduce(c: MoveContext) -> list[Instruction]:
         first: list[Instruction] = [Own(c.target, c.source, c.fresh)]
     else:
         is_there = c.source == c.target
-        first = [] if is_there else [Put(c.target, _whole(c.source_shape), c.source_shape, c.source)]
+        first = [] if is_there else [Put(c.target, whole_box(c.source_shape), c.source_shape, c.source)]
     return [*first, call, Wait(c.work)]
 
 
 def joined_dim(c: MoveContext) -> int | None:
     """The dim along which the equal blocks of the group, in order, make up the gathered tensor; None if none does."""
     held = [c.move.held(c.type.shape, rank) for rank in c.group]
-    shapes = {tuple(map(lay.count, index)) for index in held}
+    shapes = {local_shape(index) for index in held}
     if len(shapes) != 1 or not math.prod(next(iter(shapes))):
         return None
     boxes = [local_box(c.wanted, index) for index in held]
@@ -167,33 +173,23 @@ def joined_dim(c: MoveContext) -> int | None:
     return dim if in_order else None
 
 
-def _whole(shape: Sequence[int]) -> Box:
-    return tuple(((0, n),) for n in shape)
-
-
 def _all_gather(c: MoveContext, dim: int) -> list[Instruction]:
     flat, mine, size = f"{c.target}_flat", f"{c.target}_mine", math.prod(c.source_shape)
     join = Join(c.target, flat, len(c.group), c.source_shape, dim)
-    if c.placed:
-        # Straight into the part where blocks come one behind the other, else by way of a flat buffer.
-        flat = c.target if join.is_view else flat
-    call = c.collective("all_gather", [mine], [flat], f"all_gather({flat}, {mine})", size)
-    if c.placed:
-        flat_first = [] if join.is_view else [Allocate(flat, (size * len(c.group),), c.type.dtype)]
-        last = [] if join.is_view else [Put(c.target, _whole(c.target_shape), c.target_shape, flat, join.text)]
-        return [_packed(c, mine), *flat_first, call, Wait(c.work), *last]
-    return [
-        _packed(c, mine),
-        Allocate(flat, (size * len(c.group),), c.type.dtype),
-        call,
-        Wait(c.work),
-        join,
-    ]  # fmt: skip
+
+    def gather(out: str) -> Collective:
+        return c.collective("all_gather", [mine], [out], f"all_gather({out}, {mine})", size)
+
+    if c.placed and join.is_view:  # Blocks come one behind the other: straight into the part.
+        return [_packed(c, mine), gather(c.target), Wait(c.work)]
+    buffer = Allocate(flat, (size * len(c.group),), c.type.dtype)
+    last = Put(c.target, whole_box(c.target_shape), c.target_shape, flat, join.text) if c.placed else join
+    return [_packed(c, mine), buffer, gather(flat), Wait(c.work), last]
 
 
 def _packed(c: MoveContext, name: str) -> Pack:
     """The source in one piece."""
-    return Pack(name, c.source, (_whole(c.source_shape),), c.source_shape)
+    return Pack(name, c.source, (whole_box(c.source_shape),), c.source_shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,21 +219,37 @@ def _terms(c: MoveContext) -> list[Piece]:
     return [Piece(source, target, wanted[target]) for source in c.group for target in c.group if all(wanted[target])]
 
 
+def _all_to_all(c: MoveContext, boxes: Sequence[Box], sent: Sequence[int], got: Sequence[int]) -> list[Instruction]:
+    """Boxes of the source on their way to the peers, and the peers' to `_flat`: so many elements for and from each."""
+    packed, flat = f"{c.target}_sent", _flat(c)
+    text = f"all_to_all({flat}, {packed}, {[*got]}, {[*sent]})"
+    return [
+        Pack(packed, c.source, tuple(boxes), c.source_shape),
+        Allocate(flat, (sum(got),), c.type.dtype),
+        c.collective("all_to_all", [packed], [flat], text, sum(sent)),
+    ]
+
+
+def _flat(c: MoveContext) -> str:
+    """The buffer that holds what peers send, one behind the other."""
+    return f"{c.target}_flat"
+
+
+def _issue(c: MoveContext, traffic: _Traffic) -> list[Instruction]:
+    """One all-to-all of exact pieces."""
+    boxes = [c.source_box(box) for peer in traffic.sent for box in peer]
+    return _all_to_all(c, boxes, [*map(numel, traffic.sent)], [*map(numel, traffic.received)])
+
+
 def _swap(c: MoveContext, traffic: _Traffic) -> list[Instruction]:
     """One all-to-all of exact pieces, and the pieces put into their places."""
-    packed, flat = f"{c.target}_sent", f"{c.target}_flat"
-    boxes = tuple(c.source_box(box) for peer in traffic.sent for box in peer)
     received = [box for peer in traffic.received for box in peer]
-    out_sizes, in_sizes = [numel(peer) for peer in traffic.received], [numel(peer) for peer in traffic.sent]
-    text = f"all_to_all({flat}, {packed}, {out_sizes}, {in_sizes})"
     return [
-        Pack(packed, c.source, boxes, c.source_shape),
-        Allocate(flat, (sum(out_sizes),), c.type.dtype),
-        c.collective("all_to_all", [packed], [flat], text, sum(in_sizes)),
+        *_issue(c, traffic),
         *([] if _is_target(c, received) else _make_target(c)),
         *_keep(c, traffic.kept),
         Wait(c.work),
-        *_unpack(c, flat, received),
+        *_unpack(c, _flat(c), received),
     ]
 
 
@@ -255,7 +267,7 @@ def _unpack(c: MoveContext, flat: str, boxes: Sequence[Sequence[Runs]]) -> list[
         return [Unflatten(c.target, flat, 0, numel(boxes), c.target_shape)]
     out: list[Instruction] = []
     for start, box in zip(_starts(boxes), boxes, strict=False):
-        shape = list(map(lay.count, box))
+        shape = list(local_shape(box))
         part = f"[{start}:{start + math.prod(shape)}].view({shape})"
         out.append(Put(c.target, local_box(c.wanted, box), c.target_shape, flat, part))
     return out
@@ -286,48 +298,31 @@ def _reduce_scatter(c: MoveContext) -> list[Instruction]:
     """One all-to-all, by which each rank gets all terms of its part, and their reduction."""
     if _in_rows(c):
         return _scatter_rows(c)
-    traffic = _Traffic.of(_terms(c), c.rank, c.group)
-    packed, flat = f"{c.target}_sent", f"{c.target}_flat"
-    boxes = tuple(c.source_box(box) for peer in traffic.sent for box in peer)
-    out_sizes, in_sizes = [numel(peer) for peer in traffic.received], [numel(peer) for peer in traffic.sent]
-    text = f"all_to_all({flat}, {packed}, {out_sizes}, {in_sizes})"
     own = box_text(local_box(c.held, c.wanted), c.source_shape)
-    return [
-        Pack(packed, c.source, boxes, c.source_shape),
-        Allocate(flat, (sum(out_sizes),), c.type.dtype),
-        c.collective("all_to_all", [packed], [flat], text, sum(in_sizes)),
-        Wait(c.work),
-        *_folded(c, flat, len(c.group) - 1, own),
-    ]
+    traffic = _Traffic.of(_terms(c), c.rank, c.group)
+    return [*_issue(c, traffic), Wait(c.work), *_folded(c, len(c.group) - 1, own)]
 
 
-def _folded(c: MoveContext, flat: str, terms: int, own: str | None = None) -> list[Instruction]:
-    """The terms in a flat buffer, and the rank's own (what of the source it is), reduced to the target."""
+def _folded(c: MoveContext, terms: int, own: str | None = None) -> list[Instruction]:
+    """The terms that came, and the rank's own (what of the source it is), reduced to the target."""
     made = f"{c.target}_new" if c.placed else c.target
     mine = (c.source, own) if own is not None else ("", "")
-    fold = Fold(made, flat, terms, c.target_shape, c.move.src.reduce, *mine)
-    return [fold, Put(c.target, _whole(c.target_shape), c.target_shape, made)] if c.placed else [fold]
+    fold = Fold(made, _flat(c), terms, c.target_shape, c.move.src.reduce, *mine)
+    return [fold, Put(c.target, whole_box(c.target_shape), c.target_shape, made)] if c.placed else [fold]
 
 
 def _in_rows(c: MoveContext) -> bool:
     """Whether the ranks' parts, in order, are equal slices of the outermost dim: the tensor is sent as it lies."""
     parts = [local_box(c.held, c.move.wanted(c.type.shape, rank)) for rank in c.group]
     rows = c.source_shape[0] // len(c.group) if c.source_shape else 0
-    whole = tuple(((0, n),) for n in c.source_shape[1:])
-    return all(part == (((i * rows, (i + 1) * rows),), *whole) for i, part in enumerate(parts)) and rows > 0
+    rest = whole_box(c.source_shape[1:])
+    return all(part == (((i * rows, (i + 1) * rows),), *rest) for i, part in enumerate(parts)) and rows > 0
 
 
 def _scatter_rows(c: MoveContext) -> list[Instruction]:
-    packed, flat, size = f"{c.target}_sent", f"{c.target}_flat", math.prod(c.target_shape)
-    sizes = [size] * len(c.group)
-    text = f"all_to_all({flat}, {packed}, {sizes}, {sizes})"
-    return [
-        Pack(packed, c.source, (tuple(((0, n),) for n in c.source_shape),), c.source_shape),
-        Allocate(flat, (sum(sizes),), c.type.dtype),
-        c.collective("all_to_all", [packed], [flat], text, sum(sizes)),
-        Wait(c.work),
-        *_folded(c, flat, len(c.group)),
-    ]
+    sizes = [math.prod(c.target_shape)] * len(c.group)
+    issued = _all_to_all(c, [whole_box(c.source_shape)], sizes, sizes)
+    return [*issued, Wait(c.work), *_folded(c, len(c.group))]
 
 
 def _exchange(c: MoveContext) -> list[Instruction]:

@@ -337,6 +337,11 @@ def group_name(group: tuple[int, ...]) -> str:
     return "group_" + "_".join(map(str, group))
 
 
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor of this shape."""
+    return tuple(((0, n),) for n in shape)
+
+
 def box_text(box: Box, shape: Sequence[int], assign: bool = False) -> str:
     """Python index text of a box; nothing where it is the whole tensor."""
     parts = [_part_text(part, n) for part, n in zip(box, shape, strict=True)]

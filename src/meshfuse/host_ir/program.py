@@ -37,7 +37,7 @@ class HostProgram:
 
     @property
     def communications(self) -> tuple[Communication, ...]:
-        """What this rank takes part in, in order; messages of one transfer once, those that are one call apart."""
+        """What this rank takes part in, in order: each message of a transfer, and each part of what one call does."""
         calls = [i.about for i in self.instructions if isinstance(i, (Collective, SendRecv))]
         return tuple(part for about in calls for part in about.parts or (about,))
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients import indexing, products
-from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .native import Native
 from .shapes import (
     aligned_dims,
@@ -79,7 +79,7 @@ def _take_bwd_rule(call: Call) -> Rule:
     """b* m, b* m -> b* n, summed over m; n is free."""
     (grad, index), builder = call.types, RuleBuilder()
     dim = call["dim"] % grad.ndim
-    dims = tuple(builder.reduction(n) if d == dim else builder.factor(n) for d, n in enumerate(grad.shape))
+    dims = builder.dims(grad.shape, [dim], FactorKind.REDUCE)
     free = builder.factor(call.results[0].shape[dim])
     result = tuple(free if d == dim else factors for d, factors in enumerate(dims))
     return builder.build([dims, aligned_dims(index.shape, grad.shape, dims)], [result])

@@ -23,11 +23,11 @@ from .base import (
     OpDef,
     Param,
     ParamKind,
-    Rewriting,
     Rule,
     Sample,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .blocks import block_size
 from .factories import stream_text
@@ -64,14 +64,14 @@ def _block_emit(e: Emit) -> str:
     return f"K.block_attention({', '.join([*operands, *options_text(e), scale_text(e), *where])})"
 
 
-def _is_columns(r: Rewriting, operands: Sequence[TensorRef], dim: int) -> bool:
+def _is_columns(r: Writing, operands: Sequence[TensorRef], dim: int) -> bool:
     """Whether the form is for the scores' columns: the rows of k and v, the last dim of bias and mask."""
     ndim = r.type(operands[r.operand]).ndim
     return r.operand > 0 and dim == (ndim - 2 if r.operand < 3 else ndim - 1)
 
 
 def distributed_fwd(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Attention to each block of keys and values where it is, merged by the online softmax.
 
@@ -93,13 +93,13 @@ def distributed_fwd(
     return [*(r.call("cast", made, kind.dtype) for made, kind in pairs), seed, offset]
 
 
-def _column(r: Rewriting, x: TensorRef) -> TensorRef:
+def _column(r: Writing, x: TensorRef) -> TensorRef:
     """With a last dim of size 1."""
     return r.call("broadcast", x, [False] * r.type(x).ndim + [True])
 
 
 def distributed_bwd(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """The gradient of q apart from those of k and v: the saved log-sum-exp makes every score stand by itself.
 

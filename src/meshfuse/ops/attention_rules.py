@@ -69,8 +69,7 @@ def _check_heads(name: str, q: TensorType, k: TensorType) -> None:
 
 
 class Dims:
-    """The factors of attention's dims: lead* (kv heads, group) rows, columns (major to minor), inner and
-    value.
+    """The factors of attention's dims: lead* (kv heads, group) rows, columns (major to minor), inner and value.
 
     Each group of heads of q shares one head of k and v. `columns` are the sizes and kinds of the factors of
     k's and v's rows. In a ring the rows of q and those of k and v lie in so many blocks, the most major factor of both.

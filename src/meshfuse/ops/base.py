@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -69,7 +69,6 @@ class ParamKind(enum.Enum):
     BOOL = "bool"
     BOOLS = "list of bools"
     DTYPE = "DataType"
-    SHARDING = "Sharding"
 
 
 REQUIRED = object()
@@ -108,9 +107,7 @@ DimFactors = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """An op's factor rule: which factors stand in which dims of its operands and results (as in GSPMD and
-    Shardy).
-    """
+    """An op's factor rule: which factors stand in which dims of its operands and results (as in GSPMD, Shardy)."""
 
     factors: tuple[Factor, ...]
     operands: tuple[DimFactors, ...]
@@ -135,9 +132,7 @@ class RuleBuilder:
         self._factors: list[Factor] = []
 
     def factor(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
-        """A new factor, as the factors of a dim: none at all where the size is 1 and there is nothing to
-        shard.
-        """
+        """A new factor, as the factors of a dim: none at all where the size is 1, as there is nothing to shard."""
         if size == 1 and kind is not FactorKind.BLOCK:
             return ()
         self._factors.append(Factor(size, kind, reduce))
@@ -149,9 +144,15 @@ class RuleBuilder:
     def reduction(self, size: int, reduce: str = "sum") -> tuple[int, ...]:
         return self.factor(size, FactorKind.REDUCE, reduce)
 
-    def dims(self, shape: Sequence[int]) -> DimFactors:
-        """One pass-through factor per dim."""
-        return tuple(self.factor(n) for n in shape)
+    def dims(
+        self,
+        shape: Sequence[int],
+        chosen: Collection[int] = (),
+        kind: FactorKind = FactorKind.PASS,
+        reduce: str = "sum",
+    ) -> DimFactors:
+        """One factor per dim: of this kind for the chosen dims, pass-through for the others."""
+        return tuple(self.factor(n, kind, reduce) if d in chosen else self.factor(n) for d, n in enumerate(shape))
 
     def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
         return Rule(tuple(self._factors), tuple(operands), tuple(results))
@@ -238,9 +239,7 @@ class Emit(Protocol):
         ...
 
     def leads(self) -> bool:
-        """True on the one rank, of those that compute terms of one partial result, that adds what is added
-        once.
-        """
+        """True on the one rank, of those that compute terms of one partial result, that adds what is added once."""
         ...
 
 
@@ -248,10 +247,10 @@ class Emit(Protocol):
 Lowering = Callable[[Emit], "str | tuple[str, ...]"]
 
 
-class Rewriting(Protocol):
-    """What a distributed form is written with (`distribution.Rewriter`).
+class Writing(Protocol):
+    """What an op's forms (`distributed`, `apart`, `rounds`) are written with: `rewriting.Rewriter` is one.
 
-    `operand` is the place of the operand whose dim the form is for.
+    `operand` is the place of the operand whose dim a distributed form is for.
     """
 
     operand: int
@@ -265,8 +264,8 @@ class Rewriting(Protocol):
         ...
 
 
-# (rewriting, the call, its operands) -> its results, the last operand added by an op of its own.
-Apart = Callable[[Rewriting, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
+# (writing, the call, its operands) -> its results, the last operand added by an op of its own.
+Apart = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
 
 
 class BlockOrder(NamedTuple):
@@ -276,21 +275,21 @@ class BlockOrder(NamedTuple):
     order: tuple[int, ...]
 
 
-# (rewriting, the call, its operands, a sharded dim of one of them that the op needs whole, in how many blocks it
+# (writing, the call, its operands, a sharded dim of one of them that the op needs whole, in how many blocks it
 # lies over ranks, 0 where it does not lie in blocks) -> its results, or None where it has no such form for this call.
-Distributed = Callable[[Rewriting, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
+Distributed = Callable[[Writing, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
 
 
 class Rounds(NamedTuple):
     """How ranks compute an op together in rounds, where the user asks for it.
 
     rule: the op's factor rule between rounds: what lies beside what on a rank, though every rank needs more of it.
-    write: (rewriting, the call, its operands) -> its results, the rounds as ordinary ops, each local where its operands
+    write: (writing, the call, its operands) -> its results, the rounds as ordinary ops, each local where its operands
     are, and orders of blocks, which travel.
     """
 
     rule: Callable[[Call], Rule]
-    write: Callable[[Rewriting, Call, tuple[TensorRef, ...]], Sequence[TensorRef]]
+    write: Callable[[Writing, Call, tuple[TensorRef, ...]], Sequence[TensorRef]]
 
 
 def _elementwise_flops(call: Call) -> float:

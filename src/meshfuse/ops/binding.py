@@ -39,9 +39,7 @@ def _by_name(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
 
 
 def _shift_dtype(op: OpDef, args: Sequence[Any]) -> list[Any]:
-    """nvFuser overloads `sum(t, dtype)` beside `sum(t, dims, keepdim, dtype)`: move a type to the parameter
-    it is for.
-    """
+    """nvFuser overloads `sum(t, dtype)` beside `sum(t, dims, keepdim, dtype)`: move a type to its parameter."""
     out = list(args)
     for place, arg in enumerate(args):
         if isinstance(arg, DataType) and op.params[place].kind is not K.DTYPE:

@@ -17,14 +17,23 @@ from .base import (
     OpDef,
     Param,
     ParamKind,
-    Rewriting,
     Rule,
     RuleBuilder,
     Sample,
     TensorRef,
     TensorType,
+    Writing,
 )
-from .shapes import UNKNOWN, check_dim, check_dims, check_ndim, check_positive, check_same_size
+from .shapes import (
+    UNKNOWN,
+    check_dim,
+    check_dims,
+    check_ndim,
+    check_positive,
+    check_same_size,
+    one_dim_widths,
+    shape_along,
+)
 
 K = ParamKind
 _COMBINE = {"cumsum": "add", "cumprod": "mul", "cummax": "maximum", "cummin": "minimum"}
@@ -164,7 +173,7 @@ def block_counts(n: int, blocks: int, others: int = 1) -> list[int]:
 
 
 def distributed_scan(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Scan each block, then combine with the total of all blocks before it (Blelloch 1990, prefix sums), and `init`."""
     if not blocks or call.types[0].dtype.category in (0, 3):
@@ -173,7 +182,7 @@ def distributed_scan(
     size = r.type(x).shape[dim]
     scanned = r.call(f"block_{name}", x, dim, blocks)
     totals = r.call(name, r.call(f"block_{_REDUCE[name]}", x, dim, blocks), dim)
-    before = r.call("block_repeat", _shifted(r, totals, dim, name), dim, size, blocks)
+    before = r.call("block_repeat", _shifted(r, totals, dim), dim, size, blocks)
     first = r.call("block_repeat", _is_first(r, dim, blocks, r.type(x).ndim), dim, size, blocks)
     combined = r.call("where", first, scanned, r.call(_COMBINE[name], scanned, before))
     dtype = call.results[0].dtype  # arithmetic widens half precision
@@ -182,18 +191,17 @@ def distributed_scan(
     return [combined if r.type(combined).dtype is dtype else r.call("cast", combined, dtype)]
 
 
-def _shifted(r: Rewriting, totals: TensorRef, dim: int, name: str) -> TensorRef:
+def _shifted(r: Writing, totals: TensorRef, dim: int) -> TensorRef:
     """Every block's predecessor; the first block's is anything."""
     shape = r.type(totals).shape
     starts, ends = [0] * len(shape), list(shape)
     ends[dim] -= 1
-    widths = [0] * (2 * (len(shape) - 1 - dim)) + [1, 0]
-    return r.call("pad", r.call("slice", totals, starts, ends), widths)
+    return r.call("pad", r.call("slice", totals, starts, ends), one_dim_widths(len(shape), dim, 1, 0))
 
 
-def _is_first(r: Rewriting, dim: int, blocks: int, ndim: int) -> TensorRef:
+def _is_first(r: Writing, dim: int, blocks: int, ndim: int) -> TensorRef:
     first = r.call("eq", r.call("iota", blocks), 0)
-    return r.call("reshape", first, [blocks if d == dim else 1 for d in range(ndim)])
+    return r.call("reshape", first, shape_along(ndim, dim, blocks))
 
 
 def _same_type(call: Call) -> tuple[TensorType, ...]:

@@ -1,5 +1,4 @@
-"""Ops that make tensors from numbers: full, iota, uniform, normal and their like; and triu, which reads
-positions.
+"""Ops that make tensors from numbers: full, iota, uniform, normal and their like; and triu, which reads positions.
 
 Their values depend on global positions alone, so every rank makes its own part of the one tensor.
 """
@@ -68,9 +67,7 @@ def _random_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def stream_text(e: Emit) -> str:
-    """(seed, offset, salt) of an op that draws random numbers; a seed and offset of the user's own need no
-    salt.
-    """
+    """(seed, offset, salt) of an op that draws random numbers; a seed and offset of the user's own need no salt."""
     given = (
         [e.call[name] is not None for name in ("rng_seed", "rng_offset")] if "rng_seed" in e.call.op.places else [False]
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Rewriting, TensorRef
+from .base import TensorRef, Writing
+from .shapes import one_dim_widths
 
 
 def in_blocks(
-    r: Rewriting, x: TensorRef, dim: int, blocks: int, size: int, halo: tuple[int, int], fill: Any
+    r: Writing, x: TensorRef, dim: int, blocks: int, size: int, halo: tuple[int, int], fill: Any
 ) -> TensorRef:
     """x with the dim as (blocks, before + size + after): each block with so many elements before and after its own.
 
@@ -21,7 +22,7 @@ def in_blocks(
     shape = r.type(x).shape
     lacking = blocks * size - shape[dim]
     if lacking:
-        x = r.call("pad", x, _widths(len(shape), dim, 0, lacking), fill)
+        x = r.call("pad", x, one_dim_widths(len(shape), dim, 0, lacking), fill)
     x = r.call("reshape", x, (*shape[:dim], blocks, size, *shape[dim + 1 :]))
     before = [_edge(r, x, dim, step, taken, fill) for step, taken in reversed(_steps(halo[0], size))]
     after = [_edge(r, x, dim, -step, taken, fill) for step, taken in _steps(halo[1], size)]
@@ -34,7 +35,7 @@ def _steps(width: int, size: int) -> list[tuple[int, int]]:
     return [(step + 1, min(size, width - step * size)) for step in range(-(-width // size))]
 
 
-def _edge(r: Rewriting, x: TensorRef, dim: int, step: int, taken: int, fill: Any) -> TensorRef:
+def _edge(r: Writing, x: TensorRef, dim: int, step: int, taken: int, fill: Any) -> TensorRef:
     """Of the block `step` before each (after, where negative) its last (first) elements."""
     shape = r.type(x).shape
     blocks, size = shape[dim], shape[dim + 1]
@@ -44,16 +45,12 @@ def _edge(r: Rewriting, x: TensorRef, dim: int, step: int, taken: int, fill: Any
     starts[dim], ends[dim] = (0, blocks - step) if step > 0 else (-step, blocks)
     starts[dim + 1], ends[dim + 1] = (size - taken, size) if step > 0 else (0, taken)
     edge = r.call("slice", x, starts, ends)
-    return r.call("pad", edge, _widths(len(shape), dim, max(step, 0), max(-step, 0)), fill)
+    return r.call("pad", edge, one_dim_widths(len(shape), dim, max(step, 0), max(-step, 0)), fill)
 
 
-def whole_again(r: Rewriting, x: TensorRef, dim: int, n: int) -> TensorRef:
+def whole_again(r: Writing, x: TensorRef, dim: int, n: int) -> TensorRef:
     """The first n elements of the dim that dims `dim` (which block) and the next (where in it) make together."""
     shape = r.type(x).shape
     merged = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
     x = r.call("reshape", x, merged)
     return r.call("slice", x, [0] * len(merged), [n if d == dim else m for d, m in enumerate(merged)])
-
-
-def _widths(ndim: int, dim: int, before: int, after: int) -> list[int]:
-    return [0] * (2 * (ndim - 1 - dim)) + [before, after]

@@ -15,6 +15,7 @@ from .base import (
     Call,
     DimFactors,
     Emit,
+    FactorKind,
     OpDef,
     Param,
     ParamKind,
@@ -140,7 +141,7 @@ def _index_select_infer(call: Call) -> tuple[TensorType, ...]:
 def _index_select_rule(call: Call) -> Rule:
     """a* n b*, m -> a* m b*, summed over n."""
     (arg, index), dim, builder = call.types, _dim(call), RuleBuilder()
-    kept = tuple(builder.reduction(n) if d == dim else builder.factor(n) for d, n in enumerate(arg.shape))
+    kept = builder.dims(arg.shape, [dim], FactorKind.REDUCE)
     places = builder.dims(index.shape)
     result = (*kept[:dim], places[0] if places else (), *kept[dim + 1 :])
     return builder.build([kept, places], [result])
@@ -166,7 +167,7 @@ def _select_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _select_rule(call: Call) -> Rule:
     (arg,), dim, builder = call.types, _dim(call), RuleBuilder()
-    operand = tuple(builder.reduction(n) if d == dim else builder.factor(n) for d, n in enumerate(arg.shape))
+    operand = builder.dims(arg.shape, [dim], FactorKind.REDUCE)
     return builder.build([operand], [(*operand[:dim], *operand[dim + 1 :])])
 
 
@@ -219,9 +220,7 @@ def _scatter_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _scatter_rule(call: Call) -> Rule:
-    """Written dim by dim: the index is whole along the dim that it names; the others are shared where they
-    are equal.
-    """
+    """Written dim by dim: the index is whole along the dim that it names; the others are shared where equal."""
     dim, builder, shape = _dim(call), RuleBuilder(), call.types[0].shape
     written: list[tuple[int, ...]] = []
     sources: list[list[tuple[int, ...]]] = [[] for _ in call.types[1:]]

@@ -16,12 +16,12 @@ from .base import (
     Param,
     ParamKind,
     Partial,
-    Rewriting,
     Rule,
     RuleBuilder,
     Sample,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .shapes import aligned_dims, broadcast_shapes, check_dtypes, check_ndim, check_same_size
 
@@ -102,7 +102,7 @@ def _linear_rule(call: Call) -> Rule:
     return builder.build(operands, [(*stacked, *batch, *columns)])
 
 
-def _linear_apart(r: Rewriting, call: Call, operands: tuple[TensorRef, ...]) -> Sequence[TensorRef]:
+def _linear_apart(r: Writing, call: Call, operands: tuple[TensorRef, ...]) -> Sequence[TensorRef]:
     """The product, and the bias added to it."""
     x, w, bias = operands
     product, result = r.call("linear", x, w), call.results[0]

@@ -9,6 +9,7 @@ from ..dtypes import DataType
 from ..sharding.layout import Runs
 from .base import TensorRef
 from .native import Native, ToTorch, along, cast, global_index, is_whole, local_places, zero_where_not, zeros
+from .shapes import one_dim_widths
 
 # Ours are a function of the seed and the global index, the same on every mesh (see meshfuse.random).
 RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled"
@@ -230,7 +231,7 @@ def scatter(n: Native) -> Any:
         return n.ops.set(tensor)
     places, inside = local_places(n, index, n.operand_runs(0)[dim])
     shape = n.operand_shapes[0]
-    spare = [0] * (2 * (arg.ndim - dim - 1)) + [0, 1]
+    spare = one_dim_widths(arg.ndim, dim, 0, 1)
     made = n.ops.scatter(n.ops.pad(tensor, spare), n.ops.where(inside, places, shape[dim]), source, dim)
     return n.ops.slice(n.ops.set(made), [0] * arg.ndim, list(shape))
 

@@ -11,6 +11,7 @@ from .base import (
     Call,
     DimFactors,
     Emit,
+    FactorKind,
     OpDef,
     Param,
     ParamKind,
@@ -39,9 +40,7 @@ def reduced_shape(call: Call) -> tuple[int, ...]:
 
 
 def _accumulated(op: str, dtype: DataType) -> DataType:
-    """Integers and booleans are summed as Int, like in torch; half precision stays half, as nvFuser returns
-    it.
-    """
+    """Integers and booleans are summed as Int, like in torch; half precision stays half, as nvFuser returns it."""
     return DataType.Int if op in ("sum", "prod") and dtype.category < 2 else dtype
 
 
@@ -65,9 +64,7 @@ def _check_order(call: Call, asked: DataType) -> None:
 def reduction_rule(call: Call, reduce: str) -> Rule:
     """Kept dims pass through; reduced dims are reduction factors of the operand."""
     dims, builder = reduced_dims(call), RuleBuilder()
-    operand = tuple(
-        builder.reduction(n, reduce) if d in dims else builder.factor(n) for d, n in enumerate(call.types[0].shape)
-    )
+    operand = builder.dims(call.types[0].shape, dims, FactorKind.REDUCE, reduce)
     return builder.build([operand], [kept_factors(operand, dims, call["keepdim"])])
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..dtypes import DataType
-from .base import Call, Rewriting, TensorRef
+from .base import Call, TensorRef, Writing
 
 Refs = tuple[TensorRef, ...]
 
@@ -41,7 +41,7 @@ def state_type(dtype: DataType) -> DataType:
 class _Ring:
     """The ops that both directions are written with, on tensors [n, b, h, rows, e] and [n, b, h, rows]."""
 
-    def __init__(self, r: Rewriting, call: Call):
+    def __init__(self, r: Writing, call: Call):
         self.r, self.call, self.n = r, call, call["ring"]
         self.causal, self.scale = call["is_causal"], call["scale"]
 
@@ -101,7 +101,7 @@ class _State(NamedTuple):
     lse: TensorRef
 
 
-def attention_rounds(r: Rewriting, call: Call, operands: Refs) -> Sequence[TensorRef]:
+def attention_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorRef]:
     """(output, log-sum-exp)."""
     ring = _Forward(r, call)
     made = ring.zigzag(*map(ring.split, operands)) if is_zigzag(call) else ring.in_order(*map(ring.split, operands))
@@ -169,7 +169,7 @@ class _Rows(NamedTuple):
     grad_lse: TensorRef | None = None
 
 
-def gradient_rounds(r: Rewriting, call: Call, operands: Refs) -> Sequence[TensorRef]:
+def gradient_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorRef]:
     """The gradients of q, k and v."""
     ring = _Backward(r, call)
     grad, q, k, v, *saved = map(ring.split, operands)

@@ -6,7 +6,7 @@ from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.reductions import SCANS
 from . import native_forms
-from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .blocks import distributed_scan
 from .shapes import check_dim
 
@@ -23,8 +23,8 @@ def _infer(call: Call) -> tuple[TensorType, ...]:
 
 def whole_dim_rule(call: Call, dim: int) -> Rule:
     """One operand and results of its shape; the op needs one dim whole."""
-    builder, shape = RuleBuilder(), call.types[0].shape
-    dims = tuple(builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(shape))
+    builder = RuleBuilder()
+    dims = builder.dims(call.types[0].shape, [dim], FactorKind.BLOCK)
     return builder.build([dims], [dims] * len(call.results))
 
 

@@ -13,6 +13,7 @@ from .base import (
     Call,
     DimFactors,
     Emit,
+    FactorKind,
     OpDef,
     Param,
     ParamKind,
@@ -129,9 +130,8 @@ def _squeeze_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _squeeze_rule(call: Call) -> Rule:
-    builder, dims = RuleBuilder(), _squeezed(call)
-    operand = tuple(builder.blocked(n) if d in dims and n > 1 else builder.factor(n)
-                    for d, n in enumerate(call.types[0].shape))  # fmt: skip
+    builder, dims, shape = RuleBuilder(), _squeezed(call), call.types[0].shape
+    operand = builder.dims(shape, [d for d in dims if shape[d] > 1], FactorKind.BLOCK)
     return builder.build([operand], [tuple(f for d, f in enumerate(operand) if d not in dims)])
 
 

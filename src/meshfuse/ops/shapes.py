@@ -63,6 +63,16 @@ def aligned_dims(shape: Sequence[int], result: Sequence[int], factors: DimFactor
     )  # fmt: skip
 
 
+def one_dim_widths(ndim: int, dim: int, before: int, after: int) -> list[int]:
+    """The widths that pad one dim alone: pairs from the last dim backwards, as `pad` takes them."""
+    return [0] * (2 * (ndim - 1 - dim)) + [before, after]
+
+
+def shape_along(ndim: int, dim: int, n: int) -> list[int]:
+    """n for one dim and 1 for all others: the shape of what broadcasts along that dim, or steps in it alone."""
+    return [n if d == dim else 1 for d in range(ndim)]
+
+
 def check_dim(op: str, dim: int, ndim: int) -> int:
     """The dim counted from the front. Raises DefinitionError where there is none."""
     if not -ndim <= dim < ndim:

@@ -11,15 +11,16 @@ from . import native_forms
 from .base import (
     Call,
     Emit,
+    FactorKind,
     OpDef,
     Param,
     ParamKind,
-    Rewriting,
     Rule,
     RuleBuilder,
     Sample,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .blocks import block_size
 from .scans import whole_dim_rule
@@ -52,7 +53,7 @@ def _topk_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _topk_rule(call: Call) -> Rule:
     dim, builder = _dim(call), RuleBuilder()
-    operand = tuple(builder.blocked(n) if d == dim else builder.factor(n) for d, n in enumerate(call.types[0].shape))
+    operand = builder.dims(call.types[0].shape, [dim], FactorKind.BLOCK)
     result = (*operand[:dim], builder.blocked(call.results[0].shape[dim]), *operand[dim + 1 :])
     return builder.build([operand], [result, result])
 
@@ -63,7 +64,7 @@ def _topk_emit(e: Emit) -> str:
 
 
 def _distributed_topk(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Each block's own first k are the candidates; the first k of those are the result.
 

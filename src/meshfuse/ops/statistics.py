@@ -13,16 +13,17 @@ from . import native_forms
 from .base import (
     Call,
     Emit,
+    FactorKind,
     Lowering,
     OpDef,
     Param,
     ParamKind,
-    Rewriting,
     Rule,
     RuleBuilder,
     Sample,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .native import Native
 from .pointwise import cast_text, torch_dtype, widen
@@ -80,12 +81,12 @@ def _welford_infer(call: Call) -> tuple[TensorType, ...]:
 def _rule(call: Call) -> Rule:
     """Kept dims pass through; the op needs the reduced dims whole."""
     dims, builder = reduced_dims(call), RuleBuilder()
-    operand = tuple(builder.blocked(n) if d in dims else builder.factor(n) for d, n in enumerate(call.types[0].shape))
+    operand = builder.dims(call.types[0].shape, dims, FactorKind.BLOCK)
     result = kept_factors(operand, dims, _keepdim(call))
     return builder.build([operand], [result] * len(call.results))
 
 
-def _moments(r: Rewriting, x: TensorRef, dims: tuple[int, ...], dtype: DataType) -> tuple[TensorRef, TensorRef]:
+def _moments(r: Writing, x: TensorRef, dims: tuple[int, ...], dtype: DataType) -> tuple[TensorRef, TensorRef]:
     """(mean, sum of squared differences from it) over dims, which stay as dims of size 1.
 
     Two passes (Chan, Golub & LeVeque 1983), each a local sum and one reduction of the result's size: as
@@ -101,7 +102,7 @@ def _moments(r: Rewriting, x: TensorRef, dims: tuple[int, ...], dtype: DataType)
 
 
 def _distributed(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """The statistics from `_moments`, in the types and dims of the op's own results."""
     dims, count = reduced_dims(call), math.prod(call.types[0].shape[d] for d in reduced_dims(call))
@@ -116,7 +117,7 @@ def _distributed(
     return [_like(r, moment, dims, kind) for moment, kind in found]
 
 
-def _like(r: Rewriting, moment: TensorRef, dims: tuple[int, ...], kind: TensorType) -> TensorRef:
+def _like(r: Writing, moment: TensorRef, dims: tuple[int, ...], kind: TensorType) -> TensorRef:
     """In this type, with its dims of size 1 dropped where it has none."""
     kept = moment if r.type(moment).ndim == kind.ndim else r.call("squeeze", moment, list(dims))
     return kept if r.type(kept).dtype is kind.dtype else r.call("cast", kept, kind.dtype)

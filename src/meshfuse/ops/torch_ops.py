@@ -26,11 +26,11 @@ from .base import (
     Param,
     ParamKind,
     Partial,
-    Rewriting,
     Rule,
     Sample,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .blocks import block_size
 from .halo import in_blocks, whole_again
@@ -39,10 +39,12 @@ from .notation import Dim, Dims, Notation, parse
 
 K = ParamKind
 Function = Callable[..., Any]
-# For every operand, by factor, how many elements before and after its own the function sees.
-Halos = tuple[Mapping[str, tuple[int, int]], ...]
+# By factor, how many elements before and after its own the function sees; and so for every operand.
+Widths = Mapping[str, tuple[int, int]]
+Halos = tuple[Widths, ...]
 _KINDS = {"bool": K.BOOL, "int": K.INT, "float": K.SCALAR, "complex": K.SCALAR, "tuple": K.INTS, "list": K.INTS}
 _BLOCK = "blocks~"
+_REDUCTIONS = ("sum", "prod", "max", "min")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +96,8 @@ class TorchOp:
             return f"OP.{self.name}({', '.join([*operands, *numbers])})"
         places = [_place(dims, _BLOCK) for dims in notation.operands]
         made = [_place(dims, _BLOCK) for dims in notation.results]
-        numbers = ["".join(f", {n}" for n in numbers)]
-        return f"K.over_blocks(OP.{self.name}, {places}, {made}, [{', '.join(operands)}]{numbers[0]})"
+        listed = f"[{', '.join(operands)}]"
+        return f"K.over_blocks(OP.{self.name}, {', '.join([str(places), str(made), listed, *numbers])})"
 
     def _number(self, e: Emit, param: Param) -> str:
         is_scalar = param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)
@@ -111,7 +113,7 @@ class TorchOp:
         return text
 
     def distributed(
-        self, r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+        self, r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
     ) -> Sequence[TensorRef] | None:
         """Blocks of the dim with their neighbours' edges, the function on each, and the dim put together."""
         notation, halos = self.expanded(call), self.halos(call)
@@ -148,7 +150,7 @@ def _place(dims: Dims, factor: str) -> int | None:
     return next((d for d, dim in enumerate(dims) if dim.factors == (factor,)), None)
 
 
-def _padded(name: str, dims: Dims, halo: Mapping[str, tuple[int, int]], fill: Any) -> str:
+def _padded(name: str, dims: Dims, halo: Widths, fill: Any) -> str:
     """Python text of an operand with what lies beyond the tensor's ends."""
     widths = [halo.get(dim.factors[0], (0, 0)) if len(dim.factors) == 1 else (0, 0) for dim in reversed(dims)]
     while widths and widths[-1] == (0, 0):
@@ -215,9 +217,8 @@ def _adjoint(op: TorchOp, operand: int) -> OpDef:
     return made.opdef(partial=Partial.FIRST if count == 1 else Partial.NONE)
 
 
-def _widened(
-    dims: Dims, halo: Mapping[str, tuple[int, int]], reach: Mapping[str, tuple[int, int]]
-) -> dict[str, tuple[int, int]]:
+def _widened(dims: Dims, halo: Widths, reach: Widths) -> dict[str, tuple[int, int]]:
+    """The widths for a gradient: those of the function, and on each side what the operand reaches on the other."""
     names = [dim.factors[0] for dim in dims if len(dim.factors) == 1]
     found = {f: (halo.get(f, (0, 0)), reach.get(f, (0, 0))) for f in names if f in halo or f in reach}
     return {f: (a + after, z + before) for f, ((a, z), (before, after)) in found.items()}
@@ -242,7 +243,7 @@ def torch_op(
     name: str = "",
     blocked: str = "",
     reduce: str = "sum",
-    halo: Callable[[Call], Mapping[str, tuple[int, int]]] | Mapping[str, tuple[int, int]] | None = None,
+    halo: Callable[[Call], Widths] | Widths | None = None,
     fill: Any = 0,
     sizes: Callable[[Call], Mapping[str, int]] | None = None,
     dtype: DataType | Callable[[Call], DataType | Sequence[DataType]] | None = None,
@@ -269,12 +270,32 @@ def torch_op(
     """
     with located(caller_line()):
         notation = parse(rule)
-        marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
-        _check_halos(notation, marks)
         _check_claims(notation, blocked, reduce, partial, samples)
-        _check_told(notation, marks, halo, sizes)
-        if marks and not callable(halo):
-            _check_widths(notation, marks, halo)
+        _check_told(notation, halo, sizes)
+    facts: dict[str, Any] = {"partial": partial, "samples": lambda: samples, "domain": domain}
+    facts |= {"flops": flops} if flops is not None else {}
+
+    def make(function: Function) -> OpDef:
+        with located(caller_line()):
+            params, called = _params(rule, notation, function), _name(name, function)
+        op = TorchOp(
+            called, notation, function, params, tuple(blocked.split()), reduce, _halos(notation, halo),
+            (fill,) * len(notation.operands), sizes or (lambda _: {}), _dtypes(dtype, len(notation.results)),
+        )  # fmt: skip
+        return op.opdef(**facts, **(_derivative(op) if differentiable and reduce == "sum" else {}))
+
+    return make
+
+
+def _derivative(op: TorchOp) -> dict[str, Any]:
+    """Of an OpDef the derivative, and the ops that it is written in: one for each operand, if there are any."""
+    tensors = op.params[: len(op.notation.operands)]
+    adjoints = {param.name: _adjoint(op, place) for place, param in enumerate(tensors)}
+    return {"vjp": _vjp(tensors, adjoints), "adjoints": tuple(adjoints.values())} if tensors else {}
+
+
+def _halos(notation: Notation, halo: Callable[[Call], Widths] | Widths | None) -> Callable[[Call], Halos]:
+    """The widths of a call's operands, from those that the user tells by factor."""
 
     def halos(call: Call) -> Halos:
         found = halo(call) if callable(halo) else halo or {}
@@ -283,26 +304,14 @@ def torch_op(
             for dims in notation.operands
         )
 
-    def make(function: Function) -> OpDef:
-        with located(caller_line()):
-            params, called = _params(rule, notation, function), name or getattr(function, "__name__", "")
-            if not isinstance(called, str) or not called.isidentifier():
-                raise user_error("torch_op: the op's name", repr(called), "a Python name",
-                                 "Give the function, or name=, one.")  # fmt: skip
-        op = TorchOp(
-            called, notation, function, params, tuple(blocked.split()), reduce, halos,
-            (fill,) * len(notation.operands), sizes or (lambda _: {}), _dtypes(dtype, len(notation.results)),
-        )  # fmt: skip
-        adjoints: dict[str, OpDef] = {}
-        if differentiable and reduce == "sum":
-            adjoints = {params[i].name: _adjoint(op, i) for i in range(len(notation.operands))}
-        more = {"flops": flops} if flops is not None else {}
-        return op.opdef(
-            partial=partial, samples=lambda: samples, domain=domain, adjoints=tuple(adjoints.values()),
-            vjp=_vjp(params[: len(notation.operands)], adjoints) if adjoints else None, **more,
-        )  # fmt: skip
+    return halos
 
-    return make
+
+def _name(given: Any, function: Any) -> str:
+    name = given or getattr(function, "__name__", "")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise user_error("torch_op: the op's name", repr(name), "a Python name", "Give the function, or name=, one.")
+    return name
 
 
 def _check_halos(notation: Notation, marks: set[tuple[str, ...]]) -> None:
@@ -328,17 +337,18 @@ def _check_claims(notation: Notation, blocked: Any, reduce: Any, partial: Any, s
             raise user_error(f"rule {notation.text!r}: {name}", repr(found), needed, do)
 
 
-def _check_told(notation: Notation, marks: set[tuple[str, ...]], halo: Any, sizes: Any) -> None:
-    """Raises DefinitionError for a halo that no dim of the rule has, and for sizes that are no function."""
+def _check_told(notation: Notation, halo: Any, sizes: Any) -> None:
+    """Raises DefinitionError for a halo that does not fit the rule's marks, and for sizes that are no function."""
+    marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
+    _check_halos(notation, marks)
     if halo is not None and not marks:
         raise user_error(f"rule {notation.text!r}: halo", repr(halo), "a dim with neighbours in the rule, as in 't~'",
                          "Mark the dims of which the function sees neighbours.")  # fmt: skip
     if sizes is not None and not callable(sizes):
         raise user_error(f"rule {notation.text!r}: sizes", repr(sizes), "a function of the call",
                          'Write sizes=lambda call: {"n": 4}, for example.')  # fmt: skip
-
-
-_REDUCTIONS = ("sum", "prod", "max", "min")
+    if marks and not callable(halo):
+        _check_widths(notation, marks, halo)
 
 
 def _check_widths(notation: Notation, marks: set[tuple[str, ...]], halo: Any) -> None:

@@ -21,16 +21,25 @@ from .base import (
     Param,
     ParamKind,
     Partial,
-    Rewriting,
     Rule,
     RuleBuilder,
     Sample,
     ScalarRef,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .native import Native, step_index
-from .shapes import UNKNOWN, check_dim, check_dtypes, check_number, check_same_size, known_size
+from .shapes import (
+    UNKNOWN,
+    check_dim,
+    check_dtypes,
+    check_number,
+    check_same_size,
+    known_size,
+    one_dim_widths,
+    shape_along,
+)
 
 K = ParamKind
 
@@ -132,7 +141,7 @@ def _is_stepped(call: Call) -> bool:
 
 
 def _distributed_slice(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """The dim moved and padded to whole steps, as many in each block, of each its first element, and of these a window.
 
@@ -143,12 +152,10 @@ def _distributed_slice(
         return None
     ndim, inside = call.types[0].ndim, start % step
     whole = step * max(blocks, 1)
-    widths = [0] * (2 * (ndim - 1 - dim)) + [-inside, -(n - inside) % whole]
+    widths = one_dim_widths(ndim, dim, -inside, -(n - inside) % whole)
     (x,) = operands
     aligned = r.call("pad", x, widths) if any(widths) else x
-    firsts = r.call(
-        "slice", aligned, [0] * ndim, list(r.type(aligned).shape), [step if d == dim else 1 for d in range(ndim)]
-    )
+    firsts = r.call("slice", aligned, [0] * ndim, list(r.type(aligned).shape), shape_along(ndim, dim, step))
     bounds = [list(bound) for bound in zip(*slice_bounds(call), strict=True)]
     for bound, value in zip(bounds, (start // step, start // step + m, 1), strict=True):
         bound[dim] = value
@@ -274,18 +281,17 @@ def _cat_rule(call: Call) -> Rule:
 
 
 def _distributed_cat(
-    r: Rewriting, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Each operand padded to its place in the joined dim, and picked from there: pads move the exact pieces."""
     size, ndim = call.results[0].shape[dim], call.results[0].ndim
     if dim != call["dim"] % ndim:
         return None
-    index = r.call("reshape", r.call("iota", size), [size if d == dim else 1 for d in range(ndim)])
+    index = r.call("reshape", r.call("iota", size), shape_along(ndim, dim, size))
     out, start = None, 0
     for operand in operands:
         here = r.type(operand).shape[dim]
-        widths = [0] * (2 * (ndim - 1 - dim)) + [start, size - start - here]
-        placed = r.call("pad", operand, widths)
+        placed = r.call("pad", operand, one_dim_widths(ndim, dim, start, size - start - here))
         out = placed if out is None else r.call("where", r.call("lt", index, start), out, placed)
         start += here
     return None if out is None else [out]

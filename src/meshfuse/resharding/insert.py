@@ -106,10 +106,8 @@ class ReshardedDefinition:
         """Every value is made once, before it is read; moves start from and end in the shardings of their values."""
         known = set(self.inputs)
         for step in self.steps:
-            taken = step.inputs
-            made = step.outputs
-            assert known.issuperset(taken) and known.isdisjoint(made)
-            known.update(made)
+            assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
+            known.update(step.outputs)
             self._verify_shardings(step)
         assert known.issuperset(self.outputs)
         assert not any(self.values[v].sharding.partial for v in self.outputs)

@@ -295,10 +295,6 @@ class _Usage:
         return step if inputs == step.inputs else replace(step, inputs=inputs)
 
 
-def _made(step: Step) -> tuple[int, ...]:
-    return step.outputs
-
-
 def _sources_first(new: dict[int, _Life]) -> Iterator[_Life]:
     """Of values that are made again at one step those that others are made from first."""
     left = dict(new)

@@ -129,7 +129,7 @@ def type_problem(op: OpDef, sample: Sample) -> str | None:
                      ("expected", f"{kind.dtype.value}{list(kind.shape)} by infer")]  # fmt: skip
             return report(op, call, f"the type rule is wrong about result {place}", facts,
                           "Correct infer (of a torch_op: its rule, sizes or dtype) or the lowering.")  # fmt: skip
-    return rule_problem(op, call) or open_problem(op, sample, call) or stride_problem(op, sample, call)
+    return rule_problem(op, call) or open_problem(op, call) or stride_problem(op, sample, call)
 
 
 def stride_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
@@ -168,7 +168,7 @@ def rule_problem(op: OpDef, call: Call) -> str | None:
     return None
 
 
-def open_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
+def open_problem(op: OpDef, call: Call) -> str | None:
     """With sizes left open the type rule says the same, as far as it can say it."""
     kinds = [TensorType(tuple(n if n == 1 else -1 for n in t.shape), t.dtype) for t in call.types]
     try:

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from hypothesis import HealthCheck, Phase, assume, find, settings
@@ -22,7 +22,7 @@ from hypothesis.errors import HypothesisException, NoSuchExample
 from ..dtypes import DataType
 from ..errors import MeshfuseError, caller_line, located, user_error
 from ..fusion_definition import FusionDefinition
-from ..ops.base import OpDef, Sample, TensorType
+from ..ops.base import Call, OpDef, Sample, TensorType
 from .calls import define_call, make_call, operands_of, whole
 from .cases import (
     Case,
@@ -220,6 +220,16 @@ def annotated_calls(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample], max_r
 # gradients --------------------------------------------------------------------------------------------------
 
 
+class _Expected(NamedTuple):
+    """Gradients by autograd: of the results at `places` by the operands at `wrt`, each times one of `grads`."""
+
+    operands: list[torch.Tensor]
+    places: list[int]
+    wrt: list[int]
+    grads: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
 def gradient_problem(op: OpDef, sample: Sample) -> str | None:
     """Gradients of the op in a definition against autograd through its lowering, in double precision."""
     if op.vjp is None:
@@ -228,6 +238,27 @@ def gradient_problem(op: OpDef, sample: Sample) -> str | None:
         sample, args=tuple(map(_widened, sample.args)), kwargs={k: _widened(v) for k, v in sample.kwargs.items()}
     )
     call = make_call(op, sample)
+    expected = _by_autograd(call, sample)
+    if expected is None:
+        return None
+    try:
+        fd = _gradients(op, sample, expected.wrt, expected.places)
+        found = fd.simulate([*expected.operands, *expected.grads])
+    except MeshfuseError as error:
+        if "no derivative" in str(error):
+            return None  # the op says so of such calls
+        return report(op, call, "the derivative cannot be written", [("error", str(error).splitlines()[0])],
+                      "Correct vjp, or pass vjp=None.")  # fmt: skip
+    wrong = wrong_results(found, expected.values, 1e-8)
+    if wrong is None:
+        return None
+    facts = [("gradient", f"by operand {expected.wrt[wrong[0]]}"), ("wrong", wrong[2])]
+    return report(op, call, "the derivative is not that of the lowering", facts,
+                  "Correct vjp: the gradient of sum(result * grad) by each operand.")  # fmt: skip
+
+
+def _by_autograd(call: Call, sample: Sample) -> _Expected | None:
+    """What the derivative should give; None where torch has no derivative of the lowering."""
     operands = operands_of(call, sample)
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in operands]
     results = whole(call, leaves)
@@ -238,23 +269,11 @@ def gradient_problem(op: OpDef, sample: Sample) -> str | None:
     made = torch.Generator().manual_seed(3)
     grads = [torch.randn(results[i].shape, dtype=results[i].dtype, generator=made) for i in places]
     try:
-        wanted = torch.autograd.grad([results[i] for i in places], [leaves[i] for i in wrt], grads, allow_unused=True)
+        found = torch.autograd.grad([results[i] for i in places], [leaves[i] for i in wrt], grads, allow_unused=True)
     except RuntimeError:
-        return None  # torch has no derivative of the lowering
-    try:
-        found = _gradients(op, sample, wrt, places).simulate([*operands, *grads])
-    except MeshfuseError as error:
-        if "no derivative" in str(error):
-            return None  # the op says so of such calls
-        return report(op, call, "the derivative cannot be written", [("error", str(error).splitlines()[0])],
-                      "Correct vjp, or pass vjp=None.")  # fmt: skip
-    expected = [torch.zeros_like(leaves[i]) if g is None else g for i, g in zip(wrt, wanted, strict=True)]
-    wrong = wrong_results(found, expected, 1e-8)
-    if wrong is None:
         return None
-    facts = [("gradient", f"by operand {wrt[wrong[0]]}"), ("wrong", wrong[2])]
-    return report(op, call, "the derivative is not that of the lowering", facts,
-                  "Correct vjp: the gradient of sum(result * grad) by each operand.")  # fmt: skip
+    values = [torch.zeros_like(leaves[i]) if g is None else g for i, g in zip(wrt, found, strict=True)]
+    return _Expected(operands, places, wrt, grads, values)
 
 
 def _gradients(op: OpDef, sample: Sample, wrt: Sequence[int], places: Sequence[int]) -> FusionDefinition:
