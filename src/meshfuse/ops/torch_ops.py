@@ -33,6 +33,18 @@ from .base import (
     TensorType,
 )
 from .blocks import block_size
+from .claims import (
+    check_claims,
+    check_halos,
+    check_options,
+    check_told,
+    check_widths,
+    is_function,
+    told_dtypes,
+    told_flops,
+    told_halo,
+    told_sizes,
+)
 from .halo import in_blocks, whole_again
 from .local import plain_text
 from .notation import Dim, Dims, Notation, parse
@@ -81,7 +93,9 @@ class TorchOp:
         if all(map(_is_empty, e.result_shapes)) or any(_is_empty(shape) and t.numel for shape, t in pairs):
             shapes = zip(e.result_shapes, e.call.results, strict=True)
             return tuple(f"K.neutral({shape}, {self.reduce!r}, torch.{t.dtype.value}, device)" for shape, t in shapes)
-        return self._cropped(e, self._called(e))
+        kinds = [(s, t.dtype.value) for s, t in zip(e.result_shapes, e.call.results, strict=True)]
+        wanted = "".join(f", ({shape}, torch.{dtype})" for shape, dtype in kinds)
+        return f"K.as_told({self.name!r}, {self._cropped(e, self._called(e))}{wanted})"
 
     def _called(self, e: Emit) -> str:
         notation, halos = self.expanded(e.call), self.halos(e.call)
@@ -270,14 +284,15 @@ def torch_op(
     with located(caller_line()):
         notation = parse(rule)
         marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
-        _check_halos(notation, marks)
-        _check_claims(notation, blocked, reduce, partial, samples)
-        _check_told(notation, marks, halo, sizes)
-        if marks and not callable(halo):
-            _check_widths(notation, marks, halo)
+        check_halos(notation, marks)
+        check_claims(notation, blocked, reduce, partial, samples)
+        check_told(notation, marks, halo, sizes)
+        check_options(notation, fill, dtype, flops, domain, differentiable)
+        if marks and not is_function(halo):
+            check_widths(notation, marks, halo)
 
     def halos(call: Call) -> Halos:
-        found = halo(call) if callable(halo) else halo or {}
+        found: Any = told_halo(notation, halo(call)) if is_function(halo) else halo or {}
         return tuple(
             {dim.factors[0]: found[dim.factors[0]] for dim in dims if dim.halo and any(found[dim.factors[0]])}
             for dims in notation.operands
@@ -291,12 +306,12 @@ def torch_op(
                                  "Give the function, or name=, one.")  # fmt: skip
         op = TorchOp(
             called, notation, function, params, tuple(blocked.split()), reduce, halos,
-            (fill,) * len(notation.operands), sizes or (lambda _: {}), _dtypes(dtype, len(notation.results)),
+            (fill,) * len(notation.operands), functools.partial(told_sizes, notation, sizes), _dtypes(notation, dtype),
         )  # fmt: skip
         adjoints: dict[str, OpDef] = {}
         if differentiable and reduce == "sum":
             adjoints = {params[i].name: _adjoint(op, i) for i in range(len(notation.operands))}
-        more = {"flops": flops} if flops is not None else {}
+        more = {} if flops is None else {"flops": functools.partial(told_flops, notation, flops)}
         return op.opdef(
             partial=partial, samples=lambda: samples, domain=domain, adjoints=tuple(adjoints.values()),
             vjp=_vjp(params[: len(notation.operands)], adjoints) if adjoints else None, **more,
@@ -305,60 +320,12 @@ def torch_op(
     return make
 
 
-def _check_halos(notation: Notation, marks: set[tuple[str, ...]]) -> None:
-    for factors in marks:
-        if any(factors[0] not in {f for dim in dims for f in dim.factors} for dims in notation.results):
-            raise user_error(f"rule {notation.text!r}: {factors[0]}~", "a result without it", "it in every result",
-                             "Reduce over it in an op of its own.")  # fmt: skip
-
-
-def _check_claims(notation: Notation, blocked: Any, reduce: Any, partial: Any, samples: Any) -> None:
-    """Raises DefinitionError for claims that no rule has."""
-    known = {f for dims in (*notation.operands, *notation.results) for dim in dims for f in dim.factors}
-    unknown = [f for f in blocked.split() if f not in known] if isinstance(blocked, str) else [blocked]
-    listed = isinstance(samples, (list, tuple)) and all(isinstance(sample, Sample) for sample in samples)
-    problems = [
-        (unknown, "blocked", blocked, f"factors of the rule, of {sorted(known)}", "Write them with spaces between."),
-        (reduce not in _REDUCTIONS, "reduce", reduce, f"one of {', '.join(_REDUCTIONS)}", "A mean is a sum, divided."),
-        (not isinstance(partial, Partial), "partial", partial, "an mf.Partial", "Leave it out where unsure."),
-        (not listed, "samples", samples, "a list of mf.Sample", "Write samples=[mf.Sample((mf.TensorType(...),))]."),
-    ]
-    for wrong, name, found, needed, do in problems:
-        if wrong:
-            raise user_error(f"rule {notation.text!r}: {name}", repr(found), needed, do)
-
-
-def _check_told(notation: Notation, marks: set[tuple[str, ...]], halo: Any, sizes: Any) -> None:
-    """Raises DefinitionError for a halo that no dim of the rule has, and for sizes that are no function."""
-    if halo is not None and not marks:
-        raise user_error(f"rule {notation.text!r}: halo", repr(halo), "a dim with neighbours in the rule, as in 't~'",
-                         "Mark the dims of which the function sees neighbours.")  # fmt: skip
-    if sizes is not None and not callable(sizes):
-        raise user_error(f"rule {notation.text!r}: sizes", repr(sizes), "a function of the call",
-                         'Write sizes=lambda call: {"n": 4}, for example.')  # fmt: skip
-
-
-_REDUCTIONS = ("sum", "prod", "max", "min")
-
-
-def _check_widths(notation: Notation, marks: set[tuple[str, ...]], halo: Any) -> None:
-    """Raises DefinitionError where a marked factor has no pair of widths."""
-    for (factor,) in marks:
-        given = halo.get(factor) if isinstance(halo, Mapping) else None
-        sized = isinstance(given, (list, tuple)) and len(given) == 2
-        if not sized or not all(isinstance(n, int) and n >= 0 for n in given or ()):
-            raise user_error(
-                f"rule {notation.text!r}: halo", repr(halo), f"elements before and after for {factor!r}",
-                f'Write halo={{"{factor}": (1, 0)}}, or a function of the call.',
-            )  # fmt: skip
-
-
-def _dtypes(given: Any, count: int) -> Callable[[Call], Sequence[DataType]]:
+def _dtypes(notation: Notation, given: Any) -> Callable[[Call], Sequence[DataType]]:
     def dtypes(call: Call) -> Sequence[DataType]:
-        found: Any = given(call) if callable(given) and not isinstance(given, DataType) else given
+        found: Any = given(call) if is_function(given) else given
         if found is None:
             found = functools.reduce(promote, (t.dtype for t in call.types))
-        return (found,) * count if isinstance(found, DataType) else found
+        return told_dtypes(notation, found, len(notation.results))
 
     return dtypes
 
