@@ -26,12 +26,16 @@ def defined() -> tuple[mf.FusionDefinition, mf.TensorView, mf.TensorView]:
     return fd, x, y
 
 
+ENDLESS: list[Any] = []
+ENDLESS += [ENDLESS, ENDLESS]
 BAD: list[Any] = [
+    "\ud800", 10**400, 5e-324, -1.0, ENDLESS, X.to_sparse(), X.to("meta"), mf.Link(1e9, 0), "dgx-h100",
     None, True, -1, 0, 3, 2**70, 1.5, float("nan"), "", "a", "x", "a\0b", b"x", [], (), [0], ["x"], [None], [["x"]],
     [5], {}, {0: 1}, object(), int, torch.ones(2), torch.tensor(1), np.int64(1), np.float32(0.5), DataType.Int, 1j,
     ParallelType.mesh_x, ParallelType.stream, ParallelType.block_x, MESH, mf.Split(2), [mf.Split(2, "x")], slice(0, 1),
     iter([1]), defined()[1], "a tensor of its own",
 ]  # fmt: skip
+SHARDED = mf.Sharding(MESH, ((mf.Split(2, "x"),), ()))
 Fd, View = mf.FusionDefinition, mf.TensorView
 # Good arguments, and the call; one after the other each argument is replaced by each bad value.
 CALLS: dict[str, tuple[Callable[[Fd, View, View], list[Any]], Callable[..., Any]]] = {
@@ -71,7 +75,43 @@ CALLS: dict[str, tuple[Callable[[Fd, View, View], list[Any]], Callable[..., Any]
         lambda fd, x, y: [1e9, 1e9],
         lambda fd, x, y, wire, memory: Fd(max_wire=wire, max_memory=memory),
     ),
-    "shard_tensor": (lambda fd, x, y: [X, x], lambda fd, x, y, *a: mf.shard_tensor(*a)),
+    "shard_tensor": (lambda fd, x, y: [X, x, 0], lambda fd, x, y, *a: mf.shard_tensor(*a)),
+    "shard_tensor on a mesh": (
+        lambda fd, x, y: [X, x, 1], lambda fd, x, y, *a: (fd.mesh_split(x, MESH, ["x", None]), mf.shard_tensor(*a)),
+    ),
+    "options of execute": (
+        lambda fd, x, y: [False, False],
+        lambda fd, x, y, idle, graph: fd.execute([X], idle_ranks=idle, cuda_graph=graph),
+    ),
+    "options of simulate": (lambda fd, x, y: [True], lambda fd, x, y, v: fd.simulate([X], check_replicas=v)),
+    "Link": (
+        lambda fd, x, y: [1e9, 1e-6],
+        lambda fd, x, y, *a: fd.mesh_split(x, mf.DeviceMesh((2,), ("x",), links=mf.Link(*a)), ["x", None]),
+    ),
+    "Machine": (
+        lambda fd, x, y: [mf.Link(1e9, 0), mf.Link(1e9, 0), 8, 1e12],
+        lambda fd, x, y, *a: fd.mesh_split(x, mf.DeviceMesh((2,), ("x",), links=mf.Machine(*a)), ["x", None]),
+    ),
+    "rate of a mesh": (
+        lambda fd, x, y: [1e12],
+        lambda fd, x, y, v: fd.mesh_split(x, mf.DeviceMesh((2,), ("x",), flops=v), ["x", None]),
+    ),
+    "name of an axis": (
+        lambda fd, x, y: ["x"], lambda fd, x, y, v: fd.mesh_split(x, mf.DeviceMesh((2,), (v,)), [v, None]),
+    ),
+    "DeviceMesh of ranks": (lambda fd, x, y: [[0, 1]], lambda fd, x, y, *a: mf.DeviceMesh(*a)),
+    "axis_size": (lambda fd, x, y: ["x"], lambda fd, x, y, *a: MESH.axis_size(*a)),
+    "coordinate": (lambda fd, x, y: [0], lambda fd, x, y, *a: MESH.coordinate(*a)),
+    "rank in a mesh": (lambda fd, x, y: [0], lambda fd, x, y, v: v in MESH),
+    "link of axes": (lambda fd, x, y: ["x"], lambda fd, x, y, v: MESH.link((v,))),
+    "parallel_axis": (lambda fd, x, y: [ParallelType.mesh_x], lambda fd, x, y, *a: MESH.parallel_axis(*a)),
+    "Sharding.make": (
+        lambda fd, x, y: [[(mf.Split(2, "x"),), ()], [4, 6]], lambda fd, x, y, *a: mf.Sharding.make(MESH, *a),
+    ),
+    "local_shape": (lambda fd, x, y: [[4, 6], 0], lambda fd, x, y, *a: SHARDED.local_shape(*a)),
+    "runs": (lambda fd, x, y: [[4, 6], 0], lambda fd, x, y, *a: SHARDED.runs(*a)),
+    "placement": (lambda fd, x, y: [[4, 6]], lambda fd, x, y, *a: SHARDED.placement(*a)),
+    "coordinates": (lambda fd, x, y: [0], lambda fd, x, y, *a: SHARDED.coordinates(*a)),
     "DeviceMesh": (
         lambda fd, x, y: [(2,), ("x",), [0, 1], None, 1e12],
         lambda fd, x, y, shape, names, ranks, links, flops: mf.DeviceMesh(

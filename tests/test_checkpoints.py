@@ -197,6 +197,7 @@ def test_a_wrong_shard(tmp_path):
 
 
 SPARSE, META = torch.ones(3).to_sparse(), torch.empty(3, device="meta")
+QUANTIZED = torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8)
 ONE = mf.Sharding.replicated(mf.DeviceMesh((1,), ("a",)), 1)
 CALLS = {
     "the folder: found None": lambda path: mf.save(None, {}),
@@ -207,6 +208,10 @@ CALLS = {
     "what is wanted: found ['w']": lambda path: mf.load(path, ["w"]),
     "'w': found torch.sparse_coo": lambda path: mf.save(path, {"w": SPARSE}),
     "'w': found a meta tensor": lambda path: mf.save(path, {"w": META}),
+    "'w': found a quantized tensor, torch.quint8": lambda path: mf.save(path, {"w": QUANTIZED}),
+    "the folder: found '\\ud800'": lambda path: mf.save("\ud800", {"w": ONE}),
+    "the folder: found 'a\\ud800'": lambda path: mf.load("a\ud800"),
+    "a text as the name, of whole letters": lambda path: mf.save(path, {"\ud800": torch.ones(2)}),
     "'w': found 1 as the global shape": lambda path: mf.save(path, {"w": (torch.ones(2), ONE, 1)}),
 }
 
@@ -219,6 +224,19 @@ def test_calls_of_the_wrong_kind(tmp_path, text):
         CALLS[text](tmp_path)
     assert "(at test_checkpoints.py:" in str(caught.value)
     assert mf.load(tmp_path) == {"step": 7}
+
+
+def test_a_class_of_tensors_is_stored_as_the_tensor_that_it_is(tmp_path):
+    """Even one that cannot be pickled; what is filled stays of its class."""
+
+    class Own(torch.Tensor):
+        pass
+
+    mf.save(tmp_path, {"w": torch.arange(6.0).as_subclass(Own)})
+    found = mf.load(tmp_path)["w"]
+    assert type(found) is torch.Tensor and torch.equal(found, torch.arange(6.0))
+    filled = torch.zeros(6).as_subclass(Own)
+    assert mf.load(tmp_path, {"w": filled})["w"] is filled and filled.tolist() == found.tolist()
 
 
 def test_no_checkpoint(tmp_path):

@@ -250,7 +250,7 @@ def test_one_definition_runs_one_way() -> None:
         second.execute([X])
     for text in (first.fec.get_scheduled_ir([X]), first.fec.get_cuda_kernel([X]), first.fusion.print_kernel()):
         assert "relu" in text
-    with pytest.raises(ExecutorError, match="call compile"):
+    with pytest.raises(ExecutorError, match="Call compile"):
         nvfuser.KernelExecutor().run([X])
 
 

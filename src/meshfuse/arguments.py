@@ -10,9 +10,10 @@ import torch
 
 from .definition.checks import fits, plain_number
 from .definition.fusion import DefinitionBuilder, TensorDef
+from .definition.tensor_view import TensorView
 from .errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
 from .mesh import as_int
-from .ops.base import ScalarRef, TensorRef
+from .ops.base import ScalarRef, TensorRef, TensorType
 from .ops.shapes import UNKNOWN
 from .sharding.layout import Layout, extent
 from .sharding.value import Sharding
@@ -60,18 +61,31 @@ def split_arguments(fd: DefinitionBuilder, arguments: Sequence[Any], line: Sourc
     return Inputs(tensors, scalars, _device(fd, tensors, line))
 
 
+def check_flags(line: SourceLine, **flags: Any) -> None:
+    """Raises ArgumentError for an option, by its name, that is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise user_error(name, repr(value), "True or False", "Pass a bool, or leave it out.", line,
+                             ArgumentError)  # fmt: skip
+
+
 def check_count(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) -> None:
     """Raises ArgumentError unless there is one argument per input, DefinitionError without outputs."""
     fd.check_complete(line)
-    if not isinstance(arguments, (list, tuple)):
-        raise user_error(
-            "the arguments", f"{type(arguments).__name__}", f"a list of {len(fd.inputs)}: {_signature(fd)}",
-            "Pass one list with all of them.", line, ArgumentError,
-        )  # fmt: skip
+    check_list(fd, arguments, line)
     if len(arguments) != len(fd.inputs):
         raise user_error(
             "wrong number of arguments", str(len(arguments)), f"{len(fd.inputs)}: {_signature(fd)}",
             "Pass one argument per define_tensor and define_scalar, in their order.", line, ArgumentError,
+        )  # fmt: skip
+
+
+def check_list(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) -> None:
+    """Raises ArgumentError unless the arguments are a list."""
+    if not isinstance(arguments, (list, tuple)):
+        raise user_error(
+            "the arguments", f"{type(arguments).__name__}", f"a list of {len(fd.inputs)}: {_signature(fd)}",
+            "Pass one list with all of them.", line, ArgumentError,
         )  # fmt: skip
 
 
@@ -161,6 +175,24 @@ def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, 
             ArgumentError,
         )
     return value
+
+
+def check_whole(tensor: Any, tv: Any, line: SourceLine) -> None:
+    """Raises ArgumentError for what is no dense tensor of the sizes that a TensorView has, where these are known."""
+    view = isinstance(tv, TensorView)
+    needed = f"a dense tensor of shape {_sizes(tv.type)} for {tv.label}" if view else "a tensor and a TensorView"
+    whole = isinstance(tensor, torch.Tensor)
+    dense = whole and not tensor.is_nested and tensor.layout == torch.strided and not hasattr(tensor, "placements")
+    pairs = zip(tv.type.shape, tensor.shape, strict=False) if view and dense else ()
+    if view and dense and len(tensor.shape) == tv.ndim and all(n in (UNKNOWN, m) for n, m in pairs):
+        return
+    found = f"shape {list(tensor.shape)}" if dense else type(tensor).__name__
+    found = f"a {tensor.layout} tensor" if whole and not dense and not hasattr(tensor, "placements") else found
+    raise user_error("shard_tensor", f"{found}, {tv!r}", needed, "Pass the global tensor.", line, ArgumentError)
+
+
+def _sizes(kind: TensorType) -> str:
+    return f"[{', '.join('?' if n == UNKNOWN else str(n) for n in kind.shape)}]"
 
 
 def _device(fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: SourceLine | None) -> torch.device:

@@ -7,7 +7,6 @@ Operations in MPICH" (2005), and for short all-to-alls Bruck et al. (1997). Time
 
 from __future__ import annotations
 
-import math
 import numbers
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,14 +27,15 @@ class Link:
 
     def __post_init__(self) -> None:
         line = line_in_script(sys._getframe(2))  # __init__ is text of dataclasses'
-        if not _is_number(self.bandwidth) or not 0 < self.bandwidth < math.inf:
+        if not is_rate(self.bandwidth):
             raise user_error(
-                "a link's bandwidth", repr(self.bandwidth), "bytes per second, more than 0",
+                "a link's bandwidth", repr(self.bandwidth), f"bytes per second, {RATES}",
                 "Link(450e9, 5e-6) is NVLink.", line,
             )  # fmt: skip
-        if not _is_number(self.latency) or not 0 <= self.latency < math.inf:
+        if not _is_number(self.latency) or not 0 <= self.latency <= FASTEST:
             raise user_error(
-                "a link's latency", repr(self.latency), "seconds, 0 or more", "Link(450e9, 5e-6) is NVLink.", line,
+                "a link's latency", repr(self.latency), f"seconds, 0 to {FASTEST:g}", "Link(450e9, 5e-6) is NVLink.",
+                line,
             )  # fmt: skip
 
     def seconds(self, steps: float, wire: float) -> float:
@@ -50,6 +50,16 @@ def plain(number: float) -> str:
     """A number as a person writes it, that reads back as the same."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
+
+
+# Rates that are told apart from nothing and from all others, whatever is divided by them.
+SLOWEST, FASTEST = 1e-30, 1e30
+RATES = f"more than 0 ({SLOWEST:g} to {FASTEST:g})"
+
+
+def is_rate(value: object) -> bool:
+    """Whether a value can be so many of something per second."""
+    return _is_number(value) and SLOWEST <= value <= FASTEST  # type: ignore[operator]
 
 
 def _is_number(value: object) -> bool:
@@ -139,13 +149,26 @@ class Machine:
     """Links and peak rate of a kind of machine: `inside` between ranks of a host, `between` hosts.
 
     `host` is the number of ranks of a host, `flops` the dense bfloat16 operations per second of a rank. Ranks 0 to
-    host - 1 are on the first host, and so on. Pass one as `links=` of a DeviceMesh.
+    host - 1 are on the first host, and so on. Pass one as `links=` of a DeviceMesh. Raises DefinitionError for others.
     """
 
     inside: Link
     between: Link
     host: int
     flops: float
+
+    def __post_init__(self) -> None:
+        line = line_in_script(sys._getframe(2))  # __init__ is text of dataclasses'
+        sized = isinstance(self.host, int) and not isinstance(self.host, bool) and self.host >= 1
+        for wrong, name, needed in (
+            (not isinstance(self.inside, Link), "inside", "a Link"),
+            (not isinstance(self.between, Link), "between", "a Link"),
+            (not sized, "host", "how many ranks a host has, 1 or more"),
+            (not is_rate(self.flops), "flops", f"operations per second, {RATES}"),
+        ):
+            if wrong:
+                raise user_error(f"a machine's {name}", repr(getattr(self, name)), needed,
+                                 "meshfuse.costs.MACHINES has examples.", line)  # fmt: skip
 
     def link(self, groups: Iterable[Sequence[int]]) -> Link:
         """The link of an axis along which these groups of ranks communicate."""

@@ -7,6 +7,7 @@ what is needed, and what to do. Errors of ranks (a peer failed, stopped or disag
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import os
 import re
@@ -17,6 +18,8 @@ from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GENERATED = "<meshfuse"
+# Between two frames of meshfuse's own where one asks for a cached property: never a line of the user's.
+_CACHES = functools.__file__
 _ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
 
 
@@ -55,7 +58,7 @@ def line_in_script(frame: FrameType) -> SourceLine:
     last, here = frame, frame
     while here is not None:
         name = here.f_code.co_filename
-        if not name.startswith(_PACKAGE) and not name.startswith(_GENERATED):
+        if not name.startswith((_PACKAGE, _GENERATED)) and name != _CACHES:
             return _line_of(here)
         last, here = here, here.f_back
     return _line_of(last)

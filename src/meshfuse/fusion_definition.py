@@ -11,7 +11,9 @@ import torch
 from .arguments import (
     Inputs,
     check_count,
+    check_flags,
     check_global_shapes,
+    check_whole,
     compile_shapes,
     global_shapes,
     outline,
@@ -23,7 +25,7 @@ from .backends.choose import plan, requested
 from .compiler import CompiledProgram, compile_definition
 from .definition.fusion import DefinitionBuilder
 from .definition.tensor_view import TensorView
-from .errors import ArgumentError, DefinitionError, SourceLine, caller_line, user_error
+from .errors import ArgumentError, DefinitionError, SourceLine, caller_line, located, user_error
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups
 from .executor.simulate import Simulation
@@ -156,11 +158,12 @@ class FusionDefinition(DefinitionBuilder):
         known = (outline(inputs), idle_ranks, backend, cuda_graph)
         try:
             ready = self._ready.get(known)
-        except TypeError:  # no name of a backend
+        except TypeError:  # no name of a backend, or no bool
             ready = None
         if ready is not None:
             return self._laid_out(ready.run(inputs, self.seed, self._next_step("ranks")))
         line = caller_line()
+        check_flags(line, idle_ranks=idle_ranks, cuda_graph=cuda_graph)
         check_count(self, inputs, line)
         name = requested(backend, line)
         locals_, dtensors = local_parts(inputs), dtensor_shapes(self, inputs, line)
@@ -182,6 +185,7 @@ class FusionDefinition(DefinitionBuilder):
         arguments that do not fit.
         """
         line = caller_line()
+        check_flags(line, check_replicas=check_replicas)
         found = split_arguments(self, inputs, line)
         name = requested(None, line)
         key = self._key(found, name)
@@ -293,7 +297,8 @@ class FusionDefinition(DefinitionBuilder):
                 line,
             )  # fmt: skip
         try:
-            return self._compile_sizes(found, shapes, world, line, near)
+            with located(line):
+                return self._compile_sizes(found, shapes, world, line, near)
         except DefinitionError as error:
             raise with_open_sizes(self, shapes, error) from None
 
@@ -431,16 +436,14 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) 
     """The shard of a global tensor that a rank (this process' by default) holds of an annotated tensor view.
 
     The whole tensor where `tv` has no mesh. On a rank outside the mesh one element that stands for a tensor of the
-    global shape: the rank takes no part in it, and knows the sizes that the definition leaves open.
+    global shape: the rank takes no part in it, and knows the sizes that the definition leaves open. Raises
+    ArgumentError for what is no dense tensor of the view's sizes, and for what is no rank.
     """
-    line = caller_line()
-    if not isinstance(tensor, torch.Tensor) or not isinstance(tv, TensorView) or tensor.dim() != tv.ndim:
-        needed = (
-            f"a tensor of {tv.ndim} dims for {tv.label}" if isinstance(tv, TensorView) else "a tensor and a TensorView"
-        )
-        found = f"shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise user_error("shard_tensor", f"{found}, {tv!r}", needed, "Pass the global tensor.", line, ArgumentError)
-    place = World.current().rank if rank is None else rank
+    check_whole(tensor, tv, line := caller_line())
+    place = World.current().rank if rank is None else as_int(rank)
+    if place is None or place < 0:
+        raise user_error("shard_tensor: rank", repr(rank), "an int of 0 or more, or None for this process' own",
+                         "Pass a rank.", line, ArgumentError)  # fmt: skip
     annotation = tv.fd.annotations.get(tv.id)
     if annotation is None:
         return tensor

@@ -36,6 +36,7 @@ from .lookup import (  # noqa: F401
 )
 from .random import normal, uniform  # noqa: F401
 from .reduction_kernels import neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like  # noqa: F401
+from .told_kernels import as_told  # noqa: F401
 
 
 def _both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,12 +8,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .costs import DEFAULT_FLOPS, DEFAULT_LINK, MACHINES, Link, Machine, plain, slowest
+from .costs import DEFAULT_FLOPS, DEFAULT_LINK, MACHINES, RATES, Link, Machine, is_rate, plain, slowest
 from .errors import caller_line, located, user_error
 
 _DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
 STREAM = "stream"
 _MOST_RANKS = 1 << 20
+_MOST_AXES = 64
 
 
 class ParallelType(enum.Enum):
@@ -127,8 +128,13 @@ class DeviceMesh:
 
     def link(self, axes: tuple[str, ...]) -> Link:
         """The link of a collective over these axes (all of the mesh, if none is named): the slowest of theirs."""
-        found = self._over.get(axes)
+        try:
+            found = self._over.get(axes)
+        except TypeError:  # of what is no name
+            found = None
         if found is None:
+            for name in axes:
+                self.axis_size(name)  # which raises for one that is not there
             over = [link for name, link in zip(self.names, self.links, strict=True) if not axes or name in axes]
             found = self._over[axes] = slowest(over)
         return found
@@ -164,17 +170,29 @@ class DeviceMesh:
                 f"no such rank of {self}", repr(rank), f"one of its {self.size} ranks", "See mesh.ranks.", caller_line()
             ) from None
 
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._coordinates
+    def __contains__(self, rank: object) -> bool:
+        try:
+            return rank in self._coordinates
+        except TypeError:  # what has no hash is no rank
+            return False
 
     def digit(self, rank: int, axis: str, pre: int, size: int) -> int:
         """The place of a rank along a sub-axis: `size` steps, after `pre` more major ones, of a mesh axis."""
-        place = self.names.index(axis)
-        return self._coordinates[rank][place] // (self.shape[place] // (pre * size)) % size
+        try:
+            place = self.names.index(axis)
+            return self._coordinates[rank][place] // (self.shape[place] // (pre * size)) % size
+        except (ValueError, KeyError, TypeError):
+            self.axis_size(axis)  # which raises for an axis that is not there, as the next does for a rank
+            self.coordinate(rank)
+            raise
 
     def parallel_axis(self, kind: ParallelType) -> str:
         """The name of the axis that nvFuser's DIDx, DIDy or DIDz means."""
-        place = {ParallelType.mesh_x: 1, ParallelType.mesh_y: 2, ParallelType.mesh_z: 3}[kind]
+        axes = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
+        place = next((n for n, axis in enumerate(axes, 1) if axis is kind), None)
+        if place is None:
+            raise user_error("a mesh axis by its parallel type", repr(kind), "mesh_x, mesh_y or mesh_z of ParallelType",
+                             "mesh_x is the last axis.", caller_line())  # fmt: skip
         if place > self.ndim:
             raise user_error(
                 f"{kind} on a mesh of {self.ndim} axes",
@@ -224,9 +242,9 @@ def _read_costs(
     """A link per axis and the rate of a rank, from any of the forms they may be given in."""
     links = MACHINES.get(links, links) if isinstance(links, str) else links
     rate = flops if flops is not None else links.flops if isinstance(links, Machine) else DEFAULT_FLOPS
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+    if not is_rate(rate):
         raise user_error(
-            "a mesh's flops", repr(flops), "operations per second, more than 0", "flops=989e12 is an H100 in bfloat16."
+            "a mesh's flops", repr(flops), f"operations per second, {RATES}", "flops=989e12 is an H100 in bfloat16."
         )
     if links is None or isinstance(links, Link):
         return (links or DEFAULT_LINK,) * len(mesh.shape), float(rate)
@@ -275,9 +293,7 @@ def _read_devices(
     if names is not None and not isinstance(names, (str, list, tuple)):
         raise user_error("a mesh needs one name per axis", repr(names), "a list of names", "Pass ('dp', 'tp'), say.")
     _bounded(_count(devices))
-    if getattr(devices, "is_meta", False):
-        raise user_error("a mesh is made of ranks", "a meta tensor, without values", "ints", "Pass the ranks.")
-    nested = devices.tolist() if hasattr(devices, "tolist") else devices
+    nested = _values(devices) if hasattr(devices, "tolist") else devices
     nested = [nested] if isinstance(nested, int) else list(nested) if _is_list(nested) else nested
     flat_ints = _is_list(nested) and all(isinstance(entry, int) for entry in nested)
     is_shape = names is not None and flat_ints and len(names) == len(nested) and not hasattr(devices, "tolist")
@@ -286,6 +302,14 @@ def _read_devices(
         given = () if ranks is None else _flatten(_listed(ranks))[1]
         return shape, given if ranks is not None else tuple(range(_bounded(math.prod(shape))))
     return _flatten(nested)
+
+
+def _values(devices: Any) -> Any:
+    """The ranks that a tensor or an array holds."""
+    kind = "meta" if getattr(devices, "is_meta", False) else str(getattr(devices, "layout", "torch.strided"))
+    if kind != "torch.strided":
+        raise user_error("a mesh is made of ranks", f"a {kind} tensor", "a dense one of ints", "Pass the ranks.")
+    return devices.tolist()
 
 
 def _count(devices: Any) -> int:
@@ -323,6 +347,11 @@ def _rank(value: Any) -> int:
     return found
 
 
+def is_text(text: str) -> bool:
+    """Whether a text can be written to a file: half of a surrogate pair cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def as_int(value: Any) -> int | None:
     """The int that a Python int or numpy integer stands for; None for anything else, bools included."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -339,10 +368,12 @@ def _bounded(count: int) -> int:
     return count
 
 
-def _flatten(nested: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _flatten(nested: Any, depth: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not _is_list(nested):
         return (), (_rank(nested),)
-    rows = [_flatten(row) for row in nested]
+    if depth == _MOST_AXES:  # such as a list that holds itself
+        raise user_error("a mesh", "lists in lists without end", f"at most {_MOST_AXES} axes", "Pass a flat list.")
+    rows = [_flatten(row, depth + 1) for row in nested]
     if len({shape for shape, _ in rows}) > 1:
         raise user_error(
             "a mesh must be a full grid", "rows of different lengths", "equal rows", "Pad or split the mesh."
@@ -366,7 +397,7 @@ def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int
             f"{math.prod(shape)}",
             "Correct the shape or the ranks.",
         )
-    texts = all(isinstance(name, str) and name for name in names)
+    texts = all(isinstance(name, str) and name and is_text(name) for name in names)
     if not texts or len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
         raise user_error(
             "a mesh needs one name per axis, each once, none of them 'stream'",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, user_error
+from ..mesh import is_text
 from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
 from . import folder as files
@@ -75,7 +76,7 @@ def load(
 
 
 def _folder(path: Any) -> Path:
-    if isinstance(path, (str, os.PathLike)) and str(path) and "\0" not in str(path):
+    if isinstance(path, (str, os.PathLike)) and str(path) and "\0" not in str(path) and is_text(str(path)):
         return Path(path)
     raise user_error("checkpoint: the folder", repr(path), "a path", "Name a folder.", cls=ArgumentError)
 
@@ -131,8 +132,8 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, A
         raise user_error("save: what to save", repr(state), "a dict of values by name",
                          'Pass {"w": tensor, "step": 7}.', cls=ArgumentError)  # fmt: skip
     for name in state:
-        if not isinstance(name, str):
-            raise wrong(repr(name), type(name).__name__, "a text as the name")
+        if not isinstance(name, str) or not is_text(name):
+            raise wrong(repr(name), type(name).__name__, "a text as the name, of whole letters")
     values = {name: value for name, value in state.items() if is_plain(value)}
     return {name: to_save(name, value) for name, value in state.items() if name not in values}, values
 

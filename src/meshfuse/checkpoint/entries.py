@@ -68,11 +68,13 @@ def to_save(name: str, value: Any) -> Entry:
 
 
 def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its gradient. ArgumentError where it has no memory of its elements in strides."""
+    """The tensor without its gradient and class. ArgumentError where it has no memory of its elements in strides."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
         found = "a nested tensor" if tensor.is_nested else "a meta tensor" if tensor.is_meta else str(tensor.layout)
         raise wrong(name, found, "a dense tensor with its elements", "Convert it, with t.to_dense() for one.")
-    return tensor.detach()
+    if tensor.is_quantized:  # torch writes, and cannot read, its elements without their scale
+        raise wrong(name, f"a quantized tensor, {tensor.dtype}", "a tensor of numbers", "Save t.dequantize().")
+    return tensor.detach().as_subclass(torch.Tensor)
 
 
 def _sizes(name: str, shape: Any) -> tuple[int, ...]:

@@ -225,9 +225,12 @@ class AxisView:
     def parallelize(self, parallel_type: ParallelType) -> None:
         """Bind the axis to a mesh axis or a stream; `ParallelType.serial` unbinds it.
 
-        Raises DefinitionError where it is bound to something else already.
+        Raises DefinitionError where it is bound to something else already, and for an axis that has been split or
+        merged, or whose tensor has been annotated anew, since it was asked for: that binds nothing.
         """
         self.tensor.fd.check_open()
+        if not self.tensor.has_axis(self.domain, self.leaf):
+            raise self._gone("parallelize")
         if isinstance(parallel_type, ParallelType) and parallel_type in KERNEL_TYPES:
             return  # These order the work inside a kernel, which is torch's here.
         axis = _axis_name(parallel_type)
@@ -278,7 +281,16 @@ class AxisView:
 
     def extent(self) -> Any:
         """The size of the axis: an int where the definition says it, else a scalar of the definition."""
+        if not any(leaf is self.leaf for part in (self.domain.order, *self.domain.roots) for leaf in part):
+            raise self._gone("extent")
         return self.tensor.extent(self.domain, self.leaf)
+
+    def _gone(self, what: str) -> Exception:
+        return user_error(
+            f"{what}: the axis is none of {self.tensor.label} any more",
+            f"{self.leaf}, and the loop domain {self.tensor.loop_text()}",
+            "an axis as it is after all splits, merges and annotations", "Ask for it again: tv.axis(i).", caller_line(),
+        )  # fmt: skip
 
     def is_symbolic(self) -> bool:
         """Whether arguments decide the size."""

@@ -254,6 +254,13 @@ class TensorView(Arithmetic):
         domain = self._domain
         return AxisView(domain, domain.order[domain.place(index, f"axis of {self.label}")], self)
 
+    def has_axis(self, domain: LoopDomain, leaf: Leaf) -> bool:
+        """Whether this is the tensor's loop domain, as it is now, and has the axis."""
+        return domain is self._domain and any(other is leaf for other in domain.order)
+
+    def loop_text(self) -> str:
+        return str(self._domain)
+
     def domain(self) -> TensorDomain:
         """The loop domain: its `str` is nvFuser's text of it."""
         return self._numbered(self._domain)

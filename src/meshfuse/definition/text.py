@@ -43,8 +43,10 @@ class Extents:
         return next((d for d, root in enumerate(roots) if any(other is leaf for other in root)), None)
 
     def others(self, leaf: Leaf) -> int | None:
-        """The product of the sizes of the other parts of its dim."""
-        root = next(root for root in self.domain.roots if any(other is leaf for other in root))
+        """The product of the sizes of the other parts of its dim; None where one is open, or the axis is no dim's."""
+        root = next((root for root in self.domain.roots if any(other is leaf for other in root)), None)
+        if root is None:
+            return None
         sizes = [other.size or self._bound(other) for other in root if other is not leaf]
         return None if None in sizes else math.prod(sizes)  # type: ignore[arg-type]
 

@@ -30,11 +30,13 @@ def kernel_errors(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
     except (MeshfuseError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        frame = _kernel_frame(bound, error.__traceback__)
-        found = _refusal(program, error, *frame) if frame else None
+        # A generator, as the programs of simulated ranks are, gives a StopIteration from inside another class.
+        cause = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
+        frame = _kernel_frame(bound, cause.__traceback__)
+        found = _refusal(program, cause, *frame) if frame else None
         if found is None:
             raise
-        raise found from error
+        raise found from cause
 
 
 def _kernel_frame(bound: BoundProgram, trace: TracebackType | None) -> tuple[FrameType, int] | None:

@@ -24,7 +24,8 @@ class FusionGuard:
     """Makes a fusion the one that module-level calls write to, for as long as the guard lives, or in its `with`."""
 
     def __init__(self, fusion: Fusion):
-        self._entry = enter(fusion.definition)
+        self._entry: list[FusionDefinition] = []
+        self._entry = enter(definition_of(fusion, "FusionGuard"))
 
     def __enter__(self) -> FusionGuard:
         return self
@@ -34,6 +35,14 @@ class FusionGuard:
 
     def __del__(self) -> None:
         leave(self._entry)
+
+
+def definition_of(fusion: Any, what: str) -> FusionDefinition:
+    """The definition of a fusion. Raises DefinitionError for what is none."""
+    found: Any = getattr(fusion, "definition", None)
+    if not hasattr(found, "fusion"):
+        raise user_error(what, repr(fusion), "a fusion", "Pass fd.fusion, or Fusion().", caller_line())
+    return found
 
 
 def enter(definition: FusionDefinition) -> list[FusionDefinition]:

@@ -51,8 +51,15 @@ def _write(fd: DefinitionBuilder, tensor: int, out: Any, argument: Any, line: So
             f"the output written into argument {fd.tensors[tensor].label}", f"shape {list(out.shape)}",
             f"{list(argument.shape)}, the argument's", "Annotate both alike.", line, ArgumentError,
         )  # fmt: skip
-    with torch.no_grad():
-        _local(argument).copy_(_local(out))
+    try:
+        with torch.no_grad():
+            _local(argument).copy_(_local(out))
+    except RuntimeError as error:  # an expanded tensor, one of inference mode
+        raise user_error(
+            f"argument {fd.tensors[tensor].label}, which an output is written into, cannot be written",
+            str(error).partition("\n")[0], "a tensor with memory of its own for each element", "Pass t.clone().", line,
+            ArgumentError,
+        ) from error  # fmt: skip
 
 
 def _apart(out: Any, written: Any) -> Any:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from .. import fusion_definition as core
+from ..arguments import check_list
 from ..compiler import CompiledProgram
 from ..definition.namespaces import Fusion as CoreFusion
 from ..definition.namespaces import OpNamespace
 from ..definition.tensor_view import TensorView, Val
-from ..errors import caller_line, user_error
+from ..errors import ArgumentError, caller_line, user_error
 from ..executor import spmd
 from ..ops import OPS
 from ..ops.base import TensorRef
@@ -63,7 +64,7 @@ class Fusion(CoreFusion):
 
         Those that are added by no call come last. Raises DefinitionError for a value that is no input.
         """
-        if value.ref not in self._fd.inputs or value.ref in self._added:
+        if getattr(value, "ref", None) not in self._fd.inputs or value.ref in self._added:
             raise user_error(
                 "add_input", repr(value), "a result of define_tensor or define_scalar, once",
                 "Inputs are there already when an fd defines them.", caller_line(),
@@ -98,7 +99,8 @@ class Fusion(CoreFusion):
 class FusionDefinition(core.FusionDefinition):
     """nvFuser's definition: a context manager, or a subclass with a `definition` method.
 
-    That method (and `multidevice_schedule`) runs at the first execution, unless the script has called it.
+    That method (and `multidevice_schedule`) runs once, before the first execution, simulation or question, unless the
+    script has called it.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -196,12 +198,12 @@ class FusionDefinition(core.FusionDefinition):
         """
         if self._ke is not None:
             raise _second("execute after manual_execute")
-        values = flattened(inputs)
+        values = flattened(self, inputs)
         if save_repro_inputs:
             self._repro = [repro.input_text(value) for value in values]
         return self.run(values, idle_ranks=idle_ranks)
 
-    def run(self, values: list[Any], *, idle_ranks: bool = True, scheduled: bool = True) -> list[Any]:
+    def run(self, values: Sequence[Any], *, idle_ranks: bool = True, scheduled: bool = True) -> list[Any]:
         """The outputs from a rank's arguments; `scheduled` tells the profile by whom."""
         self._define_by_methods()
         self._check_defined()
@@ -218,7 +220,7 @@ class FusionDefinition(core.FusionDefinition):
         return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
 
     def simulate(self, inputs: Sequence[Any], *, check_replicas: bool = False) -> list[Any]:
-        values = flattened(inputs)
+        values = flattened(self, inputs)
         outputs = super().simulate(values, check_replicas=check_replicas)
         return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
 
@@ -229,7 +231,7 @@ class FusionDefinition(core.FusionDefinition):
         self._ke = self._ke or KernelExecutor()
         if not self._ke.is_compiled():
             self._ke.compile(self.fusion, inputs)
-        return self._ke.run(flattened(inputs))
+        return self._ke.run(flattened(self, inputs))
 
     def validate_definition(self) -> tuple[bool, str | None]:
         """(whether there is anything to run, what is wrong)."""
@@ -246,12 +248,16 @@ class FusionDefinition(core.FusionDefinition):
                 EmptyDefinitionError,
             )  # fmt: skip
 
+    def check_complete(self, line: Any) -> None:
+        self._define_by_methods()
+        super().check_complete(line)
+
     def _define_by_methods(self) -> None:
         if self.tensors:
             return
         for name in ("definition", "multidevice_schedule"):
             method = getattr(self, name, None)
-            if method is not None:
+            if callable(method):
                 method()
 
     def output_orders(self) -> list[tuple[int, ...] | None]:
@@ -332,7 +338,7 @@ class FusionDefinition(core.FusionDefinition):
 
     def repro_script_for(self, inputs: Sequence[Any] | None = None) -> str:
         """A script that runs the definition on inputs of the shapes of these."""
-        given = None if inputs is None else [repro.input_text(value) for value in flattened(inputs)]
+        given = None if inputs is None else [repro.input_text(value) for value in flattened(self, inputs)]
         return repro.script(self, given)
 
     def validate(
@@ -344,6 +350,11 @@ class FusionDefinition(core.FusionDefinition):
         """
         outputs = self.execute(inputs)
         expected = repro.unsharded_outputs(self, inputs) if reference_outputs is None else reference_outputs
+        if _kinds(expected) != _kinds(outputs):
+            raise user_error(
+                "validate: reference_outputs", _kinds(expected), f"a list like the outputs: {_kinds(outputs)}",
+                "Pass them in the order of add_output.", caller_line(), ArgumentError,
+            )  # fmt: skip
         for found, wanted in zip(outputs, expected, strict=True):
             torch.testing.assert_close(found, wanted, **tolerances)
         return outputs
@@ -356,12 +367,25 @@ def _second(what: str) -> Exception:
     return user_error(what, do="Use one of the two.", where=caller_line(), cls=ExecutorError)
 
 
-def flattened(inputs: Sequence[Any]) -> list[Any]:
-    """The arguments, the numbers of a list or tuple each by itself: what define_vector takes."""
+def flattened(fd: FusionDefinition, inputs: Sequence[Any]) -> list[Any]:
+    """The arguments, the numbers of a list or tuple each by itself: what define_vector takes.
+
+    Raises ArgumentError for one tensor, and for what is no list.
+    """
+    if isinstance(inputs, (torch.Tensor, TensorView, str, bytes, Mapping)) or not isinstance(inputs, Iterable):
+        check_list(fd, inputs, caller_line())
     values: list[Any] = []
     for value in inputs:
         values.extend(value if isinstance(value, (list, tuple)) else (value,))
     return values
+
+
+def _kinds(values: Any) -> str:
+    """What a list holds, tensors of any class alike."""
+    if not isinstance(values, (list, tuple)):
+        return type(values).__name__
+    names = ("a tensor" if isinstance(value, torch.Tensor) else repr(value) for value in values)
+    return f"[{', '.join(names)}]"
 
 
 def _plain(mesh: Any) -> Any:
@@ -383,7 +407,10 @@ def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Sequence[Any]) -> l
 
     Raises ArgumentError where an input's placements are not as annotated.
     """
-    outputs = fd.execute(list(in_dtensors))
+    if not isinstance(fd, FusionDefinition):
+        raise user_error("execute_with_dtensors", repr(fd), "a FusionDefinition", "Pass one, then its DTensors.",
+                         caller_line())  # fmt: skip
+    outputs = fd.execute(in_dtensors)
     pairs = zip(outputs, fd.fec.get_output_shardings(), strict=True)
     return [out if out is None or not sharding.ones else _with_ones(out, sharding) for out, sharding in pairs]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..errors import ArgumentError, caller_line, user_error
+from ..mesh import as_int
+
 
 def compute_tensor_descriptor(sizes: Sequence[int], strides: Sequence[int]) -> tuple[list[bool | None], list[int]]:
     """(contiguity, stride order) of a tensor with these sizes and strides.
@@ -11,7 +14,14 @@ def compute_tensor_descriptor(sizes: Sequence[int], strides: Sequence[int]) -> t
     The stride order says for every dim its place in memory, 0 the fastest; dims of stride 0 and of equal strides
     keep their places. Contiguity goes from the slowest dim to the fastest: whether a dim's stride is the size times
     the stride of the next real one, None for dims of size 1 or stride 0.
+
+    Raises ArgumentError unless both are lists of as many ints.
     """
+    given = (sizes, strides)
+    listed = all(isinstance(part, (list, tuple)) and None not in map(as_int, part) for part in given)
+    if not listed or len(sizes) != len(strides):
+        raise user_error("compute_tensor_descriptor", f"{sizes!r}, {strides!r}", "a size and a stride for every dim",
+                         "Pass t.size() and t.stride().", caller_line(), ArgumentError)  # fmt: skip
     dims = _fastest_first(strides)
     order = [dims.index(d) for d in range(len(sizes))]
     contiguity: list[bool | None] = []

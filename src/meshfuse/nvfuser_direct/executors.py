@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..compiler import CompiledProgram
-from ..errors import DefinitionError
+from ..errors import DefinitionError, caller_line, user_error
+from .active import definition_of
 from .multidevice import Sharding
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class FusionExecutorCache:
         *,
         compiled: CompiledProgram | None = None,
     ):
-        self.definition, self.fusion_id, self._compiled = fusion.definition, fusion_id, compiled
+        self.definition = definition_of(fusion, "FusionExecutorCache")
+        self.fusion_id, self._compiled = fusion_id, compiled
 
     @property
     def compiled(self) -> CompiledProgram:
@@ -43,7 +45,8 @@ class FusionExecutorCache:
         if self._compiled is not None:
             return self._compiled
         if not self.is_compiled():
-            raise ExecutorError("FusionExecutorCache: the fusion has not run yet; call execute(inputs) first")
+            raise user_error("FusionExecutorCache: the fusion has not run yet", do="Call execute(inputs) first.",
+                             where=caller_line(), cls=ExecutorError)  # fmt: skip
         return self.definition.fec.compiled
 
     def get_output_shardings(self) -> list[Sharding]:
@@ -77,7 +80,7 @@ class KernelExecutor:
 
     def compile(self, fusion: Fusion, inputs: Sequence[Any] = (), *options: Any) -> None:
         """Take the definition to run. Launch and compile parameters have no meaning for torch's kernels."""
-        self._definition = fusion.definition
+        self._definition = definition_of(fusion, "KernelExecutor.compile")
 
     def is_compiled(self) -> bool:
         return self._definition is not None
@@ -89,5 +92,6 @@ class KernelExecutor:
     def run(self, inputs: Sequence[Any], *options: Any) -> list[Any]:
         """The outputs. Raises ExecutorError before `compile`."""
         if self._definition is None:
-            raise ExecutorError("KernelExecutor.run: there is no definition; call compile(fd.fusion, inputs) first")
-        return self._definition.run(list(inputs), scheduled=False)
+            raise user_error("KernelExecutor.run: there is no definition", do="Call compile(fd.fusion, inputs) first.",
+                             where=caller_line(), cls=ExecutorError)  # fmt: skip
+        return self._definition.run(inputs, scheduled=False)

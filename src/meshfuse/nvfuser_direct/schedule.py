@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..definition.tensor_view import TensorView
-from ..mesh import ParallelType
+from ..errors import caller_line
+from ..mesh import ParallelType, as_int
 from .enums import SchedulerType
 from .kernel_params import HeuristicParams
 
@@ -59,40 +60,46 @@ class Schedule:
         return sorted([*(name for name in vars(type(self)) if not name.startswith("__")), *_HINTS])
 
     def _set_device_mesh(self, tensor: TensorView, mesh: Any) -> None:
-        tensor.set_device_mesh(mesh)
+        _own(self, tensor).set_device_mesh(mesh)
 
     def tensors(self) -> list[TensorView]:
         """All tensors of the definition."""
         return [value for value in self._fd.fusion.vals() if isinstance(value, TensorView)]
 
     def split(self, tensor: TensorView, dim: int, factor: int, inner_split: bool = True) -> TensorView:
-        return tensor.split(dim, factor, inner_split)
+        return _own(self, tensor).split(dim, factor, inner_split)
 
     def merge(self, tensor: TensorView, dim: int) -> TensorView:
         """Merge axis `dim` with the one after it."""
-        return tensor.merge(dim, dim + 1)
+        place = as_int(dim)
+        return _own(self, tensor).merge(dim, dim if place is None else place + 1)
 
     def reorder(self, tensor: TensorView, old2new: Mapping[int, int]) -> TensorView:
-        return tensor.reorder(old2new)
+        return _own(self, tensor).reorder(old2new)
 
     def parallelize(self, tensor: TensorView, axis: int, parallel_type: ParallelType) -> None:
-        tensor.axis(axis).parallelize(parallel_type)
+        _own(self, tensor).axis(axis).parallelize(parallel_type)
 
     def rfactor(self, tensor: TensorView, dims: Sequence[int]) -> TensorView:
-        return tensor.rfactor(dims)
+        return _own(self, tensor).rfactor(dims)
 
     def swizzle1d(self, tensor: TensorView, axis: int, parallel_type: ParallelType) -> TensorView:
-        return tensor.swizzle1d(axis, parallel_type)
+        return _own(self, tensor).swizzle1d(axis, parallel_type)
 
     def set_allocation_as_loop(self, tensor: TensorView) -> None:
-        tensor.set_allocation_domain(tensor.get_loop_domain())
+        _own(self, tensor).set_allocation_domain(tensor.get_loop_domain())
 
     def cache_before(self, tensor: TensorView, *options: Any) -> TensorView:
-        return tensor.cache_before()
+        return _own(self, tensor).cache_before()
 
     def cache_after(self, tensor: TensorView, *options: Any) -> TensorView:
-        return tensor.cache_after()
+        return _own(self, tensor).cache_after()
 
     compute_heuristics = staticmethod(compute_heuristics)
     can_schedule = staticmethod(can_schedule)
     find_compatible_schedulers = staticmethod(find_compatible_schedulers)
+
+
+def _own(schedule: Schedule, tensor: Any) -> TensorView:
+    """The tensor. Raises DefinitionError for what is none of the schedule's definition."""
+    return schedule._fd._own(tensor, "fd.sched", caller_line())

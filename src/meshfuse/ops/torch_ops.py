@@ -33,6 +33,18 @@ from .base import (
     Writing,
 )
 from .blocks import block_size
+from .claims import (
+    check_claims,
+    check_halos,
+    check_options,
+    check_told,
+    check_widths,
+    is_function,
+    told_dtypes,
+    told_flops,
+    told_halo,
+    told_sizes,
+)
 from .halo import in_blocks, whole_again
 from .local import plain_text
 from .notation import Dim, Dims, Notation, parse
@@ -44,7 +56,6 @@ Widths = Mapping[str, tuple[int, int]]
 Halos = tuple[Widths, ...]
 _KINDS = {"bool": K.BOOL, "int": K.INT, "float": K.SCALAR, "complex": K.SCALAR, "tuple": K.INTS, "list": K.INTS}
 _BLOCK = "blocks~"
-_REDUCTIONS = ("sum", "prod", "max", "min")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +94,9 @@ class TorchOp:
         if all(map(_is_empty, e.result_shapes)) or any(_is_empty(shape) and t.numel for shape, t in pairs):
             shapes = zip(e.result_shapes, e.call.results, strict=True)
             return tuple(f"K.neutral({shape}, {self.reduce!r}, torch.{t.dtype.value}, device)" for shape, t in shapes)
-        return self._cropped(e, self._called(e))
+        kinds = [(s, t.dtype.value) for s, t in zip(e.result_shapes, e.call.results, strict=True)]
+        wanted = "".join(f", ({shape}, torch.{dtype})" for shape, dtype in kinds)
+        return f"K.as_told({self.name!r}, {self._cropped(e, self._called(e))}{wanted})"
 
     def _called(self, e: Emit) -> str:
         notation, halos = self.expanded(e.call), self.halos(e.call)
@@ -270,17 +283,22 @@ def torch_op(
     """
     with located(caller_line()):
         notation = parse(rule)
-        _check_claims(notation, blocked, reduce, partial, samples)
-        _check_told(notation, halo, sizes)
+        marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
+        check_halos(notation, marks)
+        check_claims(notation, blocked, reduce, partial, samples)
+        check_told(notation, marks, halo, sizes)
+        check_options(notation, fill, dtype, flops, domain, differentiable)
+        if marks and not is_function(halo):
+            check_widths(notation, marks, halo)
     facts: dict[str, Any] = {"partial": partial, "samples": lambda: samples, "domain": domain}
-    facts |= {"flops": flops} if flops is not None else {}
+    facts |= {} if flops is None else {"flops": functools.partial(told_flops, notation, flops)}
 
     def make(function: Function) -> OpDef:
         with located(caller_line()):
             params, called = _params(rule, notation, function), _name(name, function)
         op = TorchOp(
             called, notation, function, params, tuple(blocked.split()), reduce, _halos(notation, halo),
-            (fill,) * len(notation.operands), sizes or (lambda _: {}), _dtypes(dtype, len(notation.results)),
+            (fill,) * len(notation.operands), functools.partial(told_sizes, notation, sizes), _dtypes(notation, dtype),
         )  # fmt: skip
         return op.opdef(**facts, **(_derivative(op) if differentiable and reduce == "sum" else {}))
 
@@ -298,7 +316,7 @@ def _halos(notation: Notation, halo: Callable[[Call], Widths] | Widths | None) -
     """The widths of a call's operands, from those that the user tells by factor."""
 
     def halos(call: Call) -> Halos:
-        found = halo(call) if callable(halo) else halo or {}
+        found: Any = told_halo(notation, halo(call)) if is_function(halo) else halo or {}
         return tuple(
             {dim.factors[0]: found[dim.factors[0]] for dim in dims if dim.halo and any(found[dim.factors[0]])}
             for dims in notation.operands
@@ -314,61 +332,12 @@ def _name(given: Any, function: Any) -> str:
     return name
 
 
-def _check_halos(notation: Notation, marks: set[tuple[str, ...]]) -> None:
-    for factors in marks:
-        if any(factors[0] not in {f for dim in dims for f in dim.factors} for dims in notation.results):
-            raise user_error(f"rule {notation.text!r}: {factors[0]}~", "a result without it", "it in every result",
-                             "Reduce over it in an op of its own.")  # fmt: skip
-
-
-def _check_claims(notation: Notation, blocked: Any, reduce: Any, partial: Any, samples: Any) -> None:
-    """Raises DefinitionError for claims that no rule has."""
-    known = {f for dims in (*notation.operands, *notation.results) for dim in dims for f in dim.factors}
-    unknown = [f for f in blocked.split() if f not in known] if isinstance(blocked, str) else [blocked]
-    listed = isinstance(samples, (list, tuple)) and all(isinstance(sample, Sample) for sample in samples)
-    problems = [
-        (unknown, "blocked", blocked, f"factors of the rule, of {sorted(known)}", "Write them with spaces between."),
-        (reduce not in _REDUCTIONS, "reduce", reduce, f"one of {', '.join(_REDUCTIONS)}", "A mean is a sum, divided."),
-        (not isinstance(partial, Partial), "partial", partial, "an mf.Partial", "Leave it out where unsure."),
-        (not listed, "samples", samples, "a list of mf.Sample", "Write samples=[mf.Sample((mf.TensorType(...),))]."),
-    ]
-    for wrong, name, found, needed, do in problems:
-        if wrong:
-            raise user_error(f"rule {notation.text!r}: {name}", repr(found), needed, do)
-
-
-def _check_told(notation: Notation, halo: Any, sizes: Any) -> None:
-    """Raises DefinitionError for a halo that does not fit the rule's marks, and for sizes that are no function."""
-    marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
-    _check_halos(notation, marks)
-    if halo is not None and not marks:
-        raise user_error(f"rule {notation.text!r}: halo", repr(halo), "a dim with neighbours in the rule, as in 't~'",
-                         "Mark the dims of which the function sees neighbours.")  # fmt: skip
-    if sizes is not None and not callable(sizes):
-        raise user_error(f"rule {notation.text!r}: sizes", repr(sizes), "a function of the call",
-                         'Write sizes=lambda call: {"n": 4}, for example.')  # fmt: skip
-    if marks and not callable(halo):
-        _check_widths(notation, marks, halo)
-
-
-def _check_widths(notation: Notation, marks: set[tuple[str, ...]], halo: Any) -> None:
-    """Raises DefinitionError where a marked factor has no pair of widths."""
-    for (factor,) in marks:
-        given = halo.get(factor) if isinstance(halo, Mapping) else None
-        sized = isinstance(given, (list, tuple)) and len(given) == 2
-        if not sized or not all(isinstance(n, int) and n >= 0 for n in given or ()):
-            raise user_error(
-                f"rule {notation.text!r}: halo", repr(halo), f"elements before and after for {factor!r}",
-                f'Write halo={{"{factor}": (1, 0)}}, or a function of the call.',
-            )  # fmt: skip
-
-
-def _dtypes(given: Any, count: int) -> Callable[[Call], Sequence[DataType]]:
+def _dtypes(notation: Notation, given: Any) -> Callable[[Call], Sequence[DataType]]:
     def dtypes(call: Call) -> Sequence[DataType]:
-        found: Any = given(call) if callable(given) and not isinstance(given, DataType) else given
+        found: Any = given(call) if is_function(given) else given
         if found is None:
             found = functools.reduce(promote, (t.dtype for t in call.types))
-        return (found,) * count if isinstance(found, DataType) else found
+        return told_dtypes(notation, found, len(notation.results))
 
     return dtypes
 

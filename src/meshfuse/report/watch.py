@@ -41,7 +41,7 @@ def bound(name: str, given: Any, line: SourceLine | None = None) -> float | None
         return None
     try:
         found = math.nan if isinstance(text, bool) else float(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not found >= 0:
         told = name if given is not None else variable

@@ -29,6 +29,16 @@ def _no_sharding(parts: tuple[object, ...]) -> MeshfuseError:
     )  # fmt: skip
 
 
+def _misfit(sharding: Sharding, shape: object, error: Exception) -> Exception:
+    """The error of a shape that the sharding cannot be of; the error itself, where that tells of something else."""
+    if isinstance(error, MeshfuseError):
+        return error
+    return user_error(
+        f"the shape of a tensor in {sharding}", repr(shape), f"{sharding.ndim} sizes of 0 or more, one per dim",
+        "Pass the tensor's global shape.", caller_line(),
+    )  # fmt: skip
+
+
 class Sharding:
     """Where the elements of a tensor are. Immutable; equal shardings are one object, so that comparing them is free.
 
@@ -88,9 +98,15 @@ class Sharding:
         partial: Iterable[Split] = (),
         reduce: str = "",
     ) -> Sharding:
-        """The canonical sharding of a tensor of this shape."""
-        terms = canonical_partial(partial)
-        layouts = tuple(lay.canonical(tuple(d), n) for d, n in zip(dims, shape, strict=True))
+        """The canonical sharding of a tensor of this shape. Raises DefinitionError for other parts, or sizes."""
+        try:
+            terms = canonical_partial(partial)
+            layouts = tuple(lay.canonical(tuple(d), n) for d, n in zip(dims, shape, strict=True))
+        except (TypeError, ValueError, AttributeError, RuntimeError):
+            raise user_error(
+                "Sharding.make", f"{dims!r} for shape {shape!r}", "a layout of Splits, and a size, for every dim",
+                "Write Sharding.make(mesh, [(Split(4, 'tp'),), ()], [8, 16]), for example.", caller_line(),
+            ) from None  # fmt: skip
         return cls(mesh, layouts, terms, reduce if terms else "")
 
     @property
@@ -119,15 +135,21 @@ class Sharding:
 
     def placement(self, shape: Sequence[int]) -> Sharding:
         """Without streams, which place nothing."""
-        dims = tuple(lay.without_streams(d, n) for d, n in zip(self.dims, shape, strict=True))
+        try:
+            dims = tuple(lay.without_streams(d, n) for d, n in zip(self.dims, shape, strict=True))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _misfit(self, shape, error) from None
         return self if dims == self.dims else self.with_dims(dims)
 
     def runs(self, shape: Sequence[int], rank: int) -> tuple[Runs, ...]:
         """For every dim, the intervals of global indices that the rank holds, ascending."""
-        return tuple(
-            lay.runs(d, n, lay.digits(d, self.mesh, rank)) if d else ((0, n),) if n else ()
-            for d, n in zip(self.dims, shape, strict=True)
-        )
+        try:
+            return tuple(
+                lay.runs(d, n, lay.digits(d, self.mesh, rank)) if d else ((0, n),) if n else ()
+                for d, n in zip(self.dims, shape, strict=True)
+            )
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _misfit(self, shape, error) from None
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of the rank's shard; all zeros outside the mesh."""

@@ -1,0 +1,131 @@
+"""What the user says of a torch op beside its rule, checked when it is said, or when a function of theirs tells it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from ..dtypes import DataType
+from ..errors import caller_line, user_error
+from .base import Call, Partial, Sample
+from .notation import Notation
+
+_REDUCTIONS = ("sum", "prod", "max", "min")
+
+
+def check_halos(notation: Notation, marks: set[tuple[str, ...]]) -> None:
+    for factors in marks:
+        if any(factors[0] not in {f for dim in dims for f in dim.factors} for dims in notation.results):
+            raise user_error(f"rule {notation.text!r}: {factors[0]}~", "a result without it", "it in every result",
+                             "Reduce over it in an op of its own.")  # fmt: skip
+
+
+def check_claims(notation: Notation, blocked: Any, reduce: Any, partial: Any, samples: Any) -> None:
+    """Raises DefinitionError for claims that no rule has."""
+    known = {f for dims in (*notation.operands, *notation.results) for dim in dims for f in dim.factors}
+    unknown = [f for f in blocked.split() if f not in known] if isinstance(blocked, str) else [blocked]
+    listed = isinstance(samples, (list, tuple)) and all(isinstance(sample, Sample) for sample in samples)
+    problems = [
+        (unknown, "blocked", blocked, f"factors of the rule, of {sorted(known)}", "Write them with spaces between."),
+        (reduce not in _REDUCTIONS, "reduce", reduce, f"one of {', '.join(_REDUCTIONS)}", "A mean is a sum, divided."),
+        (not isinstance(partial, Partial), "partial", partial, "an mf.Partial", "Leave it out where unsure."),
+        (not listed, "samples", samples, "a list of mf.Sample", "Write samples=[mf.Sample((mf.TensorType(...),))]."),
+    ]
+    for wrong, name, found, needed, do in problems:
+        if wrong:
+            raise user_error(f"rule {notation.text!r}: {name}", repr(found), needed, do)
+
+
+def check_told(notation: Notation, marks: set[tuple[str, ...]], halo: Any, sizes: Any) -> None:
+    """Raises DefinitionError for a halo that no dim of the rule has, and for sizes that are no function."""
+    if halo is not None and not marks:
+        raise user_error(f"rule {notation.text!r}: halo", repr(halo), "a dim with neighbours in the rule, as in 't~'",
+                         "Mark the dims of which the function sees neighbours.")  # fmt: skip
+    if sizes is not None and not is_function(sizes):
+        raise user_error(f"rule {notation.text!r}: sizes", repr(sizes), "a function of the call",
+                         'Write sizes=lambda call: {"n": 4}, for example.')  # fmt: skip
+
+
+def check_widths(notation: Notation, marks: set[tuple[str, ...]], halo: Any) -> None:
+    """Raises DefinitionError where a marked factor has no pair of widths."""
+    for (factor,) in marks:
+        if not _is_widths(halo.get(factor) if isinstance(halo, Mapping) else None):
+            raise user_error(
+                f"rule {notation.text!r}: halo", repr(halo), f"elements before and after for {factor!r}",
+                f'Write halo={{"{factor}": (1, 0)}}, or a function of the call.',
+            )  # fmt: skip
+
+
+def check_options(notation: Notation, fill: Any, dtype: Any, flops: Any, domain: Any, differentiable: Any) -> None:
+    """Raises DefinitionError for options of the wrong kind."""
+    pair = isinstance(domain, (list, tuple)) and len(domain) == 2 and all(map(_is_number, domain))
+    numbers = isinstance(fill, bool) or fill is None or isinstance(fill, complex) or _is_number(fill)
+    told = dtype is None or isinstance(dtype, DataType) or is_function(dtype)
+    problems = [
+        (not numbers, "fill", fill, "a number", "It stands beyond the tensor's ends."),
+        (not told, "dtype", dtype, "an mf.DataType, or a function of the call", "Leave it out for the operands'."),
+        (flops is not None and not is_function(flops), "flops", flops, "a function of the call",
+         "Write flops=lambda call: 2.0 * call.types[0].numel, for example."),
+        (domain is not None and not pair, "domain", domain, "the least and the greatest number that tests draw", ""),
+        (not isinstance(differentiable, bool), "differentiable", differentiable, "True or False", ""),
+    ]  # fmt: skip
+    for wrong, name, found, needed, do in problems:
+        if wrong:
+            raise user_error(f"rule {notation.text!r}: {name}", repr(found), needed, do)
+
+
+def is_function(value: object) -> TypeGuard[Callable[..., Any]]:
+    """Whether a value is a function of the call; DataTypes can be called too."""
+    return callable(value) and not isinstance(value, DataType)
+
+
+def told_sizes(notation: Notation, sizes: Callable[[Call], Any] | None, call: Call) -> Mapping[str, int]:
+    """The sizes that the user's function gives. Raises DefinitionError for others than ints by factor."""
+    found = {} if sizes is None else sizes(call)
+    letters = notation.letters()
+    if isinstance(found, Mapping) and all(f in letters and _is_size(n, -1) for f, n in found.items()):
+        return found
+    raise _told(notation, "sizes", found, f"a size for some of {', '.join(letters)}")
+
+
+def told_dtypes(notation: Notation, found: Any, count: int) -> Sequence[DataType]:
+    """The results' dtypes, from one or one for each. Raises DefinitionError for anything else."""
+    given = (found,) * count if isinstance(found, DataType) else found
+    listed = isinstance(given, (list, tuple)) and all(isinstance(d, DataType) for d in given)
+    if listed and len(given) == count:
+        return given
+    raise _told(notation, "dtype", found, f"an mf.DataType, or {count} of them")
+
+
+def told_halo(notation: Notation, found: Any) -> Mapping[str, tuple[int, int]]:
+    """The widths that the user's function gives. Raises DefinitionError unless each marked factor has two."""
+    marks = {dim.factors[0] for dims in notation.operands for dim in dims if dim.halo}
+    if isinstance(found, Mapping) and all(_is_widths(found.get(f)) for f in marks):
+        return found
+    raise _told(notation, "halo", found, f"elements before and after for each of {', '.join(sorted(marks))}")
+
+
+def told_flops(notation: Notation, flops: Callable[[Call], Any], call: Call) -> float:
+    """The number of operations that the user's function gives. Raises DefinitionError for what is none."""
+    found = flops(call)
+    if _is_number(found) and 0 <= found < math.inf:
+        return float(found)
+    raise _told(notation, "flops", found, "a number of operations, 0 or more")
+
+
+def _told(notation: Notation, name: str, found: Any, needed: str) -> Exception:
+    return user_error(f"rule {notation.text!r}: what its {name} function returned", repr(found), needed,
+                      "Correct the function.", caller_line())  # fmt: skip
+
+
+def _is_widths(given: Any) -> bool:
+    return isinstance(given, (list, tuple)) and len(given) == 2 and all(_is_size(n, 0) for n in given)
+
+
+def _is_size(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

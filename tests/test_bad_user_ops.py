@@ -1,0 +1,102 @@
+"""What a user says of an op of their own, and what its function returns: a house error, or the numbers of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import meshfuse as mf
+from meshfuse import DataType
+from meshfuse.errors import MeshfuseError
+
+MESH = mf.DeviceMesh((2,), ("x",))
+X = torch.arange(24.0).reshape(4, 6)
+BAD: list[Any] = [
+    None, True, -1, 3, 2**70, 1.5, float("nan"), float("inf"), "", "a", b"x", [], (), [0], ["a"], {}, {0: 1}, {"a": 1},
+    {"a": "ab"}, {"a": (-1, 0)}, {"a": (1,)}, {"a": None}, {"q": 3}, {"b": "x"}, {"a": 1.5}, object(), 1j,
+    torch.ones(2), DataType.Int, [DataType.Float, DataType.Float], DataType.Null, [None], iter([1]),
+]  # fmt: skip
+OPTIONS = ("blocked", "reduce", "halo", "fill", "sizes", "dtype", "partial", "flops", "samples", "domain",
+           "differentiable")  # fmt: skip
+FUNCTIONS = ("halo", "sizes", "dtype", "flops")  # of the call
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """Lets pass what a user may be told: a ValueError of ours with a line of this file."""
+    try:
+        yield
+    except MeshfuseError as error:
+        assert isinstance(error, ValueError), repr(error)
+        assert re.search(r"\(at test_bad_user_ops\.py:\d+\)", str(error)), str(error)
+
+
+def ran(function: Callable[..., Any], rule: str, sharded: bool = True, **options: Any) -> torch.Tensor:
+    """The op on X, on two ranks or on one."""
+    op = mf.register_op(mf.torch_op(rule, name="of_the_user", **options)(function))
+    try:
+        fd = mf.FusionDefinition()
+        x = fd.define_tensor([4, 6])
+        made = fd.ops.of_the_user(x)
+        fd.add_output(made)
+        if sharded:
+            fd.mesh_split(x, MESH, ["x", None])
+        fd.explain(), fd.bill()
+        return fd.simulate([X])[0]
+    finally:
+        mf.unregister_op(op)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_the_wrong_kind(name: str, as_function: bool) -> None:
+    """As it is, and as what a function of the call returns. What is taken changes no number."""
+    if as_function and name not in FUNCTIONS:
+        return
+    rule, function = ("a~ b -> a b", lambda x: x[1:]) if name in ("halo", "fill") else ("a b -> a b", lambda x: x)
+    fitting = {"halo": {"a": (1, 0)}} if name in ("halo", "fill") else {}
+    wanted = torch.cat([torch.zeros(1, 6), X[:-1]])[:4] if fitting else X
+    for value in BAD:
+        with refused():
+            given = functools.partial(lambda kept, call: kept, value) if as_function else value
+            found = ran(function, rule, **{**fitting, name: given})
+            if name != "fill":
+                torch.testing.assert_close(found, wanted[: len(found)], check_dtype=False)
+
+
+RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nothing": lambda x: None,
+    "a number": lambda x: 3.0,
+    "a list": lambda x: [x],
+    "two": lambda x: (x, x),
+    "another shape": lambda x: x[:1],
+    "another number of dims": lambda x: x.sum(),
+    "another dtype": lambda x: x.double(),
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", RETURNS)
+def test_a_function_that_does_not_return_what_its_rule_says(name: str, sharded: bool) -> None:
+    """Such a result would be spread over its place without a word."""
+    with pytest.raises(mf.KernelError, match="its function returned something else than its rule says") as caught:
+        ran(RETURNS[name], "a b -> a b", sharded)
+    assert f"needed float32[{2 if sharded else 4}, 6] on this rank" in str(caught.value)
+    assert "(at test_bad_user_ops.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [KeyError, ZeroDivisionError, StopIteration, AttributeError, RecursionError])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_function_that_raises_is_told_with_the_line_of_its_call(error: type[Exception], sharded: bool) -> None:
+    def raising(x: torch.Tensor) -> torch.Tensor:
+        raise error("mine")
+
+    with pytest.raises(mf.KernelError, match=rf"found {error.__name__}: .*mine.*\(at test_bad_user_ops\.py:") as caught:
+        ran(raising, "a b -> a b", sharded)
+    assert isinstance(caught.value.__cause__, error)

@@ -1,0 +1,148 @@
+"""One bad argument among good ones in the calls of `meshfuse.nvfuser_direct`; definitions that are methods."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nv
+from meshfuse.errors import MeshfuseError
+
+X = torch.arange(24.0).reshape(4, 6)
+BAD: list[Any] = [
+    None, True, -1, 9, 1.5, "", "a", b"x", [], (), [None], ["x"], {}, {0: 1}, object(), int, X, X.expand(2, 4, 6),
+    mf.ParallelType.mesh_x, mf.FusionDefinition().define_tensor([2]),
+]  # fmt: skip
+with torch.inference_mode():
+    BAD.append([torch.ones(4, 6)])
+BAD += [[torch.ones(1, 6).expand(4, 6)], [X.clone().requires_grad_()]]
+
+
+def defined() -> tuple[nv.FusionDefinition, mf.TensorView, mf.TensorView]:
+    fd = nv.FusionDefinition()
+    x = fd.define_tensor([4, 6], dtype=nv.DataType.Float)
+    y = fd.ops.relu(x)
+    fd.add_output(y)
+    return fd, x, y
+
+
+def written(fd: nv.FusionDefinition, x: mf.TensorView, y: mf.TensorView, given: Any) -> Any:
+    fd.add_output(fd.ops.exp(x), x)
+    return fd.execute(given)
+
+
+Defined = tuple[nv.FusionDefinition, mf.TensorView, mf.TensorView]
+CALLS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any]]] = {
+    "execute": (lambda fd, x, y: [[X]], lambda fd, x, y, *a: fd.execute(*a)),
+    "simulate": (lambda fd, x, y: [[X]], lambda fd, x, y, *a: fd.simulate(*a)),
+    "manual_execute": (lambda fd, x, y: [[X]], lambda fd, x, y, *a: fd.manual_execute(*a)),
+    "written arguments": (lambda fd, x, y: [[X.clone()]], written),
+    "repro_script_for": (lambda fd, x, y: [[X]], lambda fd, x, y, *a: fd.repro_script_for(*a)),
+    "validate": (lambda fd, x, y: [[X], [X]], lambda fd, x, y, *a: fd.validate(*a, rtol=1e9, atol=1e9)),
+    "add_output": (lambda fd, x, y: [y, x], lambda fd, x, y, *a: fd.add_output(*a)),
+    "add_input": (lambda fd, x, y: [x], lambda fd, x, y, *a: fd.fusion.add_input(*a)),
+    "guard": (lambda fd, x, y: [fd.fusion], lambda fd, x, y, *a: nv.FusionGuard(*a)),
+    "cache": (lambda fd, x, y: [fd.fusion], lambda fd, x, y, *a: nv.FusionExecutorCache(*a)),
+    "cache's execute": (lambda fd, x, y: [[X]], lambda fd, x, y, *a: nv.FusionExecutorCache(fd.fusion).execute(*a)),
+    "kernel": (lambda fd, x, y: [fd.fusion], lambda fd, x, y, *a: nv.KernelExecutor().compile(*a)),
+    "kernel that is not there": (lambda fd, x, y: [[X]], lambda fd, x, y, *a: nv.KernelExecutor().run(*a)),
+    "dtensors": (lambda fd, x, y: [fd, [X]], lambda fd, x, y, *a: nv.execute_with_dtensors(*a)),
+    "descriptor": (lambda fd, x, y: [[2, 3], [3, 1]], lambda fd, x, y, *a: nv.compute_tensor_descriptor(*a)),
+    "sched.split": (lambda fd, x, y: [x, 0, 2], lambda fd, x, y, *a: fd.sched.split(*a)),
+    "sched.merge": (lambda fd, x, y: [x, 0], lambda fd, x, y, *a: fd.sched.merge(*a)),
+    "sched.reorder": (lambda fd, x, y: [x, {0: 1}], lambda fd, x, y, *a: fd.sched.reorder(*a)),
+    "sched.parallelize": (
+        lambda fd, x, y: [x, 0, mf.ParallelType.block_x], lambda fd, x, y, *a: fd.sched.parallelize(*a),
+    ),
+    "sched.allocation": (lambda fd, x, y: [x], lambda fd, x, y, *a: fd.sched.set_allocation_as_loop(*a)),
+    "mesh": (lambda fd, x, y: [[0, 1]], lambda fd, x, y, *a: nv.multidevice.DeviceMesh(*a)),
+}  # fmt: skip
+CASES = [(name, place) for name, (good, _) in CALLS.items() for place in range(len(good(*defined())))]
+
+
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_a_bad_value_among_good_ones(name: str, place: int) -> None:
+    good, call = CALLS[name]
+    for value in BAD:
+        fd, x, y = defined()
+        arguments = good(fd, x, y)
+        arguments[place] = value
+        try:
+            call(fd, x, y, *arguments)
+        except MeshfuseError as error:
+            assert isinstance(error, ValueError), repr(error)
+            assert re.search(r"\(at test_nvfuser_bad_values\.py:\d+\)", str(error)), str(error)
+
+
+class Rows(nv.FusionDefinition):
+    """Rows of x over two ranks, said in methods."""
+
+    def definition(self) -> None:
+        self.x = self.define_tensor([4, 6], dtype=nv.DataType.Float)
+        self.y = self.ops.sum(self.ops.exp(self.x), [0])
+        self.add_output(self.y)
+
+    def multidevice_schedule(self) -> None:
+        self.x.set_device_mesh(nv.multidevice.DeviceMesh(torch.arange(2)))
+        self.x.outer_split(0, 2)
+        self.x.axis(0).parallelize(nv.ParallelType.mesh_x)
+
+
+ASKED: dict[str, Callable[[Rows], Any]] = {
+    "call": lambda fd: fd(X)[0],
+    "simulate": lambda fd: fd.simulate([X])[0],
+    "bill": lambda fd: fd.bill(),
+    "explain": lambda fd: fd.explain(),
+    "memory": lambda fd: fd.memory(),
+    "compile": lambda fd: fd.compile(),
+    "host_program": lambda fd: fd.host_program(1),
+    "output_shardings": lambda fd: fd.output_shardings(),
+    "backends": lambda fd: fd.backends(),
+}
+
+
+@pytest.mark.parametrize("first", ASKED)
+def test_a_definition_by_methods_is_defined_before_whatever_is_asked_first(first: str) -> None:
+    fd = Rows()
+    ASKED[first](fd)
+    torch.testing.assert_close(fd.simulate([X])[0], X.exp().sum(0))
+    assert "all-reduce" in str(fd.bill()) and len(fd.tensors) == 3
+
+
+EDITS: dict[str, Callable[[nv.FusionDefinition, mf.TensorView], Any]] = {
+    "outer_split": lambda fd, x: x.outer_split(0, 2),
+    "inner_split": lambda fd, x: x.inner_split(0, 2),
+    "merge": lambda fd, x: x.merge(0, 1),
+    "mesh_split": lambda fd, x: fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), [None, "x"]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_axis_that_is_there_no_more_is_not_bound_in_vain(edit: str) -> None:
+    """It would be sharded nowhere, without a word; `str` still works, as a debugger asks for it."""
+    fd, x, _ = defined()
+    axis = x.axis(0)
+    if edit != "mesh_split":
+        x.set_device_mesh(mf.DeviceMesh((2,), ("x",)))
+    EDITS[edit](fd, x)
+    assert repr(axis)
+    with pytest.raises(
+        mf.DefinitionError, match=r"parallelize: the axis is none of x \(t0\) any more: found .*\(at test_"
+    ):
+        axis.parallelize(mf.ParallelType.mesh_x)
+
+
+def test_an_axis_that_is_moved_is_still_the_same() -> None:
+    fd, x, _ = defined()
+    x.set_device_mesh(mf.DeviceMesh((2,), ("x",)))
+    x.outer_split(0, 2)
+    axis = x.axis(0)
+    x.reorder({0: 2})
+    axis.parallelize(mf.ParallelType.mesh_x)
+    assert fd.simulate([X])[0].equal(X) and axis.extent() == 2
+    assert str(mf.shard_tensor(X, x, 1).tolist()) == str(X[2:].tolist())
