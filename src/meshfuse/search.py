@@ -28,7 +28,7 @@ from .propagation.propagate import Propagation, propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.insert import Set, insert_resharding
 from .sharding.value import Sharding
-from .starts import Starts, elsewhere
+from .starts import Starts, elsewhere, shared
 
 VARIABLE = "MESHFUSE_SEARCH"
 # The most ops of a program that is planned several times as it is: about a second's work.
@@ -141,6 +141,9 @@ class _Search:
         before = self.cost
         for starts in elsewhere(insert_resharding(self.best)):
             self._try(_followed(self.graph, self.best, starts), thorough=False)
+        for starts in shared(self.graph, self.best.homes):
+            for late in (False, True):
+                self._try(_followed(self.graph, self.best, starts), thorough=False, late=late)
         if self.cost != before:
             self._go_on()
 
@@ -158,8 +161,8 @@ class _Search:
         inputs = set(self.graph.input_tensors)
         return {i: home for i, home in plan.homes.items() if i not in inputs}
 
-    def _try(self, asked: Mapping[int, Sharding] | None, thorough: bool) -> None:
-        self._keep(self.propagation.again(asked, thorough))
+    def _try(self, asked: Mapping[int, Sharding] | None, thorough: bool, late: bool = False) -> None:
+        self._keep(self.propagation.again(asked, thorough, late))
 
     def _keep(self, found: ShardedDefinition) -> None:
         cost = self._spent(found)

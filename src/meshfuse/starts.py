@@ -8,8 +8,9 @@ all-to-alls that bring them there are paid for like any other move.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from .graph import Graph, Node
@@ -19,12 +20,12 @@ from .resharding.insert import ReshardedDefinition, Set
 from .resharding.moves import MoveKind
 from .resharding.planner import plan
 from .sharding import layout as lay
-from .sharding.layout import Layout
+from .sharding.layout import Layout, Split
 from .sharding.value import Sharding
 
 Starts = Mapping[int, Sharding]
-# Each is a search: no more are tried.
-MOST = 6
+# Each is a search: no more are tried, and of inputs that are whole.
+MOST, MOST_SHARED = 6, 3
 
 
 class _Origin(NamedTuple):
@@ -58,6 +59,30 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
     saved = [(spent[origin] - _price(resharded, starts), starts) for (origin, _, _), starts in found.items()]
     worth = sorted([entry for entry in saved if entry[0] > EPSILON], key=lambda entry: -entry[0])
     return [starts for _, starts in worth[:MOST]]
+
+
+def shared(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
+    """The largest inputs that are whole over axes on which others lie, as if each rank took its part of a dim.
+
+    Where weights alone are split, nobody asks for that; it moves nothing.
+    """
+    read = {i for node in graph.nodes for i in node.inputs}
+    used = {split.axis for home in homes.values() for split in home.splits}
+    inputs = sorted(read.intersection(graph.input_tensors), key=lambda i: -math.prod(graph.shape(i)))
+    parts = ({i: part} for i in inputs for part in _parts(homes[i], graph.shape(i), used))
+    return list(itertools.islice(parts, MOST_SHARED))
+
+
+def _parts(home: Sharding, shape: tuple[int, ...], used: Container[str | None]) -> Iterator[Sharding]:
+    """The sharding with all used axes that it leaves free as the minor ones of a dim, for each that they divide."""
+    mesh, taken = home.mesh, {split.axis for split in home.splits}
+    free = [
+        Split(n, axis) for axis, n in zip(mesh.names, mesh.shape, strict=True) if axis in used and axis not in taken
+    ]
+    for dim, layout in enumerate(home.dims) if free else ():
+        grown = (*layout, *free)
+        if shape[dim] and shape[dim] % lay.extent(grown) == 0:
+            yield Sharding.make(mesh, [grown if d == dim else old for d, old in enumerate(home.dims)], shape)
 
 
 def _own_origins(home: Sharding) -> Iterator[_Origin]:

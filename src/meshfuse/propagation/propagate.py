@@ -78,12 +78,14 @@ class Propagation:
             found = min(found, other, key=lambda done: round(total_seconds(done), 12))
         return found
 
-    def again(self, asked: Mapping[int, Sharding] | None, thorough: bool) -> ShardedDefinition:
+    def again(self, asked: Mapping[int, Sharding] | None, thorough: bool, late: bool = False) -> ShardedDefinition:
         """A plan with `asked` in the place of what the greedy sweep makes.
 
-        Where it is `thorough`, ops try more placements (`choose.elsewhere`).
+        Where it is `thorough`, ops try more placements (`choose.elsewhere`). `late`: no choice is final before the end,
+        however long ago it was made, in small programs.
         """
-        return self._searched(_FAST._replace(thorough=thorough), self.greedily if asked is None else asked)
+        search = _LONG if late and len(self.graph.nodes) <= SMALL else _FAST
+        return self._searched(search._replace(thorough=thorough), self.greedily if asked is None else asked)
 
     @functools.cached_property
     def greedily(self) -> Mapping[int, Sharding]:
