@@ -1,8 +1,8 @@
 """The stages in their order: the page to open first.
 
 definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `merged` → `searched`
-→ `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `overlap` → `segment` → `lower_to_host_ir`
-→ executor.
+→ `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `overlap` → `segment`
+→ `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 
@@ -37,6 +37,7 @@ from .rounds import written
 from .search import Effort, searched
 from .segmentation import SegmentedDefinition, segment
 from .shifts import shifted
+from .sums import regrouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ def compile_definition(
 
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """What propagation decides: in which forms ops are written, and where each is computed."""
-    return shifted(searched(merged(distribute(graph, world), world), world, effort), world, effort)
+    found = searched(merged(distribute(graph, world), world), world, effort)
+    return shifted(regrouped(found, world, effort), world, effort)
 
 
 @contextlib.contextmanager

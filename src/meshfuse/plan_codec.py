@@ -23,10 +23,11 @@ from .resharding.moves import Move, MoveKind, Reordering, Window
 from .sharding.layout import Split
 from .sharding.value import Sharding
 from .shifts import Joined, Shifted, Term
+from .sums import Regrouped
 
 _CLASSES: tuple[type, ...] = (
-    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Placement, Reordering,
-    ScalarRef, Sharding, Shifted, Source, Split, TensorRef, Term, Window,
+    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Placement, Regrouped,
+    Reordering, ScalarRef, Sharding, Shifted, Source, Split, TensorRef, Term, Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
 _BY_NAME: dict[str, type] = {kind.__name__: kind for kind in (*_CLASSES, *_ENUMS)}

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from .graph import Graph, Kinds, Node, Tensor, numbered
+from .graph import Graph, Kinds, Node, Tensor, needed, numbered
 from .ops.base import OpDef, TensorRef, TensorType
 from .ops.binding import bind
 from .ops.registry import find
@@ -111,3 +111,12 @@ class Writer(Rewriter):
         kept = [dataclasses.replace(self.tensors[i], id=names[i]) for i in made]
         self.tensors = [*self.graph.tensors, *kept]
         self._rename(names, 0)
+
+
+def without_unread(graph: Graph) -> Graph:
+    """The graph without ops that no output follows from."""
+    nodes = needed(graph.nodes, graph.outputs)
+    numbers = {node.outputs: node.id for node in nodes}
+    kept = [(numbers.get(graph.nodes[i].outputs), layouts) for i, layouts in graph.reductions.items()]
+    reductions = {number: layouts for number, layouts in kept if number is not None}
+    return dataclasses.replace(graph, nodes=nodes, reductions=reductions)

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from .graph import Graph, Node, needed, users
+from .graph import Graph, Node, users
 from .mesh import DeviceMesh
 from .ops.base import TensorRef
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
-from .rewriting import Writer
+from .rewriting import Writer, without_unread
 from .search import Effort, searched, spent
 from .sharding.layout import axes
 from .sharding.value import Sharding
@@ -60,7 +60,7 @@ class Joined:
 
     def __call__(self, graph: Graph) -> Graph:
         found = dict(self.windows)
-        written = _without_unread(_Writer(graph, dict(self.cut), found).run(found))
+        written = without_unread(_Writer(graph, dict(self.cut), found).run(found))
         return dataclasses.replace(written, rewritings=(*graph.rewritings, self))
 
 
@@ -76,15 +76,6 @@ def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effo
     graph = Joined(tuple(found.items()), tuple(roots.items()))(sharded.graph)
     other = searched(propagate(graph, world), world, effort)
     return other if spent(other).beats(spent(sharded)) else sharded
-
-
-def _without_unread(graph: Graph) -> Graph:
-    """The graph without ops that no output follows from."""
-    nodes = needed(graph.nodes, graph.outputs)
-    numbers = {node.outputs: node.id for node in nodes}
-    kept = [(numbers.get(graph.nodes[i].outputs), layouts) for i, layouts in graph.reductions.items()]
-    reductions = {number: layouts for number, layouts in kept if number is not None}
-    return dataclasses.replace(graph, nodes=nodes, reductions=reductions)
 
 
 class _Finder:

@@ -1,0 +1,127 @@
+"""The terms of a sum in another order: those that are sums over ranks first, so that they are reduced together.
+
+Of x + A + B, where A and B are products whose terms lie on the ranks, x + A is added first as it is written, and needs
+A reduced: two all-reduces, or a plan that goes out of their way. A + B stays on the ranks, and takes one. (So the
+parallel attention and MLP of a GPT-J or PaLM layer are written by hand, where each rank adds its two products.) Sums
+of floats in another order round otherwise, so the plan is taken only where it is better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .graph import Graph, Node, users
+from .mesh import DeviceMesh
+from .ops.base import Partial, TensorRef
+from .propagation.factors import reduces
+from .propagation.propagate import propagate
+from .propagation.sharded import ShardedDefinition
+from .rewriting import Writer, without_unread
+from .search import MOST, Effort, searched, spent
+
+# The most ops between a sum over ranks and the sum that it is a term of.
+_BETWEEN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouped:
+    """The rewriting of sums, by the number of their last op, as the sums of these tensors in this order."""
+
+    sums: tuple[tuple[int, tuple[int, ...]], ...]
+    sized: ClassVar[bool] = False
+
+    def __call__(self, graph: Graph) -> Graph:
+        found = dict(self.sums)
+        written = without_unread(_Writer(graph, found).run(found))
+        return dataclasses.replace(written, rewritings=(*graph.rewritings, self))
+
+
+class _Writer(Writer):
+    """Writes sums in another order."""
+
+    def __init__(self, graph: Graph, sums: dict[int, tuple[int, ...]]):
+        super().__init__(graph)
+        self.sums = sums
+
+    def form(self, node: Node) -> Sequence[TensorRef]:
+        first, *others = map(TensorRef, self.sums[node.id])
+        for term in others:
+            first = self.call(node.call.op, first, term)
+        return [first]
+
+
+def regrouped(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+    """The definition with sums over ranks added before other terms, if that plan is better; not of long programs."""
+    graph = sharded.graph
+    if len(graph.nodes) > MOST or not graph.annotations:
+        return sharded
+    found = tuple(_Finder(graph).run())
+    if not found:
+        return sharded
+    other = searched(propagate(Regrouped(found)(graph), world), world, effort)
+    return other if spent(other).beats(spent(sharded)) else sharded
+
+
+class _Finder:
+    """Looks for sums of which some terms may be sums over ranks and others not."""
+
+    def __init__(self, graph: Graph):
+        self.graph, self.readers = graph, users(graph.nodes)
+        self.producers = {i: node for node in graph.nodes for i in node.outputs}
+        self.kept = {*graph.outputs, *graph.annotations, *graph.streams}
+
+    def run(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """The last op of each, and its terms in the better order."""
+        for node in self.graph.nodes:
+            if _adds(node) and not self._is_inner(node):
+                terms = list(self._terms(node))
+                reduced = [i for i in terms if self._may_be_unreduced(i)]
+                if 2 <= len(reduced) < len(terms) and not self._together(node, reduced):
+                    yield node.id, (*reduced, *(i for i in terms if i not in reduced))
+
+    def _is_inner(self, node: Node) -> bool:
+        """Whether what an addition makes is a term of another alone, and of no name to the user."""
+        (made,) = node.outputs
+        readers = self.readers.get(made, [])
+        if made in self.kept or len(readers) != 1:
+            return False
+        reader = self.graph.nodes[readers[0]]
+        return _adds(reader) and reader.call == node.call and reader.inputs.count(made) == 1
+
+    def _inner(self, tensor: int) -> Node | None:
+        """The addition that makes a term, where that is a part of the sum."""
+        node = self.producers.get(tensor)
+        return node if node is not None and _adds(node) and self._is_inner(node) else None
+
+    def _terms(self, node: Node) -> Iterator[int]:
+        for i in node.inputs:
+            inner = self._inner(i)
+            if inner is None:
+                yield i
+            else:
+                yield from self._terms(inner)
+
+    def _together(self, node: Node, terms: Sequence[int]) -> bool:
+        """Whether these are the terms of one of the additions already."""
+        inner = [found for i in node.inputs if (found := self._inner(i)) is not None]
+        return any(set(terms) == set(self._terms(part)) or self._together(part, terms) for part in inner)
+
+    def _may_be_unreduced(self, tensor: int) -> bool:
+        """Whether a tensor is made by an op that reduces, but for ops that pass on what is unreduced."""
+        for _ in range(_BETWEEN):
+            node = self.producers.get(tensor)
+            if node is None or reduces(node.rule):
+                return node is not None
+            if len(node.inputs) != 1 or node.call.op.partial is Partial.NONE:
+                return False
+            (tensor,) = node.inputs
+        return False
+
+
+def _adds(node: Node) -> bool:
+    """Whether it adds two tensors of its result's own type, of floats."""
+    (made, *_) = node.call.results
+    return node.name == "add" and node.call.types == (made, made) and made.dtype.category >= 2

@@ -1,0 +1,117 @@
+"""Sums of which some terms lie on the ranks unreduced: added in whatever order, these are reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import meshfuse as mf
+from meshfuse import plan_cache
+from meshfuse.graph import concretize
+from meshfuse.sums import Regrouped
+from meshfuse.testing import assert_same_as_unsharded
+
+MESH = mf.DeviceMesh((8,), ("tp",))
+T = mf.TensorView
+ROWS, WIDTH = 64, 32
+# One all-reduce of the result: 2 * 7/8 of its bytes.
+ONE = 2 * 7 / 8 * ROWS * WIDTH * 4
+
+
+def product(fd: mf.FusionDefinition) -> T:
+    """Of operands that are split where they are reduced, with little to gather: it is best left unreduced."""
+    a, b = fd.define_tensor([ROWS, 4 * WIDTH]), fd.define_tensor([4 * WIDTH, WIDTH])
+    fd.mesh_split(a, MESH, [None, "tp"])
+    fd.mesh_split(b, MESH, ["tp", None])
+    return fd.ops.matmul(a, b)
+
+
+def whole(fd: mf.FusionDefinition) -> T:
+    made = fd.define_tensor([ROWS, WIDTH])
+    fd.mesh_split(made, MESH, [None, None])
+    return made
+
+
+def defined(add: Callable[..., T]) -> mf.FusionDefinition:
+    """Two terms that are whole and two products, added so."""
+    with mf.FusionDefinition() as fd:
+        x, y, a, b = whole(fd), whole(fd), product(fd), product(fd)
+        out = add(fd, x, y, a, b)
+        fd.mesh_split(out, MESH, [None, None])
+        fd.add_output(out)
+    return fd
+
+
+def inputs(fd: mf.FusionDefinition) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(fd.tensors[i].type.shape, generator=generator) for i in fd.input_tensors()]
+
+
+ORDERS: dict[str, Callable[..., T]] = {
+    "x + a + b": lambda fd, x, y, a, b: x + a + b,
+    "a + x + b": lambda fd, x, y, a, b: a + x + b,
+    "a + b + x": lambda fd, x, y, a, b: a + b + x,
+    "a + (x + b)": lambda fd, x, y, a, b: a + (x + b),
+    "(x + a) + (y + b)": lambda fd, x, y, a, b: (x + a) + (y + b),
+    "x + (a + (y + b))": lambda fd, x, y, a, b: x + (a + (y + b)),
+    "x + a + y + b": lambda fd, x, y, a, b: x + a + y + b,
+    "x + 2a + b": lambda fd, x, y, a, b: x + a * 2.0 + b,
+    "x + a + b, turned": lambda fd, x, y, a, b: x + fd.ops.permute(fd.ops.reshape(a, [WIDTH, ROWS]), [1, 0]) + b,
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_terms_on_the_ranks_are_reduced_together(order: str) -> None:
+    fd = defined(ORDERS[order])
+    assert fd.bill().total == ONE
+    assert_same_as_unsharded(fd, inputs(fd))
+
+
+def test_a_sum_with_a_name_is_what_it_is() -> None:
+    """One that is an output, annotated, or read elsewhere is made as it is written."""
+
+    def output(fd: mf.FusionDefinition, x: T, y: T, a: T, b: T) -> T:
+        inner = x + a
+        fd.add_output(inner)
+        return inner + b
+
+    def annotated(fd: mf.FusionDefinition, x: T, y: T, a: T, b: T) -> T:
+        inner = x + a
+        fd.mesh_split(inner, MESH, ["tp", None])
+        return inner + b
+
+    def read_twice(fd: mf.FusionDefinition, x: T, y: T, a: T, b: T) -> T:
+        inner = x + a
+        return inner + b * fd.ops.tanh(inner)
+
+    def doubled(fd: mf.FusionDefinition, x: T, y: T, a: T, b: T) -> T:
+        inner = x + a + b
+        return inner + inner
+
+    for add in (output, annotated, read_twice, doubled):
+        fd = defined(add)
+        assert_same_as_unsharded(fd, inputs(fd))
+
+
+def test_sums_of_other_types_and_shapes_are_left_alone() -> None:
+    def wider(fd: mf.FusionDefinition, x: T, y: T, a: T, b: T) -> T:
+        row = fd.define_tensor([WIDTH])
+        return x + a + row + b
+
+    def double(fd: mf.FusionDefinition, x: T, y: T, a: T, b: T) -> T:
+        return fd.ops.cast(fd.ops.cast(x + a, mf.DataType.Double) + b, mf.DataType.Float)
+
+    for add in (wider, double):
+        fd = defined(add)
+        assert_same_as_unsharded(fd, inputs(fd))
+
+
+def test_a_plan_with_another_order_is_stored_and_made_again() -> None:
+    fd = defined(ORDERS["(x + a) + (y + b)"])
+    shapes = {i: fd.tensors[i].type.shape for i in fd.input_tensors()}
+    plan = fd.compile().planned
+    assert [type(rewriting) for rewriting in plan.graph.rewritings] == [Regrouped]
+    again = plan_cache.unpacked(plan_cache.packed(plan), concretize(fd, shapes, {}))
+    assert str(again) == str(plan)
