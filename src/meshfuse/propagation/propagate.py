@@ -25,6 +25,8 @@ from .wishes import wishes
 _FAST = Search(24, 32)
 # Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
 _LONG = Search(32, 1 << 30)
+# What pays in the backward only is far behind for most of the forward.
+_LATE = Search(64, 1 << 30)
 SMALL = 256
 
 
@@ -84,7 +86,7 @@ class Propagation:
         Where it is `thorough`, ops try more placements (`choose.elsewhere`). `late`: no choice is final before the end,
         however long ago it was made, in small programs.
         """
-        search = _LONG if late and len(self.graph.nodes) <= SMALL else _FAST
+        search = _LATE if late and len(self.graph.nodes) <= SMALL else _FAST
         return self._searched(search._replace(thorough=thorough), self.greedily if asked is None else asked)
 
     @functools.cached_property
