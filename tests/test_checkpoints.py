@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -332,3 +333,13 @@ def test_the_index_says_what_there_is(tmp_path):
     assert body["tensors"] == {"t": ["float32", [3, 0]]} and body["values"] == {"s": 1.5}
     assert folder.read_index(tmp_path).tensors == {"t": ("float32", (3, 0))}
     assert mf.load(tmp_path)["t"].shape == (3, 0)
+
+
+@pytest.mark.parametrize("other", [0, 2, None, "1"])
+def test_a_checkpoint_of_another_format_is_refused(tmp_path, other):
+    mf.save(tmp_path, {"t": torch.ones(3)})
+    folder.commit(tmp_path, dataclasses.replace(folder.read_index(tmp_path), format=other))
+    with pytest.raises(
+        CheckpointError, match=f"checkpoint.json is of another format: found {other}, needed 1. Load it"
+    ):
+        mf.load(tmp_path)

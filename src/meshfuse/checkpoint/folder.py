@@ -45,7 +45,7 @@ def new_name(path: Path) -> str:
 
 
 def read_index(path: Path) -> Index:
-    """The checkpoint in a folder. CheckpointError where there is none that is whole."""
+    """The checkpoint in a folder. CheckpointError where there is none that is whole, or it is of another format."""
     try:
         text = (path / _INDEX).read_text(errors="replace")
     except OSError as error:
@@ -54,6 +54,16 @@ def read_index(path: Path) -> Index:
             "Pass the folder that meshfuse.save was given; a save that did not finish leaves none.",
             cls=CheckpointError,
         ) from None  # fmt: skip
+    found = _parsed(path / _INDEX, text)
+    if found.format != FORMAT:
+        raise user_error(
+            f"{path / _INDEX} is of another format", str(found.format), str(FORMAT),
+            "Load it with the meshfuse that saved it, and save it with this one.", cls=CheckpointError,
+        )  # fmt: skip
+    return found
+
+
+def _parsed(file: Path, text: str) -> Index:
     try:
         digest, _, body = text.partition("\n")
         if digest != _digest(body):
@@ -64,8 +74,8 @@ def read_index(path: Path) -> Index:
         return Index(found["data"], tensors, found["values"], files, found["format"])
     except (ValueError, KeyError, TypeError) as error:
         raise user_error(
-            f"{path / _INDEX} is damaged", str(error), "the text that meshfuse.save wrote",
-            "Load another checkpoint.", cls=CheckpointError,
+            f"{file} is damaged", str(error), "the text that meshfuse.save wrote", "Load another checkpoint.",
+            cls=CheckpointError,
         ) from None  # fmt: skip
 
 
