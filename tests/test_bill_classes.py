@@ -8,64 +8,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
-import pytest
-
-import meshfuse as mf
-from meshfuse.testing import assert_same_as_unsharded
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "bills"))
-
-import counting
 import layers
 import programs
-from layers import FULL, SMALL, Sizes, Tensor, floats, integers
+import pytest
+from layers import Sizes, Tensor, floats, integers
 from programs import DP2_TP4, DP8, TP8, X4_Y2, Fd, gradients, megatron_mlp, on_dim0, outputs, split
 
+import meshfuse as mf
+from bill_known import Classes, by_hand
+
+CLASSES = Classes()
+known = CLASSES.known
 SP8 = mf.DeviceMesh((8,), ("sp",))
 DP2_FS4 = mf.DeviceMesh((2, 4), ("dp", "fs"))
 DP2_EP4 = mf.DeviceMesh((2, 4), ("dp", "ep"))
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A program, and its MB per rank as XLA and a person would have it."""
-
-    build: Callable[[Fd, Sizes], None]
-    xla: float
-    hand: float
-
-
-KNOWN: dict[str, Known] = {}
-
-
-def known(xla: float, hand: float) -> Callable[[Callable[[Fd, Sizes], None]], None]:
-    def register(build: Callable[[Fd, Sizes], None]) -> None:
-        KNOWN[build.__name__] = Known(build, xla, hand)
-
-    return register
-
-
-def defined(name: str, sizes: Sizes) -> mf.FusionDefinition:
-    with mf.FusionDefinition() as fd:
-        KNOWN[name].build(fd, sizes)
-    return fd
-
-
 # attention and sequences ------------------------------------------------------------------------------------------
-
-
-def by_hand(fd: Fd, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of [B, H, S, K] in products and a softmax."""
-    ops, length = fd.ops, q.type.shape[2]
-    rows = ops.broadcast(ops.iota(length), [False, True])
-    columns = ops.broadcast(ops.iota(length), [True, False])
-    scores = ops.where(ops.ge(rows, columns), ops.matmul(q, ops.permute(k, [0, 1, 3, 2])) * 0.125, -1e30)
-    return ops.matmul(ops.softmax(scores, -1), v)
 
 
 def heads(fd: Fd, s: Sizes) -> list[Tensor]:
@@ -422,93 +383,11 @@ def weights_stored_otherwise_than_they_are_used(fd: Fd, s: Sizes) -> None:
     split(fd, DP2_TP4, (x, [None, both, None]), (w1, ["tp", None]), (w2, [None, both]))  # type: ignore[list-item]
 
 
-# weights split, rows whole ----------------------------------------------------------------------------------------
-
-
-def projected(fd: Fd, s: Sizes, rows: Tensor, heads: int) -> Tensor:
-    """[B, S, heads * K] as [B, heads, S, K]."""
-    batch, length, _ = rows.type.shape
-    return fd.ops.permute(fd.ops.reshape(rows, [batch, length, heads, s.head]), [0, 2, 1, 3])
-
-
-def back(fd: Fd, s: Sizes, mixed: Tensor) -> Tensor:
-    batch, length = mixed.type.shape[0], mixed.type.shape[2]
-    return fd.ops.reshape(fd.ops.permute(mixed, [0, 2, 1, 3]), [batch, length, s.width])
-
-
-def trained(fd: Fd, y: Tensor, x: Tensor, columns: Sequence[Tensor], lines: Sequence[Tensor]) -> None:
-    """The gradients by x and the weights, laid as they are: weights split by their columns or their lines."""
-    made = gradients(fd, y, [x, *columns, *lines])
-    split(fd, TP8, (x, [None, None, None]), (made[0], [None, None, None]))
-    count = len(columns)
-    for weights in (columns, made[1 : count + 1]):
-        split(fd, TP8, *((w, [None, "tp"]) for w in weights))
-    for weights in (lines, made[count + 1 :]):
-        split(fd, TP8, *((w, ["tp", None]) for w in weights))
-
-
-def attention_and_its_gradients(fd: Fd, s: Sizes, batch: int) -> None:
-    x, *qkv, out = floats(fd, batch, s.length, s.width), *(floats(fd, s.width, s.width) for _ in range(4))
-    mixed = by_hand(fd, *(projected(fd, s, fd.ops.matmul(x, w), s.heads) for w in qkv))
-    trained(fd, fd.ops.matmul(back(fd, s, mixed), out), x, qkv, [out])
-
-
-@known(117.44, 44.04)
-def attention_with_weights_split_backward(fd: Fd, s: Sizes) -> None:
-    """All on the batch: AG of each weight, RS of its gradient, AG of x's."""
-    attention_and_its_gradients(fd, s, s.batch)
-
-
-@known(469.77, 88.09)
-def attention_of_many_rows_with_weights_split_backward(fd: Fd, s: Sizes) -> None:
-    """As above: weights are gathered before the first product, though that pays in the backward only."""
-    attention_and_its_gradients(fd, s, 4 * s.batch)
-
-
-@known(75.89, 33.04)
-def grouped_heads_in_one_product_backward(fd: Fd, s: Sizes) -> None:
-    """4 heads of k and of v for those of q, all of one product: on the batch, as above."""
-    groups, kept = 4, s.heads // 4
-    x, w, out = (
-        floats(fd, s.batch, s.length, s.width),
-        floats(fd, s.width, s.width * 3 // 2),
-        floats(fd, s.width, s.width),
-    )
-    rows, each = fd.ops.matmul(x, w), s.width // 4
-    parts = [(0, s.width), (s.width, s.width + each), (s.width + each, s.width + 2 * each)]
-    q, k, v = (fd.ops.slice(rows, [0, 0, a], [s.batch, s.length, z]) for a, z in parts)
-    shared = [s.batch, groups, kept, s.length, s.head]
-    k, v = (
-        fd.ops.reshape(
-            fd.ops.expand(fd.ops.broadcast(projected(fd, s, t, groups), [False, False, True, False, False]), shared),
-            [s.batch, s.heads, s.length, s.head],
-        )
-        for t in (k, v)
-    )
-    mixed = by_hand(fd, projected(fd, s, q, s.heads), k, v)
-    trained(fd, fd.ops.matmul(back(fd, s, mixed), out), x, [w], [out])
-
-
-@known(176.16, 58.73)
-def attention_beside_the_mlp_backward(fd: Fd, s: Sizes) -> None:
-    """x + attention(x) + mlp(x), as in GPT-J and PaLM: 1 AR of the two products' sum, 1 of x's gradient."""
-    x, *qkv, out = floats(fd, s.batch, s.length, s.width), *(floats(fd, s.width, s.width) for _ in range(4))
-    w1, w2 = floats(fd, s.width, s.hidden), floats(fd, s.hidden, s.width)
-    mixed = by_hand(fd, *(projected(fd, s, fd.ops.matmul(x, w), s.heads) for w in qkv))
-    y = x + fd.ops.matmul(back(fd, s, mixed), out) + layers.mlp(fd, x, w1, w2)
-    trained(fd, y, x, [*qkv, w1], [out, w2])
-
-
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", CLASSES)
 def test_no_more_than_xla_and_a_plan_by_hand(name: str) -> None:
-    found = defined(name, FULL).bill().total / 1e6
-    # An index of 64 bits is twice that of the figures: 15 KB of 4096 of them.
-    assert found <= max(min(KNOWN[name].xla, KNOWN[name].hand) + 0.015, KNOWN[name].hand * 1.002)
+    CLASSES[name].check_bytes()
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", CLASSES)
 def test_the_plan_is_right_and_sends_what_it_says(name: str) -> None:
-    fd = defined(name, SMALL)
-    inputs = counting.random_inputs(fd)
-    assert_same_as_unsharded(fd, inputs)
-    assert counting.executed_bytes(fd, inputs) == fd.bill().total
+    CLASSES[name].check_run()

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import counting
 import pytest
 import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
 from meshfuse.host_ir.instructions import Collective, Instruction, Launch, Wait
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "bills"))
-
-import counting
 
 DOUBLE = mf.DataType.Double
 BATCH, HEADS, SHARED, ROWS, WIDTH = 2, 4, 2, 48, 8

@@ -174,7 +174,7 @@ def test_a_merged_plan_comes_back_from_the_disk(monkeypatch):
     mesh, shape = mf.DeviceMesh((4,), ("tp",), links=TP), (16, 64)
     kept = []
 
-    def read_back(graph, world, plan):
+    def read_back(graph, world, plan, _how):
         kept.append(plan())
         return plan_cache.unpacked(plan_cache.packed(kept[-1]), graph)
 

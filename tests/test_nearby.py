@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
+from layers import SMALL, Sizes
 
 import meshfuse as mf
 from interpreter import has_reference, interpret
 from meshfuse import nearby
 from meshfuse.compiler import CompiledProgram, compile_definition
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "bills"))
-import programs
-from layers import SMALL, Sizes
 
 WORLD = mf.DeviceMesh([0])
 GRID = mf.DeviceMesh((2, 2), ("dp", "tp"))

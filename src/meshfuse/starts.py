@@ -64,8 +64,11 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
 def shared(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
     """The largest inputs that are whole over axes on which others lie, as if each rank took its part of a dim.
 
-    Where weights alone are split, nobody asks for that; it moves nothing.
+    Where weights alone are split, nobody asks for that; it moves nothing. Not where the user asks for rounds: what they
+    cost is not counted, and ranks are to keep to their own rows, whatever that costs elsewhere.
     """
+    if any(node.call.op.rounds for node in graph.nodes):
+        return []
     read = {i for node in graph.nodes for i in node.inputs}
     used = {split.axis for home in homes.values() for split in home.splits}
     inputs = sorted(read.intersection(graph.input_tensors), key=lambda i: -math.prod(graph.shape(i)))

@@ -1,0 +1,59 @@
+"""What is known of classes of programs: XLA's bytes and a person's, and the tests that hold ours to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import counting
+from layers import FULL, SMALL, Sizes, Tensor
+from programs import Fd
+
+import meshfuse as mf
+from meshfuse.testing import assert_same_as_unsharded
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A program, and its MB per rank as XLA and a person would have it."""
+
+    build: Callable[[Fd, Sizes], None]
+    xla: float
+    hand: float
+
+    def defined(self, sizes: Sizes) -> mf.FusionDefinition:
+        with mf.FusionDefinition() as fd:
+            self.build(fd, sizes)
+        return fd
+
+    def check_bytes(self) -> None:
+        """No more than the better of the two."""
+        found = self.defined(FULL).bill().total / 1e6
+        # An index of 64 bits is twice that of the figures: 15 KB of 4096 of them.
+        assert found <= max(min(self.xla, self.hand) + 0.015, self.hand * 1.002)
+
+    def check_run(self) -> None:
+        """Right numbers, and as many bytes sent as the bill says."""
+        fd = self.defined(SMALL)
+        inputs = counting.random_inputs(fd)
+        assert_same_as_unsharded(fd, inputs)
+        assert counting.executed_bytes(fd, inputs) == fd.bill().total
+
+
+class Classes(dict[str, Known]):
+    """Programs by name."""
+
+    def known(self, xla: float, hand: float) -> Callable[[Callable[[Fd, Sizes], None]], None]:
+        def register(build: Callable[[Fd, Sizes], None]) -> None:
+            self[build.__name__] = Known(build, xla, hand)
+
+        return register
+
+
+def by_hand(fd: Fd, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of [B, H, S, K] in products and a softmax."""
+    ops, length = fd.ops, q.type.shape[2]
+    rows = ops.broadcast(ops.iota(length), [False, True])
+    columns = ops.broadcast(ops.iota(length), [True, False])
+    scores = ops.where(ops.ge(rows, columns), ops.matmul(q, ops.permute(k, [0, 1, 3, 2])) * 0.125, -1e30)
+    return ops.matmul(ops.softmax(scores, -1), v)

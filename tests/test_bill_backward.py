@@ -1,0 +1,99 @@
+"""Classes of backward programs in which weights alone are split; figures as in test_bill_classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import layers
+import pytest
+from layers import Sizes, Tensor, floats
+from programs import TP8, Fd, gradients, split
+
+from bill_known import Classes, by_hand
+
+CLASSES = Classes()
+known = CLASSES.known
+
+
+def projected(fd: Fd, s: Sizes, rows: Tensor, heads: int) -> Tensor:
+    """[B, S, heads * K] as [B, heads, S, K]."""
+    batch, length, _ = rows.type.shape
+    return fd.ops.permute(fd.ops.reshape(rows, [batch, length, heads, s.head]), [0, 2, 1, 3])
+
+
+def back(fd: Fd, s: Sizes, mixed: Tensor) -> Tensor:
+    batch, length = mixed.type.shape[0], mixed.type.shape[2]
+    return fd.ops.reshape(fd.ops.permute(mixed, [0, 2, 1, 3]), [batch, length, s.width])
+
+
+def trained(fd: Fd, y: Tensor, x: Tensor, columns: Sequence[Tensor], lines: Sequence[Tensor]) -> None:
+    """The gradients by x and the weights, laid as they are: weights split by their columns or their lines."""
+    made = gradients(fd, y, [x, *columns, *lines])
+    split(fd, TP8, (x, [None, None, None]), (made[0], [None, None, None]))
+    count = len(columns)
+    for weights in (columns, made[1 : count + 1]):
+        split(fd, TP8, *((w, [None, "tp"]) for w in weights))
+    for weights in (lines, made[count + 1 :]):
+        split(fd, TP8, *((w, ["tp", None]) for w in weights))
+
+
+def attention_and_its_gradients(fd: Fd, s: Sizes, batch: int) -> None:
+    x, *qkv, out = floats(fd, batch, s.length, s.width), *(floats(fd, s.width, s.width) for _ in range(4))
+    mixed = by_hand(fd, *(projected(fd, s, fd.ops.matmul(x, w), s.heads) for w in qkv))
+    trained(fd, fd.ops.matmul(back(fd, s, mixed), out), x, qkv, [out])
+
+
+@known(117.44, 44.04)
+def attention_with_weights_split_backward(fd: Fd, s: Sizes) -> None:
+    """All on the batch: AG of each weight, RS of its gradient, AG of x's."""
+    attention_and_its_gradients(fd, s, s.batch)
+
+
+@known(469.77, 88.09)
+def attention_of_many_rows_with_weights_split_backward(fd: Fd, s: Sizes) -> None:
+    """As above: weights are gathered before the first product, though that pays in the backward only."""
+    attention_and_its_gradients(fd, s, 4 * s.batch)
+
+
+@known(75.89, 33.04)
+def grouped_heads_in_one_product_backward(fd: Fd, s: Sizes) -> None:
+    """4 heads of k and of v for those of q, all of one product: on the batch, as above."""
+    groups, kept = 4, s.heads // 4
+    x, w, out = (
+        floats(fd, s.batch, s.length, s.width),
+        floats(fd, s.width, s.width * 3 // 2),
+        floats(fd, s.width, s.width),
+    )
+    rows, each = fd.ops.matmul(x, w), s.width // 4
+    parts = [(0, s.width), (s.width, s.width + each), (s.width + each, s.width + 2 * each)]
+    q, k, v = (fd.ops.slice(rows, [0, 0, a], [s.batch, s.length, z]) for a, z in parts)
+    shared = [s.batch, groups, kept, s.length, s.head]
+    k, v = (
+        fd.ops.reshape(
+            fd.ops.expand(fd.ops.broadcast(projected(fd, s, t, groups), [False, False, True, False, False]), shared),
+            [s.batch, s.heads, s.length, s.head],
+        )
+        for t in (k, v)
+    )
+    mixed = by_hand(fd, projected(fd, s, q, s.heads), k, v)
+    trained(fd, fd.ops.matmul(back(fd, s, mixed), out), x, [w], [out])
+
+
+@known(176.16, 58.73)
+def attention_beside_the_mlp_backward(fd: Fd, s: Sizes) -> None:
+    """x + attention(x) + mlp(x), as in GPT-J and PaLM: 1 AR of the two products' sum, 1 of x's gradient."""
+    x, *qkv, out = floats(fd, s.batch, s.length, s.width), *(floats(fd, s.width, s.width) for _ in range(4))
+    w1, w2 = floats(fd, s.width, s.hidden), floats(fd, s.hidden, s.width)
+    mixed = by_hand(fd, *(projected(fd, s, fd.ops.matmul(x, w), s.heads) for w in qkv))
+    y = x + fd.ops.matmul(back(fd, s, mixed), out) + layers.mlp(fd, x, w1, w2)
+    trained(fd, y, x, [*qkv, w1], [out, w2])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_no_more_than_xla_and_a_plan_by_hand(name: str) -> None:
+    CLASSES[name].check_bytes()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_plan_is_right_and_sends_what_it_says(name: str) -> None:
+    CLASSES[name].check_run()
