@@ -44,7 +44,7 @@ from .report.memory import Memory, memory_of, watch_memory
 from .report.reprint import definition_source
 from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
 from .runtime.world import World
-from .search import effort
+from .search import effort_of
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
 
@@ -83,17 +83,12 @@ class FusionDefinition(DefinitionBuilder):
     ) -> None:  # fmt: skip
         super().__init__()
         if as_int(seed) is None:
-            raise user_error(
-                "FusionDefinition: seed",
-                repr(seed),
-                "an int",
-                "Pass the seed of its random numbers.",
-                caller_line(),
-            )
+            needed, do = "an int", "Pass the seed of its random numbers."
+            raise user_error("FusionDefinition: seed", repr(seed), needed, do, caller_line())
         self.seed = seed
         self.max_wire = bound(MAX_WIRE, max_wire, caller_line())
         self.max_memory = bound(MAX_MEMORY, max_memory, caller_line())
-        self.effort = effort(search, caller_line())
+        self.effort = effort_of(search, caller_line())
         self._constants: set[int] = set()
         self._steps: dict[str, int] = {}
         self._compiled: dict[Any, CompiledProgram] = {}

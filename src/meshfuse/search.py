@@ -85,7 +85,7 @@ class Effort(Enum):
         return self is Effort.THOROUGH or (self is Effort.AUTO and axes <= 1)
 
 
-def effort(given: Any, line: SourceLine | None) -> Effort:
+def effort_of(given: Any, line: SourceLine | None) -> Effort:
     """The effort of this name, else of MESHFUSE_SEARCH, else "auto". DefinitionError for another."""
     name = os.environ.get(VARIABLE) or "auto" if given is None else given
     try:
