@@ -172,6 +172,29 @@ def test_programs_that_repeat_nothing_or_are_short_are_planned_whole() -> None:
     assert folded(graph_of(stacked(odd, TP, [None, None]))) is None
 
 
+def shared(size: int) -> mf.FusionDefinition:
+    """Layers that add the same tensor of so many rows to what they make."""
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([ROWS, WIDTH]), fd.define_tensor([size, WIDTH])
+        fd.mesh_split(x, GRID, ["dp", None])
+        fd.mesh_split(w, GRID, [None, "tp"])
+        weights: list[T] = []
+        for _ in range(60):
+            v = weight(fd, [WIDTH, WIDTH], GRID, [None, "tp"], weights)
+            x = fd.ops.tanh(fd.ops.matmul(x, v)) + x + fd.ops.sum(w, [0])
+        fd.add_output(x)
+        for made in fd.grad(x, weights):
+            fd.add_output(made)
+    return fd
+
+
+def test_layers_that_share_a_large_tensor_are_planned_together() -> None:
+    """Whether it pays to bring it where it is read depends on how many layers read it."""
+    assert folded(graph_of(shared(4 * WIDTH))) is None
+    assert folded(graph_of(shared(1))) is not None
+    check(shared(4 * WIDTH))
+
+
 # no dearer per layer -----------------------------------------------------------------------------------------------
 
 LARGE = (4096, 1024)

@@ -25,6 +25,8 @@ LONG = 400
 KEPT = 3
 # What repeats is found by so many ops in a row.
 _ROW = 24
+# A tensor that all layers read is small where one of their own is so many times as large.
+_SMALL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,27 @@ def folded(graph: Graph) -> Folded | None:
     producers = {out: node.id for node in graph.nodes for out in node.outputs}
     cuts = list(_cuts(graph, producers))
     out = {op: cut for cut in cuts for op in range(cut.start, cut.end)}
-    return _without(graph, producers, out, cuts) if len(out) * KEPT >= len(graph.nodes) else None
+    if len(out) * KEPT < len(graph.nodes) or _shares_much(graph, producers, cuts):
+        return None
+    return _without(graph, producers, out, cuts)
+
+
+def _shares_much(graph: Graph, producers: Mapping[int, int], cuts: Sequence[_Cut]) -> bool:
+    """Whether layers left out read one large tensor from outside, such as weights that they share: to bring it where it
+    is read is worth more for many of them than for few.
+    """
+    inside = {op for cut in cuts for op in range(cut.stretch.start, cut.stretch.end)}
+    largest, shared = 0, 0
+    for cut in cuts:
+        first: dict[int, int] = {}  # by tensor the layer that reads it first
+        for op in range(cut.start, cut.end):
+            node, layer = graph.nodes[op], (op - cut.start) // cut.stretch.period
+            largest = max(largest, *(t.nbytes for t in (*node.call.types, *node.call.results)))
+            outside = [i for i in node.inputs if producers.get(i, -1) not in inside]
+            shared = max(
+                [shared, *(graph.tensors[i].type.nbytes for i in outside if first.setdefault(i, layer) != layer)]
+            )
+    return shared * _SMALL > largest
 
 
 # what repeats ------------------------------------------------------------------------------------------------------
