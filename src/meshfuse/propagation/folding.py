@@ -114,20 +114,20 @@ def folded(graph: Graph) -> Folded | None:
 
 
 def _shares_much(graph: Graph, producers: Mapping[int, int], cuts: Sequence[_Cut]) -> bool:
-    """Whether layers left out read one large tensor from outside, such as weights that they share: to bring it where it
-    is read is worth more for many of them than for few.
+    """Whether layers read one large tensor from outside, such as weights that they share: to bring it where it is read
+    is worth more for many of them than for few.
     """
-    inside = {op for cut in cuts for op in range(cut.stretch.start, cut.stretch.end)}
     largest, shared = 0, 0
     for cut in cuts:
-        first: dict[int, int] = {}  # by tensor the layer that reads it first
-        for op in range(cut.start, cut.end):
-            node, layer = graph.nodes[op], (op - cut.start) // cut.stretch.period
+        middle = cut.start + cut.stretch.period
+        read = {i for node in graph.nodes[cut.start : middle] for i in node.inputs}
+        for node in graph.nodes[middle : middle + cut.stretch.period]:  # the next layer
             largest = max(largest, *(t.nbytes for t in (*node.call.types, *node.call.results)))
-            outside = [i for i in node.inputs if producers.get(i, -1) not in inside]
-            shared = max(
-                [shared, *(graph.tensors[i].type.nbytes for i in outside if first.setdefault(i, layer) != layer)]
-            )
+            both = read.intersection(node.inputs)
+            outside = [
+                i for i in both if not any(c.stretch.start <= producers.get(i, -1) < c.stretch.end for c in cuts)
+            ]
+            shared = max([shared, *(graph.tensors[i].type.nbytes for i in outside)])
     return shared * _SMALL > largest
 
 
@@ -137,12 +137,13 @@ def _shares_much(graph: Graph, producers: Mapping[int, int], cuts: Sequence[_Cut
 def _kinds(graph: Graph) -> list[int]:
     """A number for each op, equal where the same is done with tensors of which the same is said."""
     inputs, outputs, said = set(graph.input_tensors), set(graph.outputs), graph.annotations
+    told = {i: (said.get(i), i in inputs, i in outputs) for i in {*inputs, *outputs, *said}}
     numbers: dict[Any, int] = {}
     kinds = []
     for node in graph.nodes:
         places = tuple(map(node.inputs.index, node.inputs)) if len(node.inputs) > 1 else ()
-        told = tuple([(said.get(i), i in inputs, i in outputs) for i in (*node.inputs, *node.outputs)])
-        key = (id(node.call), id(node.rule), places, told, graph.reductions.get(node.id))
+        facts = tuple(map(told.get, (*node.inputs, *node.outputs)))
+        key = (id(node.call), id(node.rule), places, facts, graph.reductions.get(node.id))
         kinds.append(numbers.setdefault(key, len(numbers)))
     return kinds
 
