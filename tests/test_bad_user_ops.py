@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 
 import meshfuse as mf
 from meshfuse import DataType
-from meshfuse.errors import MeshfuseError
+from refusing import refused_in
 
 MESH = mf.DeviceMesh((2,), ("x",))
 X = torch.arange(24.0).reshape(4, 6)
@@ -27,14 +25,7 @@ OPTIONS = ("blocked", "reduce", "halo", "fill", "sizes", "dtype", "partial", "fl
 FUNCTIONS = ("halo", "sizes", "dtype", "flops")  # of the call
 
 
-@contextlib.contextmanager
-def refused() -> Iterator[None]:
-    """Lets pass what a user may be told: a ValueError of ours with a line of this file."""
-    try:
-        yield
-    except MeshfuseError as error:
-        assert isinstance(error, ValueError), repr(error)
-        assert re.search(r"\(at test_bad_user_ops\.py:\d+\)", str(error)), str(error)
+refused = functools.partial(refused_in, __file__)
 
 
 def ran(function: Callable[..., Any], rule: str, sharded: bool = True, **options: Any) -> torch.Tensor:

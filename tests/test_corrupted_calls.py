@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import re
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +13,10 @@ import torch
 import meshfuse as mf
 import op_references as references
 from meshfuse import DataType
-from meshfuse.errors import MeshfuseError
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Sample, TensorType
 from meshfuse.testing.calls import fill
+from refusing import refused_in
 
 
 class Number(enum.IntEnum):
@@ -79,14 +78,7 @@ def tensors_of(fd: mf.FusionDefinition, sample: Sample) -> list[torch.Tensor] | 
     return [fill(t, sample.values.get(i), None, made) for i, t in enumerate(types)]
 
 
-@contextlib.contextmanager
-def refused() -> Iterator[None]:
-    """Lets pass what a user may be told: a ValueError of ours with a line of this file."""
-    try:
-        yield
-    except MeshfuseError as error:
-        assert isinstance(error, ValueError), repr(error)
-        assert re.search(r"\(at test_corrupted_calls\.py:\d+\)", str(error)), str(error)
+refused = functools.partial(refused_in, __file__)
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")

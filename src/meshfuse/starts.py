@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .graph import Graph, Node
@@ -51,8 +51,7 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
     homes, graph = resharded.sharded.homes, resharded.graph
     spent = _spent(resharded)
     found: dict[tuple[_Origin, int, int], dict[int, Sharding]] = {}
-    read = {i for node in graph.nodes for i in node.inputs}
-    for i in filter(read.__contains__, graph.input_tensors):
+    for i in _read_inputs(graph):
         for origin in _own_origins(homes[i]):
             for dim, start in _moved(homes[i], origin, graph.shape(i)) if origin in spent else ():
                 found.setdefault((origin, dim, graph.shape(i)[dim]), {})[i] = start
@@ -69,9 +68,8 @@ def shared(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
     """
     if any(node.call.op.rounds for node in graph.nodes):
         return []
-    read = {i for node in graph.nodes for i in node.inputs}
     used = {split.axis for home in homes.values() for split in home.splits}
-    inputs = sorted(read.intersection(graph.input_tensors), key=lambda i: -math.prod(graph.shape(i)))
+    inputs = sorted(_read_inputs(graph), key=lambda i: -math.prod(graph.shape(i)))
     parts = ({i: part} for i in inputs for part in _parts(homes[i], graph.shape(i), used))
     return list(itertools.islice(parts, MOST_SHARED))
 
@@ -82,10 +80,14 @@ def _parts(home: Sharding, shape: tuple[int, ...], used: Container[str | None]) 
     free = [
         Split(n, axis) for axis, n in zip(mesh.names, mesh.shape, strict=True) if axis in used and axis not in taken
     ]
-    for dim, layout in enumerate(home.dims) if free else ():
-        grown = (*layout, *free)
-        if shape[dim] and shape[dim] % lay.extent(grown) == 0:
-            yield Sharding.make(mesh, [grown if d == dim else old for d, old in enumerate(home.dims)], shape)
+    for _, part in _with_minor(home, shape, free) if free else ():
+        yield part
+
+
+def _read_inputs(graph: Graph) -> list[int]:
+    """The inputs that some op reads."""
+    read = {i for node in graph.nodes for i in node.inputs}
+    return [i for i in graph.input_tensors if i in read]
 
 
 def _own_origins(home: Sharding) -> Iterator[_Origin]:
@@ -96,10 +98,17 @@ def _own_origins(home: Sharding) -> Iterator[_Origin]:
 
 def _moved(home: Sharding, origin: _Origin, shape: tuple[int, ...]) -> Iterator[tuple[int, Sharding]]:
     """The sharding with the axes of the origin as the minor ones of another dim, for each that they divide."""
+    yield from _with_minor(home, shape, lay.axes(origin.layout), origin.dim)
+
+
+def _with_minor(
+    home: Sharding, shape: tuple[int, ...], axes: Sequence[Split], left: int | None = None
+) -> Iterator[tuple[int, Sharding]]:
+    """The sharding with these axes as the minor ones of a dim, for each that they divide; `left` is whole then."""
     for dim, layout in enumerate(home.dims):
-        grown = (*layout, *lay.axes(origin.layout))
-        if dim != origin.dim and shape[dim] and shape[dim] % lay.extent(grown) == 0:
-            dims = [grown if d == dim else () if d == origin.dim else old for d, old in enumerate(home.dims)]
+        grown = (*layout, *axes)
+        if dim != left and shape[dim] and shape[dim] % lay.extent(grown) == 0:
+            dims = [grown if d == dim else () if d == left else old for d, old in enumerate(home.dims)]
             yield dim, Sharding.make(home.mesh, dims, shape)
 
 
