@@ -27,6 +27,7 @@ from .linked import with_links
 from .merging import merged
 from .mesh import DeviceMesh
 from .nearby import PLANS
+from .parts import in_parts
 from .plan_cache import planned
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
@@ -102,7 +103,11 @@ def compile_definition(
 
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """What propagation decides: in which forms ops are written, and where each is computed."""
-    found = searched(merged(distribute(graph, world), world), world, effort)
+
+    def plan(graph: Graph) -> ShardedDefinition:
+        return searched(merged(distribute(graph, world), world), world, effort)
+
+    found = in_parts(plan(graph), graph, plan)
     return shifted(regrouped(found, world, effort), world, effort)
 
 

@@ -16,6 +16,7 @@ from .dtypes import DataType
 from .merging import Merged, Moments
 from .mesh import DeviceMesh
 from .ops.base import ScalarRef, TensorRef
+from .parts import Parted
 from .propagation.choose import Source
 from .propagation.factors import Carry, Placement
 from .propagation.sharded import Choice
@@ -26,7 +27,7 @@ from .shifts import Joined, Shifted, Term
 from .sums import Regrouped
 
 _CLASSES: tuple[type, ...] = (
-    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Placement, Regrouped,
+    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Placement, Regrouped,
     Reordering, ScalarRef, Sharding, Shifted, Source, Split, TensorRef, Term, Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
