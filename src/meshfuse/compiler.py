@@ -1,7 +1,7 @@
 """The stages in their order: the page to open first.
 
 definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `merged` → `searched`
-→ `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `overlap` → `segment`
+→ `in_parts` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `overlap` → `segment`
 → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """

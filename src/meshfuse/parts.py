@@ -58,19 +58,26 @@ def in_parts(found: ShardedDefinition, graph: Graph, plan: Callable[[Graph], Sha
     """
     if len(graph.nodes) > MOST:
         return found
-    cats = tuple(node.id for node in graph.nodes if node.name == "cat" and _lies_over_ranks(found, graph, node))
+    cats = tuple(_over_ranks(found, graph))
     if not cats or not _Writer(graph, cats).pays():
         return found
     other = plan(Parted(cats)(graph))
     return other if spent(other).beats(spent(found)) else found
 
 
-def _lies_over_ranks(found: ShardedDefinition, graph: Graph, cat: Node) -> bool:
-    """Whether the dim is split, of an operand or of the result; not where the user says how something between lies."""
-    (made,), dim = cat.outputs, cat.call["dim"] % cat.call.results[0].ndim
-    if made in graph.annotations and made not in graph.outputs:
-        return False
-    return any(axes(found.homes[i].dims[dim]) for i in (*cat.inputs, made))
+def _over_ranks(found: ShardedDefinition, graph: Graph) -> Iterator[int]:
+    """The `cat`s, by number, of whose dim a part or the whole is split; not what the user says the place of, between.
+
+    What a plan gathers at the first of several is in the next ones' operands, too.
+    """
+    reached = set[int]()
+    for node in graph.nodes:
+        (made, *_), dim = node.outputs, node.call["dim"] if node.name == "cat" else None
+        if dim is not None and (made not in graph.annotations or made in graph.outputs):
+            over = any(axes(found.homes[i].dims[dim]) for i in (*node.inputs, made))
+            if over or reached.intersection(node.inputs):
+                reached.add(made)
+                yield node.id
 
 
 class _Writer(Writer):
@@ -114,26 +121,22 @@ class _Writer(Writer):
         return tuple(self.type(ref).shape[parts.dim] for ref in parts.refs)
 
     def _windowed(self, node: Node) -> Sequence[TensorRef] | None:
-        """A window that lies in one of the parts, from there; one that has all of their dim, of every part."""
+        """A window without anything from outside: what it has of each part."""
         assert node.call.op.window is not None
         window, parts = node.call.op.window(node.call), self.parts[node.inputs[0]]
         if isinstance(window, BlockOrder) or window is None or not _lies_within(window[0], node):
             return None
-        (made,), (starts, _), dim, first = node.call.results, window, parts.dim, 0
-        sizes = self._sizes(parts)
-        if made.shape[dim] == sum(sizes):
-            found = tuple(
-                self._slice(ref, starts, _with(made.shape, dim, n)) for ref, n in zip(parts.refs, sizes, strict=True)
-            )
-            self.parts[node.outputs[0]] = Parts(dim, found)
-            return [self.call("cat", found, dim)]
-        for ref, size in zip(parts.refs, sizes, strict=True):
-            here = starts[dim] - first
-            if 0 <= here <= size - made.shape[dim]:
-                self._ends += 1
-                return [self._slice(ref, _with(starts, dim, here), made.shape)]
-            first += size
-        return None
+        (shape,), (made,), (starts, _), dim = [t.shape for t in node.call.results], node.outputs, window, parts.dim
+        first, found = starts[dim], list[TensorRef]()
+        for ref, size in zip(parts.refs, self._sizes(parts), strict=True):
+            low, high = max(first, 0), min(first + shape[dim], size)
+            if low < high:
+                found.append(self._slice(ref, _with(starts, dim, low), _with(shape, dim, high - low)))
+            first -= size
+        self._ends += 1
+        if len(found) > 1 and made not in self.noted:
+            self.parts[made] = Parts(dim, tuple(found))
+        return found if len(found) == 1 else [self.call("cat", tuple(found), dim)] if found else None
 
     def _slice(self, ref: TensorRef, starts: Sequence[int], shape: Sequence[int]) -> TensorRef:
         return self.call("slice", ref, tuple(starts), tuple(map(operator.add, starts, shape)))
