@@ -1,4 +1,4 @@
-"""The cheapest path of moves from one sharding to another (Dijkstra's search over layouts)."""
+"""The cheapest path of moves from one sharding to another (A* over layouts: Hart, Nilsson, Raphael 1968)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, overlap
 from .moves import Move, MoveKind
-from .prices import Price, byte_seconds, is_even, price
+from .prices import Price, byte_seconds, is_even, price, received
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ NOTHING = Plan((), 0.0, 0.0)
 ROOM = 64 << 20
 # Bytes alone decide where the least part of them that two paths may differ by weighs so many steps.
 _OUTWEIGH = 1000
+# Part of a bound on the time that is left, lest rounding make it more than the time is.
+_ROUNDING = 1e-9
 # They stand for what is left of a size without the divisors that matter.
 _PRIMES = (1009, 1013)
 
@@ -133,7 +135,10 @@ def _faster_axes(mesh: DeviceMesh) -> tuple[Split, ...]:
 
 
 class _Search:
-    """Dijkstra from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms."""
+    """A* from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms.
+
+    From a state on takes at least what brings a rank the elements that it lacks over the fastest link.
+    """
 
     def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int, room: int):
         self.src, self.dst, self.shape, self.itemsize = src, dst, shape, itemsize
@@ -142,6 +147,7 @@ class _Search:
         self.kept_partial = frozenset(self._parts(dst.partial))
         self.fast = _faster_axes(src.mesh)
         self.room = room
+        self._element = itemsize / max(link.bandwidth for link in src.mesh.links) * (1 - _ROUNDING)
 
     def _fits(self, state: Sharding) -> bool:
         return not self.room or state.max_local_numel(self.shape) <= self.room
@@ -152,11 +158,11 @@ class _Search:
         best: dict[Sharding, tuple[float, float, tuple[Move, ...]]] = {self.src: (0.0, 0.0, ())}
         done: set[Sharding] = set()
         while queue:
-            seconds, _, state = heapq.heappop(queue)
+            _, _, state = heapq.heappop(queue)
             if state in done:
                 continue
             done.add(state)
-            _, wire, path = best[state]
+            seconds, wire, path = best[state]
             if state == self.dst:
                 return Plan(path, seconds, wire)
             for move in self._moves(state):
@@ -164,8 +170,12 @@ class _Search:
                 total = seconds + added.seconds
                 if (move.dst not in best or total < best[move.dst][0] - 1e-15) and self._fits(move.dst):
                     best[move.dst] = (total, wire + added.wire, (*path, move))
-                    heapq.heappush(queue, (total, next(order), move.dst))
+                    heapq.heappush(queue, (total + self._least(move.dst), next(order), move.dst))
         return None
+
+    def _least(self, state: Sharding) -> float:
+        """Seconds that it takes at least to come from a state to the target."""
+        return received(state, self.dst, self.shape) * self._element
 
     # states ---------------------------------------------------------------------------------------------------
 
