@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from .arguments import (
+from .backends.choose import plan, requested
+from .compiler import CompiledProgram, compile_definition
+from .definition.fusion import DefinitionBuilder
+from .definition.tensor_view import TensorView
+from .errors import ArgumentError, DefinitionError, SourceLine, caller_line, located, user_error
+from .executor.arguments import (
     Inputs,
     check_count,
     check_flags,
@@ -21,11 +26,6 @@ from .arguments import (
     split_arguments,
     with_open_sizes,
 )
-from .backends.choose import plan, requested
-from .compiler import CompiledProgram, compile_definition
-from .definition.fusion import DefinitionBuilder
-from .definition.tensor_view import TensorView
-from .errors import ArgumentError, DefinitionError, SourceLine, caller_line, located, user_error
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups
 from .executor.simulate import Simulation
@@ -35,8 +35,9 @@ from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
 from .mesh import DeviceMesh, as_int
-from .nearby import nearness
 from .ops.base import TensorRef
+from .plan_store.nearby import nearness
+from .planning.search import effort_of
 from .report.backends import backends_table
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
@@ -44,7 +45,6 @@ from .report.memory import Memory, memory_of, watch_memory
 from .report.reprint import definition_source
 from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
 from .runtime.world import World
-from .search import effort_of
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
 

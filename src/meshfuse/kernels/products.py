@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from .errors import KernelError, user_error
+from ..errors import KernelError, user_error
 from .indices import Runs
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from .definition.checks import fits, plain_number
-from .definition.fusion import DefinitionBuilder, TensorDef
-from .definition.tensor_view import TensorView
-from .errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
-from .mesh import as_int
-from .ops.base import ScalarRef, TensorRef, TensorType
-from .ops.shapes import UNKNOWN
-from .sharding.layout import Layout, extent
-from .sharding.value import Sharding
+from ..definition.checks import fits, plain_number
+from ..definition.fusion import DefinitionBuilder, TensorDef
+from ..definition.tensor_view import TensorView
+from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
+from ..mesh import as_int
+from ..ops.base import ScalarRef, TensorRef, TensorType
+from ..ops.shapes import UNKNOWN
+from ..sharding.layout import Layout, extent
+from ..sharding.value import Sharding
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,36 +7,8 @@ from typing import Any
 
 import torch
 
-# Generated programs call these as K.name.
-from .adjoint_kernels import contract, embedding_bwd, take_bwd  # noqa: F401
-from .attention import (  # noqa: F401
-    attention_merge,
-    block_attention,
-    ring_attention,
-    ring_attention_bwd,
-    sdpfa_bwd,
-    sdpfa_bwd_kv,
-    sdpfa_bwd_q,
-    sdpfa_fwd,
-)
-from .block_kernels import block_merge, block_moments, block_repeat, block_scan, block_topk, block_total, over_blocks  # noqa: F401
-from .grouped import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, scaled_mm  # noqa: F401
 from .indices import Runs, global_index
-from .lookup import (  # noqa: F401
-    checked,
-    checked_place,
-    embedding,
-    index_select,
-    limit_norm,
-    scatter,
-    select,
-    take,
-    take_rows,
-    triu,
-)
-from .random import normal, uniform  # noqa: F401
-from .reduction_kernels import neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like  # noqa: F401
-from .told_kernels import as_told  # noqa: F401
+from .reductions import tensor_like
 
 
 def _both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
