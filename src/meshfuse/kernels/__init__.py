@@ -13,6 +13,8 @@ from .attention import (
     sdpfa_fwd,
 )
 from .blocks import block_merge, block_moments, block_repeat, block_scan, block_topk, block_total, over_blocks
+from .indices import global_index as positions
+from .indices import grid, iota
 from .lookup import (
     checked,
     checked_place,
@@ -27,16 +29,12 @@ from .lookup import (
 )
 from .pointwise import (
     atan2,
-    combine,
     complex,
     div,
     fmod,
-    fold,
     gcd,
-    grid,
     imag,
     in_stride_order,
-    iota,
     lerp,
     logical_and,
     logical_or,
@@ -45,18 +43,25 @@ from .pointwise import (
     minimum,
     mod,
     nextafter,
-    positions,
     pow,
     real,
     remainder,
     shift_left,
     shift_right,
-    stacked_linear,
-    topk,
-    welford,
     where,
 )
-from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, scaled_mm
+from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, scaled_mm, stacked_linear
 from .random import normal, uniform
-from .reductions import neutral, reduce_max, reduce_min, reduce_prod, scan, tensor_like
+from .reductions import (
+    combine,
+    fold,
+    neutral,
+    reduce_max,
+    reduce_min,
+    reduce_prod,
+    scan,
+    tensor_like,
+    topk,
+    welford,
+)
 from .told import as_told
