@@ -215,6 +215,6 @@ def _followed(graph: Graph, plan: ShardedDefinition, starts: Starts) -> dict[int
     known = {i: starts.get(i, plan.homes[i]) for i in graph.input_tensors}
     made: dict[int, Sharding] = {}
     for node in graph.nodes:
-        for i, sharding in zip(node.outputs, followed(graph, known, node), strict=True):
+        for i, sharding in zip(node.outputs, followed(known, node), strict=True):
             known[i] = made[i] = graph.annotations.get(i) or sharding or plan.homes[i].reduced()
     return made
