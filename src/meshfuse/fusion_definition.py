@@ -12,13 +12,12 @@ from .backends.choose import plan, requested
 from .compiler import CompiledProgram, compile_definition
 from .definition.fusion import DefinitionBuilder
 from .definition.tensor_view import TensorView
-from .errors import ArgumentError, DefinitionError, SourceLine, caller_line, located, user_error
+from .errors import DefinitionError, SourceLine, caller_line, located, user_error
 from .executor.arguments import (
     Inputs,
     check_count,
     check_flags,
     check_global_shapes,
-    check_whole,
     compile_shapes,
     global_shapes,
     outline,
@@ -28,7 +27,7 @@ from .executor.arguments import (
 )
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups
-from .executor.simulate import Simulation
+from .executor.simulate import Simulation, check_equal_replicas
 from .executor.spmd import RankProgram, check_same_arguments, check_world
 from .gradients.reverse import gradients
 from .graph import shape_scalars
@@ -416,33 +415,3 @@ class FusionDefinition(DefinitionBuilder):
 
 def _listed(tensors: Any) -> Sequence[Any]:
     return tensors if isinstance(tensors, (list, tuple)) else (tensors,)
-
-
-def check_equal_replicas(name: str, shards: Mapping[int, torch.Tensor], sharding: Sharding) -> None:
-    """Raises AssertionError where two replicas of a shard differ."""
-    first: dict[tuple[int, ...], tuple[int, torch.Tensor]] = {}
-    for rank, local in shards.items():
-        held = first.setdefault(sharding.coordinates(rank), (rank, local))
-        same = torch.equal(held[1], local) or torch.allclose(held[1], local, equal_nan=True)
-        assert same, f"{name}: rank {rank} and rank {held[0]} hold different replicas"
-
-
-def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) -> torch.Tensor:
-    """The shard of a global tensor that a rank (this process' by default) holds of an annotated tensor view.
-
-    The whole tensor where `tv` has no mesh. On a rank outside the mesh one element that stands for a tensor of the
-    global shape: the rank takes no part in it, and knows the sizes that the definition leaves open. Raises
-    ArgumentError for what is no dense tensor of the view's sizes, and for what is no rank.
-    """
-    check_whole(tensor, tv, line := caller_line())
-    place = World.current().rank if rank is None else as_int(rank)
-    if place is None or place < 0:
-        raise user_error("shard_tensor: rank", repr(rank), "an int of 0 or more, or None for this process' own",
-                         "Pass a rank.", line, ArgumentError)  # fmt: skip
-    annotation = tv.fd.annotations.get(tv.id)
-    if annotation is None:
-        return tensor
-    assert annotation.mesh is not None
-    if place not in annotation.mesh:
-        return tensor.new_zeros(()).expand(tensor.shape)
-    return shard(tensor, annotation.sharding(tv.name, tuple(tensor.shape)).placement(tuple(tensor.shape)), place)
