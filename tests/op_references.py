@@ -95,6 +95,10 @@ def _scan(name: str) -> Callable[..., torch.Tensor]:
     return scan
 
 
+def _sum_after(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return _scan("cumsum")(x.flip(dim), dim, None).flip(dim)
+
+
 def _variance(x: torch.Tensor, dims: Any, correction: int, keepdim: bool) -> torch.Tensor:
     x = x.double()
     centred = x - x.mean(_dims(x, dims), keepdim=True)
@@ -388,6 +392,8 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "var_mean": lambda x, dims, *rest: (_variance(x, dims, *rest), x.mean(_dims(x, dims), keepdim=rest[1])),
     "welford": _welford,
     **{name: _scan(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},
+    "cumsum_bwd": _sum_after,
+    "block_cumsum_bwd": lambda x, dim, blocks: torch.cat([_sum_after(part, dim) for part in _blocks(x, dim, blocks)], dim),
     **{f"block_{name}": _block_scan(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},
     "block_sum": _block_total("sum", 0.0),
     "block_prod": _block_total("prod", 1.0),

@@ -242,6 +242,7 @@ BILLS: dict[str, tuple[Build, float]] = {
     "var_mean": (lambda fd, x: fd.ops.var_mean(x, [1]), 4 * RESULT),
     "welford": (lambda fd, x: fd.ops.welford(x, [1]), 4 * RESULT),
     "cumsum": (lambda fd, x: fd.ops.cumsum(x, 1), 8 * RESULT),
+    "cumsum_bwd": (lambda fd, x: fd.ops.cumsum_bwd(x, 1), 8 * RESULT),
     "cummax": (lambda fd, x: fd.ops.cummax(x, 1), 8 * RESULT),
     "max": (lambda fd, x: fd.ops.max(x, [1]), 2 * RESULT),
     "min": (lambda fd, x: fd.ops.min(x, [1]), 2 * RESULT),

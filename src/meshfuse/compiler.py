@@ -1,7 +1,7 @@
 """The stages in their order: the page to open first.
 
 definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `merged` → `searched`
-→ `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `overlap` → `segment`
+→ `in_parts` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `overlap` → `segment`
 → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
@@ -33,6 +33,7 @@ from .rewriting.apart import taken_apart
 from .rewriting.distribution import distribute
 from .rewriting.linked import with_links
 from .rewriting.merging import merged
+from .rewriting.parts import in_parts
 from .rewriting.rounds import written
 from .rewriting.shifts import shifted
 from .rewriting.sums import regrouped
@@ -103,7 +104,11 @@ def compile_definition(
 
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """What propagation decides: in which forms ops are written, and where each is computed."""
-    found = searched(merged(distribute(graph, world), world), world, effort)
+
+    def plan(graph: Graph) -> ShardedDefinition:
+        return searched(merged(distribute(graph, world), world), world, effort)
+
+    found = in_parts(plan(graph), graph, plan)
     return shifted(regrouped(found, world, effort), world, effort)
 
 

@@ -82,14 +82,8 @@ def _scan_dim(b: Backward) -> int:
     return b["dim"] % b["arg"].ndim
 
 
-def _backward_sum(b: Backward, terms: Tensor, dim: int) -> Tensor:
-    """The sum of every term and those after it: all, less those up to it, and the term itself."""
-    o = b.ops
-    return o.sub(o.add(o.sum(terms, [dim], True), terms), o.cumsum(terms, dim))
-
-
 def _cumsum(b: Backward) -> Tensor:
-    return _backward_sum(b, b.grad, _scan_dim(b))
+    return b.ops.cumsum_bwd(b.grad, _scan_dim(b))
 
 
 def _cumprod(b: Backward) -> Tensor:
@@ -97,10 +91,10 @@ def _cumprod(b: Backward) -> Tensor:
     o, x, dim = b.ops, b["arg"], _scan_dim(b)
     is_zero = o.eq(x, 0)
     zeros = o.cumsum(o.cast(is_zero, DataType.Int), dim)
-    before = _backward_sum(b, b.times(b.result), dim)
+    before = o.cumsum_bwd(b.times(b.result), dim)
     first = o.logical_and(is_zero, o.eq(zeros, 1))
     without = o.cumprod(o.where(first, 1.0, x), dim, b["init"])
-    at_first = o.where(first, _backward_sum(b, b.times(without), dim), 0.0)
+    at_first = o.where(first, o.cumsum_bwd(b.times(without), dim), 0.0)
     return o.where(o.eq(zeros, 0), o.truediv(before, b.conj(x)), at_first)
 
 
@@ -125,3 +119,4 @@ SCANS: dict[str, Vjp] = {
     "cummax": each(arg=_cumulative_extreme),
     "cummin": each(arg=_cumulative_extreme),
 }
+CUMSUM_BWD: Vjp = each(grad=lambda b: b.ops.cumsum(b.grad, b["dim"]))

@@ -148,7 +148,7 @@ _GRAD, _INDEX = Param("grad", K.TENSOR), Param("index", K.TENSOR)
 OPS = (
     OpDef("contract", (Param("a", K.TENSOR), Param("b", K.TENSOR), Param("dims", K.INT)),
           _contract_infer, _contract_rule, _contract_emit, Partial.EACH, _contract_flops, _contract_samples,
-          nvfuser=_contract_nvfuser, vjp=products.CONTRACT),
+          nvfuser=_contract_nvfuser, vjp=products.CONTRACT, pieced=True),
     OpDef("take_along_axis_bwd", (_GRAD, _INDEX, Param("dim", K.DIM), Param("size", K.SIZE)),
           _take_bwd_infer, _take_bwd_rule, _take_bwd_emit, Partial.FIRST, samples=_take_bwd_samples,
           nvfuser=_ADDS, vjp=indexing.INDEXING["take_along_axis_bwd"]),

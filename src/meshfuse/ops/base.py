@@ -329,6 +329,8 @@ class OpDef:
     rounds: how the op is computed where its operands are sharded otherwise than `rule` takes them, whatever it costs.
     into: a Python statement that writes the one result into an existing tensor, None where the call cannot.
     widens: of operands cast to a wider float type the lowering makes the result in that type.
+    pieced: what the one result is on the parts of a dim, put together or (where the dim is reduced) reduced, is what it
+    is on the dim; a SHAPE parameter is the result's shape.
     is_view: the result lies in the memory of the first operand, if that is dense.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
     torch. vjp: its gradients as ops of the table; None where it has no derivative. domain: the open interval that
@@ -353,6 +355,7 @@ class OpDef:
     vjp: Vjp | None = None
     into: Callable[[Emit, str], str | None] | None = None
     widens: bool = False
+    pieced: bool = False
     is_view: bool = False
     domain: tuple[float, float] | None = None
     compute: Callable[..., Any] | None = None

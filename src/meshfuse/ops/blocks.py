@@ -191,12 +191,27 @@ def distributed_scan(
     return [combined if r.type(combined).dtype is dtype else r.call("cast", combined, dtype)]
 
 
-def _shifted(r: Writing, totals: TensorRef, dim: int) -> TensorRef:
-    """Every block's predecessor; the first block's is anything."""
+def distributed_sum_after(
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+) -> Sequence[TensorRef] | None:
+    """Each block summed from its end, and the total of all blocks after it."""
+    if not blocks or call.types[0].dtype.category == 0:
+        return None
+    (x,), dtype = operands, call.results[0].dtype
+    within = r.call("block_cumsum_bwd", x, dim, blocks)
+    totals = r.call("cumsum_bwd", r.call("block_sum", x, dim, blocks), dim)
+    after = r.call("block_repeat", _shifted(r, totals, dim, after=True), dim, r.type(x).shape[dim], blocks)
+    combined = r.call("add", within, after)  # arithmetic widens half precision
+    return [combined if r.type(combined).dtype is dtype else r.call("cast", combined, dtype)]
+
+
+def _shifted(r: Writing, totals: TensorRef, dim: int, after: bool = False) -> TensorRef:
+    """Every block's predecessor or successor, 0 where there is none."""
     shape = r.type(totals).shape
     starts, ends = [0] * len(shape), list(shape)
-    ends[dim] -= 1
-    return r.call("pad", r.call("slice", totals, starts, ends), one_dim_widths(len(shape), dim, 1, 0))
+    starts[dim], ends[dim] = int(after), shape[dim] - int(not after)
+    widths = one_dim_widths(len(shape), dim, int(not after), int(after))
+    return r.call("pad", r.call("slice", totals, starts, ends), widths)
 
 
 def _is_first(r: Writing, dim: int, blocks: int, ndim: int) -> TensorRef:
@@ -243,7 +258,7 @@ OPS = (
         OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _same_type, lambda c: _block_rule(c, True, True),
               _scan_emit, samples=lambda: _samples(DataType.Float),
               nvfuser="nvFuser has no scan that begins anew at each block")
-        for name in _COMBINE
+        for name in (*_COMBINE, "cumsum_bwd")
     ),
     *(
         OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _total_infer, lambda c: _block_rule(c, True, False),

@@ -142,6 +142,7 @@ OPS = (
         _full_emit,
         samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))],
         nvfuser=local_shape("shape"),
+        pieced=True,
     ),
     OpDef(
         "iota",

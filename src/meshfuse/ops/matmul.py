@@ -168,6 +168,7 @@ OPS = (
         vjp=MATMUL,
         into=_matmul_into,
         widens=True,
+        pieced=True,
     ),
     OpDef(
         "linear",
@@ -187,5 +188,6 @@ OPS = (
         apart=_linear_apart,
         into=_linear_into,
         widens=True,
+        pieced=True,
     ),
 )

@@ -35,6 +35,13 @@ def scan(n: Native) -> Any:
     return n.plain(init=_of_category(n, "init", n.call.types[0].dtype))
 
 
+def sum_after(n: Native) -> Any:
+    """All, less what is before: nvFuser scans from the start only."""
+    (x,), ops, dim = n.operands, n.ops, n.call["dim"] % n.call.types[0].ndim
+    found = ops.sub(ops.add(ops.sum(x, [dim], True), x), ops.cumsum(x, dim))
+    return ops.cast(found, n.dtype(n.call.results[0].dtype))
+
+
 def _of_category(n: Native, name: str, dtype: DataType) -> Any:
     """A scalar argument as a Val of the category (bool, integer, floating point, complex) of a type."""
     value = n.number(name)

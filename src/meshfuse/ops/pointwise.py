@@ -241,6 +241,7 @@ def _op(
         partial,
         samples=functools.partial(_samples, table, numbers, dtype),
         nvfuser=nvfuser,
+        pieced=True,
         vjp=POINTWISE.get(name),
         domain=_DOMAINS.get(name),
     )
@@ -366,6 +367,7 @@ MOVES = (
         Partial.CAST,
         samples=lambda: [Sample((_EXAMPLE, DataType.Double)), Sample((_EXAMPLE, DataType.Int))],
         vjp=POINTWISE["cast"],
+        pieced=True,
     ),
     *(
         OpDef(
@@ -377,6 +379,7 @@ MOVES = (
             Partial.MOVE,
             samples=lambda: [Sample((_EXAMPLE,))],
             vjp=POINTWISE[name],
+            pieced=True,
             is_view=True,
         )
         for name in ("set", "segment_set")

@@ -128,6 +128,7 @@ OPS = tuple(
         samples=_samples,
         nvfuser=_nvfuser,
         vjp=REDUCTIONS[name],
+        pieced=True,
         domain=_DOMAINS.get(name),
     )
     for name in ("sum", "prod", "max", "min")

@@ -1,13 +1,13 @@
-"""Scans along a dim: cumsum, cumprod, cummax, cummin."""
+"""Scans along a dim: cumsum, cumprod, cummax, cummin, and cumsum's gradient, the sums from the end."""
 
 from __future__ import annotations
 
 from ..dtypes import DataType
 from ..errors import user_error
-from ..gradients.reductions import SCANS
+from ..gradients.reductions import CUMSUM_BWD, SCANS
 from . import native_forms
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
-from .blocks import distributed_scan
+from .blocks import distributed_scan, distributed_sum_after
 from .shapes import check_dim
 
 K = ParamKind
@@ -51,7 +51,7 @@ def _samples() -> list[Sample]:
     ]
 
 
-OPS = tuple(
+_SCANS = tuple(
     OpDef(
         name,
         (Param("arg", K.TENSOR), Param("dim", K.DIM), Param("init", K.OPTIONAL_SCALAR, None)),
@@ -65,4 +65,19 @@ OPS = tuple(
         vjp=SCANS[name],
     )
     for name in ("cumsum", "cumprod", "cummax", "cummin")
+)
+OPS = (
+    *_SCANS,
+    OpDef(
+        "cumsum_bwd",
+        (Param("grad", K.TENSOR), Param("dim", K.DIM)),
+        _infer,
+        _rule,
+        lambda e: f"K.scan('cumsum_bwd', {e.operands[0]}, {e.call['dim'] % e.call.types[0].ndim}, None)",
+        Partial.FIRST,
+        samples=lambda: [sample for sample in _samples() if len(sample.args) == 2],
+        nvfuser=native_forms.sum_after,
+        distributed=distributed_sum_after,
+        vjp=CUMSUM_BWD,
+    ),
 )

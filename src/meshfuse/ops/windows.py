@@ -326,5 +326,5 @@ OPS = (
           samples=lambda: [Sample(([TensorType((4, 6), DataType.Float), TensorType((2, 6), DataType.Float)],)),
                            Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 3), DataType.Float)], -1)),
                            Sample(([TensorType((4, 6), DataType.Float), TensorType((4, 6), DataType.Float)], 1))],
-          vjp=CAT),
+          vjp=CAT, pieced=True),
 )  # fmt: skip

@@ -20,13 +20,14 @@ from ..propagation.sharded import Choice
 from ..resharding.moves import Move, MoveKind, Reordering, Window
 from ..rewriting.distribution import Blocked, Distributed
 from ..rewriting.merging import Merged, Moments
+from ..rewriting.parts import Parted
 from ..rewriting.shifts import Joined, Shifted, Term
 from ..rewriting.sums import Regrouped
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 
 _CLASSES: tuple[type, ...] = (
-    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Placement, Regrouped,
+    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Placement, Regrouped,
     Reordering, ScalarRef, Sharding, Shifted, Source, Split, TensorRef, Term, Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)

@@ -1,0 +1,256 @@
+"""Tensors that are put together of parts and then summed over, or taken apart again, left in parts.
+
+The keys that a cache holds and the one of a new token, or those of two memories, are put together, and attention sums
+over both. Where the parts lie over ranks, what is put together has other blocks than they have, and most of it moves.
+But a sum over it is the sum of the parts' sums, and so is a maximum: each part stays where it is. (So FlashDecoding
+merges attention over parts.) It is done where it pays: unsharded, one op is better than two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from ..graph import Graph, Node
+from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef
+from ..planning.search import MOST, spent
+from ..propagation.sharded import ShardedDefinition
+from ..sharding.layout import axes
+from .graphs import Writer, without_unread
+
+# Of what a reduction makes of two parts, what it makes of both.
+_FOLD = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
+
+
+class Parts(NamedTuple):
+    """What a dim of a tensor is put together of."""
+
+    dim: int
+    refs: tuple[TensorRef, ...]
+
+
+class _Cut(NamedTuple):
+    """A factor of an op, and the sizes of its parts."""
+
+    factor: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """The rewriting of what follows from these `cat`s, by number, as what follows from their operands."""
+
+    cats: tuple[int, ...]
+    sized: ClassVar[bool] = False
+
+    def __call__(self, graph: Graph) -> Graph:
+        written = _Writer(graph, self.cats).run(range(len(graph.nodes)))
+        return dataclasses.replace(without_unread(written), rewritings=(*graph.rewritings, self))
+
+
+def in_parts(found: ShardedDefinition, graph: Graph, plan: Callable[[Graph], ShardedDefinition]) -> ShardedDefinition:
+    """The plan found for a graph, or, if that is better, one of the graph with what lies over ranks left in parts.
+
+    Not of long programs. `plan` makes a plan of a graph.
+    """
+    if len(graph.nodes) > MOST:
+        return found
+    cats = tuple(_over_ranks(found, graph))
+    if not cats or not _Writer(graph, cats).pays():
+        return found
+    other = plan(Parted(cats)(graph))
+    return other if spent(other).beats(spent(found)) else found
+
+
+def _over_ranks(found: ShardedDefinition, graph: Graph) -> Iterator[int]:
+    """The `cat`s, by number, of whose dim a part or the whole is split; not what the user says the place of, between.
+
+    What a plan gathers at the first of several is in the next ones' operands, too.
+    """
+    reached = set[int]()
+    for node in graph.nodes:
+        (made, *_), dim = node.outputs, node.call["dim"] if node.name == "cat" else None
+        if dim is not None and (made not in graph.annotations or made in graph.outputs):
+            over = any(axes(found.homes[i].dims[dim]) for i in (*node.inputs, made))
+            if over or reached.intersection(node.inputs):
+                reached.add(made)
+                yield node.id
+
+
+class _Writer(Writer):
+    """Writes ops on parts. What nobody reads as a whole is dropped afterwards."""
+
+    def __init__(self, graph: Graph, cats: Iterable[int]):
+        super().__init__(graph)
+        self.cats = frozenset(cats)
+        self.parts: dict[int, Parts] = {}
+        self.noted = {*graph.annotations, *graph.streams}
+        self._makers = {i: node for node in graph.nodes for i in node.outputs}
+        self._spread: dict[tuple[int, int, int], TensorRef] = {}
+        self._ends = 0
+
+    def pays(self) -> bool:
+        """Whether something is summed over parts, or is one of them."""
+        self.run(range(len(self.graph.nodes)))
+        return self._ends > 0
+
+    def form(self, node: Node) -> Sequence[TensorRef] | None:
+        if node.id in self.cats:
+            self.parts[node.outputs[0]] = self._of_cat(node)
+            return None
+        if not any(i in self.parts for i in node.inputs):
+            return None
+        if node.call.op.window is not None:
+            return self._windowed(node)
+        cut = self._cut(node)
+        return None if cut is None else self._on_parts(node, cut)
+
+    def _of_cat(self, node: Node) -> Parts:
+        """The operands; those of an operand that is in parts itself."""
+        dim = node.call["dim"] % node.call.results[0].ndim
+        refs: list[TensorRef] = []
+        for i in node.inputs:
+            inner = self.parts.get(i)
+            refs += inner.refs if inner is not None and inner.dim == dim else [TensorRef(i)]
+        return Parts(dim, tuple(refs))
+
+    def _sizes(self, parts: Parts) -> tuple[int, ...]:
+        return tuple(self.type(ref).shape[parts.dim] for ref in parts.refs)
+
+    def _windowed(self, node: Node) -> Sequence[TensorRef] | None:
+        """A window without anything from outside: what it has of each part."""
+        assert node.call.op.window is not None
+        window, parts = node.call.op.window(node.call), self.parts[node.inputs[0]]
+        if isinstance(window, BlockOrder) or window is None or not _lies_within(window[0], node):
+            return None
+        (shape,), (made,), (starts, _), dim = [t.shape for t in node.call.results], node.outputs, window, parts.dim
+        first, found = starts[dim], list[TensorRef]()
+        for ref, size in zip(parts.refs, self._sizes(parts), strict=True):
+            low, high = max(first, 0), min(first + shape[dim], size)
+            if low < high:
+                found.append(self._slice(ref, _with(starts, dim, low), _with(shape, dim, high - low)))
+            first -= size
+        self._ends += 1
+        if len(found) > 1 and made not in self.noted:
+            self.parts[made] = Parts(dim, tuple(found))
+        return found if len(found) == 1 else [self.call("cat", tuple(found), dim)] if found else None
+
+    def _slice(self, ref: TensorRef, starts: Sequence[int], shape: Sequence[int]) -> TensorRef:
+        return self.call("slice", ref, tuple(starts), tuple(map(operator.add, starts, shape)))
+
+    def _cut(self, node: Node) -> _Cut | None:
+        """The factor that an operand has in parts; None where the op cannot be computed on them."""
+        if not node.call.op.pieced or len(node.outputs) > 1 or node.id in self.graph.reductions:
+            return None
+        rows = zip(node.inputs, node.rule.operands, strict=True)
+        parted = [(parts, dims[parts.dim]) for i, dims in rows if (parts := self.parts.get(i)) is not None]
+        found = [_Cut(factors[0], self._sizes(parts)) for parts, factors in parted if len(factors) == 1]
+        return found[0] if found and self._can_be_parted(node, found[0].factor) else None
+
+    def _can_be_parted(self, node: Node, factor: int) -> bool:
+        """Whether the factor is a dim of its own wherever it is, and passes through or is reduced in all operands."""
+        sides = (*node.rule.operands, *node.rule.results)
+        alone = all(factors == (factor,) for dims in sides for factors in dims if factor in factors)
+        kind, (made,) = node.rule.factors[factor].kind, node.outputs
+        if kind is FactorKind.PASS:
+            return alone and made not in self.noted
+        everywhere = all(_dim_of(dims, factor) is not None for dims in node.rule.operands)
+        sums = kind is FactorKind.REDUCE and node.call.results[0].dtype.category > 1
+        return alone and everywhere and sums and made not in self.graph.streams
+
+    def _on_parts(self, node: Node, cut: _Cut) -> Sequence[TensorRef]:
+        made = tuple(self._on_part(node, cut, place) for place in range(len(cut.sizes)))
+        factor = node.rule.factors[cut.factor]
+        if factor.kind is FactorKind.PASS:
+            dim = _dim_of(node.rule.results[0], cut.factor)
+            assert dim is not None
+            self.parts[node.outputs[0]] = Parts(dim, made)
+            return [self.call("cat", made, dim)]
+        self._ends += 1
+        folded = made[0]
+        for more in made[1:]:
+            folded = self.call(_FOLD[factor.reduce], folded, more)
+        dtype = node.call.results[0].dtype
+        return [folded if self.type(folded).dtype is dtype else self.call("cast", folded, dtype)]
+
+    def _on_part(self, node: Node, cut: _Cut, place: int) -> TensorRef:
+        rows = zip(node.inputs, node.rule.operands, strict=True)
+        return self._again(node, cut.factor, cut.sizes[place], [self._part(i, dims, cut, place) for i, dims in rows])
+
+    def _part(self, tensor: int, dims: DimFactors, cut: _Cut, place: int) -> TensorRef:
+        """An operand's part: one that it is put together of, if it is so; what is alike all over; else a slice."""
+        dim, parts, size = _dim_of(dims, cut.factor), self.parts.get(tensor), cut.sizes[place]
+        if dim is None:
+            return TensorRef(tensor)
+        if parts is not None and parts.dim == dim and self._sizes(parts) == cut.sizes:
+            return parts.refs[place]
+        if self._is_alike(tensor, dim):
+            return self._of_size(tensor, dim, size)
+        shape = self.graph.shape(tensor)
+        starts = _with([0] * len(shape), dim, sum(cut.sizes[:place]))
+        return self._slice(TensorRef(tensor), starts, _with(shape, dim, size))
+
+    def _is_alike(self, tensor: int, dim: int) -> bool:
+        """Whether a dim is one that an op spreads what it reads along."""
+        node = self._makers.get(tensor)
+        if node is None or not node.call.op.pieced or len(node.outputs) > 1 or tensor in self.noted:
+            return False
+        factors = node.rule.results[0][dim]
+        if len(factors) != 1 or node.rule.factors[factors[0]].kind is not FactorKind.PASS:
+            return False
+        dims = _dims_of(node, factors[0])
+        return all(there is None or self._is_alike(i, there) for i, there in zip(node.inputs, dims, strict=True))
+
+    def _of_size(self, tensor: int, dim: int, size: int) -> TensorRef:
+        """What is alike all along a dim, of another size there."""
+        if (tensor, dim, size) not in self._spread:
+            node = self._makers[tensor]
+            (factor,) = node.rule.results[0][dim]
+            rows = zip(node.inputs, _dims_of(node, factor), strict=True)
+            read = [TensorRef(i) if there is None else self._of_size(i, there, size) for i, there in rows]
+            self._spread[tensor, dim, size] = self._again(node, factor, size, read)
+        return self._spread[tensor, dim, size]
+
+    def _again(self, node: Node, factor: int, size: int, operands: Sequence[TensorRef]) -> TensorRef:
+        """The op on other operands, where one of its factors has another size."""
+        given, dim = iter(operands), _dim_of(node.rule.results[0], factor)
+        args = [_sized(param.kind, _with_tensors(arg, given), dim, size)
+                for param, arg in zip(node.call.op.params, node.call.args, strict=True)]  # fmt: skip
+        return self.call(node.call.op, *args)
+
+
+def _dim_of(dims: DimFactors, factor: int) -> int | None:
+    """The dim that is made of the factor."""
+    return next((dim for dim, factors in enumerate(dims) if factor in factors), None)
+
+
+def _dims_of(node: Node, factor: int) -> list[int | None]:
+    """The dim of a factor in each operand."""
+    return [_dim_of(dims, factor) for dims in node.rule.operands]
+
+
+def _with(row: Sequence[int], dim: int, n: int) -> tuple[int, ...]:
+    return tuple(n if d == dim else old for d, old in enumerate(row))
+
+
+def _lies_within(starts: Sequence[int], node: Node) -> bool:
+    """Whether a window has no element from outside."""
+    rows = zip(starts, node.call.results[0].shape, node.call.types[0].shape, strict=True)
+    return all(0 <= start <= n - m for start, m, n in rows)
+
+
+def _with_tensors(arg: Any, given: Iterator[TensorRef]) -> Any:
+    """An argument with the next tensors in the place of its own."""
+    if isinstance(arg, TensorRef):
+        return next(given)
+    return tuple(next(given) for _ in arg) if type(arg) is tuple and arg and isinstance(arg[0], TensorRef) else arg
+
+
+def _sized(kind: ParamKind, arg: Any, dim: int | None, size: int) -> Any:
+    """The shape of a result with another size in a dim; any other argument as it is."""
+    if kind is not ParamKind.SHAPE or dim is None or arg is None:
+        return arg
+    return _with(arg, dim, size)

@@ -1,0 +1,294 @@
+"""Tensors that are put together of parts which lie over ranks: what is summed over them is summed part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import meshfuse as mf
+from meshfuse.compiler import compile_definition
+from meshfuse.graph import Graph, concretize
+from meshfuse.ops import OPS
+from meshfuse.ops.base import FactorKind, OpDef, Rule, Sample, TensorType
+from meshfuse.plan_store import cache as plan_cache
+from meshfuse.plan_store import nearby
+from meshfuse.rewriting.parts import Parted
+from meshfuse.sharding.layout import Split
+from meshfuse.testing import assert_same_as_unsharded
+from op_harness import make_call, operands_of, sample_ids, whole
+
+T = mf.TensorView
+N = 8
+MESH = mf.DeviceMesh((N,), ("sp",))
+WORLD = mf.DeviceMesh([0])
+B, H, S, D = 2, 4, 64, 16
+NEW = 3
+
+
+# What `OpDef.pieced` says of an op, held against its lowering.
+
+
+def dim_of(dims: Sequence[Sequence[int]], factor: int) -> int | None:
+    return next((d for d, factors in enumerate(dims) if tuple(factors) == (factor,)), None)
+
+
+def cuttable(rule: Rule) -> Iterator[int]:
+    """The factors that are dims of their own, and that an operand has."""
+    for f, factor in enumerate(rule.factors):
+        sides = (*rule.operands, *rule.results)
+        alone = all(tuple(factors) == (f,) for dims in sides for factors in dims if f in factors)
+        read = any(dim_of(dims, f) is not None for dims in rule.operands)
+        reduced_everywhere = all(dim_of(dims, f) is not None for dims in rule.operands)
+        passes = factor.kind is FactorKind.PASS
+        if factor.size > 1 and alone and read and (passes or (factor.kind is FactorKind.REDUCE and reduced_everywhere)):
+            yield f
+
+
+def of_parts(op: OpDef, sample: Sample, rule: Rule, factor: int, first: int) -> mf.FusionDefinition:
+    """The op on operands that are put together of two where they have a dim of the factor."""
+    dims = iter(rule.operands)
+    with mf.FusionDefinition() as fd:
+
+        def defined(arg: Any) -> Any:
+            if isinstance(arg, list) and arg and isinstance(arg[0], TensorType):
+                return [defined(entry) for entry in arg]
+            if not isinstance(arg, TensorType):
+                return arg
+            dim = dim_of(next(dims), factor)
+            if dim is None:
+                return fd.define_tensor(list(arg.shape), dtype=arg.dtype)
+            sizes = ([*arg.shape[:dim], n, *arg.shape[dim + 1 :]] for n in (first, arg.shape[dim] - first))
+            return fd.ops.cat([fd.define_tensor(shape, dtype=arg.dtype) for shape in sizes], dim)
+
+        args = [defined(arg) for arg in sample.args]
+        fd.add_output(fd.call(op, args, {key: defined(value) for key, value in sample.kwargs.items()}))
+    return fd
+
+
+def graph_of(fd: mf.FusionDefinition) -> Graph:
+    return concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
+
+
+def evaluated(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs, op by op on whole tensors."""
+    known = dict(zip(graph.input_tensors, inputs, strict=True))
+    for node in graph.nodes:
+        known.update(zip(node.outputs, whole(node.call, [known[i] for i in node.inputs]), strict=True))
+    return [known[i] for i in graph.outputs]
+
+
+def in_two(operands: Sequence[torch.Tensor], rule: Rule, factor: int, first: int) -> list[torch.Tensor]:
+    """The operands, cut where they have a dim of the factor."""
+    places = [(t, dim_of(dims, factor)) for t, dims in zip(operands, rule.operands, strict=True)]
+    rows = ([t] if dim is None else t.split([first, t.shape[dim] - first], dim) for t, dim in places)
+    return [part for row in rows for part in row]
+
+
+PIECED = [(name, place) for name, place in sample_ids() if OPS[name].pieced and name != "full"]
+
+
+def cut_graph(name: str, place: int, rule: Rule, factor: int, first: int) -> tuple[Graph, Graph]:
+    """The op on what is put together, and on the parts."""
+    graph = graph_of(of_parts(OPS[name], OPS[name].samples()[place], rule, factor, first))
+    together = [node.id for node in graph.nodes[:-1]]
+    assert all(graph.nodes[i].name == "cat" for i in together)
+    return graph, Parted(tuple(together))(graph)
+
+
+@pytest.mark.parametrize(("name", "place"), PIECED)
+def test_an_op_on_parts_is_the_op(name: str, place: int) -> None:
+    """Along every factor that is a dim of its own, cut at every place."""
+    op = OPS[name]
+    call = make_call(op, op.samples()[place])
+    rule = op.rule(call)
+    for factor in cuttable(rule):
+        for first in range(1, rule.factors[factor].size):
+            graph, parted = cut_graph(name, place, rule, factor, first)
+            if rule.factors[factor].kind is FactorKind.REDUCE and call.results[0].dtype.category < 2:
+                assert parted.nodes == graph.nodes  # of exact types there is nothing to gain worth the ops
+                continue
+            put_together = {i for node in graph.nodes[:-1] for i in node.outputs}
+            assert put_together.isdisjoint(i for node in parted.nodes for i in node.outputs)
+            inputs = in_two(operands_of(call, op.samples()[place]), rule, factor, first)
+            for found, wanted in zip(evaluated(parted, inputs), evaluated(graph, inputs), strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+# Programs, and what is known to be the least that they move: bytes of a rank.
+
+
+def all_reduce(elements: int) -> float:
+    return 2 * (N - 1) / N * 4 * elements
+
+
+def attention(fd: mf.FusionDefinition, q: T, k: T, v: T) -> T:
+    scores = fd.ops.matmul(q, fd.ops.permute(k, [0, 1, 3, 2])) * 0.25
+    return fd.ops.matmul(fd.ops.softmax(scores, -1), v)
+
+
+def split(fd: mf.FusionDefinition, shape: list[int], spec: list[str | None] | None = None) -> T:
+    made = fd.define_tensor(shape)
+    if spec is not None:
+        fd.mesh_split(made, MESH, spec)
+    return made
+
+
+def cache(fd: mf.FusionDefinition, length: int = S) -> T:
+    return split(fd, [B, H, length, D], [None, None, "sp", None])
+
+
+def token(fd: mf.FusionDefinition) -> T:
+    return split(fd, [B, H, NEW, D])
+
+
+ATTENTION = all_reduce(B * H * NEW * D) + 2 * all_reduce(B * H * NEW)
+
+
+def cache_and_tokens(fd: mf.FusionDefinition) -> T:
+    k, v = (fd.ops.cat([cache(fd), token(fd)], 2) for _ in "kv")
+    return attention(fd, token(fd), k, v)
+
+
+def tokens_before_the_cache(fd: mf.FusionDefinition) -> T:
+    k, v = (fd.ops.cat([token(fd), cache(fd)], 2) for _ in "kv")
+    return attention(fd, token(fd), k, v)
+
+
+def two_caches(fd: mf.FusionDefinition) -> T:
+    k, v = (fd.ops.cat([cache(fd), cache(fd, S // 2)], 2) for _ in "kv")
+    return attention(fd, token(fd), k, v)
+
+
+def appended_twice(fd: mf.FusionDefinition) -> T:
+    k, v = (fd.ops.cat([fd.ops.cat([cache(fd), token(fd)], 2), token(fd)], 2) for _ in "kv")
+    return attention(fd, token(fd), k, v)
+
+
+def masked(fd: mf.FusionDefinition) -> T:
+    """A bias along the keys, which is whole."""
+    k, v = (fd.ops.cat([cache(fd), token(fd)], 2) for _ in "kv")
+    bias = split(fd, [S + NEW])
+    scores = fd.ops.matmul(token(fd), fd.ops.permute(k, [0, 1, 3, 2])) + bias
+    return fd.ops.matmul(fd.ops.softmax(scores, -1), v)
+
+
+def rotated(fd: mf.FusionDefinition) -> T:
+    """Half of each key turned, as for places in a sequence."""
+    k, v = (fd.ops.cat([cache(fd), token(fd)], 2) for _ in "kv")
+    low = fd.ops.slice(k, [0, 0, 0, 0], [B, H, S + NEW, D // 2])
+    high = fd.ops.slice(k, [0, 0, 0, D // 2], [B, H, S + NEW, D])
+    return attention(fd, token(fd), fd.ops.cat([fd.ops.neg(high), low], 3), v)
+
+
+def mean(fd: mf.FusionDefinition) -> T:
+    rows = split(fd, [S, D], ["sp", None])
+    return fd.ops.mean(fd.ops.cat([split(fd, [1, D]), rows], 0), [0])
+
+
+def gram(fd: mf.FusionDefinition) -> T:
+    rows = fd.ops.cat([split(fd, [S, D], ["sp", None]), split(fd, [NEW, D])], 0)
+    return fd.ops.matmul(fd.ops.permute(rows, [1, 0]), rows)
+
+
+LEAST: dict[Callable[[mf.FusionDefinition], T], float] = {
+    cache_and_tokens: ATTENTION,
+    tokens_before_the_cache: ATTENTION,
+    two_caches: ATTENTION + all_reduce(B * H * NEW),  # each cache's maximum is reduced by itself
+    appended_twice: ATTENTION,
+    masked: ATTENTION,
+    rotated: ATTENTION,
+    mean: all_reduce(D),
+    gram: all_reduce(D * D),
+}
+
+
+def defined(program: Callable[[mf.FusionDefinition], T]) -> mf.FusionDefinition:
+    with mf.FusionDefinition() as fd:
+        out = program(fd)
+        fd.mesh_split(out, MESH, [None] * out.ndim)
+        fd.add_output(out)
+    return fd
+
+
+def inputs_of(fd: mf.FusionDefinition) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(fd.tensors[i].type.shape, generator=generator) for i in fd.input_tensors()]
+
+
+@pytest.mark.parametrize("program", LEAST, ids=lambda program: program.__name__)
+def test_sums_over_parts_move_the_least(program: Callable[[mf.FusionDefinition], T]) -> None:
+    fd = defined(program)
+    assert fd.bill().total == pytest.approx(LEAST[program], rel=1e-9)
+    assert_same_as_unsharded(fd, inputs_of(fd))
+
+
+@pytest.mark.parametrize("program", LEAST, ids=lambda program: program.__name__)
+def test_gradients_through_parts(program: Callable[[mf.FusionDefinition], T]) -> None:
+    """No part moves: a gradient is cut where they were put together. What is as large as the result moves twice."""
+    with mf.FusionDefinition() as fd:
+        out = program(fd)
+        loss = fd.ops.sum(out * out, list(range(out.ndim)))
+        for result in (loss, *fd.grad(loss, fd.fusion.inputs())):
+            fd.add_output(result)
+    of_bias = all_reduce(S + NEW) if program is masked else 0.0
+    assert fd.bill().total <= 2 * LEAST[program] + of_bias
+    assert_same_as_unsharded(fd, inputs_of(fd))
+
+
+def test_what_has_a_name_is_as_the_user_says() -> None:
+    """A tensor between that is annotated is put together, and lies where the annotation says."""
+    with mf.FusionDefinition() as fd:
+        k = fd.ops.cat([cache(fd), token(fd)], 2)
+        scores = fd.ops.matmul(token(fd), fd.ops.permute(k, [0, 1, 3, 2]))
+        fd.mesh_split(scores, MESH, [None, None, None, "sp"])
+        fd.add_output(fd.ops.sum(fd.ops.exp(scores), [3]))
+    wanted = fd.compile().sharded.homes[scores.id]
+    assert wanted.dims[-1] == (Split(N, "sp"),)
+    assert_same_as_unsharded(fd, inputs_of(fd))
+
+
+def test_the_whole_may_be_wanted_too() -> None:
+    """The new cache is an output, laid out like the old one: that alone moves what it must."""
+
+    def program(fd: mf.FusionDefinition, attends: bool) -> mf.FusionDefinition:
+        with fd:
+            k = fd.ops.cat([cache(fd), token(fd)], 2)
+            fd.mesh_split(k, MESH, [None, None, "sp", None])
+            fd.add_output(k)
+            if attends:
+                out = attention(fd, token(fd), k, k)
+                fd.mesh_split(out, MESH, [None] * 4)
+                fd.add_output(out)
+        return fd
+
+    fd, alone = program(mf.FusionDefinition(), True), program(mf.FusionDefinition(), False)
+    assert fd.bill().total <= alone.bill().total + ATTENTION
+    assert_same_as_unsharded(fd, inputs_of(fd))
+
+
+def test_a_plan_on_parts_is_stored_and_made_again() -> None:
+    fd = defined(cache_and_tokens)
+    plan = fd.compile().planned
+    assert Parted in map(type, plan.graph.rewritings)
+    again = plan_cache.unpacked(plan_cache.packed(plan), graph_of(fd))
+    assert str(again) == str(plan)
+
+
+def test_the_plan_of_other_sizes_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are cut where the sizes at hand say."""
+    monkeypatch.setattr("meshfuse.compiler.PLANS", nearby.Plans())
+    with mf.FusionDefinition() as fd:
+        kept, new, q = fd.define_tensor([B, H, -1, D]), fd.define_tensor([B, H, -1, D]), token(fd)
+        fd.mesh_split(kept, MESH, [None, None, "sp", None])
+        k = fd.ops.cat([kept, new], 2)
+        fd.add_output(attention(fd, q, k, k))
+    for length, more in ((S, 2), (S + N, 3)):
+        shapes = ((B, H, length, D), (B, H, more, D), (B, H, NEW, D))
+        sizes = dict(enumerate(shapes))
+        compiled = compile_definition(fd, sizes, {}, WORLD, near=2.0)
+        assert (compiled.near is None) == (length == S) and Parted in map(type, compiled.graph.rewritings)
+        fd._compiled[tuple(sorted(sizes.items())), (), WORLD] = compiled
+        assert_same_as_unsharded(fd, [torch.randn(shape) for shape in shapes])
