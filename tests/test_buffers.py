@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfuse import buffers
-from meshfuse.buffers import Plain, Pooled
+from meshfuse.executor import buffers
+from meshfuse.executor.buffers import Plain, Pooled
 
 HOLDERS: dict[str, Any] = {
     "itself": lambda t: t,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse import distribution
+from meshfuse.rewriting import distribution
 from meshfuse.sharding.layout import Split
 
 Build = Callable[[mf.FusionDefinition, Any], Any]

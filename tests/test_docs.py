@@ -35,6 +35,14 @@ def test_the_readme_s_links_lead_somewhere() -> None:
             assert (page.parent / target).exists() or target.startswith("http"), f"{page.name}: {target}"
 
 
+def test_files_and_folders_that_pages_name_are_there() -> None:
+    found = [path for path in ROOT.rglob("*") if path.suffix == ".py" or path.is_dir()]
+    there = [f"/{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}" for path in found]
+    for page in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"`([\w/]+(?:\.py|/))`", page.read_text()):
+            assert any(path.endswith(f"/{target}") for path in there), f"{page.name}: {target}"
+
+
 def test_the_tutorial_runs() -> None:
     printed = run("examples/tutorial.py")
     assert printed.count("same as torch: True") == 2

@@ -11,11 +11,11 @@ import torch
 import meshfuse as mf
 from meshfuse.compiler import compile_sharded, decided
 from meshfuse.graph import Graph, concretize
+from meshfuse.planning.search import MOST, Effort, spent
 from meshfuse.propagation.folding import LONG, Folded, folded
 from meshfuse.propagation.propagate import Propagation, propagate
 from meshfuse.propagation.sharded import ShardedDefinition
 from meshfuse.report.bill import bill_of
-from meshfuse.search import MOST, Effort, spent
 from meshfuse.testing import assert_same_as_unsharded
 
 TP = mf.DeviceMesh((4,), ("tp",))

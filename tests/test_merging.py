@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
-from meshfuse import compiler, plan_cache
+from meshfuse import compiler
 from meshfuse.compiler import CompiledProgram
 from meshfuse.host_ir.instructions import Collective
+from meshfuse.plan_store import cache as plan_cache
 
 # Starting a message takes as long as a hundred bytes.
 LINK = mf.Link(1e9, 1e-7)

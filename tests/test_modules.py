@@ -13,6 +13,10 @@ ROOT = Path(meshfuse.__file__).parent
 # A backend is loaded when it is chosen: nvFuser may be missing, and Inductor takes a second.
 LATE = {("backends.choose", "backends.inductor"), ("backends.choose", "backends.nvfuser.backend")}
 
+# Beside the order of docs/architecture.md; and what it says in brackets.
+BESIDE = {"", "__main__", "backends", "checkpoint", "gradients", "nvfuser_direct", "runtime", "testing"}
+PRICED = ("propagation", "resharding")
+
 
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -54,3 +58,17 @@ def test_modules_import_in_no_circle_and_late_only_what_is_meant_to_be() -> None
     assert late == LATE
     assert len(whole) > 200 and sum(map(len, whole.values())) > 1000
     graphlib.TopologicalSorter(whole).prepare()  # CycleError names the circle
+
+
+def test_modules_import_from_the_left_of_the_order_that_the_page_gives() -> None:
+    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+    order = page.split("Imports point left only: `")[1].split("`")[0].split("→")
+    place = {name.strip(): number for number, names in enumerate(order) for name in names.split("·")}
+    tops = {module: module.split(".")[0] for module in MODULES}
+    assert set(tops.values()) - set(place) == BESIDE
+    for module, path in MODULES.items():
+        found = imports(ast.parse(path.read_text()).body)
+        for target in (target for node in found for target in targets(module, node)):
+            ends = (tops[module], tops[target])
+            allowed = BESIDE.intersection(ends) or ends == PRICED
+            assert allowed or place[ends[1]] <= place[ends[0]], f"{module} imports {target}"

@@ -16,8 +16,8 @@ from layers import SMALL, Sizes
 
 import meshfuse as mf
 from interpreter import has_reference, interpret
-from meshfuse import nearby
 from meshfuse.compiler import CompiledProgram, compile_definition
+from meshfuse.plan_store import nearby
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
 
 WORLD = mf.DeviceMesh([0])

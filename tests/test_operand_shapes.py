@@ -11,7 +11,7 @@ import pytest
 import meshfuse as mf
 import op_references as references
 from meshfuse.graph import Kinds
-from meshfuse.lookup import IndexOutOfRange
+from meshfuse.kernels.lookup import IndexOutOfRange
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Sample, TensorType
 from op_harness import make_call, operands_of, sample_ids, whole

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse import nearby, plan_cache
 from meshfuse.compiler import compile_definition
 from meshfuse.graph import Graph, concretize
 from meshfuse.ops import OPS
 from meshfuse.ops.base import FactorKind, OpDef, Rule, Sample, TensorType
-from meshfuse.parts import Parted
+from meshfuse.plan_store import cache as plan_cache
+from meshfuse.plan_store import nearby
+from meshfuse.rewriting.parts import Parted
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded
 from op_harness import make_call, operands_of, sample_ids, whole

@@ -12,7 +12,7 @@ import pytest
 import meshfuse as mf
 from meshfuse.compiler import decided
 from meshfuse.graph import Graph, concretize
-from meshfuse.search import spent
+from meshfuse.planning.search import spent
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
 

@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 
 import meshfuse as mf
-from meshfuse import compiler, disk_cache, plan_cache
+from meshfuse import compiler, disk_cache
 from meshfuse.fusion_definition import FusionDefinition
+from meshfuse.plan_store import cache as plan_cache
 from meshfuse.testing import annotations, definitions
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -177,6 +178,13 @@ def test_another_meshfuse_does_not_read_these_plans(cache, planning, monkeypatch
     assert planning
 
 
+def test_each_module_is_in_what_tells_one_meshfuse_from_another():
+    package = Path(mf.__file__).parent
+    told = plan_cache._code_and_versions().splitlines()
+    modules = [str(path.relative_to(package)) for path in package.rglob("*.py")]
+    assert sorted(row.split()[0] for row in told[2:]) == sorted(modules) and len(modules) > 200
+
+
 def test_ops_of_users_are_not_stored(cache):
     import torch.nn.functional as F
 
@@ -324,8 +332,9 @@ def test_a_killed_writer_leaves_nothing_that_is_read(cache, planning):
 
 SCRIPT = """
 import meshfuse as mf
-from meshfuse import compiler, plan_cache
-plan_cache.WORTH = -1e9
+from meshfuse import compiler
+from meshfuse.plan_store import cache
+cache.WORTH = -1e9
 calls = []
 real = compiler.distribute
 compiler.distribute = lambda *args: (calls.append(args), real(*args))[1]

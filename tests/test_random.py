@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.random import Stream, fractions, normals, philox, uniform
+from meshfuse.kernels.random import Stream, fractions, normals, philox, uniform
 
 # Random123's known answers for philox4x32-10 (kat_vectors): counter, key, result.
 KNOWN = [

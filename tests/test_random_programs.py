@@ -13,8 +13,8 @@ import meshfuse as mf
 from interpreter import has_reference, interpret
 from laws import LAWS, Law, annotated_with_all, annotated_with_one
 from meshfuse.ops import OPS
+from meshfuse.planning.search import spent
 from meshfuse.propagation.sharded import ShardedDefinition
-from meshfuse.search import spent
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for, shapes_for
 from meshfuse.testing.blocks import FAMILIES
 from meshfuse.testing.op_blocks import any_op

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
-from meshfuse import shifts
+from meshfuse.rewriting import shifts
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 ROWS = mf.DeviceMesh((4,), ("x",))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse import plan_cache
 from meshfuse.graph import concretize
-from meshfuse.sums import Regrouped
+from meshfuse.plan_store import cache as plan_cache
+from meshfuse.rewriting.sums import Regrouped
 from meshfuse.testing import assert_same_as_unsharded
 
 MESH = mf.DeviceMesh((8,), ("tp",))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshfuse import cli
-from meshfuse.spans import RankTime, Span, hidden_share, read_trace, write_trace
+from meshfuse.executor.spans import RankTime, Span, hidden_share, read_trace, write_trace
 
 SCRIPT = """
 import meshfuse as mf

@@ -5,7 +5,7 @@ What is large (torch and the pinned tools) is installed once per machine, in a c
 under a name that holds a digest of everything that goes in. What belongs to the checkout is a thin virtual
 environment in it, which sees the cached packages and has this checkout's meshfuse installed editable.
 
-Exit status: 0 done, 1 failed, 3 the nvfuser environment is not to be had here. Needs only Python 3.11.
+Exit status: 0 done, 1 failed, 3 the nvfuser environment is not to be had here. Needs only Python 3.11 or newer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if sys.version_info < (3, 11):
-    sys.exit(f"meshfuse: Python {platform.python_version()} found, 3.11 needed; call make PYTHON=python3.11")
+    sys.exit(f"meshfuse: Python {platform.python_version()} found, 3.11 or newer needed; call make PYTHON=python3.11")
 import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent

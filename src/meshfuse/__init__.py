@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "FusionDefinition": "fusion_definition",
-    "shard_tensor": "fusion_definition",
+    "shard_tensor": "executor.shards",
     "TensorView": "definition.tensor_view",
     "Val": "definition.tensor_view",
     "DeviceMesh": "mesh",
@@ -88,7 +88,8 @@ if TYPE_CHECKING:
         RankError,
         RankTimeout,
     )
-    from .fusion_definition import FusionDefinition, shard_tensor
+    from .executor.shards import shard_tensor
+    from .fusion_definition import FusionDefinition
     from .mesh import DeviceMesh, ParallelType
     from .ops.base import OpDef, Partial, Sample, TensorType
     from .ops.registry import register_op, unregister_op

@@ -14,31 +14,31 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .apart import taken_apart
-from .chunking import overlap
 from .definition.fusion import DefinitionBuilder
-from .distribution import distribute
 from .graph import Graph, concretize
 from .host_ir.lower import lower_to_host_ir
 from .host_ir.program import HostProgram, digest_of
 from .host_ir.schedule import IN_FLIGHT
 from .host_ir.verify import verify, verify_together
-from .linked import with_links
-from .merging import merged
 from .mesh import DeviceMesh
-from .nearby import PLANS
-from .parts import in_parts
-from .plan_cache import planned
+from .plan_store.cache import planned
+from .plan_store.nearby import PLANS
+from .planning.search import Effort, searched
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.early import early
 from .resharding.insert import ReshardedDefinition, insert_resharding
 from .resharding.memory import fitted, peak
-from .rounds import written
-from .search import Effort, searched
+from .rewriting.apart import taken_apart
+from .rewriting.distribution import distribute
+from .rewriting.linked import with_links
+from .rewriting.merging import merged
+from .rewriting.parts import in_parts
+from .rewriting.rounds import written
+from .rewriting.shifts import shifted
+from .rewriting.sums import regrouped
 from .segmentation import SegmentedDefinition, segment
-from .shifts import shifted
-from .sums import regrouped
+from .streams.chunking import overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,9 @@ def compile_definition(
 ) -> CompiledProgram:  # fmt: skip
     """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one.
 
-    What is planned for long is kept on disk (`plan_cache`). `max_memory`: bytes that a rank may hold, if that is known.
-    With a factor `near` over 1 the plan of sizes that are all within it is taken over, or this one kept (`nearby`).
+    What is planned for long is kept on disk (`plan_store.cache`). `max_memory`: bytes that a rank may hold, if that is
+    known. With a factor `near` over 1 the plan of sizes that are all within it is taken over, or this one kept
+    (`plan_store.nearby`).
     """
     with _no_collection():
         graph = with_links(taken_apart(concretize(fd, shapes, scalars)))

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
-from .arguments import (
+from .backends.choose import plan, requested
+from .compiler import CompiledProgram, compile_definition
+from .definition.fusion import DefinitionBuilder
+from .definition.tensor_view import TensorView
+from .errors import DefinitionError, SourceLine, caller_line, located, user_error
+from .executor.arguments import (
     Inputs,
     check_count,
     check_flags,
     check_global_shapes,
-    check_whole,
     compile_shapes,
     global_shapes,
     outline,
@@ -21,22 +25,18 @@ from .arguments import (
     split_arguments,
     with_open_sizes,
 )
-from .backends.choose import plan, requested
-from .compiler import CompiledProgram, compile_definition
-from .definition.fusion import DefinitionBuilder
-from .definition.tensor_view import TensorView
-from .errors import ArgumentError, DefinitionError, SourceLine, caller_line, located, user_error
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups
-from .executor.simulate import Simulation
+from .executor.simulate import Simulation, check_equal_replicas
 from .executor.spmd import RankProgram, check_same_arguments, check_world
 from .gradients.reverse import gradients
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
 from .mesh import DeviceMesh, as_int
-from .nearby import nearness
 from .ops.base import TensorRef
+from .plan_store.nearby import nearness
+from .planning.search import effort_of
 from .report.backends import backends_table
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
@@ -44,7 +44,6 @@ from .report.memory import Memory, memory_of, watch_memory
 from .report.reprint import definition_source
 from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
 from .runtime.world import World
-from .search import effort_of
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
 
@@ -416,33 +415,3 @@ class FusionDefinition(DefinitionBuilder):
 
 def _listed(tensors: Any) -> Sequence[Any]:
     return tensors if isinstance(tensors, (list, tuple)) else (tensors,)
-
-
-def check_equal_replicas(name: str, shards: Mapping[int, torch.Tensor], sharding: Sharding) -> None:
-    """Raises AssertionError where two replicas of a shard differ."""
-    first: dict[tuple[int, ...], tuple[int, torch.Tensor]] = {}
-    for rank, local in shards.items():
-        held = first.setdefault(sharding.coordinates(rank), (rank, local))
-        same = torch.equal(held[1], local) or torch.allclose(held[1], local, equal_nan=True)
-        assert same, f"{name}: rank {rank} and rank {held[0]} hold different replicas"
-
-
-def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) -> torch.Tensor:
-    """The shard of a global tensor that a rank (this process' by default) holds of an annotated tensor view.
-
-    The whole tensor where `tv` has no mesh. On a rank outside the mesh one element that stands for a tensor of the
-    global shape: the rank takes no part in it, and knows the sizes that the definition leaves open. Raises
-    ArgumentError for what is no dense tensor of the view's sizes, and for what is no rank.
-    """
-    check_whole(tensor, tv, line := caller_line())
-    place = World.current().rank if rank is None else as_int(rank)
-    if place is None or place < 0:
-        raise user_error("shard_tensor: rank", repr(rank), "an int of 0 or more, or None for this process' own",
-                         "Pass a rank.", line, ArgumentError)  # fmt: skip
-    annotation = tv.fd.annotations.get(tv.id)
-    if annotation is None:
-        return tensor
-    assert annotation.mesh is not None
-    if place not in annotation.mesh:
-        return tensor.new_zeros(()).expand(tensor.shape)
-    return shard(tensor, annotation.sharding(tv.name, tuple(tensor.shape)).placement(tuple(tensor.shape)), place)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .overlap import ChunkLoop, OverlappedDefinition
 from .resharding.early import WORTH, Seconds
 from .resharding.insert import Compute, ReshardedDefinition, Set
+from .streams.overlap import ChunkLoop, OverlappedDefinition
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from rank_pool import RankPool
 
 import meshfuse as mf
-from meshfuse import compiler, nearby
-from meshfuse.nearby import RENEWED
+from meshfuse import compiler
+from meshfuse.plan_store import nearby
+from meshfuse.plan_store.nearby import RENEWED
 from meshfuse.sharding.data import shard
 
 pytestmark = pytest.mark.ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshfuse.spans import read_trace
+from meshfuse.executor.spans import read_trace
 
 pytestmark = pytest.mark.ranks
 

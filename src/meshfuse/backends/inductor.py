@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ..buffers import use_pool
 from ..disk_cache import root_folder
-from ..lookup import OUT_OF_RANGE
+from ..executor.buffers import use_pool
+from ..kernels.lookup import OUT_OF_RANGE
 from . import Prepared, Task, Unsupported
 
 # Numbers of a call that differ at every execution, and are tensors in compiled code.

@@ -95,6 +95,21 @@ class Annotation:
         return tuple(_sized(_mesh_axis(split, self.mesh, self.line), self.mesh, what, self.line) for split in layout)
 
 
+def check_agreement(old: Annotation, new: Annotation) -> None:
+    """A mesh alone may be refined by what is said later; anything more must be said the same again."""
+    told = old.stated or any(leaf.axis is not None for leaf in old.domain.order)
+    same = old.meaning() == new.meaning() if told and old.mesh is not None else old.mesh in (None, new.mesh)
+    if not same:
+        raise contradiction(new.label, str(new), f"{old} at {old.line}", new.line)
+
+
+def contradiction(name: str, new: str, old: str, line: SourceLine) -> Exception:
+    return user_error(
+        f"tensor {name} is annotated twice", f"{new} after {old}", "one annotation, or equal ones",
+        "Remove one, or reshard with fd.ops.set and annotate its result.", line,
+    )  # fmt: skip
+
+
 def _check_runs(what: str, layout: Layout, n: int, line: SourceLine) -> None:
     """Raises DefinitionError where a rank would hold a dim in more pieces, or work on it in more chunks, than anything
     is done with in time.

@@ -10,18 +10,18 @@ from ..dtypes import DataType, scalar_dtype
 from ..errors import SourceLine, caller_line, located, user_error
 from ..mesh import DeviceMesh, as_int
 from ..ops import COMPOSITES
-from ..ops.base import (
-    REQUIRED,
-    Call,
-    OpDef,
-    ScalarRef,
-    TensorRef,
-    TensorType,
-)
-from ..ops.binding import bind, signature
-from ..scalars import FUNCTIONS, ScalarDef, result_dtype
+from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType
+from ..ops.binding import bind
+from ..scalars import ScalarDef, result_dtype
 from ..sharding.value import Sharding
-from .annotation import Annotation, layouts_of_placements, layouts_of_sharding, layouts_of_spec
+from .annotation import (
+    Annotation,
+    check_agreement,
+    contradiction,
+    layouts_of_placements,
+    layouts_of_sharding,
+    layouts_of_spec,
+)
 from .checks import (
     check_meshes,
     check_results,
@@ -39,6 +39,7 @@ from .namespaces import Fusion, OpNamespace, find_op
 from .overlaps import Overlap, checked_overlap
 from .primals import of_gradients
 from .records import OpNode, TensorDef, memory_order, reduction_flags, tensor_refs
+from .scalar_calls import is_scalar_call, scalar_arguments
 from .tensor_view import TensorView, Val
 
 _MOST_SCALARS = 65536
@@ -182,7 +183,7 @@ class DefinitionBuilder:
             return composite_call(self, name, COMPOSITES[name], args, kwargs)
 
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
-        if self._is_scalar_call(op, args, kwargs):
+        if is_scalar_call(op, args, kwargs):
             return self._scalar_op(op, args, kwargs)
         bound = bind(op, args, kwargs, self._resolve)
         inputs = tuple(ref.id for ref in tensor_refs(bound))
@@ -195,28 +196,8 @@ class DefinitionBuilder:
         self.history.append(self.nodes[-1])
         return made[0] if len(made) == 1 else tuple(made)
 
-    def _is_scalar_call(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        given = [*args, *kwargs.values()]
-        numbers = (Val, bool, int, float, complex, DataType)
-        scalars_only = bool(given) and all(isinstance(plain_number(a), numbers) for a in given)
-        return scalars_only and (op.name in FUNCTIONS or op.name == "cast") and any(isinstance(a, Val) for a in given)
-
     def _scalar_op(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Val:
-        names = [param.name for param in op.params]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        required = [param.name for param in op.params if param.default is REQUIRED]
-        if (
-            len(args) > len(names)
-            or not set(required) <= set(given) <= set(names)
-            or len(given) < len(args) + len(kwargs)
-        ):
-            raise user_error(
-                f"{op.name} of scalars",
-                f"{len(args)} arguments {sorted(kwargs)}",
-                signature(op),
-                "Fix the call.",
-            )
-        refs = tuple(self._resolve(given.get(param.name, param.default)) for param in op.params)
+        refs = tuple(map(self._resolve, scalar_arguments(op, args, kwargs)))
         if op.name == "cast":
             return self._new_scalar(ScalarDef("cast", refs[:1], checked_dtype("cast", refs[1], None)))
         found = [self.scalars[r.id].dtype if isinstance(r, ScalarRef) else scalar_dtype(r) for r in refs]
@@ -270,7 +251,7 @@ class DefinitionBuilder:
         if isinstance(sharding, Sharding):
             layouts = layouts_of_sharding(tensor.label, sharding, ndim, line)
             if mesh is not None and checked_mesh(mesh, line) != sharding.mesh:
-                raise _contradiction(tensor.label, f"mesh {mesh}", f"mesh {sharding.mesh} in its sharding", line)
+                raise contradiction(tensor.label, f"mesh {mesh}", f"mesh {sharding.mesh} in its sharding", line)
             self._annotate(tensor, sharding.mesh, layouts, line)
             return
         mesh = checked_mesh(mesh, line)
@@ -287,7 +268,7 @@ class DefinitionBuilder:
         asked = checked_overlap(self._own(tensor, "overlap", line), chunks, dim, ring, line)
         old = self.overlaps.get(tensor.id)
         if old is not None and old[:3] != asked[:3]:
-            raise _contradiction(tensor.label, f"overlap {asked[:3]}", f"{old[:3]} at {old.line}", line)
+            raise contradiction(tensor.label, f"overlap {asked[:3]}", f"{old[:3]} at {old.line}", line)
         self.overlaps[tensor.id] = asked
 
     def annotate_mesh(self, tensor: TensorView, mesh: Any) -> None:
@@ -295,7 +276,7 @@ class DefinitionBuilder:
         line = self._changing()
         found, mesh = self.annotation(self._own(tensor, "set_device_mesh", line)), checked_mesh(mesh, line)
         if found.mesh is not None and found.mesh != mesh:
-            raise _contradiction(tensor.label, f"mesh {mesh}", f"mesh {found.mesh} at {found.line}", line)
+            raise contradiction(tensor.label, f"mesh {mesh}", f"mesh {found.mesh} at {found.line}", line)
         found.mesh, found.line = mesh, line
 
     def _annotate(self, tensor: TensorView, mesh: DeviceMesh, dims: Sequence[Any], line: SourceLine) -> None:
@@ -303,17 +284,10 @@ class DefinitionBuilder:
         domain = LoopDomain.of_layouts(dims, self.reduction_flags(tensor.id))
         new = Annotation(line, domain, tensor.label, mesh, stated=True)
         if old is not None:
-            self._check_agreement(tensor, old, new)
+            check_agreement(old, new)
             new.allocation, new.memory = old.allocation, old.memory
         if old is None or old.mesh is None or old.meaning() != new.meaning():
             self._annotations[tensor.id] = new
-
-    def _check_agreement(self, tensor: TensorView, old: Annotation, new: Annotation) -> None:
-        """A mesh alone may be refined by what is said later; anything more must be said the same again."""
-        told = old.stated or any(leaf.axis is not None for leaf in old.domain.order)
-        same = old.meaning() == new.meaning() if told and old.mesh is not None else old.mesh in (None, new.mesh)
-        if not same:
-            raise _contradiction(tensor.label, str(new), f"{old} at {old.line}", new.line)
 
     def _own(self, tensor: Any, what: str, line: SourceLine) -> TensorView:
         if not isinstance(tensor, TensorView) or tensor.fd is not self:
@@ -438,13 +412,6 @@ class DefinitionBuilder:
         self.scalars[ref.id] = made
         self.history.append(ref)
         return Val(self, ref)  # type: ignore[arg-type]
-
-
-def _contradiction(name: str, new: str, old: str, line: SourceLine) -> Exception:
-    return user_error(
-        f"tensor {name} is annotated twice", f"{new} after {old}", "one annotation, or equal ones",
-        "Remove one, or reshard with fd.ops.set and annotate its result.", line,
-    )  # fmt: skip
 
 
 def _are_strides(contiguity: Any) -> bool:

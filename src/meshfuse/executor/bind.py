@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from .. import kernels
-from ..buffers import memory_of
 from ..host_ir.instructions import Collective, Communication, Instruction, SendRecv, Wait, group_name
 from ..host_ir.program import HostProgram
 from ..scalars import SCOPE
+from .buffers import memory_of
 
 GroupOf = Callable[[tuple[int, ...]], Any]
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..arguments import Inputs
 from ..errors import ArgumentError, SourceLine, user_error
 from ..host_ir.program import HostProgram
+from .arguments import Inputs
 
 Main = Callable[..., Any]
 # Executions before the capture: libraries and communicators allocate in their first ones what no graph may.

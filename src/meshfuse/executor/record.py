@@ -19,7 +19,7 @@ import torch
 from ..errors import ArgumentError, caller_line, user_error
 from ..host_ir.instructions import Collective, SendRecv, group_name
 from ..host_ir.program import HostProgram
-from ..spans import Span, write_trace
+from .spans import Span, write_trace
 
 # The folder that traces go to; nothing is recorded where it is not set.
 VARIABLE = "MESHFUSE_TRACE"

@@ -11,7 +11,7 @@ import torch
 from ..errors import KernelError, MeshfuseError, SourceLine, user_error
 from ..host_ir.instructions import Kernel
 from ..host_ir.program import HostProgram
-from ..lookup import IndexOutOfRange
+from ..kernels.lookup import IndexOutOfRange
 from .bind import BoundProgram
 
 

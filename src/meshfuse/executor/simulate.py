@@ -14,6 +14,7 @@ from .. import kernels
 from ..errors import RankError
 from ..host_ir.program import HostProgram
 from ..segmentation import SegmentedDefinition
+from ..sharding.value import Sharding
 from .bind import BoundProgram, bind_program
 from .refusals import kernel_errors
 from .segments import Segments
@@ -208,3 +209,12 @@ def _advance(
     except StopIteration as end:
         results[rank] = end.value
         del waiting[rank]
+
+
+def check_equal_replicas(name: str, shards: Mapping[int, torch.Tensor], sharding: Sharding) -> None:
+    """Raises AssertionError where two replicas of a shard differ."""
+    first: dict[tuple[int, ...], tuple[int, torch.Tensor]] = {}
+    for rank, local in shards.items():
+        held = first.setdefault(sharding.coordinates(rank), (rank, local))
+        same = torch.equal(held[1], local) or torch.allclose(held[1], local, equal_nan=True)
+        assert same, f"{name}: rank {rank} and rank {held[0]} hold different replicas"

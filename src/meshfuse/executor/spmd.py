@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arguments import Inputs
 from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
 from ..host_ir.instructions import Collective, Communication, SendRecv
 from ..host_ir.program import HostProgram, digest_of
-from ..nearby import RENEWED
+from ..plan_store.nearby import RENEWED
 from ..runtime.world import World
 from ..segmentation import Segment
 from ..sharding.data import unshard
 from ..sharding.value import Sharding
+from .arguments import Inputs
 from .bind import bind_program, communication_of, instruction_at, instruction_of
 from .graphs import Main
 from .record import recorder

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from ..overlap import ChunkLoop
 from ..resharding.insert import ReshardedDefinition, Set
 from ..resharding.postpone import bucket_key
 from ..segmentation import Segment
+from ..streams.overlap import ChunkLoop
 from .communicate import MoveContext
 from .instructions import Collective, Communication, Flatten, Instruction, Unflatten, Wait
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from ..dtypes import DataType
 from ..graph import Graph
-from ..overlap import ChunkLoop
 from ..resharding.insert import Compute, Set, Value
 from ..resharding.moves import MoveKind, count, restricted
 from ..sharding.layout import Runs
+from ..streams.overlap import ChunkLoop
 from .chunk_calls import ChunkCall
 from .communicate import dense, local_box, local_shape, lower_move
 from .instructions import (

@@ -11,12 +11,12 @@ from ..errors import SourceLine
 from ..graph import Graph
 from ..ops.base import FactorKind, ScalarRef
 from ..ops.local import plain_text
-from ..overlap import ChunkLoop
 from ..resharding.early import local_cost
 from ..resharding.insert import Compute, Set, Value
 from ..resharding.moves import Move, wire_elements
 from ..segmentation import Segment, SegmentedDefinition
 from ..sharding import layout as lay
+from ..streams.overlap import ChunkLoop
 from .bucket import buckets, lower_bucket
 from .chunks import lower_loop
 from .communicate import MoveContext, lower_move

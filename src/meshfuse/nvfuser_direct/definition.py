@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from .. import fusion_definition as core
-from ..arguments import check_list
 from ..compiler import CompiledProgram
 from ..definition.namespaces import Fusion as CoreFusion
 from ..definition.namespaces import OpNamespace
 from ..definition.tensor_view import TensorView, Val
 from ..errors import ArgumentError, caller_line, user_error
 from ..executor import spmd
+from ..executor.arguments import check_list
 from ..ops import OPS
 from ..ops.base import TensorRef
 from ..runtime.world import World

@@ -10,7 +10,7 @@ import torch
 
 from .. import mesh as core
 from ..errors import ArgumentError, caller_line, user_error
-from ..fusion_definition import shard_tensor
+from ..executor.shards import shard_tensor
 from ..mesh import ParallelType
 from ..runtime.world import World
 from ..sharding.data import shard

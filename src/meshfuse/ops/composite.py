@@ -125,7 +125,7 @@ def layer_norm(
 ) -> Any:
     """(x - mean) / sqrt(variance + eps) over the last dims, times weight, plus bias (Ba et al. 2016).
 
-    Two small reductions, so that a sharded hidden dim needs two small collectives, or one (`merging`).
+    Two small reductions, so that a sharded hidden dim needs two small collectives, or one (`rewriting.merging`).
     """
     ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
     centred = ops.sub(wide, mean(fd, wide, dims, True))

@@ -1,7 +1,7 @@
 """Lookups by index: take_along_axis, gather, index_select, select, embedding_fwd, scatter.
 
 The dim that is looked up in is a reduction factor: a rank finds the indices that it holds, the others count
-as zero, and the result is a partial sum of the result's size, however large the dim (see `meshfuse.lookup`). An
+as zero, and the result is a partial sum of the result's size, however large the dim (see `kernels.lookup`). An
 index that the whole dim does not have is an error while the program runs, on every mesh.
 """
 

@@ -11,7 +11,7 @@ from .base import TensorRef
 from .native import Native, ToTorch, along, cast, global_index, is_whole, local_places, zero_where_not, zeros
 from .shapes import one_dim_widths
 
-# Ours are a function of the seed and the global index, the same on every mesh (see meshfuse.random).
+# Ours are a function of the seed and the global index, the same on every mesh (see `kernels.random`).
 RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled"
 _CATEGORY: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex)
 
@@ -153,7 +153,7 @@ def _dim(n: Native) -> int:
 
 
 def take(n: Native) -> Any:
-    """A rank finds the indices that it holds; the others count as zero (see meshfuse.lookup)."""
+    """A rank finds the indices that it holds; the others count as zero (see `kernels.lookup`)."""
     dim, runs = _dim(n), n.operand_runs(0)[_dim(n)]
     if is_whole(n, 0, dim):
         return n.plain()

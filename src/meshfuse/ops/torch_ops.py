@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..adjoint_kernels import backward_of
 from ..dtypes import DataType, promote
 from ..errors import caller_line, located, user_error
 from ..gradients.context import Backward
 from ..gradients.context import sizes as shape_of
+from ..kernels.adjoints import backward_of
 from .base import (
     REQUIRED,
     Call,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..graph import Graph, Node
+from ..graph import Node
 from ..resharding.planner import plan
 from ..sharding.value import Sharding
 from .factors import following
 from .sharded import ShardedDefinition
 
 
-def followed(graph: Graph, known: Mapping[int, Sharding], node: Node) -> tuple[Sharding | None, ...]:
+def followed(known: Mapping[int, Sharding], node: Node) -> tuple[Sharding | None, ...]:
     """The shardings of an op's results where they follow its operands, None where they cannot be laid out so."""
     operands = [known[i] for i in node.inputs]
     if not operands or any(s.mesh != operands[0].mesh for s in operands):
@@ -56,6 +56,6 @@ class _Tracer:
             return home
         if tensor not in self._known:
             node, place = self.makers[tensor]
-            found = followed(self.graph, {i: self._follow(i) for i in node.inputs}, node)[place]
+            found = followed({i: self._follow(i) for i in node.inputs}, node)[place]
             self._known[tensor] = home.reduced() if found is None or found.mesh != home.mesh else found
         return self._known[tensor]

@@ -17,9 +17,6 @@ class Meshes:
     tensors: Mapping[int, DeviceMesh]
     default: DeviceMesh
 
-    def of_node(self, node: int) -> DeviceMesh:
-        return self.nodes[node]
-
     def of_tensor(self, tensor: int) -> DeviceMesh:
         return self.tensors.get(tensor, self.default)
 

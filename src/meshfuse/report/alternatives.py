@@ -20,7 +20,7 @@ from ..propagation.propagate import propagate
 from ..resharding.insert import ReshardedDefinition, insert_resharding
 from ..resharding.moves import Move, wire_elements
 from ..resharding.prices import price
-from ..rounds import written
+from ..rewriting.rounds import written
 from ..sharding.layout import WHOLE, Layout, axes, extent
 from ..sharding.value import Sharding
 

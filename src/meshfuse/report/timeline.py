@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ..executor.spans import RankTime, Span, hidden_share, micro, rank_text
 from ..host_ir.cost import CostModel, axis_names, directions
 from ..host_ir.instructions import Collective, Instruction, Launch, SendRecv, Wait
 from ..host_ir.program import HostProgram
-from ..spans import RankTime, Span, hidden_share, micro, rank_text
 
 Call = Collective | SendRecv
 # The n-th collective of a group, or the n-th message from one rank to another.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from ..compiler import CompiledProgram
 from ..errors import user_error
+from ..executor.spans import RankTime, hidden_share, rank_text, read_trace, write_trace
 from ..host_ir.cost import CostModel
-from ..spans import RankTime, hidden_share, rank_text, read_trace, write_trace
 from .timeline import timeline
 
 # Of how many ranks a modelled run writes files.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..indices import global_index
+from ..kernels.indices import global_index
 from .layout import Runs
 from .value import Sharding
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ..compiler import CompiledProgram, compile_graph
-from ..distribution import Blocked, with_forms
 from ..errors import SourceLine
 from ..fusion_definition import FusionDefinition
 from ..graph import concretize
 from ..mesh import DeviceMesh
 from ..ops.base import FactorKind, OpDef, Sample
+from ..rewriting.distribution import Blocked, with_forms
 from ..sharding.layout import Layout, Split, extent
 from ..sharding.value import Sharding
 from .calls import define_call, make_call, operands_of

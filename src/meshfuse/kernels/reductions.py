@@ -1,7 +1,8 @@
-"""Reductions and scans of local tensors, which may be empty, and their neutral elements."""
+"""Reductions, scans and orders of local tensors, which may be empty; terms of reductions, and neutral elements."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -75,3 +76,36 @@ def scan(name: str, x: torch.Tensor, dim: int, init: Any) -> torch.Tensor:
 
 
 _BEGIN = {"cumsum": torch.add, "cumprod": torch.mul, "cummax": torch.maximum, "cummin": torch.minimum}
+
+
+_TERMS = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}
+
+
+def combine(a: torch.Tensor, b: torch.Tensor, reduce: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Two terms of a reduction."""
+    if a.dtype == torch.bool:
+        return (torch.logical_or if reduce in ("sum", "max") else torch.logical_and)(a, b, out=out)
+    return _TERMS[reduce](a, b, out=out)
+
+
+def fold(terms: torch.Tensor, reduce: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[n, *shape] terms of a reduction to their result [*shape]."""
+    if terms.dtype == torch.bool:
+        return (torch.any if reduce in ("sum", "max") else torch.all)(terms, 0, out=out)
+    if reduce in ("sum", "prod"):
+        return (torch.sum if reduce == "sum" else torch.prod)(terms, 0, dtype=terms.dtype, out=out)
+    return (torch.amax if reduce == "max" else torch.amin)(terms, 0, out=out)
+
+
+def topk(x: torch.Tensor, k: int, dim: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and indices, equal values in the order of their indices: the choice is the same on every mesh."""
+    order = torch.argsort(x, dim=dim, descending=largest, stable=True).narrow(dim, 0, k)
+    return x.gather(dim, order), order
+
+
+def welford(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(mean, sum of squared differences from it, count) over the dims."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    var, mean = torch.var_mean(wide, dims, correction=0)
+    count = math.prod(x.shape[d] for d in dims)
+    return mean.to(x.dtype), (var * count).to(x.dtype), torch.full(mean.shape, count, device=x.device)

@@ -13,15 +13,15 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .graph import Graph, Node
-from .ops.base import FactorKind
-from .propagation.growth import EPSILON
-from .resharding.insert import ReshardedDefinition, Set
-from .resharding.moves import MoveKind
-from .resharding.planner import plan
-from .sharding import layout as lay
-from .sharding.layout import Layout, Split
-from .sharding.value import Sharding
+from ..graph import Graph, Node
+from ..ops.base import FactorKind
+from ..propagation.growth import EPSILON
+from ..resharding.insert import ReshardedDefinition, Set
+from ..resharding.moves import MoveKind
+from ..resharding.planner import plan
+from ..sharding import layout as lay
+from ..sharding.layout import Layout, Split
+from ..sharding.value import Sharding
 
 Starts = Mapping[int, Sharding]
 # Each is a search: no more are tried, and of inputs that are whole.

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..graph import Stream
+from ..mesh import DeviceMesh
+from ..resharding.insert import Compute, ReshardedDefinition, Set, Step
+from ..sharding import layout as lay
 from .cuts import Cut
-from .graph import Stream
-from .mesh import DeviceMesh
-from .resharding.insert import Compute, ReshardedDefinition, Set, Step
-from .sharding import layout as lay
 
 Cuts = Mapping[int, Cut]
 

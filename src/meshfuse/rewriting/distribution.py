@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from .graph import Graph, Node
-from .mesh import DeviceMesh
-from .ops.base import Factor, FactorKind, Rule, TensorRef
-from .propagation.growth import EPSILON
-from .propagation.propagate import SMALL, propagate, total_seconds
-from .propagation.sharded import ShardedDefinition
-from .rewriting import Writer
-from .sharding.layout import axes, extent
-from .sharding.value import Sharding
+from ..graph import Graph, Node
+from ..mesh import DeviceMesh
+from ..ops.base import Factor, FactorKind, Rule, TensorRef
+from ..propagation.growth import EPSILON
+from ..propagation.propagate import SMALL, propagate, total_seconds
+from ..propagation.sharded import ShardedDefinition
+from ..sharding.layout import axes, extent
+from ..sharding.value import Sharding
+from .graphs import Writer
 
 
 class Blocked(NamedTuple):

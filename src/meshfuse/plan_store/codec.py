@@ -10,21 +10,21 @@ import enum
 import json
 from typing import Any
 
-from .costs import Link
-from .distribution import Blocked, Distributed
-from .dtypes import DataType
-from .merging import Merged, Moments
-from .mesh import DeviceMesh
-from .ops.base import ScalarRef, TensorRef
-from .parts import Parted
-from .propagation.choose import Source
-from .propagation.factors import Carry, Placement
-from .propagation.sharded import Choice
-from .resharding.moves import Move, MoveKind, Reordering, Window
-from .sharding.layout import Split
-from .sharding.value import Sharding
-from .shifts import Joined, Shifted, Term
-from .sums import Regrouped
+from ..costs import Link
+from ..dtypes import DataType
+from ..mesh import DeviceMesh
+from ..ops.base import ScalarRef, TensorRef
+from ..propagation.choose import Source
+from ..propagation.factors import Carry, Placement
+from ..propagation.sharded import Choice
+from ..resharding.moves import Move, MoveKind, Reordering, Window
+from ..rewriting.distribution import Blocked, Distributed
+from ..rewriting.merging import Merged, Moments
+from ..rewriting.parts import Parted
+from ..rewriting.shifts import Joined, Shifted, Term
+from ..rewriting.sums import Regrouped
+from ..sharding.layout import Split
+from ..sharding.value import Sharding
 
 _CLASSES: tuple[type, ...] = (
     Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Placement, Regrouped,

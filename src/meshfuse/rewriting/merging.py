@@ -15,16 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from .graph import Graph, Kinds, Node, Tensor, numbered
-from .mesh import DeviceMesh
-from .ops import OPS
-from .ops.base import TensorRef
-from .ops.blocks import block_counts
-from .ops.reductions import reduced_dims
-from .propagation.propagate import propagate, total_seconds
-from .propagation.sharded import ShardedDefinition
-from .sharding.layout import axes, extent
-from .sharding.value import Sharding
+from ..graph import Graph, Kinds, Node, Tensor, numbered
+from ..mesh import DeviceMesh
+from ..ops import OPS
+from ..ops.base import TensorRef
+from ..ops.blocks import block_counts
+from ..ops.reductions import reduced_dims
+from ..propagation.propagate import propagate, total_seconds
+from ..propagation.sharded import ShardedDefinition
+from ..sharding.layout import axes, extent
+from ..sharding.value import Sharding
 
 
 class Moments(NamedTuple):

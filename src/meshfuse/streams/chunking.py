@@ -6,16 +6,16 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..graph import Stream
+from ..mesh import STREAM, DeviceMesh
+from ..ops.base import FactorKind
+from ..resharding.insert import Compute, ReshardedDefinition, Set, Step
+from ..resharding.moves import MoveKind, count, restricted
+from ..resharding.postpone import postponed
+from ..sharding import layout as lay
+from ..sharding.layout import Layout, Split
 from .cuts import Cut, Refused, dim_cut, factor_cut, of_shards
-from .graph import Stream
-from .mesh import STREAM, DeviceMesh
-from .ops.base import FactorKind
 from .overlap import ChunkLoop, OverlappedDefinition, step_mesh
-from .resharding.insert import Compute, ReshardedDefinition, Set, Step
-from .resharding.moves import MoveKind, count, restricted
-from .resharding.postpone import postponed
-from .sharding import layout as lay
-from .sharding.layout import Layout, Split
 
 _CHUNKED = (
     MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.ALL_GATHER, MoveKind.ALL_TO_ALL, MoveKind.EXCHANGE,

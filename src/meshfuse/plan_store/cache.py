@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from . import __version__, disk_cache
-from .graph import Graph, rewritten
-from .mesh import DeviceMesh
-from .ops import OPS
-from .ops.base import Call, Rule
-from .plan_codec import NotStorable, dump, load
-from .propagation.sharded import ShardedDefinition
+from .. import __version__, disk_cache
+from ..graph import Graph, rewritten
+from ..mesh import DeviceMesh
+from ..ops import OPS
+from ..ops.base import Call, Rule
+from ..propagation.sharded import ShardedDefinition
+from .codec import NotStorable, dump, load
 
 # What is planned in less time is not worth a file.
 WORTH = 0.1
@@ -112,7 +112,7 @@ def _mesh(mesh: DeviceMesh) -> str:
 @functools.cache
 def _code_and_versions() -> str:
     """meshfuse's version and, as it may be edited, the sizes and times of its files; torch's version."""
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     files = sorted(root.rglob("*.py"))
     stamps = [f"{file.relative_to(root)} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return "\n".join([__version__, torch.__version__, *stamps])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .indices import Runs, global_index
-from .reduction_kernels import highest, lowest, reduce_max, reduce_min, reduce_prod, scan
+from .reductions import highest, lowest, reduce_max, reduce_min, reduce_prod, scan
 
 
 def _in_blocks(x: torch.Tensor, dim: int, block: int, count: int, fill: Any) -> torch.Tensor:

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .graph import Graph, Node, users
-from .mesh import DeviceMesh
-from .ops.base import Partial, TensorRef
-from .propagation.factors import reduces
-from .propagation.propagate import propagate
-from .propagation.sharded import ShardedDefinition
-from .rewriting import Writer, without_unread
-from .search import MOST, Effort, searched, spent
+from ..graph import Graph, Node, users
+from ..mesh import DeviceMesh
+from ..ops.base import Partial, TensorRef
+from ..planning.search import MOST, Effort, searched, spent
+from ..propagation.factors import reduces
+from ..propagation.propagate import propagate
+from ..propagation.sharded import ShardedDefinition
+from .graphs import Writer, without_unread
 
 # The most ops between a sum over ranks and the sum that it is a term of.
 _BETWEEN = 8

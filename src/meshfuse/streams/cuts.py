@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .mesh import STREAM
-from .ops.base import DimFactors, FactorKind, Rule
-from .sharding import layout as lay
-from .sharding.layout import Layout, Split
+from ..mesh import STREAM
+from ..ops.base import DimFactors, FactorKind, Rule
+from ..sharding import layout as lay
+from ..sharding.layout import Layout, Split
 
 
 @dataclass(frozen=True, slots=True)

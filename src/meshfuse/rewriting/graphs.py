@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from .graph import Graph, Kinds, Node, Tensor, needed, numbered
-from .ops.base import OpDef, TensorRef, TensorType
-from .ops.binding import bind
-from .ops.registry import find
+from ..graph import Graph, Kinds, Node, Tensor, needed, numbered
+from ..ops.base import OpDef, TensorRef, TensorType
+from ..ops.binding import bind
+from ..ops.registry import find
 
 
 class Rewriter:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from .errors import user_error
-from .graph import Graph
-from .mesh import DeviceMesh
-from .sharding.value import Sharding
+from ..errors import user_error
+from ..graph import Graph
+from ..mesh import DeviceMesh
+from ..sharding.value import Sharding
 
 
 def with_links(graph: Graph) -> Graph:

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from .definition.checks import fits, plain_number
-from .definition.fusion import DefinitionBuilder, TensorDef
-from .definition.tensor_view import TensorView
-from .errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
-from .mesh import as_int
-from .ops.base import ScalarRef, TensorRef, TensorType
-from .ops.shapes import UNKNOWN
-from .sharding.layout import Layout, extent
-from .sharding.value import Sharding
+from ..definition.checks import fits, plain_number
+from ..definition.fusion import DefinitionBuilder, TensorDef
+from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
+from ..mesh import as_int
+from ..ops.base import ScalarRef, TensorRef
+from ..ops.shapes import UNKNOWN
+from ..sharding.layout import Layout, extent
+from ..sharding.value import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,24 +174,6 @@ def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, 
             ArgumentError,
         )
     return value
-
-
-def check_whole(tensor: Any, tv: Any, line: SourceLine) -> None:
-    """Raises ArgumentError for what is no dense tensor of the sizes that a TensorView has, where these are known."""
-    view = isinstance(tv, TensorView)
-    needed = f"a dense tensor of shape {_sizes(tv.type)} for {tv.label}" if view else "a tensor and a TensorView"
-    whole = isinstance(tensor, torch.Tensor)
-    dense = whole and not tensor.is_nested and tensor.layout == torch.strided and not hasattr(tensor, "placements")
-    pairs = zip(tv.type.shape, tensor.shape, strict=False) if view and dense else ()
-    if view and dense and len(tensor.shape) == tv.ndim and all(n in (UNKNOWN, m) for n, m in pairs):
-        return
-    found = f"shape {list(tensor.shape)}" if dense else type(tensor).__name__
-    found = f"a {tensor.layout} tensor" if whole and not dense and not hasattr(tensor, "placements") else found
-    raise user_error("shard_tensor", f"{found}, {tv!r}", needed, "Pass the global tensor.", line, ArgumentError)
-
-
-def _sizes(kind: TensorType) -> str:
-    return f"[{', '.join('?' if n == UNKNOWN else str(n) for n in kind.shape)}]"
 
 
 def _device(fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: SourceLine | None) -> torch.device:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .errors import KernelError, user_error
+from ..errors import KernelError, user_error
 
 
 def as_told(name: str, made: Any, *kinds: tuple[tuple[int, ...], torch.dtype]) -> Any:

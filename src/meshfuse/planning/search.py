@@ -16,18 +16,18 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
-from .costs import computation
-from .errors import SourceLine, user_error
-from .graph import Graph
-from .mesh import DeviceMesh
-from .propagation.ends import followed
-from .propagation.factors import Placement
-from .propagation.folding import folded
-from .propagation.growth import EPSILON
-from .propagation.propagate import Propagation, propagate
-from .propagation.sharded import ShardedDefinition
-from .resharding.insert import Set, insert_resharding
-from .sharding.value import Sharding
+from ..costs import computation
+from ..errors import SourceLine, user_error
+from ..graph import Graph
+from ..mesh import DeviceMesh
+from ..propagation.ends import followed
+from ..propagation.factors import Placement
+from ..propagation.folding import folded
+from ..propagation.growth import EPSILON
+from ..propagation.propagate import Propagation, propagate
+from ..propagation.sharded import ShardedDefinition
+from ..resharding.insert import Set, insert_resharding
+from ..sharding.value import Sharding
 from .starts import Starts, elsewhere, shared
 
 VARIABLE = "MESHFUSE_SEARCH"
@@ -215,6 +215,6 @@ def _followed(graph: Graph, plan: ShardedDefinition, starts: Starts) -> dict[int
     known = {i: starts.get(i, plan.homes[i]) for i in graph.input_tensors}
     made: dict[int, Sharding] = {}
     for node in graph.nodes:
-        for i, sharding in zip(node.outputs, followed(graph, known, node), strict=True):
+        for i, sharding in zip(node.outputs, followed(known, node), strict=True):
             known[i] = made[i] = graph.annotations.get(i) or sharding or plan.homes[i].reduced()
     return made

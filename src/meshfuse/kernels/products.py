@@ -1,15 +1,24 @@
-"""Products of groups of rows (or columns, or inner indices) with a matrix each, on one rank's part of the
-operands.
+"""Products that torch has no single function for: with a stack of matrices, a matrix per group of rows (or columns, or
+inner indices), and with scales.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
 
-from .errors import KernelError, user_error
+from ..errors import KernelError, user_error
 from .indices import Runs
+
+
+def stacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[b*, k] and [d, n, k] (and [d, n]) to [d, b*, n]."""
+    out = torch.matmul(x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), weight.transpose(-1, -2))
+    if bias is not None:
+        out = out + bias.unsqueeze(1)
+    return out.reshape(weight.shape[0], *x.shape[:-1], weight.shape[1])
 
 
 def _bounds(offsets: torch.Tensor, runs: Runs) -> list[int]:

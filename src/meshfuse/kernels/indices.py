@@ -1,4 +1,4 @@
-"""Global indices of what a rank holds, and the places of global indices in it."""
+"""Global indices of what a rank holds, the places of global indices in it, and tensors made of indices."""
 
 from __future__ import annotations
 
@@ -48,3 +48,14 @@ def _columns(runs: Runs) -> tuple[list[int], list[int], list[int]]:
     """Starts, stops, and how many indices come before each run."""
     sizes = itertools.accumulate((b - a for a, b in runs), initial=0)
     return [a for a, _ in runs], [b for _, b in runs], list(sizes)[:-1]
+
+
+def grid(*index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Index tensors that together name every element of a box."""
+    return torch.meshgrid(*index, indexing="ij")
+
+
+def iota(length: Runs, start: Any, step: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """The rank's part of start, start + step, ...; worked out in float64 for floating point types."""
+    index = global_index(length, device)
+    return ((index.double() if dtype.is_floating_point else index) * step + start).to(dtype)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from .graph import Graph, Node
-from .ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef
-from .propagation.sharded import ShardedDefinition
-from .rewriting import Writer, without_unread
-from .search import MOST, spent
-from .sharding.layout import axes
+from ..graph import Graph, Node
+from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef
+from ..planning.search import MOST, spent
+from ..propagation.sharded import ShardedDefinition
+from ..sharding.layout import axes
+from .graphs import Writer, without_unread
 
 # Of what a reduction makes of two parts, what it makes of both.
 _FOLD = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}

@@ -15,15 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from .graph import Graph, Node, users
-from .mesh import DeviceMesh
-from .ops.base import TensorRef
-from .propagation.propagate import propagate
-from .propagation.sharded import ShardedDefinition
-from .rewriting import Writer, without_unread
-from .search import Effort, searched, spent
-from .sharding.layout import axes
-from .sharding.value import Sharding
+from ..graph import Graph, Node, users
+from ..mesh import DeviceMesh
+from ..ops.base import TensorRef
+from ..planning.search import Effort, searched, spent
+from ..propagation.propagate import propagate
+from ..propagation.sharded import ShardedDefinition
+from ..sharding.layout import axes
+from ..sharding.value import Sharding
+from .graphs import Writer, without_unread
 
 Number = float | int
 Offsets = tuple[int, ...]

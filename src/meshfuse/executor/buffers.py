@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import kernels
+from .. import kernels
 
 _use_count = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
 # Another tensor on the same memory: nothing that a user does to it (a name, a wish for gradients) stays.

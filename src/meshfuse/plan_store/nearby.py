@@ -18,17 +18,17 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
-from .costs import computation
-from .errors import SourceLine, user_error
-from .graph import Graph, Node, rewritten
-from .mesh import DeviceMesh
-from .ops.base import Call, ParamKind, Rule, TensorType
-from .propagation.choose import cheapest
-from .propagation.factors import NO_CARRY, Placement, carries, placed
-from .propagation.sharded import Choice, ShardedDefinition
-from .resharding.windows import window_move, window_of
-from .sharding.layout import WHOLE, extent
-from .sharding.value import Sharding
+from ..costs import computation
+from ..errors import SourceLine, user_error
+from ..graph import Graph, Node, rewritten
+from ..mesh import DeviceMesh
+from ..ops.base import Call, ParamKind, Rule, TensorType
+from ..propagation.choose import cheapest
+from ..propagation.factors import NO_CARRY, Placement, carries, placed
+from ..propagation.sharded import Choice, ShardedDefinition
+from ..resharding.windows import window_move, window_of
+from ..sharding.layout import WHOLE, extent
+from ..sharding.value import Sharding
 
 # The factor by which sizes may differ, where nobody says another.
 VARIABLE, NEAR = "MESHFUSE_NEAR", 2.0

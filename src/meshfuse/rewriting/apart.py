@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .graph import Graph, Node
-from .ops.base import FactorKind, TensorRef
-from .rewriting import Writer
-from .sharding.layout import axes
+from ..graph import Graph, Node
+from ..ops.base import FactorKind, TensorRef
+from ..sharding.layout import axes
+from .graphs import Writer
 
 
 def taken_apart(graph: Graph) -> Graph:

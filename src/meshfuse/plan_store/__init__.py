@@ -1,0 +1,1 @@
+"""Plans kept: on disk for other processes, in memory for other sizes."""

@@ -1,0 +1,1 @@
+"""Ops and communications in chunks, one computed while another travels."""
