@@ -393,7 +393,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "welford": _welford,
     **{name: _scan(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},
     "cumsum_bwd": _sum_after,
-    "block_cumsum_bwd": lambda x, dim, blocks: torch.cat([_sum_after(part, dim) for part in _blocks(x, dim, blocks)], dim),
+    "block_cumsum_bwd": lambda x, dim, n: torch.cat([_sum_after(part, dim) for part in _blocks(x, dim, n)], dim),
     **{f"block_{name}": _block_scan(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},
     "block_sum": _block_total("sum", 0.0),
     "block_prod": _block_total("prod", 1.0),

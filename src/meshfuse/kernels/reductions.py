@@ -62,9 +62,7 @@ def reduce_prod(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor
 
 
 def scan(name: str, x: torch.Tensor, dim: int, init: Any) -> torch.Tensor:
-    """cumsum, cumprod, cummax or cummin along a dim, begun with `init`, in the type of the operand; cumsum_bwd is cumsum
-    from the end.
-    """
+    """A scan along a dim, begun with `init`, in the type of the operand: cumsum_bwd is cumsum from the end."""
     wide = x.long() if x.dtype == torch.bool else x
     if name == "cumsum_bwd":
         return wide.flip(dim).cumsum(dim).flip(dim).to(x.dtype)
