@@ -14,7 +14,7 @@ from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, overlap
 from .moves import Move, MoveKind
-from .prices import Price, byte_seconds, is_even, price, received
+from .prices import Price, byte_seconds, held, is_even, price, received
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ def _faster_axes(mesh: DeviceMesh) -> tuple[Split, ...]:
 class _Search:
     """A* from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms.
 
-    From a state on takes at least what brings a rank the elements that it lacks over the fastest link.
+    From a state on takes at least what brings a rank the elements that it lacks over the fastest link: all of them
+    while sums are to be reduced, as no rank has any.
     """
 
     def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int, room: int):
@@ -148,6 +149,7 @@ class _Search:
         self.fast = _faster_axes(src.mesh)
         self.room = room
         self._element = itemsize / max(link.bandwidth for link in src.mesh.links) * (1 - _ROUNDING)
+        self._all = held(dst, shape) * self._element
 
     def _fits(self, state: Sharding) -> bool:
         return not self.room or state.max_local_numel(self.shape) <= self.room
@@ -175,6 +177,8 @@ class _Search:
 
     def _least(self, state: Sharding) -> float:
         """Seconds that it takes at least to come from a state to the target."""
+        if state.partial != self.dst.partial:
+            return self._all
         return received(state, self.dst, self.shape) * self._element
 
     # states ---------------------------------------------------------------------------------------------------

@@ -95,6 +95,13 @@ def received(src: Sharding, dst: Sharding, shape: Sequence[int]) -> float:
     return (sum(wanted) - sum(there)) / len(sampled_ranks(dst.mesh)) if sides else 0.0
 
 
+def held(sharding: Sharding, shape: Sequence[int]) -> float:
+    """Elements that a rank has: the mean over some ranks."""
+    counts = [_counts(layout, n, sharding.mesh) for layout, n in zip(sharding.dims, shape, strict=True)]
+    ranks = len(sampled_ranks(sharding.mesh))
+    return sum(map(math.prod, zip(*counts, strict=True))) / ranks if counts else 1.0
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _counts(layout: Layout, n: int, mesh: DeviceMesh) -> tuple[int, ...]:
     """How many indices of a dim each of some ranks holds."""
