@@ -18,6 +18,8 @@ from ..graph import Graph, Node
 from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef
 from ..planning.search import MOST, spent
 from ..propagation.sharded import ShardedDefinition
+from ..resharding.insert import insert_resharding
+from ..resharding.moves import Move
 from ..sharding.layout import axes
 from .graphs import Writer, without_unread
 
@@ -58,26 +60,50 @@ def in_parts(found: ShardedDefinition, graph: Graph, plan: Callable[[Graph], Sha
     """
     if len(graph.nodes) > MOST:
         return found
-    cats = tuple(_over_ranks(found, graph))
-    if not cats or not _Writer(graph, cats).pays():
+    cats = list(_over_ranks(found, graph))
+    rewriting = Parted(tuple([node.id for node in cats]))
+    if not cats or not _moves(found, cats) or not _Writer(graph, rewriting.cats).pays():
         return found
-    other = plan(Parted(cats)(graph))
+    other = plan(rewriting(graph))
     return other if spent(other).beats(spent(found)) else found
 
 
-def _over_ranks(found: ShardedDefinition, graph: Graph) -> Iterator[int]:
-    """The `cat`s, by number, of whose dim a part or the whole is split; not what the user says the place of, between.
+def _over_ranks(found: ShardedDefinition, graph: Graph) -> Iterator[Node]:
+    """The `cat`s of whose dim a part or the whole is split; not what an annotation says the place of, between.
 
     What a plan gathers at the first of several is in the next ones' operands, too.
     """
     reached = set[int]()
     for node in graph.nodes:
-        (made, *_), dim = node.outputs, node.call["dim"] if node.name == "cat" else None
-        if dim is not None and (made not in graph.annotations or made in graph.outputs):
-            over = any(axes(found.homes[i].dims[dim]) for i in (*node.inputs, made))
-            if over or reached.intersection(node.inputs):
-                reached.add(made)
-                yield node.id
+        if node.name == "cat" and (node.outputs[0] not in graph.annotations or node.outputs[0] in graph.outputs):
+            dim = _joined(node)
+            split = any(axes(found.homes[i].dims[dim]) for i in (*node.inputs, *node.outputs))
+            if split or reached.intersection(node.inputs):
+                reached.update(node.outputs)
+                yield node
+
+
+def _moves(found: ShardedDefinition, cats: Sequence[Node]) -> bool:
+    """Whether what one of these reads or makes is moved along its dim."""
+    resharded = insert_resharding(found)
+    moves = [(resharded.values[step.source].tensor, step.move) for step in resharded.collectives]
+    dims = {i: _joined(node) for node in cats for i in _touched(found, node)}
+    return any(_changes(move, dims[i]) for i, move in moves if i in dims)
+
+
+def _joined(cat: Node) -> int:
+    """The dim along which a `cat` puts together."""
+    return cat.call["dim"] % cat.call.results[0].ndim
+
+
+def _touched(found: ShardedDefinition, node: Node) -> set[int]:
+    """The tensors that an op reads or makes, whatever form it is written in."""
+    return {i for other in found.graph.nodes if other.origin == node.origin for i in (*other.inputs, *other.outputs)}
+
+
+def _changes(move: Move, dim: int) -> bool:
+    src, dst = move.src.dims, move.dst.dims
+    return dim < len(src) and (src[dim] != dst[dim] or move.window is not None)
 
 
 class _Writer(Writer):
@@ -110,7 +136,7 @@ class _Writer(Writer):
 
     def _of_cat(self, node: Node) -> Parts:
         """The operands; those of an operand that is in parts itself."""
-        dim = node.call["dim"] % node.call.results[0].ndim
+        dim = _joined(node)
         refs: list[TensorRef] = []
         for i in node.inputs:
             inner = self.parts.get(i)
