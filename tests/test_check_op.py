@@ -332,6 +332,7 @@ OTHERS = {
     "types": ("cumsum", {"infer": _wider}, "the type rule is wrong about result 0"),
     "window": ("slice", {"window": _off_by_one}, "the window is not what the op computes"),
     "order of blocks": ("reorder_blocks", {"window": _backwards}, "the order of blocks is not what the op makes"),
+    "parts": ("triu", {"pieced": True}, "it is not the same on the parts of a dim"),
     "distributed form": ("cumsum", {"distributed": _unshifted}, "the distributed form is wrong"),
     "derivative": ("tanh", {"vjp": OPS["sigmoid"].vjp}, "the derivative is not that of the lowering"),
     "writes": ("relu", {"emit": _writing}, "the lowering fails on whole operands"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,13 +11,15 @@ import meshfuse as mf
 from meshfuse.compiler import compile_definition
 from meshfuse.graph import Graph, concretize
 from meshfuse.ops import OPS
-from meshfuse.ops.base import FactorKind, OpDef, Rule, Sample, TensorType
+from meshfuse.ops.base import FactorKind
 from meshfuse.plan_store import cache as plan_cache
 from meshfuse.plan_store import nearby
 from meshfuse.rewriting.parts import Parted
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded
-from op_harness import make_call, operands_of, sample_ids, whole
+from meshfuse.testing.calls import make_call
+from meshfuse.testing.pieced import on_parts, pieced_problem
+from op_harness import sample_ids
 
 T = mf.TensorView
 N = 8
@@ -28,93 +29,35 @@ B, H, S, D = 2, 4, 64, 16
 NEW = 3
 
 
-# What `OpDef.pieced` says of an op, held against its lowering.
-
-
-def dim_of(dims: Sequence[Sequence[int]], factor: int) -> int | None:
-    return next((d for d, factors in enumerate(dims) if tuple(factors) == (factor,)), None)
-
-
-def cuttable(rule: Rule) -> Iterator[int]:
-    """The factors that are dims of their own, and that an operand has."""
-    for f, factor in enumerate(rule.factors):
-        sides = (*rule.operands, *rule.results)
-        alone = all(tuple(factors) == (f,) for dims in sides for factors in dims if f in factors)
-        read = any(dim_of(dims, f) is not None for dims in rule.operands)
-        reduced_everywhere = all(dim_of(dims, f) is not None for dims in rule.operands)
-        passes = factor.kind is FactorKind.PASS
-        if factor.size > 1 and alone and read and (passes or (factor.kind is FactorKind.REDUCE and reduced_everywhere)):
-            yield f
-
-
-def of_parts(op: OpDef, sample: Sample, rule: Rule, factor: int, first: int) -> mf.FusionDefinition:
-    """The op on operands that are put together of two where they have a dim of the factor."""
-    dims = iter(rule.operands)
-    with mf.FusionDefinition() as fd:
-
-        def defined(arg: Any) -> Any:
-            if isinstance(arg, list) and arg and isinstance(arg[0], TensorType):
-                return [defined(entry) for entry in arg]
-            if not isinstance(arg, TensorType):
-                return arg
-            dim = dim_of(next(dims), factor)
-            if dim is None:
-                return fd.define_tensor(list(arg.shape), dtype=arg.dtype)
-            sizes = ([*arg.shape[:dim], n, *arg.shape[dim + 1 :]] for n in (first, arg.shape[dim] - first))
-            return fd.ops.cat([fd.define_tensor(shape, dtype=arg.dtype) for shape in sizes], dim)
-
-        args = [defined(arg) for arg in sample.args]
-        fd.add_output(fd.call(op, args, {key: defined(value) for key, value in sample.kwargs.items()}))
-    return fd
+# What `OpDef.pieced` says of an op: `check_op` holds it against the lowering; here, that the parts are all that is read.
 
 
 def graph_of(fd: mf.FusionDefinition) -> Graph:
     return concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
 
 
-def evaluated(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs, op by op on whole tensors."""
-    known = dict(zip(graph.input_tensors, inputs, strict=True))
-    for node in graph.nodes:
-        known.update(zip(node.outputs, whole(node.call, [known[i] for i in node.inputs]), strict=True))
-    return [known[i] for i in graph.outputs]
-
-
-def in_two(operands: Sequence[torch.Tensor], rule: Rule, factor: int, first: int) -> list[torch.Tensor]:
-    """The operands, cut where they have a dim of the factor."""
-    places = [(t, dim_of(dims, factor)) for t, dims in zip(operands, rule.operands, strict=True)]
-    rows = ([t] if dim is None else t.split([first, t.shape[dim] - first], dim) for t, dim in places)
-    return [part for row in rows for part in row]
-
-
-PIECED = [(name, place) for name, place in sample_ids() if OPS[name].pieced and name != "full"]
-
-
-def cut_graph(name: str, place: int, rule: Rule, factor: int, first: int) -> tuple[Graph, Graph]:
-    """The op on what is put together, and on the parts."""
-    graph = graph_of(of_parts(OPS[name], OPS[name].samples()[place], rule, factor, first))
-    together = [node.id for node in graph.nodes[:-1]]
-    assert all(graph.nodes[i].name == "cat" for i in together)
-    return graph, Parted(tuple(together))(graph)
+PIECED = [(name, place) for name, place in sample_ids() if OPS[name].pieced]
 
 
 @pytest.mark.parametrize(("name", "place"), PIECED)
 def test_an_op_on_parts_is_the_op(name: str, place: int) -> None:
-    """Along every factor that is a dim of its own, cut at every place."""
+    sample = OPS[name].samples()[place]
+    assert pieced_problem(OPS[name], sample) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["mul", "sum", "matmul", "linear", "permute", "broadcast", "contract", "cast", "where"]
+)
+def test_what_was_put_together_is_not_any_more(name: str) -> None:
+    """Along the first dim of the first operand."""
     op = OPS[name]
-    call = make_call(op, op.samples()[place])
-    rule = op.rule(call)
-    for factor in cuttable(rule):
-        for first in range(1, rule.factors[factor].size):
-            graph, parted = cut_graph(name, place, rule, factor, first)
-            if rule.factors[factor].kind is FactorKind.REDUCE and call.results[0].dtype.category < 2:
-                assert parted.nodes == graph.nodes  # of exact types there is nothing to gain worth the ops
-                continue
-            put_together = {i for node in graph.nodes[:-1] for i in node.outputs}
-            assert put_together.isdisjoint(i for node in parted.nodes for i in node.outputs)
-            inputs = in_two(operands_of(call, op.samples()[place]), rule, factor, first)
-            for found, wanted in zip(evaluated(parted, inputs), evaluated(graph, inputs), strict=True):
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+    sample = op.samples()[0]
+    rule = op.rule(make_call(op, sample))
+    (factor,) = rule.operands[0][-1 if rule.factors[0].kind is FactorKind.BLOCK else 0]
+    graph = on_parts(op, sample, rule, factor, 1)
+    read = {i for node in graph.nodes for i in node.inputs}
+    joined = [node for node in graph.nodes if node.name == "cat"]
+    assert read.issuperset(graph.input_tensors) and all(node.outputs[0] in graph.outputs for node in joined)
 
 
 # Programs, and what is known to be the least that they move: bytes of a rank.

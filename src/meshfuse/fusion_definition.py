@@ -73,7 +73,8 @@ class FusionDefinition(DefinitionBuilder):
     use and gathered again for the next; where that is not enough, a PlanWarning says what takes the memory.
 
     `search` (MESHFUSE_SEARCH): programs of more than 400 ops are planned once ("fast"), several times by few of their
-    layers ("thorough", seconds), or so on one mesh axis only ("auto", the default). Shorter ones always are.
+    layers ("thorough", seconds), or so where that takes about a second ("auto", the default): on one mesh axis, or
+    of few different ops. Shorter ones always are.
     """
 
     def __init__(

@@ -33,6 +33,8 @@ from .starts import Starts, elsewhere, shared
 VARIABLE = "MESHFUSE_SEARCH"
 # The most ops of a program that is planned several times as it is: about a second's work.
 MOST = 400
+# Few different calls: more than an MLP has, forward and backward, and fewer than attention beside it.
+FEW = 32
 # How often what was found last is gone on from, while that finds more.
 ROUNDS = 4
 # A plan that moves more must take less than this part of the time: rates of computation are the rougher estimate.
@@ -79,10 +81,12 @@ class Effort(Enum):
 
     def searches(self, graph: Graph) -> bool:
         """Whether few layers of a long program are planned several times. On several axes that takes several seconds,
-        as there are many more ways to put them on an op's factors.
+        as there are many more ways to put them on an op's factors; but about one where layers are of few different ops.
         """
+        if self is not Effort.AUTO:
+            return self is Effort.THOROUGH
         axes = max(sum(n > 1 for n in sharding.mesh.shape) for sharding in graph.annotations.values())
-        return self is Effort.THOROUGH or (self is Effort.AUTO and axes <= 1)
+        return axes <= 1 or len({id(node.call) for node in graph.nodes}) <= FEW
 
 
 def effort_of(given: Any, line: SourceLine | None) -> Effort:

@@ -1,8 +1,8 @@
 """`check_op`: is what an `OpDef` claims true? Every claim is tried against the op's own torch lowering.
 
 The type rule against what the lowering gives; the factor rule, by running the lowering on shards and putting the
-results together; the partial rule, on terms of reductions; windows; the distributed form and annotations, by whole
-definitions; and gradients, against torch's autograd through the lowering, in float64.
+results together; the partial rule, on terms of reductions; windows; the op on the parts of a dim; the distributed form
+and annotations, by whole definitions; and gradients, against torch's autograd through the lowering, in float64.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from .cases import (
 from .defined import Annotated, defined_problem, form_cases, unsharded
 from .layouts import dim_layouts, meshes
 from .parts import ways
+from .pieced import pieced_problem
 
 C = TypeVar("C")
 _CHECKS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
@@ -102,7 +103,7 @@ def _one_thread() -> Iterator[None]:
 
 def _check(op: OpDef, given: Sequence[Sample], max_examples: int, max_ranks: int) -> None:
     for sample in given:
-        _raise(type_problem(op, sample) or window_problem(op, sample))
+        _raise(type_problem(op, sample) or window_problem(op, sample) or pieced_problem(op, sample))
     for sample in given:
         _try_all(op, factor_cases(op, sample), factor_problem, sharded_calls(op, [sample], max_ranks))
         for case in unreduced_cases(op, sample):
