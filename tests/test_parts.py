@@ -29,7 +29,7 @@ B, H, S, D = 2, 4, 64, 16
 NEW = 3
 
 
-# What `OpDef.pieced` says of an op: `check_op` holds it against the lowering; here, that the parts are all that is read.
+# What `OpDef.pieced` says of an op, held against its lowering (`check_op` does it, too), and what is read then.
 
 
 def graph_of(fd: mf.FusionDefinition) -> Graph:
