@@ -110,6 +110,12 @@ def appended_twice(fd: mf.FusionDefinition) -> T:
     return attention(fd, token(fd), k, v)
 
 
+def with_nothing(fd: mf.FusionDefinition) -> T:
+    """One of the parts is empty: of nothing there is no maximum."""
+    k, v = (fd.ops.cat([cache(fd), split(fd, [B, H, 0, D]), token(fd)], 2) for _ in "kv")
+    return attention(fd, token(fd), k, v)
+
+
 def masked(fd: mf.FusionDefinition) -> T:
     """A bias along the keys, which is whole."""
     k, v = (fd.ops.cat([cache(fd), token(fd)], 2) for _ in "kv")
@@ -141,6 +147,7 @@ LEAST: dict[Callable[[mf.FusionDefinition], T], float] = {
     tokens_before_the_cache: ATTENTION,
     two_caches: ATTENTION + all_reduce(B * H * NEW),  # each cache's maximum is reduced by itself
     appended_twice: ATTENTION,
+    with_nothing: ATTENTION,
     masked: ATTENTION,
     rotated: ATTENTION,
     mean: all_reduce(D),
@@ -209,6 +216,15 @@ def test_the_whole_may_be_wanted_too() -> None:
 
     fd, alone = program(mf.FusionDefinition(), True), program(mf.FusionDefinition(), False)
     assert fd.bill().total <= alone.bill().total + ATTENTION
+    assert_same_as_unsharded(fd, inputs_of(fd))
+
+
+def test_many_parts_are_put_together() -> None:
+    """Each op on parts would be as many ops."""
+    with mf.FusionDefinition() as fd:
+        rows = [split(fd, [N, D], ["sp", None]) for _ in range(20)]
+        fd.add_output(fd.ops.sum(fd.ops.exp(fd.ops.cat(rows, 0)), [0]))
+    assert Parted not in map(type, fd.compile().graph.rewritings)
     assert_same_as_unsharded(fd, inputs_of(fd))
 
 

@@ -25,6 +25,8 @@ from .graphs import Writer, without_unread
 
 # Of what a reduction makes of two parts, what it makes of both.
 _FOLD = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
+# Every op on parts is as many ops.
+_MOST_PARTS = 8
 
 
 class Parts(NamedTuple):
@@ -64,7 +66,8 @@ def in_parts(found: ShardedDefinition, graph: Graph, plan: Callable[[Graph], Sha
     rewriting = Parted(tuple([node.id for node in cats]))
     if not cats or not _moves(found, cats) or not _Writer(graph, rewriting.cats).pays():
         return found
-    other = plan(rewriting(graph))
+    written = rewriting(graph)
+    other = plan(written) if len(written.nodes) <= MOST else found
     return other if spent(other).beats(spent(found)) else found
 
 
@@ -125,23 +128,24 @@ class _Writer(Writer):
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
         if node.id in self.cats:
-            self.parts[node.outputs[0]] = self._of_cat(node)
+            self._put_together(node)
             return None
         if not any(i in self.parts for i in node.inputs):
             return None
         if node.call.op.window is not None:
-            return self._windowed(node)
+            return self._windowed(node) if node.inputs[0] in self.parts else None
         cut = self._cut(node)
         return None if cut is None else self._on_parts(node, cut)
 
-    def _of_cat(self, node: Node) -> Parts:
-        """The operands; those of an operand that is in parts itself."""
-        dim = _joined(node)
-        refs: list[TensorRef] = []
-        for i in node.inputs:
+    def _put_together(self, cat: Node) -> None:
+        """The parts of a `cat`: its operands, or those of an operand that is in parts itself; none that is empty."""
+        dim, refs = _joined(cat), list[TensorRef]()
+        for i in cat.inputs:
             inner = self.parts.get(i)
             refs += inner.refs if inner is not None and inner.dim == dim else [TensorRef(i)]
-        return Parts(dim, tuple(refs))
+        filled = tuple([ref for ref in refs if self.type(ref).shape[dim]])
+        if 0 < len(filled) <= _MOST_PARTS:
+            self.parts[cat.outputs[0]] = Parts(dim, filled)
 
     def _sizes(self, parts: Parts) -> tuple[int, ...]:
         return tuple(self.type(ref).shape[parts.dim] for ref in parts.refs)
@@ -162,7 +166,8 @@ class _Writer(Writer):
         self._ends += 1
         if len(found) > 1 and made not in self.noted:
             self.parts[made] = Parts(dim, tuple(found))
-        return found if len(found) == 1 else [self.call("cat", tuple(found), dim)] if found else None
+        nothing = () if found else (self._slice(parts.refs[0], _with(starts, dim, 0), shape),)
+        return (*found, *nothing) if len(found) < 2 else [self.call("cat", tuple(found), dim)]
 
     def _slice(self, ref: TensorRef, starts: Sequence[int], shape: Sequence[int]) -> TensorRef:
         return self.call("slice", ref, tuple(starts), tuple(map(operator.add, starts, shape)))
