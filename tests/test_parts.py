@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import meshfuse as mf
 from meshfuse.compiler import compile_definition
-from meshfuse.graph import Graph, concretize
+from meshfuse.graph import Graph, Kinds, Node, Tensor, concretize, numbered
 from meshfuse.ops import OPS
-from meshfuse.ops.base import FactorKind
+from meshfuse.ops.base import FactorKind, TensorRef, TensorType
 from meshfuse.plan_store import cache as plan_cache
 from meshfuse.plan_store import nearby
 from meshfuse.rewriting.parts import Parted
 from meshfuse.sharding.layout import Split
-from meshfuse.testing import assert_same_as_unsharded
+from meshfuse.testing import assert_same_as_unsharded, definitions, inputs_for
 from meshfuse.testing.calls import make_call
-from meshfuse.testing.pieced import on_parts, pieced_problem
+from meshfuse.testing.check import assert_close
+from meshfuse.testing.pieced import evaluated, on_parts, pieced_problem
 from op_harness import sample_ids
 
 T = mf.TensorView
@@ -58,6 +62,56 @@ def test_what_was_put_together_is_not_any_more(name: str) -> None:
     read = {i for node in graph.nodes for i in node.inputs}
     joined = [node for node in graph.nodes if node.name == "cat"]
     assert read.issuperset(graph.input_tensors) and all(node.outputs[0] in graph.outputs for node in joined)
+
+
+# Random programs, of which an input is put together of two: unsharded, so that nothing but the rewriting is tested.
+
+
+def put_together(graph: Graph, tensor: int, sizes: Sequence[int], dim: int) -> Graph:
+    """The graph with parts of these sizes in the place of an input."""
+    whole, last = graph.tensors[tensor], len(graph.tensors)
+    shapes = [tuple(n if d == dim else old for d, old in enumerate(whole.type.shape)) for n in sizes]
+    made = [Tensor(last + i, TensorType(shape, whole.type.dtype), whole.line) for i, shape in enumerate(shapes)]
+    refs = tuple(TensorRef(t.id) for t in made)
+    call, rule = Kinds().get(OPS["cat"], (refs, dim, False), tuple(t.type for t in made))
+    cat = Node(0, call, rule, tuple(t.id for t in made), (tensor,), whole.line, len(graph.nodes))
+    place = graph.inputs.index(TensorRef(tensor))
+    return dataclasses.replace(
+        graph,
+        tensors=(*graph.tensors, *made),
+        nodes=(cat, *(numbered(node, node.id + 1) for node in graph.nodes)),
+        inputs=(*graph.inputs[:place], *refs, *graph.inputs[place + 1 :]),
+    )
+
+
+def is_followed(graph: Graph) -> bool:
+    """Whether an op was computed on the parts."""
+    return len(graph.nodes) > 1 and graph.nodes[0].name != "cat"
+
+
+@pytest.mark.fuzz
+def test_random_programs_on_parts_are_the_programs() -> None:
+    followed = []
+
+    @settings(max_examples=400 if settings.get_current_profile_name() == "ci" else settings().max_examples)
+    @given(definitions(), st.data())
+    def check(fd: mf.FusionDefinition, data: st.DataObject) -> None:
+        inputs, graph = inputs_for(fd), graph_of(fd)
+        dims = [(place, dim) for place, t in enumerate(inputs) if isinstance(t, torch.Tensor)
+                for dim, n in enumerate(t.shape) if n > 1]  # fmt: skip
+        assume(dims and len(inputs) == len(graph.input_tensors))
+        place, dim = data.draw(st.sampled_from(dims))
+        n = inputs[place].shape[dim]
+        first = data.draw(st.integers(1, n - 1))
+        sizes = data.draw(st.sampled_from([(first, n - first), (first, 0, n - first)]))
+        other = Parted((0,))(put_together(graph, graph.input_tensors[place], sizes, dim))
+        followed.append(is_followed(other))
+        parts = [*inputs[:place], *inputs[place].split(sizes, dim), *inputs[place + 1 :]]
+        for a, b in zip(evaluated(graph, inputs), evaluated(other, parts), strict=True):
+            assert_close(b, a, 1e-4, str(other))
+
+    check()
+    assert sum(followed) > len(followed) / 4
 
 
 # Programs, and what is known to be the least that they move: bytes of a rank.

@@ -26,7 +26,7 @@ def pieced_problem(op: OpDef, sample: Sample) -> str | None:
         n = rule.factors[factor].size
         for first in range(1, n):
             graph = on_parts(op, sample, rule, factor, first)
-            found = _evaluated(graph, _in_two(operands, rule, factor, first))
+            found = evaluated(graph, _in_two(operands, rule, factor, first))
             wrong = wrong_results(found, wanted, 10 * tolerance(call))
             if wrong is not None:
                 facts = [("parts", f"{first} and {n - first} of factor {letter(factor)}"), ("wrong", wrong[2])]
@@ -83,7 +83,7 @@ def _in_two(operands: Sequence[torch.Tensor], rule: Rule, factor: int, first: in
     return [part for row in rows for part in row]
 
 
-def _evaluated(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def evaluated(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The outputs, op by op on whole tensors."""
     known = dict(zip(graph.input_tensors, inputs, strict=True))
     for node in graph.nodes:
