@@ -114,6 +114,23 @@ def test_random_programs_on_parts_are_the_programs() -> None:
     assert sum(followed) > len(followed) / 4
 
 
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 1), st.data())
+def test_windows_of_what_is_put_together(sizes: list[int], dim: int, data: st.DataObject) -> None:
+    """From within a part, over several, of none; and of both dims."""
+    parts = [torch.randn((n, 3) if dim == 0 else (3, n), dtype=torch.float64) for n in sizes]
+    whole = torch.cat(parts, dim)
+    bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in whole.shape]
+    (a, b), (c, d) = bounds
+    with mf.FusionDefinition() as fd:
+        made = [fd.define_tensor(list(part.shape), dtype=mf.DataType.Double) for part in parts]
+        window = fd.ops.slice(fd.ops.cat(made, dim), [a, c], [b, d])
+        for out in (fd.ops.exp(window), fd.ops.sum(window, [dim])):
+            fd.add_output(out)
+    found = evaluated(Parted((0,))(graph_of(fd)), parts)
+    torch.testing.assert_close(found, [whole[a:b, c:d].exp(), whole[a:b, c:d].sum(dim)])
+
+
 # Programs, and what is known to be the least that they move: bytes of a rank.
 
 
