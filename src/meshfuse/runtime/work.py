@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from ..errors import RankError
 
-# How long a wait is at most without a look at the peers.
-SLICE = timedelta(seconds=0.5)
+_SLICE = timedelta(seconds=0.5)
 
 
 class Reporter(Protocol):
@@ -69,10 +68,10 @@ class Work:
 
     def _wait_sliced(self, handle: Any) -> None:
         # A failed peer may keep its connections open for seconds, or be a member of other groups only.
-        end = time.monotonic() + self.reporter.limit + SLICE.total_seconds()
+        end = time.monotonic() + self.reporter.limit + _SLICE.total_seconds()
         while True:
             try:
-                handle.wait(SLICE)
+                handle.wait(_SLICE)
                 return
             except RuntimeError:
                 if handle.is_completed() or time.monotonic() > end:

@@ -38,7 +38,7 @@ from .liveness import FAILED, FINISHED, Responder, goodbye, line_of, main_thread
 from .peers import Peers
 from .processes import die_with_parent
 from .store import await_keys, connect, hosts_store
-from .work import SLICE, Work
+from .work import Work
 
 T = TypeVar("T")
 _LINGER = 3.0
@@ -347,13 +347,10 @@ class World:
         return self._explain(str(work), work.group.ranks, error, work.start)
 
     def _explain(self, what: str, ranks: tuple[int, ...], error: BaseException, start: float) -> RankError:
-        after, scene = seconds_since(start), self._scene()
+        after = seconds_since(start)
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            return timed_out(scene, what, ranks, after)
-        # gloo breaks its connections where it gives up: a peer that began a little earlier has come to its limit.
-        if after > self.limit - min(SLICE.total_seconds(), self.limit / 10) and not lost(scene):
-            return timed_out(scene, what, ranks, after)
-        return connection_lost(scene, what, ranks, str(error), after)
+            return timed_out(self._scene(), what, ranks, after)
+        return connection_lost(self._scene(), what, ranks, str(error), after)
 
     def _scene(self) -> Scene:
         host = None if self.place.agent_store or self.place.source == DEFAULT_GROUP else 0
