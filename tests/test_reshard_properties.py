@@ -295,6 +295,30 @@ def test_any_sharding_to_any_other_with_no_room(data: st.DataObject) -> None:
     plan.cache_clear()
 
 
+_BANDWIDTHS = st.sampled_from([25e9, 50e9, 450e9])
+
+
+@settings(max_examples=600)
+@given(st.data())
+def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) -> None:
+    """A search without a bound finds nothing cheaper: on links of any speed, of sums, blocks even or not."""
+    grid = data.draw(meshes(min_ranks=2))
+    links = {name: mf.Link(data.draw(_BANDWIDTHS), 0.0) for name in grid.names}
+    mesh = mf.DeviceMesh(grid.shape, grid.names, ranks=grid.ranks, links=links)
+    shape = tuple(data.draw(st.lists(st.sampled_from([1, 3, 8, 12, 64, 100, 4096]), min_size=1, max_size=3)))
+    ends = [data.draw(shardings(shape, mesh)) for _ in range(2)]
+    free = [Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True)
+            if all(split.axis != name for split in ends[0].splits)]  # fmt: skip
+    src = Sharding.make(mesh, ends[0].dims, shape, data.draw(st.sampled_from([(), tuple(free)])), "sum")
+    bounded, plain = (planner._Search(src, ends[1], shape, 4, room=0) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner._Search, "_least", lambda self, state: 0.0)
+        least = plain.run()
+    found = bounded.run()
+    assert found is not None and least is not None
+    assert found.seconds == pytest.approx(least.seconds, rel=1e-9, abs=1e-15)
+
+
 def test_an_axis_moves_to_another_dim_without_replicating_the_tensor() -> None:
     mesh, shape = mf.DeviceMesh((2, 4), ("dp", "tp")), (64, 64)
     src = sharding(mesh, (("dp", "tp"), ()), shape)
