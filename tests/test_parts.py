@@ -17,6 +17,7 @@ from meshfuse.ops import OPS
 from meshfuse.ops.base import FactorKind, TensorRef, TensorType
 from meshfuse.plan_store import cache as plan_cache
 from meshfuse.plan_store import nearby
+from meshfuse.planning.search import MOST
 from meshfuse.rewriting.parts import Parted
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, definitions, inputs_for
@@ -288,6 +289,25 @@ def test_the_whole_may_be_wanted_too() -> None:
     fd, alone = program(mf.FusionDefinition(), True), program(mf.FusionDefinition(), False)
     assert fd.bill().total <= alone.bill().total + ATTENTION
     assert_same_as_unsharded(fd, inputs_of(fd))
+
+
+def layers(count: int, search: str | None = None) -> mf.FusionDefinition:
+    """Each attends to its own cache and the tokens."""
+    with mf.FusionDefinition(search=search) as fd:
+        x = token(fd)
+        for _ in range(count):
+            k, v = (fd.ops.cat([cache(fd), x * split(fd, [D])], 2) for _ in "kv")
+            x = x + attention(fd, x, k, v)
+        fd.mesh_split(x, MESH, [None] * 4)
+        fd.add_output(x)
+    return fd
+
+
+def test_so_do_many_layers() -> None:
+    fd = layers(28)
+    assert len(fd.nodes) > MOST and fd.bill().total <= 28 * ATTENTION * (1 + 1e-9)
+    assert_same_as_unsharded(fd, [t / 8 for t in inputs_of(fd)])
+    assert layers(28, "fast").bill().total > 2 * fd.bill().total
 
 
 def test_many_parts_are_put_together() -> None:

@@ -10,6 +10,7 @@ import torch
 import meshfuse as mf
 from meshfuse.graph import concretize
 from meshfuse.plan_store import cache as plan_cache
+from meshfuse.planning.search import MOST
 from meshfuse.rewriting.sums import Regrouped
 from meshfuse.testing import assert_same_as_unsharded
 
@@ -67,6 +68,15 @@ def test_terms_on_the_ranks_are_reduced_together(order: str) -> None:
     fd = defined(ORDERS[order])
     assert fd.bill().total == ONE
     assert_same_as_unsharded(fd, inputs(fd))
+
+
+def test_so_are_those_of_many_layers() -> None:
+    with mf.FusionDefinition() as fd:
+        x = whole(fd)
+        for _ in range(160):
+            x = fd.ops.tanh(x + product(fd) + product(fd))
+        fd.add_output(x)
+    assert len(fd.nodes) > MOST and fd.bill().total <= 160 * ONE
 
 
 def test_a_sum_with_a_name_is_what_it_is() -> None:

@@ -108,7 +108,7 @@ def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> Sh
     def plan(graph: Graph) -> ShardedDefinition:
         return searched(merged(distribute(graph, world), world), world, effort)
 
-    found = in_parts(plan(graph), graph, plan)
+    found = in_parts(plan(graph), graph, plan, effort)
     return shifted(regrouped(found, world, effort), world, effort)
 
 

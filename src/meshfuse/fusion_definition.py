@@ -74,7 +74,7 @@ class FusionDefinition(DefinitionBuilder):
 
     `search` (MESHFUSE_SEARCH): programs of more than 400 ops are planned once ("fast"), several times by few of their
     layers ("thorough", seconds), or so where that takes about a second ("auto", the default): on one mesh axis, or
-    of few different ops. Shorter ones always are.
+    of few different ops; and as they may be written otherwise ("auto" and "thorough"). Shorter ones always are.
     """
 
     def __init__(

@@ -73,11 +73,17 @@ def spent(sharded: ShardedDefinition) -> Spent:
 
 
 class Effort(Enum):
-    """How long programs of more than `MOST` ops are searched: not, where it takes about a second, or in any case."""
+    """How long programs of more than `MOST` ops are planned: once, several times where that takes about a second, or
+    in any case.
+    """
 
     FAST = "fast"
     AUTO = "auto"
     THOROUGH = "thorough"
+
+    def rewrites(self, graph: Graph) -> bool:
+        """Whether the program is planned once more where it may be written otherwise."""
+        return self is not Effort.FAST or len(graph.nodes) <= MOST
 
     def searches(self, graph: Graph) -> bool:
         """Whether few layers of a long program are planned several times. On several axes that takes several seconds,

@@ -16,13 +16,15 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..graph import Graph, Node
 from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef
-from ..planning.search import MOST, spent
+from ..planning.search import Effort, spent
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..resharding.moves import Move
 from ..sharding.layout import axes
 from .graphs import Writer, without_unread
 
+# Makes a plan of a graph.
+Plan = Callable[[Graph], ShardedDefinition]
 # Of what a reduction makes of two parts, what it makes of both.
 _FOLD = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
 # Every op on parts is as many ops.
@@ -55,19 +57,15 @@ class Parted:
         return dataclasses.replace(without_unread(written), rewritings=(*graph.rewritings, self))
 
 
-def in_parts(found: ShardedDefinition, graph: Graph, plan: Callable[[Graph], ShardedDefinition]) -> ShardedDefinition:
-    """The plan found for a graph, or, if that is better, one of the graph with what lies over ranks left in parts.
-
-    Not of long programs. `plan` makes a plan of a graph.
-    """
-    if len(graph.nodes) > MOST:
+def in_parts(found: ShardedDefinition, graph: Graph, plan: Plan, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+    """The plan found for a graph, or, if that is better, one of the graph with what lies over ranks left in parts."""
+    if not effort.rewrites(graph):
         return found
     cats = list(_over_ranks(found, graph))
     rewriting = Parted(tuple([node.id for node in cats]))
     if not cats or not _moves(found, cats) or not _Writer(graph, rewriting.cats).pays():
         return found
-    written = rewriting(graph)
-    other = plan(written) if len(written.nodes) <= MOST else found
+    other = plan(rewriting(graph))
     return other if spent(other).beats(spent(found)) else found
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 from ..graph import Graph, Node, users
 from ..mesh import DeviceMesh
 from ..ops.base import Partial, TensorRef
-from ..planning.search import MOST, Effort, searched, spent
+from ..planning.search import Effort, searched, spent
 from ..propagation.factors import reduces
 from ..propagation.propagate import propagate
 from ..propagation.sharded import ShardedDefinition
@@ -54,9 +54,9 @@ class _Writer(Writer):
 
 
 def regrouped(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The definition with sums over ranks added before other terms, if that plan is better; not of long programs."""
+    """The definition with sums over ranks added before other terms, if that plan is better."""
     graph = sharded.graph
-    if len(graph.nodes) > MOST or not graph.annotations:
+    if not graph.annotations or not effort.rewrites(graph):
         return sharded
     found = tuple(_Finder(graph).run())
     if not found:
