@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import meshfuse as mf
+from laws import renaming_axes_commutes
 from meshfuse.dtypes import DataType
 from meshfuse.graph import concretize
 from meshfuse.ops.base import TensorType
@@ -49,6 +50,21 @@ def test_a_plan_does_not_depend_on_what_was_searched_before() -> None:
     searches.again(alone.homes, thorough=True)
     searches.again(alone.homes, thorough=False)
     assert str(searches.again(None, thorough=True)) == str(alone)
+
+
+def test_axes_of_one_name_on_two_meshes_are_two_axes() -> None:
+    """What lies over an axis of one mesh makes no other mesh's axis of that name worth sharing rows over."""
+    first, second = mf.DeviceMesh((2, 2), ("dp", "tp")), mf.DeviceMesh((3,), ("dp",), ranks=[4, 5, 6])
+    with mf.FusionDefinition() as fd:
+        elsewhere, x, y = (fd.define_tensor(shape) for shape in ([8], [3, 3], [3, 3]))
+        fd.mesh_split(elsewhere, first, ["dp"])
+        fd.mesh_split(y, second, [None, None])
+        shared = fd.ops.tanh(x)
+        for out in (fd.ops.exp(elsewhere), fd.ops.tanh(shared), fd.ops.tanh(fd.ops.div(shared, y * y))):
+            fd.add_output(out)
+    plan = fd.compile().planned
+    assert all(not any(home.dims) for home in plan.homes.values() if home.mesh == second)
+    renaming_axes_commutes(plan, 0)
 
 
 def test_costs_are_those_of_the_reshards_however_ways_are_numbered() -> None:

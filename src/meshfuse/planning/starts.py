@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..graph import Graph, Node
+from ..mesh import DeviceMesh
 from ..ops.base import FactorKind
 from ..propagation.growth import EPSILON
 from ..resharding.insert import ReshardedDefinition, Set
@@ -21,7 +22,7 @@ from ..resharding.moves import MoveKind
 from ..resharding.planner import plan
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
-from ..sharding.value import Sharding
+from ..sharding.value import Axis, Sharding
 
 Starts = Mapping[int, Sharding]
 # Each is a search: no more are tried, and of inputs that are whole.
@@ -29,8 +30,9 @@ MOST, MOST_SHARED = 6, 3
 
 
 class _Origin(NamedTuple):
-    """Inputs of so many dims that lie alike on one of them."""
+    """Inputs of so many dims on a mesh that lie alike on one of them."""
 
+    mesh: DeviceMesh
     ndim: int
     dim: int
     layout: Layout
@@ -68,18 +70,17 @@ def shared(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
     """
     if any(node.call.op.rounds for node in graph.nodes):
         return []
-    used = {split.axis for home in homes.values() for split in home.splits}
+    used = {(home.mesh, split.axis) for home in homes.values() for split in home.splits}
     inputs = sorted(_read_inputs(graph), key=lambda i: -math.prod(graph.shape(i)))
     parts = ({i: part} for i in inputs for part in _parts(homes[i], graph.shape(i), used))
     return list(itertools.islice(parts, MOST_SHARED))
 
 
-def _parts(home: Sharding, shape: tuple[int, ...], used: Container[str | None]) -> Iterator[Sharding]:
+def _parts(home: Sharding, shape: tuple[int, ...], used: Container[Axis]) -> Iterator[Sharding]:
     """The sharding with all used axes that it leaves free as the minor ones of a dim, for each that they divide."""
     mesh, taken = home.mesh, {split.axis for split in home.splits}
-    free = [
-        Split(n, axis) for axis, n in zip(mesh.names, mesh.shape, strict=True) if axis in used and axis not in taken
-    ]
+    axes = zip(mesh.names, mesh.shape, strict=True)
+    free = [Split(n, axis) for axis, n in axes if (mesh, axis) in used and axis not in taken]
     for _, part in _with_minor(home, shape, free) if free else ():
         yield part
 
@@ -93,7 +94,7 @@ def _read_inputs(graph: Graph) -> list[int]:
 def _own_origins(home: Sharding) -> Iterator[_Origin]:
     for dim, layout in enumerate(home.dims):
         if lay.axes(layout):
-            yield _Origin(home.ndim, dim, layout)
+            yield _Origin(home.mesh, home.ndim, dim, layout)
 
 
 def _moved(home: Sharding, origin: _Origin, shape: tuple[int, ...]) -> Iterator[tuple[int, Sharding]]:
@@ -133,7 +134,7 @@ def _left(step: Set, origins: _Origins) -> set[_Origin]:
     window = step.move.kind is MoveKind.WINDOW
     rows = zip(src.dims, dst.dims, origins.dims, strict=True)
     moved = {origin for before, after, here in rows if window or before != after for origin in here}
-    return moved | _sharing(origins.terms, {split.axis for split in src.partial} if not dst.partial else set())
+    return moved | _sharing(origins.terms, {(src.mesh, split.axis) for split in src.partial if not dst.partial})
 
 
 def _origins(graph: Graph, homes: Mapping[int, Sharding]) -> dict[int, _Origins]:
@@ -149,7 +150,8 @@ def _origins(graph: Graph, homes: Mapping[int, Sharding]) -> dict[int, _Origins]
         anywhere = frozenset().union(*(here for i in node.inputs for here in found[i].dims))
         for dims, i in zip(node.rule.results, node.outputs, strict=True):
             made = zip(homes[i].dims, dims, strict=True)
-            split = tuple([_of_dim(layout, [known[f] for f in factors], anywhere) for layout, factors in made])
+            mesh = homes[i].mesh
+            split = tuple([_of_dim(mesh, layout, [known[f] for f in factors], anywhere) for layout, factors in made])
             found[i] = _Origins(split, terms)
     return found
 
@@ -168,12 +170,14 @@ def _of_factors(node: Node, found: Mapping[int, _Origins]) -> list[frozenset[_Or
     return known
 
 
-def _of_dim(layout: Layout, known: Iterable[frozenset[_Origin]], anywhere: frozenset[_Origin]) -> frozenset[_Origin]:
-    names = {split.axis for split in lay.axes(layout)}
-    sharing = [_sharing(origins, names) for origins in (frozenset().union(*known), anywhere)] if names else []
+def _of_dim(
+    mesh: DeviceMesh, layout: Layout, known: Iterable[frozenset[_Origin]], anywhere: frozenset[_Origin]
+) -> frozenset[_Origin]:
+    over = {(mesh, split.axis) for split in lay.axes(layout)}
+    sharing = [_sharing(origins, over) for origins in (frozenset().union(*known), anywhere)] if over else []
     return next(filter(None, sharing), frozenset())
 
 
-def _sharing(origins: frozenset[_Origin], names: set[str | None]) -> frozenset[_Origin]:
+def _sharing(origins: frozenset[_Origin], over: Container[Axis]) -> frozenset[_Origin]:
     """Those that lie over one of the axes."""
-    return frozenset([o for o in origins if any(split.axis in names for split in lay.axes(o.layout))])
+    return frozenset([o for o in origins if any((o.mesh, split.axis) in over for split in lay.axes(o.layout))])

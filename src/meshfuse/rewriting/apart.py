@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ..graph import Graph, Node
 from ..ops.base import FactorKind, TensorRef
 from ..sharding.layout import axes
+from ..sharding.value import Axis
 from .graphs import Writer
 
 
@@ -25,7 +26,7 @@ def _clashes(graph: Graph, node: Node) -> bool:
     """Whether the last operand, that the op sums nothing of, lies over an axis that splits a dim of the sum."""
     if node.id in graph.reductions or any(i in graph.streams for i in node.outputs):
         return False
-    last, summed = len(node.inputs) - 1, set[str | None]()
+    last, summed = len(node.inputs) - 1, set[Axis]()
     over = {axis for dim in range(len(node.rule.operands[last])) for axis in _axes(graph, node, last, dim)}
     for operand, dims in enumerate(node.rule.operands):
         for dim, factors in enumerate(dims):
@@ -36,10 +37,10 @@ def _clashes(graph: Graph, node: Node) -> bool:
     return bool(over & summed)
 
 
-def _axes(graph: Graph, node: Node, operand: int, dim: int) -> set[str | None]:
+def _axes(graph: Graph, node: Node, operand: int, dim: int) -> set[Axis]:
     """The mesh axes that an operand's dim is annotated to lie over."""
     known = graph.annotations.get(node.inputs[operand])
-    return set() if known is None else {split.axis for split in axes(known.dims[dim])}
+    return set() if known is None else {(known.mesh, split.axis) for split in axes(known.dims[dim])}
 
 
 class _Writer(Writer):

@@ -12,6 +12,8 @@ from ..mesh import DeviceMesh
 from . import layout as lay
 from .layout import Layout, Runs, Split
 
+# An axis of a mesh: its name alone may be that of another mesh's, too.
+Axis = tuple[DeviceMesh, str | None]
 _MOST_DIMS = 64  # of a torch tensor
 _REDUCTIONS = ("", "sum", "prod", "max", "min")
 
