@@ -27,6 +27,8 @@ from .graphs import Writer, without_unread
 Plan = Callable[[Graph], ShardedDefinition]
 # Of what a reduction makes of two parts, what it makes of both.
 _FOLD = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
+# Less of the moves' time than this is not worth another plan.
+_NOTABLE = 0.02
 # Every op on parts is as many ops.
 _MOST_PARTS = 8
 
@@ -85,21 +87,21 @@ def _over_ranks(found: ShardedDefinition, graph: Graph) -> Iterator[Node]:
 
 
 def _moves(found: ShardedDefinition, cats: Sequence[Node]) -> bool:
-    """Whether what one of these reads or makes is moved along its dim."""
-    resharded = insert_resharding(found)
-    moves = [(resharded.values[step.source].tensor, step.move) for step in resharded.collectives]
-    dims = {i: _joined(node) for node in cats for i in _touched(found, node)}
-    return any(_changes(move, dims[i]) for i, move in moves if i in dims)
+    """Whether what these read or make is moved along their dims for a notable part of all moves' time."""
+    resharded, total, along = insert_resharding(found), 0.0, 0.0
+    joined = {node.origin: _joined(node) for node in cats}
+    written = [node for node in found.graph.nodes if node.origin in joined]  # in whatever form
+    dims = {i: joined[node.origin] for node in written for i in (*node.inputs, *node.outputs)}
+    for step in resharded.collectives:
+        seconds, tensor = resharded.seconds(step), resharded.values[step.source].tensor
+        total += seconds
+        along += seconds if tensor in dims and _changes(step.move, dims[tensor]) else 0.0
+    return along > _NOTABLE * total
 
 
 def _joined(cat: Node) -> int:
     """The dim along which a `cat` puts together."""
     return cat.call["dim"] % cat.call.results[0].ndim
-
-
-def _touched(found: ShardedDefinition, node: Node) -> set[int]:
-    """The tensors that an op reads or makes, whatever form it is written in."""
-    return {i for other in found.graph.nodes if other.origin == node.origin for i in (*other.inputs, *other.outputs)}
 
 
 def _changes(move: Move, dim: int) -> bool:
