@@ -9,11 +9,13 @@ of floats in another order round otherwise, so the plan is taken only where it i
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..graph import Graph, Node, users
+from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..ops.base import Partial, TensorRef
 from ..planning.search import Effort, searched, spent
@@ -69,7 +71,9 @@ class _Finder:
     """Looks for sums of which some terms may be sums over ranks and others not."""
 
     def __init__(self, graph: Graph):
-        self.graph, self.readers = graph, users(graph.nodes)
+        self.graph = graph
+        self.reads = Counter(itertools.chain.from_iterable([node.inputs for node in graph.nodes]))
+        self.last_reader = {i: node for node in graph.nodes for i in node.inputs}
         self.producers = {i: node for node in graph.nodes for i in node.outputs}
         self.kept = {*graph.outputs, *graph.annotations, *graph.streams}
 
@@ -85,11 +89,10 @@ class _Finder:
     def _is_inner(self, node: Node) -> bool:
         """Whether what an addition makes is a term of another alone, and of no name to the user."""
         (made,) = node.outputs
-        readers = self.readers.get(made, [])
-        if made in self.kept or len(readers) != 1:
+        if made in self.kept or self.reads[made] != 1:
             return False
-        reader = self.graph.nodes[readers[0]]
-        return _adds(reader) and reader.call == node.call and reader.inputs.count(made) == 1
+        reader = self.last_reader[made]
+        return _adds(reader) and reader.call == node.call
 
     def _inner(self, tensor: int) -> Node | None:
         """The addition that makes a term, where that is a part of the sum."""
