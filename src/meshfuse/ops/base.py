@@ -264,6 +264,11 @@ class Writing(Protocol):
         ...
 
 
+def cast_to(r: Writing, x: TensorRef, dtype: DataType) -> TensorRef:
+    """The tensor in a type; itself where it is of that type."""
+    return x if r.type(x).dtype is dtype else r.call("cast", x, dtype)
+
+
 # (writing, the call, its operands) -> its results, the last operand added by an op of its own.
 Apart = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
 

@@ -23,6 +23,7 @@ from .base import (
     TensorRef,
     TensorType,
     Writing,
+    cast_to,
 )
 from .shapes import (
     UNKNOWN,
@@ -188,7 +189,7 @@ def distributed_scan(
     dtype = call.results[0].dtype  # arithmetic widens half precision
     if call["init"] is not None:
         combined = r.call(_COMBINE[name], combined, r.call("full", [1] * r.type(x).ndim, call["init"], dtype))
-    return [combined if r.type(combined).dtype is dtype else r.call("cast", combined, dtype)]
+    return [cast_to(r, combined, dtype)]
 
 
 def distributed_sum_after(
@@ -197,12 +198,12 @@ def distributed_sum_after(
     """Each block summed from its end, and the total of all blocks after it."""
     if not blocks or call.types[0].dtype.category == 0:
         return None
-    (x,), dtype = operands, call.results[0].dtype
+    (x,) = operands
     within = r.call("block_cumsum_bwd", x, dim, blocks)
     totals = r.call("cumsum_bwd", r.call("block_sum", x, dim, blocks), dim)
     after = r.call("block_repeat", _shifted(r, totals, dim, after=True), dim, r.type(x).shape[dim], blocks)
     combined = r.call("add", within, after)  # arithmetic widens half precision
-    return [combined if r.type(combined).dtype is dtype else r.call("cast", combined, dtype)]
+    return [cast_to(r, combined, call.results[0].dtype)]
 
 
 def _shifted(r: Writing, totals: TensorRef, dim: int, after: bool = False) -> TensorRef:

@@ -22,6 +22,7 @@ from .base import (
     TensorRef,
     TensorType,
     Writing,
+    cast_to,
 )
 from .shapes import aligned_dims, broadcast_shapes, check_dtypes, check_ndim, check_same_size
 
@@ -109,7 +110,7 @@ def _linear_apart(r: Writing, call: Call, operands: tuple[TensorRef, ...]) -> Se
     stacked, columns = r.type(w).ndim - 2, r.type(bias).ndim - max(r.type(w).ndim - 2, 0)
     missing = [stacked <= dim < result.ndim - columns for dim in range(result.ndim)]
     total = r.call("add", product, r.call("broadcast", bias, missing))
-    return [total if r.type(total).dtype is result.dtype else r.call("cast", total, result.dtype)]
+    return [cast_to(r, total, result.dtype)]
 
 
 def _linear_emit(e: Emit) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..dtypes import DataType
-from .base import Call, TensorRef, Writing
+from .base import Call, TensorRef, Writing, cast_to
 
 Refs = tuple[TensorRef, ...]
 
@@ -62,7 +62,7 @@ class _Ring:
         return self.r.call("reorder_blocks", x, 0, tuple((block - 1) % self.n for block in range(self.n)))
 
     def cast(self, x: TensorRef, dtype: DataType) -> TensorRef:
-        return x if self.r.type(x).dtype is dtype else self.r.call("cast", x, dtype)
+        return cast_to(self.r, x, dtype)
 
     def add(self, x: TensorRef, y: TensorRef) -> TensorRef:
         """In float32 or wider."""

@@ -24,6 +24,7 @@ from .base import (
     TensorRef,
     TensorType,
     Writing,
+    cast_to,
 )
 from .native import Native
 from .pointwise import cast_text, torch_dtype, widen
@@ -93,7 +94,7 @@ def _moments(r: Writing, x: TensorRef, dims: tuple[int, ...], dtype: DataType) -
     exact as on one rank, unlike the difference of sums of squares, and with as many bytes as merging every
     rank's mean and sum of squares pair by pair would take. The dims may lie over ranks in any way.
     """
-    wide = x if widen(dtype) is dtype else r.call("cast", x, widen(dtype))
+    wide = cast_to(r, x, widen(dtype))
     count = math.prod(r.type(x).shape[d] for d in dims)
     mean = r.call("truediv", r.call("sum", wide, list(dims), True), float(count))
     centred = r.call("sub", wide, mean)
@@ -120,7 +121,7 @@ def _distributed(
 def _like(r: Writing, moment: TensorRef, dims: tuple[int, ...], kind: TensorType) -> TensorRef:
     """In this type, with its dims of size 1 dropped where it has none."""
     kept = moment if r.type(moment).ndim == kind.ndim else r.call("squeeze", moment, list(dims))
-    return kept if r.type(kept).dtype is kind.dtype else r.call("cast", kept, kind.dtype)
+    return cast_to(r, kept, kind.dtype)
 
 
 def _options(call: Call) -> str:

@@ -72,6 +72,11 @@ def spent(sharded: ShardedDefinition) -> Spent:
     return Spent(moving, sum(work))
 
 
+def better(found: ShardedDefinition, other: ShardedDefinition) -> ShardedDefinition:
+    """The better of two plans, the first where they are as good."""
+    return other if spent(other).beats(spent(found)) else found
+
+
 class Effort(Enum):
     """How long programs of more than `MOST` ops are planned: once, several times where that takes about a second, or
     in any case.
@@ -118,8 +123,7 @@ def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Eff
     fold = folded(graph)
     if fold is None:
         return _best(sharded, world) if effort is Effort.THOROUGH else sharded
-    found = fold.written_out(_best(propagate(fold.short, world), world))
-    return found if spent(found).beats(spent(sharded)) else sharded
+    return better(sharded, fold.written_out(_best(propagate(fold.short, world), world)))
 
 
 def _best(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .. import costs
@@ -90,16 +90,20 @@ def byte_seconds(mesh: DeviceMesh, axes: Sequence[Split]) -> float:
 def received(src: Sharding, dst: Sharding, shape: Sequence[int]) -> float:
     """Elements that a rank gets from others when everything moves at once: the mean over some ranks."""
     sides = list(zip(src.dims, dst.dims, shape, strict=True))
-    wanted = map(math.prod, zip(*[_counts(new, n, dst.mesh) for _, new, n in sides], strict=True))
-    there = map(math.prod, zip(*[_shared(old, new, n, dst.mesh) for old, new, n in sides], strict=True))
-    return (sum(wanted) - sum(there)) / len(sampled_ranks(dst.mesh)) if sides else 0.0
+    wanted = _total([_counts(new, n, dst.mesh) for _, new, n in sides])
+    there = _total([_shared(old, new, n, dst.mesh) for old, new, n in sides])
+    return (wanted - there) / len(sampled_ranks(dst.mesh)) if sides else 0.0
 
 
 def held(sharding: Sharding, shape: Sequence[int]) -> float:
     """Elements that a rank has: the mean over some ranks."""
     counts = [_counts(layout, n, sharding.mesh) for layout, n in zip(sharding.dims, shape, strict=True)]
-    ranks = len(sampled_ranks(sharding.mesh))
-    return sum(map(math.prod, zip(*counts, strict=True))) / ranks if counts else 1.0
+    return _total(counts) / len(sampled_ranks(sharding.mesh)) if counts else 1.0
+
+
+def _total(counts: Iterable[tuple[int, ...]]) -> int:
+    """Elements of all of some ranks together, of how many indices of each dim each holds."""
+    return sum(map(math.prod, zip(*counts, strict=True)))
 
 
 @functools.lru_cache(maxsize=1 << 16)

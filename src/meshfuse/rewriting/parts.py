@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ..graph import Graph, Node
-from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef
-from ..planning.search import Effort, spent
+from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef, cast_to
+from ..planning.search import Effort, better
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..resharding.moves import Move
@@ -67,8 +67,7 @@ def in_parts(found: ShardedDefinition, graph: Graph, plan: Plan, effort: Effort 
     rewriting = Parted(tuple([node.id for node in cats]))
     if not cats or not _moves(found, cats) or not _Writer(graph, rewriting.cats).pays():
         return found
-    other = plan(rewriting(graph))
-    return other if spent(other).beats(spent(found)) else found
+    return better(found, plan(rewriting(graph)))
 
 
 def _over_ranks(found: ShardedDefinition, graph: Graph) -> Iterator[Node]:
@@ -204,8 +203,7 @@ class _Writer(Writer):
         folded = made[0]
         for more in made[1:]:
             folded = self.call(_FOLD[factor.reduce], folded, more)
-        dtype = node.call.results[0].dtype
-        return [folded if self.type(folded).dtype is dtype else self.call("cast", folded, dtype)]
+        return [cast_to(self, folded, node.call.results[0].dtype)]
 
     def _on_part(self, node: Node, cut: _Cut, place: int) -> TensorRef:
         rows = zip(node.inputs, node.rule.operands, strict=True)

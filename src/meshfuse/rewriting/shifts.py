@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 from ..graph import Graph, Node, users
 from ..mesh import DeviceMesh
 from ..ops.base import TensorRef
-from ..planning.search import Effort, searched, spent
+from ..planning.search import Effort, better, searched
 from ..propagation.propagate import propagate
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.layout import axes
@@ -74,8 +74,7 @@ def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effo
         return sharded
     roots = {term.root: finder.cut[term.root] for made in found.values() for term in made.terms}
     graph = Joined(tuple(found.items()), tuple(roots.items()))(sharded.graph)
-    other = searched(propagate(graph, world), world, effort)
-    return other if spent(other).beats(spent(sharded)) else sharded
+    return better(sharded, searched(propagate(graph, world), world, effort))
 
 
 class _Finder:

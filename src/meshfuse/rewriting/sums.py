@@ -18,7 +18,7 @@ from typing import ClassVar
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..ops.base import Partial, TensorRef
-from ..planning.search import Effort, searched, spent
+from ..planning.search import Effort, better, searched
 from ..propagation.factors import reduces
 from ..propagation.propagate import propagate
 from ..propagation.sharded import ShardedDefinition
@@ -63,8 +63,7 @@ def regrouped(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Ef
     found = tuple(_Finder(graph).run())
     if not found:
         return sharded
-    other = searched(propagate(Regrouped(found)(graph), world), world, effort)
-    return other if spent(other).beats(spent(sharded)) else sharded
+    return better(sharded, searched(propagate(Regrouped(found)(graph), world), world, effort))
 
 
 class _Finder:
