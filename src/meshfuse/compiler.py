@@ -135,6 +135,7 @@ def compile_sharded(
     """The stages after propagation; `near` is the graph of other sizes that the plan was made for."""
     sharded = written(planned)
     resharded = early(insert_resharding(sharded))
+    resharded.verify()
     in_flight = IN_FLIGHT
     if max_memory is not None:
         resharded = fitted(resharded, max_memory)

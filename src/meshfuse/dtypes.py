@@ -29,6 +29,9 @@ class DataType(enum.Enum):
     ComplexDouble = "complex128"
     Null = "null"
 
+    # Enum's own is written in Python, and types are keys of most that is looked up.
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         return f"DataType.{self.name}"
 

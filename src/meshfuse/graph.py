@@ -123,7 +123,8 @@ class Graph:
 def shape_scalars(fd: DefinitionBuilder) -> frozenset[int]:
     """The scalar inputs that sizes depend on: their values are part of what a plan is made for."""
     found: set[int] = set()
-    for node in fd.nodes:
+    given = any(isinstance(ref, ScalarRef) for ref in fd.inputs)
+    for node in fd.nodes if given else ():
         for param, arg in zip(node.op.params, node.args, strict=True):
             if param.kind in _SIZES:
                 for entry in _entries(param.kind, arg):
@@ -149,8 +150,8 @@ def concretize(
     """
     fd.check_complete(None)
     types: dict[int, TensorType] = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
-    kinds = Kinds()
-    nodes = [_concrete_node(fd, number, node, types, scalars, kinds) for number, node in enumerate(fd.nodes)]
+    calls = _Calls(fd, types, scalars)
+    nodes = [_concrete_node(calls, number, node) for number, node in enumerate(fd.nodes)]
     tensors = tuple(Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors))
     nodes = needed(nodes, fd.outputs)
     producer = {out: node.id for node in nodes for out in node.outputs}
@@ -251,23 +252,36 @@ def _anonymous(arg: Any) -> Any:
     return (_ANY,) * len(arg) if count_tensors(arg) else arg
 
 
-def _concrete_node(
-    fd: DefinitionBuilder,
-    number: int,
-    node: OpNode,
-    types: dict[int, TensorType],
-    scalars: Mapping[int, Any],
-    kinds: Kinds,
-) -> Node:
-    with located(node.line):
-        given = _Arguments(fd, node.op, types, scalars)
-        args = tuple(given.concrete(param.kind, arg) for param, arg in zip(node.op.params, node.args, strict=True))
-        call, rule = kinds.get(node.op, args, tuple(types[i] for i in node.inputs))
-        _check_sizes(call)
+def _concrete_node(calls: _Calls, number: int, node: OpNode) -> Node:
+    call, rule = calls.of(node)
     for out, made in zip(node.outputs, call.results, strict=True):
-        assert made.dtype is fd.tensors[out].type.dtype, (node, made)
-        types[out] = made
+        assert made.dtype is calls.fd.tensors[out].type.dtype, (node, made)
+        calls.types[out] = made
     return Node(number, call, rule, node.inputs, node.outputs, node.line, number)
+
+
+class _Calls:
+    """The calls of a definition's ops and their rules. Ops that are written alike are worked out once."""
+
+    def __init__(self, fd: DefinitionBuilder, types: dict[int, TensorType], scalars: Mapping[int, Any]):
+        self.fd, self.types, self.scalars = fd, types, scalars
+        self._kinds = Kinds()
+        self._made: dict[Any, tuple[Call, Rule]] = {}
+
+    def of(self, node: OpNode) -> tuple[Call, Rule]:
+        types = tuple([self.types[i] for i in node.inputs])
+        key = (node.op, tuple([_key(_anonymous(arg)) for arg in node.args]), types)
+        if key not in self._made:
+            with located(node.line):
+                self._made[key] = self._worked_out(node, types)
+        return self._made[key]
+
+    def _worked_out(self, node: OpNode, types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
+        given = _Arguments(self.fd, node.op, self.types, self.scalars)
+        args = tuple(given.concrete(param.kind, arg) for param, arg in zip(node.op.params, node.args, strict=True))
+        call, rule = self._kinds.get(node.op, args, types)
+        _check_sizes(call)
+        return call, rule
 
 
 def _check_sizes(call: Call) -> None:

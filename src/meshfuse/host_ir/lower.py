@@ -44,6 +44,9 @@ class Lowering:
 
     def __init__(self, segmented: SegmentedDefinition, rank: int, digest: str):
         self.segmented, self.rank, self.digest = segmented, rank, digest
+        # Read for every op: looked up once.
+        self.graph: Graph = segmented.resharded.graph
+        self.values: Sequence[Value] = segmented.resharded.values
         self.instructions: list[Instruction] = []
         self.names: dict[int, str] = {}
         self._taken: set[str] = set()
@@ -51,14 +54,6 @@ class Lowering:
         self.fresh = _fresh_values(segmented)
         self._texts = OpText(rank, self.scalar_text)
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
-
-    @property
-    def graph(self) -> Graph:
-        return self.segmented.resharded.graph
-
-    @property
-    def values(self) -> Sequence[Value]:
-        return self.segmented.resharded.values
 
     def run(self, in_flight: int) -> HostProgram:
         self._name_inputs()

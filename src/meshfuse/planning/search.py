@@ -5,7 +5,7 @@ what is wanted of a tensor is at first what a greedy sweep made. Where operands 
 that none of them asks for (attention by hand over a split sequence: the heads). So a small program is planned again
 from what its tensors would have if they just followed the annotations (as in GSPMD and Shardy), from the best plan so
 far, with more placements to choose from (`choose.elsewhere`), and as if its inputs lay elsewhere (`starts`). Of a long
-program of equal layers a few are planned so, and the others like them (`propagation.folding`).
+program of equal layers two are planned so, and the others like them (`propagation.folding`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ from ..propagation.growth import EPSILON
 from ..propagation.propagate import Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import Set, insert_resharding
+from ..sharding.layout import is_prefix
 from ..sharding.value import Sharding
 from .starts import Starts, elsewhere, shared
 
 VARIABLE = "MESHFUSE_SEARCH"
-# The most ops of a program that is planned several times as it is: about a second's work.
+# The most ops of a program that is planned several times as it is, whatever it moves: about a second's work.
 MOST = 400
+# And of one that repeats nothing, or that little of it is left out.
+MOST_WHOLE = 1200
+# The layers of a long program that are planned several times: one before and one after those that are left out.
+LAYERS = 2
 # Few different calls: more than an MLP has, forward and backward, and fewer than attention beside it.
 FEW = 32
 # How often what was found last is gone on from, while that finds more.
@@ -90,14 +95,36 @@ class Effort(Enum):
         """Whether the program is planned once more where it may be written otherwise."""
         return self is not Effort.FAST or len(graph.nodes) <= MOST
 
-    def searches(self, graph: Graph) -> bool:
-        """Whether few layers of a long program are planned several times. On several axes that takes several seconds,
+    def searches(self, plan: ShardedDefinition) -> bool:
+        """Whether a long program with this plan is planned several times. On several axes that takes several seconds,
         as there are many more ways to put them on an op's factors; but about one where layers are of few different ops.
+        Where a plan only reduces sums and brings inputs where they are read, there is little to find.
         """
         if self is not Effort.AUTO:
             return self is Effort.THOROUGH
+        graph = plan.graph
         axes = max(sum(n > 1 for n in sharding.mesh.shape) for sharding in graph.annotations.values())
-        return axes <= 1 or len({id(node.call) for node in graph.nodes}) <= FEW
+        return axes <= 1 or len({id(node.call) for node in graph.nodes}) <= FEW or _moves_results(plan)
+
+
+def _moves_results(plan: ShardedDefinition) -> bool:
+    """Whether what an op made is gathered, or comes to lie elsewhere, for another or for its annotation."""
+    made: dict[int, Sharding] = {}
+    for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
+        placement = choice.placement
+        if placement.move is not None:
+            return True
+        pairs = [(made[i], need) for i, need in zip(node.inputs, placement.operands, strict=True) if i in made]
+        pairs += [(made[i], plan.homes[i]) for i in node.outputs if i in made]
+        made.update(zip(node.outputs, placement.results, strict=True))
+        if not all(have is need or _stays(have, need) for have, need in pairs):
+            return True
+    return False
+
+
+def _stays(have: Sharding, need: Sharding) -> bool:
+    """Whether a rank that has the one has all of the other but for what is left to reduce."""
+    return have.mesh == need.mesh and all(map(is_prefix, have.dims, need.dims))
 
 
 def effort_of(given: Any, line: SourceLine | None) -> Effort:
@@ -118,12 +145,12 @@ def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Eff
         return sharded
     if len(graph.nodes) <= MOST:
         return _best(sharded, world)
-    if not effort.searches(graph):
+    if not effort.searches(sharded):
         return sharded
-    fold = folded(graph)
-    if fold is None:
-        return _best(sharded, world) if effort is Effort.THOROUGH else sharded
-    return better(sharded, fold.written_out(_best(propagate(fold.short, world), world)))
+    fold = folded(graph, LAYERS)
+    if fold is not None:
+        return better(sharded, fold.written_out(_best(propagate(fold.short, world), world)))
+    return _best(sharded, world) if effort is Effort.THOROUGH or len(graph.nodes) <= MOST_WHOLE else sharded
 
 
 def _best(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:

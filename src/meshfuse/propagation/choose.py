@@ -293,6 +293,8 @@ def _own_seconds(setting: Setting, placement: Placement) -> float:
 
 
 def _to_annotations(setting: Setting, results: Sequence[Sharding]) -> float:
+    if not any(setting.fixed):
+        return 0.0
     rows = zip(results, setting.wanted, setting.fixed, setting.call.results, strict=True)
     return sum(cheapest((made,), wanted[0], kind.shape, kind.dtype.itemsize)
                for made, wanted, fixed, kind in rows if fixed)  # fmt: skip
@@ -382,4 +384,9 @@ def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, 
 
 def _work(call: Call, placement: Placement) -> float:
     """Operations of one rank."""
-    return max(call.op.flops(call), 1.0) / placement.ways
+    return _operations(call) / placement.ways
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def _operations(call: Call) -> float:
+    return max(call.op.flops(call), 1.0)

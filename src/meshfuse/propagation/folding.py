@@ -23,6 +23,8 @@ from .sharded import ShardedDefinition
 LONG = 400
 # So many layers are left: two before those that are left out, and one after them.
 KEPT = 3
+# At least one of so many ops is left out.
+_PART = 4
 # What repeats is found by so many ops in a row.
 _ROW = 24
 # A tensor that all layers read is small where one of their own is so many times as large.
@@ -101,14 +103,16 @@ class _Cut(NamedTuple):
         return op + self.size if op < self.start + self.size // 2 else op - self.size
 
 
-def folded(graph: Graph) -> Folded | None:
-    """The program with layers left out; None where it is short or repeats nothing, or spans several meshes."""
+def folded(graph: Graph, kept: int = KEPT) -> Folded | None:
+    """The program with layers left out but for so many; None where it is short or repeats nothing, or spans several
+    meshes.
+    """
     if len(graph.nodes) <= LONG or len({sharding.mesh for sharding in graph.annotations.values()}) != 1:
         return None
     producers = {out: node.id for node in graph.nodes for out in node.outputs}
-    cuts = list(_cuts(graph, producers))
+    cuts = list(_cuts(graph, producers, kept))
     out = {op: cut for cut in cuts for op in range(cut.start, cut.end)}
-    if len(out) * KEPT < len(graph.nodes) or _shares_much(graph, producers, cuts):
+    if len(out) * _PART < len(graph.nodes) or _shares_much(graph, producers, cuts):
         return None
     return _without(graph, producers, out, cuts)
 
@@ -148,13 +152,13 @@ def _kinds(graph: Graph) -> list[int]:
     return kinds
 
 
-def _stretches(kinds: Sequence[int]) -> list[_Stretch]:
+def _stretches(kinds: Sequence[int], kept: int) -> list[_Stretch]:
     """The longest stretches that repeat often enough, in order; no two share an op."""
     chosen: list[_Stretch] = []
-    for found in sorted(_repeating(kinds), key=lambda s: s.start - s.end):
+    for found in sorted(_repeating(kinds, kept), key=lambda s: s.start - s.end):
         for other in chosen:
             found = _beside(found, other)
-        if found.count > KEPT:
+        if found.count > kept:
             chosen.append(found)
     return sorted(chosen)
 
@@ -166,7 +170,7 @@ def _beside(stretch: _Stretch, other: _Stretch) -> _Stretch:
     return stretch._replace(start=max(stretch.start, other.end))
 
 
-def _repeating(kinds: Sequence[int]) -> Iterator[_Stretch]:
+def _repeating(kinds: Sequence[int], kept: int) -> Iterator[_Stretch]:
     """Every stretch that repeats more often than its layers are kept."""
     last: dict[tuple[int, ...], int] = {}
     ends: dict[int, int] = {}  # by period, up to where it has been tried
@@ -177,7 +181,7 @@ def _repeating(kinds: Sequence[int]) -> Iterator[_Stretch]:
         if before is not None and place >= ends.get(place - before, 0):
             found = _extended(kinds, before, place - before)
             ends[found.period] = found.end
-            if found.count > KEPT:
+            if found.count > kept:
                 yield found
 
 
@@ -193,13 +197,13 @@ def _extended(kinds: Sequence[int], start: int, period: int) -> _Stretch:
 # what is left out --------------------------------------------------------------------------------------------------
 
 
-def _cuts(graph: Graph, producers: Mapping[int, int]) -> Iterator[_Cut]:
+def _cuts(graph: Graph, producers: Mapping[int, int], kept: int) -> Iterator[_Cut]:
     """What to leave out of each stretch: of one that reads another layer by layer, the same layers."""
     found: list[_Cut] = []
-    for stretch in _stretches(_kinds(graph)):
+    for stretch in _stretches(_kinds(graph), kept):
         cut = next(_following(graph, producers, stretch, found), None)
         if cut is None:
-            cut = _Cut(stretch, stretch.start + (KEPT + 1) // 2 * stretch.period, stretch.count - KEPT)
+            cut = _Cut(stretch, stretch.start + (kept + 1) // 2 * stretch.period, stretch.count - kept)
         if stretch.start + stretch.period <= cut.start and cut.end + stretch.period <= stretch.end:
             found.append(cut)
             yield cut

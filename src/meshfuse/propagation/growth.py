@@ -42,8 +42,8 @@ class Touched(NamedTuple):
 class Kind:
     """All that an op's options depend on but where its operands are and what is wanted; one object for equal ones.
 
-    `tensors` are the distinct operands, then the results; `operands[i]` is the place of operand i among them.
-    `tables` give numbers to the ways in which each of the tensors exists.
+    `tensors` are the distinct operands, `read` of them, then the results; `operands[i]` is the place of operand i among
+    them. `tables` give numbers to the ways in which each of the tensors exists.
     """
 
     call: Call
@@ -52,17 +52,13 @@ class Kind:
     operands: tuple[int, ...]
     tensors: tuple[Touched, ...]
     reductions: tuple[Layout, ...]
+    read: int
     tables: tuple[Table, ...]
 
     @property
     def may_move(self) -> bool:
         """Whether a thorough search may find placements that a plain one does not (`choose.elsewhere`)."""
         return len(self.rule.operands) > 1 and not self.reductions and reduces(self.rule)
-
-    @property
-    def read(self) -> int:
-        """How many of the tensors are operands."""
-        return len(self.tensors) - len(self.call.results)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +95,8 @@ def _kind(
     reductions: tuple[Layout, ...],
 ) -> Kind:  # fmt: skip
     """Equal kinds are one object."""
-    return Kind(call, rule, mesh, operands, tensors, reductions, tuple([table_of(t.type) for t in tensors]))
+    read, tables = len(tensors) - len(call.results), tuple([table_of(t.type) for t in tensors])
+    return Kind(call, rule, mesh, operands, tensors, reductions, read, tables)
 
 
 role_of = functools.lru_cache(maxsize=1 << 13)(Role)

@@ -72,9 +72,7 @@ def early(resharded: ReshardedDefinition) -> ReshardedDefinition:
     costs = [seconds.of(step) for step in resharded.steps]
     keys = _places(resharded, costs)
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    done = replace(resharded, steps=tuple(resharded.steps[place] for place in order))
-    done.verify()
-    return done
+    return replace(resharded, steps=tuple([resharded.steps[place] for place in order]))
 
 
 def _places(resharded: ReshardedDefinition, costs: Sequence[float]) -> list[tuple[int, int]]:

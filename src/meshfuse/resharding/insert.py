@@ -117,8 +117,8 @@ class ReshardedDefinition:
             assert self.values[step.source].sharding == step.move.src
             assert self.values[step.target].sharding == step.move.dst
             return
-        assert tuple(self.values[v].sharding for v in step.inputs) == step.placement.operands
-        assert tuple(self.values[v].sharding for v in step.outputs) == step.placement.results
+        assert tuple([self.values[v].sharding for v in step.inputs]) == step.placement.operands
+        assert tuple([self.values[v].sharding for v in step.outputs]) == step.placement.results
 
     def __str__(self) -> str:
         graph, lines = self.graph, []
@@ -173,9 +173,7 @@ class _Inserter:
             self._compute(node.id, choice.placement)
         outputs = [self._output(i, targets[i]) for i in graph.outputs]
         values, steps = tuple(self.values), tuple(self.steps)
-        done = ReshardedDefinition(self.sharded, values, steps, tuple(self.inputs), tuple(outputs))
-        done.verify()
-        return done
+        return ReshardedDefinition(self.sharded, values, steps, tuple(self.inputs), tuple(outputs))
 
     def _new(self, tensor: int, sharding: Sharding) -> Value:
         value = Value(len(self.values), tensor, sharding)
@@ -186,10 +184,11 @@ class _Inserter:
     def _compute(self, number: int, placement: Placement) -> None:
         graph = self.sharded.graph
         node = graph.nodes[number]
-        inputs = [
-            self.need(i, sharding, f"operand {place} of {node.name}", node.line)
-            for place, (i, sharding) in enumerate(zip(node.inputs, placement.operands, strict=True))
-        ]
+        inputs = []
+        for place, (i, sharding) in enumerate(zip(node.inputs, placement.operands, strict=True)):
+            there = self._there(i, sharding)
+            missing = there is None
+            inputs.append(self.need(i, sharding, f"operand {place} of {node.name}", node.line) if missing else there)
         outputs = [self._new(i, sharding) for i, sharding in zip(node.outputs, placement.results, strict=True)]
         if placement.move is not None:
             why = f"{node.name} of a sharded dim"
@@ -205,9 +204,9 @@ class _Inserter:
 
     def need(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
         """The value of a tensor in a sharding, made from the nearest one that there is."""
-        for value in self.by_tensor[tensor]:
-            if value.sharding == sharding:
-                return value.id
+        there = self._there(tensor, sharding)
+        if there is not None:
+            return there
         first = self.before.get((tensor, sharding))
         if first is not None:
             self.need(tensor, *first)
@@ -215,6 +214,13 @@ class _Inserter:
             self._reuse_input(tensor, sharding.mesh)
         value, found = self._nearest(tensor, sharding)
         return self._move(value, found, why, line)
+
+    def _there(self, tensor: int, sharding: Sharding) -> int | None:
+        """The value of a tensor in a sharding, if there is one."""
+        for value in self.by_tensor[tensor]:
+            if value.sharding == sharding:
+                return value.id
+        return None
 
     def _nearest(self, tensor: int, sharding: Sharding) -> tuple[Value, Plan]:
         kind = self.sharded.graph.tensors[tensor].type
