@@ -70,7 +70,7 @@ def gated(mesh: mf.DeviceMesh) -> Layer:
 
 
 def stacked(
-    layers: list[Layer], mesh: mf.DeviceMesh, rows: Spec, size: tuple[int, int] = (ROWS, WIDTH), *, grad: bool = True,
+    layers: list[Layer], mesh: mf.DeviceMesh, rows: Spec, size: tuple[int, ...] = (ROWS, WIDTH), *, grad: bool = True,
     search: str | None = None,
 ) -> Fd:  # fmt: skip
     """The layers one after the other, and the gradients by their weights."""
@@ -80,7 +80,7 @@ def stacked(
         fd.mesh_split(x, mesh, rows)
         for layer in layers:
             x = layer(fd, x, weights)
-        loss = fd.ops.sum(x * x, [0, 1])
+        loss = fd.ops.sum(x * x)
         fd.add_output(loss)
         for made in fd.grad(loss, weights) if grad else ():
             fd.add_output(made)
@@ -220,16 +220,93 @@ def test_a_layer_of_many_costs_no_more_than_one_of_few(name: str) -> None:
     assert bytes_of(24) <= 1.02 * (three + 21 * (three - two))
 
 
-def test_effort_decides_whether_long_programs_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On several axes layers of many different ops are not, unless asked for."""
-    layer, mesh, rows = KINDS["axes that clash"]
+def attention(mesh: mf.DeviceMesh, first: Spec, second: Spec) -> Layer:
+    """Attention written by hand, and a gelu: forward and backward well over a hundred ops."""
 
-    def total(search: str | None) -> float:
-        return stacked([layer] * 24, mesh, rows, LARGE, search=search).bill().total
+    def layer(fd: Fd, x: T, weights: list[T]) -> T:
+        batch, length, width = x.type.shape
 
-    assert total(None) == total("thorough") < 0.9 * total("fast")
+        def heads() -> T:
+            rows = fd.ops.matmul(x, weight(fd, [width, width], mesh, first, weights))
+            return fd.ops.permute(fd.ops.reshape(rows, [batch, length, HEADS, width // HEADS]), [0, 2, 1, 3])
+
+        q, k, v = heads(), heads(), heads()
+        scores = fd.ops.matmul(q, fd.ops.permute(k, [0, 1, 3, 2])) * (width // HEADS) ** -0.5
+        mixed = fd.ops.permute(fd.ops.matmul(fd.ops.softmax(scores, -1), v), [0, 2, 1, 3])
+        merged = fd.ops.reshape(mixed, [batch, length, width])
+        x = x + fd.ops.matmul(merged, weight(fd, [width, width], mesh, second, weights))
+        return x + fd.ops.gelu(fd.ops.layer_norm(x, [width], None, None))
+
+    return layer
+
+
+HEADS = 4
+FEW_LAYERS = {
+    "one axis": (attention(TP, [None, None], [None, None]), TP, [None, "tp", None]),
+    "two axes": (attention(GRID, [None, None], [None, None]), GRID, ["dp", "tp", None]),
+    "weights, too": (attention(GRID, [None, "tp"], ["tp", None]), GRID, ["dp", "tp", None]),
+}
+
+
+@pytest.mark.parametrize("name, counts", [("one axis", (4, 5, 8)), ("two axes", (4,)), ("weights, too", (5,))])
+def test_every_layer_of_some_costs_as_much(name: str, counts: tuple[int, ...]) -> None:
+    """As many ops as are planned as they are, and more: there is no step between."""
+    layer, mesh, rows = FEW_LAYERS[name]
+
+    def bytes_of(layers: int) -> float:
+        return wire(decided(graph_of(stacked([layer] * layers, mesh, rows, (4, 512, 256))), mesh))
+
+    one, two = bytes_of(1), bytes_of(2)
+    for layers in counts:
+        assert bytes_of(layers) <= 1.02 * (two + (layers - 2) * (two - one))
+
+
+@pytest.mark.parametrize("name", FEW_LAYERS)
+def test_numbers_of_few_layers_that_are_searched(name: str) -> None:
+    layer, mesh, rows = FEW_LAYERS[name]
+    fd = stacked([layer] * 5, mesh, rows, (4, 8, WIDTH))
+    assert len(fd.nodes) > MOST
+    check(fd)
+
+
+def searched_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of ops of the programs that a search is tried on from now on."""
+    tried: list[int] = []
+
+    def best(plan: ShardedDefinition, world: mf.DeviceMesh) -> ShardedDefinition:
+        tried.append(len(plan.graph.nodes))
+        return plan
+
+    monkeypatch.setattr(planning_search, "_best", best)
+    return tried
+
+
+@pytest.mark.parametrize("name", ["sums alone", "axes that clash"])
+def test_effort_decides_whether_long_programs_are_searched(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """On several axes layers of many different ops that only reduce sums are not, unless asked for."""
+    sums = stacked([mlp(GRID, [None, "tp"], ["tp", None], 4096)] * 24, GRID, ["dp", None], LARGE)
+    graph = graph_of(sums if name == "sums alone" else STACKS[name]())
     monkeypatch.setattr(planning_search, "FEW", 10)
-    assert total(None) == total("fast")
+    for effort, expected in ((Effort.FAST, False), (Effort.AUTO, name == "axes that clash"), (Effort.THOROUGH, True)):
+        tried = searched_programs(monkeypatch)
+        planning_search.searched(propagate(graph, GRID), GRID, effort)
+        assert bool(tried) == expected
+    monkeypatch.setattr(planning_search, "FEW", 100)
+    planning_search.searched(propagate(graph, GRID), GRID)
+    assert tried[-1] < len(graph.nodes) / 2
+
+
+@pytest.mark.parametrize("count", [30, 90])
+def test_long_programs_that_repeat_nothing_are_searched_up_to_a_size(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    odd = [mlp(TP, [None, "tp"], ["tp", None], HIDDEN + 4 * i) for i in range(count)]
+    graph = graph_of(stacked(odd, TP, [None, None]))
+    tried = searched_programs(monkeypatch)
+    planning_search.searched(propagate(graph, TP), TP)
+    assert tried == ([len(graph.nodes)] if count == 30 else [])
+    planning_search.searched(propagate(graph, TP), TP, Effort.THOROUGH)
+    assert tried[-1] == len(graph.nodes)
 
 
 def test_on_one_axis_long_programs_are_searched_unless_asked_not_to(monkeypatch: pytest.MonkeyPatch) -> None:

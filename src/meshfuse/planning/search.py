@@ -114,17 +114,19 @@ def _moves_results(plan: ShardedDefinition) -> bool:
         placement = choice.placement
         if placement.move is not None:
             return True
-        pairs = [(made[i], need) for i, need in zip(node.inputs, placement.operands, strict=True) if i in made]
-        pairs += [(made[i], plan.homes[i]) for i in node.outputs if i in made]
-        made.update(zip(node.outputs, placement.results, strict=True))
-        if not all(have is need or _stays(have, need) for have, need in pairs):
-            return True
+        for i, need in zip(node.inputs, placement.operands, strict=True):
+            if i in made and not (_stays(made[i], need) or _stays(plan.homes[i], need)):
+                return True
+        for i, have in zip(node.outputs, placement.results, strict=True):
+            if not _stays(have, plan.homes[i]):
+                return True
+            made[i] = have
     return False
 
 
 def _stays(have: Sharding, need: Sharding) -> bool:
     """Whether a rank that has the one has all of the other but for what is left to reduce."""
-    return have.mesh == need.mesh and all(map(is_prefix, have.dims, need.dims))
+    return have is need or (have.mesh == need.mesh and all(map(is_prefix, have.dims, need.dims)))
 
 
 def effort_of(given: Any, line: SourceLine | None) -> Effort:
