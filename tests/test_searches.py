@@ -12,6 +12,7 @@ from laws import renaming_axes_commutes
 from meshfuse.dtypes import DataType
 from meshfuse.graph import concretize
 from meshfuse.ops.base import TensorType
+from meshfuse.planning import starts
 from meshfuse.propagation.held import Held, Table, conversion
 from meshfuse.propagation.propagate import Propagation
 from meshfuse.sharding.layout import Split
@@ -50,6 +51,27 @@ def test_a_plan_does_not_depend_on_what_was_searched_before() -> None:
     searches.again(alone.homes, thorough=True)
     searches.again(alone.homes, thorough=False)
     assert str(searches.again(None, thorough=True)) == str(alone)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_what_ranks_may_share_is_first_what_most_follows(layers: int) -> None:
+    """Rows, which everything has, before dims of weights, however large and many these are; alike weights are tried
+    once.
+    """
+    with mf.FusionDefinition() as fd:
+        x = rows = fd.define_tensor([2, 8, 16])
+        weights = [(fd.define_tensor([16, 512]), fd.define_tensor([512, 16])) for _ in range(layers)]
+        fd.mesh_split(x, MESH, ["x", None, None])
+        for w, v in weights:
+            fd.mesh_split(w, MESH, [None, "y"])
+            fd.mesh_split(v, MESH, ["y", None])
+            rows = rows + fd.ops.matmul(fd.ops.gelu(fd.ops.matmul(rows, w)), v)
+        fd.add_output(rows)
+    graph = concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
+    plan = Propagation(graph, MESH).first()
+    found = [next(iter(start.items())) for start in starts.shared(graph, plan.homes)]
+    assert found[0] == (x.id, Sharding(MESH, (X, Y, ())))
+    assert {i for i, _ in found} <= {x.id, weights[0][0].id, weights[0][1].id}
 
 
 def test_axes_of_one_name_on_two_meshes_are_two_axes() -> None:

@@ -8,10 +8,9 @@ all-to-alls that bring them there are paid for like any other move.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
@@ -25,6 +24,8 @@ from ..sharding.layout import Layout, Split
 from ..sharding.value import Axis, Sharding
 
 Starts = Mapping[int, Sharding]
+_Place = tuple[int, int]  # an input and a dim of it
+_T = TypeVar("_T")
 # Each is a search: no more are tried, and of inputs that are whole.
 MOST, MOST_SHARED = 6, 3
 
@@ -63,7 +64,8 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
 
 
 def shared(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
-    """The largest inputs that are whole over axes on which others lie, as if each rank took its part of a dim.
+    """Inputs that are whole over axes on which others lie, as if each rank took its part of a dim: of those dims that
+    most of what is computed follows.
 
     Where weights alone are split, nobody asks for that; it moves nothing. Not where the user asks for rounds: what they
     cost is not counted, and ranks are to keep to their own rows, whatever that costs elsewhere.
@@ -71,18 +73,33 @@ def shared(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
     if any(node.call.op.rounds for node in graph.nodes):
         return []
     used = {(home.mesh, split.axis) for home in homes.values() for split in home.splits}
-    inputs = sorted(_read_inputs(graph), key=lambda i: -math.prod(graph.shape(i)))
-    parts = ({i: part} for i in inputs for part in _parts(homes[i], graph.shape(i), used))
-    return list(itertools.islice(parts, MOST_SHARED))
+    alike = {(graph.tensors[i].type, homes[i]): i for i in reversed(_read_inputs(graph))}
+    parts = {(i, dim): part for i in alike.values() for dim, part in _parts(homes[i], graph.shape(i), used)}
+    reach = _reach(graph, parts)
+    return [{place[0]: parts[place]} for place in sorted(parts, key=lambda p: (-reach[p], p))[:MOST_SHARED]]
 
 
-def _parts(home: Sharding, shape: tuple[int, ...], used: Container[Axis]) -> Iterator[Sharding]:
+def _reach(graph: Graph, places: Iterable[_Place]) -> dict[_Place, int]:
+    """For these dims of inputs, the elements of all that is computed with a dim that follows one."""
+    reach, none = dict.fromkeys(places, 0), frozenset[_Place]()
+    follow = {i: tuple([none | {(i, dim)} & reach.keys() for dim in range(len(graph.shape(i)))])
+              for i in graph.input_tensors}  # fmt: skip
+    for node in graph.nodes:
+        known = _of_factors(node, follow)
+        for i, dims, kind in zip(node.outputs, node.rule.results, node.call.results, strict=True):
+            follow[i] = tuple([none.union(*(known[f] for f in factors)) for factors in dims])
+            for place in none.union(*follow[i]):
+                reach[place] += kind.numel
+    return reach
+
+
+def _parts(home: Sharding, shape: tuple[int, ...], used: Container[Axis]) -> Iterator[tuple[int, Sharding]]:
     """The sharding with all used axes that it leaves free as the minor ones of a dim, for each that they divide."""
     mesh, taken = home.mesh, {split.axis for split in home.splits}
     axes = zip(mesh.names, mesh.shape, strict=True)
     free = [Split(n, axis) for axis, n in axes if (mesh, axis) in used and axis not in taken]
-    for _, part in _with_minor(home, shape, free) if free else ():
-        yield part
+    if free:
+        yield from _with_minor(home, shape, free)
 
 
 def _read_inputs(graph: Graph) -> list[int]:
@@ -144,7 +161,7 @@ def _origins(graph: Graph, homes: Mapping[int, Sharding]) -> dict[int, _Origins]
     """
     found: dict[int, _Origins] = {i: _of_input(homes[i]) for i in graph.input_tensors}
     for node in graph.nodes:
-        known = _of_factors(node, found)
+        known = _of_factors(node, {j: found[j].dims for j in node.inputs})
         summed = (known[f] for f, factor in enumerate(node.rule.factors) if factor.kind is FactorKind.REDUCE)
         terms = frozenset().union(*summed, *(found[i].terms for i in node.inputs))
         anywhere = frozenset().union(*(here for i in node.inputs for here in found[i].dims))
@@ -161,10 +178,11 @@ def _of_input(home: Sharding) -> _Origins:
     return _Origins(tuple([own.get(dim, frozenset()) for dim in range(home.ndim)]))
 
 
-def _of_factors(node: Node, found: Mapping[int, _Origins]) -> list[frozenset[_Origin]]:
-    known = [frozenset[_Origin]()] * len(node.rule.factors)
-    for i, dims in zip(node.inputs, node.rule.operands, strict=True):
-        for here, factors in zip(found[i].dims, dims, strict=True):
+def _of_factors(node: Node, dims: Mapping[int, Sequence[frozenset[_T]]]) -> list[frozenset[_T]]:
+    """Of each factor of the op what the dims of its operands come from."""
+    known = [frozenset[_T]()] * len(node.rule.factors)
+    for i, rows in zip(node.inputs, node.rule.operands, strict=True):
+        for here, factors in zip(dims[i], rows, strict=True):
             for f in factors if here else ():
                 known[f] |= here
     return known
