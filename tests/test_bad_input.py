@@ -92,6 +92,11 @@ SHARDINGS: list[tuple[str, Any]] = [
     ("unknown mesh axis: found 'xx'", mf.Sharding(MESH, ((mf.Split(4, "xx"),), ()))),
     ("used twice: found on dims 0 and 1", mf.Sharding(MESH, ((mf.Split(4, "tp"),), (mf.Split(4, "tp"),)))),
     ("cannot be bound", mf.Sharding(MESH, ((mf.Split(3, "tp"),), ()))),
+    (
+        "parts of mesh axis 'x' do not nest: found x:(1)2 and x:(3)2 of 6, on dims 0 and 1, needed parts that one "
+        "cutting of the axis has",
+        mf.Sharding(mf.DeviceMesh((6,), ("x",)), ((mf.Split(2, "x"),), (mf.Split(2, "x", 3),))),
+    ),
 ]
 
 

@@ -96,6 +96,36 @@ def test_any_sharding_to_any_other_on_one_mesh(data: st.DataObject) -> None:
     moved(src, dst, shape)
 
 
+PARTS_OF_6 = [Split(2, "x"), Split(3, "x"), Split(6, "x"), Split(3, "x", 2), Split(2, "x", 3)]
+
+
+@pytest.mark.parametrize("src", PARTS_OF_6, ids=str)
+@pytest.mark.parametrize("dst", PARTS_OF_6, ids=str)
+@pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["in place", "to another dim"])
+def test_any_part_of_an_axis_to_any_other(src: Split, dst: Split, places: tuple[int, int]) -> None:
+    """Halves and thirds of an axis of 6, major and minor: no cutting of the axis has both."""
+    mesh, shape = mf.DeviceMesh((6, 2), ("x", "y")), (12, 7)
+    ends = [[(split,) if d == place else () for d in range(2)] for split, place in zip((src, dst), places, strict=True)]
+    ends[1][1] += (Split(2, "y"),)
+    moved(*(Sharding.make(mesh, dims, shape) for dims in ends), shape)
+
+
+@pytest.mark.parametrize("term", PARTS_OF_6, ids=str)
+@pytest.mark.parametrize("dst", PARTS_OF_6, ids=str)
+def test_terms_on_any_part_of_an_axis_to_a_sum_on_any_other(term: Split, dst: Split) -> None:
+    mesh, shape = mf.DeviceMesh((6,), ("x",)), (12, 5)
+    src, target = Sharding.make(mesh, [()], shape[1:], (term,), "sum"), Sharding.make(mesh, [(dst,)], shape[1:])
+    found = plan(src, target, shape[1:], 8)
+    assert found is not None and found.moves[-1].dst == target
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor(list(shape), dtype=mf.DataType.Double)
+    y = fd.ops.sum(x, [0])
+    fd.add_output(y)
+    fd.shard(x, Sharding.make(mesh, [(term,), ()], shape))
+    fd.shard(y, target)
+    assert torch.equal(run(fd, numbers(shape)), numbers(shape).sum(0))
+
+
 @settings(max_examples=600)
 @given(st.data())
 def test_any_sharding_to_any_other_on_a_mesh_of_other_ranks(data: st.DataObject) -> None:

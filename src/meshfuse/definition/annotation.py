@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SourceLine, located, user_error
+from ..errors import MeshfuseError, SourceLine, located, user_error
 from ..mesh import STREAM, DeviceMesh, as_int
 from ..sharding.layout import Layout, Split, canonical, resolve, stream_count, text
-from ..sharding.value import Sharding, overlap
+from ..sharding.value import Sharding, overlap, shared
 from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain
 
 # One dim in `mesh_split`: None, an axis, axes from major to minor, or splits of any kind.
@@ -169,12 +169,16 @@ def _sized(split: Split, mesh: DeviceMesh, what: str, line: SourceLine) -> Split
 
 
 def check_axes(name: str, dims: Sequence[Layout], mesh: DeviceMesh, line: SourceLine) -> None:
-    """Raises DefinitionError where a part of a mesh axis splits two dims, or one dim twice."""
+    """Raises DefinitionError where a part of a mesh axis splits two dims, or one dim twice, or where parts of an axis
+    do not nest.
+    """
     bound = [(d, split) for d, layout in enumerate(dims) for split in layout if split.bound]
     for i, (d, split) in enumerate(bound):
         for e, other in bound[:i]:
             if overlap(split, other):
                 where = f"on dims {e} and {d}" if d != e else f"twice on dim {d}"
+                if not shared(split, other):
+                    raise _parts_apart(name, (other, split), where, mesh, line)
                 raise user_error(
                     f"tensor {name}: mesh axis {split.axis!r} is used twice",
                     where,
@@ -182,6 +186,18 @@ def check_axes(name: str, dims: Sequence[Layout], mesh: DeviceMesh, line: Source
                     f"Remove it from one of the dims (mesh: {mesh}).",
                     line,
                 )
+
+
+def _parts_apart(
+    name: str, parts: tuple[Split, Split], where: str, mesh: DeviceMesh, line: SourceLine
+) -> MeshfuseError:
+    texts = " and ".join(f"{split.axis}:({split.pre}){split.size}" for split in parts)
+    size = mesh.axis_size(parts[0].axis or "")
+    return user_error(
+        f"tensor {name}: parts of mesh axis {parts[0].axis!r} do not nest", f"{texts} of {size}, {where}",
+        "parts that one cutting of the axis has", "Begin the minor part where the major one ends, or use one alone.",
+        line,
+    )  # fmt: skip
 
 
 def layouts_of_spec(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
-from ..sharding.value import Sharding, overlap
+from ..sharding.value import Sharding, boundaries, disjoint, nested, overlap
 from .moves import Move, MoveKind
 from .prices import Price, byte_seconds, held, is_even, price, received
 
@@ -49,6 +49,8 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
         return _between_meshes(src, dst, shape, itemsize)
     if not set(dst.partial) <= set(src.partial) or (dst.partial and src.reduce != dst.reduce):
         return None
+    if not all(map(nested, _cut_points((src, dst)).values())):
+        return _at_once(src, dst, shape, itemsize)
     sizes = _alike(src, dst, shape, itemsize)
     if sizes is None:
         return _Search(src, dst, shape, itemsize, _room(src, dst, shape, itemsize)).run()
@@ -117,14 +119,24 @@ def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsi
     return Plan((*first.moves, move), first.seconds + added.seconds, first.wire + added.wire)
 
 
+def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Plan:
+    """Between parts of an axis that do not nest, as 2 and 3 of 6: in no group of ranks is anything but an exchange."""
+    reduced = Sharding(src.mesh, src.dims, dst.partial, dst.reduce)
+    first = plan(src, reduced, shape, itemsize)
+    assert first is not None
+    axes = [split for split in (*src.splits, *dst.splits) if split not in dst.partial]
+    move = Move(MoveKind.EXCHANGE, disjoint(axes), reduced, dst)
+    added = price(move, shape, itemsize)
+    return Plan((*first.moves, move), first.seconds + added.seconds, first.wire + added.wire)
+
+
 def _cut_points(shardings: Iterable[Sharding]) -> dict[str, tuple[int, ...]]:
     """For every axis the sub-axis boundaries that any of the shardings uses."""
-    cuts: dict[str, set[int]] = {}
-    for sharding in shardings:
-        for split in sharding.used():
-            assert split.axis is not None and split.size is not None
-            cuts.setdefault(split.axis, set()).update((split.pre, split.pre * split.size))
-    return {axis: tuple(sorted(points)) for axis, points in cuts.items()}
+    by_axis: dict[str, set[Split]] = {}
+    for split in (s for sharding in shardings for s in sharding.used()):
+        assert split.axis is not None
+        by_axis.setdefault(split.axis, set()).add(split)
+    return {axis: boundaries(found) for axis, found in by_axis.items()}
 
 
 def _faster_axes(mesh: DeviceMesh) -> tuple[Split, ...]:

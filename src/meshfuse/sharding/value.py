@@ -187,20 +187,51 @@ def canonical_partial(partial: Iterable[Split]) -> tuple[Split, ...]:
 
 
 def disjoint(splits: Iterable[Split]) -> tuple[Split, ...]:
-    """Sub-axes without overlap that cover the same parts of the mesh's axes, in order."""
+    """Sub-axes without overlap that cover the same parts of the mesh's axes, in order.
+
+    Parts of an axis that do not nest, as 2 and 3 of 6, are in one part that holds them all.
+    """
     by_axis: dict[str, set[Split]] = {}
     for split in splits:
         by_axis.setdefault(split.axis or "", set()).add(split)
-    out = []
+    out: list[Split] = []
     for axis, found in sorted(by_axis.items()):
-        cuts = sorted({c for s in found for c in (s.pre, s.pre * (s.size or 1))})
+        cuts = boundaries(found)
         atoms = [Split(b // a, axis, a) for a, b in itertools.pairwise(cuts)]
-        out += [atom for atom in atoms if any(overlap(atom, s) for s in found)]
+        out += [atom for atom in atoms if any(overlap(atom, s) for s in found)] if nested(cuts) else _covering(found)
     return tuple(out)
 
 
+def boundaries(splits: Iterable[Split]) -> tuple[int, ...]:
+    """Where parts of one mesh axis begin and end, ascending."""
+    return tuple(sorted({c for s in splits for c in (s.pre, s.pre * (s.size or 1))}))
+
+
+def nested(cuts: Sequence[int]) -> bool:
+    """Whether an axis can be cut at all of these boundaries."""
+    return all(b % a == 0 for a, b in itertools.pairwise(cuts))
+
+
+def _covering(found: Iterable[Split]) -> list[Split]:
+    """The smallest parts of an axis that hold these parts, each with those that it overlaps."""
+    groups: list[list[Split]] = []
+    for split in sorted(found, key=lambda s: s.pre):
+        if not groups or not any(overlap(split, other) for other in groups[-1]):
+            groups.append([])
+        groups[-1].append(split)
+    ends = [(math.gcd(*(s.pre for s in g)), math.lcm(*(s.pre * (s.size or 1) for s in g))) for g in groups]
+    return [Split(b // a, g[0].axis, a) for (a, b), g in zip(ends, groups, strict=True)]
+
+
 def overlap(a: Split, b: Split) -> bool:
-    """True where two bound splits share a part of a mesh axis."""
+    """True where two bound splits cannot be of one tensor: they share a part of a mesh axis, or are parts that do not
+    nest. The halves of 6 ranks and their even ones share nothing, yet half of a group of even ranks is no group.
+    """
     if a.axis != b.axis:
         return False
-    return a.pre < b.pre * (b.size or 1) and b.pre < a.pre * (a.size or 1)
+    return b.pre % (a.pre * (a.size or 1)) != 0 and a.pre % (b.pre * (b.size or 1)) != 0
+
+
+def shared(a: Split, b: Split) -> bool:
+    """True where two bound splits share a part of a mesh axis."""
+    return a.axis == b.axis and a.pre < b.pre * (b.size or 1) and b.pre < a.pre * (a.size or 1)

@@ -30,7 +30,7 @@ def _shapes(ranks: int, axes: int, max_size: int) -> list[tuple[int, ...]]:
 def meshes(
     draw: st.DrawFn,
     max_axes: int = 3,
-    max_size: int = 4,
+    max_size: int = 6,
     max_ranks: int = 8,
     first_rank: int = 0,
     min_ranks: int = 1,
