@@ -521,3 +521,48 @@ def test_a_slice_with_steps_of_a_sharded_dim_moves_elements_of_the_result_and_le
     wanted = torch.zeros(n, 16)
     wanted[start:stop:step] = 2 * made
     assert all(torch.equal(gradient, wanted) for gradient in found)
+
+
+WINDOWS_AND_STEPS = [
+    ((8, 24, 1), (0, 64, 8), (0, 16, 1)), ((8, 12, 1), (0, 64, 8), (0, 16, 1)), ((4, 30, 1), (3, 60, 5), (0, 16, 1)),
+    ((8, 24, 1), (0, 64, 1), (0, 16, 2)), ((1, 31, 1), (0, 64, 4), (2, 9, 1)), ((5, 29, 1), (7, 64, 8), (1, 16, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bounds", WINDOWS_AND_STEPS, ids=str)
+@pytest.mark.parametrize("wanted", ["x", None])
+def test_steps_of_whole_dims_are_taken_before_a_window_of_a_sharded_one_moves(
+    bounds: tuple[tuple[int, int, int], ...], wanted: str | None
+) -> None:
+    """Nothing but elements of the result, however many others there are in the window."""
+    mesh, shape = mf.DeviceMesh((4,), ("x",)), (32, 64, 16)
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor(list(shape), dtype=mf.DataType.Float)
+    y = fd.ops.slice(x, *map(list, zip(*bounds, strict=True)))
+    fd.add_output(y)
+    fd.mesh_split(x, mesh, ["x", None, None])
+    if wanted is not None:
+        fd.mesh_split(y, mesh, [wanted, None, None])
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    made = given[tuple(itertools.starmap(slice, bounds))]
+    assert fd.bill().total <= made.numel() * 4 / 4
+    assert torch.equal(fd.simulate([given], check_replicas=True)[0], made)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shift", [1, 3, 6, 7])
+@pytest.mark.parametrize("n", [64, 61])
+@pytest.mark.parametrize("width", [1, 64])
+def test_a_roll_made_of_slices_moves_the_rows_that_change_their_rank(n: int, shift: int, width: int, dim: int) -> None:
+    """Also where moving all to another dim takes less than bringing the smaller operand of the cat to every rank."""
+    ranks, shape = 8, (n, width) if dim == 0 else (width, n)
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor(list(shape), dtype=mf.DataType.Float)
+    cut = [shift if d == dim else 0 for d in range(2)]
+    head = fd.ops.slice(x, [0, 0], [shift if d == dim else size for d, size in enumerate(shape)])
+    y = fd.ops.cat([fd.ops.slice(x, cut, list(shape)), head], dim)
+    fd.add_output(y)
+    fd.mesh_split(x, mf.DeviceMesh((ranks,), ("x",)), ["x" if d == dim else None for d in range(2)])
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    assert fd.bill().total <= 4 * width * (shift + (n % ranks > 0))
+    assert torch.equal(fd.simulate([given], check_replicas=True)[0], given.roll(-shift, dim))

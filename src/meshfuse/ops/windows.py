@@ -7,7 +7,7 @@ through, so that a dim sharded inside each window is sliced, padded and joined l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..dtypes import DataType
@@ -132,35 +132,46 @@ def local_bounds(call: Call, local: tuple[int, ...]) -> list[tuple[int, int, int
     return out
 
 
-def _is_stepped(call: Call) -> bool:
-    """Whether a slice has steps that its dim is not made of."""
-    if set(call["strides"] or ()) <= {1}:
-        return False
+def _has_parts(call: Call) -> bool:
+    """Whether a slice has steps, and a dim that is cut otherwise than into whole steps of it."""
     rows = zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True)
-    return any(step > 1 and not takes_one_of_each(n, start, m, step) for n, m, (start, _, step) in rows)
+    cut = any(n != m if step == 1 else not takes_one_of_each(n, start, m, step) for n, m, (start, _, step) in rows)
+    return cut and not set(call["strides"] or ()) <= {1}
 
 
 def _distributed_slice(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """The dim moved and padded to whole steps, as many in each block, of each its first element, and of these a window.
+    """The steps and windows of the other dims, then this one moved and padded to whole steps, as many in each block, of
+    each its first element, and of these a window.
 
-    Only the first and the last move anything: less than a step of each block, and elements of the result.
+    Only the pad and the windows move anything: less than a step of each block, and elements of the result.
     """
-    (start, _, step), n, m = slice_bounds(call)[dim], call.types[0].shape[dim], call.results[0].shape[dim]
-    if step == 1 or m == 0 or takes_one_of_each(n, start, m, step):
+    bounds, n, m = dict(enumerate(slice_bounds(call))), call.types[0].shape[dim], call.results[0].shape[dim]
+    start, _, step = bounds.pop(dim)
+    if m in (0, n) or (step > 1 and takes_one_of_each(n, start, m, step)):
         return None
-    ndim, inside = call.types[0].ndim, start % step
-    whole = step * max(blocks, 1)
+    x = _part(r, operands[0], {d: bound for d, bound in bounds.items() if bound[2] > 1})
+    windows = {d: bound for d, bound in bounds.items() if bound[2] == 1}
+    if step > 1:
+        x, windows = _firsts(r, _part(r, x, windows), dim, (start, step, blocks)), {}
+    return [_part(r, x, {**windows, dim: (start // step, start // step + m, 1)})]
+
+
+def _part(r: Writing, x: TensorRef, bounds: Mapping[int, tuple[int, int, int]]) -> TensorRef:
+    """What these (start, stop, step) of some dims have of x; x itself, where that is all of it."""
+    whole = [(0, n, 1) for n in r.type(x).shape]
+    found = [bounds.get(d, bound) for d, bound in enumerate(whole)]
+    return x if found == whole else r.call("slice", x, *[list(part) for part in zip(*found, strict=True)])
+
+
+def _firsts(r: Writing, x: TensorRef, dim: int, steps: tuple[int, int, int]) -> TensorRef:
+    """The first element of each step of a dim, cut and padded to whole steps, as many in each block."""
+    (start, step, blocks), ndim, n = steps, len(r.type(x).shape), r.type(x).shape[dim]
+    inside, whole = start % step, step * max(blocks, 1)
     widths = one_dim_widths(ndim, dim, -inside, -(n - inside) % whole)
-    (x,) = operands
     aligned = r.call("pad", x, widths) if any(widths) else x
-    firsts = r.call("slice", aligned, [0] * ndim, list(r.type(aligned).shape), shape_along(ndim, dim, step))
-    bounds = [list(bound) for bound in zip(*slice_bounds(call), strict=True)]
-    for bound, value in zip(bounds, (start // step, start // step + m, 1), strict=True):
-        bound[dim] = value
-    same = r.type(firsts).shape == call.results[0].shape and all(step == 1 for step in bounds[2])
-    return [firsts if same else r.call("slice", firsts, *bounds)]
+    return r.call("slice", aligned, [0] * ndim, list(r.type(aligned).shape), shape_along(ndim, dim, step))
 
 
 def _slice_window(call: Call) -> tuple[tuple[int, ...], Any] | None:
@@ -315,7 +326,7 @@ OPS = (
                            _sample((7, 8), [1, 3], [6, 8], [2, 4]), _sample((13, 9), [4, 0], [11, 9], [3, 2]),
                            _sample((12, 8), [4, 0], [8, 8])],
           nvfuser=_slice_nvfuser, window=_slice_window, distributed=_distributed_slice,
-          has_form=_is_stepped, vjp=SLICE, is_view=True),
+          has_form=_has_parts, vjp=SLICE, is_view=True),
     OpDef("pad", (_ARG, Param("pad_widths", K.SHAPE), Param("value", K.OPTIONAL_SCALAR, None)),
           _pad_infer, _pad_rule, _pad_emit,
           samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5),

@@ -110,8 +110,23 @@ def _optimistic(graph: Graph) -> Graph:
 
 
 def _opened(rule: Rule) -> Rule:
-    factors = [Factor(f.size) if f.kind is FactorKind.BLOCK else f for f in rule.factors]
-    return dataclasses.replace(rule, factors=tuple(factors))
+    """The rule with no factor that must be whole. The dim of a cat is one factor, lest all operands but one be gathered
+    to have it split.
+    """
+    factors = tuple([Factor(f.size) if f.kind is FactorKind.BLOCK else f for f in rule.factors])
+    made = rule.results[0]
+    joined = [d for d in range(len(made)) if _is_put_together(rule, d)]
+    operands = [tuple([made[d] if d in joined else f for d, f in enumerate(dims)]) for dims in rule.operands]
+    return dataclasses.replace(rule, factors=factors, operands=tuple(operands))
+
+
+def _is_put_together(rule: Rule, dim: int) -> bool:
+    """Whether the result has in this dim what each operand has in it, one after the other."""
+    tensors = (*rule.results, *rule.operands)
+    if len(rule.operands) == 1 or any(len(dims) <= dim or len(dims[dim]) != 1 for dims in tensors):
+        return False
+    made, *parts = (rule.factors[dims[dim][0]] for dims in tensors)
+    return made.kind is FactorKind.BLOCK and made.size == sum(f.size for f in parts if f.kind is FactorKind.BLOCK)
 
 
 class _Chooser:
