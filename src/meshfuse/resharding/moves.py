@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..mesh import DeviceMesh
@@ -185,7 +185,17 @@ def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
         return float(count(move.held(shape, rank)) - kept)
     if move.kind is MoveKind.ALL_GATHER:
         return float((n - 1) * count(move.held(shape, rank)))
-    return float(sum(piece.numel for piece in pieces(move, tuple(shape)) if piece.source == rank != piece.target))
+    return float(_sent(move, tuple(shape)).get(rank, 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def _sent(move: Move, shape: tuple[int, ...]) -> Mapping[int, int]:
+    """Elements that leave each rank: of all ranks at once, as there are as many pieces as pairs of them."""
+    found: dict[int, int] = {}
+    for piece in pieces(move, shape):
+        if piece.source != piece.target:
+            found[piece.source] = found.get(piece.source, 0) + piece.numel
+    return found
 
 
 def count(index: Sequence[lay.Runs]) -> int:
