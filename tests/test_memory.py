@@ -288,3 +288,19 @@ def test_no_peak_gets_higher(fd: mf.FusionDefinition, part: float):
     after = fitted(resharded, part * before)
     assert peak(after).nbytes <= before
     assert fitted(after, part * before) == after or peak(after).nbytes > part * before
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_what_is_made_again_by_several_moves_counts_with_what_is_between_them(n: int):
+    """A block of a whole tensor, by a slice of each dim, read before and after the peak in between."""
+    mesh = mf.DeviceMesh((2, 2), ("tp", "cp"))
+    with mf.FusionDefinition() as fd:
+        x, other = (fd.define_tensor(shape, dtype=mf.DataType.Double) for shape in ([4, 4], [n]))
+        first, between = fd.ops.sigmoid(x), fd.ops.tanh(fd.ops.sin(other))
+        last = fd.ops.floor(x)
+        for out in (first, between, last):
+            fd.add_output(out)
+        for out in (first, last):
+            fd.mesh_split(out, mesh, ["tp", "cp"])
+    resharded = fd.compile(*shapes_for(fd)).resharded
+    assert peak(fitted(resharded, 0.0)).nbytes <= peak(resharded).nbytes

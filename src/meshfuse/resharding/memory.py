@@ -186,6 +186,9 @@ class _Usage:
         saved = self.nbytes(life.value) - (self.nbytes(root.value) if root.end < peak.place else 0)
         if saved <= 0 or self._most(root.value, root.end + 1, kept_until) + self.nbytes(root.value) >= peak.nbytes:
             return None
+        between = sum([self.nbytes(move.target) for move in moves[:-1]])
+        if between and self._most(life.value, back, back) + between >= peak.nbytes:
+            return None
         seconds = sum(map(self.resharded.seconds, moves))
         if not at:  # It was made ahead of its need.
             seconds -= self.resharded.seconds(moves[-1])
