@@ -265,12 +265,13 @@ GRADIENTS = {
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Rows and columns after the last group are of none, and zero."""
     starts, ends = [0, *offsets.tolist()[:-1]], offsets.tolist()
     spans = list(enumerate(zip(starts, ends, strict=True)))
     if b.ndim == 3:
-        return torch.cat([a[s:e] @ b[g] for g, (s, e) in spans])
+        return torch.cat([*(a[s:e] @ b[g] for g, (s, e) in spans), a[ends[-1] :] @ b[0] * 0])
     if a.ndim == 3:
-        return torch.cat([a[g] @ b[:, s:e] for g, (s, e) in spans], 1)
+        return torch.cat([*(a[g] @ b[:, s:e] for g, (s, e) in spans), a[0] @ b[:, ends[-1] :] * 0], 1)
     return torch.stack([a[:, s:e] @ b[s:e] for _, (s, e) in spans])
 
 

@@ -126,7 +126,7 @@ CASES: dict[str, Case] = {
        for name in ("cumsum", "cumprod", "cummax", "cummin") for dim in (0, 1)},
     "every third row of ten but the first": _stepped((0,), (1, 10, 3), (0, 10, 1)),
     "every third column from the fifth on": _stepped((1,), (0, 12, 1), (4, 10, 3)),
-    "every fifth row of the first ten, some columns": _stepped((0,), (0, 10, 5), (2, 7, 1)),
+    "every fifth row of the first ten, some columns": _stepped((0, 1), (0, 10, 5), (2, 7, 1)),
     "one row by a step past the end": _stepped((0,), (7, 12, 20), (0, 10, 1)),
     "every other row and every fourth column": _stepped((1,), (1, 12, 2), (2, 9, 4)),
     "max": Case(lambda fd, x: fd.ops.max(x, [1]), lambda x: x.amax(1)),
