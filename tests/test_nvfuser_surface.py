@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +26,7 @@ NAMES = {
     "compute_tensor_descriptor version translate_fusion LaunchParams CompileParams HeuristicParams PointwiseParams "
     "ReductionParams MatmulParams CacheOp LoadStoreOpType",
     "multidevice": "Communicator DeviceMesh MultiDeviceExecutor MultiDeviceExecutorParams Sharding shard_tensor",
-    "pytorch_utils": "torch_dtype_to_nvfuser_dtype",
+    "pytorch_utils": "torch_dtype_to_nvfuser_dtype DEVICE_PROPERTIES get_device_properties retry_on_oom_or_skip_test",
     "benchmark_utils": "get_benchmark_fns",
     "nvfuser_direct_version": "Version",
     "ParallelType": "serial mesh_x mesh_y mesh_z stream grid_x block_x vectorize unroll unswitch mma tma",
@@ -38,6 +40,7 @@ NAMES = {
     "FusionDefinition": "define_tensor define_scalar define_vector from_pytorch add_output execute validate "
     "manual_execute last_repro_script repro_script_for manual_validate validate_definition",
     "multidevice.Communicator": "instance size rank local_size local_rank barrier",
+    "PythonProfiler": "profile reset",
 }
 
 
@@ -150,6 +153,116 @@ def test_arguments_by_nvfusers_names() -> None:
     whole = torch.randn(4, 6)
     assert torch.equal(fd.simulate([whole, 4])[0], 2 * whole)
     assert "x" in str(fd.output_shardings()[0])
+
+
+# What nvFuser's bindings call their arguments; tests/nvfuser/test_names.py reads all of them in the real package.
+KEYWORDS = {
+    "Fusion.add_input": "input",
+    "Fusion.add_output": "output alias_input",
+    "Fusion.print_math": "from_outputs_only",
+    "Fusion.print_kernel": "compile_params",
+    "FusionDefinition.add_output": "output alias_input",
+    "FusionDefinition.define_vector": "size",
+    "FusionDefinition.execute": "inputs device auto_schedule save_repro_inputs _enable_options _disable_options",
+    "FusionDefinition.from_pytorch": "tensor static_sizes",
+    "FusionDefinition.validate": "inputs reference_outputs device",
+    "KernelExecutor": "fusion_id concrete_id runtime_id group_id",
+    "KernelExecutor.compile": "fusion args launch_constraints compile_params scheduler_type",
+    "KernelExecutor.run": "args launch_constraints compile_params",
+    "TensorView.cache_after": "op_type cache_op propagate_allocation_domain cached_uses",
+    "TensorView.merge": "axis_o axis_i",
+    "TensorView.reorder": "old2new",
+    "TensorView.swizzle": "x y",
+    "TensorView.rfactor": "axes",
+    "multidevice.DeviceMesh": "devices",
+    "multidevice.DeviceMesh.shard_tensor": "tensor axis device_id",
+    "multidevice.MultiDeviceExecutor": "fusion params",
+    "multidevice.MultiDeviceExecutor.run": "args",
+    "multidevice.Sharding.axis_sharded_on": "parallel_type",
+    "multidevice.shard_tensor": "tensor tv",
+    "execute_with_dtensors": "fd in_dtensors",
+}
+
+
+@pytest.mark.parametrize("path", KEYWORDS)
+def test_arguments_have_nvfusers_names(path: str) -> None:
+    call: Any = functools.reduce(getattr, path.split("."), nvfuser)
+    assert [name for name in KEYWORDS[path].split() if name not in inspect.signature(call).parameters] == []
+
+
+def test_calls_by_those_names() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([4, 6])
+        rows, columns = fd.define_vector(size=2)
+        y = fd.ops.reshape(x, [columns, rows])
+        fd.add_output(output=y)
+        fd.fusion.add_output(output=fd.ops.neg(x), alias_input=x)
+    x.reorder(old2new={0: 1}).reorder()
+    assert [leaf.extent() for leaf in x.get_loop_domain()] == [6, 4]
+    assert fd.fusion.print_math(from_outputs_only=False) == fd.fusion.print_math() == str(fd)
+    whole, given = torch.randn(4, 6), torch.empty(4, 6)
+    runner = nvfuser.KernelExecutor(fusion_id=1)
+    runner.compile(fusion=fd.fusion, args=[whole, 4, 6], compile_params=nvfuser.CompileParams())
+    (found,) = runner.run(args=[given.copy_(whole), 4, 6])
+    assert torch.equal(found, whole.view(6, 4)) and torch.equal(given, -whole)
+    part = NVMesh(devices=[0, 1]).shard_tensor(tensor=whole, axis=1, device_id=1)
+    assert torch.equal(part, whole[:, 3:])
+
+
+def test_validating_takes_what_executing_takes() -> None:
+    """And a definition that runs by hand is validated by hand."""
+    whole = torch.randn(2, 3)
+    fd = simple()
+    fd.validate([whole], [whole.relu()], device="cpu", save_repro_inputs=True, _enable_options=["x"], rtol=0, atol=0)
+    assert "relu" in fd.last_repro_script()
+    by_hand = simple()
+    by_hand.manual_execute([whole])
+    assert torch.equal(by_hand.manual_validate([whole])[0], whole.relu())
+    for validate in (fd.validate, by_hand.manual_validate):
+        with pytest.raises(AssertionError, match="not close"):
+            validate([whole], [whole.relu() + 1])
+
+
+def test_a_profile_that_was_reset() -> None:
+    with nvfuser.PythonProfiler(auto_scheduled=True) as profiler:
+        simple().execute([torch.ones(2, 3)])
+    assert profiler.profile.segments == 1
+    profiler.reset()
+    with pytest.raises(mf.DefinitionError, match="there is no profile"):
+        _ = profiler.profile
+
+
+def test_properties_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = types.SimpleNamespace(name="G", L2_cache_size=50, memory_bus_width=5120, memory_clock_rate=2_619_000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: device)
+    found = pytorch_utils.DEVICE_PROPERTIES
+    assert (found["gpu_name"], found["gpu_l2_bytes"], found["gpu_sm_count"]) == ("G", 50, 0)
+    assert found["gpu_peak_bandwidth_gbps"] == pytest.approx(3352.32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pytorch_utils.DEVICE_PROPERTIES is None
+    with pytest.raises(OSError, match=r"there is no CUDA device.*\(at test_nvfuser_surface\.py:\d+\)"):
+        pytorch_utils.get_device_properties()
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_test_that_runs_out_of_memory_is_called_twice(failures: int) -> None:
+    calls: list[int] = []
+
+    @pytorch_utils.retry_on_oom_or_skip_test
+    def run(value: int) -> int:
+        calls.append(value)
+        if len(calls) <= failures:
+            raise torch.OutOfMemoryError("full")
+        return value
+
+    if failures == 2:
+        with pytest.raises(pytest.skip.Exception, match="out of memory, twice: full"):
+            run(3)
+    else:
+        assert run(3) == 3
+    assert calls == [3] * min(failures + 1, 2)
 
 
 def test_dtypes_both_ways() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Iterator
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +17,7 @@ import pytest
 import meshfuse.nvfuser_direct as ours
 from meshfuse.errors import DefinitionError
 from meshfuse.nvfuser_direct.left_out import ABSENT, REFUSED
+from meshfuse.ops import OPS
 
 try:
     import nvfuser_direct as real
@@ -19,6 +25,10 @@ except ImportError:  # collected with the main suite, which leaves these tests o
     real = None
 
 pytestmark = pytest.mark.nvfuser
+
+for submodule in pkgutil.iter_modules(real.__path__) if real else ():
+    with contextlib.suppress(ImportError):  # nvFuser's own timers need CUPTI
+        importlib.import_module(f"nvfuser_direct.{submodule.name}")
 
 
 def public(owner: Any) -> list[str]:
@@ -68,6 +78,62 @@ def test_the_walk_sees_the_package() -> None:
     assert {"", "multidevice", "multidevice.DeviceMesh", "idm.IdModel", "TensorView", "ops", "ParallelType"} <= {
         *OWNERS
     }
+    assert "DEVICE_PROPERTIES" in public(OWNERS["pytorch_utils"])
+
+
+# keywords
+
+SIGNATURE = re.compile(r"^(?:\d+\. )?\w+\((.*)\) -> ", re.MULTILINE)
+# nvFuser's defaults print as `name = value`, and may have commas and newlines in them.
+PARAMETER = re.compile(r"(?:^|, )(?!self\b|arg\d+\b)([a-z_]\w*): ")
+
+
+def keywords(call: Any) -> list[str]:
+    """What a call of the real package takes by name, in any of its overloads."""
+    texts = SIGNATURE.findall(call.__doc__ or "")
+    if texts:
+        return [name for text in texts for name in PARAMETER.findall(text)]
+    parameters = inspect.signature(call).parameters.values()
+    return [p.name for p in parameters if p.name != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def calls(path: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The functions of a module, or the methods of a class with its construction."""
+    owner = OWNERS[path]
+    made = isinstance(owner, type) and not hasattr(owner, "__members__")
+    if made and SIGNATURE.search(owner.__init__.__doc__ or ""):
+        yield path, owner.__init__
+    for name in public(owner):
+        value = getattr(owner, name)
+        if inspect.isroutine(value) and (SIGNATURE.search(value.__doc__ or "") or inspect.isfunction(value)):
+            yield f"{path}.{name}" if path else name, value
+
+
+def takes(path: str, names: list[str]) -> list[str]:
+    """The keywords that our call of this path does not take."""
+    owner, _, name = path.rpartition(".")
+    if owner == "ops" and name in OPS:
+        own = {parameter.name for parameter in OPS[name].params}
+        return [n for n in names if n not in own]
+    mine = at(path)
+    if isinstance(mine, property):  # what it gives is called in the script: tv.dtype()
+        return names
+    parameters = inspect.signature(mine).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [n for n in names if n not in parameters]
+
+
+def test_keywords_are_read() -> None:
+    assert keywords(real.TensorView.split) == ["axis", "factor", "inner_split"]
+    assert set(keywords(real.KernelExecutor.compile)) >= {"fusion", "args", "compile_params", "scheduler_type"}
+    assert keywords(real.FusionDefinition.validate) == ["inputs", "reference_outputs", "device"]
+
+
+@pytest.mark.parametrize("path", OWNERS)
+def test_arguments_have_the_same_names(path: str) -> None:
+    found = {name: takes(name, keywords(call)) for name, call in calls(path) if name not in {*ABSENT, *REFUSED}}
+    assert {name: missing for name, missing in found.items() if missing} == {}
 
 
 @pytest.mark.parametrize("path", OWNERS)

@@ -127,21 +127,21 @@ class DefinitionBuilder:
         number = checked_number("define_scalar", value, found, line)
         return self._new_scalar(ScalarDef("const", (number,), found or scalar_dtype(number)))
 
-    def define_vector(self, values: int | Sequence[Any], dtype: Any = DataType.Int) -> list[Val]:
+    def define_vector(self, size: int | Sequence[Any], dtype: Any = DataType.Int) -> list[Val]:
         """As many scalar inputs as a number says, or a constant per entry of a list (-1 stays as it is)."""
         line = self._changing()
-        count = as_int(values)
+        count = as_int(size)
         if count is not None and 0 <= count <= _MOST_SCALARS:
             return [self.define_scalar(dtype=dtype) for _ in range(count)]
-        if not isinstance(values, (list, tuple)):
+        if not isinstance(size, (list, tuple)):
             raise user_error(
                 "define_vector",
-                repr(values),
+                repr(size),
                 f"how many scalars (at most {_MOST_SCALARS}), or a list of numbers",
                 "",
                 line,
             )
-        return [v if isinstance(v, Val) or as_int(v) == -1 else self._constant(v, dtype, line) for v in values]
+        return [v if isinstance(v, Val) or as_int(v) == -1 else self._constant(v, dtype, line) for v in size]
 
     def _constant(self, value: Any, dtype: Any, line: SourceLine) -> Val:
         return self.define_scalar(checked_number("define_vector", value, None, line), dtype)
@@ -217,7 +217,7 @@ class DefinitionBuilder:
             )
         return self._new_scalar(ScalarDef("size", (tensor.ref, place % ndim), DataType.Int))
 
-    def add_output(self, tensor: TensorView, alias_input: TensorView | None = None) -> None:
+    def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
         """Return a tensor from the program. Its order among the outputs is the order of these calls.
 
         Raises DefinitionError for anything but a tensor of this definition, and for `alias_input`: nothing is
@@ -229,7 +229,7 @@ class DefinitionBuilder:
                 "add_output: alias_input", repr(alias_input), "None: meshfuse does not write into arguments",
                 "Return the tensor and copy it.", line,
             )  # fmt: skip
-        self.outputs.append(self._own(tensor, "add_output", line).id)
+        self.outputs.append(self._own(output, "add_output", line).id)
 
     # annotations
 

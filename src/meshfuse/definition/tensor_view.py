@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DataType
@@ -14,6 +15,9 @@ from .text import Extents, TensorDomain, tensor_text
 
 if TYPE_CHECKING:
     from .fusion import DefinitionBuilder
+
+
+_NO_MOVES: Mapping[int, int] = MappingProxyType({})
 
 
 class Arithmetic:
@@ -306,16 +310,24 @@ class TensorView(Arithmetic):
         self._domain.merge(axis_o, axis_i)
         return self
 
-    def cache_before(self, *options: Any) -> TensorView:
+    def cache_before(self, op_type: Any = None) -> TensorView:
         """nvFuser's copy in a kernel, to schedule: torch's kernels have none, and what is done to it has no effect."""
         return TensorView(self.fd, self.ref, self._domain.copy())
 
-    cache_after = cache_before
+    def cache_after(
+        self,
+        op_type: Any = None,
+        cache_op: Any = None,
+        propagate_allocation_domain: bool = True,
+        cached_uses: Sequence[Any] = (),
+    ) -> TensorView:
+        """As `cache_before`."""
+        return self.cache_before()
 
-    def reorder(self, moves: Mapping[int, int] | Sequence[int]) -> TensorView:
+    def reorder(self, old2new: Mapping[int, int] | Sequence[int] = _NO_MOVES) -> TensorView:
         """Move loop axes; a mapping old → new, or for every new position the old one."""
         self.fd.check_open()
-        self._domain.reorder(self._moves(moves))
+        self._domain.reorder(self._moves(old2new))
         return self
 
     def _moves(self, moves: Any) -> Mapping[int, int]:
@@ -358,7 +370,7 @@ class TensorView(Arithmetic):
             )
         return TensorView(self.fd, self.ref, domain.factor_out(chosen))
 
-    def swizzle(self, *options: Any) -> TensorView:
+    def swizzle(self, x: int, y: int) -> TensorView:
         """nvFuser's order of the work inside a kernel: accepted, and changes nothing."""
         return self
 

@@ -59,17 +59,17 @@ class Fusion(CoreFusion):
         if definition is None:
             self.definition.fusion = self
 
-    def add_input(self, value: TensorView | Val) -> None:
+    def add_input(self, input: TensorView | Val) -> None:
         """Put what define_tensor or define_scalar gave after the inputs that were added before it.
 
         Those that are added by no call come last. Raises DefinitionError for a value that is no input.
         """
-        if getattr(value, "ref", None) not in self._fd.inputs or value.ref in self._added:
+        if getattr(input, "ref", None) not in self._fd.inputs or input.ref in self._added:
             raise user_error(
-                "add_input", repr(value), "a result of define_tensor or define_scalar, once",
+                "add_input", repr(input), "a result of define_tensor or define_scalar, once",
                 "Inputs are there already when an fd defines them.", caller_line(),
             )  # fmt: skip
-        self._added.append(value.ref)
+        self._added.append(input.ref)
         self._fd.inputs = [*self._added, *(ref for ref in self._fd.inputs if ref not in self._added)]
 
     @property
@@ -81,16 +81,16 @@ class Fusion(CoreFusion):
         tensors = [TensorView(self._fd, TensorRef(i)) for i in range(len(self._fd.tensors))]
         return [*tensors, *(value for value in self.inputs() if isinstance(value, Val))]
 
-    def print_math(self) -> str:
-        """The definition's text."""
+    def print_math(self, from_outputs_only: bool = True) -> str:
+        """The definition's text, all of it."""
         return str(self)
 
-    def print_kernel(self) -> str:
+    def print_kernel(self, compile_params: Any = None) -> str:
         """This rank's program: meshfuse has no kernels of its own to show."""
         return self.definition.program_text()
 
-    def add_output(self, tensor: TensorView, alias_input: TensorView | None = None) -> None:
-        self.definition.add_output(tensor, alias_input)
+    def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
+        self.definition.add_output(output, alias_input)
 
     def __str__(self) -> str:
         return repr(self._fd)
@@ -112,6 +112,7 @@ class FusionDefinition(core.FusionDefinition):
         self._fec: FusionExecutorCache | None = None
         self._ke: KernelExecutor | None = None
         self._repro: list[str] | None = None
+        self.ran: CompiledProgram | None = None  # by the last execution, whichever way
         self._entries: list[Any] = []
 
     def __enter__(self) -> FusionDefinition:
@@ -131,15 +132,15 @@ class FusionDefinition(core.FusionDefinition):
             del options["stride_order"]
         return super().define_tensor(*args, **options)
 
-    def add_output(self, tensor: TensorView, alias_input: TensorView | None = None) -> None:
+    def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
         """Return a tensor; with `alias_input` write it into that argument instead, each rank its own shard.
 
         It is then laid out as the argument is, and left out of the results. Raises DefinitionError for an alias
         that is no input of the tensor's dtype and number of dims.
         """
-        super().add_output(tensor)
+        super().add_output(output)
         if alias_input is not None:
-            check_alias(self, tensor, alias_input, caller_line())
+            check_alias(self, output, alias_input, caller_line())
             self.aliases[len(self.outputs) - 1] = alias_input.id
 
     def call_at(self, line: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -212,11 +213,12 @@ class FusionDefinition(core.FusionDefinition):
         with torch.no_grad(), _listening(ran):
             outputs = super().execute(values, idle_ranks=idle_ranks)
         seconds = time.perf_counter() - start
-        if ran[-1].compiled is not getattr(self._fec, "compiled", None) and scheduled:
-            self._fec = FusionExecutorCache(self.fusion, compiled=ran[-1].compiled)
+        self.ran = ran[-1].compiled
+        if self.ran is not getattr(self._fec, "compiled", None) and scheduled:
+            self._fec = FusionExecutorCache(self.fusion, compiled=self.ran)
         if profiler.profiling():
             user = None if scheduled else "user"
-            profiler.record(ran[-1].compiled, World.current().rank, values, outputs, seconds, user)
+            profiler.record(self.ran, World.current().rank, values, outputs, seconds, user)
         return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
 
     def simulate(self, inputs: Sequence[Any], *, check_replicas: bool = False) -> list[Any]:
@@ -342,13 +344,30 @@ class FusionDefinition(core.FusionDefinition):
         return repro.script(self, given)
 
     def validate(
-        self, inputs: Sequence[Any], reference_outputs: Sequence[Any] | None = None, **tolerances: Any
+        self, inputs: Sequence[Any], reference_outputs: Sequence[Any] | None = None, device: Any = None, **options: Any
     ) -> list[Any]:
         """Execute and compare with the given shards, or with the same definition without any sharding.
 
-        Returns the outputs. AssertionError where they differ by more than `tolerances` (rtol, atol) allow.
+        Returns the outputs. `options` are those of `execute`, and tolerances (rtol, atol); AssertionError where the
+        outputs differ by more than these allow.
         """
-        outputs = self.execute(inputs)
+        given = {name: options.pop(name) for name in _EXECUTION if name in options}
+        return self._compared(self.execute(inputs, device=device, **given), inputs, reference_outputs, options)
+
+    def manual_validate(
+        self, inputs: Sequence[Any], reference_outputs: Sequence[Any] | None = None, **tolerances: Any
+    ) -> list[Any]:
+        """`validate`, by `manual_execute`."""
+        return self._compared(self.manual_execute(inputs), inputs, reference_outputs, tolerances)
+
+    def _compared(
+        self,
+        outputs: list[Any],
+        inputs: Sequence[Any],
+        reference_outputs: Sequence[Any] | None,
+        tolerances: Mapping[str, Any],
+    ) -> list[Any]:
+        """The outputs, if they are as the reference, or as the definition without sharding says."""
         expected = repro.unsharded_outputs(self, inputs) if reference_outputs is None else reference_outputs
         if _kinds(expected) != _kinds(outputs):
             raise user_error(
@@ -359,7 +378,9 @@ class FusionDefinition(core.FusionDefinition):
             torch.testing.assert_close(found, wanted, **tolerances)
         return outputs
 
-    manual_validate = validate
+
+# What `execute` takes besides its arguments.
+_EXECUTION = ("auto_schedule", "save_repro_inputs", "_enable_options", "_disable_options", "idle_ranks")
 
 
 def _second(what: str) -> Exception:

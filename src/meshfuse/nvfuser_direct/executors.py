@@ -75,10 +75,17 @@ class FusionExecutorCache:
 class KernelExecutor:
     """A definition that runs by `manual_execute`: by torch, with no schedule of the script's."""
 
-    def __init__(self) -> None:
+    def __init__(self, fusion_id: int = 0, concrete_id: int = 0, runtime_id: int = 0, group_id: int = 0) -> None:
         self._definition: FusionDefinition | None = None
 
-    def compile(self, fusion: Fusion, inputs: Sequence[Any] = (), *options: Any) -> None:
+    def compile(
+        self,
+        fusion: Fusion,
+        args: Sequence[Any] = (),
+        launch_constraints: Any = None,
+        compile_params: Any = None,
+        scheduler_type: Any = None,
+    ) -> None:
         """Take the definition to run. Launch and compile parameters have no meaning for torch's kernels."""
         self._definition = definition_of(fusion, "KernelExecutor.compile")
 
@@ -89,9 +96,9 @@ class KernelExecutor:
         """False: torch launches the kernels."""
         return False
 
-    def run(self, inputs: Sequence[Any], *options: Any) -> list[Any]:
+    def run(self, args: Sequence[Any], launch_constraints: Any = None, compile_params: Any = None) -> list[Any]:
         """The outputs. Raises ExecutorError before `compile`."""
         if self._definition is None:
-            raise user_error("KernelExecutor.run: there is no definition", do="Call compile(fd.fusion, inputs) first.",
+            raise user_error("KernelExecutor.run: there is no definition", do="Call compile(fd.fusion, args) first.",
                              where=caller_line(), cls=ExecutorError)  # fmt: skip
-        return self._definition.run(inputs, scheduled=False)
+        return self._definition.run(args, scheduled=False)

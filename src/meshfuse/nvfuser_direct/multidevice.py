@@ -52,8 +52,9 @@ class DeviceMesh(core.DeviceMesh):
         """The same mesh as meshfuse writes it."""
         return core.DeviceMesh(self.shape, self.names, ranks=self.ranks)
 
-    def shard_tensor(self, tensor: torch.Tensor, axis: int, rank: int | None = None) -> torch.Tensor:
-        """This rank's chunk of dim `axis` of a global tensor; as in torch.chunk the last may be short.
+    def shard_tensor(self, tensor: torch.Tensor, axis: int, device_id: int | None = None) -> torch.Tensor:
+        """This rank's chunk, or rank `device_id`'s, of dim `axis` of a global tensor; the last may be short, as in
+        torch.chunk.
 
         Raises ArgumentError for a mesh of several axes, and where the tensor has no such dim.
         """
@@ -69,7 +70,7 @@ class DeviceMesh(core.DeviceMesh):
         dims: list[tuple[Split, ...]] = [()] * tensor.dim()
         dims[axis] = (Split(self.size, self.names[0]),)
         sharding = CoreSharding.make(self.plain(), dims, tuple(tensor.shape))
-        place = Communicator.instance().rank() if rank is None else rank
+        place = Communicator.instance().rank() if device_id is None else device_id
         return shard(tensor, sharding, place if place in self else self.ranks[0])
 
 

@@ -164,6 +164,10 @@ class PythonProfiler:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _recorder.switched_on -= 1
 
+    def reset(self) -> None:
+        """Forget the last profile."""
+        reset_profiler()
+
     @property
     def profile(self) -> FusionProfile:
         return get_fusion_profile()

@@ -1,12 +1,16 @@
-"""torch's element types and nvFuser's."""
+"""torch's element types and nvFuser's, and what benchmarks ask of the CUDA device."""
 
 from __future__ import annotations
 
+import functools
+import gc
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..dtypes import DataType, from_torch, scalar_dtype
+from ..errors import DefinitionError, caller_line, user_error
 
 _SCALARS = {bool: DataType.Bool, int: DataType.Int, float: DataType.Double, complex: DataType.ComplexDouble}
 
@@ -24,6 +28,73 @@ def nvfuser_dtype_to_torch_dtype(dtype: DataType) -> torch.dtype:
     return found
 
 
-def python_scalar_to_nvfuser_dtype(value: bool | int | float | complex) -> DataType:
+def python_scalar_to_nvfuser_dtype(a: bool | int | float | complex) -> DataType:
     """The DataType of a Python number."""
-    return scalar_dtype(value)
+    return scalar_dtype(a)
+
+
+# nvFuser's names, and torch's for the same properties.
+_PROPERTIES: Mapping[str, str] = {
+    "gpu_name": "name",
+    "gpu_compute_capability_major": "major",
+    "gpu_compute_capability_minor": "minor",
+    "gpu_gmem_bytes": "total_memory",
+    "gpu_sm_count": "multi_processor_count",
+    "gpu_max_threads_per_block": "max_threads_per_block",
+    "gpu_max_threads_per_sm": "max_threads_per_multi_processor",
+    "gpu_smem_bytes_per_block": "shared_memory_per_block",
+    "gpu_regs_per_block": "regs_per_multiprocessor",
+    "gpu_clock_rate_khz": "clock_rate",
+    "gpu_l2_bytes": "L2_cache_size",
+    "gpu_mem_clock_khz": "memory_clock_rate",
+    "gpu_mem_bus_width": "memory_bus_width",
+}
+
+
+class DeviceError(DefinitionError, OSError):
+    """There is no CUDA device to ask."""
+
+
+def get_device_properties() -> dict[str, Any]:
+    """The current CUDA device in nvFuser's words, 0 for what this torch does not tell. DeviceError without one."""
+    if not torch.cuda.is_available():
+        raise user_error(
+            "get_device_properties: there is no CUDA device", do="pytorch_utils.DEVICE_PROPERTIES is None then.",
+            where=caller_line(), cls=DeviceError,
+        )  # fmt: skip
+    return _in_nvfusers_words(torch.cuda.get_device_properties(torch.cuda.current_device()))
+
+
+def _in_nvfusers_words(device: Any) -> dict[str, Any]:
+    found = {name: getattr(device, own, 0) for name, own in _PROPERTIES.items()}
+    # Two transfers per clock; kHz and bits to GB/s.
+    peak = 2 * found["gpu_mem_bus_width"] * found["gpu_mem_clock_khz"] / 8e6
+    return found | {"gpu_peak_bandwidth_gbps": peak}
+
+
+def __getattr__(name: str) -> Any:
+    """`DEVICE_PROPERTIES`: None without a CUDA device. Looked up when it is asked for: an import starts no CUDA."""
+    if name != "DEVICE_PROPERTIES":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return get_device_properties() if torch.cuda.is_available() else None
+
+
+def retry_on_oom_or_skip_test(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A test that is called again with an empty cache where memory ran out, and skipped where it does so again."""
+
+    @functools.wraps(func)
+    def retried(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            pass  # what the traceback holds is freed when this block ends
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            import pytest
+
+            pytest.skip(f"out of memory, twice: {error}")
+
+    return retried

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.testing._comparison import default_tolerances
 
+from ..compiler import CompiledProgram
 from ..executor.spmd import gather_output
 from ..runtime.world import World
 from ..sharding.data import shard
@@ -43,7 +44,7 @@ def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch
 
     All ranks call it, after an execution with these inputs; it repeats that one's random numbers.
     """
-    compiled, rank = fd.fec.compiled, World.current().rank
+    compiled, rank = _ran(fd), World.current().rank
     plain = object.__new__(type(fd))
     plain.__dict__.update(vars(fd))
     plain._annotations, plain._compiled, plain._simulated = {}, {}, {}
@@ -56,13 +57,17 @@ def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch
     ]
 
 
+def _ran(fd: FusionDefinition) -> CompiledProgram:
+    return fd.fec.compiled if fd.ran is None else fd.ran
+
+
 def _gathered(fd: FusionDefinition, place: int, value: Any) -> Any:
     """The global tensor that this rank's argument is a shard of."""
     if not isinstance(value, torch.Tensor):
         return value
     if (full := getattr(value, "full_tensor", None)) is not None:
         return full()
-    compiled, tensor = fd.fec.compiled, fd.inputs[place].id
+    compiled, tensor = _ran(fd), fd.inputs[place].id
     if tensor not in fd.annotations:
         return value
     home, shape = compiled.sharded.homes[tensor], compiled.graph.shape(tensor)
