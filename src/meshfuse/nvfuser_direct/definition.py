@@ -294,7 +294,7 @@ class FusionDefinition(core.FusionDefinition):
             self._annotate_aliases(line)
         if not self._compiled and (mesh := common_mesh(self)) is not None:
             scalars = {i: found.scalars[i] for i in self._sized_by() if i in found.scalars}
-            for tensor, bound in zip(self.outputs, followed_outputs(self, shapes, scalars), strict=True):
+            for tensor, bound in zip(self.outputs, followed_outputs(self, mesh, shapes, scalars), strict=True):
                 if bound is not None and tensor not in self.annotations:
                     self._annotate_output(tensor, mesh, bound, line)
         return super()._compile_sizes(found, shapes, world, line, near)
@@ -319,7 +319,7 @@ class FusionDefinition(core.FusionDefinition):
         sizes = tuple((i, compiled.graph.shape(i)) for i in sorted(compiled.graph.input_tensors))
         shapes, scalars, _ = next(key for key in self._compiled if key[0] == sizes)
         mesh = common_mesh(self)
-        found = followed_outputs(self, dict(shapes), dict(scalars)) if mesh is not None else []
+        found = followed_outputs(self, mesh, dict(shapes), dict(scalars)) if mesh is not None else []
         ones = [] if mesh is None else [name for name in mesh.names if mesh.axis_size(name) == 1]
         kept = [{name: d for name, d in (bound or {}).items() if name in ones} for bound in found]
         return kept or [{} for _ in self.outputs]

@@ -1,12 +1,15 @@
-"""Where nvFuser puts what no annotation says: each op's results follow its operands, the most sharded first.
+"""Where nvFuser puts what no annotation says: each op's results follow its operands, the most sharded first, and then
+its operands take the axes that they lack from its results.
 
-meshfuse chooses by cost; a script written for nvFuser reads its outputs where nvFuser leaves them. Axes of one rank,
-which split nothing, are followed as well: scripts ask for their dims.
+So the mask of a dropout, and a product that is added to a residual, lie as that residual does. meshfuse chooses by
+cost; a script written for nvFuser reads its outputs where nvFuser leaves them. Axes of one rank, which split nothing,
+are followed as well: scripts ask for their dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..definition.annotation import Annotation
@@ -16,19 +19,39 @@ from ..graph import Graph, Node, concretize
 from ..mesh import DeviceMesh
 from ..ops.base import FactorKind
 
-# For a tensor: the dim that each mesh axis cuts in chunks. None where that is not all there is to say.
-Bound = dict[str, int]
+# For a tensor: the dim that each mesh axis cuts in chunks, or the dims that it cuts otherwise. None where that is not
+# all there is to say.
+Bound = dict[str, int | frozenset[int]]
 Shapes = Mapping[int, tuple[int, ...]]
 
+# Ops whose results follow the weight and the bias before the activation, whichever is the more sharded.
+WEIGHTS_FIRST = ("linear", "matmul")
 
-def followed_outputs(fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any]) -> list[Bound | None]:
-    """For every output the bindings that follow from the annotations, for these global input shapes."""
-    found: dict[int, Bound | None] = {i: _bound(annotation) for i, annotation in fd.annotations.items()}
-    for node in _graph(fd, shapes, scalars, found).nodes:
+
+def followed_outputs(
+    fd: DefinitionBuilder, mesh: DeviceMesh, shapes: Shapes, scalars: Mapping[int, Any]
+) -> list[dict[str, int] | None]:
+    """For every output the bindings that follow from the annotations, all on this mesh, for these global input shapes;
+    None where one is not in chunks of a dim.
+    """
+    given = {i: _bound(annotation) for i, annotation in fd.annotations.items()}
+    graph = _graph(fd, shapes, scalars, given)
+    found = dict(given)
+    for node in graph.nodes:
         for place, tensor in enumerate(node.outputs):
-            if tensor not in found:
+            if tensor not in given:
                 found[tensor] = _of_result(node, place, found)
-    return [found.get(tensor, {}) for tensor in fd.outputs]
+    kept = {*given, *graph.input_tensors}
+    for node in reversed(graph.nodes):
+        for place, tensor in enumerate(node.inputs):
+            if tensor not in kept:
+                found[tensor] = _of_operand(node, place, found, mesh)
+    return [_sayable(found.get(tensor, {})) for tensor in fd.outputs]
+
+
+def _sayable(bound: Bound | None) -> dict[str, int] | None:
+    chunks = {axis: dim for axis, dim in (bound or {}).items() if isinstance(dim, int)}
+    return chunks if bound is not None and len(chunks) == len(bound) else None
 
 
 def common_mesh(fd: DefinitionBuilder) -> DeviceMesh | None:
@@ -69,29 +92,54 @@ def _of_result(node: Node, place: int, found: Mapping[int, Bound | None]) -> Bou
     operands = [(found.get(tensor, {}), dims) for tensor, dims in zip(node.inputs, node.rule.operands, strict=True)]
     if any(bound is None for bound, _ in operands):
         return None
-    # Weights come before activations: the later operand wins among equally sharded ones.
-    operands = sorted(reversed(operands), key=lambda operand: -len(operand[0] or {}))
+    if node.name in WEIGHTS_FIRST:
+        operands = [*operands[1:], operands[0]]
+    else:
+        operands.sort(key=lambda operand: -len(operand[0] or {}))
     result: Bound = {}
+    loose: Bound = {}
     for bound, dims in operands:
+        taken = set(result.values())
         for axis, dim in (bound or {}).items():
-            target = _target(node, place, dims[dim])
-            if target is None:
-                return None
-            if target >= 0:
+            cut = dims[dim][:1] if isinstance(dim, int) else [f for d in dim for f in dims[d]]
+            target = _target(node, place, cut, isinstance(dim, int))
+            if not isinstance(target, int):
+                loose.setdefault(axis, target)
+            elif target not in taken:
                 result.setdefault(axis, target)
-    return result
+    return {axis: dims for axis, dims in loose.items() if dims} | result
 
 
-def _target(node: Node, place: int, factors: tuple[int, ...]) -> int | None:
-    """The result's dim that a chunked dim of these factors becomes: -1 where it is reduced, None for neither."""
-    if not factors:
-        return -1
-    kind = node.rule.factors[factors[0]].kind
-    if kind is FactorKind.REDUCE:
-        return -1
-    dims = node.rule.results[place]
-    return (
-        next((d for d, dim in enumerate(dims) if dim and dim[0] == factors[0]), None)
-        if kind is FactorKind.PASS
-        else None
-    )
+def _target(node: Node, place: int, factors: Sequence[int], chunks: bool) -> int | frozenset[int]:
+    """The result's dim that chunks of a dim of these factors are chunks of, else the dims among which they then are."""
+    kinds, dims = node.rule.factors, node.rule.results[place]
+    left = {f for f in factors if kinds[f].kind is not FactorKind.REDUCE}
+    if chunks and all(kinds[f].kind is FactorKind.PASS for f in left):
+        found = next((d for d, dim in enumerate(dims) if dim and dim[0] in left), None)
+        if found is not None:
+            return found
+    return frozenset(d for d, dim in enumerate(dims) if not left.isdisjoint(dim))
+
+
+def _of_operand(node: Node, place: int, found: Mapping[int, Bound | None], mesh: DeviceMesh) -> Bound | None:
+    """What the operand has, and the axes that it lacks where the op's most sharded result has them."""
+    before, made = found[node.inputs[place]], [found[i] for i in node.outputs]
+    mine = _sayable(before)
+    if mine is None or None in made:
+        return before
+    result, most = max(enumerate(_sayable(bound) or {} for bound in made), key=lambda entry: len(entry[1]))
+    taken = dict(mine)
+    for axis, dim in most.items():
+        target = _source(node, place, node.rule.results[result][dim])
+        if axis not in mine and target is not None and target not in mine.values():
+            ways = math.prod(mesh.axis_size(name) for name, d in taken.items() if d == target) * mesh.axis_size(axis)
+            if node.rule.factors[node.rule.operands[place][target][0]].size % ways == 0:
+                taken[axis] = target
+    return {**taken}
+
+
+def _source(node: Node, place: int, factors: tuple[int, ...]) -> int | None:
+    """The operand's dim of which a result's chunked dim of these factors is made, None where there is none."""
+    if not factors or node.rule.factors[factors[0]].kind is not FactorKind.PASS:
+        return None
+    return next((d for d, dim in enumerate(node.rule.operands[place]) if dim and dim[0] == factors[0]), None)

@@ -34,6 +34,7 @@ class Block:
 
     def __init__(self, fd: FusionDefinition, dropout: float, dtype: DataType):
         self.fd, self.ops, self.dropout, self.dtype = fd, fd.ops, dropout, dtype
+        self.masks: list[Any] = []
         self.x = fd.define_tensor(shape=[B, S, E], contiguity=True, dtype=dtype, stride_order=[2, 1, 0])
         self.w = {name: fd.define_tensor(shape=shape, contiguity=True, dtype=dtype) for name, shape in SHAPES.items()}
 
@@ -70,8 +71,9 @@ class Block:
         if not self.dropout:
             return self.high(x)
         drawn = self.ops.uniform(0.0, 1.0, shape=[B, S, E], dtype=self.dtype)
-        keep = self.high(self.ops.lt(drawn, self.fd.define_scalar(1 - self.dropout, dtype=DataType.Double)))
-        return self.ops.mul(self.ops.mul(self.high(x), keep), 1 / (1 - self.dropout))
+        mask = self.ops.lt(drawn, self.fd.define_scalar(1 - self.dropout, dtype=DataType.Double))
+        self.masks.append(mask)
+        return self.ops.mul(self.ops.mul(self.high(x), self.high(mask)), 1 / (1 - self.dropout))
 
     def gelu(self, x: Any) -> tuple[Any, Any]:
         """(the value, the derivative)"""
@@ -191,19 +193,47 @@ def forward_with_the_sequence_split() -> None:
     forward(sequence=True)
 
 
-def forward_with_dropout_and_what_a_backward_keeps() -> None:
+def forward_with_dropout_and_what_a_backward_keeps(sequence: bool = False) -> None:
     with FusionDefinition() as fd:
         block = Block(fd, 0.1, DataType.BFloat16)
-        for y in block.forward():
+        for y in (*block.forward(), *block.masks):
             fd.add_output(y)
-        block.schedule(False)
+        block.schedule(sequence)
     x, weights = block.values()
     found = fd.validate(block.arguments(x, weights), rtol=0.05, atol=0.1)
     heads = H // size()
-    half, whole = torch.bfloat16, (B, S, E)
+    half, whole = torch.bfloat16, (B, S // size() if sequence else S, E)
     wanted = [((B, S, 3 * E // size()), half), ((B, heads, S, E // H), half), ((B, heads, S), torch.float32)]
     wanted += [((2,), torch.uint64), ((), torch.uint64), (whole, half), ((B, S, 4 * E // size()), half), (whole, half)]
+    wanted += [(whole, torch.bool)] * 2
     assert [(tuple(t.shape), t.dtype) for t in found] == wanted
+
+
+def forward_with_dropout_and_the_sequence_split() -> None:
+    """Only inputs are annotated: what is added to the split residual lies as it does."""
+    forward_with_dropout_and_what_a_backward_keeps(sequence=True)
+
+
+def gradients_of_which_nothing_is_said(sequence: bool = False) -> None:
+    """They are cut as their tensors are, and sums over ranks are whole."""
+    with FusionDefinition() as fd:
+        block = Block(fd, 0.0, DataType.BFloat16)
+        block.forward()
+        upstream = fd.define_tensor([B, S, E], dtype=DataType.BFloat16)
+        for y in block.backward(upstream):
+            fd.add_output(y)
+        block.schedule(sequence)
+        place(line(), upstream)
+        if sequence:
+            split(upstream, 1)
+    x, weights = block.values()
+    arguments = block.arguments(x, weights)
+    found = fd.execute([*arguments, cut(torch.randn(B, S, E).bfloat16(), upstream)])
+    assert [t.shape for t in found] == [t.shape for t in arguments]
+
+
+def gradients_of_which_nothing_is_said_with_the_sequence_split() -> None:
+    gradients_of_which_nothing_is_said(sequence=True)
 
 
 def backward(sequence: bool = False) -> None:
