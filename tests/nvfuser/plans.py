@@ -83,8 +83,79 @@ def half_annotated(fd: Any, split: Split) -> list[Any]:
     return [x, y, fd.ops.add(x, y)]
 
 
+def residual(fd: Any, split: Split) -> list[Any]:
+    """A product, unreduced over the axis that what it is added to is split by."""
+    x, w, whole = _inputs(fd, [2, 8, 4], [16, 4], [2, 8, 16])
+    split(x, 2)
+    split(w, 1)
+    split(whole, 1)
+    y = fd.ops.linear(x, w)
+    z = fd.ops.neg(y)
+    return [x, w, whole, y, z, fd.ops.add(whole, z)]
+
+
+def split_rows_through_an_mlp(fd: Any, split: Split) -> list[Any]:
+    x, up, down = _inputs(fd, [2, 8, 4], [16, 4], [4, 16])
+    split(x, 1)
+    split(up, 0)
+    split(down, 1)
+    hidden = fd.ops.linear(x, up)
+    bent = fd.ops.relu(hidden)
+    y = fd.ops.linear(bent, down)
+    return [x, up, down, hidden, bent, y, fd.ops.add(x, y)]
+
+
+def drawn(fd: Any, split: Split) -> list[Any]:
+    (x,) = _inputs(fd, [2, 8, 16])
+    split(x, 1)
+    noise = fd.ops.uniform(fd.define_scalar(0.0), fd.define_scalar(1.0), [2, 8, 16])
+    bent = fd.ops.neg(noise)
+    return [x, noise, bent, fd.ops.mul(x, bent)]
+
+
+def read_with_a_split_tensor(fd: Any, split: Split) -> list[Any]:
+    """Through a permutation, a broadcast and a sum."""
+    x, turned, column, cube = _inputs(fd, [6, 8], [8, 6], [8], [6, 8, 4])
+    split(x, 1)
+    a, b, c = (fd.ops.relu(t) for t in (turned, column, cube))
+    wide = fd.ops.mul(fd.ops.permute(a, [1, 0]), fd.ops.broadcast_in_dim(b, [6, 8], [1]))
+    return [x, turned, column, cube, a, b, c, wide, fd.ops.add(fd.ops.mul(x, wide), fd.ops.sum(c, [2]))]
+
+
+def read_by_a_product(fd: Any, split: Split) -> list[Any]:
+    x, w, rows_ = _inputs(fd, [8, 4], [4, 6], [8, 6])
+    split(rows_, 0)
+    y = fd.ops.relu(x)
+    return [x, w, rows_, y, fd.ops.add(fd.ops.matmul(y, w), rows_)]
+
+
+def as_sharded(fd: Any, split: Split) -> list[Any]:
+    a, b = _inputs(fd, [4, 8], [4, 8])
+    split(a, 0)
+    split(b, 1)
+    return [a, b, fd.ops.add(a, b), fd.ops.add(b, a)]
+
+
+def weights_first(fd: Any, split: Split) -> list[Any]:
+    x, w = _inputs(fd, [4, 8], [6, 8])
+    split(x, 0)
+    split(w, 0)
+    return [x, w, fd.ops.linear(x, w), fd.ops.matmul(x, fd.ops.permute(w, [1, 0]))]
+
+
+def merged(fd: Any, split: Split) -> list[Any]:
+    (x,) = _inputs(fd, [2, 8, 6])
+    split(x, 0)
+    y = fd.ops.reshape(x, [16, 6])
+    return [x, y, fd.ops.sum(y, [0]), fd.ops.reshape(y, [2, 8, 6])]
+
+
 _ALL = (column_linear, row_linear, rows, row_norms, reduction, permuted, heads, batched, half_annotated)
 PROGRAMS = {program.__name__: program for program in _ALL}
+# All that these compute are outputs.
+_KEPT = (residual, split_rows_through_an_mlp, drawn, read_with_a_split_tensor, read_by_a_product, as_sharded,
+         weights_first, merged)  # fmt: skip
+KEPT = {program.__name__: program for program in _KEPT}
 
 
 def _inputs(fd: Any, *shapes: list[int]) -> list[Any]:
@@ -105,11 +176,12 @@ def main(name: str) -> None:
         split_of[id(tensor)] = dim
 
     with nv.FusionDefinition() as fd:
-        tensors = PROGRAMS[name](fd, split)
+        tensors = (PROGRAMS | KEPT)[name](fd, split)
         inputs = fd.fusion.inputs()
         for tensor in tensors[: len(inputs)]:
             tensor.set_device_mesh(mesh)
-        fd.add_output(tensors[-1])
+        for tensor in tensors[len(inputs) if name in KEPT else -1 :]:
+            fd.add_output(tensor)
     print("NAMES " + json.dumps([str(t).partition("_")[0] for t in tensors]), flush=True)
     args = []
     for tensor in tensors[: len(inputs)]:

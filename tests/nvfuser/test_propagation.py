@@ -16,6 +16,7 @@ import plans
 import pytest
 
 import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
 
 pytestmark = pytest.mark.nvfuser
 
@@ -91,3 +92,22 @@ def test_a_free_sum_costs_less_than_nvfusers_all_reduce(name: str) -> None:
     assert not plan[-1][1]
     (result,) = fd.outputs
     assert fd.bill().total < 2 * (plans.RANKS - 1) / plans.RANKS * 4 * math.prod(fd.tensors[result].type.shape)
+
+
+@pytest.mark.parametrize("name", plans.KEPT)
+def test_outputs_that_nothing_is_said_of_lie_where_nvfuser_leaves_them(name: str) -> None:
+    mesh = nvfuser.multidevice.DeviceMesh(range(plans.RANKS))
+
+    def split(tensor: Any, dim: int) -> None:
+        tensor.outer_split(dim, plans.RANKS)
+        tensor.axis(dim).parallelize(nvfuser.ParallelType.mesh_x)
+
+    with nvfuser.FusionDefinition() as fd:
+        tensors = plans.KEPT[name](fd, split)
+        inputs: Any = fd.fusion.inputs()
+        for tensor in tensors[: len(inputs)]:
+            tensor.set_device_mesh(mesh)
+        for tensor in tensors[len(inputs) :]:
+            fd.add_output(tensor)
+    found = fd.compile(*[fd.tensors[tv.id].type.shape for tv in inputs]).output_shardings()
+    assert [tuple(map(bool, sharding.dims)) for sharding in found] == [dims for dims, _ in theirs(name)[len(inputs) :]]
