@@ -36,7 +36,7 @@ def rows(fd: Any, split: Split) -> list[Any]:
     split(x, 0)
     y = fd.ops.linear(x, w)
     scaled = fd.ops.mul(y, fd.ops.broadcast_in_dim(g, [6, 14], [1]))
-    return [x, w, y, scaled, fd.ops.sum(scaled, [1])]
+    return [x, w, g, y, scaled, fd.ops.sum(scaled, [1])]
 
 
 def row_norms(fd: Any, split: Split) -> list[Any]:
