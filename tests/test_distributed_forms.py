@@ -95,6 +95,10 @@ def _stepped(dims: tuple[int, ...], *bounds: tuple[int, int, int]) -> Case:
     return Case(lambda fd, x: fd.ops.slice(x, starts, ends, steps), lambda x: x[cut], dims, False)
 
 
+def _selected(index: int, dim: int) -> Case:
+    return Case(lambda fd, x: fd.ops.select(x, index, dim), lambda x: x.select(dim, index), (dim,), False)
+
+
 def _sort(dim: int, descending: bool) -> Case:
     return Case(
         lambda fd, x: fd.ops.argsort(x, dim, descending),
@@ -129,6 +133,8 @@ CASES: dict[str, Case] = {
     "every fifth row of the first ten, some columns": _stepped((0, 1), (0, 10, 5), (2, 7, 1)),
     "one row by a step past the end": _stepped((0,), (7, 12, 20), (0, 10, 1)),
     "every other row and every fourth column": _stepped((1,), (1, 12, 2), (2, 9, 4)),
+    "the first row": _selected(0, 0),
+    "the last but one of the columns": _selected(-2, 1),
     "max": Case(lambda fd, x: fd.ops.max(x, [1]), lambda x: x.amax(1)),
     "min of all": Case(lambda fd, x: fd.ops.min(x), lambda x: x.amin()),
     "argmax": Case(lambda fd, x: fd.ops.argmax(x, 1), lambda x: x.argmax(1)),
@@ -244,6 +250,13 @@ BILLS: dict[str, tuple[Build, float]] = {
     "cumsum": (lambda fd, x: fd.ops.cumsum(x, 1), 8 * RESULT),
     "cumsum_bwd": (lambda fd, x: fd.ops.cumsum_bwd(x, 1), 8 * RESULT),
     "cummax": (lambda fd, x: fd.ops.cummax(x, 1), 8 * RESULT),
+    # Each rank gets its part of one column.
+    "select": (lambda fd, x: fd.ops.select(x, 5, 1), RESULT / 8),
+    # Summed over ranks is what is made of the column: a sixteenth of it.
+    "sums of a selected column": (
+        lambda fd, x: fd.ops.sum(fd.ops.reshape(fd.ops.select(x, 5, 1), [16, 16]), [1]),
+        2 * RESULT / 16,
+    ),
     "max": (lambda fd, x: fd.ops.max(x, [1]), 2 * RESULT),
     "min": (lambda fd, x: fd.ops.min(x, [1]), 2 * RESULT),
     # The maxima, and the smallest of the indices where they are.

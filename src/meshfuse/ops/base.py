@@ -328,8 +328,8 @@ class OpDef:
     window: for an op whose one result is a window of its first operand, or the other way round: (per dim, which
     operand index result index 0 is; what stands where the operand has nothing), or the order of a dim's blocks; None
     where the call is neither.
-    distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole; has_form: for
-    which calls there is one, None for all.
+    distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole (if it needs none
+    so, that it sums over); has_form: for which calls there is one, None for all.
     apart: an op that adds its last operand once, where it has one that it sums nothing of, in two.
     rounds: how the op is computed where its operands are sharded otherwise than `rule` takes them, whatever it costs.
     into: a Python statement that writes the one result into an existing tensor, None where the call cannot.

@@ -7,6 +7,8 @@ index that the whole dim does not have is an error while the program runs, on ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.indexing import INDEXING
@@ -25,6 +27,7 @@ from .base import (
     Sample,
     TensorRef,
     TensorType,
+    Writing,
 )
 from .shapes import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_ndim
 
@@ -179,6 +182,23 @@ def _select_emit(e: Emit) -> str:
     return f"K.select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]})"
 
 
+def _has_place(call: Call) -> bool:
+    return isinstance(call["index"], int)
+
+
+def _sliced_select(
+    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
+) -> Sequence[TensorRef] | None:
+    """A slice of one element, which moves that alone, where the sum over ranks of what one of them has is reduced."""
+    (arg,), index = call.types, call["index"]
+    if dim != _dim(call) or arg.shape[dim] == 1:
+        return None
+    start, stop = [0] * arg.ndim, list(arg.shape)
+    start[dim] = index % arg.shape[dim]
+    stop[dim] = start[dim] + 1
+    return [r.call("squeeze", r.call("slice", operands[0], start, stop), [dim])]
+
+
 def _embedding_infer(call: Call) -> tuple[TensorType, ...]:
     index, weight = call.types
     check_ndim("embedding_fwd", "the weight", weight, 2, 2)
@@ -323,6 +343,8 @@ OPS = (
         Partial.MOVE,
         samples=lambda: [Sample((_t(6, 8), 5, 1)), Sample((_t(6, 8), -1, 0))],
         nvfuser=native_forms.select,
+        distributed=_sliced_select,
+        has_form=_has_place,
         vjp=INDEXING["select"],
         is_view=True,
     ),

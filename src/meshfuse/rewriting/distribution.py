@@ -180,10 +180,14 @@ class _Chooser:
 
 
 def _blocked(node: Node, homes: Sequence[Sharding]) -> Iterator[Blocked]:
-    """The sharded dims of an op's operands that the op needs whole, each operand's in turn."""
+    """The sharded dims of an op's operands that the op needs whole, or of one that needs none that it sums over, each
+    operand's in turn.
+    """
+    kinds = [factor.kind for factor in node.rule.factors]
+    asked = FactorKind.BLOCK if FactorKind.BLOCK in kinds else FactorKind.REDUCE
     for operand, (home, dims) in enumerate(zip(homes, node.rule.operands, strict=True)):
         for dim, factors in enumerate(dims):
-            if axes(home.dims[dim]) and any(node.rule.factors[f].kind is FactorKind.BLOCK for f in factors):
+            if axes(home.dims[dim]) and any(kinds[f] is asked for f in factors):
                 whole_blocks = all(split.bound for split in home.dims[dim])
                 yield Blocked(operand, dim, extent(home.dims[dim]) if whole_blocks else 0)
 
