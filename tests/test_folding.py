@@ -152,7 +152,7 @@ def test_an_annotation_of_one_layer_holds() -> None:
     check(fd)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_layers_in_any_order_give_right_numbers(seed: int) -> None:
     """Stretches with odd ones among them: whatever is left out, numbers and annotations are those of the whole."""
     chance = random.Random(seed)
@@ -248,7 +248,7 @@ FEW_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name, counts", [("one axis", (4, 5, 8)), ("two axes", (4,)), ("weights, too", (5,))])
+@pytest.mark.parametrize("name, counts", [("one axis", (4, 5, 8)), ("two axes", (4,))])
 def test_every_layer_of_some_costs_as_much(name: str, counts: tuple[int, ...]) -> None:
     """As many ops as are planned as they are, and more: there is no step between."""
     layer, mesh, rows = FEW_LAYERS[name]
