@@ -128,14 +128,14 @@ def _of_operand(node: Node, place: int, found: Mapping[int, Bound | None], mesh:
     if mine is None or None in made:
         return before
     result, most = max(enumerate(_sayable(bound) or {} for bound in made), key=lambda entry: len(entry[1]))
-    taken = dict(mine)
+    taken: Bound = {**mine}
     for axis, dim in most.items():
         target = _source(node, place, node.rule.results[result][dim])
         if axis not in mine and target is not None and target not in mine.values():
             ways = math.prod(mesh.axis_size(name) for name, d in taken.items() if d == target) * mesh.axis_size(axis)
             if node.rule.factors[node.rule.operands[place][target][0]].size % ways == 0:
                 taken[axis] = target
-    return {**taken}
+    return taken
 
 
 def _source(node: Node, place: int, factors: tuple[int, ...]) -> int | None:

@@ -34,7 +34,7 @@ from .starts import Starts, elsewhere, shared
 VARIABLE = "MESHFUSE_SEARCH"
 # The most ops of a program that is planned several times as it is, whatever it moves: about a second's work.
 MOST = 400
-# And of one that repeats nothing, or that little of it is left out.
+# And of one that repeats nothing, or too little to be folded, where it is worth a search.
 MOST_WHOLE = 1200
 # The layers of a long program that are planned several times: one before and one after those that are left out.
 LAYERS = 2
@@ -83,8 +83,8 @@ def better(found: ShardedDefinition, other: ShardedDefinition) -> ShardedDefinit
 
 
 class Effort(Enum):
-    """How long programs of more than `MOST` ops are planned: once, several times where that takes about a second, or
-    in any case.
+    """How long programs of more than `MOST` ops are planned: once, several times where `searches` says so, or in any
+    case.
     """
 
     FAST = "fast"

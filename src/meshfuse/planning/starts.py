@@ -82,7 +82,7 @@ def shared(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
 def _reach(graph: Graph, places: Iterable[_Place]) -> dict[_Place, int]:
     """For these dims of inputs, the elements of all that is computed with a dim that follows one."""
     reach, none = dict.fromkeys(places, 0), frozenset[_Place]()
-    follow = {i: tuple([none | {(i, dim)} & reach.keys() for dim in range(len(graph.shape(i)))])
+    follow = {i: tuple([frozenset({(i, dim)} & reach.keys()) for dim in range(len(graph.shape(i)))])
               for i in graph.input_tensors}  # fmt: skip
     for node in graph.nodes:
         known = _of_factors(node, follow)

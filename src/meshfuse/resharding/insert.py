@@ -187,8 +187,9 @@ class _Inserter:
         inputs = []
         for place, (i, sharding) in enumerate(zip(node.inputs, placement.operands, strict=True)):
             there = self._there(i, sharding)
-            missing = there is None
-            inputs.append(self.need(i, sharding, f"operand {place} of {node.name}", node.line) if missing else there)
+            if there is None:
+                there = self._brought(i, sharding, f"operand {place} of {node.name}", node.line)
+            inputs.append(there)
         outputs = [self._new(i, sharding) for i, sharding in zip(node.outputs, placement.results, strict=True)]
         if placement.move is not None:
             why = f"{node.name} of a sharded dim"
@@ -205,8 +206,10 @@ class _Inserter:
     def need(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
         """The value of a tensor in a sharding, made from the nearest one that there is."""
         there = self._there(tensor, sharding)
-        if there is not None:
-            return there
+        return self._brought(tensor, sharding, why, line) if there is None else there
+
+    def _brought(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
+        """A new value of a tensor in a sharding."""
         first = self.before.get((tensor, sharding))
         if first is not None:
             self.need(tensor, *first)

@@ -114,9 +114,7 @@ def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsi
         return None
     first = plan(src, src.reduced(), shape, itemsize)
     assert first is not None
-    move = Move(MoveKind.TRANSFER, (), src.reduced(), dst)
-    added = price(move, shape, itemsize)
-    return Plan((*first.moves, move), first.seconds + added.seconds, first.wire + added.wire)
+    return _priced((*first.moves, Move(MoveKind.TRANSFER, (), src.reduced(), dst)), shape, itemsize)
 
 
 def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Plan:
@@ -125,9 +123,7 @@ def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
     first = plan(src, reduced, shape, itemsize)
     assert first is not None
     axes = [split for split in (*src.splits, *dst.splits) if split not in dst.partial]
-    move = Move(MoveKind.EXCHANGE, disjoint(axes), reduced, dst)
-    added = price(move, shape, itemsize)
-    return Plan((*first.moves, move), first.seconds + added.seconds, first.wire + added.wire)
+    return _priced((*first.moves, Move(MoveKind.EXCHANGE, disjoint(axes), reduced, dst)), shape, itemsize)
 
 
 def _cut_points(shardings: Iterable[Sharding]) -> dict[str, tuple[int, ...]]:
