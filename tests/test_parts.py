@@ -217,7 +217,7 @@ def gram(fd: mf.FusionDefinition) -> T:
 LEAST: dict[Callable[[mf.FusionDefinition], T], float] = {
     cache_and_tokens: ATTENTION,
     tokens_before_the_cache: ATTENTION,
-    two_caches: ATTENTION + all_reduce(B * H * NEW),  # each cache's maximum is reduced by itself
+    two_caches: ATTENTION,
     appended_twice: ATTENTION,
     with_nothing: ATTENTION,
     masked: ATTENTION,

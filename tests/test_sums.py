@@ -125,3 +125,38 @@ def test_a_plan_with_another_order_is_stored_and_made_again() -> None:
     assert [type(rewriting) for rewriting in plan.graph.rewritings] == [Regrouped]
     again = plan_cache.unpacked(plan_cache.packed(plan), concretize(fd, shapes, {}))
     assert str(again) == str(plan)
+
+
+# maxima and minima ------------------------------------------------------------------------------------------------
+
+
+def largest(fd: mf.FusionDefinition, name: str, dtype: mf.DataType) -> T:
+    """The greatest or least along a split dim."""
+    made = fd.define_tensor([ROWS, 2, 4 * WIDTH], dtype=dtype)
+    fd.mesh_split(made, MESH, [None, None, "tp"])
+    return getattr(fd.ops, name)(made, [-1])
+
+
+FOLDS: dict[str, Callable[..., T]] = {
+    "of two": lambda fold, along, a, b, x: fold(a, b),
+    "with what is whole": lambda fold, along, a, b, x: fold(fold(a, x), b),
+    "of three, one of them twice": lambda fold, along, a, b, x: fold(fold(a, x), fold(b, a)),
+    "of the other dim too": lambda fold, along, a, b, x: fold(along(a, [1], True), b),
+}
+
+
+@pytest.mark.parametrize("dtype", [mf.DataType.Float, mf.DataType.Int32, mf.DataType.Double])
+@pytest.mark.parametrize("name", ["max", "min"])
+@pytest.mark.parametrize("order", FOLDS)
+def test_maxima_on_the_ranks_are_reduced_together(order: str, name: str, dtype: mf.DataType) -> None:
+    with mf.FusionDefinition() as fd:
+        a, b = largest(fd, name, dtype), largest(fd, name, dtype)
+        x = fd.define_tensor([ROWS, 2], dtype=dtype)
+        out = FOLDS[order](getattr(fd.ops, name + "imum"), getattr(fd.ops, name), a, b, x)
+        fd.mesh_split(out, MESH, [None, None])
+        fd.add_output(out)
+    assert fd.bill().total == 2 * 7 / 8 * ROWS * 2 * dtype.itemsize
+    generator = torch.Generator().manual_seed(0)
+    kinds = [fd.tensors[i].type for i in fd.input_tensors()]
+    tensors = [torch.randint(-99, 99, t.shape, generator=generator).to(getattr(torch, t.dtype.value)) for t in kinds]
+    assert_same_as_unsharded(fd, tensors)

@@ -28,7 +28,7 @@ from .program import HostProgram
 from .schedule import IN_FLIGHT, schedule
 
 # A Python expression of tensors, which torch computes into new memory.
-_ARITHMETIC = re.compile(r"v\d+ = \(\w+ [-+*/] [\w.]+\)")
+_ARITHMETIC = re.compile(r"v\d+ = (\(\w+ [-+*/] [\w.]+\)|K\.(maximum|minimum)\(.*\))")
 
 
 def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str, in_flight: int = IN_FLIGHT) -> HostProgram:

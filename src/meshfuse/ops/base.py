@@ -167,6 +167,13 @@ class Partial(enum.Enum):
     JOINT = "linear in all tensor operands together: all must be partial"
     FIRST = "linear in the first tensor operand, floating point only"
     EACH = "linear in each tensor operand: exactly one may be partial"
+    MAX = "the greatest of what it reads: any operands may be unreduced by max"
+    MIN = "the least of what it reads: any operands may be unreduced by min"
+
+    @property
+    def reduce(self) -> str:
+        """The reduction that it carries; MOVE carries any."""
+        return {Partial.MAX: "max", Partial.MIN: "min"}.get(self, "sum")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -117,6 +117,7 @@ def _samples() -> list[Sample]:
 
 # Operands of one sign show when an empty shard contributes a number of its own.
 _DOMAINS = {"max": (-4.0, -1.0), "min": (1.0, 4.0)}
+_CARRIED = {"sum": Partial.FIRST, "max": Partial.MAX, "min": Partial.MIN}
 OPS = tuple(
     OpDef(
         name,
@@ -124,7 +125,7 @@ OPS = tuple(
         _infer,
         _rule,
         _emit_sum if name == "sum" else _emit_reduce,
-        Partial.FIRST if name == "sum" else Partial.NONE,
+        _CARRIED.get(name, Partial.NONE),
         samples=_samples,
         nvfuser=_nvfuser,
         vjp=REDUCTIONS[name],

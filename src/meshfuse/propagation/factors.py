@@ -279,8 +279,10 @@ def _passes(call: Call, rule: Rule, partial: list[int], reduce: str) -> bool:
     kind, types = call.op.partial, call.types
     if kind is Partial.MOVE:
         return len(types) == 1
-    if reduce != "sum" or kind is Partial.NONE:
+    if reduce != kind.reduce or kind is Partial.NONE:
         return False
+    if kind in (Partial.MAX, Partial.MIN):
+        return True
     if kind is Partial.JOINT:
         return len(partial) == len(types) and _is_pure(call)
     if kind is Partial.CAST:
