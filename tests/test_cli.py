@@ -61,6 +61,14 @@ def test_bill_as_json_with_arguments_for_the_script(script: str, capsys: pytest.
     assert bill["total"] == 2 * 7 / 8 * 8 * 32 * 4
 
 
+@pytest.mark.parametrize("command", ["explain", "bill", "trace"])
+def test_arguments_for_the_script_without_dashes(command: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, script, "--width", "64"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --width 64; the script's own come after --" in capsys.readouterr().err
+
+
 def test_bill_with_memory(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bill", script, "--memory", "--mesh", "dp=2,tp=4"]) == 0
     out = capsys.readouterr().out
@@ -72,6 +80,7 @@ def test_bill_written_to_files(script: str, tmp_path: Path, capsys: pytest.Captu
     assert main(["bill", script, "--why", "--json", str(files[0]), "--html", str(files[1])]) == 0
     out = capsys.readouterr().out
     assert "all-reduce over tp of y (t2)" in out and "runner-up: " in out
+    assert out.endswith(f"\npage: {files[1]}\n")
     (bill,) = json.loads(files[0].read_text())
     (entry,) = bill["entries"]
     assert entry["instead"]["total_wire"] >= 0 and entry["held_by"][0].endswith('fd.mesh_split(x, mesh, [None, "tp"])')
