@@ -205,7 +205,7 @@ def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLin
             "compile needs the size of every dim",
             f"{[list(s) if isinstance(s, tuple) else s for s in given]}",
             f"{len(tensors)} shapes without -1, for {_signature(fd)}",
-            "Pass one global shape per input tensor.",
+            "Pass one global shape per input tensor, or call the definition first.",
             line,
         )
     found = {i: tuple(int(n) for n in shape) for i, shape in zip(tensors, given, strict=True)}
@@ -277,7 +277,7 @@ def _wrong_shape(
         f"tensor {made.label} (defined at {made.line}) has the wrong {which} shape",
         found,
         needed,
-        "Pass the rank's shard (mf.shard_tensor cuts it) to execute, the whole tensor to simulate.",
+        "Pass the rank's shard (mf.shard_tensor cuts it) to execute, the whole tensor to fd(...) and simulate.",
         line,
         ArgumentError,
     )

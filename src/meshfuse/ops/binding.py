@@ -61,10 +61,24 @@ def _checked(op: OpDef, param: Param, value: Any, resolve: Resolve) -> Any:
     found = _CHECKS[param.kind](resolve, value) if value is not None else _none(param)
     if found is REQUIRED:
         raise user_error(
-            f"{op.name}: argument {param.name!r} is of the wrong kind", f"{value!r} ({type(value).__name__})",
-            param.kind.value, f"Call it as {signature(op)}.",
+            f"{op.name}: argument {param.name!r} is of the wrong kind", described(value),
+            param.kind.value, f"Call it as {signature(op)}.{NUMBERS_COME_IN if _is_array(value) else ''}",
         )  # fmt: skip
     return found
+
+
+NUMBERS_COME_IN = " Tensors of numbers come in by define_tensor, as arguments of the definition."
+
+
+def described(value: Any) -> str:
+    """A wrong argument for an error text: its value and type; of a tensor or array of numbers, the shape alone."""
+    kind = type(value).__name__
+    return f"a {kind} of shape {list(value.shape)}" if _is_array(value) else f"{value!r} ({kind})"
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is a torch tensor, a numpy array or the like, of more than a single number."""
+    return hasattr(value, "__array__") and bool(getattr(value, "shape", ()))
 
 
 def _none(param: Param) -> Any:
