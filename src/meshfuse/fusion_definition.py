@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .backends.choose import plan, requested
+from .backends.assignment import assigned, requested
 from .compiler import CompiledProgram, compile_definition
 from .definition.fusion import DefinitionBuilder
 from .definition.tensor_view import TensorView
@@ -387,8 +387,8 @@ class FusionDefinition(DefinitionBuilder):
         active = [program for program in self._bound.values() if program.compiled is compiled and program.active]
         if active:
             return backends_table(compiled, active[-1].segments.chosen)
-        planned = plan(compiled.segmented, requested(None, caller_line())).chosen
-        return backends_table(compiled, {f"segment_{number}": chosen for number, chosen in planned.items()})
+        chosen = assigned(compiled.segmented, requested(None, caller_line())).chosen
+        return backends_table(compiled, {f"segment_{number}": what for number, what in chosen.items()})
 
     def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
         """The bytes that each rank puts on the wire, by collective, axis and source line.
