@@ -33,7 +33,7 @@ from .gradients.reverse import gradients
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
-from .mesh import DeviceMesh, as_int
+from .mesh import DeviceMesh
 from .ops.base import TensorRef
 from .plan_store.nearby import nearness
 from .planning.search import effort_of
@@ -46,6 +46,7 @@ from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
 from .runtime.world import World
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
+from .user_values import as_int
 
 # Called with every definition that is made: how the command line finds those of a script.
 observers: list[Callable[[FusionDefinition], None]] = []

@@ -10,9 +10,10 @@ from typing import Any
 
 from ..dtypes import DataType, from_torch, scalar_dtype
 from ..errors import MeshfuseError, SourceLine, caller_line, user_error
-from ..mesh import STREAM, DeviceMesh, as_int
+from ..mesh import STREAM, DeviceMesh
 from ..ops.base import TensorType
 from ..ops.binding import described
+from ..user_values import as_int
 from .annotation import Annotation
 from .tensor_view import TensorView
 

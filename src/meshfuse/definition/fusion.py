@@ -8,12 +8,13 @@ from typing import Any
 
 from ..dtypes import DataType, scalar_dtype
 from ..errors import SourceLine, caller_line, located, user_error
-from ..mesh import DeviceMesh, as_int
+from ..mesh import DeviceMesh
 from ..ops import COMPOSITES
 from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType
 from ..ops.binding import bind
 from ..scalars import ScalarDef, result_dtype
 from ..sharding.value import Sharding
+from ..user_values import as_int
 from .annotation import (
     Annotation,
     check_agreement,

@@ -11,11 +11,11 @@ import torch
 from ..definition.checks import fits, plain_number
 from ..definition.fusion import DefinitionBuilder, TensorDef
 from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
-from ..mesh import as_int
 from ..ops.base import ScalarRef, TensorRef
 from ..ops.shapes import UNKNOWN
 from ..sharding.layout import Layout, extent
 from ..sharding.value import Sharding
+from ..user_values import as_int
 
 
 @dataclass(frozen=True, slots=True)

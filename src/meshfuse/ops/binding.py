@@ -7,6 +7,7 @@ from typing import Any
 
 from ..dtypes import DataType, from_torch
 from ..errors import user_error
+from ..user_values import as_int
 from .base import REQUIRED, OpDef, Param, ParamKind, ScalarRef, TensorRef
 
 K = ParamKind
@@ -87,12 +88,8 @@ def _none(param: Param) -> Any:
 
 
 def _int(value: Any) -> Any:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return REQUIRED
-    try:
-        return value.__index__()
-    except (TypeError, ValueError):  # an array of several
-        return REQUIRED
+    found = as_int(value)
+    return REQUIRED if found is None else found
 
 
 def _check_tensor(resolve: Resolve, value: Any) -> Any:
