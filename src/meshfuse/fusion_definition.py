@@ -66,6 +66,7 @@ class FusionDefinition(DefinitionBuilder):
     Use it as a context manager, define inputs, apply `fd.ops`, mark outputs and annotate; then `execute` runs it on
     this process' rank (shards in, shards out) and `simulate` on all ranks in this process (global tensors in and
     out). Compiling happens at the first call for a set of shapes; later calls with the same shapes plan nothing.
+    `seed` is that of its random numbers, which depend on no mesh.
 
     A plan that moves more than `max_wire` bytes per rank (MESHFUSE_MAX_WIRE, where it is None) gives a PlanWarning
     that names the annotation to change; without a bound, only one that another annotation would halve.
