@@ -10,8 +10,8 @@ from .costs import DEFAULT_FLOPS, DEFAULT_LINK, MACHINES, RATES, Link, Machine, 
 from .errors import user_error
 from .user_values import as_int
 
-_MOST_RANKS = 1 << 20
-_MOST_AXES = 64
+# More is a mistake: told before anything of such a size is made.
+_MOST_RANKS, _MOST_AXES = 1 << 20, 64
 
 
 def read_devices(

@@ -43,7 +43,7 @@ from .records import OpNode, TensorDef, memory_order, reduction_flags, tensor_re
 from .scalar_calls import is_scalar_call, scalar_arguments
 from .tensor_view import TensorView, Val
 
-_MOST_SCALARS = 65536
+_MOST_SCALARS = 65536  # Of one define_vector: a larger number is a mistake, and would fill the memory.
 
 
 class DefinitionBuilder:

@@ -25,7 +25,7 @@ from .store import await_keys
 
 FINISHED, FAILED = "has finished", "has failed, too"
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_LOOK = 2.0
+_LOOK = 2.0  # Seconds that a rank has to answer, or a failed one to say why.
 _LONG = timedelta(days=20)  # As milliseconds it must fit 31 bits.
 
 
