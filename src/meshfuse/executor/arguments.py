@@ -200,12 +200,18 @@ def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLin
     fd.check_complete(line)
     tensors = fd.input_tensors()
     given = list(shapes) if shapes else [fd.tensors[i].type.shape for i in tensors]
+    if not shapes and not all(map(_is_shape, given)):
+        open_ones = ", ".join(f"{fd.tensors[i].label}: {fd.tensors[i].type}" for i in _open_inputs(fd))
+        raise user_error(
+            "compile needs the size of every dim", open_ones, "a size for each '?'",
+            "Pass one global shape per input tensor, or call the definition first.", line,
+        )  # fmt: skip
     if len(given) != len(tensors) or not all(map(_is_shape, given)):
         raise user_error(
             "compile needs the size of every dim",
             f"{[list(s) if isinstance(s, tuple) else s for s in given]}",
             f"{len(tensors)} shapes without -1, for {_signature(fd)}",
-            "Pass one global shape per input tensor, or call the definition first.",
+            "Pass one global shape per input tensor.",
             line,
         )
     found = {i: tuple(int(n) for n in shape) for i, shape in zip(tensors, given, strict=True)}
@@ -220,6 +226,10 @@ def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLin
                 line,
             )
     return found
+
+
+def _open_inputs(fd: DefinitionBuilder) -> list[int]:
+    return [i for i in fd.input_tensors() if -1 in fd.tensors[i].type.shape]
 
 
 def _is_shape(shape: Any) -> bool:
