@@ -50,10 +50,11 @@ step("2. split b's columns over four ranks")
 product([None, None], [None, "tp"])
 
 # 3. Splitting the summed dim leaves every rank with one term of the sum: a partial value. relu is not linear, so the
-# terms are reduced first. Where the output is wanted in pieces, half of the bytes suffice.
+# terms are reduced first. Where the output is wanted whole, that is an all-reduce; an output that nothing is said of is
+# left in pieces, for half of the bytes.
 step("3. split the summed dim: an all-reduce, or a reduce-scatter")
+product([None, "tp"], ["tp", None], [None, None])
 product([None, "tp"], ["tp", None])
-product([None, "tp"], ["tp", None], [None, "tp"])
 
 # 4. An axis need not divide a dim: six rows on four ranks are 2, 2, 2 and 0.
 step("4. uneven shards")

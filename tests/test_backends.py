@@ -11,7 +11,7 @@ import torch
 
 import meshfuse as mf
 from meshfuse.backends import Task, Unsupported
-from meshfuse.backends.choose import plan, requested, saved_seconds
+from meshfuse.backends.assignment import assigned, requested, saved_seconds
 from meshfuse.backends.inductor import Inductor, own_cache, trace
 from meshfuse.executor.bind import bind_program
 from meshfuse.segmentation import Segment
@@ -187,11 +187,11 @@ def chain(length: int, size: int) -> mf.FusionDefinition:
 
 def test_auto_compiles_once_that_pays():
     """Longer chains pay sooner, short ones and products never."""
-    dues = [plan(chain(n, 64).compile().segmented, "auto").due for n in (1, 20, 200, 2000)]
+    dues = [assigned(chain(n, 64).compile().segmented, "auto").due for n in (1, 20, 200, 2000)]
     assert dues[0] is None
     assert dues[1] > dues[2] > dues[3] >= 16
     products = defined(product, (4, 8), (4, 8)).compile().segmented
-    made = plan(products, "auto")
+    made = assigned(products, "auto")
     assert made.due is None and {c.backend for c in made.chosen.values()} == {"eager"}
 
 
@@ -208,7 +208,7 @@ def test_a_segment_saves_by_its_ops_and_the_values_between_them():
 def test_named_backends_compile_all_before_the_first_call():
     segmented = chain(2, 4).compile().segmented
     for name, due in (("eager", None), ("inductor", 0), ("nvfuser", 0)):
-        made = plan(segmented, name)
+        made = assigned(segmented, name)
         assert made.due == due and {c.backend for c in made.chosen.values()} == {name}
 
 
@@ -228,7 +228,7 @@ def test_the_backend_is_an_argument_or_the_environments(monkeypatch):
 
 def test_the_table_of_backends_says_what_runs_each_segment(monkeypatch):
     monkeypatch.delenv("MESHFUSE_BACKEND", raising=False)
-    due = plan(chain(200, 64).compile().segmented, "auto").due
+    due = assigned(chain(200, 64).compile().segmented, "auto").due
     heading, row = chain(200, 64).backends().splitlines()
     assert heading.split() == ["segment", "backend", "why", "ops"]
     assert row.startswith(f"segment_0  inductor  from call {due} on, to save about ") and row.endswith("and 194 more")

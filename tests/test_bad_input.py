@@ -351,6 +351,10 @@ OPS: list[tuple[str, Ops]] = [
     ("sum: 'dims' is given twice", lambda fd, x, o: o.sum(x, [0], dims=[1])),
     *[("add: argument 'b' is of the wrong kind", lambda fd, x, o, v=v: o.add(x, v))
       for v in ("a", None, torch.zeros(3), np.zeros(3), [1, 2])],
+    *[(f"add: argument 'b' is of the wrong kind: found a {type(v).__name__} of shape [3, 2], needed tensor or scalar. "
+       "Call it as add(a, b). Tensors of numbers come in by define_tensor", lambda fd, x, o, v=v: o.add(x, v))
+      for v in (torch.zeros(3, 2), np.zeros((3, 2)))],
+    ("softmax: the first argument: found a Tensor of shape [3]", lambda fd, x, o: o.softmax(torch.zeros(3), 0)),
     ("relu: no tensor operand", lambda fd, x, o: o.relu(3.0)),
     ("matmul: argument 'b' is of the wrong kind: found 3.0", lambda fd, x, o: o.matmul(x, 3.0)),
     ("sum: argument 'arg' is of the wrong kind", lambda fd, x, o: o.sum(x.size(0), [0])),

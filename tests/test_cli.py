@@ -61,6 +61,14 @@ def test_bill_as_json_with_arguments_for_the_script(script: str, capsys: pytest.
     assert bill["total"] == 2 * 7 / 8 * 8 * 32 * 4
 
 
+@pytest.mark.parametrize("command", ["explain", "bill", "trace"])
+def test_arguments_for_the_script_without_dashes(command: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, script, "--width", "64"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --width 64; the script's own come after --" in capsys.readouterr().err
+
+
 def test_bill_with_memory(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bill", script, "--memory", "--mesh", "dp=2,tp=4"]) == 0
     out = capsys.readouterr().out
@@ -72,6 +80,7 @@ def test_bill_written_to_files(script: str, tmp_path: Path, capsys: pytest.Captu
     assert main(["bill", script, "--why", "--json", str(files[0]), "--html", str(files[1])]) == 0
     out = capsys.readouterr().out
     assert "all-reduce over tp of y (t2)" in out and "runner-up: " in out
+    assert out.endswith(f"\npage: {files[1]}\n")
     (bill,) = json.loads(files[0].read_text())
     (entry,) = bill["entries"]
     assert entry["instead"]["total_wire"] >= 0 and entry["held_by"][0].endswith('fd.mesh_split(x, mesh, [None, "tp"])')
@@ -118,7 +127,7 @@ def test_a_definition_with_open_shapes_that_never_ran(tmp_path: Path, capsys: py
     text += "fd.add_output(fd.ops.relu(fd.define_tensor([-1])))\n"
     assert main(["bill", write(tmp_path, text)]) == 1
     err = capsys.readouterr().err
-    assert "left out: compile needs the size of every dim" in err
+    assert "left out: compile needs the size of every dim: found t0: Float[?], needed a size for each '?'. Pass" in err
     assert "has made no FusionDefinition that is compiled" in err
 
 

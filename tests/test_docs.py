@@ -46,6 +46,9 @@ def test_files_and_folders_that_pages_name_are_there() -> None:
 def test_the_tutorial_runs() -> None:
     printed = run("examples/tutorial.py")
     assert printed.count("same as torch: True") == 2
+    (title, bills) = re.findall(r"^--- 3\. ([^\n]*) ---\n(.*?)(?=^---)", printed, re.MULTILINE | re.DOTALL)[0]
+    promised = re.findall(r"all-reduce|reduce-scatter", title)
+    assert promised == re.findall(r"^all-reduce|^reduce-scatter", bills, re.MULTILINE)
     assert "argument 1" in printed.rsplit("---", 1)[1]
 
 

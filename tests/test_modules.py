@@ -11,7 +11,7 @@ import meshfuse
 
 ROOT = Path(meshfuse.__file__).parent
 # A backend is loaded when it is chosen: nvFuser may be missing, and Inductor takes a second.
-LATE = {("backends.choose", "backends.inductor"), ("backends.choose", "backends.nvfuser.backend")}
+LATE = {("backends.assignment", "backends.inductor"), ("backends.assignment", "backends.nvfuser.backend")}
 
 # Beside the order of docs/architecture.md; and what it says in brackets.
 BESIDE = {"", "__main__", "backends", "checkpoint", "gradients", "nvfuser_direct", "runtime", "testing"}

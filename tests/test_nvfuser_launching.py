@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshfuse.backends import Unsupported
 from meshfuse.backends.nvfuser.launch import CudaLauncher, NativePart
-from meshfuse.backends.nvfuser.layout import dense_strides, layout_of
+from meshfuse.backends.nvfuser.memory_layout import dense_strides, memory_layout
 from meshfuse.backends.nvfuser.segment import NativeKernel
 from meshfuse.dtypes import DataType
 from meshfuse.ops.base import TensorType
@@ -54,7 +54,7 @@ def test_outputs_are_where_the_program_needs_them(name: str, shape: tuple[int, i
     before, found, expected = x.clone(), launched(text, native, x), text(x)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
-        assert layout_of(a) == layout_of(b)
+        assert memory_layout(a) == memory_layout(b)
     kept = [t.clone() for t in found]
     for place, tensor in enumerate(found):
         tensor.add_(1)
@@ -101,7 +101,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 def test_layouts(tensor: torch.Tensor) -> None:
     """Dense strides are dense and in the order of the tensor's; a definition for holes takes dense tensors."""
     dense = torch.empty_strided(tensor.shape, dense_strides(tensor), device="meta")
-    layout, made = layout_of(tensor), layout_of(dense)
+    layout, made = memory_layout(tensor), memory_layout(dense)
     assert all(flag is not False for flag in made.contiguity)
     assert [flag is None for flag in layout.contiguity] == [n == 1 for n in tensor.shape]
     assert sorted(layout.order) == list(range(tensor.ndim)) and layout.takes(layout)

@@ -34,6 +34,15 @@ def _define(name: str, place: int) -> tuple[mf.FusionDefinition, list[Any]]:
     return fd, tensors
 
 
+def test_help_says_how_an_op_is_called() -> None:
+    fd = mf.FusionDefinition()
+    for name in dir(fd.ops):
+        function = getattr(fd.ops, name)
+        assert function.__doc__.startswith(f"{name}(") and repr(function) == f"<fd.ops.{name}>"
+    assert fd.ops.linear.__doc__ == "linear(input, weight, bias=None)"
+    assert fd.ops.log_softmax.__doc__.splitlines()[0] == "log_softmax(x, dim=-1, dtype=None)"
+
+
 def _splits(call: Call) -> list[tuple[int, int]]:
     return [(i, d) for i, t in enumerate(call.types) for d, n in enumerate(t.shape) if n > 1] or [(-1, 0)]
 

@@ -43,7 +43,11 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def scans(
-    size: int = 24, mesh: mf.DeviceMesh | None = None, scan: str = "cumsum", rows: str | None = None
+    size: int = 24,
+    mesh: mf.DeviceMesh | None = None,
+    scan: str = "cumsum",
+    rows: str | None = None,
+    chunks: int = 0,
 ) -> FusionDefinition:
     """A definition with a distributed form, a window, an order of blocks and a reduction in it."""
     mesh = mesh or mf.DeviceMesh((2, 2), ("a", "b"))
@@ -55,6 +59,8 @@ def scans(
         fd.add_output(fd.ops.reorder_blocks(y, 0, [1, 0]))
         fd.mesh_split(x, mesh, ["a", "b"])
         fd.mesh_split(w, mesh, [rows, None if rows else "b"])
+        if chunks:
+            fd.overlap(y, chunks)
     return fd
 
 
@@ -157,12 +163,13 @@ def different() -> dict[str, FusionDefinition]:
         "size": scans(20),
         "op": scans(scan="cumprod"),
         "annotation": scans(rows="b"),
+        "stream": scans(chunks=2),
         "mesh": scans(mesh=mf.DeviceMesh([[3, 2], [1, 0]], ("a", "b"))),
         "links": scans(mesh=mf.DeviceMesh((2, 2), ("a", "b"), links=links)),
     }
 
 
-@pytest.mark.parametrize("what", ["size", "op", "annotation", "mesh", "links"])
+@pytest.mark.parametrize("what", ["size", "op", "annotation", "stream", "mesh", "links"])
 def test_another_program_is_not_taken_for_this_one(cache, planning, what):
     decided(scans())
     planning.clear()

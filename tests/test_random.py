@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.kernels.random import Stream, fractions, normals, philox, uniform
+from meshfuse.kernels.random import RandomStream, fractions, normals, philox, uniform
 
 # Random123's known answers for philox4x32-10 (kat_vectors): counter, key, result.
 KNOWN = [
@@ -27,7 +27,7 @@ def test_philox_gives_the_published_words(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_fractions_are_uniform(dtype: torch.dtype) -> None:
-    drawn = fractions(torch.arange(100_000), Stream(3, 1, 4), dtype)
+    drawn = fractions(torch.arange(100_000), RandomStream(3, 1, 4), dtype)
     assert drawn.dtype == dtype and float(drawn.min()) >= 0.0 and float(drawn.max()) < 1.0
     counts = torch.histc(drawn.double(), 100, 0.0, 1.0)
     chi_squared = float(((counts - 1000.0) ** 2 / 1000.0).sum())
@@ -35,14 +35,20 @@ def test_fractions_are_uniform(dtype: torch.dtype) -> None:
 
 
 def test_normals_have_the_moments_of_the_normal_distribution() -> None:
-    drawn = normals(torch.arange(200_000), Stream(0, 0, 1))
+    drawn = normals(torch.arange(200_000), RandomStream(0, 0, 1))
     moments = [float((drawn**k).mean()) for k in (1, 2, 3, 4)]
     assert moments == pytest.approx([0.0, 1.0, 0.0, 3.0], abs=0.06)
 
 
 def test_seed_offset_and_place_each_give_other_numbers() -> None:
     index = torch.arange(1000)
-    streams = [Stream(0, 0, 0), Stream(1, 0, 0), Stream(1 << 32, 0, 0), Stream(0, 1, 0), Stream(0, 0, 1)]
+    streams = [
+        RandomStream(0, 0, 0),
+        RandomStream(1, 0, 0),
+        RandomStream(1 << 32, 0, 0),
+        RandomStream(0, 1, 0),
+        RandomStream(0, 0, 1),
+    ]
     drawn = [fractions(index, stream, torch.float32) for stream in streams]
     for i, a in enumerate(drawn):
         for b in drawn[:i]:

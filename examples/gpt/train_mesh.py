@@ -108,10 +108,12 @@ def run(
     checkpoint: Path | None = None,
     every: int = 10,
     before_step: Callable[[int], None] = lambda step: None,
+    after_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
     """The loss (nats per token) of every step of AdamW in float32, from fresh parameters or from the checkpoint.
 
-    A checkpoint is made after ``every`` so many steps and after the last.  ``before_step`` is called with each step.
+    A checkpoint is made after ``every`` so many steps and after the last.  ``before_step`` is called with each step,
+    ``after_step`` with each step and its loss.
     """
     state, program = Training.fresh(config), define(config, mesh)
     if checkpoint is not None and (checkpoint / "checkpoint.json").exists():
@@ -119,6 +121,7 @@ def run(
     for step in range(len(state.losses) + 1, steps + 1):
         before_step(step)
         train_step(state, program, step, steps, *sample_batch(text, config.block, state.generator))
+        after_step(step, state.losses[-1])
         if checkpoint is not None and (step % every == 0 or step == steps):
             mf.save(checkpoint, state.state())
     return state.losses
@@ -146,7 +149,7 @@ def parse_mesh(text: str) -> mf.DeviceMesh:
 
 
 def main() -> None:
-    """Train on the shipped held-out text, which needs no download, and print the losses."""
+    """Train on the shipped held-out text, which needs no download, and print each step's loss."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mesh", type=parse_mesh, default=parse_mesh("tp=1"))
     parser.add_argument("--steps", type=int, default=50)
@@ -154,9 +157,11 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     options = parser.parse_args()
     text = data.to_tokens(data.EVAL_PATH.read_bytes())
-    losses = run(text, options.steps, options.mesh, checkpoint=options.checkpoint, every=options.every)
-    for step, loss in enumerate(losses, 1):
+
+    def told(step: int, loss: float) -> None:
         print(f"step {step:4d}  {loss:.6f} nats/byte, {loss / math.log(2):.4f} bits/byte", flush=True)
+
+    run(text, options.steps, options.mesh, checkpoint=options.checkpoint, every=options.every, after_step=told)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,11 @@ _OWN_FRAMES = (os.path.abspath(__file__), runpy.__file__, "<frozen runpy>")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (sys.argv's by default); the exit code. Wrong usage raises SystemExit."""
     own, script_args = _parts(list(sys.argv[1:] if argv is None else argv))
-    args = _parser().parse_args(own)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(own)
+    if unknown:
+        hint = "; the script's own come after --" if "script" in args else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if script_args is not None:
         args.script_args = script_args
     try:
@@ -138,6 +142,8 @@ def _bill(args: argparse.Namespace) -> int:
         if args.memory:
             memory = importlib.import_module("meshfuse.report.memory")
             parts = [f"{p}\n\n{memory.memory_of(compiled)}" for p, compiled in zip(parts, programs, strict=True)]
+        if args.html is not None:
+            parts.append(f"page: {os.path.abspath(args.html)}")
         return "\n\n".join(parts)
 
     return _report(args, text)

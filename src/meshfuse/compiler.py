@@ -1,8 +1,8 @@
 """The stages in their order: the page to open first.
 
-definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `merged` → `searched`
-→ `in_parts` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `overlap` → `segment`
-→ `lower_to_host_ir` → executor.
+definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `moments_merged`
+→ `searched` → `in_parts` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `overlap`
+→ `segment` → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 
@@ -32,7 +32,7 @@ from .resharding.memory import fitted, peak
 from .rewriting.apart import taken_apart
 from .rewriting.distribution import distribute
 from .rewriting.linked import with_links
-from .rewriting.merging import merged
+from .rewriting.merging import moments_merged
 from .rewriting.parts import in_parts
 from .rewriting.rounds import written
 from .rewriting.shifts import shifted
@@ -106,7 +106,7 @@ def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> Sh
     """What propagation decides: in which forms ops are written, and where each is computed."""
 
     def plan(graph: Graph) -> ShardedDefinition:
-        return searched(merged(distribute(graph, world), world), world, effort)
+        return searched(moments_merged(distribute(graph, world), world), world, effort)
 
     found = in_parts(plan(graph), graph, plan, effort)
     return shifted(regrouped(found, world, effort), world, effort)
@@ -142,7 +142,7 @@ def compile_sharded(
         in_flight = int(min(in_flight, max(max_memory - peak(resharded).nbytes, 0)))
     overlapped = overlap(resharded)
     segmented = segment(overlapped)
-    digest = digest_of(f"{overlapped}\n{resharded.fingerprint()}")
+    digest = digest_of(overlapped.fingerprint())
     return CompiledProgram(planned, sharded, resharded, segmented, digest, _ranks(resharded), in_flight, near)
 
 

@@ -15,9 +15,9 @@ import warnings
 from pathlib import Path
 
 VARIABLE = "MESHFUSE_CACHE"
-MOST_BYTES = 256 << 20
+MOST_BYTES = 256 << 20  # Of all files together: those used last are kept.
 _MAGIC = "meshfuse-cache-1"
-_STALE_SECONDS = 3600.0
+_STALE_SECONDS = 3600.0  # After which a file that is still half written is one that a killed process left.
 _warned: set[str] = set()
 
 

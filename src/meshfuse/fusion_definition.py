@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .backends.choose import plan, requested
+from .backends.assignment import assigned, requested
 from .compiler import CompiledProgram, compile_definition
 from .definition.fusion import DefinitionBuilder
 from .definition.tensor_view import TensorView
@@ -33,7 +33,7 @@ from .gradients.reverse import gradients
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
-from .mesh import DeviceMesh, as_int
+from .mesh import DeviceMesh
 from .ops.base import TensorRef
 from .plan_store.nearby import nearness
 from .planning.search import effort_of
@@ -46,6 +46,7 @@ from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
 from .runtime.world import World
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
+from .user_values import as_int
 
 # Called with every definition that is made: how the command line finds those of a script.
 observers: list[Callable[[FusionDefinition], None]] = []
@@ -65,6 +66,7 @@ class FusionDefinition(DefinitionBuilder):
     Use it as a context manager, define inputs, apply `fd.ops`, mark outputs and annotate; then `execute` runs it on
     this process' rank (shards in, shards out) and `simulate` on all ranks in this process (global tensors in and
     out). Compiling happens at the first call for a set of shapes; later calls with the same shapes plan nothing.
+    `seed` is that of its random numbers, which depend on no mesh.
 
     A plan that moves more than `max_wire` bytes per rank (MESHFUSE_MAX_WIRE, where it is None) gives a PlanWarning
     that names the annotation to change; without a bound, only one that another annotation would halve.
@@ -387,8 +389,8 @@ class FusionDefinition(DefinitionBuilder):
         active = [program for program in self._bound.values() if program.compiled is compiled and program.active]
         if active:
             return backends_table(compiled, active[-1].segments.chosen)
-        planned = plan(compiled.segmented, requested(None, caller_line())).chosen
-        return backends_table(compiled, {f"segment_{number}": chosen for number, chosen in planned.items()})
+        chosen = assigned(compiled.segmented, requested(None, caller_line())).chosen
+        return backends_table(compiled, {f"segment_{number}": what for number, what in chosen.items()})
 
     def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
         """The bytes that each rank puts on the wire, by collective, axis and source line.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .dtypes import DataType
 from .errors import SourceLine, located, user_error
@@ -78,8 +78,7 @@ class Node:
 class Rewriting(Protocol):
     """Ops of a graph, by their numbers, written in others. It can be done again: for any sizes, unless `sized`."""
 
-    @property
-    def sized(self) -> bool: ...
+    sized: ClassVar[bool]
 
     def __call__(self, graph: Graph) -> Graph: ...
 
@@ -105,6 +104,10 @@ class Graph:
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].type.shape
+
+    def noting(self, rewriting: Rewriting) -> Graph:
+        """The graph, which this rewriting has made of another: the last of its `rewritings`."""
+        return replace(self, rewritings=(*self.rewritings, rewriting))
 
     @property
     def input_tensors(self) -> tuple[int, ...]:

@@ -8,13 +8,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .costs import DEFAULT_FLOPS, DEFAULT_LINK, MACHINES, RATES, Link, Machine, is_rate, plain, slowest
+from .costs import DEFAULT_FLOPS, DEFAULT_LINK, Link, Machine, plain, slowest
 from .errors import caller_line, located, user_error
+from .mesh_forms import read_costs, read_devices
+from .user_values import is_text
 
 _DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
 STREAM = "stream"
-_MOST_RANKS = 1 << 20
-_MOST_AXES = 64
 
 
 class ParallelType(enum.Enum):
@@ -77,7 +77,7 @@ class DeviceMesh:
         names = (names,) if isinstance(names, str) else names
         line = caller_line()
         with located(line):
-            shape, flat = _read_devices(devices, names, ranks)
+            shape, flat = read_devices(devices, names, ranks)
             names = tuple(names) if names is not None else _DEFAULT_NAMES[-len(shape) :]
             _check_mesh(shape, names, flat)
         self.shape, self.names, self.ranks = shape, names, flat
@@ -85,7 +85,7 @@ class DeviceMesh:
         self._over: dict[tuple[str, ...], Link] = {}
         coordinates = {rank: _unravel(place, shape) for place, rank in enumerate(flat)}
         with located(line):
-            self.links, self.flops = _read_costs(self, coordinates, links, flops)
+            self.links, self.flops = read_costs(dict(zip(names, shape, strict=True)), coordinates, links, flops)
         self.uniform = len(set(self.links)) == 1
         self._hash = hash((shape, names, flat, self.links, self.flops))
         self._coordinates = coordinates
@@ -236,150 +236,12 @@ def _rebuild_mesh(
     return DeviceMesh(shape, names, ranks=ranks, links=links, flops=flops)
 
 
-def _read_costs(
-    mesh: DeviceMesh, coordinates: Mapping[int, tuple[int, ...]], links: Any, flops: float | None
-) -> tuple[tuple[Link, ...], float]:
-    """A link per axis and the rate of a rank, from any of the forms they may be given in."""
-    links = MACHINES.get(links, links) if isinstance(links, str) else links
-    rate = flops if flops is not None else links.flops if isinstance(links, Machine) else DEFAULT_FLOPS
-    if not is_rate(rate):
-        raise user_error(
-            "a mesh's flops", repr(flops), f"operations per second, {RATES}", "flops=989e12 is an H100 in bfloat16."
-        )
-    if links is None or isinstance(links, Link):
-        return (links or DEFAULT_LINK,) * len(mesh.shape), float(rate)
-    if isinstance(links, Machine):
-        return tuple(links.link(_lines(coordinates, axis)) for axis in range(len(mesh.shape))), float(rate)
-    return _links_by_axis(mesh, links), float(rate)
-
-
-def _lines(coordinates: Mapping[int, tuple[int, ...]], axis: int) -> Iterable[list[int]]:
-    """The groups of ranks that differ in one coordinate only."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in coordinates.items():
-        groups.setdefault((*place[:axis], *place[axis + 1 :]), []).append(rank)
-    return groups.values()
-
-
-def _links_by_axis(mesh: DeviceMesh, links: Any) -> tuple[Link, ...]:
-    named = isinstance(links, Mapping) and all(isinstance(link, Link) for link in links.values())
-    if not named:
-        raise user_error(
-            "a mesh's links", repr(links),
-            f"a Link, a Link for each of {mesh.names}, a Machine or one of {', '.join(map(repr, MACHINES))}",
-            'links={"tp": Link(450e9, 5e-6)} gives bytes per second and seconds.',
-        )  # fmt: skip
-    idle = {name: DEFAULT_LINK for name, size in zip(mesh.names, mesh.shape, strict=True) if size == 1}
-    if not set(links) <= set(mesh.names) or not set(mesh.names) <= {*links, *idle}:
-        raise user_error(
-            "a mesh's links", f"links of {tuple(links)}", f"one for each axis {mesh.names}", "Give each axis a link."
-        )
-    found = {**idle, **links}
-    return tuple(found[name] for name in mesh.names)
-
-
 def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     digits = []
     for size in reversed(shape):
         place, digit = divmod(place, size)
         digits.append(digit)
     return tuple(reversed(digits))
-
-
-def _read_devices(
-    devices: Any, names: Sequence[str] | None, ranks: Iterable[int] | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, ranks in row-major order) from any of the forms a mesh may be given in."""
-    if names is not None and not isinstance(names, (str, list, tuple)):
-        raise user_error("a mesh needs one name per axis", repr(names), "a list of names", "Pass ('dp', 'tp'), say.")
-    _bounded(_count(devices))
-    nested = _values(devices) if hasattr(devices, "tolist") else devices
-    nested = [nested] if isinstance(nested, int) else list(nested) if _is_list(nested) else nested
-    flat_ints = _is_list(nested) and all(isinstance(entry, int) for entry in nested)
-    is_shape = names is not None and flat_ints and len(names) == len(nested) and not hasattr(devices, "tolist")
-    if is_shape or ranks is not None:
-        shape = tuple(_rank(n) for n in nested) if flat_ints else ()
-        given = () if ranks is None else _flatten(_listed(ranks))[1]
-        return shape, given if ranks is not None else tuple(range(_bounded(math.prod(shape))))
-    return _flatten(nested)
-
-
-def _values(devices: Any) -> Any:
-    """The ranks that a tensor or an array holds."""
-    kind = "meta" if getattr(devices, "is_meta", False) else str(getattr(devices, "layout", "torch.strided"))
-    if kind != "torch.strided":
-        raise user_error("a mesh is made of ranks", f"a {kind} tensor", "a dense one of ints", "Pass the ranks.")
-    return devices.tolist()
-
-
-def _count(devices: Any) -> int:
-    """How many entries there are to look at, without looking at them."""
-    if hasattr(devices, "tolist"):
-        return math.prod(devices.shape)
-    return len(devices) if _is_list(devices) else 1
-
-
-def _listed(ranks: Any) -> Any:
-    """`ranks=` as a list; what is no iterable as it is, for the error to tell."""
-    if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
-        return ranks if not isinstance(ranks, int) else repr(ranks)
-    try:
-        if hasattr(ranks, "__len__"):
-            _bounded(len(ranks))  # type: ignore[arg-type]
-        return list(ranks)
-    except TypeError:  # such as a tensor of no dims
-        return repr(ranks)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple, range))
-
-
-def _rank(value: Any) -> int:
-    found = as_int(value)
-    if found is None:
-        raise user_error(
-            "a mesh is made of ranks",
-            f"{value!r} ({type(value).__name__})",
-            "ints in a list, nested lists or a tensor",
-            "Pass a shape and names, or the ranks.",
-        )
-    return found
-
-
-def is_text(text: str) -> bool:
-    """Whether a text can be written to a file: half of a surrogate pair cannot."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def as_int(value: Any) -> int | None:
-    """The int that a Python int or numpy integer stands for; None for anything else, bools included."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return None
-    try:
-        return value.__index__()
-    except TypeError:
-        return None
-
-
-def _bounded(count: int) -> int:
-    if count > _MOST_RANKS:
-        raise user_error("a mesh", f"{count} ranks", f"at most {_MOST_RANKS}", "Give a smaller shape.")
-    return count
-
-
-def _flatten(nested: Any, depth: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if not _is_list(nested):
-        return (), (_rank(nested),)
-    if depth == _MOST_AXES:  # such as a list that holds itself
-        raise user_error("a mesh", "lists in lists without end", f"at most {_MOST_AXES} axes", "Pass a flat list.")
-    rows = [_flatten(row, depth + 1) for row in nested]
-    if len({shape for shape, _ in rows}) > 1:
-        raise user_error(
-            "a mesh must be a full grid", "rows of different lengths", "equal rows", "Pad or split the mesh."
-        )
-    inner = rows[0][0] if rows else ()
-    return (len(rows), *inner), tuple(rank for _, flat in rows for rank in flat)
 
 
 def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> None:

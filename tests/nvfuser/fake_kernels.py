@@ -11,7 +11,7 @@ import pytest
 import torch
 from native_calls import differences
 
-from meshfuse.backends import choose
+from meshfuse.backends import assignment
 from meshfuse.backends.nvfuser.backend import NvFuser
 from meshfuse.backends.nvfuser.launch import NativePart, Run, check_outputs, laid_out
 from meshfuse.dtypes import from_torch
@@ -74,6 +74,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> FakeLauncher:
     """Make fake kernels what MESHFUSE_BACKEND=nvfuser stands for."""
     launcher = FakeLauncher()
     maker: Callable[[], NvFuser] = lambda: NvFuser(launcher)  # noqa: E731
-    monkeypatch.setitem(choose.MAKERS, "nvfuser", maker)  # type: ignore[arg-type]
+    monkeypatch.setitem(assignment.MAKERS, "nvfuser", maker)  # type: ignore[arg-type]
     monkeypatch.setenv("MESHFUSE_BACKEND", "nvfuser")
     return launcher

@@ -140,6 +140,20 @@ group.all_reduce(tensor).wait()
     assert "RankTimeout" in text and "rank 1 runs long_loop at" in text
 
 
+def test_a_rank_that_is_ended_names_the_function_it_was_in(tmp_path):
+    """And not the handler of the signal, which the main thread runs."""
+    script = """
+def long_loop():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(4)
+if world.rank == 0:
+    long_loop()
+"""
+    code, text = run_bare(script, tmp_path, size=2)[0]
+    assert code == 128 + signal.SIGTERM
+    assert "rank 0: ended by SIGTERM. It runs long_loop at script" in text
+
+
 def test_a_rank_that_ended_early_is_named(tmp_path):
     script = """
 if world.rank == 1:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.backends import choose
+from meshfuse.backends import assignment
 
 pytestmark = pytest.mark.ranks
 COMPILING = 280.0
@@ -49,7 +49,7 @@ def test_compiled_segments_have_each_ranks_constants_and_each_steps_random_numbe
 
 def on_rank_auto() -> tuple[list[list[torch.Tensor]], list[str]]:
     world = mf.World.current()
-    with mock.patch.multiple(choose, _PATIENCE=2, _COMPILE=0.0, _COMPILE_OP=0.0, _LEAST=0.0):
+    with mock.patch.multiple(assignment, _PATIENCE=2, _COMPILE=0.0, _COMPILE_OP=0.0, _LEAST=0.0):
         fd = places(world.size)
         shard = torch.arange(40.0).reshape(8, 5).chunk(world.size)[world.rank].contiguous()
         results, tables = [], []

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, user_error
-from ..mesh import is_text
 from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
+from ..user_values import is_text
 from . import folder as files
 from .entries import Entry, check_local, global_shape, is_plain, to_load, to_save, wrong
 from .pieces import Shard, boxes

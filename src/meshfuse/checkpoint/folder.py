@@ -21,10 +21,11 @@ from typing import Any
 
 from ..errors import CheckpointError, user_error
 
+# Of checkpoint.json and what it names: another number where an older meshfuse could not read it.
 FORMAT = 1
 _INDEX = "checkpoint.json"
 _PREFIX = "data-"
-_BLOCK = 1 << 22
+_BLOCK = 1 << 22  # Bytes read at once for a checksum.
 
 
 @dataclass(frozen=True, slots=True)

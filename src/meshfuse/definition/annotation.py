@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MeshfuseError, SourceLine, located, user_error
-from ..mesh import STREAM, DeviceMesh, as_int
+from ..mesh import STREAM, DeviceMesh
 from ..sharding.layout import Layout, Split, canonical, resolve, stream_count, text
 from ..sharding.value import Sharding, overlap, shared
+from ..user_values import as_int
 from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain
 
 # One dim in `mesh_split`: None, an axis, axes from major to minor, or splits of any kind.

@@ -10,8 +10,10 @@ from typing import Any
 
 from ..dtypes import DataType, from_torch, scalar_dtype
 from ..errors import MeshfuseError, SourceLine, caller_line, user_error
-from ..mesh import STREAM, DeviceMesh, as_int
+from ..mesh import STREAM, DeviceMesh
 from ..ops.base import TensorType
+from ..ops.binding import described
+from ..user_values import as_int
 from .annotation import Annotation
 from .tensor_view import TensorView
 
@@ -176,18 +178,18 @@ def composite_call(
     fd: Any, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call a composite. Raises DefinitionError for arguments that it does not have or cannot work with."""
-    called, usage = inspect.signature(function), _usage(name, function)
+    called, call_as = inspect.signature(function), usage(name, function)
     try:
         bound = called.bind(fd, *args, **kwargs)
     except TypeError as error:
-        raise user_error(f"{name}: {error}", "", "", f"Call it as {usage}.") from None
-    first = next((value for place, value in enumerate(bound.args) if place == 1), None)
+        raise user_error(f"{name}: {error}", "", "", f"Call it as {call_as}.") from None
+    first = bound.args[1] if len(bound.args) > 1 else None
     if not isinstance(first, TensorView):
         raise user_error(
             f"{name}: the first argument",
-            f"{first!r} ({type(first).__name__})",
+            described(first),
             "a tensor of this definition",
-            f"Call it as {usage}.",
+            f"Call it as {call_as}.",
         )
     try:
         return function(*bound.args, **bound.kwargs)
@@ -196,11 +198,13 @@ def composite_call(
             error.args = (f"{name}: {error.args[0]}",)
         raise
     except (TypeError, AttributeError) as error:
-        raise user_error(f"{name}: an argument is of the wrong kind", str(error), "", f"Call it as {usage}.") from error
+        wrong = f"{name}: an argument is of the wrong kind"
+        raise user_error(wrong, str(error), "", f"Call it as {call_as}.") from error
 
 
 @functools.cache
-def _usage(name: str, function: Callable[..., Any]) -> str:
+def usage(name: str, function: Callable[..., Any]) -> str:
+    """How a composite is called: `softmax(x, dim=-1, dtype=None)`."""
     params = list(inspect.signature(function).parameters.values())[1:]
     parts = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in params]
     return f"{name}({', '.join(parts)})"

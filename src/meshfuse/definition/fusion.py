@@ -8,12 +8,13 @@ from typing import Any
 
 from ..dtypes import DataType, scalar_dtype
 from ..errors import SourceLine, caller_line, located, user_error
-from ..mesh import DeviceMesh, as_int
+from ..mesh import DeviceMesh
 from ..ops import COMPOSITES
 from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType
 from ..ops.binding import bind
 from ..scalars import ScalarDef, result_dtype
 from ..sharding.value import Sharding
+from ..user_values import as_int
 from .annotation import (
     Annotation,
     check_agreement,
@@ -42,7 +43,7 @@ from .records import OpNode, TensorDef, memory_order, reduction_flags, tensor_re
 from .scalar_calls import is_scalar_call, scalar_arguments
 from .tensor_view import TensorView, Val
 
-_MOST_SCALARS = 65536
+_MOST_SCALARS = 65536  # Of one define_vector: a larger number is a mistake, and would fill the memory.
 
 
 class DefinitionBuilder:
@@ -100,7 +101,10 @@ class DefinitionBuilder:
         return self._new_input(TensorType(found, checked_dtype("define_tensor", dtype, line)), line, order)
 
     def from_pytorch(self, tensor: Any, static_sizes: bool = False) -> TensorView:
-        """An input with the shape, strides and dtype of a torch tensor; of a DTensor also its sharding."""
+        """An input with the shape, strides and dtype of a torch tensor; of a DTensor also its sharding.
+
+        Sizes other than 1 are left to the arguments unless they are static. Raises DefinitionError for anything else.
+        """
         line = self._changing()
         if not all(hasattr(tensor, name) for name in ("shape", "dtype", "stride")):
             raise user_error(
@@ -149,6 +153,7 @@ class DefinitionBuilder:
     # ops
 
     def call_with_keywords(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """`call` in the form of the op's own function, as `fd.ops` has it."""
         return self.call(name, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -245,7 +250,11 @@ class DefinitionBuilder:
         self._annotate(tensor, mesh, layouts_of_spec(tensor.label, mesh, spec, ndim, line), line)
 
     def shard(self, tensor: TensorView, sharding: Any, mesh: Any = None) -> None:
-        """Annotate with a `Sharding`, or with DTensor placements and a (torch or meshfuse) device mesh."""
+        """Annotate with a `Sharding`, or with DTensor placements and a (torch or meshfuse) device mesh.
+
+        Raises DefinitionError for another number of dims, for placements that are no `Shard` or `Replicate`, and where
+        it contradicts an earlier annotation.
+        """
         line = self._changing()
         ndim = self._own(tensor, "shard", line).ndim
         if isinstance(sharding, Sharding):
@@ -310,6 +319,7 @@ class DefinitionBuilder:
         return self._annotations[tensor.id]
 
     def is_annotated(self, tensor: TensorView) -> bool:
+        """Whether an annotation of the user's puts the tensor on a mesh."""
         found = self._annotations.get(tensor.id)
         return found is not None and found.mesh is not None
 
@@ -367,6 +377,7 @@ class DefinitionBuilder:
         return node
 
     def reduction_flags(self, tensor: int) -> tuple[bool, ...]:
+        """For every dim of the loop domain whether the op that makes the tensor reduces it."""
         return reduction_flags(self.tensors, tensor, self.producer(tensor))
 
     def loop_dims(self, tensor: int) -> int:
@@ -374,6 +385,7 @@ class DefinitionBuilder:
         return len(self.reduction_flags(tensor))
 
     def input_tensors(self) -> list[int]:
+        """The numbers of the tensors among the inputs, in the order of definition."""
         return [ref.id for ref in self.inputs if isinstance(ref, TensorRef)]
 
     def check_open(self) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import caller_line, user_error
-from ..mesh import STREAM, ParallelType, as_int
+from ..mesh import STREAM, ParallelType
 from ..sharding.layout import Layout, Split
+from ..user_values import as_int
 
 
 @dataclass(eq=False, slots=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DefinitionError, caller_line, user_error
 from ..ops import COMPOSITES
 from ..ops.base import OpDef, TensorRef
+from ..ops.binding import signature
 from ..ops.registry import find, names
+from .checks import usage
 from .tensor_view import TensorView, Val
 
 if TYPE_CHECKING:
@@ -33,6 +36,19 @@ def find_op(name: str | OpDef) -> OpDef:
     return op
 
 
+# An op or composite of a definition as a function. Its `__doc__`, for help(fd.ops.sum), is how this one is called.
+class OpFunction(functools.partial[Any]):
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        name = self.args[0]
+        if name in COMPOSITES:
+            return f"{usage(name, COMPOSITES[name])}\n\n{inspect.getdoc(COMPOSITES[name]) or ''}".rstrip()
+        return signature(find_op(name))
+
+    def __repr__(self) -> str:
+        return f"<fd.ops.{self.args[0]}>"
+
+
 class OpNamespace:
     """`fd.ops`: every op of the table, every registered one and every composite, as a function."""
 
@@ -43,9 +59,9 @@ class OpNamespace:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name in COMPOSITES:
-            return functools.partial(self._fd.call_composite, name)
+            return OpFunction(self._fd.call_composite, name)
         find_op(name)
-        return functools.partial(self._fd.call_with_keywords, name)
+        return OpFunction(self._fd.call_with_keywords, name)
 
     def __dir__(self) -> list[str]:
         return sorted([*names(), *COMPOSITES])

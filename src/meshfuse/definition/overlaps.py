@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import SourceLine, user_error
-from ..mesh import as_int
+from ..user_values import as_int
 
 if TYPE_CHECKING:
     from .tensor_view import TensorView

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DataType
 from ..errors import caller_line, user_error
-from ..mesh import DeviceMesh, ParallelType, as_int
+from ..mesh import DeviceMesh, ParallelType
 from ..ops.base import ScalarRef, TensorRef, TensorType
+from ..user_values import as_int
 from .loop import AxisView, Leaf, LoopDomain
 from .text import Extents, TensorDomain, tensor_text
 

@@ -11,11 +11,11 @@ import torch
 from ..definition.checks import fits, plain_number
 from ..definition.fusion import DefinitionBuilder, TensorDef
 from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
-from ..mesh import as_int
 from ..ops.base import ScalarRef, TensorRef
 from ..ops.shapes import UNKNOWN
 from ..sharding.layout import Layout, extent
 from ..sharding.value import Sharding
+from ..user_values import as_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +200,12 @@ def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLin
     fd.check_complete(line)
     tensors = fd.input_tensors()
     given = list(shapes) if shapes else [fd.tensors[i].type.shape for i in tensors]
+    if not shapes and not all(map(_is_shape, given)):
+        open_ones = ", ".join(f"{fd.tensors[i].label}: {fd.tensors[i].type}" for i in _open_inputs(fd))
+        raise user_error(
+            "compile needs the size of every dim", open_ones, "a size for each '?'",
+            "Pass one global shape per input tensor, or call the definition first.", line,
+        )  # fmt: skip
     if len(given) != len(tensors) or not all(map(_is_shape, given)):
         raise user_error(
             "compile needs the size of every dim",
@@ -220,6 +226,10 @@ def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLin
                 line,
             )
     return found
+
+
+def _open_inputs(fd: DefinitionBuilder) -> list[int]:
+    return [i for i in fd.input_tensors() if -1 in fd.tensors[i].type.shape]
 
 
 def _is_shape(shape: Any) -> bool:
@@ -277,7 +287,7 @@ def _wrong_shape(
         f"tensor {made.label} (defined at {made.line}) has the wrong {which} shape",
         found,
         needed,
-        "Pass the rank's shard (mf.shard_tensor cuts it) to execute, the whole tensor to simulate.",
+        "Pass the rank's shard (mf.shard_tensor cuts it) to execute, the whole tensor to fd(...) and simulate.",
         line,
         ArgumentError,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..backends import Backend, Prepared, Task, Unsupported
-from ..backends.choose import MAKERS, Chosen, plan
+from ..backends.assignment import MAKERS, Chosen, assigned
 from ..host_ir.instructions import Kernel
 from ..host_ir.program import HostProgram
 from ..segmentation import Segment, SegmentedDefinition
@@ -33,7 +33,7 @@ class Segments:
         device: torch.device,
         name: str,
     ):
-        made = plan(definition, name)
+        made = assigned(definition, name)
         self._scope, self._definition, self._device, self._rank = bound.scope, definition, device, program.rank
         self._segments = {part.name: part for part in definition.parts if isinstance(part, Segment)}
         self._kernels = {kernel.name: kernel for kernel in program.kernels}

@@ -8,11 +8,11 @@ import torch
 
 from ..definition.tensor_view import TensorView
 from ..errors import ArgumentError, SourceLine, caller_line, user_error
-from ..mesh import as_int
 from ..ops.base import TensorType
 from ..ops.shapes import UNKNOWN
 from ..runtime.world import World
 from ..sharding.data import shard
+from ..user_values import as_int
 
 
 def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) -> torch.Tensor:

@@ -79,7 +79,7 @@ class RankProgram:
 
     `source` is the definition's text: all ranks compare it (and the plan) before the first execution. Raises
     RankError on every rank where they differ, with the first line in which they do. `backend` is a name of
-    `backends.choose.NAMES`: what runs the segments. A plan that was taken over is followed by that of `renew` where
+    `backends.assignment.NAMES`: what runs the segments. A plan that was taken over is followed by that of `renew` where
     the program is executed often. `capture` gives what runs a step in the place of the program's main function, once
     its segments are compiled.
     """

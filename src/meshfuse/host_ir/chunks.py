@@ -32,14 +32,14 @@ from .instructions import (
 )
 
 if TYPE_CHECKING:
-    from .lower import Lowering
+    from .lower import RankLowering
 
 
 # Sending a message of so many bytes takes less than starting it, on all links of `costs.MACHINES`.
 _SHORT = 64 * 1024
 
 
-def lower_loop(low: Lowering, loop: ChunkLoop) -> list[Instruction]:
+def lower_loop(low: RankLowering, loop: ChunkLoop) -> list[Instruction]:
     """The instructions of a loop on the lowering's rank; none outside of its mesh."""
     if low.rank not in loop.mesh:
         return []
@@ -49,7 +49,7 @@ def lower_loop(low: Lowering, loop: ChunkLoop) -> list[Instruction]:
 class _Loop:
     """Names: `v6` is a whole tensor, `v6_2` its chunk 2: a part of its memory, or a tensor of its own."""
 
-    def __init__(self, low: Lowering, loop: ChunkLoop):
+    def __init__(self, low: RankLowering, loop: ChunkLoop):
         self.low, self.loop, self.rank = low, loop, low.rank
         self.out: list[Instruction] = []
         self.made = set(loop.outputs)

@@ -36,10 +36,10 @@ def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str, in_
 
     `in_flight` bounds the bytes of communications that are issued ahead of their need.
     """
-    return Lowering(segmented, rank, digest).run(in_flight)
+    return RankLowering(segmented, rank, digest).run(in_flight)
 
 
-class Lowering:
+class RankLowering:
     """What the instructions of all parts are made from: names, readers and facts of values."""
 
     def __init__(self, segmented: SegmentedDefinition, rank: int, digest: str):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .indices import Runs, global_index, linear_index
-from .random import Stream, fractions
+from .random import RandomStream, fractions
 
 
 class Place(NamedTuple):
@@ -74,7 +74,7 @@ def _probabilities(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tenso
 def _kept(probabilities: torch.Tensor, options: Options, place: Place, stream: tuple[int, ...]) -> torch.Tensor:
     """Dropout's factor for every probability: 0, or 1 / (1 - p). Drawn by global index."""
     index = linear_index(place.runs, place.shape, probabilities.device)
-    keep = fractions(index, Stream(*stream), torch.float32) >= options.dropout_p
+    keep = fractions(index, RandomStream(*stream), torch.float32) >= options.dropout_p
     return keep.to(probabilities.dtype) / (1.0 - options.dropout_p)
 
 

@@ -21,7 +21,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-class Stream(NamedTuple):
+class RandomStream(NamedTuple):
     """What the numbers of one op depend on beside the element's index. In compiled code seed and offset are int64
     tensors without dims.
     """
@@ -55,7 +55,7 @@ def _filled(index: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
     return number.expand_as(index) if isinstance(number, torch.Tensor) else torch.full_like(index, number)
 
 
-def words(index: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, ...]:
+def words(index: torch.Tensor, stream: RandomStream) -> tuple[torch.Tensor, ...]:
     """Four random words for every global index."""
     salt, offset = (_filled(index, number & _MASK) for number in (stream.salt, stream.offset))
     return philox((index & _MASK, index >> 32, salt, offset), (stream.seed & _MASK, (stream.seed >> 32) & _MASK))
@@ -66,13 +66,13 @@ def _fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return ((high >> 5) * 2**26 + (low >> 6)).double() * 2.0**-53
 
 
-def fractions(index: torch.Tensor, stream: Stream, dtype: torch.dtype) -> torch.Tensor:
+def fractions(index: torch.Tensor, stream: RandomStream, dtype: torch.dtype) -> torch.Tensor:
     """Uniform numbers in [0, 1): 24 random bits in float32, 53 in float64."""
     high, low, _, _ = words(index, stream)
     return _fraction(high, low) if dtype == torch.float64 else (high >> 8).to(torch.float32) * 2.0**-24
 
 
-def normals(index: torch.Tensor, stream: Stream) -> torch.Tensor:
+def normals(index: torch.Tensor, stream: RandomStream) -> torch.Tensor:
     """Standard normal numbers in float64 by Box and Muller's transform, so that rounding to float32 hides the
     device.
     """
@@ -95,7 +95,7 @@ def uniform(
     device: Any,
 ) -> torch.Tensor:
     """The rank's part of a tensor of this shape with numbers from [low, high)."""
-    drawn = fractions(linear_index(runs, shape, device), Stream(*stream), _compute_dtype(dtype))
+    drawn = fractions(linear_index(runs, shape, device), RandomStream(*stream), _compute_dtype(dtype))
     return (drawn * (high - low) + low).to(dtype)
 
 
@@ -109,5 +109,5 @@ def normal(
     device: Any,
 ) -> torch.Tensor:
     """The rank's part of a tensor of this shape with normally distributed numbers."""
-    drawn = normals(linear_index(runs, shape, device), Stream(*stream)).to(_compute_dtype(dtype))
+    drawn = normals(linear_index(runs, shape, device), RandomStream(*stream)).to(_compute_dtype(dtype))
     return (drawn * std + mean).to(dtype)

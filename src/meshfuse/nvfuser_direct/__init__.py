@@ -17,8 +17,9 @@ from ..mesh import ParallelType
 from . import aliased, benchmark_utils, idm, multidevice, nvf_cutlass, nvfuser_direct_version, pytorch_utils, schedule
 from .active import ActiveOps, FusionGuard, define_scalar, define_tensor
 from .cache import LRUCache, LruFusionCache
-from .definition import Fusion, FusionDefinition, execute_with_dtensors
+from .definition import Fusion, FusionDefinition
 from .descriptors import compute_tensor_descriptor
+from .dtensors import execute_with_dtensors
 from .enums import CommunicatorBackend, MemoryType, SchedulerType
 from .executors import FusionExecutorCache, KernelExecutor
 from .exprs import BroadcastOp, Expr, Merge, ReshapeOp, Split, SqueezeOp, Statement

@@ -15,7 +15,7 @@ from ..compiler import CompiledProgram
 from ..definition.namespaces import Fusion as CoreFusion
 from ..definition.namespaces import OpNamespace
 from ..definition.tensor_view import TensorView, Val
-from ..errors import ArgumentError, caller_line, user_error
+from ..errors import caller_line, user_error
 from ..executor import spmd
 from ..executor.arguments import check_list
 from ..ops import OPS
@@ -352,31 +352,13 @@ class FusionDefinition(core.FusionDefinition):
         outputs differ by more than these allow.
         """
         given = {name: options.pop(name) for name in _EXECUTION if name in options}
-        return self._compared(self.execute(inputs, device=device, **given), inputs, reference_outputs, options)
+        return repro.compared(self, self.execute(inputs, device=device, **given), inputs, reference_outputs, options)
 
     def manual_validate(
         self, inputs: Sequence[Any], reference_outputs: Sequence[Any] | None = None, **tolerances: Any
     ) -> list[Any]:
         """`validate`, by `manual_execute`."""
-        return self._compared(self.manual_execute(inputs), inputs, reference_outputs, tolerances)
-
-    def _compared(
-        self,
-        outputs: list[Any],
-        inputs: Sequence[Any],
-        reference_outputs: Sequence[Any] | None,
-        tolerances: Mapping[str, Any],
-    ) -> list[Any]:
-        """The outputs, if they are as the reference, or as the definition without sharding says."""
-        expected = repro.unsharded_outputs(self, inputs) if reference_outputs is None else reference_outputs
-        if _kinds(expected) != _kinds(outputs):
-            raise user_error(
-                "validate: reference_outputs", _kinds(expected), f"a list like the outputs: {_kinds(outputs)}",
-                "Pass them in the order of add_output.", caller_line(), ArgumentError,
-            )  # fmt: skip
-        for found, wanted in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(found, wanted, **tolerances)
-        return outputs
+        return repro.compared(self, self.manual_execute(inputs), inputs, reference_outputs, tolerances)
 
 
 # What `execute` takes besides its arguments.
@@ -401,14 +383,6 @@ def flattened(fd: FusionDefinition, inputs: Sequence[Any]) -> list[Any]:
     return values
 
 
-def _kinds(values: Any) -> str:
-    """What a list holds, tensors of any class alike."""
-    if not isinstance(values, (list, tuple)):
-        return type(values).__name__
-    names = ("a tensor" if isinstance(value, torch.Tensor) else repr(value) for value in values)
-    return f"[{', '.join(names)}]"
-
-
 def _plain(mesh: Any) -> Any:
     return mesh.plain() if isinstance(mesh, DeviceMesh) else mesh
 
@@ -421,27 +395,3 @@ def _listening(ran: list[spmd.RankProgram]) -> Iterator[None]:
         yield
     finally:
         spmd.finished.remove(ran.append)
-
-
-def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Sequence[Any]) -> list[Any]:
-    """DTensors in, DTensors out, on the mesh (its dim names included) of the inputs.
-
-    Raises ArgumentError where an input's placements are not as annotated.
-    """
-    if not isinstance(fd, FusionDefinition):
-        raise user_error("execute_with_dtensors", repr(fd), "a FusionDefinition", "Pass one, then its DTensors.",
-                         caller_line())  # fmt: skip
-    outputs = fd.execute(in_dtensors)
-    pairs = zip(outputs, fd.fec.get_output_shardings(), strict=True)
-    return [out if out is None or not sharding.ones else _with_ones(out, sharding) for out, sharding in pairs]
-
-
-def _with_ones(out: Any, sharding: Sharding) -> Any:
-    """The DTensor with the placements that say the same over mesh axes of one rank."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    names, ones = sharding.core.mesh.names, sharding.ones
-    placements = [Shard(ones[name]) if name in ones else p for name, p in zip(names, out.placements, strict=True)]
-    return DTensor.from_local(
-        out.to_local(), out.device_mesh, placements, run_check=False, shape=out.shape, stride=out.stride()
-    )

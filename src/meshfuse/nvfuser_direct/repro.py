@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.testing._comparison import default_tolerances
 
 from ..compiler import CompiledProgram
+from ..errors import ArgumentError, caller_line, user_error
 from ..executor.spmd import gather_output
 from ..runtime.world import World
 from ..sharding.data import shard
@@ -73,6 +74,36 @@ def _gathered(fd: FusionDefinition, place: int, value: Any) -> Any:
     home, shape = compiled.sharded.homes[tensor], compiled.graph.shape(tensor)
     local = value if World.current().rank in home.mesh else None
     return gather_output(World.current(), local, home, shape, value.dtype, value.device)
+
+
+def compared(
+    fd: FusionDefinition,
+    outputs: list[Any],
+    inputs: Sequence[Any],
+    reference_outputs: Sequence[Any] | None,
+    tolerances: Mapping[str, Any],
+) -> list[Any]:
+    """The outputs, if they are as the reference, or (for None) as the definition without sharding says.
+
+    Raises ArgumentError for a reference of another form, AssertionError for other numbers.
+    """
+    expected = unsharded_outputs(fd, inputs) if reference_outputs is None else reference_outputs
+    if _kinds(expected) != _kinds(outputs):
+        raise user_error(
+            "validate: reference_outputs", _kinds(expected), f"a list like the outputs: {_kinds(outputs)}",
+            "Pass them in the order of add_output.", caller_line(), ArgumentError,
+        )  # fmt: skip
+    for found, wanted in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(found, wanted, **tolerances)
+    return outputs
+
+
+def _kinds(values: Any) -> str:
+    """What a list holds, tensors of any class alike."""
+    if not isinstance(values, (list, tuple)):
+        return type(values).__name__
+    names = ("a tensor" if isinstance(value, torch.Tensor) else repr(value) for value in values)
+    return f"[{', '.join(names)}]"
 
 
 def get_val_tolerances(fusion: Fusion, args: Sequence[Any] = ()) -> list[tuple[float, float]]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..definition.tensor_view import TensorView
 from ..errors import caller_line
-from ..mesh import ParallelType, as_int
+from ..mesh import ParallelType
+from ..user_values import as_int
 from .enums import SchedulerType
 from .kernel_params import HeuristicParams
 

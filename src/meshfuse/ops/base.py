@@ -289,7 +289,7 @@ class BlockOrder(NamedTuple):
 
 # (writing, the call, its operands, a sharded dim of one of them that the op needs whole, in how many blocks it
 # lies over ranks, 0 where it does not lie in blocks) -> its results, or None where it has no such form for this call.
-Distributed = Callable[[Writing, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
+DistributedForm = Callable[[Writing, "Call", tuple[TensorRef, ...], int, int], "Sequence[TensorRef] | None"]
 
 
 class Rounds(NamedTuple):
@@ -359,7 +359,7 @@ class OpDef:
     flops: Callable[[Call], float] = _elementwise_flops
     samples: Callable[[], Sequence[Sample]] = _no_samples
     nvfuser: Callable[[Native], Any] | str | None = None
-    distributed: Distributed | None = None
+    distributed: DistributedForm | None = None
     has_form: Callable[[Call], bool] | None = None
     rounds: Rounds | None = None
     apart: Apart | None = None

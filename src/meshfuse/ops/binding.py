@@ -7,6 +7,7 @@ from typing import Any
 
 from ..dtypes import DataType, from_torch
 from ..errors import user_error
+from ..user_values import as_int
 from .base import REQUIRED, OpDef, Param, ParamKind, ScalarRef, TensorRef
 
 K = ParamKind
@@ -61,10 +62,24 @@ def _checked(op: OpDef, param: Param, value: Any, resolve: Resolve) -> Any:
     found = _CHECKS[param.kind](resolve, value) if value is not None else _none(param)
     if found is REQUIRED:
         raise user_error(
-            f"{op.name}: argument {param.name!r} is of the wrong kind", f"{value!r} ({type(value).__name__})",
-            param.kind.value, f"Call it as {signature(op)}.",
+            f"{op.name}: argument {param.name!r} is of the wrong kind", described(value),
+            param.kind.value, f"Call it as {signature(op)}.{NUMBERS_COME_IN if _is_array(value) else ''}",
         )  # fmt: skip
     return found
+
+
+NUMBERS_COME_IN = " Tensors of numbers come in by define_tensor, as arguments of the definition."
+
+
+def described(value: Any) -> str:
+    """A wrong argument for an error text: its value and type; of a tensor or array of numbers, the shape alone."""
+    kind = type(value).__name__
+    return f"a {kind} of shape {list(value.shape)}" if _is_array(value) else f"{value!r} ({kind})"
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is a torch tensor, a numpy array or the like, of more than a single number."""
+    return hasattr(value, "__array__") and bool(getattr(value, "shape", ()))
 
 
 def _none(param: Param) -> Any:
@@ -73,12 +88,8 @@ def _none(param: Param) -> Any:
 
 
 def _int(value: Any) -> Any:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return REQUIRED
-    try:
-        return value.__index__()
-    except (TypeError, ValueError):  # an array of several
-        return REQUIRED
+    found = as_int(value)
+    return REQUIRED if found is None else found
 
 
 def _check_tensor(resolve: Resolve, value: Any) -> Any:

@@ -13,7 +13,7 @@ from ..dtypes import DataType
 from ..sharding.layout import Runs
 from .base import Call
 
-_MOST_RUNS = 8
+_MOST_RUNS = 8  # Each takes ops of its own in nvFuser's definition.
 # By category: of Bool, integers, floating point and complex types.
 ZERO: tuple[bool | int | float | complex, ...] = (False, 0, 0.0, 0j)
 

@@ -127,7 +127,7 @@ def check_dtypes(call: Call) -> DataType:
 
 
 _UNSIGNED = (DataType.Byte, DataType.UInt64)
-_LARGEST_FLOAT = 3.4028234663852886e38
+_LARGEST_FLOAT = 3.4028234663852886e38  # Of 32 bits.
 
 
 def check_number(op: str, value: object, dtype: DataType) -> None:

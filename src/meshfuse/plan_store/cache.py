@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -95,7 +93,9 @@ def key_of(graph: Graph, world: DeviceMesh, how: str = "") -> str:
         text.update(f"{said}|{node.inputs}|{node.outputs}|{node.origin}\n".encode())
     placed = [f"{i} {sharding!r} {_mesh(sharding.mesh)}" for i, sharding in sorted(graph.annotations.items())]
     types = [(tensor.id, tensor.type) for tensor in graph.tensors]
-    rest = (placed, sorted(graph.reductions.items()), graph.inputs, graph.outputs, types, _mesh(world), how)
+    # What the user named to be worked on in chunks stays as it is: in other plans it may be written in other ops.
+    said = (sorted(graph.reductions.items()), sorted(graph.streams))
+    rest = (placed, said, graph.inputs, graph.outputs, types, _mesh(world), how)
     text.update(repr(rest).encode())
     return text.hexdigest()[:40]
 
@@ -116,11 +116,3 @@ def _code_and_versions() -> str:
     files = sorted(root.rglob("*.py"))
     stamps = [f"{file.relative_to(root)} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return "\n".join([__version__, torch.__version__, *stamps])
-
-
-def report() -> Mapping[str, Any]:
-    """Where plans are kept, how many there are, and their bytes: for `meshfuse doctor`."""
-    folder = disk_cache.folder()
-    found = [] if folder is None else [path for path in folder.glob(f"*{_SUFFIX}")]
-    sizes = [os.stat(path).st_size for path in found]
-    return {"folder": folder, "plans": len(found), "bytes": sum(sizes)}

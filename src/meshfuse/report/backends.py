@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..backends.choose import Chosen
+from ..backends.assignment import Chosen
 from ..compiler import CompiledProgram
 from ..segmentation import Segment
 from .bill import table

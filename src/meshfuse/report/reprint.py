@@ -32,30 +32,6 @@ def definition_source(fd: DefinitionBuilder) -> str:
     return "\n".join([*lines, *(_INDENT + line for line in body or ["pass"])]) + "\n"
 
 
-def same_definition(a: DefinitionBuilder, b: DefinitionBuilder) -> bool:
-    """True where inputs, ops, outputs and annotations are equal; source lines may differ."""
-    return _facts(a) == _facts(b)
-
-
-def _facts(fd: DefinitionBuilder) -> tuple[Any, ...]:
-    """All that a definition says. Numbers as text: nan equals itself, and 1, 1.0 and True differ."""
-    nodes = [(node.op.name, repr(node.args), node.inputs, node.outputs) for node in fd.nodes]
-    notes = {i: _annotation_facts(a) for i, a in fd.all_annotations.items() if _says_something(a)}
-    tensors = [(made.type, made.stride_order) for made in fd.tensors]
-    overlaps = {i: asked[:3] for i, asked in fd.overlaps.items()}
-    return (tensors, repr(fd.scalars), nodes, fd.inputs, fd.outputs, notes, overlaps, getattr(fd, "seed", 0))
-
-
-def _annotation_facts(annotation: Annotation) -> tuple[Any, ...]:
-    domain = annotation.domain.unmerged()
-    leaves = {id(leaf): place for place, leaf in enumerate(domain.order)}
-    roots = [
-        [(leaf.size, leaf.axis, leaf.reduction, leaf.swizzled, leaf.pre, leaves[id(leaf)]) for leaf in root]
-        for root in domain.roots
-    ]
-    return (annotation.mesh, roots, annotation.allocation, annotation.memory)
-
-
 def _meshes(fd: DefinitionBuilder) -> list[DeviceMesh]:
     return list(dict.fromkeys(a.mesh for a in fd.all_annotations.values() if a.mesh is not None))
 

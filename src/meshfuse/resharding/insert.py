@@ -14,7 +14,7 @@ from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
 from .moves import Move, MoveKind
 from .order import Before, before
-from .planner import Plan, plan
+from .planner import Path, plan
 from .prices import price
 
 
@@ -225,12 +225,12 @@ class _Inserter:
                 return value.id
         return None
 
-    def _nearest(self, tensor: int, sharding: Sharding) -> tuple[Value, Plan]:
+    def _nearest(self, tensor: int, sharding: Sharding) -> tuple[Value, Path]:
         kind = self.sharded.graph.tensors[tensor].type
         plans = [(v, plan(v.sharding, sharding, kind.shape, kind.dtype.itemsize)) for v in self.by_tensor[tensor]]
         return min(((v, p) for v, p in plans if p is not None), key=lambda entry: entry[1].seconds)
 
-    def _move(self, value: Value, found: Plan, why: str, line: SourceLine) -> int:
+    def _move(self, value: Value, found: Path, why: str, line: SourceLine) -> int:
         for move in found.moves:
             existing = next((v for v in self.by_tensor[value.tensor] if v.sharding == move.dst), None)
             if existing is None:

@@ -18,7 +18,7 @@ from .prices import Price, byte_seconds, held, is_even, price, received
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Path:
     """The moves of a reshard in order, their modelled time in seconds and the bytes per rank on the wire."""
 
     moves: tuple[Move, ...]
@@ -29,7 +29,7 @@ class Plan:
         return " ; ".join(map(str, self.moves)) or "nothing"
 
 
-NOTHING = Plan((), 0.0, 0.0)
+NOTHING = Path((), 0.0, 0.0)
 # On the way a rank holds no more than at the dearer end, or so many bytes, whatever time that would save.
 ROOM = 64 << 20
 # Bytes alone decide where the least part of them that two paths may differ by weighs so many steps.
@@ -41,8 +41,8 @@ _PRIMES = (1009, 1013)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Plan | None:
-    """The cheapest plan; None where there is none (the target is partial in a way the source is not)."""
+def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Path | None:
+    """The cheapest path; None where there is none (the target is partial in a way the source is not)."""
     if src == dst:
         return NOTHING
     if src.mesh != dst.mesh:
@@ -96,9 +96,9 @@ def _spread(dims: Sequence[Layout], places: Sequence[int], ndim: int) -> tuple[L
     return tuple([at.get(d, lay.WHOLE) for d in range(ndim)])
 
 
-def _priced(moves: tuple[Move, ...], shape: tuple[int, ...], itemsize: int) -> Plan:
+def _priced(moves: tuple[Move, ...], shape: tuple[int, ...], itemsize: int) -> Path:
     prices = [price(move, shape, itemsize) for move in moves]
-    return Plan(moves, sum([p.seconds for p in prices]), sum([p.wire for p in prices]))
+    return Path(moves, sum([p.seconds for p in prices]), sum([p.wire for p in prices]))
 
 
 def _room(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> int:
@@ -108,7 +108,7 @@ def _room(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -
     return max(src.max_local_numel(shape), dst.max_local_numel(shape), ROOM // itemsize)
 
 
-def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Plan | None:
+def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Path | None:
     """Reduce on the old mesh, then send every rank of the new one what it needs."""
     if dst.partial:
         return None
@@ -117,7 +117,7 @@ def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsi
     return _priced((*first.moves, Move(MoveKind.TRANSFER, (), src.reduced(), dst)), shape, itemsize)
 
 
-def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Plan:
+def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Path:
     """Between parts of an axis that do not nest, as 2 and 3 of 6: in no group of ranks is anything but an exchange."""
     reduced = Sharding(src.mesh, src.dims, dst.partial, dst.reduce)
     first = plan(src, reduced, shape, itemsize)
@@ -162,7 +162,7 @@ class _Search:
     def _fits(self, state: Sharding) -> bool:
         return not self.room or state.max_local_numel(self.shape) <= self.room
 
-    def run(self) -> Plan | None:
+    def run(self) -> Path | None:
         order = itertools.count()
         queue: list[tuple[float, int, Sharding]] = [(0.0, next(order), self.src)]
         best: dict[Sharding, tuple[float, float, tuple[Move, ...]]] = {self.src: (0.0, 0.0, ())}
@@ -174,7 +174,7 @@ class _Search:
             done.add(state)
             seconds, wire, path = best[state]
             if state == self.dst:
-                return Plan(path, seconds, wire)
+                return Path(path, seconds, wire)
             for move in self._moves(state):
                 added = self._price(move)
                 total = seconds + added.seconds

@@ -75,9 +75,10 @@ class _Order:
     def _release(self) -> None:
         """Reduce what the first waiting step needs, and small ones with it; then go on with what waited."""
         needed = set(self.waiting[0].inputs)
-        keys = {self._key(s) for s in self.held if s.target in needed}
+        # In the order of the reductions: that of a set of texts is another one on every rank.
+        keys = list(dict.fromkeys(self._key(s) for s in self.held if s.target in needed))
         go = [s for s in self.held if s.target in needed or (self._key(s) in keys and self._is_small(s))]
-        go.sort(key=lambda s: list(keys).index(self._key(s)))
+        go.sort(key=lambda s: keys.index(self._key(s)))
         self.done += go
         self.held = [s for s in self.held if s not in go]
         self.left.extendleft(reversed(self.waiting))

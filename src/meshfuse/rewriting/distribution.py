@@ -43,8 +43,7 @@ class Distributed:
 
     def __call__(self, graph: Graph) -> Graph:
         forms = dict(self.forms)
-        written = _FormWriter(graph, forms).run(forms)
-        return dataclasses.replace(written, rewritings=(*graph.rewritings, self))
+        return _FormWriter(graph, forms).run(forms).noting(self)
 
 
 def distribute(graph: Graph, world: DeviceMesh) -> ShardedDefinition:

@@ -52,10 +52,10 @@ class Merged:
         """Itself, where a sum is divided by another number than that of its terms."""
         if not all(_is_mean(graph.nodes[m.total], graph.nodes[m.mean]) for m in self.moments):
             return graph
-        return dataclasses.replace(_rewritten(graph, self.moments), rewritings=(*graph.rewritings, self))
+        return _rewritten(graph, self.moments).noting(self)
 
 
-def merged(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
+def moments_merged(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
     """The definition with its moments over sharded dims from one collective each, if that plan takes less time."""
     found = tuple(_Finder(sharded).run())
     if not found:

@@ -8,7 +8,6 @@ merges attention over parts.) It is done where it pays: unsharded, one op is bet
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ..sharding.layout import axes
 from .graphs import Writer, without_unread
 
 # Makes a plan of a graph.
-Plan = Callable[[Graph], ShardedDefinition]
+Planner = Callable[[Graph], ShardedDefinition]
 # Of what a reduction makes of two parts, what it makes of both.
 _FOLD = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
 # Less of the moves' time than this is not worth another plan.
@@ -56,10 +55,10 @@ class Parted:
 
     def __call__(self, graph: Graph) -> Graph:
         written = _Writer(graph, self.cats).run(range(len(graph.nodes)))
-        return dataclasses.replace(without_unread(written), rewritings=(*graph.rewritings, self))
+        return without_unread(written).noting(self)
 
 
-def in_parts(found: ShardedDefinition, graph: Graph, plan: Plan, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+def in_parts(found: ShardedDefinition, graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The plan found for a graph, or, if that is better, one of the graph with what lies over ranks left in parts."""
     if not effort.rewrites(graph):
         return found

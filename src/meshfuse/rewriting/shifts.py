@@ -9,7 +9,6 @@ others (as in Horner's rule). It is done where it pays: unsharded, a slice is no
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ class Joined:
     def __call__(self, graph: Graph) -> Graph:
         found = dict(self.windows)
         written = without_unread(_Writer(graph, dict(self.cut), found).run(found))
-        return dataclasses.replace(written, rewritings=(*graph.rewritings, self))
+        return written.noting(self)
 
 
 def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:

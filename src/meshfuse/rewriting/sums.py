@@ -8,7 +8,6 @@ of floats in another order round otherwise, so the plan is taken only where it i
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,7 @@ class Regrouped:
     def __call__(self, graph: Graph) -> Graph:
         found = dict(self.sums)
         written = without_unread(_Writer(graph, found).run(found))
-        return dataclasses.replace(written, rewritings=(*graph.rewritings, self))
+        return written.noting(self)
 
 
 class _Writer(Writer):

@@ -15,7 +15,7 @@ class Silent(RuntimeError):
     """An action on the store took too long, as its host is stopped."""
 
 
-_PATIENCE = 0.2
+_PATIENCE = 0.2  # Seconds, while an earlier action is overdue.
 _overdue: WeakSet[threading.Thread] = WeakSet()
 
 

@@ -68,7 +68,7 @@ def peers_gone(scene: Scene, what: str, gone: Sequence[int]) -> RankError:
     _, report = _report(scene, gone)
     error = RankError(
         f"{what} cannot finish on rank {scene.rank}: found {_ranks(gone)} ended, needed all ranks to arrive. "
-        f"See why.\n{report}"
+        f"See why {'it' if len(gone) == 1 else 'they'} ended.\n{report}"
     )
     error.silent = tuple(gone)
     return error

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 # Up to so many bytes of a rank, or of all ranks together, an exchange of everything beats a ring.
 _REDUCED_BY_TWO, _REDUCED_TOGETHER, _GATHERED = 32 * 1024, 512 * 1024, 256 * 1024
-_THREADS = 2
-_TAG = 0
+_THREADS = 2  # Of a group, as in torch: two collectives at a time.
+_TAG = 0  # Messages of one pair of ranks are told apart by their order alone.
 
 
 class Gloo:

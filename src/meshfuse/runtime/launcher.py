@@ -23,13 +23,13 @@ from .environment import LOOPBACK
 from .exits import FOLLOWER
 from .processes import STOPPED, die_with_parent, identity_of, state_of
 
+# Exit codes of ranks that end because of others (`exits.FOLLOWER`): numbers that scripts seldom use.
 FOLLOWER_CODE, WAITED_CODE = 117, 118
 _OF_OTHERS = (FOLLOWER_CODE, WAITED_CODE)
-TIMED_OUT_CODE = 124
-_GRACE = 3.0
-_POLL = 0.02
-_LONGEST_PAUSE = 30.0
-_MOST_RANKS = 4096
+TIMED_OUT_CODE = 124  # As of `timeout`.
+# Seconds: from SIGTERM to SIGKILL, between two looks at the ranks, and at most before a restart.
+_GRACE, _POLL, _LONGEST_PAUSE = 3.0, 0.02, 30.0
+_MOST_RANKS = 4096  # Processes of one machine: more is a mistake.
 _KEEPER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper.py")
 
 

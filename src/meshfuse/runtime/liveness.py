@@ -7,6 +7,7 @@ main thread is. A rank that is stopped or gone is thus told from one that is onl
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -23,7 +24,8 @@ from .bounds import within
 from .store import await_keys
 
 FINISHED, FAILED = "has finished", "has failed, too"
-_LOOK = 2.0
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LOOK = 2.0  # Seconds that a rank has to answer, or a failed one to say why.
 _LONG = timedelta(days=20)  # As milliseconds it must fit 31 bits.
 
 
@@ -132,8 +134,13 @@ class Responder:
 
 
 def main_thread_frame() -> FrameType | None:
-    """The innermost frame of the main thread."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+    """The innermost frame of the main thread; where that asks itself, as in a signal handler, the one it was in."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if threading.current_thread() is not threading.main_thread():
+        return frame
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame
 
 
 def line_of(frame: FrameType | None) -> str:

@@ -11,7 +11,7 @@ import os
 
 VARIABLE = "MESHFUSE_NEWS_FD"
 _USER_ERROR = "user-error"
-_MOST = 65536
+_MOST = 65536  # Bytes read of it: a line for each rank that ended.
 _NAME = "meshfuse-news"
 
 

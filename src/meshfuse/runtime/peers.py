@@ -11,7 +11,8 @@ from ..errors import RankError, user_error
 from . import news, processes
 from .bounds import within
 
-_MANY = 16
+# So many questions to the store, one by one, a rank may ask at a time.
+MANY = 16
 
 
 class Peers:
@@ -47,7 +48,7 @@ class Peers:
         if not unknown:
             return
         if not self._store.check(keys):
-            if len(unknown) > _MANY:
+            if len(unknown) > MANY:
                 return  # One question each, from every rank, would keep the store from its work.
             unknown = [rank for rank, key in zip(unknown, keys, strict=True) if self._store.check([key])]
             keys = [f"joined/{rank}" for rank in unknown]
@@ -57,7 +58,7 @@ class Peers:
     def strangers(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks that have not introduced themselves, as far as was asked (`remember`)."""
         unknown = [rank for rank in ranks if rank not in self._known]
-        return unknown if len(unknown) <= _MANY else []
+        return unknown if len(unknown) <= MANY else []
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks whose processes, known and of this machine, have ended. Does not ask the store."""

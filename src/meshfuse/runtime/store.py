@@ -16,7 +16,7 @@ from ..errors import RankError, RankTimeout, user_error
 from .bounds import bounded
 from .environment import DEFAULT_GROUP, LOOPBACK, Environment
 
-_BACKLOG = 512
+_BACKLOG = 512  # Ranks that connect at the same time.
 
 
 def connect(place: Environment, limit: float) -> dist.Store:

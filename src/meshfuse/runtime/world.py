@@ -35,16 +35,15 @@ from .exits import end_at_once, install_hook
 from .group import Group
 from .last_words import install_last_words
 from .liveness import FAILED, FINISHED, Responder, goodbye, line_of, main_thread_frame, publish, published, roll_call
-from .peers import Peers
+from .peers import MANY, Peers
 from .processes import die_with_parent
 from .store import await_keys, connect, hosts_store
 from .work import Work
 
 T = TypeVar("T")
-_LINGER = 3.0
-_GRACE = 2.0
-_FIRST_COMPARED = 4
-_MANY = 16
+# Seconds: that a failed rank goes on serving the store, and that the store may answer after a limit is over.
+_LINGER, _GRACE = 3.0, 2.0
+_FIRST_COMPARED = 4  # The call before which ranks first compare the order of calls.
 
 
 class Activity(Protocol):
@@ -310,7 +309,7 @@ class World:
         """RankError if a peer has failed, or one that has not come to a meeting is no more."""
         self.raise_if_failed(what)
         self._peers.remember(keys.values())
-        left = [rank for rank in list(keys.values())[:_MANY] if goodbye(self.store, rank) is not None]
+        left = [rank for rank in list(keys.values())[:MANY] if goodbye(self.store, rank) is not None]
         gone = [
             rank for key, rank in keys.items()
             if (rank in left or self._peers.gone([rank])) and not self.store.check([key])

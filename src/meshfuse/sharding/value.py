@@ -45,7 +45,8 @@ class Sharding:
     """Where the elements of a tensor are. Immutable; equal shardings are one object, so that comparing them is free.
 
     `dims[d]` is the layout of dim d. `partial` are the axes over which the value on each rank is one term of a
-    reduction by `reduce` ("sum", "prod", "max" or "min") that has not been done.
+    reduction by `reduce` ("sum", "prod", "max" or "min") that has not been done. Raises DefinitionError for parts of
+    other types; whether they fit a tensor is asked by `make`, which knows its shape.
     """
 
     __slots__ = ("dims", "mesh", "partial", "reduce")
@@ -86,6 +87,7 @@ class Sharding:
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh, ndim: int) -> Sharding:
+        """Whole on every rank of the mesh. Raises DefinitionError for what is no number of dims."""
         if not isinstance(ndim, int) or not 0 <= ndim <= _MOST_DIMS:
             raise user_error("Sharding.replicated: ndim", repr(ndim), f"an int from 0 to {_MOST_DIMS}",
                              "Pass the tensor's number of dims.", caller_line())  # fmt: skip
@@ -117,6 +119,7 @@ class Sharding:
 
     @property
     def is_replicated(self) -> bool:
+        """Whether every rank of the mesh has the whole tensor, reduced."""
         return not self.partial and not any(self.dims)
 
     @property
@@ -129,6 +132,7 @@ class Sharding:
         return frozenset(self.splits) | frozenset(self.partial)
 
     def with_dims(self, dims: Sequence[Layout]) -> Sharding:
+        """Other layouts of dims, on the same mesh and unreduced over the same axes."""
         return Sharding(self.mesh, tuple(dims), self.partial, self.reduce)
 
     def reduced(self) -> Sharding:

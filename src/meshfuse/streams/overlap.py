@@ -93,6 +93,11 @@ class OverlappedDefinition:
             assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
             known.update(step.outputs)
 
+    def fingerprint(self) -> str:
+        """A text that is equal only for equal definitions with their steps and loops in the same order."""
+        order = [part.outputs for part in self.parts] if self.loops else []
+        return f"{self}\n{self.resharded.fingerprint()}\n{order}"
+
     def __str__(self) -> str:
         graph = self.resharded.graph
         lines = []

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import Prepared, Task, Unsupported
 from .cut import Part, cut, refusal
 from .launch import CudaLauncher, Launcher, NativePart, Run
-from .layout import dense_strides, layout_of
 from .load import load
-from .segment import Layouts, build_segment
+from .memory_layout import dense_strides, memory_layout
+from .segment import MemoryLayouts, build_segment
 from .text import bind_kernel, part_kernel
 
 
@@ -70,7 +70,7 @@ class NvFuser:
 
     def _native(self, task: Task, part: Part, text: Run, taken: Sequence[Any], made: Sequence[torch.Tensor]) -> Run:
         given = [t for t in taken if isinstance(t, torch.Tensor)]
-        layouts = Layouts(tuple(map(layout_of, given)), tuple(map(layout_of, made)))
+        layouts = MemoryLayouts(tuple(map(memory_layout, given)), tuple(map(memory_layout, made)))
         try:
             kernel = build_segment(task.definition, part.segment, task.rank, layouts)
         except RuntimeError as error:
@@ -142,7 +142,7 @@ class _Compiled:
         self._results = tuple(f"v{v}" for v in task.segment.outputs)
         self._known: set[tuple[Any, ...]] = set()
         pairs = enumerate(task.arguments)
-        self._layouts = tuple((place, layout_of(a)) for place, a in pairs if isinstance(a, torch.Tensor))
+        self._layouts = tuple((place, memory_layout(a)) for place, a in pairs if isinstance(a, torch.Tensor))
         self._plan = tuple((s.run, s.takes, s.gives, dead) for s, dead in zip(steps, self._dying(), strict=True))
 
     def _dying(self) -> list[tuple[str, ...]]:
@@ -164,7 +164,7 @@ class _Compiled:
 
     def _takes(self, arguments: Sequence[Any], strides: tuple[Any, ...]) -> bool:
         """Whether tensors with these strides fit the definitions; what fits once is known."""
-        fits = all(layout.takes(layout_of(arguments[place])) for place, layout in self._layouts)
+        fits = all(layout.takes(memory_layout(arguments[place])) for place, layout in self._layouts)
         if fits:
             self._known.add(strides)
         return fits

@@ -16,8 +16,8 @@ from ...ops.native import ToTorch
 from ...resharding.insert import Compute
 from ...scalars import ScalarDef, inputs_of
 from ...segmentation import Segment, SegmentedDefinition
-from .layout import Layout
 from .load import load
+from .memory_layout import MemoryLayout
 from .native_call import NativeCall
 
 SizeOf = Callable[[Any, int], int]
@@ -44,7 +44,7 @@ class _Builder:
         self.fd, self.types, self.scalars, self.size = fd, types, scalars, size
         self.scalar_inputs: dict[int, Any] = {}
 
-    def define(self, kind: TensorType, layout: Layout | None = None) -> Any:
+    def define(self, kind: TensorType, layout: MemoryLayout | None = None) -> Any:
         """An input, dense and row-major where no layout is given; dims of size 1 are broadcast."""
         flags = [None if n == 1 else True for n in kind.shape] if layout is None else layout.slowest_first()
         order = [] if layout is None or layout.row_major else list(layout.order)
@@ -117,11 +117,11 @@ def local_types(local: LocalCall) -> tuple[tuple[TensorType, ...], tuple[TensorT
 
 
 @dataclass(frozen=True, slots=True)
-class Layouts:
+class MemoryLayouts:
     """How a segment's inputs and outputs lie in memory."""
 
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    inputs: tuple[MemoryLayout, ...]
+    outputs: tuple[MemoryLayout, ...]
 
     @property
     def row_major(self) -> bool:
@@ -129,7 +129,7 @@ class Layouts:
 
 
 def build_segment(
-    segmented: SegmentedDefinition, segment: Segment, rank: int, layouts: Layouts | None = None
+    segmented: SegmentedDefinition, segment: Segment, rank: int, layouts: MemoryLayouts | None = None
 ) -> NativeKernel:
     """The kernel of a segment on a rank of its mesh: inputs and outputs in the order of the segment's.
 
@@ -153,7 +153,7 @@ def build_segment(
     return NativeKernel(segment.name, fd, inputs, scalars, outputs)
 
 
-def _laid_out(fd: Any, tensor: Any, layouts: Layouts | None, place: int) -> Any:
+def _laid_out(fd: Any, tensor: Any, layouts: MemoryLayouts | None, place: int) -> Any:
     """nvFuser lets outputs follow the order of its inputs' dims unless it is told."""
     if layouts is None or layouts.row_major or len(layouts.outputs[place].order) < 2:
         return tensor

@@ -10,7 +10,7 @@ _Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryLayout:
     """`order` has for each dim how many dims vary faster than it. `contiguity`, by dim: None for size 1, else whether
     its stride is the extent of the next faster dim; where False, a definition takes any stride.
     """
@@ -27,13 +27,13 @@ class Layout:
         dims = sorted(range(len(self.order)), key=lambda d: -self.order[d])
         return [self.contiguity[d] for d in dims]
 
-    def takes(self, other: Layout) -> bool:
+    def takes(self, other: MemoryLayout) -> bool:
         """Whether a definition of this layout computes right on tensors of another."""
         pairs = zip(self.contiguity, other.contiguity, strict=True)
         return self.order == other.order and all(b or not a for a, b in pairs)
 
 
-def layout_of(tensor: torch.Tensor) -> Layout:
+def memory_layout(tensor: torch.Tensor) -> MemoryLayout:
     """The layout of a tensor, also of one on the meta device. Tensors without elements are dense."""
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     if tensor.numel() == 0:
@@ -48,7 +48,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     order = [0] * len(shape)
     for place, d in enumerate(slowest_first):
         order[d] = len(shape) - 1 - place
-    return Layout(tuple(order), tuple(flags))
+    return MemoryLayout(tuple(order), tuple(flags))
 
 
 def dense_strides(tensor: torch.Tensor) -> _Strides:

@@ -70,24 +70,24 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Assignment:
     """Per segment's number what to run it with from call number `due` (from 0) on; before, and for None, the text."""
 
     due: int | None
     chosen: Mapping[int, Chosen]
 
 
-def plan(definition: SegmentedDefinition, name: str) -> Plan:
+def assigned(definition: SegmentedDefinition, name: str) -> Assignment:
     """What to compile, and when; equal on all ranks."""
     segments = [part for part in definition.parts if isinstance(part, Segment)]
     if name != "auto":
         due = None if name == "eager" else 0
-        return Plan(due, {segment.id: Chosen(name, "asked for") for segment in segments})
+        return Assignment(due, {segment.id: Chosen(name, "asked for") for segment in segments})
     saved = {segment.id: saved_seconds(definition.resharded, segment) for segment in segments}
     price = sum(_COMPILE + _COMPILE_OP * len(s.computes) for s in segments if saved[s.id] >= _LEAST)
     total = sum(seconds for seconds in saved.values() if seconds >= _LEAST)
     due = max(_PATIENCE, math.ceil(price / total)) if total else None
-    return Plan(due, {number: _auto(seconds, due) for number, seconds in saved.items()})
+    return Assignment(due, {number: _auto(seconds, due) for number, seconds in saved.items()})
 
 
 def _auto(saved: float, due: int | None) -> Chosen:
