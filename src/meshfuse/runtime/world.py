@@ -89,6 +89,16 @@ class _History:
         return "\n".join(f"call {number}: {name}" for number, name in enumerate(self.last, first))
 
 
+@dataclass(frozen=True, slots=True)
+class _LeftOff:
+    """An execution that an error ended before all of its communications were issued: where, and by what error."""
+
+    where: str
+    ranks: tuple[int, ...]
+    error: str
+    of_ranks: bool
+
+
 class World:
     """The ranks of this job. `World.current()` is the process's own; alone, it opens no socket.
 
@@ -110,6 +120,7 @@ class World:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._counters = _Counters()
         self._history = _History()
+        self._left_off: _LeftOff | None = None
         self._store: dist.Store | None = None
         self._responder: Responder | None = None
         if self.size > 1:
@@ -249,11 +260,32 @@ class World:
         All ranks run the same programs in the same order: RankError where they do not, told at the latest when twice as
         many calls are made. (Compared at calls 4, 8, 16, … it costs nothing in the long run.)
         """
+        if self._left_off is not None:
+            self._resume(self._left_off)
         self.activity = activity
         history = self._history
         history.add(activity.name)
         if self.size > 1 and history.calls >= _FIRST_COMPARED and history.calls & (history.calls - 1) == 0:
             self.check_same(history.digest, "the order of calls", self.all_ranks, history.text)
+
+    def leave_off(self, where: str, ranks: Sequence[int], error: BaseException) -> None:
+        """Note that an execution of `ranks` ended by an error before its last communication: at `where`."""
+        of_ranks = isinstance(error, RankError)
+        self._left_off = self._left_off or _LeftOff(where, tuple(ranks), type(error).__name__, of_ranks)
+
+    def _resume(self, left: _LeftOff) -> None:
+        """Execute again after an error that the script has caught: if it came to all ranks at the same place.
+
+        Else this rank's next communications would meet those that the others still wait for, in silence.
+        """
+        if left.of_ranks:
+            raise user_error(
+                "an execution follows one that failed", f"{left.error} in {left.where}", "ranks that go on together",
+                "Let the error end the process; meshfuse run --max-restarts starts all ranks anew.", cls=RankError,
+            )  # fmt: skip
+        what, do = f"where executions ended: {left.error} in {left.where}", "Let the error end the process."
+        self.check_same(left.where, what, left.ranks, do=do)
+        self._left_off = None
 
     def told(self, ranks: Sequence[int], what: str, value: str) -> list[bytes]:
         """What each of `ranks`, which all call this, says of itself."""
