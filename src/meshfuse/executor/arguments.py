@@ -157,7 +157,7 @@ def _kind_problem(made: TensorDef, value: Any) -> _Problem | None:
     if value.numel() and not value.untyped_storage().nbytes():
         return (
             " has no memory",
-            "a storage of 0 bytes, freed by who owns it",
+            "a storage of 0 bytes, freed by its owner",
             str(made.type),
             "Pass it while it is there.",
         )
