@@ -203,69 +203,6 @@ fd.execute(shards)
     check_followers(run_bare(START + script, tmp_path, 2), 1, 'KeyError: "the user\'s mistake"')
 
 
-CAUGHT = """
-import sys
-import torch
-import meshfuse as mf
-rank, size = mf.World.current().rank, mf.World.current().size
-with mf.FusionDefinition() as fd:
-    i = fd.define_tensor([2 * size], dtype=mf.DataType.Int)
-    w = fd.define_tensor([16, 3])
-    y = fd.ops.sum(fd.ops.index_select(w, i, 0), [0])
-    fd.add_output(y)
-    fd.mesh_split(i, mf.DeviceMesh((size,), ("tp",)), ["tp"])
-table = torch.arange(48.0).reshape(16, 3)
-for step in range(12):
-    indices = torch.full((2,), step)
-    if step == 4 and rank in {failing}:
-        indices[1] = 99
-    try:
-        (found,) = fd.execute([indices, table])
-        assert torch.equal(found, table[step] * 2 * size), (step, found)
-    except ValueError as error:
-        print(f"step {{step}}: {{error}}", flush=True)
-print("all steps")
-"""
-
-
-def test_an_error_that_one_rank_catches_mixes_no_steps_up(tmp_path):
-    """Its next communication would meet the one that the others still wait for."""
-    results = run_bare(CAUGHT.format(failing=[1]), tmp_path, 2, limit=2.0)
-    assert [code for code, _ in results] == [1, 1]
-    (_, waiting), (_, caught) = results
-    assert "RankTimeout: all-reduce of y (t3) over tp (output) in step 5" in waiting
-    assert "step 4: y (index_select): an index is out of range on rank 1" in caught
-    place = "step 5 of the definition of y (t3) at script.py:9"
-    assert f"comparing where executions ended: KernelError in {place}" in caught, caught
-    assert "after 0 of 1 communications" in caught and "AssertionError" not in waiting + caught
-
-
-def test_an_error_that_all_ranks_catch_lets_them_go_on(tmp_path):
-    for code, text in run_bare(CAUGHT.format(failing=[0, 1]), tmp_path, 2, limit=10.0):
-        assert code == 0 and "step 4: y (index_select): an index is out of range" in text and "all steps" in text
-
-
-def test_no_execution_follows_one_that_failed_for_another_rank(tmp_path):
-    """Other groups than the one that failed still connect ranks, which may be in other steps."""
-    script = """
-if world.rank == 1:
-    time.sleep(3.5)
-for step in range(2):
-    try:
-        fd.execute(shards)
-    except mf.RankTimeout:
-        print("timed out", flush=True)
-"""
-    (code, text), _ = run_bare(START + script, tmp_path, 2, limit=1.5)
-    assert code == 1 and "timed out" in text
-    assert re.search(
-        r"RankError: the definition of y \(t3\) .* in step 3: an execution follows one that failed: found RankTimeout "
-        r"in step 2 of the definition of y \(t3\) at script.py:11 \(plan \w+\), after 1 of 1 communications, needed "
-        r"ranks that go on together\. Let the error end the process; meshfuse run --max-restarts starts all ranks ",
-        text,
-    ), text
-
-
 def test_a_rank_that_passes_a_wrong_shard(tmp_path):
     script = """
 if world.rank == 1:

@@ -102,7 +102,8 @@ class RankProgram:
         self.step, self.running = 0, False
         self._capture = capture
         self._renew, self._renewal = renew, RENEWED if compiled.near is not None else None
-        self._bind(compiled)
+        with world.turns:
+            self._bind(compiled)
 
     def _bind(self, compiled: CompiledProgram) -> None:
         """Make this the program that runs, if all ranks have the same."""
@@ -130,10 +131,11 @@ class RankProgram:
 
         No gradients are recorded: those of a definition are `fd.grad`'s.
         """
-        if not autocast_is_on():
-            return self._run_step(arguments, seed, offset)
-        with without_autocast(self.device):
-            return self._run_step(arguments, seed, offset)
+        with self.world.turns:
+            if not autocast_is_on():
+                return self._run_step(arguments, seed, offset)
+            with without_autocast(self.device):
+                return self._run_step(arguments, seed, offset)
 
     def _run_step(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
         self.step, self.running = offset + 1, True
@@ -213,7 +215,7 @@ class RankProgram:
         before = next(place for place, i in enumerate(self.program.instructions) if i is found)
         if any(sent[before:]) or isinstance(error, RankError):
             where = f"step {self.step} of {self.name}, after {sum(sent[:before])} of {sum(sent)} communications"
-            self.world.leave_off(where, self.compiled.ranks, error)
+            self.world.turns.leave_off(where, self.compiled.ranks, error)
 
     def place(self, frame: FrameType | None) -> str:
         """Where in the program a thread is whose innermost frame is given: for other ranks, and for last words."""
@@ -227,7 +229,8 @@ class RankProgram:
         for tensor, sharding, local in zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True):
             kind = graph.tensors[tensor].type
             dtype = getattr(torch, kind.dtype.value)
-            out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
+            with self.world.turns:
+                out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
         return out
 
 

@@ -38,6 +38,7 @@ from .liveness import FAILED, FINISHED, Responder, goodbye, line_of, main_thread
 from .peers import Peers
 from .processes import die_with_parent
 from .store import await_keys, connect, hosts_store
+from .turns import Turns
 from .work import Work
 
 T = TypeVar("T")
@@ -89,16 +90,6 @@ class _History:
         return "\n".join(f"call {number}: {name}" for number, name in enumerate(self.last, first))
 
 
-@dataclass(frozen=True, slots=True)
-class _LeftOff:
-    """An execution that an error ended before all of its communications were issued: where, and by what error."""
-
-    where: str
-    ranks: tuple[int, ...]
-    error: str
-    of_ranks: bool
-
-
 class World:
     """The ranks of this job. `World.current()` is the process's own; alone, it opens no socket.
 
@@ -120,7 +111,7 @@ class World:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._counters = _Counters()
         self._history = _History()
-        self._left_off: _LeftOff | None = None
+        self.turns = Turns(self.rank, self.size)
         self._store: dist.Store | None = None
         self._responder: Responder | None = None
         if self.size > 1:
@@ -234,17 +225,21 @@ class World:
         """Compare a short text over `ranks`, which all call this. RankError on every one if it differs.
 
         `detail` gives a longer text to show in its place: the first line in which the ranks differ. `do` is the advice.
+        Ranks in other calls compare other things: an execution with new shapes its program, one with known shapes none.
         """
         ranks = tuple(ranks)
         if len(ranks) == 1:
             return
         name = f"same/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
-        values = self._share(name, ranks, f"comparing {what}", value)
+        values = self._share(name, ranks, f"comparing {what}", f"{what}\n{value}")
         if len(set(values)) == 1:
             return
+        compared = [data.decode().partition("\n")[0] for data in values]
+        if len(set(compared)) > 1:
+            raise disagreement("what comes next", [f"comparing {what}" for what in compared], ranks, do)
         if detail is not None:
             values = self._share(f"{name}/detail", ranks, f"comparing {what}", detail())
-        raise disagreement(what, [data.decode() for data in values], ranks, do)
+        raise disagreement(what, [data.decode().removeprefix(f"{what}\n") for data in values], ranks, do)
 
     def any(self, value: bool, what: str, ranks: Sequence[int]) -> bool:
         """Whether `value` is True on any of `ranks`, which all call this; this rank's own value for less than two."""
@@ -260,32 +255,12 @@ class World:
         All ranks run the same programs in the same order: RankError where they do not, told at the latest when twice as
         many calls are made. (Compared at calls 4, 8, 16, … it costs nothing in the long run.)
         """
-        if self._left_off is not None:
-            self._resume(self._left_off)
+        self.turns.resume(self.check_same)
         self.activity = activity
         history = self._history
         history.add(activity.name)
         if self.size > 1 and history.calls >= _FIRST_COMPARED and history.calls & (history.calls - 1) == 0:
             self.check_same(history.digest, "the order of calls", self.all_ranks, history.text)
-
-    def leave_off(self, where: str, ranks: Sequence[int], error: BaseException) -> None:
-        """Note that an execution of `ranks` ended by an error before its last communication: at `where`."""
-        of_ranks = isinstance(error, RankError)
-        self._left_off = self._left_off or _LeftOff(where, tuple(ranks), type(error).__name__, of_ranks)
-
-    def _resume(self, left: _LeftOff) -> None:
-        """Execute again after an error that the script has caught: if it came to all ranks at the same place.
-
-        Else this rank's next communications would meet those that the others still wait for, in silence.
-        """
-        if left.of_ranks:
-            raise user_error(
-                "an execution follows one that failed", f"{left.error} in {left.where}", "ranks that go on together",
-                "Let the error end the process; meshfuse run --max-restarts starts all ranks anew.", cls=RankError,
-            )  # fmt: skip
-        what, do = f"where executions ended: {left.error} in {left.where}", "Let the error end the process."
-        self.check_same(left.where, what, left.ranks, do=do)
-        self._left_off = None
 
     def told(self, ranks: Sequence[int], what: str, value: str) -> list[bytes]:
         """What each of `ranks`, which all call this, says of itself."""
@@ -311,6 +286,7 @@ class World:
         self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes = "", limit: float | None = None
     ) -> None:
         """Say that this rank has come to a meeting and wait for the others."""
+        self.turns.check()
         start, limit = time.monotonic(), limit or self.limit
         keys = {f"{name}/{rank}": rank for rank in ranks}
 
