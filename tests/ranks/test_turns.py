@@ -1,4 +1,4 @@
-"""What ranks do together comes in one order on all of them: after errors that were caught, with threads and processes."""
+"""What ranks do together comes in one order on all of them: after errors that were caught, with threads, with forks."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ for step in range(2):
     (code, text), _ = run_bare(START + script, tmp_path, 2, limit=1.5)
     assert code == 1 and "timed out" in text
     assert re.search(
-        r"RankError: an execution follows one that failed: found RankTimeout in step 2 of the definition of y \(t3\) at "
-        r"script.py:10 \(plan \w+\), after 1 of 1 communications, needed ranks that go on together\. Let the error end "
-        r"the process; meshfuse run --max-restarts starts all ranks anew\. \(at script.py:21\)",
+        r"RankError: an execution follows one that failed: found RankTimeout in step 2 of the definition of y \(t3\) "
+        r"at script.py:10 \(plan \w+\), after 1 of 1 communications, needed ranks that go on together\. Let the error "
+        r"end the process; meshfuse run --max-restarts starts all ranks anew\. \(at script.py:21",
         text,
     ), text
 

@@ -28,8 +28,8 @@ class Turns:
     """A context for each thing that ranks do together. ArgumentError where another thread is at one, RankError
     where ranks cannot do any more together.
 
-    Threads come in another order on each rank, and what meets would be of several calls. A program that an op's function
-    runs is at the same place on all ranks.
+    Threads come in another order on each rank, and what meets would be of several calls. A program that an op's
+    function runs is at the same place on all ranks.
     """
 
     def __init__(self, rank: int, size: int):
