@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import ArgumentError, RankError, user_error
+from ..errors import ArgumentError, RankError, caller_line, located, user_error
 from . import news
 from .bounds import Silent, bounded, left_running, within
 from .diagnosis import (
@@ -121,7 +121,9 @@ class World:
     def current(cls) -> World:
         """This process's world, joined at the first call. RankTimeout if rank 0 is not to be found."""
         if cls._current is None:
-            cls._current = World(_place(), time_limit())
+            with located(caller_line()):
+                place, limit = _place(), time_limit()
+            cls._current = World(place, limit)
         return cls._current
 
     @property
