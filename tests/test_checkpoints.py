@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -333,6 +334,41 @@ def test_the_index_says_what_there_is(tmp_path):
     assert body["tensors"] == {"t": ["float32", [3, 0]]} and body["values"] == {"s": 1.5}
     assert folder.read_index(tmp_path).tensors == {"t": ("float32", (3, 0))}
     assert mf.load(tmp_path)["t"].shape == (3, 0)
+
+
+FORGED = [None, 1, -1, True, "x", "../other", "/etc", [], [[]], ["w"], {}, {"t": None}, {"t": 1}, {"t": []},
+          {"t": [1, 2]}, {"t": ["nope", [3]]}, {"t": ["float32", [-1]]}, {"t": ["float32", 3]},
+          {"t": ["save", [3]]}, {"../t": [1, 2]}, {"t": [1.5, 2]}]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["data", "tensors", "values", "files", "format"])
+def test_an_index_that_no_save_wrote(tmp_path, part):
+    """Whatever it says, with the right checksum: an error of checkpoints, or what is there."""
+    mf.save(tmp_path, {"t": torch.ones(3), "s": 1.5})
+    index = folder.read_index(tmp_path)
+    data, kept = tmp_path / index.data, tmp_path / "kept"
+    data.rename(kept)
+    for forged in FORGED:
+        shutil.copytree(kept, data, dirs_exist_ok=True)
+        folder.commit(tmp_path, dataclasses.replace(index, **{part: forged}))
+        shutil.copytree(kept, data, dirs_exist_ok=True)
+        try:
+            found = mf.load(tmp_path)
+        except (CheckpointError, mf.ArgumentError) as error:
+            assert re.search(r"\(at test_checkpoints\.py:\d+\)", str(error)), forged
+        else:
+            assert part in ("values", "tensors") or torch.equal(found["t"], torch.ones(3)), forged
+
+
+@pytest.mark.parametrize("which", ["*.distcp", ".metadata", "checkpoint.json"])
+def test_what_is_there_and_no_file_is_not_waited_for(tmp_path, which):
+    """A pipe that nobody writes to has no end."""
+    mf.save(tmp_path, {"t": torch.ones(3)})
+    (path,) = tmp_path.rglob(which)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=r"damaged|no checkpoint to load"):
+        mf.load(tmp_path)
 
 
 @pytest.mark.parametrize("other", [0, 2, None, "1"])

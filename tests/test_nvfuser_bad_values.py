@@ -114,6 +114,47 @@ def test_a_definition_by_methods_is_defined_before_whatever_is_asked_first(first
     assert "all-reduce" in str(fd.bill()) and len(fd.tensors) == 3
 
 
+class Failing(Rows):
+    """Its first annotation is not reached."""
+
+    def multidevice_schedule(self) -> None:
+        raise KeyError("of the script")
+
+
+class Asking(Rows):
+    def definition(self) -> None:
+        self.simulate([X])
+
+
+@pytest.mark.parametrize("first", ASKED)
+def test_a_definition_whose_methods_fail_is_never_half_of_one(first: str) -> None:
+    """The second time it would run without what the method had left to say."""
+    fd = Failing()
+    with pytest.raises(KeyError, match="of the script"):
+        ASKED[first](fd)
+    for again in ASKED.values():
+        with pytest.raises(
+            mf.DefinitionError,
+            match=r"the definition is not finished: found its method multidevice_schedule, ended by KeyError, needed "
+            r"methods that have come to their ends\. Make a new definition\. \(at test_nvfuser_bad_values.py:\d+\)",
+        ):
+            again(fd)
+
+
+def test_a_method_that_asks_for_what_it_defines() -> None:
+    for _ in range(2):
+        with pytest.raises(
+            mf.DefinitionError, match=r"found its method definition.*\(at test_nvfuser_bad_values.py:\d+\)"
+        ):
+            Asking().execute([X])
+
+
+def test_a_definition_that_is_left_without_being_entered() -> None:
+    fd, _, _ = defined()
+    fd.__exit__(None, None, None)
+    assert fd.simulate([X])[0].equal(X)
+
+
 EDITS: dict[str, Callable[[nv.FusionDefinition, mf.TensorView], Any]] = {
     "outer_split": lambda fd, x: x.outer_split(0, 2),
     "inner_split": lambda fd, x: x.inner_split(0, 2),

@@ -172,7 +172,8 @@ class FusionDefinition(DefinitionBuilder):
         if known[0] is not None and not any(self.tensors[i].stride_order for i in found.tensors):
             self._ready[known] = program
         homes = output_homes(program.compiled, inputs, line) if dtensors else None
-        outputs = self._laid_out(program.run(locals_, self.seed, self._next_step("ranks")))
+        values = found.in_order(self.inputs)
+        outputs = self._laid_out(program.run(values, self.seed, self._next_step("ranks")))
         return outputs if homes is None else wrap_outputs(outputs, homes)
 
     def simulate(self, inputs: Sequence[Any], *, check_replicas: bool = False) -> list[torch.Tensor]:
@@ -207,7 +208,8 @@ class FusionDefinition(DefinitionBuilder):
         found = split_arguments(self, inputs, line)
         shapes = check_global_shapes(self, found, line)
         shardings = self._input_shardings(shapes)
-        args = [self._local(ref, value, shardings, world.rank) for ref, value in zip(self.inputs, inputs, strict=True)]
+        values = zip(self.inputs, found.in_order(self.inputs), strict=True)
+        args = [self._local(ref, value, shardings, world.rank) for ref, value in values]
         key = (self._key(found), "global")
         if key not in self._bound:
             program = self._bind_rank(found, shapes, False, line, whole=True)

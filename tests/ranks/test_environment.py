@@ -96,6 +96,15 @@ def test_first_host(hosts, first):
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"},
             "found rank 2 of 2, needed a rank from 0 to 1",
         ),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "the size of the world by RANK/WORLD_SIZE: found 0, needed 1 to 1048576"),
+        ({"RANK": "0", "WORLD_SIZE": "999999999999"}, "found 999999999999, needed 1 to 1048576"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"}, "store is none: found 65536, needed 1 to 65535"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "-1"}, "store is none: found -1, needed 1 to 65535"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "store is none: found 0, needed 1 to 65535"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MESHFUSE_STORE_PORT": "5", "MESHFUSE_STORE_FD": "x"},
+            "MESHFUSE_STORE_FD is no number: found 'x'",
+        ),
     ],
 )
 def test_wrong_variables(variables, text):

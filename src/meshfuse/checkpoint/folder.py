@@ -9,15 +9,20 @@ them, and then the old ones go. Whatever ends a save before, the checkpoint of b
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..errors import CheckpointError, user_error
 
@@ -48,6 +53,7 @@ def new_name(path: Path) -> str:
 def read_index(path: Path) -> Index:
     """The checkpoint in a folder. CheckpointError where there is none that is whole, or it is of another format."""
     try:
+        _check_kind(path / _INDEX)
         text = (path / _INDEX).read_text(errors="replace")
     except OSError as error:
         raise user_error(
@@ -70,14 +76,41 @@ def _parsed(file: Path, text: str) -> Index:
         if digest != _digest(body):
             raise ValueError("its checksum differs")
         found = json.loads(body)
+        if found["format"] == FORMAT:
+            _check_form(found)
         tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in found["tensors"].items()}
         files = {name: (size, code) for name, (size, code) in found["files"].items()}
         return Index(found["data"], tensors, found["values"], files, found["format"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise user_error(
             f"{file} is damaged", str(error), "the text that meshfuse.save wrote", "Load another checkpoint.",
             cls=CheckpointError,
         ) from None  # fmt: skip
+
+
+def _check_form(found: Mapping[str, Any]) -> None:
+    """Raises ValueError for what no save writes, such as data outside of the folder."""
+    data, values, files = found["data"], found["values"], found["files"]
+    if not isinstance(data, str) or not re.fullmatch(rf"{_PREFIX}[0-9a-f-]+", data):
+        raise ValueError(f"{data!r} as the name of its data")
+    if not isinstance(values, dict):
+        raise ValueError(f"{values!r} as its values")
+    for name, (dtype, shape) in found["tensors"].items():
+        if not isinstance(getattr(torch, str(dtype), None), torch.dtype) or not _are_counts(shape):
+            raise ValueError(f"{dtype!r} of shape {shape!r} as tensor {name!r}")
+    for name, facts in files.items():
+        if "/" in name or not _are_counts(facts):
+            raise ValueError(f"{facts!r} as the facts of its file {name!r}")
+
+
+def _are_counts(found: Any) -> bool:
+    return isinstance(found, list) and all(type(n) is int and n >= 0 for n in found)
+
+
+def _check_kind(file: Path) -> None:
+    """Raises OSError for what is there and no file: a pipe without a writer would be read without end."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, f"{file.name} is no file")
 
 
 def commit(path: Path, index: Index) -> None:
@@ -118,6 +151,7 @@ def sum_of(file: Path) -> tuple[int, int]:
 def check_file(folder: Path, name: str, expected: tuple[int, int]) -> None:
     """CheckpointError where a file is not as it was written."""
     try:
+        _check_kind(folder / name)
         size, code = sum_of(folder / name)
     except OSError as error:
         found = error.strerror or "no file"

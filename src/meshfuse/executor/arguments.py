@@ -26,16 +26,20 @@ class Inputs:
     scalars: Mapping[int, Any]
     device: torch.device
 
+    def in_order(self, inputs: Sequence[TensorRef | ScalarRef]) -> list[Any]:
+        """The values of a definition's inputs: plain tensors and Python's numbers."""
+        return [self.tensors[i.id] if isinstance(i, TensorRef) else self.scalars[i.id] for i in inputs]
+
 
 def outline(arguments: Any) -> Any:
     """All facts but strides that the checks of a call's arguments look at, as a key; None where they look at more: at
-    numbers, DTensors and other subclasses of tensors.
+    numbers, DTensors and other subclasses of tensors. Memory that its owner has freed would end the process.
     """
     if type(arguments) not in (list, tuple):
         return None
     try:
-        found = [(t.shape, t.dtype, t.device, t.layout) for t in arguments if type(t) in _PLAIN]
-    except RuntimeError:  # of nested tensors, which have no shape
+        found = [(t.shape, t.dtype, t.device, t.layout, not t.data_ptr()) for t in arguments if type(t) in _PLAIN]
+    except RuntimeError:  # of nested tensors, which have no shape, and of those without memory of their own
         return None
     return tuple(found) if len(found) == len(arguments) else None
 
@@ -95,11 +99,38 @@ def _signature(fd: DefinitionBuilder) -> str:
 
 def _checked_tensor(place: int, made: TensorDef, value: Any, line: SourceLine | None) -> torch.Tensor:
     name = f"argument {place}, {made.label} (defined at {made.line})"
+    value = _without_class(value)
     problem = _kind_problem(made, value) or _type_problem(made, value) or _stride_problem(made, value)
     if problem is not None:
         wrong, found, needed, do = problem
         raise user_error(f"{name}{wrong}", found, needed, do, line, ArgumentError)
     return value
+
+
+def _without_class(value: Any) -> Any:
+    """The tensor that a subclass of torch's is, where that only adds attributes and functions: what these do is not
+    asked for inside a program. A collective of torch that still runs (AsyncCollectiveTensor) is waited for.
+    """
+    if not isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return value
+    if type(value).__name__ == "AsyncCollectiveTensor":
+        return value.wait()  # type: ignore[attr-defined]
+    if _computes(value):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(torch.Tensor)
+
+
+def _computes(value: torch.Tensor) -> bool:
+    """Whether the tensor's class has ops of its own, as DTensors and FakeTensors do."""
+    name = "__torch_dispatch__"
+    return getattr(type(value), name) is not getattr(torch.Tensor, name)
+
+
+def _is_transformed(value: torch.Tensor) -> bool:
+    """Whether torch.func calls the function that this is an argument of for many values, or for derivatives."""
+    of_torch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return of_torch.is_batchedtensor(value) or of_torch.is_gradtrackingtensor(value)
 
 
 # What is wrong (to follow the argument's name), found, needed, and what to do.
@@ -114,6 +145,26 @@ def _kind_problem(made: TensorDef, value: Any) -> _Problem | None:
             f"a torch tensor, {made.type}",
             "Convert it: torch.as_tensor(t).",
         )
+    if _computes(value):
+        return _class_problem(made, value)
+    if _is_transformed(value):
+        found, do = "a tensor of torch.func (vmap, grad, jvp)", "Call it outside of these; gradients come from fd.grad."
+        return " cannot be looked into", found, f"a plain torch tensor, {made.type}", do
+    if value.is_nested or value.layout != torch.strided:
+        found = "a nested tensor" if value.is_nested else str(value.layout)
+        how = "t.to_padded_tensor(0.0)" if value.is_nested else "t.to_dense()"
+        return " is not dense", found, "torch.strided", f"Convert it: {how}."
+    if value.numel() and not value.untyped_storage().nbytes():
+        return (
+            " has no memory",
+            "a storage of 0 bytes, freed by its owner",
+            str(made.type),
+            "Pass it while it is there.",
+        )
+    return None
+
+
+def _class_problem(made: TensorDef, value: Any) -> _Problem:
     if hasattr(value, "placements"):
         return (
             " is a DTensor",
@@ -121,11 +172,8 @@ def _kind_problem(made: TensorDef, value: Any) -> _Problem | None:
             "a plain global tensor",
             "Call fd.execute for DTensors, or pass t.full_tensor().",
         )
-    if value.is_nested or value.layout != torch.strided:
-        found = "a nested tensor" if value.is_nested else str(value.layout)
-        how = "t.to_padded_tensor(0.0)" if value.is_nested else "t.to_dense()"
-        return " is not dense", found, "torch.strided", f"Convert it: {how}."
-    return None
+    needed = f"a plain torch tensor, {made.type}: its memory is what is sent"
+    return " is of a class with ops of its own", type(value).__name__, needed, "Pass the tensor that it stands for."
 
 
 def _type_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:

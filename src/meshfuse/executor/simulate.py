@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -16,6 +17,7 @@ from ..host_ir.program import HostProgram
 from ..segmentation import SegmentedDefinition
 from ..sharding.value import Sharding
 from .bind import BoundProgram, bind_program
+from .modes import without_autocast
 from .refusals import kernel_errors
 from .segments import Segments
 
@@ -40,9 +42,20 @@ class Hub:
     """The transport: matches the n-th collective of each rank in each group, and messages in their order."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was issued and never met."""
+        self._issued: dict[tuple[tuple[int, ...], int], int] = {}
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self._sent: dict[tuple[tuple[int, ...], int, int], list[torch.Tensor]] = {}
         self._expected: dict[tuple[tuple[int, ...], int, int], list[tuple[torch.Tensor, SimulatedWork]]] = {}
+
+    def next(self, group: SimulatedGroup) -> int:
+        """The number of a rank's next collective in a group."""
+        place = (group.ranks, group.index)
+        self._issued[place] = self._issued.get(place, 0) + 1
+        return self._issued[place]
 
     def arrive(self, group: SimulatedGroup, number: int, kind: str, arguments: tuple[Any, ...]) -> SimulatedWork:
         work = SimulatedWork(f"{kind} #{number} of ranks {group.ranks}")
@@ -118,11 +131,9 @@ class SimulatedGroup:
 
     def __init__(self, hub: Hub, ranks: tuple[int, ...], rank: int):
         self.hub, self.ranks, self.size, self.index = hub, ranks, len(ranks), ranks.index(rank)
-        self._issued = 0
 
     def _issue(self, kind: str, *arguments: Any) -> SimulatedWork:
-        self._issued += 1
-        return self.hub.arrive(self, self._issued, kind, arguments)
+        return self.hub.arrive(self, self.hub.next(self), kind, arguments)
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> SimulatedWork:
         return self._issue("all_reduce", tensor, op)
@@ -149,6 +160,9 @@ Arguments = Sequence[Any]
 class Simulation:
     """The programs of all ranks, bound once; `run` may be called any number of times.
 
+    A call while another is under way, of another thread or from inside an op's function, has programs bound for it
+    alone: ranks of two calls must not meet.
+
     `backend` compiles the segments of `definition` before the first run; "auto" never does here.
     """
 
@@ -159,8 +173,9 @@ class Simulation:
         definition: SegmentedDefinition | None = None,
         backend: str = "eager",
     ):
-        self.hub = Hub()
-        self.programs = {program.rank: program for program in programs}
+        self.hub, self._free = Hub(), threading.Lock()
+        self.device, self.programs = device, {program.rank: program for program in programs}
+        self._again = lambda: Simulation(programs, device, definition, backend)
         self.bound: dict[int, BoundProgram] = {p.rank: self._bind(p, device) for p in programs}
         self.segments: list[Segments] = []
         if definition is not None and backend != "auto":
@@ -171,9 +186,15 @@ class Simulation:
 
     def run(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
         """Every rank's results from every rank's arguments. RankError where they wait for each other."""
-        if any(segments.due == 0 for segments in self.segments):
-            self._compile(arguments, seed, offset)
-        return self._run(arguments, seed, offset)
+        if not self._free.acquire(blocking=False):
+            return self._again().run(arguments, seed, offset)
+        try:
+            with without_autocast(self.device):
+                if any(segments.due == 0 for segments in self.segments):
+                    self._compile(arguments, seed, offset)
+                return self._run(arguments, seed, offset)
+        finally:
+            self._free.release()
 
     def _compile(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> None:
         with contextlib.ExitStack() as stack:
@@ -185,6 +206,7 @@ class Simulation:
                 pass
 
     def _run(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
+        self.hub.clear()  # of a call that an error ended
         running = {rank: bound.main(*arguments[rank], seed, offset) for rank, bound in self.bound.items()}
         waiting: dict[int, SimulatedWork | None] = dict.fromkeys(running)
         results: dict[int, tuple[Any, ...]] = {}

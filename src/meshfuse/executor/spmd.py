@@ -21,6 +21,7 @@ from ..sharding.value import Sharding
 from .arguments import Inputs
 from .bind import bind_program, communication_of, instruction_at, instruction_of
 from .graphs import Main
+from .modes import autocast_is_on, without_autocast
 from .record import recorder
 from .refusals import kernel_errors
 from .segments import Segments
@@ -66,11 +67,20 @@ _SAME_ARGUMENTS = (
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> int:
-    """The elements' bits, added as integers: other numbers have, almost surely, another sum."""
+    """The elements' bits, added as integers, each times an odd number that its place gives: other numbers, or the same
+    in another order (as of a shuffled data set), have almost surely another sum.
+    """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return int(flat.view(_INTEGERS[min(tensor.element_size(), 8)]).sum(dtype=torch.int64))
+    bits, found = flat.view(_INTEGERS[min(tensor.element_size(), 8)]), 0
+    for start in range(0, bits.numel(), _AT_ONCE):
+        part = bits[start : start + _AT_ONCE]
+        places = torch.arange(start, start + part.numel(), device=part.device)
+        found += int((part * (places * _SPREAD | 1)).sum(dtype=torch.int64))
+    return found
 
 
+_AT_ONCE = 1 << 20
+_SPREAD = 0x5851F42D4C957F2D
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -92,7 +102,8 @@ class RankProgram:
         self.step, self.running = 0, False
         self._capture = capture
         self._renew, self._renewal = renew, RENEWED if compiled.near is not None else None
-        self._bind(compiled)
+        with world.turns:
+            self._bind(compiled)
 
     def _bind(self, compiled: CompiledProgram) -> None:
         """Make this the program that runs, if all ranks have the same."""
@@ -120,6 +131,13 @@ class RankProgram:
 
         No gradients are recorded: those of a definition are `fd.grad`'s.
         """
+        with self.world.turns:
+            if not autocast_is_on():
+                return self._run_step(arguments, seed, offset)
+            with without_autocast(self.device):
+                return self._run_step(arguments, seed, offset)
+
+    def _run_step(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
         self.step, self.running = offset + 1, True
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
@@ -140,6 +158,10 @@ class RankProgram:
             return self._told(out)
         except RankError as error:
             self._locate(error)
+            self._leave_off(error)
+            raise
+        except BaseException as error:
+            self._leave_off(error)
             raise
         finally:
             self.running = False
@@ -181,6 +203,20 @@ class RankProgram:
             error.where = self.line if about is None else about.line
             error.args = (f"{what} in step {self.step}: {error.args[0]}", *error.args[1:])
 
+    def _leave_off(self, error: BaseException) -> None:
+        """Tell the world of an error that came before this rank had issued all that others wait for."""
+        if not self.active or self.world.size == 1:
+            return
+        traces = (error.__traceback__, getattr(error.__cause__, "__traceback__", None))  # a KernelError has a cause
+        found = next((i for trace in traces if (i := instruction_at(self.bound, trace)) is not None), None)
+        if found is None:
+            return
+        sent = [isinstance(i, (Collective, SendRecv)) for i in self.program.instructions]
+        before = next(place for place, i in enumerate(self.program.instructions) if i is found)
+        if any(sent[before:]) or isinstance(error, RankError):
+            where = f"step {self.step} of {self.name}, after {sum(sent[:before])} of {sum(sent)} communications"
+            self.world.turns.leave_off(where, self.compiled.ranks, error)
+
     def place(self, frame: FrameType | None) -> str:
         """Where in the program a thread is whose innermost frame is given: for other ranks, and for last words."""
         about = communication_of(self.program, instruction_of(self.bound, frame)) if self.active else None
@@ -193,7 +229,8 @@ class RankProgram:
         for tensor, sharding, local in zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True):
             kind = graph.tensors[tensor].type
             dtype = getattr(torch, kind.dtype.value)
-            out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
+            with self.world.turns:
+                out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
         return out
 
 

@@ -28,6 +28,7 @@ from .executors import EmptyDefinitionError, ExecutorError, FusionExecutorCache,
 from .expanded import fitting
 from .exprs import Expr, expression
 from .followed import common_mesh, followed_outputs
+from .methods import Methods
 from .multidevice import DeviceMesh, Sharding
 from .printing import function_text
 from .schedule import Schedule
@@ -114,13 +115,15 @@ class FusionDefinition(core.FusionDefinition):
         self._repro: list[str] | None = None
         self.ran: CompiledProgram | None = None  # by the last execution, whichever way
         self._entries: list[Any] = []
+        self._methods = Methods()
 
     def __enter__(self) -> FusionDefinition:
         self._entries.append(active.enter(self))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        active.leave(self._entries.pop())
+        if self._entries:  # None, where a script calls this by itself.
+            active.leave(self._entries.pop())
         super().__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
@@ -255,12 +258,7 @@ class FusionDefinition(core.FusionDefinition):
         super().check_complete(line)
 
     def _define_by_methods(self) -> None:
-        if self.tensors:
-            return
-        for name in ("definition", "multidevice_schedule"):
-            method = getattr(self, name, None)
-            if callable(method):
-                method()
+        self._methods.run(self)
 
     def output_orders(self) -> list[tuple[int, ...] | None]:
         """The memory order of every output: as annotated, else as it comes through from the inputs."""

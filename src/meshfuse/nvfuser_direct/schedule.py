@@ -54,7 +54,8 @@ class Schedule:
 
     def __getattr__(self, name: str) -> Any:
         if name not in _HINTS:
-            raise AttributeError(f"fd.sched has no {name!r}; it has {', '.join(dir(self))}")
+            known = ", ".join(known for known in dir(self) if not known.startswith("_"))
+            raise AttributeError(f"fd.sched has no {name!r}; it has {known}")
         return accepted
 
     def __dir__(self) -> list[str]:

@@ -57,10 +57,16 @@ def gelu(fd: Any, x: Any, approximate: str = "none") -> Any:
     return _back(fd, ops.mul(ops.mul(wide, 0.5), ops.add(gate, 1.0)), x)
 
 
-def _finite_max(fd: Any, x: Any, dims: Dims) -> Any:
-    """The maximum, 0 where it is infinite: what may be taken off before exp. The result does not depend on it,
-    so gradients leave it out.
+def _max(fd: Any, x: Any, dims: Dims) -> Any:
+    """The maximum: what is taken off before exp. The result does not depend on it, so gradients leave it out.
+
+    Where it is infinite, x less it is NaN, as a softmax of such numbers is.
     """
+    return fd.stop_gradient(fd.ops.max(x, dims, True))
+
+
+def _finite_max(fd: Any, x: Any, dims: Dims) -> Any:
+    """The maximum, 0 where it is infinite: so the logarithm of a sum of exp is infinite there, and not NaN."""
     top = fd.ops.max(x, dims, True)
     return fd.stop_gradient(fd.ops.where(fd.ops.isfinite(top), top, 0.0))
 
@@ -68,7 +74,7 @@ def _finite_max(fd: Any, x: Any, dims: Dims) -> Any:
 def softmax(fd: Any, x: Any, dim: int = -1, dtype: DataType | None = None) -> Any:
     """exp(x) over its sum along a dim."""
     wide = _wide(fd, _as_type(fd, x, dtype))
-    numerator = fd.ops.exp(fd.ops.sub(wide, _finite_max(fd, wide, dim)))
+    numerator = fd.ops.exp(fd.ops.sub(wide, _max(fd, wide, dim)))
     return _back(fd, fd.ops.truediv(numerator, fd.ops.sum(numerator, dim, True)), _as_type(fd, x, dtype))
 
 
@@ -76,7 +82,7 @@ def log_softmax(fd: Any, x: Any, dim: int = -1, dtype: DataType | None = None) -
     """The logarithm of softmax."""
     x = _as_type(fd, x, dtype)
     wide = _wide(fd, x)
-    shifted = fd.ops.sub(wide, _finite_max(fd, wide, dim))
+    shifted = fd.ops.sub(wide, _max(fd, wide, dim))
     return _back(fd, fd.ops.sub(shifted, fd.ops.log(fd.ops.sum(fd.ops.exp(shifted), dim, True))), x)
 
 
@@ -156,7 +162,7 @@ def cross_entropy(fd: Any, logits: Any, targets: Any, reduction: str = "mean", i
     ops, wide, last = fd.ops, _wide(fd, logits), logits.ndim - 1
     valid = None if ignore_index is None else ops.ne(targets, ignore_index)
     index = targets if valid is None else ops.where(valid, targets, 0)
-    top = _finite_max(fd, wide, last)
+    top = _max(fd, wide, last)
     total = ops.sum(ops.exp(ops.sub(wide, top)), last, True)
     picked = ops.take_along_axis(wide, ops.broadcast(index, [False] * last + [True]), last)
     loss = ops.squeeze(ops.sub(ops.add(ops.log(total), top), picked), [last])
@@ -187,12 +193,16 @@ def dropout(fd: Any, x: Any, p: float = 0.5, training: bool = True) -> Any:
 
 
 def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The index of the first largest element along a dim; of the flattened tensor for None."""
+    """The index of the first largest element along a dim; of the flattened tensor for None.
+
+    NaN counts as the largest, as in torch; it equals no maximum, and so is looked for by itself.
+    """
     if dim is None:
         return argmax(fd, fd.ops.reshape(x, [_count(x, range(x.ndim))]), 0)
     ops, place = fd.ops, check_dim("argmax", dim, x.ndim)
     index = ops.broadcast(ops.iota(x.size(place)), [d != place for d in range(x.ndim)])
     is_top = ops.eq(x, ops.max(x, place, True))
+    is_top = ops.logical_or(is_top, ops.isnan(x)) if x.dtype.category >= 2 else is_top
     return ops.min(ops.where(is_top, index, x.size(place)), place, keepdim)
 
 

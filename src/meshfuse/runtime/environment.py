@@ -17,6 +17,9 @@ DEFAULT_GROUP = "torch.distributed"
 TORCHRUN = "torchrun"
 
 
+_MOST_RANKS = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """One process's place among its peers and where their store is.
@@ -44,14 +47,25 @@ class Environment:
         return self.local_size == self.size
 
     def __post_init__(self) -> None:
+        check = "Check the launcher's variables (RANK and WORLD_SIZE, or its own)."
+        if not 1 <= self.size <= _MOST_RANKS:
+            needed = f"1 to {_MOST_RANKS}"
+            raise user_error(
+                f"the size of the world by {self.source}", str(self.size), needed, check, cls=ArgumentError
+            )
         if not 0 <= self.rank < self.size:
             raise user_error(
                 f"the rank that {self.source} gives is not in its world",
                 f"rank {self.rank} of {self.size}",
                 f"a rank from 0 to {self.size - 1}",
-                "Check the launcher's variables (RANK and WORLD_SIZE, or its own).",
+                check,
                 cls=ArgumentError,
             )
+        if self.size > 1 and self.source not in (DEFAULT_GROUP, "none") and not 0 < self.port < 65536:
+            raise user_error(
+                "the port of the job's store is none", str(self.port), "1 to 65535",
+                "Export another MASTER_PORT to all ranks.", cls=ArgumentError,
+            )  # fmt: skip
 
 
 def read_environment(env: Mapping[str, str] = os.environ) -> Environment:
@@ -87,7 +101,6 @@ def _torchrun(env: Mapping[str, str]) -> Environment:
     size = _number(env, "WORLD_SIZE")
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ours = "MESHFUSE_STORE_PORT" in env
-    listen = env.get("MESHFUSE_STORE_FD")
     return Environment(
         source="meshfuse run" if ours else TORCHRUN if "TORCHELASTIC_RUN_ID" in env else "RANK/WORLD_SIZE",
         rank=_number(env, "RANK"),
@@ -99,7 +112,7 @@ def _torchrun(env: Mapping[str, str]) -> Environment:
         attempt=f"{env.get('TORCHELASTIC_RUN_ID', 'job')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         restarts=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         agent_store=agent and not ours,
-        listen_fd=int(listen) if listen else None,
+        listen_fd=_number(env, "MESHFUSE_STORE_FD") if env.get("MESHFUSE_STORE_FD") else None,
     )
 
 

@@ -82,8 +82,15 @@ def _serve(place: Environment) -> dist.Store:
 
 
 def _adopt(fd: int) -> socket.socket:
-    os.set_inheritable(fd, False)
-    return socket.socket(fileno=fd)
+    """The socket that the launcher gave to rank 0. RankError in a process that rank 0 started, which has not got it."""
+    try:
+        os.set_inheritable(fd, False)
+        return socket.socket(fileno=fd)
+    except OSError as error:
+        raise user_error(
+            "a second process is rank 0 of this job", f"no socket {fd} of the launcher's ({error.strerror})",
+            "one process for each rank", "Start processes of your own without RANK and WORLD_SIZE.", cls=RankError,
+        ) from None  # fmt: skip
 
 
 def _listen(place: Environment) -> socket.socket:

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import ArgumentError, RankError, user_error
+from ..errors import ArgumentError, RankError, caller_line, located, user_error
 from . import news
 from .bounds import Silent, bounded, left_running, within
 from .diagnosis import (
@@ -38,6 +38,7 @@ from .liveness import FAILED, FINISHED, Responder, goodbye, line_of, main_thread
 from .peers import MANY, Peers
 from .processes import die_with_parent
 from .store import await_keys, connect, hosts_store
+from .turns import Turns
 from .work import Work
 
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class World:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._counters = _Counters()
         self._history = _History()
+        self.turns = Turns(self.rank, self.size)
         self._store: dist.Store | None = None
         self._responder: Responder | None = None
         if self.size > 1:
@@ -118,7 +120,9 @@ class World:
     def current(cls) -> World:
         """This process's world, joined at the first call. RankTimeout if rank 0 is not to be found."""
         if cls._current is None:
-            cls._current = World(_place(), time_limit())
+            with located(caller_line()):
+                place, limit = _place(), time_limit()
+            cls._current = World(place, limit)
         return cls._current
 
     @property
@@ -222,17 +226,21 @@ class World:
         """Compare a short text over `ranks`, which all call this. RankError on every one if it differs.
 
         `detail` gives a longer text to show in its place: the first line in which the ranks differ. `do` is the advice.
+        Ranks in other calls compare other things: an execution with new shapes its program, one with known shapes none.
         """
         ranks = tuple(ranks)
         if len(ranks) == 1:
             return
         name = f"same/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
-        values = self._share(name, ranks, f"comparing {what}", value)
+        values = self._share(name, ranks, f"comparing {what}", f"{what}\n{value}")
         if len(set(values)) == 1:
             return
+        compared = [data.decode().partition("\n")[0] for data in values]
+        if len(set(compared)) > 1:
+            raise disagreement("what comes next", [f"comparing {what}" for what in compared], ranks, do)
         if detail is not None:
             values = self._share(f"{name}/detail", ranks, f"comparing {what}", detail())
-        raise disagreement(what, [data.decode() for data in values], ranks, do)
+        raise disagreement(what, [data.decode().removeprefix(f"{what}\n") for data in values], ranks, do)
 
     def any(self, value: bool, what: str, ranks: Sequence[int]) -> bool:
         """Whether `value` is True on any of `ranks`, which all call this; this rank's own value for less than two."""
@@ -248,6 +256,7 @@ class World:
         All ranks run the same programs in the same order: RankError where they do not, told at the latest when twice as
         many calls are made. (Compared at calls 4, 8, 16, … it costs nothing in the long run.)
         """
+        self.turns.resume(self.check_same)
         self.activity = activity
         history = self._history
         history.add(activity.name)
@@ -278,6 +287,7 @@ class World:
         self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes = "", limit: float | None = None
     ) -> None:
         """Say that this rank has come to a meeting and wait for the others."""
+        self.turns.check()
         start, limit = time.monotonic(), limit or self.limit
         keys = {f"{name}/{rank}": rank for rank in ranks}
 

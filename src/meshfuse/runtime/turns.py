@@ -1,0 +1,90 @@
+"""What a rank does together with others comes one after the other, in one order on all ranks, or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import ArgumentError, RankError, caller_line, user_error
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftOff:
+    """Why the next execution may not simply begin. One that an error ended before all of its communications were
+    issued is at `where`, and so must all of `ranks` be; None where nothing can mend it, for the reasons of an error.
+    """
+
+    found: str
+    where: str = ""
+    ranks: tuple[int, ...] | None = None
+    wrong: str = "an execution follows one that failed"
+    needed: str = "ranks that go on together"
+    do: str = "Let the error end the process; meshfuse run --max-restarts starts all ranks anew."
+
+
+class Turns:
+    """A context for each thing that ranks do together. ArgumentError where another thread is at one, RankError
+    where ranks cannot do any more together.
+
+    Threads come in another order on each rank, and what meets would be of several calls. A program that an op's
+    function runs is at the same place on all ranks.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self._rank, self._alone = rank, size == 1
+        self._lock = threading.RLock()
+        self._left: _LeftOff | None = None
+        if not self._alone:
+            os.register_at_fork(after_in_child=self._forked)
+
+    def __enter__(self) -> None:
+        if self._alone:
+            return
+        self.check()
+        if not self._lock.acquire(blocking=False):
+            threads = f"thread {threading.current_thread().name!r} while another is at it"
+            self._left = _LeftOff(f"two threads that executed at once, {threads}")
+            raise user_error(
+                "two threads execute at once", threads, "the same order of executions on all ranks",
+                "Let one thread of a rank execute.", caller_line(), ArgumentError,
+            )  # fmt: skip
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._alone:
+            return
+        self._lock.release()
+        if kind is None:
+            self.check()  # Another thread may have met a peer on its rank.
+
+    def check(self) -> None:
+        """RankError where nothing can be done together any more."""
+        left = self._left
+        if left is not None and left.ranks is None:
+            raise user_error(left.wrong, left.found, left.needed, left.do, caller_line(), RankError)
+
+    def _forked(self) -> None:
+        self._lock = threading.RLock()
+        self._left = _LeftOff(
+            f"a fork of the process of rank {self._rank}", wrong="this process is no rank",
+            needed="the rank's own process, which has its connections",
+            do="Execute there, or start processes without RANK and WORLD_SIZE that fork none.",
+        )  # fmt: skip
+
+    def leave_off(self, where: str, ranks: Sequence[int], error: BaseException) -> None:
+        """Note that an execution of `ranks` ended by an error before its last communication, at `where`."""
+        mended_by = None if isinstance(error, RankError) else tuple(ranks)
+        self._left = self._left or _LeftOff(f"{type(error).__name__} in {where}", where, mended_by)
+
+    def resume(self, check_same: Callable[..., None]) -> None:
+        """Execute again after an error that the script has caught, if it came to all ranks at the same place.
+
+        Else this rank's next communications would meet those that the others still wait for, in silence.
+        """
+        left = self._left
+        if left is not None:
+            self.check()
+            do = "Let the error end the process."
+            check_same(left.where, f"where executions ended: {left.found}", left.ranks, do=do)
+            self._left = None

@@ -1,0 +1,184 @@
+"""What ranks do together comes in one order on all of them: after errors that were caught, with threads, with forks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from rank_pool import run_bare
+
+pytestmark = pytest.mark.ranks
+
+# Line 10 of a script that starts so makes y; what follows begins at line 16.
+START = """
+import os, threading, time
+import torch
+import meshfuse as mf
+world = mf.World.current()
+mesh = mf.DeviceMesh(range(world.size), ["tp"], links="laptop")
+with mf.FusionDefinition() as fd:
+    x = fd.define_tensor([-1, 6])
+    w = fd.define_tensor([2, 6])
+    y = fd.ops.linear(fd.ops.relu(x), w)
+    fd.add_output(y)
+    fd.mesh_split(x, mesh, [None, "tp"])
+    fd.mesh_split(w, mesh, [None, "tp"])
+shards = [mf.shard_tensor(torch.ones(rows, 6), tv) for rows, tv in ((40, x), (2, w))]
+fd.execute(shards)
+"""
+CAUGHT = """
+import sys
+import torch
+import meshfuse as mf
+rank, size = mf.World.current().rank, mf.World.current().size
+with mf.FusionDefinition() as fd:
+    i = fd.define_tensor([2 * size], dtype=mf.DataType.Int)
+    w = fd.define_tensor([16, 3])
+    y = fd.ops.sum(fd.ops.index_select(w, i, 0), [0])
+    fd.add_output(y)
+    fd.mesh_split(i, mf.DeviceMesh((size,), ("tp",)), ["tp"])
+table = torch.arange(48.0).reshape(16, 3)
+for step in range(12):
+    indices = torch.full((2,), step)
+    if step == 4 and rank in {failing}:
+        indices[1] = 99
+    try:
+        (found,) = fd.execute([indices, table])
+        assert torch.equal(found, table[step] * 2 * size), (step, found)
+    except ValueError as error:
+        print(f"step {{step}}: {{error}}", flush=True)
+print("all steps")
+"""
+
+
+def test_an_error_that_one_rank_catches_mixes_no_steps_up(tmp_path):
+    """Its next communication would meet the one that the others still wait for."""
+    results = run_bare(CAUGHT.format(failing=[1]), tmp_path, 2, limit=2.0)
+    assert [code for code, _ in results] == [1, 1]
+    (_, waiting), (_, caught) = results
+    assert "RankTimeout: all-reduce of y (t3) over tp (output) in step 5" in waiting
+    assert "step 4: y (index_select): an index is out of range on rank 1" in caught
+    place = "step 5 of the definition of y (t3) at script.py:9"
+    assert f"comparing where executions ended: KernelError in {place}" in caught, caught
+    assert "after 0 of 1 communications" in caught and "AssertionError" not in waiting + caught
+
+
+def test_an_error_that_all_ranks_catch_lets_them_go_on(tmp_path):
+    for code, text in run_bare(CAUGHT.format(failing=[0, 1]), tmp_path, 2, limit=10.0):
+        assert code == 0 and "step 4: y (index_select): an index is out of range" in text and "all steps" in text
+
+
+def test_no_execution_follows_one_that_failed_for_another_rank(tmp_path):
+    """Other groups than the one that failed still connect ranks, which may be in other steps."""
+    script = """
+if world.rank == 1:
+    time.sleep(3.5)
+for step in range(2):
+    try:
+        fd.execute(shards)
+    except mf.RankTimeout:
+        print("timed out", flush=True)
+"""
+    (code, text), _ = run_bare(START + script, tmp_path, 2, limit=1.5)
+    assert code == 1 and "timed out" in text
+    assert re.search(
+        r"RankError: an execution follows one that failed: found RankTimeout in step 2 of the definition of y \(t3\) "
+        r"at script.py:10 \(plan \w+\), after 1 of 1 communications, needed ranks that go on together\. Let the error "
+        r"end the process; meshfuse run --max-restarts starts all ranks anew\. \(at script.py:21",
+        text,
+    ), text
+
+
+def test_threads_of_a_rank_execute_one_at_a_time(tmp_path):
+    """They come in another order on each rank: their parts would be added up with those of another thread's."""
+    script = """
+def work(number):
+    (mine,) = [number * shard for shard in shards[:1]]
+    for _ in range(200):
+        (found,) = fd.execute([mine, shards[1]])
+        assert found[0, 0] == 6 * number, found
+
+def told(arguments):
+    print(f"{arguments.exc_type.__name__}: {arguments.exc_value}", flush=True)
+
+threading.excepthook = told
+threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2, 3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+fd.execute(shards)
+"""
+    for code, text in run_bare(START + script, tmp_path, 2, limit=4.0):
+        assert code == 1 and "AssertionError" not in text, text
+        assert "ArgumentError: two threads execute at once: found thread 'Thread-" in text, text
+        assert "Let one thread of a rank execute. (at script.py:20)" in text, text
+        assert re.search(
+            r"RankError: an execution follows one that failed: found two threads.*\(at script.py:32\)", text
+        )
+
+
+def test_threads_that_take_turns_may_execute(tmp_path):
+    script = """
+found = []
+for number in range(3):
+    thread = threading.Thread(target=lambda: found.append(fd.execute(shards)[0]))
+    thread.start()
+    thread.join()
+assert [int(part[0, 0]) for part in found] == [6] * 3
+"""
+    assert [code for code, _ in run_bare(START + script, tmp_path, 2, limit=10.0)] == [0, 0]
+
+
+def test_a_fork_of_a_rank_is_none(tmp_path):
+    """It has the rank's connections, and would speak on them between the rank's own words."""
+    script = """
+child = os.fork()
+if not child:
+    for call in (lambda: fd.execute(shards), world.barrier, lambda: mf.save("checkpoint", {"step": 1})):
+        try:
+            call()
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+fd.execute(shards)
+"""
+    for rank, (code, text) in enumerate(run_bare(START + script, tmp_path, 2, limit=10.0)):
+        assert code == 0, text
+        said = f"RankError: this process is no rank: found a fork of the process of rank {rank}, needed the rank's own"
+        assert text.count(said) == 3, text
+        assert len(re.findall(r"\(at script\.py:(19|21)\)", text)) == 3, text
+
+
+def test_processes_that_ranks_start_are_none(job):
+    script = """
+import os, subprocess, sys
+import meshfuse as mf
+world = mf.World.current()
+if "child" not in sys.argv:
+    found = subprocess.run([sys.executable, __file__, "child"], capture_output=True, text=True, timeout=60)
+    assert found.returncode
+    print(world.rank, found.stderr.strip().splitlines()[-1], flush=True)
+    world.barrier()
+"""
+    done = job(script, "-m", "meshfuse", "run", "--ranks", "2", "--all-output", MESHFUSE_TIMEOUT="20")
+    assert done.returncode == 0, done.stderr
+    assert "RankError: two processes are rank 1 of this job: found process" in done.stdout
+    assert re.search(
+        r"RankError: a second process is rank 0 of this job: found no socket \d+ of the launcher's \(.*\), needed one "
+        r"process for each rank\. Start processes of your own without RANK and WORLD_SIZE\.", done.stdout,
+    ), done.stdout  # fmt: skip
+
+
+def test_one_rank_with_new_shapes_where_others_have_known_ones(tmp_path):
+    script = """
+for call in range(2):
+    fd.execute(shards)
+more = mf.shard_tensor(torch.ones(44, 6), x) if world.rank == 1 else shards[0]
+fd.execute([more, shards[1]])  # the fourth call, before which ranks compare their order
+"""
+    for code, text in run_bare(START + script, tmp_path, 2, limit=10.0):
+        assert code == 1
+        said = "ranks disagree on what comes next: found rank 0 'comparing the order of calls'; rank 1 'comparing the"
+        assert said in text, text

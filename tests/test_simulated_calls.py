@@ -1,0 +1,88 @@
+"""Calls of simulated ranks that follow one which an error ended, or that come while another is under way."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import meshfuse as mf
+
+MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
+TABLE = torch.randn(16, 4)
+PARTS = torch.randn(8, 4)
+
+
+def looked_up() -> mf.FusionDefinition:
+    """Communications before and after a look-up; of one kind, so that those of two calls could meet."""
+    with mf.FusionDefinition() as fd:
+        parts, ids = fd.define_tensor([8, 4]), fd.define_tensor([8], dtype=mf.DataType.Int)
+        table = fd.define_tensor([16, 4])
+        total = fd.ops.sum(parts, [0])
+        found = fd.ops.sum(fd.ops.mul(fd.ops.index_select(table, ids, 0), total), [0])
+        fd.add_output(found)
+        fd.mesh_split(parts, MESH, [("dp", "tp"), None])
+        fd.mesh_split(ids, MESH, [("dp", "tp")])
+    return fd
+
+
+def wanted(ids: torch.Tensor, parts: torch.Tensor = PARTS) -> torch.Tensor:
+    return (TABLE[ids] * parts.sum(0)).sum(0)
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_call_after_one_that_failed_starts_anew(place: int) -> None:
+    """What ranks had sent when another one failed must not be taken for the next call's."""
+    fd, good = looked_up(), torch.arange(8)
+    bad = good.clone()
+    bad[place] = 99
+    for _ in range(2):
+        with pytest.raises(mf.KernelError, match="out of range"):
+            fd.simulate([PARTS, bad, TABLE])
+        torch.testing.assert_close(fd.simulate([PARTS * 2, good, TABLE])[0], wanted(good, PARTS * 2))
+
+
+def test_threads_may_share_a_definition() -> None:
+    fd, wrong = looked_up(), []
+
+    def work(seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(10):
+                ids, parts = torch.randint(0, 16, (8,), generator=draw), torch.randn(8, 4, generator=draw)
+                torch.testing.assert_close(fd.simulate([parts, ids, TABLE])[0], wanted(ids, parts))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+def test_an_op_may_call_the_definition_that_it_is_in() -> None:
+    inside: list[torch.Tensor] = []
+    left = [3]
+
+    @mf.torch_op("a b -> a b", name="asking")
+    def asking(x: torch.Tensor) -> torch.Tensor:
+        if left[0]:
+            left[0] -= 1
+            inside.append(fd.simulate([PARTS])[0])
+        return x * 2
+
+    op = mf.register_op(asking)
+    try:
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([8, 4])
+            fd.add_output(fd.ops.sum(fd.ops.asking(fd.ops.add(x, fd.ops.sum(x, [0]))), [0]))
+            fd.mesh_split(x, MESH, [("dp", "tp"), None])
+        outside = fd.simulate([PARTS])[0]
+        for found in (outside, *inside):
+            torch.testing.assert_close(found, (2 * (PARTS + PARTS.sum(0))).sum(0))
+        assert len(inside) == 3
+    finally:
+        mf.unregister_op(op)

@@ -1,0 +1,166 @@
+"""Arguments that are tensors, but not plain ones, and modes of torch: their numbers or a house error; never a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import meshfuse as mf
+
+X = torch.arange(24.0).reshape(4, 6)
+HOW = ["simulate", "execute"]
+
+
+class Named(torch.Tensor):
+    """As torchvision's: attributes and functions alone."""
+
+
+class Loud(torch.Tensor):
+    """Has an answer of its own to whatever is asked of it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **(kwargs or {}))
+        return found + 1 if isinstance(found, torch.Tensor) else found
+
+
+class Held(torch.Tensor):
+    """As quantized tensors: no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+def defined(how: str) -> mf.FusionDefinition:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([4, 6])
+    fd.add_output(fd.ops.matmul(x, fd.ops.permute(fd.ops.relu(x), [1, 0])))
+    fd.mesh_split(x, mf.DeviceMesh((1 if how == "execute" else 2,), ("tp",)), [None, "tp"])
+    return fd
+
+
+def called(how: str, value: Any) -> torch.Tensor:
+    return getattr(defined(how), how)([value])[0]
+
+
+def freed() -> torch.Tensor:
+    tensor = X.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def faked() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(4, 6)
+
+
+GOOD: dict[str, Callable[[], torch.Tensor]] = {
+    "a parameter": lambda: torch.nn.Parameter(X),
+    "a class of names": lambda: X.as_subclass(Named),
+    "a class of functions": lambda: X.as_subclass(Loud),
+    "expanded": lambda: torch.ones(1, 1).expand(4, 6),
+    "of another order": lambda: X.t().contiguous().t(),
+    "negated lazily": lambda: torch._neg_view(X),
+    "the imaginary part": lambda: torch.complex(X, X + 1).conj().imag,
+}
+BAD: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "freed memory": (freed, "has no memory: found a storage of 0 bytes, freed by its owner, needed Float[4, 6]"),
+    "a class with ops": (lambda: Held(X), "is of a class with ops of its own: found Held, needed a plain torch tensor"),
+    "a fake tensor": (faked, "is of a class with ops of its own: found FakeTensor"),
+    "without a shape": (torch.nn.UninitializedParameter, "has the wrong number of dims: found shape [0]"),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", GOOD)
+def test_what_holds_numbers_is_its_numbers(what: str, how: str) -> None:
+    value = GOOD[what]()
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = value.detach().as_subclass(torch.Tensor).resolve_neg()
+    found = called(how, value)
+    assert type(found) is torch.Tensor
+    torch.testing.assert_close(found, plain @ plain.relu().t())
+
+
+def refused(text: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(mf.ArgumentError) as caught:
+        call()
+    assert f"argument 0, x (t0) (defined at test_tensor_classes.py:48) {text}" in str(caught.value)
+    assert re.search(r"\(at test_tensor_classes\.py:\d+\)$", str(caught.value))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", BAD)
+def test_what_holds_none_is_refused(what: str, how: str) -> None:
+    make, text = BAD[what]
+    refused(text, lambda: called(how, make()))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_memory_that_is_freed_between_calls(how: str) -> None:
+    """As FSDP frees parameters: to read it would end the process."""
+    fd, tensor = defined(how), X.clone()
+    for _ in range(2):
+        getattr(fd, how)([tensor])
+    tensor.untyped_storage().resize_(0)
+    refused("has no memory", lambda: getattr(fd, how)([tensor]))
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]] = {
+    "vmap": lambda function: torch.vmap(function)(X.expand(3, 4, 6)),
+    "grad": lambda function: torch.func.grad(lambda x: function(x).sum())(X),
+    "jvp": lambda function: torch.func.jvp(function, (X,), (X,)),
+    "jacrev": lambda function: torch.func.jacrev(function)(X),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_torch_are_refused(name: str, how: str) -> None:
+    """Their result would be without derivatives, or of the wrong shape."""
+    refused("cannot be looked into: found a tensor of torch.func", lambda: TRANSFORMS[name](lambda x: called(how, x)))
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "a default device": lambda: torch.device("meta"),
+    "inference": torch.inference_mode,
+    "gradients": torch.enable_grad,
+    "a default dtype": lambda: _default_dtype(torch.float64),
+}
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Any:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_torch_change_nothing(mode: str, how: str) -> None:
+    """At the first call and at the next one, and not for the calls after it."""
+    x = torch.randn(4, 6)
+    wanted, fd = x @ x.relu().t(), defined(how)
+    with MODES[mode]():
+        inside = [getattr(fd, how)([x])[0] for _ in range(2)]
+        on = torch._C._is_any_autocast_enabled()
+    assert on is (mode == "autocast")
+    for found in (*inside, getattr(fd, how)([x])[0]):
+        assert found.dtype == torch.float32 and found.device == x.device
+        torch.testing.assert_close(found, wanted)
