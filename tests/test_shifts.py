@@ -112,6 +112,34 @@ def test_a_convolution_moves_each_neighbours_row_once(before: int, after: int) -
     assert moved_rows(before, after, grad=True) == 2 * (before + after)
 
 
+def convolved(fd: mf.FusionDefinition, x: mf.TensorView, w: mf.TensorView) -> mf.TensorView:
+    """A convolution by hand: x [b, h, w, c] with w [3, 3, c, c]."""
+    *image, c = x.type.shape
+    padded, total = fd.ops.pad(x, [0, 0, 1, 1, 1, 1]), None
+    for i in range(3):
+        for j in range(3):
+            at = [0, i, j, 0]
+            tap = fd.ops.slice(padded, at, [n + o for n, o in zip([*image, c], at, strict=True)])
+            part = fd.ops.matmul(tap, fd.ops.reshape(fd.ops.slice(w, [*at[1:3], 0, 0], [i + 1, j + 1, c, c]), [c, c]))
+            total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_plan_that_goes_out_of_the_way_of_windows_comes_back(layers: int) -> None:
+    """Nine windows one by one take more than an all-to-all to the batch; the two rows that a rank lacks take less."""
+    rows = layers * 16
+    with mf.FusionDefinition() as fd:
+        y, weights = fd.define_tensor([4, rows, 8, 4]), [fd.define_tensor([3, 3, 4, 4]) for _ in range(layers)]
+        fd.mesh_split(y, ROWS, [None, "x", None, None])
+        for w in weights:
+            y = convolved(fd, y, w)
+        fd.add_output(y)
+    assert fd.bill().total == layers * 3 / 4 * 2 * (4 * 8 * 4) * 4
+    assert_same_as_unsharded(fd, inputs_for(fd))
+
+
 def test_what_is_annotated_is_made() -> None:
     """A padded tensor that the user places is there, as it is placed."""
     with mf.FusionDefinition() as fd:

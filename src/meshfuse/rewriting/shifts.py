@@ -64,29 +64,56 @@ class Joined:
 
 
 def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The definition with windows of sharded dims joined and chained, if that plan is better."""
-    if not any(node.call.op.window is not None for node in sharded.graph.nodes):
+    """The definition with windows of sharded dims joined and chained, if that plan is better.
+
+    Windows one by one may cost so much that the plan goes out of their way, and has none of a sharded dim. So they are
+    looked for where they would be if nothing did, too.
+    """
+    graph = sharded.graph
+    if not any(node.call.op.window is not None for node in graph.nodes):
         return sharded
-    finder = _Finder(sharded)
-    found = finder.run()
-    if not found:
-        return sharded
-    roots = {term.root: finder.cut[term.root] for made in found.values() for term in made.terms}
-    graph = Joined(tuple(found.items()), tuple(roots.items()))(sharded.graph)
-    return better(sharded, searched(propagate(graph, world), world, effort))
+    cuts = {i: _cut(home) for i, home in sharded.homes.items()}, _followed(sharded)
+    best = sharded
+    for rewriting in dict.fromkeys(filter(None, [_Finder(graph, cut).rewriting() for cut in cuts])):
+        best = better(best, searched(propagate(rewriting(graph), world), world, effort))
+    return best
+
+
+def _followed(sharded: ShardedDefinition) -> Cut:
+    """The dims that would lie over ranks if those of inputs did all the way, through windows, too."""
+    graph, cut = sharded.graph, dict[int, tuple[int, ...]]()
+    cut.update((i, _cut(sharded.homes[i])) for i in (*graph.input_tensors, *graph.annotations))
+    for node in graph.nodes:
+        through = [cut[node.inputs[0]]] if _own_window(node) is not None else _through(node, cut)
+        for i, dims in zip(node.outputs, through, strict=True):
+            cut.setdefault(i, dims)
+    return cut
+
+
+def _through(node: Node, cut: Cut) -> Iterator[tuple[int, ...]]:
+    """The dims of an op's results that share a factor with those of its operands."""
+    rows = zip(node.inputs, node.rule.operands, strict=True)
+    factors = {f for i, dims in rows for d in cut[i] for f in dims[d]}
+    for made in node.rule.results:
+        yield tuple(d for d, own in enumerate(made) if factors.intersection(own))
 
 
 class _Finder:
     """Looks for windows, and sums of windows, that move what lies over ranks."""
 
-    def __init__(self, sharded: ShardedDefinition):
-        self.graph = sharded.graph
-        self.cut = {i: _cut(home) for i, home in sharded.homes.items()}
+    def __init__(self, graph: Graph, cut: Cut):
+        self.graph, self.cut = graph, cut
         self.readers = users(self.graph.nodes)
         self.kept = {*self.graph.annotations, *self.graph.streams}
         self.known: dict[int, Shifted] = {}
 
-    def run(self) -> dict[int, Shifted]:
+    def rewriting(self) -> Joined | None:
+        """What writes the windows that it finds as one; None where there is nothing to write."""
+        found = self._found()
+        roots = {term.root: self.cut[term.root] for made in found.values() for term in made.terms}
+        return Joined(tuple(found.items()), tuple(roots.items())) if found else None
+
+    def _found(self) -> dict[int, Shifted]:
         """By node, what to write in its place; nothing where that would be what is there."""
         found: dict[int, Shifted] = {}
         for node in self.graph.nodes:
