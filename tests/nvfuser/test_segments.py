@@ -168,7 +168,7 @@ def check(kernel: NativeKernel, launched: Launched) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_segments_build_as_their_kernels_run(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for merged moments, which are torch's."""
-    monkeypatch.setattr(compiler, "merged", lambda sharded, world: sharded)
+    monkeypatch.setattr(compiler, "moments_merged", lambda sharded, world: sharded)
     compiled, launched = launches(program(), monkeypatch)
     assert launched
     for (rank, name), tensors in launched.items():

@@ -12,6 +12,14 @@ from ..mesh import STREAM, ParallelType
 from ..sharding.layout import Layout, Split
 from ..user_values import as_int
 
+# nvFuser's types for the axes of one device's kernels.
+KERNEL_TYPES = frozenset(kind for kind in ParallelType if kind.value > ParallelType.stream.value)
+# In the place of a sub-axis' `pre`: the factor must be as large as the axis.
+WHOLE_AXIS = 0
+# Until a tensor's mesh is known, nvFuser's parallel types stand in the axis' place.
+PARALLEL_NAMES = {ParallelType.mesh_x: "DIDx", ParallelType.mesh_y: "DIDy", ParallelType.mesh_z: "DIDz"}
+KIND_OF_NAME = {name: kind for kind, name in PARALLEL_NAMES.items()}
+
 
 @dataclass(eq=False, slots=True)
 class Leaf:
@@ -299,15 +307,6 @@ class AxisView:
 
     def __repr__(self) -> str:
         return self.tensor.axis_text(self.domain, self.leaf)
-
-
-# nvFuser's types for the axes of one device's kernels.
-KERNEL_TYPES = frozenset(kind for kind in ParallelType if kind.value > ParallelType.stream.value)
-# In the place of a sub-axis' `pre`: the factor must be as large as the axis.
-WHOLE_AXIS = 0
-# Until a tensor's mesh is known, nvFuser's parallel types stand in the axis' place.
-PARALLEL_NAMES = {ParallelType.mesh_x: "DIDx", ParallelType.mesh_y: "DIDy", ParallelType.mesh_z: "DIDz"}
-KIND_OF_NAME = {name: kind for kind, name in PARALLEL_NAMES.items()}
 
 
 def _axis_name(kind: ParallelType) -> str | None:
