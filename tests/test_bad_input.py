@@ -439,7 +439,7 @@ CALLS: list[tuple[str, Any]] = [
     ("is not dense: found torch.sparse_coo", [X.to_sparse(), 1]),
     ("is not dense: found a nested tensor, needed torch.strided", [nested(), 1]),
     ("arguments on different devices", [X, 1]),
-    *[("argument 1, scalar s0: found", [X, v]) for v in ("a", None, X, 2.5, 2j, float("nan"))],
+    *[("argument 1, scalar s0: found", [X, v]) for v in ("a", None, X, 2.5, 2j, float("nan"), X[0, 0].to("meta"))],
     ("a number is too large", [X, 2**80]),
 ]  # fmt: skip
 

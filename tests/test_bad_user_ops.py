@@ -69,6 +69,7 @@ RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
     "another shape": lambda x: x[:1],
     "another number of dims": lambda x: x.sum(),
     "another dtype": lambda x: x.double(),
+    "a sparse tensor": lambda x: x.to_sparse(),
 }
 
 
@@ -80,6 +81,45 @@ def test_a_function_that_does_not_return_what_its_rule_says(name: str, sharded: 
         ran(RETURNS[name], "a b -> a b", sharded)
     assert f"needed float32[{2 if sharded else 4}, 6] on this rank" in str(caught.value)
     assert "(at test_bad_user_ops.py:" in str(caught.value)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "and returns it": lambda x: x.mul_(2),
+    "and returns another": lambda x: x.add_(1) * 2,
+    "a part of it": lambda x: (x[:1].zero_(), x * 2)[1],
+    "by out=": lambda x: torch.mul(x, 2, out=x),
+    "through a view": lambda x: (x.view(-1)[0].fill_(3), x.clone())[1],
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_function_that_changes_its_argument(name: str, sharded: bool) -> None:
+    """Else the user's own tensor would be another one after the call, and so would all other ops' operand."""
+    kept = X.clone()
+    try:
+        with pytest.raises(
+            mf.KernelError, match=r"of_the_user: its function changed its argument 0 in place"
+        ) as caught:
+            ran(CHANGES[name], "a b -> a b", sharded)
+        assert "(at test_bad_user_ops.py:" in str(caught.value)
+    finally:
+        X.copy_(kept)
+
+
+def test_a_function_that_returns_a_tensor_of_another_device() -> None:
+    with pytest.raises(mf.KernelError, match=r"returned a tensor of another device: found meta, needed cpu"):
+        ran(lambda x: x.to("meta"), "a b -> a b")
+
+
+def test_a_function_that_changes_what_it_has_made_itself() -> None:
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x.clone().add_(1)
+
+    for sharded in (False, True):
+        assert torch.equal(ran(own, "a b -> a b", sharded), X + 1)
+        with torch.inference_mode():
+            assert torch.equal(ran(own, "a b -> a b", sharded), X + 1)
 
 
 @pytest.mark.parametrize("error", [KeyError, ZeroDivisionError, StopIteration, AttributeError, RecursionError])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -209,7 +210,8 @@ def _stride_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
 
 def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, line: SourceLine | None) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0:
-        value = value.item()
+        with contextlib.suppress(RuntimeError):  # of one without a number, as on the meta device
+            value = value.item()
     value, dtype = plain_number(value), fd.scalars[number].dtype
     if not isinstance(value, (bool, int, float, complex)) or not fits(value, dtype):
         found = repr(value) if isinstance(value, (bool, int, float, complex)) else f"a {type(value).__name__}"

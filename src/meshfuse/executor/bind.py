@@ -50,7 +50,7 @@ def bind_program(
 def text_scope(functions: Mapping[str, Callable[..., Any]], device: torch.device) -> dict[str, Any]:
     """The globals of kernels' text; `functions` are those of registered ops by name."""
     scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": SCOPE, "device": device}
-    scope["OP"] = SimpleNamespace(**functions)
+    scope["OP"] = SimpleNamespace(**{name: kernels.watched(name, function) for name, function in functions.items()})
     return scope
 
 

@@ -1,7 +1,9 @@
-"""What the function of a user's op returned, held against what its rule says of it."""
+"""What the function of a user's op did, held against what its rule says of it."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,15 +25,52 @@ def as_told(name: str, made: Any, *kinds: tuple[tuple[int, ...], torch.dtype]) -
     )  # fmt: skip
 
 
+def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's function. KernelError where it changes an argument in place: other ops read it, and so may the user.
+
+    Also where it gives a tensor of another device: what comes after is of the arguments' one.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        before = [_version(tensor) for tensor in tensors]
+        made = function(*args)
+        changed = [place for place, tensor in enumerate(tensors) if _version(tensor) != before[place]]
+        if changed:
+            raise user_error(
+                f"{name}: its function changed its argument {changed[0]} in place", _text(tensors[changed[0]]),
+                "arguments left as they are", "Let it begin with a clone, or use the op without the underscore.",
+                cls=KernelError,
+            )  # fmt: skip
+        for result in made if isinstance(made, (tuple, list)) else (made,):
+            if tensors and isinstance(result, torch.Tensor) and result.device != tensors[0].device:
+                raise user_error(
+                    f"{name}: its function returned a tensor of another device", str(result.device),
+                    f"{tensors[0].device}, as its arguments are on", "Let it make tensors there.", cls=KernelError,
+                )  # fmt: skip
+        return made
+
+    return call
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was written to; those of inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _is(result: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    return isinstance(result, torch.Tensor) and tuple(result.shape) == shape and result.dtype == dtype
+    is_dense = isinstance(result, torch.Tensor) and result.layout == torch.strided
+    return is_dense and tuple(result.shape) == shape and result.dtype == dtype
 
 
 def _text(made: Any) -> str:
     if isinstance(made, (tuple, list)):
         return f"{type(made).__name__} of {', '.join(map(_text, made)) or 'nothing'}"
-    return f"{_name(made.dtype)}{list(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
+    if not isinstance(made, torch.Tensor):
+        return type(made).__name__
+    return f"{'' if made.layout == torch.strided else f'{_name(made.layout)} '}{_name(made.dtype)}{list(made.shape)}"
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(kind: torch.dtype | torch.layout) -> str:
+    return str(kind).removeprefix("torch.")
