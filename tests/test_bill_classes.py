@@ -383,6 +383,47 @@ def weights_stored_otherwise_than_they_are_used(fd: Fd, s: Sizes) -> None:
     split(fd, DP2_TP4, (x, [None, both, None]), (w1, ["tp", None]), (w2, [None, both]))  # type: ignore[list-item]
 
 
+def written(fd: Fd, rows: Tensor, new: Tensor, at: int) -> Tensor:
+    """Rows [B, S, ..] with others from `at` on."""
+    shape, stop = list(rows.type.shape), at + new.type.shape[1]
+    zeros = [0] * (len(shape) - 2)
+    before = fd.ops.slice(rows, [0, 0, *zeros], [shape[0], at, *shape[2:]])
+    return fd.ops.cat([before, new, fd.ops.slice(rows, [0, stop, *zeros], shape)], 1)
+
+
+@known(13.79, 0.0592)
+def a_step_that_writes_to_caches_split_along_the_sequence(fd: Fd, s: Sizes) -> None:
+    """Tokens are written where they belong; the softmax takes an AR of its maxima, of its sums, and of the result."""
+    size = [s.batch, s.length, s.heads, s.head]
+    caches, (q, k, v) = [floats(fd, *size) for _ in range(2)], (floats(fd, size[0], 1, *size[2:]) for _ in range(3))
+    keys, values = (written(fd, cache, new, s.length // 5) for cache, new in zip(caches, (k, v), strict=True))
+    q, after, among = (fd.ops.permute(t, [0, 2, 1, 3]) for t in (q, keys, values))
+    scores = fd.ops.softmax(fd.ops.matmul(q, fd.ops.permute(after, [0, 1, 3, 2])) * 0.125, -1)
+    mixed = fd.ops.matmul(scores, among)
+    outputs(fd, mixed, keys, values)
+    split(fd, SP8, *((t, [None, "sp", None, None]) for t in (*caches, keys, values)), (mixed, [None] * 4))
+
+
+@known(14.86, 0.459)
+def two_convolutions_over_split_rows(fd: Fd, s: Sizes) -> None:
+    """Two rows per convolution and rank, not an all-to-all to the batch."""
+    y = floats(fd, s.batch, 64, 64, s.head)
+    split(fd, SP8, (y, [None, "sp", None, None]))
+    for _ in range(2):
+        y = convolved(fd, y, floats(fd, 9, s.head, s.head))
+    outputs(fd, y)
+
+
+def convolved(fd: Fd, x: Tensor, w: Tensor) -> Tensor:
+    """A convolution by hand of 3 by 3: x [B, H, W, C] with w [9, C, C]."""
+    size, c, padded = x.type.shape, x.type.shape[3], fd.ops.pad(x, [0, 0, 1, 1, 1, 1])
+    places = itertools.product(range(3), repeat=2)
+    at = [[0, i, j, 0] for i, j in places]
+    taps = [fd.ops.slice(padded, o, [a + b for a, b in zip(o, size, strict=True)]) for o in at]
+    weights = [fd.ops.reshape(fd.ops.slice(w, [i, 0, 0], [i + 1, c, c]), [c, c]) for i in range(9)]
+    return functools.reduce(fd.ops.add, map(fd.ops.matmul, taps, weights))
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_no_more_than_xla_and_a_plan_by_hand(name: str) -> None:
     CLASSES[name].check_bytes()

@@ -1,8 +1,8 @@
 """The stages in their order: the page to open first.
 
 definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `moments_merged`
-→ `searched` → `in_parts` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `overlap`
-→ `segment` → `lower_to_host_ir` → executor.
+→ `searched` → `in_parts` → `in_place` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted`
+→ `overlap` → `segment` → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 
@@ -34,6 +34,7 @@ from .rewriting.distribution import distribute
 from .rewriting.linked import with_links
 from .rewriting.merging import moments_merged
 from .rewriting.parts import in_parts
+from .rewriting.places import in_place
 from .rewriting.rounds import written
 from .rewriting.shifts import shifted
 from .rewriting.sums import regrouped
@@ -108,7 +109,7 @@ def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> Sh
     def plan(graph: Graph) -> ShardedDefinition:
         return searched(moments_merged(distribute(graph, world), world), world, effort)
 
-    found = in_parts(plan(graph), graph, plan, effort)
+    found = in_place(graph, lambda graph: in_parts(plan(graph), graph, plan, effort), effort)
     return shifted(regrouped(found, world, effort), world, effort)
 
 

@@ -21,14 +21,15 @@ from ..resharding.moves import Move, MoveKind, Reordering, Window
 from ..rewriting.distribution import Blocked, Distributed
 from ..rewriting.merging import Merged, Moments
 from ..rewriting.parts import Parted
+from ..rewriting.places import Placed, Span, Spans
 from ..rewriting.shifts import Joined, Shifted, Term
 from ..rewriting.sums import Regrouped
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 
 _CLASSES: tuple[type, ...] = (
-    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Placement, Regrouped,
-    Reordering, ScalarRef, Sharding, Shifted, Source, Split, TensorRef, Term, Window,
+    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Placed, Placement,
+    Regrouped, Reordering, ScalarRef, Sharding, Shifted, Source, Span, Spans, Split, TensorRef, Term, Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
 _BY_NAME: dict[str, type] = {kind.__name__: kind for kind in (*_CLASSES, *_ENUMS)}

@@ -9,7 +9,7 @@ merges attention over parts.) It is done where it pays: unsharded, one op is bet
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -64,7 +64,8 @@ def in_parts(found: ShardedDefinition, graph: Graph, plan: Planner, effort: Effo
         return found
     cats = list(_over_ranks(found, graph))
     rewriting = Parted(tuple([node.id for node in cats]))
-    if not cats or not _moves(found, cats) or not _Writer(graph, rewriting.cats).pays():
+    dims = {node.origin: joined_dim(node) for node in cats}
+    if not cats or not moves_along(found, dims) or not _Writer(graph, rewriting.cats).pays():
         return found
     return better(found, plan(rewriting(graph)))
 
@@ -77,27 +78,28 @@ def _over_ranks(found: ShardedDefinition, graph: Graph) -> Iterator[Node]:
     reached = set[int]()
     for node in graph.nodes:
         if node.name == "cat" and (node.outputs[0] not in graph.annotations or node.outputs[0] in graph.outputs):
-            dim = _joined(node)
+            dim = joined_dim(node)
             split = any(axes(found.homes[i].dims[dim]) for i in (*node.inputs, *node.outputs))
             if split or reached.intersection(node.inputs):
                 reached.update(node.outputs)
                 yield node
 
 
-def _moves(found: ShardedDefinition, cats: Sequence[Node]) -> bool:
-    """Whether what these read or make is moved along their dims for a notable part of all moves' time."""
+def moves_along(found: ShardedDefinition, dims: Mapping[int, int]) -> bool:
+    """Whether what these ops (by origin, in whatever form) read or make is moved along a dim for a notable part of all
+    moves' time.
+    """
     resharded, total, along = insert_resharding(found), 0.0, 0.0
-    joined = {node.origin: _joined(node) for node in cats}
-    written = [node for node in found.graph.nodes if node.origin in joined]  # in whatever form
-    dims = {i: joined[node.origin] for node in written for i in (*node.inputs, *node.outputs)}
+    written = [node for node in found.graph.nodes if node.origin in dims]
+    touched = {i: dims[node.origin] for node in written for i in (*node.inputs, *node.outputs)}
     for step in resharded.collectives:
         seconds, tensor = resharded.seconds(step), resharded.values[step.source].tensor
         total += seconds
-        along += seconds if tensor in dims and _changes(step.move, dims[tensor]) else 0.0
+        along += seconds if tensor in touched and _changes(step.move, touched[tensor]) else 0.0
     return along > _NOTABLE * total
 
 
-def _joined(cat: Node) -> int:
+def joined_dim(cat: Node) -> int:
     """The dim along which a `cat` puts together."""
     return cat.call["dim"] % cat.call.results[0].ndim
 
@@ -137,7 +139,7 @@ class _Writer(Writer):
 
     def _put_together(self, cat: Node) -> None:
         """The parts of a `cat`: its operands, or those of an operand that is in parts itself; none that is empty."""
-        dim, refs = _joined(cat), list[TensorRef]()
+        dim, refs = joined_dim(cat), list[TensorRef]()
         for i in cat.inputs:
             inner = self.parts.get(i)
             refs += inner.refs if inner is not None and inner.dim == dim else [TensorRef(i)]

@@ -81,17 +81,23 @@ def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effo
 
 def _followed(sharded: ShardedDefinition) -> Cut:
     """The dims that would lie over ranks if those of inputs did all the way, through windows, too."""
-    graph, cut = sharded.graph, dict[int, tuple[int, ...]]()
-    cut.update((i, _cut(sharded.homes[i])) for i in (*graph.input_tensors, *graph.annotations))
-    for node in graph.nodes:
-        through = [cut[node.inputs[0]]] if _own_window(node) is not None else _through(node, cut)
-        for i, dims in zip(node.outputs, through, strict=True):
+    cut = placed_dims(sharded)
+    for node in sharded.graph.nodes:
+        for i, dims in zip(node.outputs, dims_after(node, cut), strict=True):
             cut.setdefault(i, dims)
     return cut
 
 
-def _through(node: Node, cut: Cut) -> Iterator[tuple[int, ...]]:
-    """The dims of an op's results that share a factor with those of its operands."""
+def placed_dims(sharded: ShardedDefinition) -> dict[int, tuple[int, ...]]:
+    """The dims of inputs, and of what is annotated, that lie over ranks."""
+    return {i: _cut(sharded.homes[i]) for i in (*sharded.graph.input_tensors, *sharded.graph.annotations)}
+
+
+def dims_after(node: Node, cut: Cut) -> Iterator[tuple[int, ...]]:
+    """The dims of an op's results that are those dims of its operands: a window's own, or of the same factor."""
+    if own_window(node) is not None:
+        yield cut[node.inputs[0]]
+        return
     rows = zip(node.inputs, node.rule.operands, strict=True)
     factors = {f for i, dims in rows for d in cut[i] for f in dims[d]}
     for made in node.rule.results:
@@ -127,7 +133,7 @@ class _Finder:
 
     def _window(self, node: Node) -> Shifted | None:
         """What a slice or pad makes, from before the windows that its operand is made by."""
-        own = _own_window(node)
+        own = own_window(node)
         if own is None:
             return None
         (operand,), shape = node.inputs, node.call.results[0].shape
@@ -161,7 +167,7 @@ class _Finder:
         return any(steps.are_many(way, offset) for way, offset in steps.ways(made))
 
 
-def _own_window(node: Node) -> tuple[Offsets, Number | None] | None:
+def own_window(node: Node) -> tuple[Offsets, Number | None] | None:
     """The offsets and the fill of a slice without steps, or of a pad with a number."""
     window = node.call.op.window(node.call) if node.call.op.window is not None else None
     if type(window) is not tuple or not isinstance(window[1], int | float):
