@@ -19,7 +19,8 @@ from meshfuse.testing import assert_same_as_unsharded, inputs_for
 ROWS = mf.DeviceMesh((4,), ("x",))
 BOTH = mf.DeviceMesh((2, 2), ("x", "y"))
 N, WIDTH = 16, 6
-Fd, T = mf.FusionDefinition, mf.TensorView
+Fd = mf.FusionDefinition
+T = mf.TensorView
 
 
 def rows(fd: Fd, x: T, start: int, stop: int) -> T:
