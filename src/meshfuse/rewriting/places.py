@@ -8,7 +8,6 @@ rank can tell which of its own these are. It is done where it pays: unsharded, a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -20,10 +19,12 @@ from ..planning.search import Effort, better
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.layout import axes
 from .graphs import Writer, without_unread
-from .parts import Plan, joined_dim, moves_along
+from .parts import Planner, joined_dim, moves_along
 from .shifts import dims_after, own_window, placed_dims
 
 Number = int | float
+# The ops that may put a slice back.
+_PUT = ("cat", "pad")
 # More are as many choices for every element.
 _MOST = 8
 
@@ -58,13 +59,13 @@ class Placed:
     def __call__(self, graph: Graph) -> Graph:
         found = dict(self.ops)
         written = without_unread(_Writer(graph, found).run(found))
-        return dataclasses.replace(written, rewritings=(*graph.rewritings, self))
+        return written.noting(self)
 
 
-def in_place(graph: Graph, plan: Plan, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+def in_place(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The plan of a graph, or, if that is better, of one where what is sliced and put back stays where it is."""
     plain = plan(graph)
-    if not effort.rewrites(graph):
+    if not effort.rewrites(graph) or not any(node.name in _PUT for node in graph.nodes):
         return plain
     finder = _Finder(graph, plain)
     found = tuple(finder.run())
