@@ -74,7 +74,7 @@ class Option(NamedTuple):
 # So many ways to put axes on an op's factors are tried at most.
 MOST_WAYS = 64
 # And so many of those that nobody asks for, the cheapest, are gone on with.
-MOST_MORE = 6
+MOST_MORE = 8
 
 # A placement, what it follows, and the seconds that do not depend on where the operands are.
 _Candidate = tuple[Placement, Source, float]
