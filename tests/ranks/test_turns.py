@@ -90,32 +90,37 @@ for step in range(2):
 
 
 def test_threads_of_a_rank_execute_one_at_a_time(tmp_path):
-    """They come in another order on each rank: their parts would be added up with those of another thread's."""
-    script = """
-def work(number):
-    (mine,) = [number * shard for shard in shards[:1]]
-    for _ in range(200):
-        (found,) = fd.execute([mine, shards[1]])
-        assert found[0, 0] == 6 * number, found
+    """They come in another order on each rank: their parts would be added up with those of another thread's.
+
+    Rank 1 lets rank 0's first thread wait until the second one has come.
+    """
+    script = f"""
+import pathlib
+met = pathlib.Path({str(tmp_path / "met")!r})
+
+def work():
+    (found,) = fd.execute(shards)
+    assert found[0, 0] == 6, found
 
 def told(arguments):
-    print(f"{arguments.exc_type.__name__}: {arguments.exc_value}", flush=True)
+    print(f"{{arguments.exc_type.__name__}}: {{arguments.exc_value}}", flush=True)
+    met.touch()
 
 threading.excepthook = told
-threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2, 3)]
+while world.rank == 1 and not met.exists():
+    time.sleep(0.01)
+threads = [threading.Thread(target=work) for _ in range(2 - world.rank)]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
 fd.execute(shards)
 """
-    for code, text in run_bare(START + script, tmp_path, 2, limit=4.0):
-        assert code == 1 and "AssertionError" not in text, text
-        assert "ArgumentError: two threads execute at once: found thread 'Thread-" in text, text
-        assert "Let one thread of a rank execute. (at script.py:20)" in text, text
-        assert re.search(
-            r"RankError: an execution follows one that failed: found two threads.*\(at script.py:32\)", text
-        )
+    (code, text), (other, _) = run_bare(START + script, tmp_path, 2, limit=20.0)
+    assert (code, other) == (1, 1) and "AssertionError" not in text, text
+    assert "ArgumentError: two threads execute at once: found thread 'Thread-" in text, text
+    assert "Let one thread of a rank execute. (at script.py:21)" in text, text
+    assert re.search(r"RankError: an execution follows one that failed: found two threads.*\(at script.py:36\)", text)
 
 
 def test_threads_that_take_turns_may_execute(tmp_path):
