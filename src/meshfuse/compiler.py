@@ -109,7 +109,7 @@ def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> Sh
     def plan(graph: Graph) -> ShardedDefinition:
         return searched(moments_merged(distribute(graph, world), world), world, effort)
 
-    found = in_place(graph, lambda graph: in_parts(plan(graph), graph, plan, effort), effort)
+    found = in_place(graph, lambda graph: in_parts(graph, plan, effort), effort)
     return shifted(regrouped(found, world, effort), world, effort)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import run_bare
+from rank_pool import START, run_bare
 
 import meshfuse as mf
 from meshfuse.errors import SourceLine
@@ -19,24 +19,6 @@ from meshfuse.runtime import exits
 
 pytestmark = pytest.mark.ranks
 
-# Line 11 of a script that starts so makes y, which is what the ranks reduce: one call, as starts are what costs.
-START = """
-import os, signal, threading, time
-import torch
-import meshfuse as mf
-world = mf.World.current()
-mesh = mf.DeviceMesh(range(world.size), ["tp"], links="laptop")
-with mf.FusionDefinition() as fd:
-    x = fd.define_tensor([-1, 6])
-    w = fd.define_tensor([2, 6])
-    h = fd.ops.relu(x)
-    y = fd.ops.linear(h, w)
-    fd.add_output(y)
-    fd.mesh_split(x, mesh, [None, "tp"])
-    fd.mesh_split(w, mesh, [None, "tp"])
-shards = [mf.shard_tensor(torch.ones(rows, 6), tv) for rows, tv in ((40, x), (2, w))]
-fd.execute(shards)
-"""
 PLACE = "all-reduce of y (t3) over tp (output) in step 2: all_reduce #2 of group tp"
 
 

@@ -5,27 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from rank_pool import run_bare
+from rank_pool import START, run_bare
 
 pytestmark = pytest.mark.ranks
 
-# Line 10 of a script that starts so makes y; what follows begins at line 16.
-START = """
-import os, threading, time
-import torch
-import meshfuse as mf
-world = mf.World.current()
-mesh = mf.DeviceMesh(range(world.size), ["tp"], links="laptop")
-with mf.FusionDefinition() as fd:
-    x = fd.define_tensor([-1, 6])
-    w = fd.define_tensor([2, 6])
-    y = fd.ops.linear(fd.ops.relu(x), w)
-    fd.add_output(y)
-    fd.mesh_split(x, mesh, [None, "tp"])
-    fd.mesh_split(w, mesh, [None, "tp"])
-shards = [mf.shard_tensor(torch.ones(rows, 6), tv) for rows, tv in ((40, x), (2, w))]
-fd.execute(shards)
-"""
 CAUGHT = """
 import sys
 import torch
@@ -83,8 +66,8 @@ for step in range(2):
     assert code == 1 and "timed out" in text
     assert re.search(
         r"RankError: an execution follows one that failed: found RankTimeout in step 2 of the definition of y \(t3\) "
-        r"at script.py:10 \(plan \w+\), after 1 of 1 communications, needed ranks that go on together\. Let the error "
-        r"end the process; meshfuse run --max-restarts starts all ranks anew\. \(at script.py:21",
+        r"at script.py:11 \(plan \w+\), after 1 of 1 communications, needed ranks that go on together\. Let the error "
+        r"end the process; meshfuse run --max-restarts starts all ranks anew\. \(at script.py:22",
         text,
     ), text
 
@@ -119,8 +102,8 @@ fd.execute(shards)
     (code, text), (other, _) = run_bare(START + script, tmp_path, 2, limit=20.0)
     assert (code, other) == (1, 1) and "AssertionError" not in text, text
     assert "ArgumentError: two threads execute at once: found thread 'Thread-" in text, text
-    assert "Let one thread of a rank execute. (at script.py:21)" in text, text
-    assert re.search(r"RankError: an execution follows one that failed: found two threads.*\(at script.py:36\)", text)
+    assert "Let one thread of a rank execute. (at script.py:22)" in text, text
+    assert re.search(r"RankError: an execution follows one that failed: found two threads.*\(at script.py:37\)", text)
 
 
 def test_threads_that_take_turns_may_execute(tmp_path):
@@ -153,7 +136,7 @@ fd.execute(shards)
         assert code == 0, text
         said = f"RankError: this process is no rank: found a fork of the process of rank {rank}, needed the rank's own"
         assert text.count(said) == 3, text
-        assert len(re.findall(r"\(at script\.py:(19|21)\)", text)) == 3, text
+        assert len(re.findall(r"\(at script\.py:(20|22)\)", text)) == 3, text
 
 
 def test_processes_that_ranks_start_are_none(job):

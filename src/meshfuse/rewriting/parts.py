@@ -58,8 +58,9 @@ class Parted:
         return without_unread(written).noting(self)
 
 
-def in_parts(found: ShardedDefinition, graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The plan found for a graph, or, if that is better, one of the graph with what lies over ranks left in parts."""
+def in_parts(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+    """The plan of a graph, or, if that is better, one of the graph with what lies over ranks left in parts."""
+    found = plan(graph)
     if not effort.rewrites(graph):
         return found
     cats = list(_over_ranks(found, graph))
