@@ -68,8 +68,9 @@ class CompiledProgram:
     def host_program(self, rank: int) -> HostProgram:
         """The verified program of a rank."""
         if rank not in self._programs:
-            program = lower_to_host_ir(self.segmented, rank, self.digest, self.in_flight)
-            verify(program)
+            with _no_collection():
+                program = lower_to_host_ir(self.segmented, rank, self.digest, self.in_flight)
+                verify(program)
             self._programs[rank] = program
         return self._programs[rank]
 

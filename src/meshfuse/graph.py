@@ -159,12 +159,13 @@ def concretize(
     nodes = needed(nodes, fd.outputs)
     producer = {out: node.id for node in nodes for out in node.outputs}
     there = {*producer, *fd.input_tensors()}
-    noted = fd.annotations
+    said = fd.all_annotations
+    noted = {i: a for i, a in said.items() if a.mesh is not None}
     # What is said of tensors that no output needs is checked, too, and then dropped with them.
     shardings = {i: a.sharding(tensors[i].label, types[i].shape) for i, a in noted.items()}
     annotations = {i: found.placement(types[i].shape) for i, found in shardings.items() if i in there}
     lines = {i: noted[i].line for i in annotations}
-    streams = _streams(fd, {i: types[i].shape for i in there})
+    streams = _streams(fd, said, {i: types[i].shape for i in there})
     return Graph(
         tensors, nodes, tuple(fd.inputs), tuple(fd.outputs), annotations, _reductions(noted, producer), lines,
         fd.scalars, streams,
@@ -181,16 +182,17 @@ def _reductions(noted: Mapping[int, Annotation], producer: Mapping[int, int]) ->
     return found
 
 
-def _streams(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Stream]:
+def _streams(
+    fd: DefinitionBuilder, said: Mapping[int, Annotation], shapes: Mapping[int, tuple[int, ...]]
+) -> dict[int, Stream]:
     """What is to be worked on in chunks, by tensor: of tensors that are there, `fd.overlap` before annotations."""
     found: dict[int, Stream] = {}
-    noted = fd.all_annotations
     for i, shape in sorted(shapes.items()):
         if i in fd.overlaps:
             asked = fd.overlaps[i]
             found[i] = Stream(asked.dim, asked.chunks, None, asked.ring, asked.line)
-        elif i in noted:
-            annotation = noted[i]
+        elif i in said:
+            annotation = said[i]
             for dim, layout, ring in annotation.streams(shape):
                 found.setdefault(i, Stream(dim, stream_count(layout), layout, ring, annotation.line))
     return found
@@ -357,6 +359,8 @@ def depth_first(graph: Graph) -> tuple[int, ...]:
     producer = {out: node.id for node in graph.nodes for out in node.outputs}
     places: dict[int, tuple[int, ...]] = {}
     for number, root in enumerate(producer[i] for i in [*graph.outputs, *sorted(producer)] if i in producer):
+        if root in places:
+            continue
         group = _missing(graph, producer, root, places)
         read = {producer[i] for node in group for i in graph.nodes[node].inputs if i in producer}.difference(group)
         start = max((places[node] for node in read), default=()) if len(group) <= _SHORT else ()

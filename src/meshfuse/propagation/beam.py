@@ -30,7 +30,7 @@ from .held import Held, Table
 KNOWN = 4
 
 
-class Step(NamedTuple):
+class Decision(NamedTuple):
     """The decision at one op; `runner_up` is the next best option there, if any."""
 
     option: Option
@@ -58,8 +58,8 @@ class Front:
     plans: tuple[Plan, ...]
 
 
-class Move(NamedTuple):
-    """How one plan of the next front comes from one of this front."""
+class Child(NamedTuple):
+    """How a plan of the next front comes from one of this front."""
 
     parent: int
     growth: Growth
@@ -73,13 +73,13 @@ Entry = tuple[Available, Available] | int
 
 @dataclass(frozen=True, slots=True)
 class Stride:
-    """What the beam does at one op: the moves, the tensors on which all plans agree now, and the next front.
+    """What the beam does at one op: the children of its plans, the tensors on which all agree then, and the next front.
 
     `settled` says of each of these how it exists and in which shardings it is known; `open` says where the tensors of
     the next front come from.
     """
 
-    moves: tuple[Move, ...]
+    children: tuple[Child, ...]
     settled: tuple[tuple[Origin, Available, Available], ...]
     open: tuple[Origin, ...]
     front: Front
@@ -111,7 +111,7 @@ class Beam:
         self.open: list[int] = []
         self._opened: list[int] = []
 
-    def run(self) -> list[Step]:
+    def run(self) -> list[Decision]:
         """The cheapest plan's decisions, op by op."""
         front, strides = _front((), (), (), (Plan(0.0, ()),)), []
         width, horizon, thorough = self.search
@@ -124,7 +124,7 @@ class Beam:
             self._enter(stride, tensors, now)
             strides.append(stride)
             front = stride.front
-        return _steps(strides)
+        return _decisions(strides)
 
     def _entry(self, tensor: int) -> Entry:
         return self.open.index(tensor) if tensor in self.open else self.agreed[tensor]
@@ -198,7 +198,7 @@ class _Striding:
         # Rounded, so that the plans at the ends of equal layers are equal.
         plans = [Plan(round(f.seconds - best, 15), of_differing(row)) for f, row in zip(found, rows, strict=True)]
         front = _front(*map(of_differing, (self.tables, self.near, known)), tuple(plans))
-        return Stride(tuple([Move(f.parent, f.growth) for f in found]), agreed, of_differing(origins), front)
+        return Stride(tuple([Child(f.parent, f.growth) for f in found]), agreed, of_differing(origins), front)
 
     def _grown(self) -> list[_Found]:
         """Every plan gone on with in every way; of those that hold the same the cheapest."""
@@ -283,12 +283,12 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     return (lambda row: (row[places[0]],)) if places else (lambda row: ())
 
 
-def _steps(strides: Sequence[Stride]) -> list[Step]:
+def _decisions(strides: Sequence[Stride]) -> list[Decision]:
     out, place = [], 0
     for stride in reversed(strides):
-        move = stride.moves[place]
-        out.append(Step(move.growth.option, move.growth.runner_up))
-        place = move.parent
+        child = stride.children[place]
+        out.append(Decision(child.growth.option, child.growth.runner_up))
+        place = child.parent
     return out[::-1]
 
 

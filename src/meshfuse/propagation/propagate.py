@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from ..graph import Graph, depth_first, reordered
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
-from .beam import Beam, Search, Step, greedy
+from .beam import Beam, Decision, Search, greedy
 from .choose import Available, cheapest
 from .ends import ends
 from .folding import folded
@@ -50,8 +50,8 @@ def total_seconds(done: ShardedDefinition) -> float:
     return sum(choice.seconds for choice in done.choices) + sum(owed)
 
 
-def _choice(step: Step) -> Choice:
-    option, other = step
+def _choice(decision: Decision) -> Choice:
+    option, other = decision
     return Choice(option.placement, option.source, option.seconds, (other.source, other.seconds) if other else None)
 
 
@@ -114,9 +114,9 @@ class Propagation:
             wanted.update((i, new) for i, new in zip(read, found, strict=True) if new)
         return wanted
 
-    def _plan(self, ordered: list[Step]) -> ShardedDefinition:
-        steps = dict(zip(self.order, ordered, strict=True))
-        choices = [_choice(steps[node.id]) for node in self.graph.nodes]
+    def _plan(self, ordered: list[Decision]) -> ShardedDefinition:
+        decided = dict(zip(self.order, ordered, strict=True))
+        choices = [_choice(decided[node.id]) for node in self.graph.nodes]
         found = ShardedDefinition(self.graph, tuple(choices), self._homes(choices))
         found.verify()
         return found
