@@ -24,6 +24,7 @@ from .annotation import (
     layouts_of_spec,
 )
 from .checks import (
+    check_contiguity,
     check_meshes,
     check_results,
     checked_dtype,
@@ -95,6 +96,7 @@ class DefinitionBuilder:
             strides = contiguity
         given = sizes if sizes is not None else shape if shape is not None else symbolic_sizes
         found = checked_sizes(given, line)
+        check_contiguity(contiguity, line)
         if strides is not None and not static_sizes:
             found = tuple(n if n == 1 else -1 for n in found)
         order = checked_order(stride_order, strides, found, line)

@@ -7,9 +7,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DataType
-from ..errors import caller_line, user_error
+from ..errors import DefinitionError, caller_line, user_error
 from ..mesh import DeviceMesh, ParallelType
+from ..ops import COMPOSITES
 from ..ops.base import ScalarRef, TensorRef, TensorType
+from ..ops.registry import find
 from ..user_values import as_int
 from .loop import AxisView, Leaf, LoopDomain
 from .text import Extents, TensorDomain, tensor_text
@@ -21,12 +23,18 @@ if TYPE_CHECKING:
 _NO_MOVES: Mapping[int, int] = MappingProxyType({})
 
 
+class NoAttributeError(DefinitionError, AttributeError):
+    """A tensor of a definition has no such method or attribute."""
+
+
 class Arithmetic:
     """Python's operators as ops of the definition."""
 
     __slots__ = ("fd",)
     fd: DefinitionBuilder
     __hash__ = object.__hash__
+    # numpy's arrays leave an operator to us: they would apply it to each of their numbers.
+    __array_ufunc__ = None
 
     def _op(self, name: str, *operands: Any) -> Any:
         return self.fd.call(name, operands)
@@ -120,6 +128,9 @@ class Arithmetic:
 
     def __ge__(self, other: Any) -> Any:
         return self._op("ge", self, other)
+
+    def __pos__(self) -> Any:
+        return self
 
     def __neg__(self) -> Any:
         return self._op("neg", self)
@@ -217,6 +228,36 @@ class TensorView(Arithmetic):
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(f"a TensorView is not iterable: {self.label} has {self.ndim} dims; use fd.ops.slice or select")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise user_error(f"{self.label} cannot be indexed", f"[{index!r}]", "an op",
+                         "Use fd.ops.select for one index of a dim, fd.ops.slice for a range of each, "
+                         "fd.ops.index_select for a list.", caller_line())  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises NoAttributeError: what torch has as a method is a function of `fd.ops`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        known = find(name) is not None or name in COMPOSITES
+        raise user_error(
+            f"a tensor of a definition has no {name!r}", "", "",
+            f"Call fd.ops.{name}(tensor, ...)." if known else "What is computed with it is in dir(fd.ops).",
+            caller_line(), NoAttributeError,
+        )  # fmt: skip
+
+    def __matmul__(self, other: Any) -> Any:
+        return self._op("matmul", self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return self._op("matmul", other, self)
+
+    @property
+    def T(self) -> TensorView:
+        """A matrix with its two dims in the other order. Raises DefinitionError for other numbers of dims."""
+        if self.ndim != 2:
+            raise user_error(f"{self.label}.T", str(self.type), "two dims",
+                             "Name the order: fd.ops.permute(tensor, [0, 2, 1]).", caller_line())  # fmt: skip
+        return self._op("permute", self, [1, 0])
 
     def __repr__(self) -> str:
         return f"TensorView({self.name}: {self.type})"
