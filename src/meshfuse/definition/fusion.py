@@ -10,7 +10,7 @@ from ..dtypes import DataType, scalar_dtype
 from ..errors import SourceLine, caller_line, located, user_error
 from ..mesh import DeviceMesh
 from ..ops import COMPOSITES
-from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType
+from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
 from ..scalars import ScalarDef, result_dtype
 from ..sharding.value import Sharding
@@ -40,7 +40,7 @@ from .loop import AxisView, LoopDomain
 from .namespaces import Fusion, OpNamespace, find_op
 from .overlaps import Overlap, checked_overlap
 from .primals import of_gradients
-from .records import OpNode, TensorDef, memory_order, reduction_flags, tensor_refs
+from .records import OpNode, TensorDef, memory_order, reduction_flags
 from .scalar_calls import is_scalar_call, scalar_arguments
 from .tensor_view import TensorView, Val
 
@@ -432,4 +432,4 @@ def _are_strides(contiguity: Any) -> bool:
     return isinstance(contiguity, (list, tuple)) and any(type(c) is int for c in contiguity)
 
 
-__all__ = ["DefinitionBuilder", "OpNode", "TensorDef", "mesh_of_torch", "tensor_refs"]
+__all__ = ["DefinitionBuilder", "OpNode", "TensorDef", "mesh_of_torch"]

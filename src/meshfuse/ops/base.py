@@ -210,6 +210,15 @@ def count_tensors(arg: object) -> int:
     return len(arg) if is_list else 0  # type: ignore[arg-type]
 
 
+def tensor_refs(args: Sequence[Any]) -> list[TensorRef]:
+    """The tensors among an op's arguments, in order."""
+    out: list[TensorRef] = []
+    for arg in args:
+        if count_tensors(arg):
+            out.extend((arg,) if isinstance(arg, TensorRef) else arg)
+    return out
+
+
 class Emit(Protocol):
     """What a lowering to torch sees of one call on one rank: names of local operands, and local geometry."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..dtypes import DataType
-from .base import Call, DimFactors, FactorKind, OpDef, Partial, Rule, Sample, TensorRef, TensorType
+from .base import Call, DimFactors, FactorKind, OpDef, Partial, Rule, Sample, TensorRef, TensorType, tensor_refs
 from .binding import bind, make_call, signature
 from .registry import find
 
@@ -162,14 +162,7 @@ class _Trial:
         op = find(name)
         assert op is not None, name
         bound = bind(op, args, kwargs, lambda value: value)
-        refs = [ref for arg in bound for ref in _refs(arg)]
-        made = op.infer(Call(op, bound, tuple(map(self.type, refs))))
+        made = op.infer(Call(op, bound, tuple(map(self.type, tensor_refs(bound)))))
         ids = range(len(self._types), len(self._types) + len(made))
         self._types += made
         return TensorRef(ids[0]) if len(made) == 1 else tuple(map(TensorRef, ids))
-
-
-def _refs(arg: Any) -> list[TensorRef]:
-    if isinstance(arg, TensorRef):
-        return [arg]
-    return [ref for ref in arg if isinstance(ref, TensorRef)] if type(arg) is tuple else []
