@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meshfuse.ops import OPS
-from meshfuse.testing.calls import SALT, evaluate, make_call, operands_of, whole
+from meshfuse.ops.binding import make_call
+from meshfuse.testing.calls import SALT, evaluate, operands_of, whole
 
 __all__ = ["SALT", "evaluate", "make_call", "operands_of", "sample_ids", "whole"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import meshfuse as mf
-import meshfuse.fusion_definition as module
+import meshfuse.planned_definition as module
 from meshfuse import DataType, ParallelType
 from meshfuse.sharding.layout import Split
 

@@ -235,6 +235,17 @@ def test_the_table_of_backends_says_what_runs_each_segment(monkeypatch):
     assert "segment_0  eager    compiling it would save 0 us per call" in chain(1, 4).backends()
 
 
+def test_a_program_of_chunks_alone_says_that_it_has_no_segments():
+    fd, mesh = mf.FusionDefinition(), mf.DeviceMesh((2,), ("x",))
+    x, w = fd.define_tensor([128, 64]), fd.define_tensor([64, 64])
+    product = fd.ops.matmul(x, w)
+    fd.add_output(product)
+    fd.mesh_split(x, mesh, ["x", None])
+    fd.mesh_split(product, mesh, [None, None])
+    fd.overlap(product, 4)
+    assert fd.backends() == "no segments: what loops over chunks compute runs in eager torch"
+
+
 def test_what_a_backend_cannot_compile_is_left_to_torch(monkeypatch):
     """nvFuser compiles nothing for a CPU, and may not be there at all."""
     monkeypatch.setenv("MESHFUSE_BACKEND", "nvfuser")

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 import meshfuse as mf
 from meshfuse.ops import OPS
 from meshfuse.ops.base import BlockOrder, Call, Factor, FactorKind, Rule
+from meshfuse.ops.binding import make_call
 from meshfuse.testing import annotations, assert_same_as_unsharded, check_op, definitions, inputs_for
-from meshfuse.testing.calls import make_call
 
 DOUBLE, INT = mf.DataType.Double, mf.DataType.Int
 PAGE = Path(__file__).parent.parent / "docs" / "testing-an-op.md"

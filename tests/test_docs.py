@@ -39,7 +39,7 @@ def test_files_and_folders_that_pages_name_are_there() -> None:
     found = [path for path in ROOT.rglob("*") if path.suffix == ".py" or path.is_dir()]
     there = [f"/{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}" for path in found]
     for page in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"`([\w/]+(?:\.py|/))`", page.read_text()):
+        for target in re.findall(r"`(\w[\w/]*(?:\.py|/))`", page.read_text()):
             assert any(path.endswith(f"/{target}") for path in there), f"{page.name}: {target}"
 
 

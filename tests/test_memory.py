@@ -16,10 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.ops import OPS
+from meshfuse.ops.binding import make_call
 from meshfuse.resharding.insert import ReshardedDefinition
 from meshfuse.resharding.memory import Peak, _Usage, fitted, peak
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for, meshes, shapes_for
-from meshfuse.testing.calls import make_call, operands_of, whole
+from meshfuse.testing.calls import operands_of, whole
 from op_harness import sample_ids
 
 LAYERS, ROWS, WIDTH = 4, 64, 32

@@ -15,13 +15,13 @@ from meshfuse.compiler import compile_definition
 from meshfuse.graph import Graph, Kinds, Node, Tensor, concretize, numbered
 from meshfuse.ops import OPS
 from meshfuse.ops.base import FactorKind, TensorRef, TensorType
+from meshfuse.ops.binding import make_call
 from meshfuse.plan_store import cache as plan_cache
 from meshfuse.plan_store import nearby
 from meshfuse.planning.search import MOST
 from meshfuse.rewriting.parts import Parted
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, definitions, inputs_for
-from meshfuse.testing.calls import make_call
 from meshfuse.testing.check import assert_close
 from meshfuse.testing.pieced import evaluated, on_parts, pieced_problem
 from op_harness import sample_ids

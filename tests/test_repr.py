@@ -10,9 +10,9 @@ import pytest
 import meshfuse as mf
 from meshfuse.definition.annotation import Annotation
 from meshfuse.definition.fusion import DefinitionBuilder
+from meshfuse.definition.loop import LoopDomain
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Sample, TensorType
-from meshfuse.report.reprint import _says_something
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 
@@ -29,6 +29,21 @@ def _facts(fd: DefinitionBuilder) -> tuple[Any, ...]:
     tensors = [(made.type, made.stride_order) for made in fd.tensors]
     overlaps = {i: asked[:3] for i, asked in fd.overlaps.items()}
     return (tensors, repr(fd.scalars), nodes, fd.inputs, fd.outputs, notes, overlaps, getattr(fd, "seed", 0))
+
+
+def _says_something(annotation: Annotation) -> bool:
+    domain = annotation.domain.unmerged()
+    edited = (
+        len(domain.order) > len(domain.roots)
+        or not _in_order(domain)
+        or any(leaf.axis or leaf.swizzled for leaf in domain.order)
+    )
+    return annotation.mesh is not None or edited or annotation.allocation is not None or annotation.memory is not None
+
+
+def _in_order(domain: LoopDomain) -> bool:
+    flat = [leaf for root in domain.roots for leaf in root]
+    return all(a is b for a, b in zip(flat, domain.order, strict=True))
 
 
 def _annotation_facts(annotation: Annotation) -> tuple[Any, ...]:

@@ -74,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--ranks", "-n", type=int, help="measure on so many processes of this machine; else modelled")
     trace.add_argument("--out", metavar="DIR", default="traces", help="a Perfetto file per rank goes here (traces)")
     trace.set_defaults(command=_trace)
+    ops = commands.add_parser("ops", help="the ops that fd.ops has, and what sharding their dims does")
+    ops.add_argument("name", metavar="NAME", nargs="?", help="one op; a line for each without")
+    ops.set_defaults(command=_ops)
     _doctor_command(commands)
     return parser
 
@@ -112,6 +115,16 @@ def _doctor(args: argparse.Namespace) -> int:
         return importlib.import_module("meshfuse.runtime.link_probe").main(words)
     ranks = 4 if args.ranks is None else args.ranks
     return launcher.run(ranks, ["-m", "meshfuse.runtime.link_probe", *words], timeout=args.limit + _STARTING)
+
+
+def _ops(args: argparse.Namespace) -> int:
+    namespaces = importlib.import_module("meshfuse.definition.namespaces")
+    try:
+        print(namespaces.listing() if args.name is None else namespaces.help_of(args.name))
+    except DefinitionError as error:
+        error.where = None  # no line of a script asked for it
+        raise
+    return 0
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`FusionDefinition`: define, annotate, compile (once per set of shapes), run, and ask what was decided."""
+"""`FusionDefinition`: define, annotate, run on real or simulated ranks, and ask what was decided."""
 
 from __future__ import annotations
 
@@ -9,40 +9,31 @@ from typing import Any
 import torch
 
 from .backends.assignment import assigned, requested
-from .compiler import CompiledProgram, compile_definition
-from .definition.fusion import DefinitionBuilder
+from .compiler import CompiledProgram
 from .definition.tensor_view import TensorView
-from .errors import DefinitionError, SourceLine, caller_line, located, user_error
+from .errors import SourceLine, caller_line, user_error
 from .executor.arguments import (
     Inputs,
     check_count,
     check_flags,
     check_global_shapes,
-    compile_shapes,
     global_shapes,
     outline,
-    scalar_values,
     split_arguments,
-    with_open_sizes,
 )
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups
 from .executor.simulate import Simulation, check_equal_replicas
 from .executor.spmd import RankProgram, check_same_arguments, check_world
 from .gradients.reverse import gradients
-from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
 from .mesh import DeviceMesh
 from .ops.base import TensorRef
 from .plan_store.nearby import nearness
-from .planning.search import effort_of
+from .planned_definition import PlannedDefinition
 from .report.backends import backends_table
-from .report.bill import Bill, bill_of
-from .report.explain import explain_all, explain_tensor
-from .report.memory import Memory, memory_of, watch_memory
 from .report.reprint import definition_source
-from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
 from .runtime.world import World
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
@@ -60,7 +51,7 @@ class _Simulated:
     simulation: Simulation
 
 
-class FusionDefinition(DefinitionBuilder):
+class FusionDefinition(PlannedDefinition):
     """A program for one big imaginary device, and how a few of its tensors split over a mesh.
 
     Use it as a context manager, define inputs, apply `fd.ops`, mark outputs and annotate; then `execute` runs it on
@@ -83,21 +74,16 @@ class FusionDefinition(DefinitionBuilder):
         self, seed: int = 0, *, max_wire: float | None = None, max_memory: float | None = None,
         search: str | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
         if as_int(seed) is None:
             needed, do = "an int", "Pass the seed of its random numbers."
             raise user_error("FusionDefinition: seed", repr(seed), needed, do, caller_line())
+        super().__init__(max_wire, max_memory, search)
         self.seed = seed
-        self.max_wire = bound(MAX_WIRE, max_wire, caller_line())
-        self.max_memory = bound(MAX_MEMORY, max_memory, caller_line())
-        self.effort = effort_of(search, caller_line())
         self._constants: set[int] = set()
         self._steps: dict[str, int] = {}
-        self._compiled: dict[Any, CompiledProgram] = {}
         self._simulated: dict[Any, _Simulated] = {}
         self._bound: dict[Any, RankProgram] = {}
         self._ready: dict[Any, RankProgram] = {}
-        self._shape_scalars: frozenset[int] | None = None
         self._orders: list[tuple[int, ...] | None] | None = None
         self._ordered = False
         for observe in observers:
@@ -271,54 +257,9 @@ class FusionDefinition(DefinitionBuilder):
         self._steps[where] = step + 1
         return step
 
-    # compiling ------------------------------------------------------------------------------------------------
-
-    def _sized_by(self) -> frozenset[int]:
-        """The scalar inputs whose values sizes depend on. Asking for them closes the definition."""
-        if self._shape_scalars is None:
-            self._open = False
-            self._shape_scalars = shape_scalars(self)
-        return self._shape_scalars
-
     def _key(self, found: Inputs, *more: Any) -> Any:
         sizes = tuple(found.scalars[i] for i in sorted(self._sized_by()))
         return (tuple(t.shape for t in found.tensors.values()), sizes, found.device, more)
-
-    def _compile(
-        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float = 1.0
-    ) -> CompiledProgram:
-        """The program for these shapes; with a factor `near` it may be that of a plan which was taken over."""
-        missing = [f"s{i}" for i in sorted(self._sized_by()) if i not in found.scalars]
-        if missing:
-            raise user_error(
-                "compile needs the scalars that sizes depend on", "none", ", ".join(missing),
-                "Pass scalars={val: number}.",
-                line,
-            )  # fmt: skip
-        try:
-            with located(line):
-                return self._compile_sizes(found, shapes, world, line, near)
-        except DefinitionError as error:
-            raise with_open_sizes(self, shapes, error) from None
-
-    def _compile_sizes(
-        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float
-    ) -> CompiledProgram:
-        key = self._program_key(found, shapes, world)
-        if key not in self._compiled:
-            self._compiled[key] = self._planned(shapes, key, world, near)
-            watch(self._compiled[key], self.max_wire, line)
-            watch_memory(self._compiled[key], self.max_memory, line)
-        return self._compiled[key]
-
-    def _planned(
-        self, shapes: Mapping[int, tuple[int, ...]], key: Any, world: DeviceMesh, near: float = 1.0
-    ) -> CompiledProgram:
-        return compile_definition(self, shapes, dict(key[1]), world, self.max_memory, near, self.effort)
-
-    def _program_key(self, found: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> Any:
-        scalars = {i: found.scalars[i] for i in self._sized_by()}
-        return (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
 
     def _bind_rank(
         self,
@@ -348,43 +289,6 @@ class FusionDefinition(DefinitionBuilder):
         capture = captured if cuda_graph else None
         return RankProgram(compiled, world, found.device, repr(self), requested(backend, line), renewed, capture)
 
-    def _renewed(
-        self, old: CompiledProgram, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh
-    ) -> CompiledProgram:
-        """The program by a plan of its own in the place of one taken over, if its outputs lie as they did."""
-        key = self._program_key(found, shapes, world)
-        new = self._compiled[key] = self._planned(shapes, key, world)
-        if new.output_shardings() != old.output_shardings():
-            self._compiled[key] = old
-        return self._compiled[key]
-
-    def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
-        """Compile for global shapes, one per input tensor; without arguments for the shapes as defined.
-
-        Raises DefinitionError where a shape is left open.
-        """
-        line = caller_line()
-        found = Inputs({}, scalar_values(self, scalars, line), torch.device("cpu"))
-        return self._compile(found, compile_shapes(self, shapes, line), DeviceMesh([0]), line)
-
-    # asking ---------------------------------------------------------------------------------------------------
-
-    def latest(self, shapes: Sequence[Sequence[int]] = ()) -> CompiledProgram:
-        """The program compiled last, or one for the given shapes; what is not compiled yet is compiled as defined."""
-        if shapes or not self._compiled:
-            return self.compile(*shapes)
-        return next(reversed(self._compiled.values()))
-
-    def explain(self, tensor: TensorView | None = None, *shapes: Sequence[int]) -> str:
-        """Why a tensor is sharded as it is and what is communicated for it, for the latest (or the given) shapes.
-
-        Without a tensor a table of all of them.
-        """
-        line = caller_line()
-        if tensor is None:
-            return explain_all(self.latest(shapes))
-        return explain_tensor(self.latest(shapes), self._own(tensor, "explain", line).id)
-
     def backends(self, *shapes: Sequence[int]) -> str:
         """What computes each segment, and why: as it is bound to this rank, or as MESHFUSE_BACKEND would have it."""
         compiled = self.latest(shapes)
@@ -393,29 +297,6 @@ class FusionDefinition(DefinitionBuilder):
             return backends_table(compiled, active[-1].segments.chosen)
         chosen = assigned(compiled.segmented, requested(None, caller_line())).chosen
         return backends_table(compiled, {f"segment_{number}": what for number, what in chosen.items()})
-
-    def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
-        """The bytes that each rank puts on the wire, by collective, axis and source line.
-
-        With `alternatives` also each collective's runner-up, the best plan in which an annotation behind it is another
-        one; that takes as long as some compilations. `print(bill.details())` shows all that is known.
-        """
-        return bill_of(self.latest(shapes), alternatives)
-
-    def memory(self, *shapes: Sequence[int]) -> Memory:
-        """The most bytes that a rank holds at once, as modelled, and what they are; `print(fd.memory())` shows it."""
-        return memory_of(self.latest(shapes))
-
-    def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
-        """The program of a rank for the latest (or the given) shapes."""
-        line, compiled = caller_line(), self.latest(shapes)
-        if as_int(rank) not in compiled.ranks:
-            raise user_error("host_program: no such rank", repr(rank), f"one of {list(compiled.ranks)}", "", line)
-        return compiled.host_program(rank)
-
-    def output_shardings(self, *shapes: Sequence[int]) -> list[Sharding]:
-        """The sharding of every output."""
-        return self.latest(shapes).output_shardings()
 
 
 def _listed(tensors: Any) -> Sequence[Any]:

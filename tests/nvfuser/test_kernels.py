@@ -9,7 +9,8 @@ from whole_programs import PROGRAMS, compare
 import meshfuse as mf
 from meshfuse.dtypes import DataType
 from meshfuse.ops import OPS
-from meshfuse.testing.calls import define_call, make_call, operands_of, whole
+from meshfuse.ops.binding import make_call
+from meshfuse.testing.calls import define_call, operands_of, whole
 from op_references import NVIDIA_ONLY
 
 pytestmark = pytest.mark.gpu

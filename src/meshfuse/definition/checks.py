@@ -31,8 +31,8 @@ def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:
         found = (None,)
     if any(n is None or not -1 <= n <= _LARGEST for n in found):
         raise user_error(
-            "define_tensor: shape", repr(given), "a list of ints >= -1, one per dim",
-            "Give every dim's size, -1 where the arguments decide it.", line,
+            "define_tensor: shape", described(given), "a list of ints >= -1, one per dim",
+            "Give every dim's size, -1 where the arguments decide it; fd.from_pytorch takes an example tensor.", line,
         )  # fmt: skip
     _check_count("define_tensor", len(found), line)
     return found  # type: ignore[return-value]
@@ -42,6 +42,14 @@ def _check_count(what: str, dims: int, line: SourceLine | None = None) -> None:
     if dims > _MOST_DIMS:
         raise user_error(f"{what}: more dims than a tensor has", str(dims), f"at most {_MOST_DIMS}",
                          "Merge some of them.", line)  # fmt: skip
+
+
+def check_contiguity(given: Any, line: SourceLine) -> None:
+    """nvFuser's `contiguity`, which changes nothing. Raises DefinitionError for a dtype in its place."""
+    if given is None or isinstance(given, (bool, list, tuple)):
+        return
+    raise user_error("define_tensor: contiguity", described(given), "True, False or a list of them",
+                     "Leave it out; a type goes by name: dtype=mf.DataType.Half.", line)  # fmt: skip
 
 
 def checked_dtype(what: str, dtype: Any, line: SourceLine | None) -> DataType:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DefinitionError, caller_line, user_error
-from ..ops import COMPOSITES
+from ..ops import COMPOSITES, OPS, families
 from ..ops.base import OpDef, TensorRef
 from ..ops.binding import signature
 from ..ops.registry import find, names
+from ..ops.summary import help_text
 from .checks import usage
 from .tensor_view import TensorView, Val
 
@@ -36,14 +37,40 @@ def find_op(name: str | OpDef) -> OpDef:
     return op
 
 
-# An op or composite of a definition as a function. Its `__doc__`, for help(fd.ops.sum), is how this one is called.
+def help_of(name: str) -> str:
+    """What an op or composite is, in a few lines. Raises UnknownOpError with the names near to it."""
+    if name in OPS or name not in COMPOSITES:
+        return help_text(find_op(name))
+    call, about = composite_help(name)
+    return f"{call}\n\n{about}\n\nWritten in other ops, which print(fd) shows: dims are sharded as theirs."
+
+
+def composite_help(name: str) -> tuple[str, str]:
+    """How a composite is called, and what it does."""
+    function = COMPOSITES[name]
+    return usage(name, function), inspect.getdoc(function) or ""
+
+
+def listing() -> str:
+    """All ops of the table and composites by family, a line each: the call, and what it computes."""
+    parts = [f"{title}: {about}\n" + _lines((signature(op), op.about) for op in ops)
+             for title, (about, ops) in families().items()]  # fmt: skip
+    written = (composite_help(name) for name in COMPOSITES if name not in OPS)
+    parts.append(
+        "composites: Written in other ops.\n" + _lines((call, about.partition("\n")[0]) for call, about in written)
+    )
+    return "\n\n".join([*parts, "meshfuse ops NAME says how one may be sharded."])
+
+
+def _lines(ops: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"  {call}\n      {about}" if len(call) > 40 else f"  {call:40}  {about}" for call, about in ops)
+
+
+# An op or composite of a definition as a function. Its `__doc__`, for help(fd.ops.sum), is that of this one.
 class OpFunction(functools.partial[Any]):
     @property
     def __doc__(self) -> str:  # type: ignore[override]
-        name = self.args[0]
-        if name in COMPOSITES:
-            return f"{usage(name, COMPOSITES[name])}\n\n{inspect.getdoc(COMPOSITES[name]) or ''}".rstrip()
-        return signature(find_op(name))
+        return help_of(self.args[0])
 
     def __repr__(self) -> str:
         return f"<fd.ops.{self.args[0]}>"

@@ -12,10 +12,10 @@ from .annotation import Annotation
 from .loop import LoopDomain
 
 if TYPE_CHECKING:
-    from .fusion import DefinitionBuilder
+    from .annotated import AnnotatedDefinition
 
 
-def of_gradients(fd: DefinitionBuilder, given: Mapping[int, Annotation]) -> dict[int, Annotation]:
+def of_gradients(fd: AnnotatedDefinition, given: Mapping[int, Annotation]) -> dict[int, Annotation]:
     """The annotations of outputs that are gradients: those of their primals, unless something is said of them.
 
     Inputs of which nothing is said are whole on every rank; on which mesh is clear where there is one.
@@ -34,7 +34,7 @@ def of_gradients(fd: DefinitionBuilder, given: Mapping[int, Annotation]) -> dict
 
 
 def _like(
-    fd: DefinitionBuilder, tensor: int, mesh: DeviceMesh | None, dims: Sequence[Layout], line: SourceLine
+    fd: AnnotatedDefinition, tensor: int, mesh: DeviceMesh | None, dims: Sequence[Layout], line: SourceLine
 ) -> Annotation:
     domain = LoopDomain.of_layouts(dims, fd.reduction_flags(tensor))
     return Annotation(line, domain, fd.tensors[tensor].line.label(f"t{tensor}"), mesh, stated=True)

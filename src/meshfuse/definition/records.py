@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceLine
-from ..ops.base import Call, FactorKind, OpDef, TensorRef, TensorType, count_tensors
+from ..ops.base import Call, FactorKind, OpDef, TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,6 @@ class OpNode:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     line: SourceLine
-
-
-def tensor_refs(args: Sequence[Any]) -> list[TensorRef]:
-    """The tensors among an op's arguments, in order."""
-    out: list[TensorRef] = []
-    for arg in args:
-        if count_tensors(arg):
-            out.extend((arg,) if isinstance(arg, TensorRef) else arg)
-    return out
 
 
 def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode | None) -> tuple[bool, ...]:

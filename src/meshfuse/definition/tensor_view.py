@@ -7,10 +7,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DataType
-from ..errors import caller_line, user_error
+from ..errors import DefinitionError, caller_line, user_error
 from ..mesh import DeviceMesh, ParallelType
+from ..ops import COMPOSITES
 from ..ops.base import ScalarRef, TensorRef, TensorType
+from ..ops.registry import find
 from ..user_values import as_int
+from .arithmetic import Arithmetic
 from .loop import AxisView, Leaf, LoopDomain
 from .text import Extents, TensorDomain, tensor_text
 
@@ -21,114 +24,8 @@ if TYPE_CHECKING:
 _NO_MOVES: Mapping[int, int] = MappingProxyType({})
 
 
-class Arithmetic:
-    """Python's operators as ops of the definition."""
-
-    __slots__ = ("fd",)
-    fd: DefinitionBuilder
-    __hash__ = object.__hash__
-
-    def _op(self, name: str, *operands: Any) -> Any:
-        return self.fd.call(name, operands)
-
-    def __bool__(self) -> bool:
-        raise user_error(
-            "a value of a definition has no truth value", repr(self), "an op of the definition",
-            "Use fd.ops.where to choose by it, or 'is None' to ask whether there is one.", caller_line(),
-        )  # fmt: skip
-
-    def __add__(self, other: Any) -> Any:
-        return self._op("add", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._op("add", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._op("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._op("sub", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._op("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._op("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._op("truediv", self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._op("truediv", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self._op("div", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._op("div", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return self._op("mod", self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return self._op("mod", other, self)
-
-    def __pow__(self, other: Any) -> Any:
-        return self._op("pow", self, other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return self._op("pow", other, self)
-
-    def __and__(self, other: Any) -> Any:
-        return self._op("bitwise_and", self, other)
-
-    def __rand__(self, other: Any) -> Any:
-        return self._op("bitwise_and", other, self)
-
-    def __or__(self, other: Any) -> Any:
-        return self._op("bitwise_or", self, other)
-
-    def __ror__(self, other: Any) -> Any:
-        return self._op("bitwise_or", other, self)
-
-    def __xor__(self, other: Any) -> Any:
-        return self._op("bitwise_xor", self, other)
-
-    def __rxor__(self, other: Any) -> Any:
-        return self._op("bitwise_xor", other, self)
-
-    def __lshift__(self, other: Any) -> Any:
-        return self._op("bitwise_left_shift", self, other)
-
-    def __rlshift__(self, other: Any) -> Any:
-        return self._op("bitwise_left_shift", other, self)
-
-    def __rshift__(self, other: Any) -> Any:
-        return self._op("bitwise_right_shift", self, other)
-
-    def __rrshift__(self, other: Any) -> Any:
-        return self._op("bitwise_right_shift", other, self)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._op("lt", self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._op("le", self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._op("gt", self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._op("ge", self, other)
-
-    def __neg__(self) -> Any:
-        return self._op("neg", self)
-
-    def __invert__(self) -> Any:
-        return self._op("bitwise_not", self)
-
-    def __abs__(self) -> Any:
-        return self._op("abs", self)
+class NoAttributeError(DefinitionError, AttributeError):
+    """A tensor of a definition has no such method or attribute."""
 
 
 class Val(Arithmetic):
@@ -217,6 +114,36 @@ class TensorView(Arithmetic):
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(f"a TensorView is not iterable: {self.label} has {self.ndim} dims; use fd.ops.slice or select")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise user_error(f"{self.label} cannot be indexed", f"[{index!r}]", "an op",
+                         "Use fd.ops.select for one index of a dim, fd.ops.slice for a range of each, "
+                         "fd.ops.index_select for a list.", caller_line())  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises NoAttributeError: what torch has as a method is a function of `fd.ops`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        known = find(name) is not None or name in COMPOSITES
+        raise user_error(
+            f"a tensor of a definition has no {name!r}", "", "",
+            f"Call fd.ops.{name}(tensor, ...)." if known else "What is computed with it is in dir(fd.ops).",
+            caller_line(), NoAttributeError,
+        )  # fmt: skip
+
+    def __matmul__(self, other: Any) -> Any:
+        return self._op("matmul", self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return self._op("matmul", other, self)
+
+    @property
+    def T(self) -> TensorView:
+        """A matrix with its two dims in the other order. Raises DefinitionError for other numbers of dims."""
+        if self.ndim != 2:
+            raise user_error(f"{self.label}.T", str(self.type), "two dims",
+                             "Name the order: fd.ops.permute(tensor, [0, 2, 1]).", caller_line())  # fmt: skip
+        return self._op("permute", self, [1, 0])
 
     def __repr__(self) -> str:
         return f"TensorView({self.name}: {self.type})"

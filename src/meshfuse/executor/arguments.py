@@ -80,8 +80,15 @@ def check_count(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) 
     if len(arguments) != len(fd.inputs):
         raise user_error(
             "wrong number of arguments", str(len(arguments)), f"{len(fd.inputs)}: {_signature(fd)}",
-            "Pass one argument per define_tensor and define_scalar, in their order.", line, ArgumentError,
+            "Pass one argument per define_tensor and define_scalar, in their order"
+            f"{': fd(*tensors) of a list' if _is_list_of_all(fd, arguments) else ''}.", line, ArgumentError,
         )  # fmt: skip
+
+
+def _is_list_of_all(fd: DefinitionBuilder, arguments: Sequence[Any]) -> bool:
+    """Whether the one argument is a list of as many as are needed."""
+    first = arguments[0] if len(arguments) == 1 else None
+    return isinstance(first, (list, tuple)) and len(first) == len(fd.inputs)
 
 
 def check_list(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) -> None:

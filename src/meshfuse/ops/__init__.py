@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from . import (
     adjoints,
     attention,
@@ -45,6 +47,14 @@ _FAMILIES = (
     products,
     adjoints,
 )
+_INNER = (blocks, attention_blocks, adjoints)  # what distributed forms and gradients are written in
 OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OPS}
 
-__all__ = ["COMPOSITES", "OPS"]
+
+def families() -> dict[str, tuple[str, Sequence[OpDef]]]:
+    """By family, those of use to everyone first: what its module says of it in a sentence, and its ops."""
+    in_order = sorted(_FAMILIES, key=lambda family: family in _INNER)
+    return {f.__name__.rpartition(".")[2]: ((f.__doc__ or "").partition("\n")[0], f.OPS) for f in in_order}
+
+
+__all__ = ["COMPOSITES", "OPS", "families"]

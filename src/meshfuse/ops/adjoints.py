@@ -148,11 +148,14 @@ _GRAD, _INDEX = Param("grad", K.TENSOR), Param("index", K.TENSOR)
 OPS = (
     OpDef("contract", (Param("a", K.TENSOR), Param("b", K.TENSOR), Param("dims", K.INT)),
           _contract_infer, _contract_rule, _contract_emit, Partial.EACH, _contract_flops, _contract_samples,
-          nvfuser=_contract_nvfuser, vjp=products.CONTRACT, pieced=True),
+          nvfuser=_contract_nvfuser, vjp=products.CONTRACT, pieced=True,
+          about="sum over the first `dims` dims of both operands of their products: `linear`'s gradient by the weight"),
     OpDef("take_along_axis_bwd", (_GRAD, _INDEX, Param("dim", K.DIM), Param("size", K.SIZE)),
           _take_bwd_infer, _take_bwd_rule, _take_bwd_emit, Partial.FIRST, samples=_take_bwd_samples,
-          nvfuser=_ADDS, vjp=indexing.INDEXING["take_along_axis_bwd"]),
+          nvfuser=_ADDS, vjp=indexing.INDEXING["take_along_axis_bwd"],
+          about="zeros with `grad` added along `dim` at the places that `index` names"),
     OpDef("embedding_bwd", (_GRAD, _INDEX, Param("rows", K.SIZE)),
           _embedding_bwd_infer, _embedding_bwd_rule, _embedding_bwd_emit, Partial.FIRST,
-          samples=_embedding_bwd_samples, nvfuser=_ADDS, vjp=indexing.INDEXING["embedding_bwd"]),
+          samples=_embedding_bwd_samples, nvfuser=_ADDS, vjp=indexing.INDEXING["embedding_bwd"],
+          about="`rows` rows of zeros with those of `grad` added where `index` names them"),
 )  # fmt: skip

@@ -79,6 +79,7 @@ OPS = (
         nvfuser=native_forms.sdpfa_fwd,
         vjp=SDPFA_FWD,
         distributed=distributed_fwd,
+        about="scaled dot product attention: output, log-sum-exp of the rows, and the random state",
     ),
     OpDef(
         "sdpfa_bwd",
@@ -90,5 +91,6 @@ OPS = (
         samples=backward_samples,
         nvfuser=native_forms.sdpfa_bwd,
         distributed=distributed_bwd,
+        about="the gradients of `sdpfa_fwd` by query, key and value",
     ),
 )

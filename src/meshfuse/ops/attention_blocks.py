@@ -211,6 +211,7 @@ OPS = (
         flops=lambda call: score_flops(call, 2),
         samples=_block_samples,
         nvfuser=_NOT_NATIVE,
+        about="attention on each block of keys by itself",
     ),
     OpDef(
         "sdpfa_bwd_q",
@@ -221,6 +222,7 @@ OPS = (
         flops=lambda call: score_flops(call, 3),
         samples=_split_samples,
         nvfuser=_NOT_NATIVE,
+        about="attention's gradient by the query",
     ),
     OpDef(
         "sdpfa_bwd_kv",
@@ -231,5 +233,6 @@ OPS = (
         flops=lambda call: score_flops(call, 4),
         samples=_split_samples,
         nvfuser=_NOT_NATIVE,
+        about="attention's gradients by key and value",
     ),
 )

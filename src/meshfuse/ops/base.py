@@ -210,6 +210,15 @@ def count_tensors(arg: object) -> int:
     return len(arg) if is_list else 0  # type: ignore[arg-type]
 
 
+def tensor_refs(args: Sequence[Any]) -> list[TensorRef]:
+    """The tensors among an op's arguments, in order."""
+    out: list[TensorRef] = []
+    for arg in args:
+        if count_tensors(arg):
+            out.extend((arg,) if isinstance(arg, TensorRef) else arg)
+    return out
+
+
 class Emit(Protocol):
     """What a lowering to torch sees of one call on one rank: names of local operands, and local geometry."""
 
@@ -347,7 +356,8 @@ class OpDef:
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
     torch. vjp: its gradients as ops of the table; None where it has no derivative. domain: the open interval that
     tests draw real operands from. compute: a Python function that the emitted text calls as OP.name. adjoints: ops of a
-    registered op's own that its gradients are written in; they are registered with it.
+    registered op's own that its gradients are written in; they are registered with it. about: what it computes, one
+    line for `help`, `meshfuse ops` and docs/ops.md.
     """
 
     name: str
@@ -372,6 +382,7 @@ class OpDef:
     domain: tuple[float, float] | None = None
     compute: Callable[..., Any] | None = None
     adjoints: tuple[OpDef, ...] = ()
+    about: str = ""
     places: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..dtypes import DataType, from_torch
 from ..errors import user_error
 from ..user_values import as_int
-from .base import REQUIRED, OpDef, Param, ParamKind, ScalarRef, TensorRef
+from .base import REQUIRED, Call, OpDef, Param, ParamKind, Sample, ScalarRef, TensorRef, TensorType
 
 K = ParamKind
 Resolve = Callable[[Any], Any]
@@ -22,6 +22,21 @@ def bind(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], resolve: Res
     """
     given = _by_name(op, args, kwargs)
     return tuple(_checked(op, param, given.get(param.name, param.default), resolve) for param in op.params)
+
+
+def make_call(op: OpDef, sample: Sample) -> Call:
+    """The sample as a call with its tensors' types."""
+    types: list[TensorType] = []
+
+    def resolve(value: Any) -> Any:
+        if not isinstance(value, TensorType):
+            return value
+        types.append(value)
+        return TensorRef(len(types) - 1)
+
+    args = bind(op, sample.args, sample.kwargs, resolve)
+    results = op.infer(Call(op, args, tuple(types)))
+    return Call(op, args, tuple(types), results)
 
 
 def _by_name(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,5 +69,6 @@ def _samples() -> list[Sample]:
 OPS = (
     OpDef("reorder_blocks", (Param("arg", K.TENSOR), Param("dim", K.DIM), Param("order", K.INTS)), _infer, _rule, _emit,
           Partial.MOVE, samples=_samples, window=lambda call: BlockOrder(_dim(call), tuple(call["order"])), vjp=REORDER,
-          nvfuser="nvFuser has no op that puts the blocks of a dim into another order"),
+          nvfuser="nvFuser has no op that puts the blocks of a dim into another order",
+          about="the equal blocks of `dim` in another order: block i was block `order[i]`"),
 )  # fmt: skip

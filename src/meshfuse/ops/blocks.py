@@ -258,23 +258,29 @@ OPS = (
     *(
         OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _same_type, lambda c: _block_rule(c, True, True),
               _scan_emit, samples=lambda: _samples(DataType.Float),
-              nvfuser="nvFuser has no scan that begins anew at each block")
+              nvfuser="nvFuser has no scan that begins anew at each block",
+              about=f"`{name}` within each block, beginning anew")
         for name in (*_COMBINE, "cumsum_bwd")
     ),
     *(
         OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _total_infer, lambda c: _block_rule(c, True, False),
-              _total_emit, samples=lambda: _samples(DataType.Float), nvfuser=_UNEVEN)
+              _total_emit, samples=lambda: _samples(DataType.Float), nvfuser=_UNEVEN,
+              about=f"the {name} of each block")
         for name in _REDUCE.values()
     ),
     OpDef("block_repeat", (_ARG, _DIM, Param("size", K.INT), _BLOCKS), _repeat_infer,
           lambda c: _block_rule(c, False, True), _repeat_emit,
           samples=lambda: [Sample((TensorType((3, 4), DataType.Float), 0, 7, 3))],
-          nvfuser=_UNEVEN),
+          nvfuser=_UNEVEN,
+          about="each block's one value for all of the block's elements"),
     OpDef("block_topk", (_ARG, Param("k", K.INT), _DIM, Param("largest", K.BOOL), _BLOCKS), _topk_infer,
-          _topk_rule, _topk_emit, samples=_topk_samples, nvfuser=_UNEVEN),
+          _topk_rule, _topk_emit, samples=_topk_samples, nvfuser=_UNEVEN,
+          about="the `k` greatest (or least) of each block, and their indices in the whole dim"),
     OpDef("block_moments", (_ARG, Param("dims", K.DIMS), _DIM, _BLOCKS), _moments_infer, _moments_rule,
-          _moments_emit, samples=_moments_samples, nvfuser=_UNEVEN),
+          _moments_emit, samples=_moments_samples, nvfuser=_UNEVEN,
+          about="count, mean and sum of squared differences of each block"),
     OpDef("block_merge", (_ARG, Param("counts", K.INTS)), _merge_infer, _merge_rule,
           lambda e: f"K.block_merge({e.operands[0]}, {list(e.call['counts'])})",
-          samples=_merge_samples, nvfuser="one small kernel in torch"),
+          samples=_merge_samples, nvfuser="one small kernel in torch",
+          about="mean and sum of squared differences of all blocks, from each block's moments"),
 )  # fmt: skip

@@ -143,6 +143,7 @@ OPS = (
         samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))],
         nvfuser=local_shape("shape"),
         pieced=True,
+        about="a tensor of one number",
     ),
     OpDef(
         "iota",
@@ -157,6 +158,7 @@ OPS = (
         _iota_emit,
         samples=lambda: [Sample((8,)), Sample((6, 2, 3)), Sample((6, 0.0, 0.5, DataType.Float))],
         nvfuser=native_forms.iota,
+        about="`start`, `start` + `step`, ...: `length` numbers",
     ),
     OpDef(
         "uniform",
@@ -166,6 +168,7 @@ OPS = (
         _random_emit,
         samples=_random_samples,
         nvfuser=native_forms.RANDOM,
+        about="random numbers from `minval` to `maxval`, the same on every mesh",
     ),
     OpDef(
         "normal",
@@ -175,6 +178,7 @@ OPS = (
         _random_emit,
         samples=_random_samples,
         nvfuser=native_forms.RANDOM,
+        about="normally distributed random numbers, the same on every mesh",
     ),
     OpDef(
         "rand_like",
@@ -185,6 +189,7 @@ OPS = (
         samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))],
         nvfuser=native_forms.RANDOM,
         vjp=nothing,
+        about="random numbers from 0 to 1 in the operand's shape",
     ),
     OpDef(
         "randn_like",
@@ -195,6 +200,7 @@ OPS = (
         samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))],
         nvfuser=native_forms.RANDOM,
         vjp=nothing,
+        about="standard normal random numbers in the operand's shape",
     ),
     OpDef(
         "triu",
@@ -206,5 +212,6 @@ OPS = (
         samples=_matrix_samples,
         nvfuser=native_forms.triu,
         vjp=TRIU,
+        about="zeros below a diagonal of the last two dims",
     ),
 )

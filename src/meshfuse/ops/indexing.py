@@ -311,6 +311,7 @@ OPS = (
         samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)],
         nvfuser=native_forms.take,
         vjp=INDEXING["take_along_axis"],
+        about="elements along `dim` by an index that broadcasts against the other dims",
     ),
     OpDef(
         "gather",
@@ -322,6 +323,7 @@ OPS = (
         samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)],
         nvfuser=native_forms.gather,
         vjp=INDEXING["gather"],
+        about="elements along `dim` by an index of the result's shape, as torch.gather",
     ),
     OpDef(
         "index_select",
@@ -333,6 +335,7 @@ OPS = (
         samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)],
         nvfuser=native_forms.index_select,
         vjp=INDEXING["index_select"],
+        about="the slices of `dim` that a list of indices names",
     ),
     OpDef(
         "select",
@@ -347,6 +350,7 @@ OPS = (
         has_form=_has_place,
         vjp=INDEXING["select"],
         is_view=True,
+        about="one slice of `dim`, which goes",
     ),
     OpDef(
         "embedding_fwd",
@@ -357,6 +361,7 @@ OPS = (
         samples=_embedding_samples,
         nvfuser=native_forms.embedding,
         vjp=INDEXING["embedding_fwd"],
+        about="rows of `weight` by index, as torch's embedding",
     ),
     OpDef(
         "scatter",
@@ -367,5 +372,6 @@ OPS = (
         samples=_scatter_samples,
         nvfuser=native_forms.scatter,
         vjp=INDEXING["scatter"],
+        about="`arg` with `src` written along `dim` at the places that `index` names",
     ),
 )

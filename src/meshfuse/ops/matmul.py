@@ -170,6 +170,7 @@ OPS = (
         into=_matmul_into,
         widens=True,
         pieced=True,
+        about="matrix product, as torch.matmul: vectors, matrices, and batches that broadcast",
     ),
     OpDef(
         "linear",
@@ -190,5 +191,6 @@ OPS = (
         into=_linear_into,
         widens=True,
         pieced=True,
+        about="`input` times the transpose of `weight`, plus `bias`; a 3-d weight is a stack of weights",
     ),
 )

@@ -25,6 +25,7 @@ from .base import (
     TensorRef,
     TensorType,
 )
+from .meanings import MEANINGS
 from .native import Native
 from .shapes import broadcast_shapes, pointwise_rule_dims
 
@@ -244,6 +245,7 @@ def _op(
         pieced=True,
         vjp=POINTWISE.get(name),
         domain=_DOMAINS.get(name),
+        about=MEANINGS[name],
     )
 
 
@@ -370,6 +372,7 @@ MOVES = (
         samples=lambda: [Sample((_EXAMPLE, DataType.Double)), Sample((_EXAMPLE, DataType.Int))],
         vjp=POINTWISE["cast"],
         pieced=True,
+        about=MEANINGS["cast"],
     ),
     *(
         OpDef(
@@ -383,6 +386,7 @@ MOVES = (
             vjp=POINTWISE[name],
             pieced=True,
             is_view=True,
+            about=MEANINGS[name],
         )
         for name in ("set", "segment_set")
     ),

@@ -289,10 +289,15 @@ def _missing(
     infer: Callable[[Call], tuple[TensorType, ...]],
     sample: Sequence[TensorType],
     nvfuser: Callable[[Native], Any] | None = None,
+    *,
+    about: str,
 ) -> OpDef:
     """An op that is typed and propagated here, and runs with nvFuser on NVIDIA's GPUs only."""
     found = [Sample(tuple(sample))]
-    return OpDef(name, params, infer, whole_rule, _missing_emit, samples=lambda: found, nvfuser=nvfuser)
+    return OpDef(
+        name, params, infer, whole_rule, _missing_emit, samples=lambda: found, nvfuser=nvfuser,
+        about=f"{about}; needs NVIDIA's kernels",
+    )  # fmt: skip
 
 
 _INPUT, _GLOBAL = Param("input", K.TENSOR), Param("global_scale", K.OPTIONAL_TENSOR, None)
@@ -312,14 +317,24 @@ OPS = (
         _grouped_samples,
         nvfuser=native_forms.grouped_mm,
         vjp=GROUPED_MM,
+        about="a product per group of rows (or columns), which end at `offsets`; with scales as `scaled_grouped_mm`",
     ),
-    OpDef("scaled_mm", _SCALED, _scaled_infer, _scaled_rule, _scaled_emit, samples=_scaled_samples),
+    OpDef(
+        "scaled_mm",
+        _SCALED,
+        _scaled_infer,
+        _scaled_rule,
+        _scaled_emit,
+        samples=_scaled_samples,
+        about="matrix product of block-scaled operands; `fd.ops.scaled_mm` gives (product, scales, global scale)",
+    ),
     _missing(
         "scaled_grouped_mm",
         (*_MATS, *_SCALED[2:]),
         _scaled_grouped_infer,
         _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8)),
         native_forms.scaled_grouped_mm,
+        about="grouped product of block-scaled operands",
     ),
     _missing(
         "cutlass_nvfp4_grouped_mm",
@@ -335,23 +350,27 @@ OPS = (
             _ENDS,
             _ENDS,
         ),
+        about="grouped nvfp4 product",
     ),
     _missing(
         "nv_block_quantize",
         (_INPUT, _GLOBAL, Param("swizzle_block_scales", K.BOOL, False), _BLOCK, _PACKED),
         _quantize_infer,
         _types(((8, 32), DataType.Float)),
+        about="nvfp4 numbers and their blocks' scales",
     ),
     _missing(
         "nv_grouped_block_quantize",
         (_INPUT, *_OFFSETS, _GLOBAL, _BLOCK, _PACKED),
         _grouped_quantize_infer,
         _types(((8, 32), DataType.Float), _ENDS, _ENDS),
+        about="the same, group by group",
     ),
     _missing(
         "preprocess_grouped_matmul_input_sf",
         (_INPUT, *_OFFSETS),
         _preprocess_infer,
         _types(((8, 4), _FP8), _ENDS, _ENDS),
+        about="scales in the order that the grouped product reads",
     ),
 )

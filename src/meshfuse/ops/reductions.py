@@ -117,6 +117,12 @@ def _samples() -> list[Sample]:
 
 # Operands of one sign show when an empty shard contributes a number of its own.
 _DOMAINS = {"max": (-4.0, -1.0), "min": (1.0, 4.0)}
+_ABOUT = {
+    "sum": "the sum over `dims` (all of them for None); integers and bools are summed as Int",
+    "prod": "the product over `dims`",
+    "max": "the greatest element over `dims`",
+    "min": "the least element over `dims`",
+}
 _CARRIED = {"sum": Partial.FIRST, "max": Partial.MAX, "min": Partial.MIN}
 OPS = tuple(
     OpDef(
@@ -131,6 +137,7 @@ OPS = tuple(
         vjp=REDUCTIONS[name],
         pieced=True,
         domain=_DOMAINS.get(name),
+        about=about,
     )
-    for name in ("sum", "prod", "max", "min")
+    for name, about in _ABOUT.items()
 )

@@ -51,6 +51,12 @@ def _samples() -> list[Sample]:
     ]
 
 
+_ABOUT = {
+    "cumsum": "running sums along `dim`, beginning with `init`",
+    "cumprod": "running products along `dim`",
+    "cummax": "running maxima along `dim`",
+    "cummin": "running minima along `dim`",
+}
 _SCANS = tuple(
     OpDef(
         name,
@@ -63,8 +69,9 @@ _SCANS = tuple(
         nvfuser=native_forms.scan,
         distributed=distributed_scan,
         vjp=SCANS[name],
+        about=about,
     )
-    for name in ("cumsum", "cumprod", "cummax", "cummin")
+    for name, about in _ABOUT.items()
 )
 OPS = (
     *_SCANS,
@@ -79,5 +86,6 @@ OPS = (
         nvfuser=native_forms.sum_after,
         distributed=distributed_sum_after,
         vjp=CUMSUM_BWD,
+        about="sums along `dim` of an element and all after it: the gradient of `cumsum`",
     ),
 )

@@ -102,6 +102,7 @@ OPS = (
         _argsort_emit,
         samples=_argsort_samples,
         nvfuser=native_forms.argsort,
+        about="the indices that sort `dim`; equal elements keep their order",
     ),
     OpDef(
         "topk",
@@ -119,5 +120,6 @@ OPS = (
         nvfuser=native_forms.topk,
         distributed=_distributed_topk,
         vjp=INDEXING["topk"],
+        about="the `k` greatest (or least) along `dim`, and their indices",
     ),
 )

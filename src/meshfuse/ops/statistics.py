@@ -183,6 +183,7 @@ OPS = (
             Sample((TensorType((4, 6), DataType.Half), [0])),
             Sample((TensorType((4, 6), DataType.Int), [0])),
         ],
+        about="variance over `dims`, divided by n - `correction`; by Welford's merging over ranks",
     ),
     OpDef(
         "var_mean",
@@ -194,6 +195,7 @@ OPS = (
         samples=_samples,
         nvfuser=_listed_dims,
         distributed=_distributed,
+        about="variance and mean over `dims`, in one pass",
     ),
     OpDef(
         "welford",
@@ -205,5 +207,6 @@ OPS = (
         samples=lambda: [Sample((_EXAMPLE, [1]))],
         nvfuser=native_forms.welford,
         distributed=_distributed,
+        about="mean, sum of squared differences from it, and count, over `dims`",
     ),
 )

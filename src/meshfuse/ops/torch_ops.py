@@ -300,7 +300,8 @@ def torch_op(
             called, notation, function, params, tuple(blocked.split()), reduce, _halos(notation, halo),
             (fill,) * len(notation.operands), functools.partial(told_sizes, notation, sizes), _dtypes(notation, dtype),
         )  # fmt: skip
-        return op.opdef(**facts, **(_derivative(op) if differentiable and reduce == "sum" else {}))
+        about = (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")
+        return op.opdef(about=about, **facts, **(_derivative(op) if differentiable and reduce == "sum" else {}))
 
     return make
 

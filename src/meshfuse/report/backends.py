@@ -21,7 +21,7 @@ def backends_table(compiled: CompiledProgram, chosen: Mapping[str, Chosen]) -> s
         if isinstance(part, Segment) and part.name in chosen:
             names = [nodes[c.node].name for c in part.computes]
             rows.append((part.name, chosen[part.name].backend, chosen[part.name].why, _shortened(names)))
-    return table(rows)
+    return table(rows) if len(rows) > 1 else "no segments: what loops over chunks compute runs in eager torch"
 
 
 def _shortened(names: list[str]) -> str:

@@ -96,21 +96,6 @@ def _text(value: Any) -> str:
 # annotations
 
 
-def _says_something(annotation: Annotation) -> bool:
-    domain = annotation.domain.unmerged()
-    edited = (
-        len(domain.order) > len(domain.roots)
-        or not _in_order(domain)
-        or any(leaf.axis or leaf.swizzled for leaf in domain.order)
-    )
-    return annotation.mesh is not None or edited or annotation.allocation is not None or annotation.memory is not None
-
-
-def _in_order(domain: LoopDomain) -> bool:
-    flat = [leaf for root in domain.roots for leaf in root]
-    return all(a is b for a, b in zip(flat, domain.order, strict=True))
-
-
 def _annotation(name: str, annotation: Annotation, meshes: dict[DeviceMesh, str]) -> Iterator[str]:
     """`mesh_split` for what it can say; nvFuser's calls, in an order that works, for everything else."""
     mesh = meshes.get(annotation.mesh) if annotation.mesh is not None else None

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..graph import Graph, Kinds, Node, Tensor, needed, numbered
-from ..ops.base import OpDef, TensorRef, TensorType
+from ..ops.base import OpDef, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
 from ..ops.registry import find
 
@@ -35,7 +35,7 @@ class Rewriter:
         op = find(name)
         assert op is not None, name
         bound = bind(op, args, kwargs, lambda value: value)
-        inputs = [ref.id for arg in bound for ref in _refs(arg)]
+        inputs = [ref.id for ref in tensor_refs(bound)]
         call, rule = self._kinds.get(op, bound, tuple(self.tensors[i].type for i in inputs))
         made = [self._new(kind) for kind in call.results]
         ids = tuple(ref.id for ref in made)
@@ -49,13 +49,6 @@ class Rewriter:
         tensor = Tensor(len(self.tensors), kind, dataclasses.replace(self._origin.line, given=""))
         self.tensors.append(tensor)
         return TensorRef(tensor.id)
-
-
-def _refs(arg: Any) -> list[TensorRef]:
-    """The tensors in an argument, in order."""
-    if isinstance(arg, TensorRef):
-        return [arg]
-    return [ref for ref in arg if isinstance(ref, TensorRef)] if type(arg) is tuple else []
 
 
 class Writer(Rewriter):

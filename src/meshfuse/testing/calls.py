@@ -14,8 +14,7 @@ from .. import kernels
 from ..definition.fusion import DefinitionBuilder
 from ..definition.tensor_view import TensorView
 from ..mesh import DeviceMesh
-from ..ops.base import Call, OpDef, Sample, TensorRef, TensorType
-from ..ops.binding import bind
+from ..ops.base import Call, OpDef, Sample, TensorType
 from ..ops.local import LocalCall
 from ..sharding.value import Sharding
 
@@ -25,21 +24,6 @@ SALT, SEED, OFFSET = 11, 5, 2
 
 def torch_dtype(kind: TensorType) -> torch.dtype:
     return getattr(torch, kind.dtype.value)
-
-
-def make_call(op: OpDef, sample: Sample) -> Call:
-    """The sample as a call with its tensors' types."""
-    types: list[TensorType] = []
-
-    def resolve(value: Any) -> Any:
-        if not isinstance(value, TensorType):
-            return value
-        types.append(value)
-        return TensorRef(len(types) - 1)
-
-    args = bind(op, sample.args, sample.kwargs, resolve)
-    results = op.infer(Call(op, args, tuple(types)))
-    return Call(op, args, tuple(types), results)
 
 
 def fill(

@@ -14,11 +14,12 @@ import torch
 from ..errors import DefinitionError
 from ..mesh import DeviceMesh
 from ..ops.base import BlockOrder, Call, FactorKind, OpDef, Sample, TensorRef, TensorType
+from ..ops.binding import make_call
 from ..ops.local import LocalCall
 from ..propagation.factors import carries
 from ..sharding.layout import Layout, Split, axes, text
 from ..sharding.value import Sharding
-from .calls import SALT, evaluate, make_call, names_of, operands_of, torch_dtype, whole
+from .calls import SALT, evaluate, names_of, operands_of, torch_dtype, whole
 from .parts import Sharded, Wrong, ways
 
 REDUCTIONS = ("sum", "prod", "max", "min")

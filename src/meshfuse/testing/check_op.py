@@ -23,7 +23,8 @@ from ..dtypes import DataType
 from ..errors import MeshfuseError, caller_line, located, user_error
 from ..fusion_definition import FusionDefinition
 from ..ops.base import Call, OpDef, Sample, TensorType
-from .calls import define_call, make_call, operands_of, whole
+from ..ops.binding import make_call
+from .calls import define_call, operands_of, whole
 from .cases import (
     Case,
     factor_cases,

@@ -14,10 +14,11 @@ from ..fusion_definition import FusionDefinition
 from ..graph import concretize
 from ..mesh import DeviceMesh
 from ..ops.base import FactorKind, OpDef, Sample
+from ..ops.binding import make_call
 from ..rewriting.distribution import Blocked, with_forms
 from ..sharding.layout import Layout, Split, extent
 from ..sharding.value import Sharding
-from .calls import define_call, make_call, operands_of
+from .calls import define_call, operands_of
 from .cases import report, tolerance, wrong_results
 
 

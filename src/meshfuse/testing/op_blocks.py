@@ -10,8 +10,8 @@ from ..definition.tensor_view import TensorView
 from ..dtypes import DataType
 from ..ops import OPS
 from ..ops.base import OpDef, ParamKind, Sample, TensorType
+from ..ops.binding import make_call
 from ..ops.products import needs_nvidia
-from .calls import make_call
 from .examples import Example
 from .writer import KINDS, Block, Var, Writer, joint
 

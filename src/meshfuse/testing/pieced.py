@@ -10,8 +10,9 @@ import torch
 from ..definition.fusion import DefinitionBuilder
 from ..graph import Graph, concretize
 from ..ops.base import DimFactors, FactorKind, OpDef, Rule, Sample, TensorType
+from ..ops.binding import make_call
 from ..rewriting.parts import Parted
-from .calls import make_call, operands_of, whole
+from .calls import operands_of, whole
 from .cases import letter, report, tolerance, wrong_results
 
 

@@ -1,0 +1,142 @@
+"""A definition and its compiled programs: one per set of shapes, and what was decided in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .compiler import CompiledProgram, compile_definition
+from .definition.fusion import DefinitionBuilder
+from .definition.tensor_view import TensorView
+from .errors import DefinitionError, SourceLine, caller_line, located, user_error
+from .executor.arguments import Inputs, compile_shapes, scalar_values, with_open_sizes
+from .graph import shape_scalars
+from .host_ir.program import HostProgram
+from .mesh import DeviceMesh
+from .planning.search import effort_of
+from .report.bill import Bill, bill_of
+from .report.explain import explain_all, explain_tensor
+from .report.memory import Memory, memory_of, watch_memory
+from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
+from .sharding.value import Sharding
+from .user_values import as_int
+
+
+class PlannedDefinition(DefinitionBuilder):
+    """The part of `FusionDefinition` that compiles, and answers questions about plans.
+
+    `max_wire`, `max_memory` and `search` are as there.
+    """
+
+    def __init__(self, max_wire: float | None, max_memory: float | None, search: str | None) -> None:
+        super().__init__()
+        self.max_wire = bound(MAX_WIRE, max_wire, caller_line())
+        self.max_memory = bound(MAX_MEMORY, max_memory, caller_line())
+        self.effort = effort_of(search, caller_line())
+        self._compiled: dict[Any, CompiledProgram] = {}
+        self._shape_scalars: frozenset[int] | None = None
+
+    def _sized_by(self) -> frozenset[int]:
+        """The scalar inputs whose values sizes depend on. Asking for them closes the definition."""
+        if self._shape_scalars is None:
+            self._open = False
+            self._shape_scalars = shape_scalars(self)
+        return self._shape_scalars
+
+    def _compile(
+        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float = 1.0
+    ) -> CompiledProgram:
+        """The program for these shapes; with a factor `near` it may be that of a plan which was taken over."""
+        missing = [f"s{i}" for i in sorted(self._sized_by()) if i not in found.scalars]
+        if missing:
+            raise user_error(
+                "compile needs the scalars that sizes depend on", "none", ", ".join(missing),
+                "Pass scalars={val: number}.",
+                line,
+            )  # fmt: skip
+        try:
+            with located(line):
+                return self._compile_sizes(found, shapes, world, line, near)
+        except DefinitionError as error:
+            raise with_open_sizes(self, shapes, error) from None
+
+    def _compile_sizes(
+        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float
+    ) -> CompiledProgram:
+        key = self._program_key(found, shapes, world)
+        if key not in self._compiled:
+            self._compiled[key] = self._planned(shapes, key, world, near)
+            watch(self._compiled[key], self.max_wire, line)
+            watch_memory(self._compiled[key], self.max_memory, line)
+        return self._compiled[key]
+
+    def _planned(
+        self, shapes: Mapping[int, tuple[int, ...]], key: Any, world: DeviceMesh, near: float = 1.0
+    ) -> CompiledProgram:
+        return compile_definition(self, shapes, dict(key[1]), world, self.max_memory, near, self.effort)
+
+    def _program_key(self, found: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> Any:
+        scalars = {i: found.scalars[i] for i in self._sized_by()}
+        return (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
+
+    def _renewed(
+        self, old: CompiledProgram, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh
+    ) -> CompiledProgram:
+        """The program by a plan of its own in the place of one taken over, if its outputs lie as they did."""
+        key = self._program_key(found, shapes, world)
+        new = self._compiled[key] = self._planned(shapes, key, world)
+        if new.output_shardings() != old.output_shardings():
+            self._compiled[key] = old
+        return self._compiled[key]
+
+    def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
+        """Compile for global shapes, one per input tensor; without arguments for the shapes as defined.
+
+        Raises DefinitionError where a shape is left open.
+        """
+        line = caller_line()
+        found = Inputs({}, scalar_values(self, scalars, line), torch.device("cpu"))
+        return self._compile(found, compile_shapes(self, shapes, line), DeviceMesh([0]), line)
+
+    # asking
+
+    def latest(self, shapes: Sequence[Sequence[int]] = ()) -> CompiledProgram:
+        """The program compiled last, or one for the given shapes; what is not compiled yet is compiled as defined."""
+        if shapes or not self._compiled:
+            return self.compile(*shapes)
+        return next(reversed(self._compiled.values()))
+
+    def explain(self, tensor: TensorView | None = None, *shapes: Sequence[int]) -> str:
+        """Why a tensor is sharded as it is and what is communicated for it, for the latest (or the given) shapes.
+
+        Without a tensor a table of all of them.
+        """
+        line = caller_line()
+        if tensor is None:
+            return explain_all(self.latest(shapes))
+        return explain_tensor(self.latest(shapes), self._own(tensor, "explain", line).id)
+
+    def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
+        """The bytes that each rank puts on the wire, by collective, axis and source line.
+
+        With `alternatives` also each collective's runner-up, the best plan in which an annotation behind it is another
+        one; that takes as long as some compilations. `print(bill.details())` shows all that is known.
+        """
+        return bill_of(self.latest(shapes), alternatives)
+
+    def memory(self, *shapes: Sequence[int]) -> Memory:
+        """The most bytes that a rank holds at once, as modelled, and what they are; `print(fd.memory())` shows it."""
+        return memory_of(self.latest(shapes))
+
+    def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
+        """The program of a rank for the latest (or the given) shapes."""
+        line, compiled = caller_line(), self.latest(shapes)
+        if as_int(rank) not in compiled.ranks:
+            raise user_error("host_program: no such rank", repr(rank), f"one of {list(compiled.ranks)}", "", line)
+        return compiled.host_program(rank)
+
+    def output_shardings(self, *shapes: Sequence[int]) -> list[Sharding]:
+        """The sharding of every output."""
+        return self.latest(shapes).output_shardings()

@@ -1,0 +1,139 @@
+"""docs/ops.md, `help` and `meshfuse ops` say of each op what its record says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import meshfuse as mf
+from meshfuse.cli import main
+from meshfuse.ops import COMPOSITES, OPS, families
+from meshfuse.ops.base import Partial
+from meshfuse.ops.summary import CARRIES, FATES, examples, help_text
+from meshfuse.testing.calls import define_call
+
+ROOT = Path(__file__).parent.parent
+REMAKE = "run .venv/bin/python tools/ops_page.py"
+MESH = mf.DeviceMesh((2,), ("x",))
+
+
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ops_page", ROOT / "tools" / "ops_page.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_records_say() -> None:
+    assert (ROOT / "docs" / "ops.md").read_text() == tool().page(), f"docs/ops.md is not up to date: {REMAKE}"
+
+
+def test_the_page_has_every_op_once_and_changes_when_one_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tool()
+    rows = re.findall(r"^\| `(\w+)\(", made.page(), re.MULTILINE)
+    assert sorted(rows) == sorted({*OPS, *COMPOSITES})
+    known = families()
+    more = {**known, "shape": (known["shape"][0], (*known["shape"][1], OPS["add"]))}
+    monkeypatch.setattr(made, "families", lambda: more)
+    assert (ROOT / "docs" / "ops.md").read_text() != made.page()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_says_what_it_computes(name: str) -> None:
+    about = OPS[name].about
+    assert about and about == about.strip().rstrip(".") and "|" not in about and "\n" not in about
+    assert about in help_text(OPS[name])
+
+
+def test_every_op_is_in_one_family_and_every_fate_and_partial_rule_has_its_words() -> None:
+    assert sorted(op.name for _, ops in families().values() for op in ops) == sorted(OPS)
+    told = {fate.split(" by ")[0] for op in OPS.values() for example in examples(op) for fate in example.fates}
+    assert told == {*FATES}
+    assert {*CARRIES} == {*Partial}
+
+
+def letters_of(text: str) -> list[list[str]]:
+    """The dims of each operand in an example's call, then its other lists."""
+    call = text.partition(" -> ")[0]
+    return [[dim for dim in dims.split(", ") if dim] for dims in re.findall(r"\[([a-z1() ,]*)\]", call)]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_dim_that_passes_is_sharded_without_communication(name: str) -> None:
+    """Wherever the operands have the dim, and whatever lies beside it: by the plan of a whole definition."""
+    op, example = OPS[name], examples(OPS[name])[0]
+    passing = [letter for letter in example.fates.get("pass", ()) if f"{letter} " not in example.text]
+    for letter in passing:
+        fd = mf.FusionDefinition()
+        tensors, results = define_call(fd, op, op.samples()[0])
+        for result in results:
+            fd.add_output(result)
+        found = 0
+        for tensor, dims in zip(tensors, letters_of(example.text), strict=False):
+            assert len(dims) == tensor.ndim, example.text
+            found += dims.count(letter)
+            fd.mesh_split(tensor, MESH, ["x" if dim == letter else None for dim in dims])
+        assert fd.bill().total == 0, (letter, str(fd.bill()))
+        assert not found or any("x" in str(sharding) for sharding in fd.output_shardings())
+
+
+# Of an op's first operand a dim that does not pass, and what is then on the wire for it where the result is whole.
+Made = Callable[[Any, Any], Any]
+CASES: list[tuple[str, Made, str, str]] = [
+    ("sum", lambda fd, x: fd.ops.sum(x, 1), "reduced by sum", "all-reduce"),
+    ("max", lambda fd, x: fd.ops.max(x, 1), "reduced by max", "all-reduce"),
+    ("matmul", lambda fd, x: fd.ops.matmul(x, fd.define_tensor([512, 64])), "reduced by sum", "all-reduce"),
+    ("cumsum", lambda fd, x: fd.ops.sum(fd.ops.cumsum(x, 1), 1), "in parts", "all-to-all|all-reduce"),
+    ("argsort", lambda fd, x: fd.ops.argsort(x, 1), "whole", "all-gather|all-to-all"),
+    ("slice", lambda fd, x: fd.ops.slice(x, [0, 2], [64, 500]), "windows", "window"),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "fate", "moved"), CASES, ids=[case[0] for case in CASES])
+def test_sharding_another_dim_moves_what_the_page_says(name: str, make: Made, fate: str, moved: str) -> None:
+    example = examples(OPS[name])[0]
+    assert letters_of(example.text)[0][1] in example.fates[fate]
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([64, 512])
+    result = make(fd, x)
+    fd.add_output(result)
+    fd.mesh_split(x, MESH, [None, "x"])
+    fd.mesh_split(result, MESH, [None] * result.ndim)
+    bill = fd.bill()
+    assert bill.entries and all(re.search(moved, entry.collective) for entry in bill.entries), str(bill)
+    whole = 64 * 512 * 4 / 2  # on the wire per rank where all of x is gathered
+    assert (bill.total < whole / 2) == (fate != "whole" and name != "slice"), str(bill)
+
+
+def test_the_command_lists_all_and_tells_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops"]) == 0
+    listed = capsys.readouterr().out
+    assert all(re.search(rf"^  {name}\(", listed, re.MULTILINE) for name in {*OPS, *COMPOSITES})
+    for name in ("sum", "softmax", "scaled_mm"):
+        assert main(["ops", name]) == 0
+        assert capsys.readouterr().out.strip() == getattr(mf.FusionDefinition().ops, name).__doc__.strip()
+    assert main(["ops", "sofmax"]) == 1
+    assert capsys.readouterr().err == (
+        "meshfuse: meshfuse has no op 'sofmax': found near to it ['softmax', 'log_softmax', 'max']. "
+        "dir(fd.ops) lists all; mf.register_op adds one.\n"
+    )
+
+
+def test_help_of_a_sum() -> None:
+    assert mf.FusionDefinition().ops.sum.__doc__ == (
+        "sum(arg, dims=None, keepdim=False, dtype=DataType.Null)\n\n"
+        "the sum over `dims` (all of them for None); integers and bools are summed as Int\n\n"
+        "sum([a, b, c], [1]) -> [a, c]: a, c pass; b reduced by sum\n"
+        "sum([a, b, c]) -> []: all reduced by sum\n\n"
+        "pass: may be sharded: every rank computes its part of the result, and nothing is communicated\n"
+        "reduced: may be sharded: every rank reduces its part, and the result is unreduced: one collective of the "
+        "result's size, where something needs it reduced\n\n"
+        "unreduced operands: linear in the first tensor operand, floating point only\ngradient: yes"
+    )

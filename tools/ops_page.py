@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Writes docs/ops.md from the records of the ops: `.venv/bin/python tools/ops_page.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from meshfuse.definition.namespaces import composite_help
+from meshfuse.ops import COMPOSITES, OPS, composite, families
+from meshfuse.ops.base import OpDef
+from meshfuse.ops.binding import signature
+from meshfuse.ops.summary import CARRIES, FATES, Example, examples
+
+PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
+_OWN = [name for name in COMPOSITES if name not in OPS]
+_HEAD = """\
+# The ops
+
+<!-- Written by tools/ops_page.py from the ops' records: change those, and run `.venv/bin/python tools/ops_page.py`. -->
+
+What `fd.ops` has, and what happens when a dim is sharded. `meshfuse ops`, `meshfuse ops sum` and `help(fd.ops.sum)` say
+the same, of ops of your own as well.
+
+Python's operators on tensors are ops, too: `x @ w` is `fd.ops.matmul(x, w)`, and so for `+` `-` `*` `/` `//` `%` `**`,
+`&` `|` `^` `<<` `>>`, `<` `<=` `>` `>=`, `-x`, `~x`, `abs(x)` and `x.T`. As in nvFuser, `//` and `%` are `div` and
+`mod`: on floating point numbers `//` divides and cuts nothing off. `==` asks whether two names are the same object;
+`fd.ops.eq` compares numbers.
+`x.size(d)` and `x.shape()` are scalars of the definition, to compute with.
+"""
+_READING = """\
+## How to read the tables
+
+*dims* shows a call with each tensor's dims as letters: `matmul([a, b], [b, c]) -> [a, c]`. A letter that stands twice
+is one size; `(a b)` is a dim made of both, a the major one; 1 is a dim of that size. Tensors are of Float where nothing
+else is said. Several lines are calls of several kinds. A dim whose letter is said to
+
+{fates}
+
+*unreduced operands*: an operand may be an *unreduced* sum (or maximum, ...), of which each rank holds one term. Where
+the op can work on the terms the reduction is put off, so that one collective serves many ops; else it is done first:
+
+{carries}
+
+*gradient*: whether `fd.grad` goes through the op.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    fates = "\n".join(f"- **{word}**: {meaning};" for word, meaning in FATES.items())
+    carries = "\n".join(f"- **{word}**: {rule.value};" for rule, word in CARRIES.items())
+    reading = _READING.format(fates=f"{fates[:-1]}.", carries=f"{carries[:-1]}.")
+    return "\n".join([_HEAD, _index(), reading, *_sections()])
+
+
+def _index() -> str:
+    """Every op's name, a paragraph per family."""
+    named = {title: [op.name for op in ops] for title, (_, ops) in families().items()}
+    lines = [f"- [{title}](#{title}): {', '.join(names)}" for title, names in {"composites": _OWN, **named}.items()]
+    return "\n".join([*lines, ""])
+
+
+def _sections() -> Iterable[str]:
+    yield f"## composites\n\n{composite.__doc__}"
+    yield _table(("call", "what"), (_composite(name) for name in _OWN))
+    for title, (about, ops) in families().items():
+        yield f"## {title}\n\n{about}\n"
+        yield _table(("call", "what", "dims", "unreduced operands", "gradient"), map(_row, ops))
+
+
+def _composite(name: str) -> Sequence[str]:
+    call, about = composite_help(name)
+    return (f"`{call}`", " ".join(about.split()))
+
+
+def _row(op: OpDef) -> Sequence[str]:
+    call, about = f"`{signature(op)}`", op.about
+    dims = "<br>".join(map(_dims, examples(op)))
+    return (call, about, dims, CARRIES[op.partial], "yes" if op.vjp else "no")
+
+
+def _dims(example: Example) -> str:
+    """The call and what its dims do; the latter alone where all tensors are alike and all dims pass."""
+    alike = len(set(re.findall(r"\[[^][]*\]", example.text))) == 1
+    return example.told if alike and example.told == "all pass" else f"`{example.text}`: {example.told}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}: {len(OPS)} ops and {len(_OWN)} composites")
