@@ -26,8 +26,9 @@ from gpu_works import Block, Work, elementwise
 import meshfuse as mf
 from meshfuse.backends.nvfuser import NvfuserMissing, build_segment, load
 from meshfuse.ops import OPS
+from meshfuse.ops.binding import make_call
 from meshfuse.segmentation import Segment
-from meshfuse.testing.calls import define_call, make_call, operands_of, whole
+from meshfuse.testing.calls import define_call, operands_of, whole
 
 HERE = Path(__file__).parent
 Lines = list[dict[str, Any]]

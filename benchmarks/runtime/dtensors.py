@@ -55,7 +55,8 @@ def _block(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, w1: Tensor
 
 
 def _mlp(x: Any, w1: Any, w2: Any) -> Any:
-    return works.mlp(x, w1, w2).redistribute(placements=x.placements)
+    made: Any = works.mlp(x, w1, w2)
+    return made.redistribute(placements=x.placements)
 
 
 FORWARDS: dict[str, Callable[..., Any]] = {
