@@ -3,7 +3,9 @@
 A cache with a new token at a place is written as its rows before, the token, and its rows after, put together; the
 gradient of a slice is the slice's gradient with zeros around it. Where the dim lies over ranks each slice has other
 blocks than the tensor, so most of it moves, and moves back. But the result is the tensor, but for some indices: every
-rank can tell which of its own these are. It is done where it pays: unsharded, a copy of the parts is as good.
+rank can tell which of its own these are. So is what is put back at another place, as in a roll, or where the states of
+a pipeline's stages go on to the next ones: that is the tensor shifted, which moves what a rank lacks of it alone. It is
+done where it pays: unsharded, a copy of the parts is as good.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ _MOST = 8
 class Span(NamedTuple):
     """What stands in a dim from `start` on: a tensor, or a number.
 
-    `stays`: the tensor is as long as the result, and stands where it does there. `split`: its dim lies over ranks.
+    `stays`: the tensor is as long as the result, and stands there as it does in itself, but `shift` further on.
+    `split`: its dim lies over ranks.
     """
 
     value: int | Number
     start: int
     stays: bool = False
+    shift: int = 0
     split: bool = False
     is_tensor: bool = True
 
@@ -47,6 +51,14 @@ class Spans(NamedTuple):
 
     dim: int
     spans: tuple[Span, ...]
+
+
+class Turn(NamedTuple):
+    """A tensor rolled along a dim: so far, the shorter way round."""
+
+    root: int
+    dim: int
+    by: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +126,23 @@ class _Finder:
         return Spans(found.dim, spans) if kept else None
 
     def _told(self, node: Node, dim: int, span: Span) -> Span:
-        """The span, of the tensor that it is a slice of where that stays in its place."""
+        """The span, of the tensor that it is a slice of where that stays in its place, or in another."""
         if not span.is_tensor:
             return span
         root, home = self._root(node, dim, span), self.homes.get(int(span.value))
         if root is not None:
-            return span._replace(value=root, stays=True)
+            return root
         return span._replace(split=home is not None and bool(axes(home.dims[dim])))
 
-    def _root(self, node: Node, dim: int, span: Span) -> int | None:
-        """The tensor of the result's size that the span is a slice of, where that stands in its place."""
+    def _root(self, node: Node, dim: int, span: Span) -> Span | None:
+        """The tensor of the result's size that the span is a slice of; what a pad shifts is one window (`shifts`)."""
         maker, shape = self.makers.get(int(span.value)), node.call.results[0].shape
         window = own_window(maker) if maker is not None and maker.name == "slice" else None
         if maker is None or window is None or maker.outputs[0] in self.noted:
             return None
-        (root,), offsets = maker.inputs, shape_along(len(shape), dim, span.start + 1)
-        stays = self.graph.shape(root) == shape and list(window[0]) == [o - 1 for o in offsets]
-        return root if stays else None
+        (root,), shift = maker.inputs, span.start - window[0][dim]
+        along = self.graph.shape(root) == shape and not any(o for d, o in enumerate(window[0]) if d != dim)
+        return Span(root, span.start, True, shift) if along and (not shift or node.name == "cat") else None
 
 
 def _cat_spans(node: Node) -> Spans | None:
@@ -159,22 +171,63 @@ def _pad_spans(node: Node) -> Spans | None:
     return Spans(dim, tuple(spans))
 
 
+def _is_on_the_way(turn: Turn, further: Turn) -> bool:
+    """Whether one turn of a tensor goes as far as another in its direction, or less far."""
+    alike = turn._replace(by=0) == further._replace(by=0)
+    return alike and turn.by * further.by > 0 and abs(turn.by) <= abs(further.by)
+
+
+def _turn(node: Node, found: Spans) -> Turn | None:
+    """The turn that the spans are: the end of a tensor, then what was before it."""
+    (first, *others), size = found.spans, node.call.results[0].shape[found.dim]
+    if len(others) != 1 or first.value != others[0].value or not first.stays:
+        return None
+    start = others[0].start
+    by = start if 2 * start <= size else start - size
+    is_turned = others[0].stays and (first.shift, others[0].shift) == (start - size, start)
+    return Turn(int(first.value), found.dim, by) if is_turned else None
+
+
 class _Writer(Writer):
-    """Writes what is put together as choices by index."""
+    """Writes what is put together as choices by index. Turns of one tensor go on from one another, each made once."""
 
     def __init__(self, graph: Graph, found: Mapping[int, Spans]):
         super().__init__(graph)
         self.found = found
+        turns = {number: _turn(graph.nodes[number], spans) for number, spans in found.items()}
+        self.turns = {number: turn for number, turn in turns.items() if turn is not None}
+        self._made: dict[Turn, int] = {}
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
-        dim, (first, *others) = self.found[node.id]
-        (result,) = node.call.results
-        size, ndim = result.shape[dim], result.ndim
+        if node.id in self.turns:
+            return [self._turned(node, self.turns[node.id])]
+        made = self._choice(self.found[node.id], node.call.results[0].shape)
+        return [made] if self.type(made) == node.call.results[0] else None
+
+    def _turned(self, node: Node, turn: Turn) -> TensorRef:
+        """By way of the turns that go less far in the same direction."""
+        if turn in self._made:
+            return self.call("set", TensorRef(self._made[turn]))
+        shape, root, done = node.call.results[0].shape, turn.root, 0
+        for by in sorted({t.by for t in self.turns.values() if _is_on_the_way(t, turn)}, key=abs):
+            step = turn._replace(by=by)
+            if step not in self._made:
+                start, size = (by - done) % shape[turn.dim], shape[turn.dim]
+                spans = Span(root, 0, True, start - size), Span(root, start, True, start)
+                self._made[step] = self._choice(Spans(turn.dim, spans), shape).id
+            root, done = self._made[step], by
+        # The result has the node's own number from now on.
+        self._made[turn] = node.outputs[0]
+        return TensorRef(root)
+
+    def _choice(self, found: Spans, shape: Sequence[int]) -> TensorRef:
+        dim, (first, *others) = found
+        size, ndim = shape[dim], len(shape)
         index = self.call("reshape", self.call("iota", size), shape_along(ndim, dim, size))
         made = self._value(first, dim, size)
         for span in others:
             made = self.call("where", self.call("lt", index, span.start), made, self._value(span, dim, size))
-        return [made] if self.type(made) == result else None
+        return made
 
     def _value(self, span: Span, dim: int, size: int) -> Any:
         """What stands there, as long as the dim or of size 1: elsewhere it is not read."""
@@ -183,6 +236,8 @@ class _Writer(Writer):
         ref = TensorRef(int(span.value))
         shape = self.type(ref).shape
         here = shape[dim]
+        if span.shift:
+            return self.call("pad", ref, one_dim_widths(len(shape), dim, span.shift, -span.shift))
         if span.stays or here == 1:
             return ref
         if span.split:

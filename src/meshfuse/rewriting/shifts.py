@@ -10,7 +10,7 @@ others (as in Horner's rule). It is done where it pays: unsharded, a slice is no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -214,6 +214,8 @@ def _cut(home: Sharding) -> tuple[int, ...]:
     return tuple(d for d, layout in enumerate(home.dims) if axes(layout))
 
 
+# Moves a tensor along a dim by so much, with what comes in.
+_Mover = Callable[[TensorRef, int, int, Number | None], TensorRef]
 # What is shifted along a dim: a tensor, the (dim, offset) that it was shifted by before, the dim, and what comes in.
 _Way = tuple[int, tuple[tuple[int, int], ...], int, Number | None]
 
@@ -239,13 +241,21 @@ class _Steps:
                     before = (*before, (d, offsets[d]))
 
     def are_many(self, way: _Way, offset: int) -> bool:
-        """Whether others go in the same direction."""
-        return sum(other * offset > 0 for other in self._offsets[way]) > 1
+        """Whether the shift goes on from another, or another from it."""
+        chains = [self.up_to(way, other) for other in self._offsets[way]]
+        return any(len(chain) > 1 and offset in chain for chain in chains)
 
     def up_to(self, way: _Way, offset: int) -> list[int]:
-        """The offsets in this direction, nearest first, up to this one."""
-        found = [o for o in self._offsets[way] if o * offset > 0 and abs(o) <= abs(offset)]
-        return sorted(found, key=abs)
+        """The offsets in this direction, nearest first, up to this one, each no step from the next that moves more than
+        is left of the tensor there: so much may come alone.
+        """
+        size, chain = self.graph.shape(way[0])[way[2]], [offset]
+        nearer = [o for o in self._offsets[way] if o * offset > 0 and abs(o) < abs(offset)]
+        for o in sorted(nearer, key=abs, reverse=True):
+            if abs(chain[0] - o) >= size - abs(chain[0]):
+                break
+            chain.insert(0, o)
+        return chain
 
 
 class _Writer(Writer):
@@ -307,18 +317,43 @@ class _Writer(Writer):
         for term in terms:
             rest = tuple(0 if d == dim else o for d, o in enumerate(term.offsets))
             by_offset.setdefault(term.offsets[dim], []).append(Term(term.root, rest))
+        turned = self._round(by_offset, self.graph.shape(terms[0].root)[dim])
         sums = {offset: self._total(group, dims[1:]) for offset, group in by_offset.items()}
-        ends = [self._gathered({o: ref for o, ref in sums.items() if o * sign > 0}, dim) for sign in (1, -1)]
+        turns = {by: self._total(group, dims[1:]) for by, group in turned.items()}
+        ends = [
+            self._gathered({o: ref for o, ref in found.items() if o * sign > 0}, dim, move)
+            for found, move in ((sums, self._shift), (turns, self._turn))
+            for sign in (1, -1)
+        ]
         return self._added([ref for ref in (sums.get(0), *ends) if ref is not None])
 
-    def _gathered(self, sums: Mapping[int, TensorRef], dim: int) -> TensorRef | None:
-        """Sums by how far they are to be shifted in one direction: the furthest first, to the next, and on with it."""
+    def _round(self, by_offset: dict[int, list[Term]], size: int) -> dict[int, list[Term]]:
+        """Takes what is shifted out at one end and comes in at the other, as in a roll: by how far, the shorter way."""
+        found: dict[int, list[Term]] = {}
+        for offset in [o for o in by_offset if 0 < o < size and o - size in by_offset]:
+            by = offset if 2 * offset <= size else offset - size
+            for term in list(by_offset[offset]):
+                if term in by_offset[offset - size]:
+                    by_offset[offset].remove(term)
+                    by_offset[offset - size].remove(term)
+                    found.setdefault(by, []).append(term)
+        for offset in [o for o, row in by_offset.items() if not row]:
+            del by_offset[offset]
+        return found
+
+    def _gathered(self, sums: Mapping[int, TensorRef], dim: int, move: _Mover) -> TensorRef | None:
+        """Sums by how far they are to be moved in one direction: the furthest first, to the next, and on with it."""
         order = [*sorted(sums, key=abs, reverse=True), 0]
         ref = None
         for offset, then in itertools.pairwise(order):
             ref = sums[offset] if ref is None else self.call("add", ref, sums[offset])
-            ref = self._shift(ref, dim, offset - then, 0)
+            ref = move(ref, dim, offset - then, 0)
         return ref
+
+    def _turn(self, ref: TensorRef, dim: int, by: int, fill: Number | None) -> TensorRef:
+        """Shifted, and what goes out at one end comes in at the other."""
+        back = by - self.type(ref).shape[dim] * (1 if by > 0 else -1)
+        return self.call("add", self._shift(ref, dim, by, fill), self._shift(ref, dim, back, fill))
 
     def _added(self, refs: Sequence[TensorRef]) -> TensorRef:
         total = refs[0]

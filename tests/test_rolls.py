@@ -1,0 +1,147 @@
+"""Rolls of a dim that lies over ranks: as right as what is written, and each row moves once, whatever goes round."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layers import Sizes, Tensor, floats
+from programs import TP8, X4_Y2, Fd, gradients, outputs, split
+
+import meshfuse as mf
+from bill_known import Classes
+from meshfuse.rewriting import places, shifts
+from meshfuse.testing import assert_same_as_unsharded, inputs_for
+
+CLASSES = Classes()
+known = CLASSES.known
+ROWS = mf.DeviceMesh((4,), ("x",))
+BOTH = mf.DeviceMesh((2, 2), ("x", "y"))
+
+
+def part(fd: Fd, x: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    starts, stops = [0] * x.ndim, list(x.type.shape)
+    starts[dim], stops[dim] = start, stop
+    return fd.ops.slice(x, starts, stops)
+
+
+def rolled(fd: Fd, x: Tensor, by: int, dim: int) -> Tensor:
+    """As torch.roll."""
+    n = x.type.shape[dim]
+    by %= n
+    return fd.ops.cat([part(fd, x, dim, n - by, n), part(fd, x, dim, 0, n - by)], dim) if by else x
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(lambda a, b: a + b, parts)
+
+
+# Whatever it costs ------------------------------------------------------------------------------------------------
+
+AMOUNTS = st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 1)), min_size=1, max_size=4)
+PLACES = st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"]), (BOTH, [("x", "y"), None]), (BOTH, ["x", None])])
+
+
+@settings(max_examples=25)
+@given(st.tuples(st.integers(2, 17), st.integers(2, 9)), PLACES, AMOUNTS, st.integers(1, 2), st.booleans())
+def test_rolls_written_otherwise_are_the_same(shape, place, amounts, times, backward) -> None:
+    """By more than a block, the long way round, by the same twice, of rolls, along both dims, and the gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (places, shifts):
+            patch.setattr(module, "better", lambda found, other: other)
+        patch.setattr(places, "moves_along", lambda found, dims: True)
+        with mf.FusionDefinition() as fd:
+            x, w = (fd.define_tensor(list(shape), dtype=mf.DataType.Double) for _ in range(2))
+            fd.mesh_split(x, *place)
+            y = x
+            for _ in range(times):
+                y = total([rolled(fd, y, by, dim) * w for by, dim in amounts])
+            outputs(fd, y, *(fd.grad(fd.ops.sum(y * y), [x, w]) if backward else []))
+        assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+# How many rows move -----------------------------------------------------------------------------------------------
+
+
+def moved_rows(amounts: Sequence[int], backward: bool = False) -> float:
+    """The rows that a rank gets for rolls of one tensor, or for their gradient."""
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([32, 8]), fd.define_tensor([len(amounts), 8])
+        rows = [fd.ops.reshape(part(fd, w, 0, i, i + 1), [8]) for i in range(len(amounts))]
+        y = total([rolled(fd, x, by, 0) * row for by, row in zip(amounts, rows, strict=True)])
+        made: list[Any] = fd.grad([y], [x], [y]) if backward else [y]
+        split(fd, ROWS, *((t, ["x", None]) for t in (x, y, *made)))
+        outputs(fd, *made)
+    assert_same_as_unsharded(fd, inputs_for(fd))
+    return fd.bill().total / (8 * 4)
+
+
+@pytest.mark.parametrize("amounts", [(1,), (-1,), (3, 1), (1, 2, 3), (-2, -5), (1, -1), (2, 1, -1, -3), (8,)])
+def test_rolls_of_one_tensor_move_its_rows_once(amounts: tuple[int, ...]) -> None:
+    """As many as the furthest goes in each direction, and as many again for the gradient."""
+    furthest = max(0, *amounts) - min(0, *amounts)
+    assert moved_rows(amounts) == furthest
+    assert moved_rows(amounts, backward=True) == 2 * furthest
+
+
+# Bills ------------------------------------------------------------------------------------------------------------
+
+
+def stages(fd: Fd, s: Sizes, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A stage per rank, and what goes from each to the next: states, weights, and the states after some rounds."""
+    states, weights = floats(fd, 8, s.length, s.width), floats(fd, 8, s.width, s.width)
+    split(fd, TP8, *((t, ["tp", None, None]) for t in (states, weights)))
+    made = fd.ops.relu(fd.ops.matmul(states, weights))
+    for _ in range(rounds):
+        made = fd.ops.relu(fd.ops.matmul(rolled(fd, made, 1, 0), weights))
+    return states, weights, made
+
+
+@known(6.29, 6.29)
+def states_that_go_from_stage_to_stage(fd: Fd, s: Sizes) -> None:
+    """Each rank's state to the next rank: an all-to-all and back takes nearly twice that."""
+    outputs(fd, stages(fd, s, 3)[-1])
+
+
+@known(12.58, 12.58)
+def states_that_go_from_stage_to_stage_backward(fd: Fd, s: Sizes) -> None:
+    _, weights, made = stages(fd, s, 3)
+    (found,) = gradients(fd, made, [weights])
+    split(fd, TP8, (found, ["tp", None, None]))
+
+
+@known(0.0369, 0.0246)
+def derivatives_on_a_round_grid(fd: Fd, s: Sizes) -> None:
+    """The Laplacian of fourth order: two rows or columns from each neighbour."""
+    x = floats(fd, 4 * s.length, 4 * s.length)
+    steps = itertools.product((0, 1), ((1, 4 / 3), (-1, 4 / 3), (2, -1 / 12), (-2, -1 / 12)))
+    y = total([rolled(fd, x, by, dim) * c for dim, (by, c) in steps]) - x * 5.0
+    outputs(fd, y)
+    split(fd, X4_Y2, (x, ["x", "y"]), (y, ["x", "y"]))
+
+
+@known(5.53, 2.098)
+def attention_to_places_before_backward(fd: Fd, s: Sizes) -> None:
+    """To the token itself, and 8 and 16 before it: 16 rows of keys and of values, and of their gradients."""
+    q, k, v = (floats(fd, s.batch, s.length, s.heads, s.head) for _ in range(3))
+    ks, vs = ([rolled(fd, t, 8 * i, 1) for i in range(3)] for t in (k, v))
+    ops, spread = fd.ops, [False, False, False, True]
+    scores = ops.softmax(ops.cat([ops.broadcast(ops.sum(q * t, [3]), spread) for t in ks], 3), 3)
+    mixed = total([t * part(fd, scores, 3, i, i + 1) for i, t in enumerate(vs)])
+    made = gradients(fd, mixed, [q, k, v])
+    split(fd, TP8, *((t, [None, "tp", None, None]) for t in (q, k, v, *made)))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_no_more_than_xla_and_a_plan_by_hand(name: str) -> None:
+    CLASSES[name].check_bytes()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_plan_is_right_and_sends_what_it_says(name: str) -> None:
+    CLASSES[name].check_run()
