@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
+from meshfuse.testing import inputs_for
+from meshfuse.testing.examples import Example, examples_of
 
 DOUBLE = mf.DataType.Double
 Case = tuple[Callable[..., Any], Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]
@@ -112,3 +114,12 @@ def test_where_nothing_is_broadcast_nothing_is_computed_for_it() -> None:
         return [node.name for node in fd.compile(*[[6, 4]] * 3).graph.nodes]
 
     assert ops([-1, -1]) == ops([6, 4])
+
+
+def test_inputs_of_a_definition_with_gradients_index_what_is_there() -> None:
+    """The ops of a gradient index tensors of open sizes, too."""
+    with mf.FusionDefinition() as fd:
+        x, index = fd.define_tensor([2, -1], dtype=DOUBLE), fd.define_tensor([2, 2], dtype=mf.DataType.Int)
+        examples_of(fd)[x.id] = Example((2, 3))
+        fd.add_output(fd.grad(fd.ops.tanh(fd.ops.scatter(x, index, 3.0, 1)), x))
+    assert all(0 <= n < 3 for n in inputs_for(fd)[1].flatten().tolist())
