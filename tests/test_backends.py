@@ -272,3 +272,29 @@ def test_simulated_ranks_run_compiled_segments(monkeypatch):
     (made,) = fd._simulated.values()
     chosen = [c for segments in made.simulation.segments for c in segments.chosen.values()]
     assert chosen and all((c.backend, c.why) == ("inductor", "compiled") for c in chosen)
+
+
+COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "asinh": torch.asinh, "tanh": torch.tanh, "erf": torch.erf, "log1p": lambda x: torch.log1p(x.abs()),
+}  # fmt: skip
+
+
+def extremes(fd, x):
+    """The gradients of maxima and minima of rows that no vector of a CPU divides."""
+    out = []
+    for place, name in enumerate(COMPUTED):
+        y = getattr(fd.ops, name)(fd.ops.abs(x) if name == "log1p" else x)
+        best = (fd.ops.max, fd.ops.min)[place % 2](y, [1])
+        out.append(fd.grad(best, x))
+    return tuple(out)
+
+
+def test_a_compiled_maximum_is_one_of_its_operand():
+    """Its gradient goes to what equals it: computed anew for the comparison, nothing might."""
+    fd = defined(extremes, (4, 5))
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    run = Inductor().prepare(task_of(fd, x))
+    for place, (found, function) in enumerate(zip(run(x), COMPUTED.values(), strict=True)):
+        leaf = x.double().requires_grad_()
+        (torch.amax, torch.amin)[place % 2](function(leaf), 1).sum().backward()
+        torch.testing.assert_close(found.double(), leaf.grad, rtol=1e-4, atol=1e-5)

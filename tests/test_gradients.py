@@ -96,20 +96,31 @@ def _wanted(call: Call, operands: Sequence[torch.Tensor], grads: dict[int, torch
     return [torch.zeros_like(t) if g is None else g for t, g in zip(kept, found, strict=True)]
 
 
-def _gradients(name: str, sample: Sample, operands: Sequence[torch.Tensor], mesh: Any = None) -> tuple[Any, Any]:
+def _opened(value: Any) -> Any:
+    if isinstance(value, TensorType):
+        return TensorType((-1,) * value.ndim, value.dtype)
+    return [_opened(v) for v in value] if isinstance(value, list) else value
+
+
+def _open_sample(sample: Sample) -> Sample:
+    """The sample with no size said, not even those of 1."""
+    kwargs = {key: _opened(value) for key, value in sample.kwargs.items()}
+    return Sample(tuple(map(_opened, sample.args)), kwargs, sample.values)
+
+
+def _gradients(
+    name: str, sample: Sample, operands: Sequence[torch.Tensor], mesh: Any = None, opened: bool = False
+) -> tuple[Any, Any]:
     """(gradients by every real or complex operand, the gradients of the results that they are of)."""
-    fd = mf.FusionDefinition()
-    tensors, results = define_call(fd, OPS[name], sample)
+    fd, shapes = mf.FusionDefinition(), [t.shape for t in make_call(OPS[name], sample).results]
+    tensors, results = define_call(fd, OPS[name], _open_sample(sample) if opened else sample)
     places = [i for i, t in enumerate(results) if t.dtype.category >= 2 and (name != "sdpfa_fwd" or not i)]
     seeds = [fd.define_tensor(list(results[i].type.shape), dtype=results[i].dtype) for i in places]
     wrt = [t for t in tensors if t.dtype.category >= 2]
     for grad in fd.grad([results[i] for i in places], wrt, seeds):
         fd.add_output(grad)
     generator = torch.Generator().manual_seed(3)
-    given = [
-        torch.randn(results[i].type.shape, dtype=getattr(torch, results[i].dtype.value), generator=generator)
-        for i in places
-    ]
+    given = [torch.randn(shapes[i], dtype=getattr(torch, results[i].dtype.value), generator=generator) for i in places]
     if mesh is not None:
         mesh(fd, tensors)
     return fd.simulate([*operands, *given]), dict(zip(places, given, strict=True))
@@ -119,12 +130,13 @@ def _operands(name: str, call: Call, sample: Sample) -> list[torch.Tensor]:
     return operands_of(call, sample)
 
 
+@pytest.mark.parametrize("opened", [False, True], ids=["sizes known", "sizes open"])
 @pytest.mark.parametrize(("name", "place"), DIFFERENTIABLE)
-def test_gradients_of_an_op_are_those_of_autograd(name: str, place: int) -> None:
+def test_gradients_of_an_op_are_those_of_autograd(name: str, place: int, opened: bool) -> None:
     sample = _wide_sample(name, place)
     call = make_call(OPS[name], sample)
     operands = _operands(name, call, sample)
-    found, grads = _gradients(name, sample, operands)
+    found, grads = _gradients(name, sample, operands, opened=opened)
     for grad, wanted in zip(found, _wanted(call, operands, grads), strict=True):
         assert grad.dtype == wanted.dtype
         torch.testing.assert_close(grad, wanted, rtol=1e-8, atol=1e-8)

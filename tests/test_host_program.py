@@ -325,6 +325,31 @@ def crossed() -> list[HostProgram]:
     return [swapped(p, 0, 1) if p.rank in (0, 3) else p for p in programs]
 
 
+def transferred() -> list[HostProgram]:
+    """From two ranks that both hold everything to one: only one of the two sends."""
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([8, 8], dtype=mf.DataType.Double)
+    y = fd.ops.set(x)
+    fd.add_output(y)
+    fd.mesh_split(x, mf.DeviceMesh((2,), ("tp",)), [None, None])
+    fd.mesh_split(y, mf.DeviceMesh((1,), ("tp",), ranks=[2]), [None, None])
+    compiled = fd.compile()
+    return [compiled.host_program(rank) for rank in compiled.ranks]
+
+
+def test_a_group_of_messages_with_a_rank_that_has_none_is_refused() -> None:
+    """Its ranks connect at their first message in it: the others would wait for that one."""
+    programs = transferred()
+    verify_together(programs)
+
+    def widened(program: HostProgram) -> HostProgram:
+        body = [dataclasses.replace(i, group=(0, 1, 2)) if isinstance(i, SendRecv) else i for i in program.instructions]
+        return dataclasses.replace(program, instructions=tuple(body))
+
+    with pytest.raises(AssertionError, match="wait for each other"):
+        verify_together([widened(p) for p in programs])
+
+
 def test_waits_that_go_round_in_a_ring_over_two_groups_are_refused() -> None:
     """Each group agrees on its own order, and yet rank 0 waits for a rank that waits for rank 0."""
     with pytest.raises(AssertionError, match="wait for each other"):

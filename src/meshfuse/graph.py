@@ -156,10 +156,10 @@ def concretize(
     calls = _Calls(fd, types, scalars)
     nodes = [_concrete_node(calls, number, node) for number, node in enumerate(fd.nodes)]
     tensors = tuple(Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors))
-    nodes = needed(nodes, fd.outputs)
+    said = fd.all_annotations
+    nodes = needed(_without_vanished(nodes, {*fd.outputs, *said, *fd.overlaps}), fd.outputs)
     producer = {out: node.id for node in nodes for out in node.outputs}
     there = {*producer, *fd.input_tensors()}
-    said = fd.all_annotations
     noted = {i: a for i, a in said.items() if a.mesh is not None}
     # What is said of tensors that no output needs is checked, too, and then dropped with them.
     shardings = {i: a.sharding(tensors[i].label, types[i].shape) for i, a in noted.items()}
@@ -170,6 +170,21 @@ def concretize(
         tensors, nodes, tuple(fd.inputs), tuple(fd.outputs), annotations, _reductions(noted, producer), lines,
         fd.scalars, streams,
     )  # fmt: skip
+
+
+def _without_vanished(nodes: Sequence[Node], named: Container[int]) -> Sequence[Node]:
+    """The nodes without those that do nothing for these sizes, unless something is said of what they make."""
+    if not any(node.call.op.vanishes for node in nodes):
+        return nodes
+    stands: dict[int, int] = {}
+    kept: list[Node] = []
+    for node in nodes:
+        inputs = tuple(stands.get(i, i) for i in node.inputs)
+        if node.call.op.vanishes and node.call.results == node.call.types and node.outputs[0] not in named:
+            stands[node.outputs[0]] = inputs[0]
+        else:
+            kept.append(node if inputs == node.inputs else replace(node, inputs=inputs))
+    return kept
 
 
 def _reductions(noted: Mapping[int, Annotation], producer: Mapping[int, int]) -> dict[int, tuple[Layout, ...]]:

@@ -116,7 +116,10 @@ def _compile(task: Task) -> Prepared:
     module = trace(task)
     # Results lie as those of the text do.
     output = module.graph.output_node()
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+    results: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    held = _compared(module)
+    output.args = ((*results, *held),)
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     try:
         made: Any = compile_fx_inner(module, examples, is_inference=True)
@@ -125,7 +128,18 @@ def _compile(task: Task) -> Prepared:
     code = getattr(made, "current_callable", None) or made
     if task.device.type == "cpu":
         use_pool(code)
-    return code
+    return (lambda arguments: code(arguments)[: len(results)]) if held else code
+
+
+def _compared(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """Values that are tested for equality and read elsewhere, too: as outputs of the compiled code they are computed
+    once. Inductor may compute a value anew for each reader, in other last bits: nothing would equal its maximum, and
+    the gradient of that maximum would go nowhere.
+    """
+    tests = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
+    nodes = [n for test in tests for made in module.graph.find_nodes(op="call_function", target=test)
+             for n in made.all_input_nodes]  # fmt: skip
+    return [n for n in dict.fromkeys(nodes) if n.op == "call_function" and len(n.users) > 1]
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import torch
 from ..definition.checks import fits, plain_number
 from ..definition.fusion import DefinitionBuilder, TensorDef
 from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
+from ..kernels import settled
 from ..ops.base import ScalarRef, TensorRef
 from ..ops.shapes import UNKNOWN
 from ..sharding.layout import Layout, extent
@@ -34,12 +35,17 @@ class Inputs:
 
 def outline(arguments: Any) -> Any:
     """All facts but strides that the checks of a call's arguments look at, as a key; None where they look at more: at
-    numbers, DTensors and other subclasses of tensors. Memory that its owner has freed would end the process.
+    numbers, DTensors, other subclasses of tensors, and those whose memory has other numbers (`settled`). Memory that
+    its owner has freed would end the process.
     """
     if type(arguments) not in (list, tuple):
         return None
     try:
-        found = [(t.shape, t.dtype, t.device, t.layout, not t.data_ptr()) for t in arguments if type(t) in _PLAIN]
+        found = [
+            (t.shape, t.dtype, t.device, t.layout, not t.data_ptr())
+            for t in arguments
+            if type(t) in _PLAIN and not t.is_neg() and not t.is_conj()
+        ]
     except RuntimeError:  # of nested tensors, which have no shape, and of those without memory of their own
         return None
     return tuple(found) if len(found) == len(arguments) else None
@@ -112,7 +118,7 @@ def _checked_tensor(place: int, made: TensorDef, value: Any, line: SourceLine | 
     if problem is not None:
         wrong, found, needed, do = problem
         raise user_error(f"{name}{wrong}", found, needed, do, line, ArgumentError)
-    return value
+    return settled(value)
 
 
 def _without_class(value: Any) -> Any:

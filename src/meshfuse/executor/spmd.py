@@ -14,6 +14,7 @@ from ..errors import RankError, SourceLine, user_error
 from ..host_ir.instructions import Collective, Communication, SendRecv
 from ..host_ir.program import HostProgram, digest_of
 from ..plan_store.nearby import RENEWED
+from ..runtime.reductions import dense
 from ..runtime.world import World
 from ..segmentation import Segment
 from ..sharding.data import unshard
@@ -70,7 +71,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
     """The elements' bits, added as integers, each times an odd number that its place gives: other numbers, or the same
     in another order (as of a shuffled data set), have almost surely another sum.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = dense(tensor.detach().contiguous().reshape(-1))
     bits, found = flat.view(_INTEGERS[min(tensor.element_size(), 8)]), 0
     for start in range(0, bits.numel(), _AT_ONCE):
         part = bits[start : start + _AT_ONCE]

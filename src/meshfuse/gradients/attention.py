@@ -64,7 +64,7 @@ class _WrittenOut:
     def _grouped(self, x: Tensor) -> Tensor:
         """[.., h, s, n] as [.., h_k, (h / h_k) s, n]."""
         heads = sizes(self.k)[-3]
-        if x.type.shape[-3] == self.k.type.shape[-3]:
+        if _as_many_heads(x, self.k):
             return x
         return self.o.reshape(x, [*sizes(x)[:-3], heads, -1, sizes(x)[-1]])
 
@@ -75,7 +75,7 @@ class _WrittenOut:
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         """left [.., h, s, n] times right [.., h_k, s_k, n], by columns of both, in the scores' shape."""
         found = self.o.matmul(self._grouped(left), transposed(self.b, right))
-        return found if left.type.shape[-3] == right.type.shape[-3] else self.o.reshape(found, self.shape)
+        return found if _as_many_heads(left, right) else self.o.reshape(found, self.shape)
 
     def _probabilities(self) -> Tensor:
         """exp(scores - logsumexp); in float64, for which the log-sum-exp is too coarse, over their sum."""
@@ -111,6 +111,11 @@ class _WrittenOut:
         grad = self._wide(b.grad)
         through = self._rows(o.sum(o.mul(grad, b.results[0]), [-1]))
         return o.sub(self._product(grad, self.v), through if lse is None else o.sub(through, lse))
+
+
+def _as_many_heads(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors [.., h, s, e] are known to have as many heads."""
+    return x.type.shape[-3] == y.type.shape[-3] != -1
 
 
 def _ring(b: Backward) -> dict[str, Any]:

@@ -93,7 +93,21 @@ def sizes(t: Tensor) -> list[Any]:
 
 
 def sum_to(b: Backward, grad: Tensor, like: Tensor) -> Tensor:
-    """The gradient of an operand that was broadcast to the shape of `grad`."""
+    """The gradient of an operand that was broadcast to the shape of `grad`, or may have been where sizes are open."""
+    found = _known_sum(b, grad, like)
+    return b.ops.sum_to(found, sizes(like)) if _may_be_repeated(b, like) else found
+
+
+def _may_be_repeated(b: Backward, like: Tensor) -> bool:
+    """Whether an open dim of an operand may be of size 1 where the result has another size."""
+    open_dims = [d - like.ndim for d, n in enumerate(like.type.shape) if n < 0]
+    others = [t.type.shape for t in b.arguments.values() if is_tensor(t) and t.id != like.id]
+    told = "shape" in b.arguments
+    return any(told or any(len(shape) >= -d and shape[d] != 1 for shape in others) for d in open_dims)
+
+
+def _known_sum(b: Backward, grad: Tensor, like: Tensor) -> Tensor:
+    """Summed over the dims that `grad` alone has, and those that are known to be of size 1."""
     extra = grad.ndim - like.ndim
     pairs = zip(grad.type.shape[extra:], like.type.shape, strict=True)
     inner = [extra + d for d, (n, m) in enumerate(pairs) if m == 1 and n != 1]

@@ -35,47 +35,49 @@ def _extreme(b: Backward) -> Tensor:
     return o.where(is_top, share, 0.0)
 
 
-def _deviation(b: Backward, mean: Tensor, grad: Tensor, factor: Any) -> Tensor:
-    """grad * factor * (x - mean); mean and grad have the reduced dims of size 1."""
-    return b.ops.mul(b.ops.mul(grad, factor), b.ops.sub(b["arg"], mean))
+def _over(b: Backward, grad: Tensor, numerator: float, n: Any) -> Tensor:
+    """grad * numerator / n; NaN of known zeros, and of an open n by the tensor's own division."""
+    if isinstance(n, int):
+        return b.ops.mul(grad, numerator / n if n else float("nan"))
+    return b.ops.truediv(b.ops.mul(grad, numerator), n)
 
 
-def _variance_slope(b: Backward) -> Any:
-    """2 / (n - correction)."""
-    return _reciprocal(b, count(b["arg"], _dims(b)) - b["correction"], 2.0)
+def _deviation(b: Backward, mean: Tensor, grad: Tensor, n: Any) -> Tensor:
+    """2 / n * grad * (x - mean); mean and grad have the reduced dims of size 1."""
+    return b.ops.mul(_over(b, grad, 2.0, n), b.ops.sub(b["arg"], mean))
 
 
-def _reciprocal(b: Backward, n: Any, numerator: float) -> Any:
-    return numerator / n if isinstance(n, int) and n else b.ops.truediv(numerator, n) if n else float("nan")
+def _degrees(b: Backward) -> Any:
+    """What a variance divides by: n - correction."""
+    return count(b["arg"], _dims(b)) - b["correction"]
 
 
 def _var(b: Backward) -> Tensor:
     x, dims = b["arg"], _dims(b)
     mean = b.ops.truediv(b.ops.sum(x, dims, True), count(x, dims))
-    return _deviation(b, mean, kept(b, b.grad, x, dims, b["keepdim"]), _variance_slope(b))
+    return _deviation(b, mean, kept(b, b.grad, x, dims, b["keepdim"]), _degrees(b))
 
 
-def _moments(b: Backward, spread: int, mean: int, slope: Any, keepdim: bool) -> Tensor:
-    """Of the results with these places: a variance (or squared deviations) and a mean."""
+def _moments(b: Backward, spread: int, mean: int, n: Any, keepdim: bool) -> Tensor:
+    """Of the results with these places: a variance (squared deviations by n) and a mean."""
     x, dims = b["arg"], _dims(b)
     parts: list[Tensor] = []
     if b.grads[spread] is not None:
         grad = kept(b, b.grads[spread], x, dims, keepdim)
-        parts.append(_deviation(b, kept(b, b.results[mean], x, dims, keepdim), grad, slope))
+        parts.append(_deviation(b, kept(b, b.results[mean], x, dims, keepdim), grad, n))
     if b.grads[mean] is not None:
-        grad = kept(b, b.grads[mean], x, dims, keepdim)
-        share = b.ops.mul(grad, _reciprocal(b, count(x, dims), 1.0))
+        share = _over(b, kept(b, b.grads[mean], x, dims, keepdim), 1.0, count(x, dims))
         parts.append(share if parts else restored(b, share, x, dims, True))
     return parts[0] if len(parts) == 1 else b.ops.add(*parts)
 
 
 def _var_mean(b: Backward) -> Tensor:
-    return _moments(b, 0, 1, _variance_slope(b), b["keepdim"])
+    return _moments(b, 0, 1, _degrees(b), b["keepdim"])
 
 
 def _welford(b: Backward) -> Tensor:
     """The second result is the sum of squared deviations."""
-    return _moments(b, 1, 0, 2.0, False)
+    return _moments(b, 1, 0, 1, False)
 
 
 def _scan_dim(b: Backward) -> int:

@@ -23,7 +23,13 @@ def _broadcast(b: Backward) -> Tensor:
 
 
 def _broadcast_in_dim(b: Backward) -> Tensor:
-    """Summed over the new dims and those that were repeated."""
+    """Summed over the new dims and those that were repeated, or may have been."""
+    x = b["arg"]
+    found = _over_known_dims(b)
+    return b.ops.sum_to(found, sizes(x)) if -1 in x.type.shape else found
+
+
+def _over_known_dims(b: Backward) -> Tensor:
     ndim, x, shape = b.grad.ndim, b["arg"], b.grad.type.shape
     source = {d % ndim: n for d, n in zip(b["broadcast_dims"], x.type.shape, strict=True)}
     repeated = [d for d, n in source.items() if n == 1 and shape[d] != 1]
@@ -44,8 +50,8 @@ def _squeeze(b: Backward) -> Tensor:
     given = (b["dims"],) if isinstance(b["dims"], int) else b["dims"]
     dims = {d % x.ndim for d in given}
     grad = b.ops.broadcast(b.grad, [d in dims for d in range(x.ndim)]) if dims else b.grad
-    after = [n - 1 if d in dims else 0 for d, n in enumerate(x.type.shape)]
-    return padded(b.ops, grad, [0] * x.ndim, after) if any(n > 0 for n in after) else grad
+    after = [n - 1 if d in dims else 0 for d, n in enumerate(sizes(x))]
+    return grad if all(isinstance(n, int) and n == 0 for n in after) else padded(b.ops, grad, [0] * x.ndim, after)
 
 
 def _reorder(b: Backward) -> Tensor:
@@ -61,7 +67,7 @@ def _slice(b: Backward) -> Tensor | Piece:
     """Put back to where it was cut from, with zeros between where it was cut in steps."""
     x, grad = b["arg"], b.grad
     steps = b["strides"] or (1,) * x.ndim
-    starts = [_start(n, a) for n, a in zip(sizes(x), b["start_indices"], strict=True)]
+    starts = [_start(b.ops, n, a) for n, a in zip(sizes(x), b["start_indices"], strict=True)]
     for d, step in enumerate(steps):
         if step != 1:
             inside = starts[d] % step if isinstance(starts[d], int) else 0
@@ -80,8 +86,14 @@ def _spread(b: Backward, grad: Tensor, dim: int, step: int, inside: int) -> Tens
     return b.ops.reshape(padded(b.ops, single, before, after), [*shape[:dim], shape[dim] * step, *shape[dim + 1 :]])
 
 
-def _start(n: Any, start: Any) -> Any:
-    return _bound(n, start) if isinstance(n, int) and isinstance(start, int) else start
+def _start(ops: Any, n: Any, start: Any) -> Any:
+    """Where a slice begins, counted from the front, in the dim of size n."""
+    if isinstance(n, int) and isinstance(start, int):
+        return _bound(n, start)
+    if isinstance(start, int):
+        return ops.minimum(start, n) if start > 0 else ops.maximum(n + start, 0) if start else 0
+    counted = ops.where(ops.lt(start, 0), ops.add(start, n), start)
+    return ops.minimum(ops.maximum(counted, 0), n)
 
 
 def _pad(b: Backward) -> Tensor:
@@ -118,6 +130,7 @@ SHAPES: dict[str, Vjp] = {
     "permute": each(arg=_permute),
     "stride_order": each(arg=lambda b: b.grad),
 }
+SUM_TO: Vjp = each(arg=lambda b: b.ops.expand(b.grad, sizes(b["arg"])))
 RESHAPE: Vjp = each(arg=_reshape)
 SLICE: Vjp = each(arg=_slice)
 REORDER: Vjp = each(arg=_reorder)

@@ -336,8 +336,8 @@ def _transfer(c: MoveContext) -> list[Instruction]:
 
     Every rank issues its messages by their senders and then by their receivers, so that all have one order.
     """
-    group = c.group
-    traffic = _Traffic.of(pieces(c.move, c.type.shape), c.rank, group)
+    group, found = c.group, pieces(c.move, c.type.shape)
+    traffic, members = _Traffic.of(found, c.rank, group), _talking(found)
     held = c.held if c.rank in c.move.src.mesh else ()
     issued: list[tuple[tuple[int, int], list[Instruction]]] = []
     waits: list[Instruction] = []
@@ -345,13 +345,13 @@ def _transfer(c: MoveContext) -> list[Instruction]:
         if boxes:
             name = f"{c.target}_to_{peer}"
             pack = Pack(name, c.source, tuple(local_box(held, box) for box in boxes), c.source_shape)
-            issued.append(((c.rank, peer), [pack, _message(c, "send", peer, name, numel(boxes))]))
+            issued.append(((c.rank, peer), [pack, _message(c, members, "send", peer, name, numel(boxes))]))
             waits.append(Wait(f"{name}_work"))
     for peer, boxes in zip(group, traffic.received, strict=True):
         if boxes:
             name = f"{c.target}_from_{peer}"
             buffer = Allocate(name, (numel(boxes),), c.type.dtype)
-            issued.append(((peer, c.rank), [buffer, _message(c, "recv", peer, name, numel(boxes))]))
+            issued.append(((peer, c.rank), [buffer, _message(c, members, "recv", peer, name, numel(boxes))]))
             waits += [Wait(f"{name}_work"), *_unpack(c, name, boxes)]
     there: list[Instruction] = []
     if c.rank in c.move.dst.mesh:
@@ -361,5 +361,12 @@ def _transfer(c: MoveContext) -> list[Instruction]:
     return [*messages, *there, *waits]
 
 
-def _message(c: MoveContext, kind: str, peer: int, name: str, size: int) -> SendRecv:
-    return SendRecv(f"{name}_work", c.group, kind, peer, name, c.about, (size, c.type.dtype.value))
+def _talking(found: Sequence[Piece]) -> tuple[int, ...]:
+    """The ranks that send or get anything: a group connects once all of it have come to their first message, so that
+    nobody may be in it who has none.
+    """
+    return tuple(sorted({rank for p in found if p.source != p.target for rank in (p.source, p.target)}))
+
+
+def _message(c: MoveContext, members: tuple[int, ...], kind: str, peer: int, name: str, size: int) -> SendRecv:
+    return SendRecv(f"{name}_work", members, kind, peer, name, c.about, (size, c.type.dtype.value))

@@ -28,7 +28,7 @@ def as_told(name: str, made: Any, *kinds: tuple[tuple[int, ...], torch.dtype]) -
 def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A user's function. KernelError where it changes an argument in place: other ops read it, and so may the user.
 
-    Also where it gives a tensor of another device: what comes after is of the arguments' one.
+    Also where it gives a tensor of another device: what comes after is of the arguments' one. Results are settled.
     """
 
     @functools.wraps(function)
@@ -49,9 +49,19 @@ def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                     f"{name}: its function returned a tensor of another device", str(result.device),
                     f"{tensors[0].device}, as its arguments are on", "Let it make tensors there.", cls=KernelError,
                 )  # fmt: skip
-        return made
+        return type(made)(map(settled, made)) if type(made) in (tuple, list) else settled(made)
 
     return call
+
+
+def settled(value: Any) -> Any:
+    """A tensor whose memory has its numbers, and not their negatives or conjugates as torch's lazy views do: what is
+    sent, and what compiled code reads, is memory. Anything else as it is.
+    """
+    if not isinstance(value, torch.Tensor) or not (value.is_neg() or value.is_conj()):
+        return value
+    with torch.no_grad():
+        return value.resolve_conj().resolve_neg()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Ops that gradients need beside those of nvFuser: contract, take_along_axis_bwd, embedding_bwd.
+"""Ops that gradients need beside those of nvFuser: contract, take_along_axis_bwd, embedding_bwd, sum_to.
 
 They are written so that a gradient is sharded like its primal without communication, or is an unreduced sum:
 batch dims are reductions, the dim that was looked up in is free and each rank adds up its own part.
@@ -11,9 +11,11 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
-from ..gradients import indexing, products
+from ..gradients import indexing, products, shapes
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .native import Native
+from .pointwise import torch_dtype
+from .reductions import kept_factors
 from .shapes import (
     aligned_dims,
     broadcast_shapes,
@@ -112,6 +114,41 @@ def _embedding_bwd_emit(e: Emit) -> str:
     return f"K.embedding_bwd({e.operands[0]}, {e.operands[1]}, {e.result_runs(0)[0]})"
 
 
+def _sum_to_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,), shape = call.types, tuple(map(known_size, call["shape"]))
+    fits = len(shape) == arg.ndim and all(m in (1, n) or -1 in (m, n) for n, m in zip(arg.shape, shape, strict=True))
+    if not fits:
+        raise user_error("sum_to: the sizes", f"{list(shape)} of {arg}", "for each dim its own size, or 1",
+                         "Pass the shape that was broadcast to this one.")  # fmt: skip
+    return (TensorType(shape, arg.dtype),)
+
+
+def _summed_dims(call: Call) -> tuple[int, ...]:
+    pairs = zip(call.types[0].shape, call.results[0].shape, strict=True)
+    return tuple(d for d, (n, m) in enumerate(pairs) if n != m)
+
+
+def _sum_to_rule(call: Call) -> Rule:
+    """Dims that become 1 are summed over."""
+    dims, builder = _summed_dims(call), RuleBuilder()
+    operand = builder.dims(call.types[0].shape, dims, FactorKind.REDUCE)
+    return builder.build([operand], [kept_factors(operand, dims, True)])
+
+
+def _sum_to_emit(e: Emit) -> str:
+    dims, dtype = list(_summed_dims(e.call)), torch_dtype(e.call.results[0].dtype)
+    return f"torch.sum({e.operands[0]}, {dims}, keepdim=True, dtype={dtype})" if dims else e.operands[0]
+
+
+def _sum_to_nvfuser(n: Native) -> Any:
+    dims = list(_summed_dims(n.call))
+    return n.ops.sum(n.operands[0], dims, True) if dims else n.ops.set(n.operands[0])
+
+
+def _sum_to_samples() -> list[Sample]:
+    return [Sample((_t(4, 6), [1, 6])), Sample((_t(4, 6, 5), [1, 6, 1])), Sample((_t(4, 6), [4, 6]))]
+
+
 def _t(*shape: int, dtype: DataType = DataType.Float) -> TensorType:
     return TensorType(shape, dtype)
 
@@ -158,4 +195,7 @@ OPS = (
           _embedding_bwd_infer, _embedding_bwd_rule, _embedding_bwd_emit, Partial.FIRST,
           samples=_embedding_bwd_samples, nvfuser=_ADDS, vjp=indexing.INDEXING["embedding_bwd"],
           about="`rows` rows of zeros with those of `grad` added where `index` names them"),
+    OpDef("sum_to", (Param("arg", K.TENSOR), Param("shape", K.SHAPE)), _sum_to_infer, _sum_to_rule, _sum_to_emit,
+          Partial.FIRST, samples=_sum_to_samples, nvfuser=_sum_to_nvfuser, vjp=shapes.SUM_TO, vanishes=True,
+          about="sums over the dims that are of size 1 in `shape`: the gradient of what was repeated along them"),
 )  # fmt: skip

@@ -353,6 +353,7 @@ class OpDef:
     pieced: what the one result is on the parts of a dim, put together or (where the dim is reduced) reduced, is what it
     is on the dim; a SHAPE parameter is the result's shape.
     is_view: the result lies in the memory of the first operand, if that is dense.
+    vanishes: where the result has the shape of the first operand it is that operand.
     nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
     torch. vjp: its gradients as ops of the table; None where it has no derivative. domain: the open interval that
     tests draw real operands from. compute: a Python function that the emitted text calls as OP.name. adjoints: ops of a
@@ -379,6 +380,7 @@ class OpDef:
     widens: bool = False
     pieced: bool = False
     is_view: bool = False
+    vanishes: bool = False
     domain: tuple[float, float] | None = None
     compute: Callable[..., Any] | None = None
     adjoints: tuple[OpDef, ...] = ()

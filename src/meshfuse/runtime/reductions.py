@@ -36,11 +36,18 @@ _DIRECT = (
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
     """A flat view of the same bytes in a dtype that every backend can move. The tensor must be contiguous."""
-    flat = tensor.view(-1)
+    flat = dense(tensor.view(-1))
     way = _SAME_BYTES.get(flat.dtype)
     if way is None:
         return flat if flat.dtype in _DIRECT else flat.view(torch.uint8)
     return flat.view(way[0])
+
+
+def dense(flat: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of one dim, with stride 1: one element is contiguous whatever its stride, but cannot be
+    viewed as several of a smaller type.
+    """
+    return flat if flat.numel() != 1 else flat.as_strided((1,), (1,))
 
 
 def move_scale(dtype: torch.dtype) -> int:

@@ -63,7 +63,8 @@ def _index_limits(fd: DefinitionBuilder) -> Iterator[tuple[int, int]]:
             index, size = args["index"], shape_of(fd, args["arg"].id)[args["dim"]]
         else:
             continue
-        found[index.id] = min(size, found[index.id]) if index.id in found else size
+        if size >= 0:  # Sizes that are open in ops of a gradient are those of the ops that it is of.
+            found[index.id] = min(size, found[index.id]) if index.id in found else size
     yield from found.items()
 
 
