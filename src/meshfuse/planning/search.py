@@ -183,7 +183,8 @@ class _Search:
         self._go_on()
         before = self.cost
         for starts in elsewhere(insert_resharding(self.best)):
-            self._try(_followed(self.graph, self.best, starts), thorough=False)
+            asked = _followed(self.graph, self.best, starts)
+            self._keep(self.propagation.again(asked, thorough=False, starts=starts))
         for starts in shared(self.graph, self.best.homes):
             for late in (False, True):
                 self._try(_followed(self.graph, self.best, starts), thorough=False, late=late)

@@ -7,6 +7,7 @@ the rules is GSPMD's and Shardy's; deciding by modelled time is our own.)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -28,6 +29,7 @@ _LONG = Search(32, 1 << 30)
 # What pays in the backward only is far behind for most of the forward.
 _LATE = Search(64, 1 << 30)
 SMALL = 256
+_NOWHERE: Mapping[int, Sharding] = {}
 
 
 def propagate(graph: Graph, world: DeviceMesh, twice: bool = True) -> ShardedDefinition:
@@ -65,7 +67,7 @@ class Propagation:
         self.roles = Roles(ordered, self.meshes.nodes)
         self.inputs: dict[int, Available] = {i: (self._input_home(i),) for i in graph.input_tensors}
         self.placed: dict[int, Available] = {i: (sharding,) for i, sharding in graph.annotations.items()}
-        self._done: list[tuple[Search, dict[int, Available], ShardedDefinition]] = []
+        self._done: list[tuple[Search, dict[int, Available], Mapping[int, Sharding], ShardedDefinition]] = []
 
     def _input_home(self, tensor: int) -> Sharding:
         """Inputs that no annotation places are whole on every rank."""
@@ -80,28 +82,46 @@ class Propagation:
             found = min(found, other, key=lambda done: round(total_seconds(done), 12))
         return found
 
-    def again(self, asked: Mapping[int, Sharding] | None, thorough: bool, late: bool = False) -> ShardedDefinition:
+    def again(
+        self, asked: Mapping[int, Sharding] | None, thorough: bool, late: bool = False,
+        starts: Mapping[int, Sharding] = _NOWHERE,
+    ) -> ShardedDefinition:  # fmt: skip
         """A plan with `asked` in the place of what the greedy sweep makes.
 
         Where it is `thorough`, ops try more placements (`choose.elsewhere`). `late`: no choice is final before the end,
-        however long ago it was made, in small programs.
+        however long ago it was made, in small programs. `starts`: where inputs lie, too, as if they had come for
+        nothing. What that saves may come long after the choice is final; whether it pays is for others to say.
         """
         search = _LATE if late and len(self.graph.nodes) <= SMALL else _FAST
-        return self._searched(search._replace(thorough=thorough), self.greedily if asked is None else asked)
+        return self._searched(search._replace(thorough=thorough), self.greedily if asked is None else asked, starts)
 
     @functools.cached_property
     def greedily(self) -> Mapping[int, Sharding]:
         """What a sweep that decides every op at once makes."""
         return greedy(self.roles, self.placed, self.inputs)
 
-    def _searched(self, search: Search, asked: Mapping[int, Sharding]) -> ShardedDefinition:
-        """The plan that a search finds, which follows from what is wanted before it."""
-        wanted = self._wanted(asked)
-        found = next((plan for how, before, plan in self._done if how == search and before == wanted), None)
+    def _searched(
+        self, search: Search, asked: Mapping[int, Sharding], starts: Mapping[int, Sharding] = _NOWHERE
+    ) -> ShardedDefinition:
+        """The plan that a search finds, which follows from what is wanted before it and where inputs lie."""
+        key = (search, self._wanted(asked), starts)
+        found = next((plan for *known, plan in self._done if tuple(known) == key), None)
         if found is None:
-            found = self._plan(Beam(self.roles, wanted, self.inputs, search).run())
-            self._done.append((search, wanted, found))
+            inputs = {i: (*available, starts[i]) if i in starts else available for i, available in self.inputs.items()}
+            found = self._paid(self._plan(Beam(self.roles, key[1], inputs, search).run()), starts)
+            self._done.append((*key, found))
         return found
+
+    def _paid(self, found: ShardedDefinition, starts: Mapping[int, Sharding]) -> ShardedDefinition:
+        """The plan with what brings inputs to these places counted where they are first read there."""
+        left, choices = dict(starts), list[Choice]()
+        for node, choice in zip(found.graph.nodes, found.choices, strict=True) if starts else ():
+            read = zip(node.inputs, choice.placement.operands, strict=True)
+            come = {i: left.pop(i) for i, need in read if left.get(i) == need}
+            types = {i: found.graph.tensors[i].type for i in come}
+            owed = [cheapest(self.inputs[i], s, types[i].shape, types[i].dtype.itemsize) for i, s in come.items()]
+            choices.append(dataclasses.replace(choice, seconds=choice.seconds + sum(owed)))
+        return dataclasses.replace(found, choices=tuple(choices)) if starts else found
 
     def _wanted(self, asked: Mapping[int, Sharding]) -> dict[int, Available]:
         """What is asked, where no annotation says otherwise, with what readers need to give what is wanted of them."""
