@@ -113,15 +113,22 @@ class Propagation:
         return found
 
     def _paid(self, found: ShardedDefinition, starts: Mapping[int, Sharding]) -> ShardedDefinition:
-        """The plan with what brings inputs to these places counted where they are first read there."""
-        left, choices = dict(starts), list[Choice]()
+        """The plan with what the inputs' being there would have saved counted where they are read."""
+        held, choices = {i: self.inputs[i] for i in starts}, list[Choice]()
         for node, choice in zip(found.graph.nodes, found.choices, strict=True) if starts else ():
-            read = zip(node.inputs, choice.placement.operands, strict=True)
-            come = {i: left.pop(i) for i, need in read if left.get(i) == need}
-            types = {i: found.graph.tensors[i].type for i in come}
-            owed = [cheapest(self.inputs[i], s, types[i].shape, types[i].dtype.itemsize) for i, s in come.items()]
-            choices.append(dataclasses.replace(choice, seconds=choice.seconds + sum(owed)))
+            owed = 0.0
+            for i, need in zip(node.inputs, choice.placement.operands, strict=True):
+                if i in held and need not in held[i]:
+                    owed += self._saved(i, held[i], starts[i], need)
+                    held[i] = (*held[i], need)
+            choices.append(dataclasses.replace(choice, seconds=choice.seconds + owed) if owed else choice)
         return dataclasses.replace(found, choices=tuple(choices)) if starts else found
+
+    def _saved(self, tensor: int, held: Available, start: Sharding, need: Sharding) -> float:
+        """The seconds by which a tensor comes sooner to where it is needed if it is at the start as well."""
+        kind = self.graph.tensors[tensor].type
+        slow, fast = (cheapest(there, need, kind.shape, kind.dtype.itemsize) for there in (held, (*held, start)))
+        return slow - fast
 
     def _wanted(self, asked: Mapping[int, Sharding]) -> dict[int, Available]:
         """What is asked, where no annotation says otherwise, with what readers need to give what is wanted of them."""
