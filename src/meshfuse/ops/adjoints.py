@@ -141,8 +141,10 @@ def _sum_to_emit(e: Emit) -> str:
 
 
 def _sum_to_nvfuser(n: Native) -> Any:
-    dims = list(_summed_dims(n.call))
-    return n.ops.sum(n.operands[0], dims, True) if dims else n.ops.set(n.operands[0])
+    """nvFuser sums integers as Int."""
+    dims, dtype = list(_summed_dims(n.call)), n.call.results[0].dtype
+    found = n.ops.sum(n.operands[0], dims, True) if dims else n.ops.set(n.operands[0])
+    return n.ops.cast(found, n.dtype(dtype)) if dims and dtype.category < 2 else found
 
 
 def _sum_to_samples() -> list[Sample]:
