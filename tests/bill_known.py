@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import counting
+import pytest
 from layers import FULL, SMALL, Sizes, Tensor
 from programs import Fd
 
@@ -48,6 +49,19 @@ class Classes(dict[str, Known]):
             self[build.__name__] = Known(build, xla, hand)
 
         return register
+
+    def tests(self) -> tuple[Callable[[str], None], Callable[[str], None]]:
+        """Two tests of each program that is known by now: of its bytes, and of its run."""
+
+        @pytest.mark.parametrize("name", [*self])
+        def of_bytes(name: str) -> None:
+            self[name].check_bytes()
+
+        @pytest.mark.parametrize("name", [*self])
+        def of_run(name: str) -> None:
+            self[name].check_run()
+
+        return of_bytes, of_run
 
 
 def by_hand(fd: Fd, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

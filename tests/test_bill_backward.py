@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import layers
-import pytest
 from layers import Sizes, Tensor, floats
 from programs import TP8, Fd, gradients, split
 
@@ -89,11 +88,4 @@ def attention_beside_the_mlp_backward(fd: Fd, s: Sizes) -> None:
     trained(fd, y, x, [*qkv, w1], [out, w2])
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_no_more_than_xla_and_a_plan_by_hand(name: str) -> None:
-    CLASSES[name].check_bytes()
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_plan_is_right_and_sends_what_it_says(name: str) -> None:
-    CLASSES[name].check_run()
+test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import layers
 import programs
-import pytest
 from layers import Sizes, Tensor, floats, integers
 from programs import DP2_TP4, DP8, TP8, X4_Y2, Fd, gradients, megatron_mlp, on_dim0, outputs, split
 
@@ -424,11 +423,4 @@ def convolved(fd: Fd, x: Tensor, w: Tensor) -> Tensor:
     return functools.reduce(fd.ops.add, map(fd.ops.matmul, taps, weights))
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_no_more_than_xla_and_a_plan_by_hand(name: str) -> None:
-    CLASSES[name].check_bytes()
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_plan_is_right_and_sends_what_it_says(name: str) -> None:
-    CLASSES[name].check_run()
+test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

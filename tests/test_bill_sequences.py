@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from layers import Sizes, Tensor, floats
 from programs import TP8, Fd, outputs, split
 
@@ -55,11 +54,4 @@ def state_space_block_of_a_split_sequence(fd: Fd, s: Sizes) -> None:
     split(fd, TP8, (x, [None, "tp", None]))
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_no_more_than_xla_and_a_plan_by_hand(name: str) -> None:
-    CLASSES[name].check_bytes()
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_plan_is_right_and_sends_what_it_says(name: str) -> None:
-    CLASSES[name].check_run()
+test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

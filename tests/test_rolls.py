@@ -137,11 +137,4 @@ def attention_to_places_before_backward(fd: Fd, s: Sizes) -> None:
     split(fd, TP8, *((t, [None, "tp", None, None]) for t in (q, k, v, *made)))
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_no_more_than_xla_and_a_plan_by_hand(name: str) -> None:
-    CLASSES[name].check_bytes()
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_plan_is_right_and_sends_what_it_says(name: str) -> None:
-    CLASSES[name].check_run()
+test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

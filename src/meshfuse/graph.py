@@ -391,9 +391,8 @@ def _missing(graph: Graph, producer: Mapping[int, int], root: int, have: Contain
         node = stack[-1]
         before = [producer[i] for i in graph.nodes[node].inputs if i in producer]
         missing = [i for i in reversed(before) if i not in found and i not in have]
-        if node in found or node in have or not missing:
-            if node not in have:
-                found[node] = None
+        if node in found or not missing:
+            found[node] = None
             stack.pop()
         else:
             stack += missing

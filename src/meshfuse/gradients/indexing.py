@@ -6,9 +6,6 @@ indices that it holds, so that the gradient of a sharded table is made in shards
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from ..errors import user_error
 from .context import Backward, Tensor, Vjp, each, sizes, sum_to
 from .pieces import Piece, padded
@@ -31,13 +28,7 @@ def _gather(b: Backward) -> Tensor:
     x, index, dim = b["arg"], b["index"], _dim(b)
     pairs = zip(sizes(x), sizes(index), strict=True)
     after = [0 if d == dim else n - m for d, (n, m) in enumerate(pairs)]
-    found = _written(b, index)
-    return found if _all_read(after) else padded(b.ops, found, [0] * x.ndim, after)
-
-
-def _all_read(after: Sequence[Any]) -> bool:
-    """Whether nothing is left beyond what was read; not where sizes are open."""
-    return all(isinstance(n, int) and n == 0 for n in after)
+    return padded(b.ops, _written(b, index), [0] * x.ndim, after)
 
 
 def _index_select(b: Backward) -> Tensor:
@@ -97,7 +88,7 @@ def _scattered(b: Backward) -> Tensor:
     source, index = b["src"], b["index"]
     found = b.ops.gather(b.grad, index, b["dim"])
     after = [n - m for n, m in zip(sizes(source), sizes(index), strict=True)]
-    return found if _all_read(after) else padded(b.ops, found, [0] * source.ndim, after)
+    return padded(b.ops, found, [0] * source.ndim, after)
 
 
 def _topk(b: Backward) -> Tensor:

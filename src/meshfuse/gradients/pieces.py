@@ -26,7 +26,9 @@ class Piece:
 
 
 def padded(ops: Any, x: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
-    """Zeros around a tensor: how many before and after, by dim."""
+    """Zeros around a tensor: how many before and after, by dim. Itself where it is known that there are none."""
+    if all(isinstance(n, int) and n == 0 for n in (*before, *after)):
+        return x
     widths = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
     return ops.pad(x, widths)
 
@@ -53,4 +55,4 @@ def _tiled_dim(pieces: Sequence[Piece], shape: tuple[int, ...]) -> int | None:
 
 def _alone(ops: Any, piece: Piece, shape: tuple[int, ...]) -> Tensor:
     after = [n - a - m for n, a, m in zip(shape, piece.starts, piece.shape, strict=True)]
-    return padded(ops, piece.grad, piece.starts, after) if any((*piece.starts, *after)) else piece.grad
+    return padded(ops, piece.grad, piece.starts, after)

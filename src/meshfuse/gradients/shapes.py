@@ -51,7 +51,7 @@ def _squeeze(b: Backward) -> Tensor:
     dims = {d % x.ndim for d in given}
     grad = b.ops.broadcast(b.grad, [d in dims for d in range(x.ndim)]) if dims else b.grad
     after = [n - 1 if d in dims else 0 for d, n in enumerate(sizes(x))]
-    return grad if all(isinstance(n, int) and n == 0 for n in after) else padded(b.ops, grad, [0] * x.ndim, after)
+    return padded(b.ops, grad, [0] * x.ndim, after)
 
 
 def _reorder(b: Backward) -> Tensor:
