@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..costs import computation
 from ..mesh import DeviceMesh
-from ..ops.base import Call, FactorKind, Rule
+from ..ops.base import Call, FactorKind, Rule, TensorType
 from ..resharding.moves import Reordering, Window
 from ..resharding.planner import plan
 from ..resharding.prices import price
@@ -304,8 +304,9 @@ class _Wire:
     """The seconds to bring operands that exist as `available` to where placements need them."""
 
     def __init__(self, call: Call, available: Sequence[Available], places: Sequence[int]):
-        self.places, self.available, self.types = places, available, call.types
-        self._known: dict[tuple[int, Sharding], float] = {}
+        self._reshards = [reshards(found, kind) for found, kind in zip(available, call.types, strict=True)]
+        self._first = tuple(map(places.index, places))
+        self._apart = self._first == tuple(range(len(places)))
 
     def options(self, candidates: Iterable[_Candidate]) -> list[Option]:
         """The candidates that can be had."""
@@ -314,16 +315,10 @@ class _Wire:
 
     def seconds(self, placement: Placement) -> float:
         """Of all operands; a tensor that is two of them comes once, if they need the same."""
-        rows = zip(self.places, placement.operands, strict=False)
-        needs = {need: operand for operand, need in enumerate(rows)}
-        return sum([self._seconds(need, i) for need, i in needs.items()])
-
-    def _seconds(self, need: tuple[int, Sharding], operand: int) -> float:
-        found = self._known.get(need)
-        if found is None:
-            kind = self.types[operand]
-            found = self._known[need] = cheapest(self.available[operand], need[1], kind.shape, kind.dtype.itemsize)
-        return found
+        needs = placement.operands
+        if self._apart:
+            return sum([known[need] for known, need in zip(self._reshards, needs, strict=False)])
+        return sum([self._reshards[first][need] for first, need in dict.fromkeys(zip(self._first, needs, strict=False))])
 
 
 def _window_candidates(setting: Setting) -> Iterator[_Candidate]:
@@ -372,6 +367,20 @@ def _shared(src: Sharding, window: Window) -> Sharding | None:
                 return None
             dims[dim] = (*parts[1], *parts[0])
     return Sharding.make(src.mesh, dims, window.target_shape)
+
+
+class Reshards(dict[Sharding, float]):
+    """The seconds to bring a tensor that exists as `available` to any sharding, worked out as they are asked for."""
+
+    def __init__(self, available: Available, kind: TensorType):
+        self.available, self.kind = available, kind
+
+    def __missing__(self, needed: Sharding) -> float:
+        found = self[needed] = cheapest(self.available, needed, self.kind.shape, self.kind.dtype.itemsize)
+        return found
+
+
+reshards = functools.lru_cache(maxsize=1 << 15)(Reshards)
 
 
 def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, ...], itemsize: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ..sharding.layout import Layout
 from ..sharding.value import Sharding
 from .choose import Available, Option, Setting, options
 from .factors import reduces
-from .held import Held, Table, table_of
+from .held import Table, table_of
 
 # Costs that differ by less than this many seconds (half a byte on the wire) are equal.
 EPSILON = 1e-11
@@ -136,8 +136,11 @@ class Ways:
         first, second = self.found[0], self.found[1] if len(self.found) > 1 else None
         grown = [self._growth(option, second if option is first else first) for option in self.found[:count]]
         grown.sort(key=lambda growth: growth.seconds)
-        held, kept = Held(self.role.kind.tables), list[tuple[float, int]]()
-        return tuple([growth for growth in grown if not _is_reached(growth, held, kept)])
+        kept = list[Growth]()
+        for growth in grown:
+            if not _is_reached(growth, self.role.kind.tables, kept):
+                kept.append(growth)
+        return tuple(kept)
 
     def _growth(self, option: Option, other: Option | None) -> Growth:
         kind, after = self.role.kind, self._after(option)
@@ -168,14 +171,18 @@ def growths(
     return _ways(role, available, known, thorough).best(width)
 
 
-def _is_reached(growth: Growth, held: Held, kept: list[tuple[float, int]]) -> bool:
-    """Whether resharding turns what one of the others leaves into what this one does, at no greater cost; if not, it
-    is one of the others from now on.
-    """
-    way, limit = held.number(growth.codes), growth.seconds + EPSILON
-    if any(held.cost(other, way, limit - seconds) <= limit - seconds for seconds, other in kept):
-        return True
-    kept.append((growth.seconds, way))
+def _is_reached(growth: Growth, tables: Sequence[Table], kept: Iterable[Growth]) -> bool:
+    """Whether resharding turns what one of the others leaves into what this one does, at no greater cost."""
+    limit, wanted = growth.seconds + EPSILON, growth.codes
+    for other in kept:
+        room = limit - other.seconds
+        for table, have, want in zip(tables, other.codes, wanted, strict=True):
+            if have != want:
+                room -= table.cost(have, want)
+                if room < 0.0:
+                    break
+        else:
+            return True
     return False
 
 

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Sequence
 
 from ..ops.base import TensorType
-from .choose import Available, cheapest
+from .choose import Available, reshards
 
 
 @functools.lru_cache(maxsize=1 << 15)
 def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
     """Seconds to reshard what exists so that everything wanted does."""
-    return sum([cheapest(held, sharding, kind.shape, kind.dtype.itemsize) for sharding in wanted])
+    return sum(map(reshards(held, kind).__getitem__, wanted))
 
 
 _LOCK = threading.Lock()
@@ -48,8 +48,11 @@ class Table:
                 self._numbers[way] = len(self.ways) - 1
         return self._numbers[way]
 
-    def price(self, have: int, want: int) -> float:
-        found = self.costs[want][have] = conversion(self.ways[have], self.ways[want], self.kind)
+    def cost(self, have: int, want: int) -> float:
+        known = self.costs[want]
+        found = known.get(have)
+        if found is None:
+            found = known[have] = conversion(self.ways[have], self.ways[want], self.kind)
         return found
 
 
@@ -88,7 +91,7 @@ class Held:
         for place, (old, costs) in enumerate(zip(self._ways[have], self._costs[want], strict=True)):
             found = costs.get(old)
             if found is None:
-                found = self.tables[place].price(old, self._ways[want][place])
+                found = self.tables[place].cost(old, self._ways[want][place])
             if found:
                 cost += found
                 if cost > most:
