@@ -8,6 +8,7 @@ import layers
 from layers import Sizes, Tensor, floats
 from programs import TP8, Fd, gradients, split
 
+import meshfuse as mf
 from bill_known import Classes, by_hand
 
 CLASSES = Classes()
@@ -86,6 +87,23 @@ def attention_beside_the_mlp_backward(fd: Fd, s: Sizes) -> None:
     mixed = by_hand(fd, *(projected(fd, s, fd.ops.matmul(x, w), s.heads) for w in qkv))
     y = x + fd.ops.matmul(back(fd, s, mixed), out) + layers.mlp(fd, x, w1, w2)
     trained(fd, y, x, [*qkv, w1], [out, w2])
+
+
+@known(92.32, 29.55)
+def experts_and_their_gates_backward(fd: Fd, s: Sizes) -> None:
+    """Experts over 4, each over 2, gates after the second product: 1 AR of the sum over the experts. The products
+    themselves are never reduced: the gates' gradient sums them over the width, too.
+    """
+    mesh, ops, hidden = mf.DeviceMesh((4, 2), ("ep", "tp")), fd.ops, s.hidden // 2
+    x, router = floats(fd, s.tokens, s.width), floats(fd, s.width, 8)
+    w1, w2 = floats(fd, 8, s.width, hidden), floats(fd, 8, hidden, s.width)
+    gates = ops.permute(ops.softmax(ops.matmul(x, router), -1), [1, 0])
+    made = ops.matmul(ops.gelu(ops.matmul(ops.broadcast(x, [True, False, False]), w1)), w2)
+    weights = [router, w1, w2]
+    found = gradients(fd, ops.sum(made * ops.broadcast(gates, [False, False, True]), [0]), weights)
+    split(fd, mesh, *((t, ["ep", None, "tp"]) for t in (w1, found[1])))
+    split(fd, mesh, *((t, ["ep", "tp", None]) for t in (w2, found[2])))
+    split(fd, mesh, (found[0], [None, None]))
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

@@ -270,12 +270,13 @@ def carries(call: Call, rule: Rule, available: Sequence[Sequence[Sharding]]) -> 
     first = partial[0][1]
     places = [i for i, _ in partial]
     same = all((s.partial, s.reduce, s.mesh) == (first.partial, first.reduce, first.mesh) for _, s in partial)
-    if not same or not _passes(call, rule, places, first.reduce):
+    if not same or not passes(call, rule, places, first.reduce):
         return None
     return Carry(first.partial, first.reduce, tuple(places))
 
 
-def _passes(call: Call, rule: Rule, partial: list[int], reduce: str) -> bool:
+def passes(call: Call, rule: Rule, partial: Sequence[int], reduce: str) -> bool:
+    """Whether the op carries what is left to reduce of these operands, where the others are reduced."""
     kind, types = call.op.partial, call.types
     if kind is Partial.MOVE:
         return len(types) == 1
@@ -289,7 +290,7 @@ def _passes(call: Call, rule: Rule, partial: list[int], reduce: str) -> bool:
         return _widens(call)
     if kind is Partial.FIRST:
         first = isinstance(call.args[0], TensorRef)  # 1 / t is not linear in t
-        return partial == [0] and first and (call.results[0].dtype.category >= 2 or reduces(rule))
+        return tuple(partial) == (0,) and first and (call.results[0].dtype.category >= 2 or reduces(rule))
     return len(partial) == 1 and partial[0] < 2
 
 

@@ -16,6 +16,7 @@ from ..sharding.value import Sharding
 from .choose import Available, Option, Setting, options
 from .factors import reduces
 from .held import Table, table_of
+from .owing import Owing
 
 # Costs that differ by less than this many seconds (half a byte on the wire) are equal.
 EPSILON = 1e-11
@@ -24,13 +25,16 @@ EPSILON = 1e-11
 class Touched(NamedTuple):
     """One of the tensors that an op reads or makes: its type, its annotation, and whether it is an input.
 
-    `read_again` tells whether a later op, or the outside, reads it.
+    `read_again` tells whether a later op, or the outside, reads it. `owed` is the part of a reduction that it needs
+    before the op, and `owes` after it (`Owing.share`).
     """
 
     type: TensorType
     annotation: Sharding | None
     is_input: bool
     read_again: bool
+    owed: float
+    owes: float
 
     @property
     def unplaced(self) -> bool:
@@ -122,7 +126,7 @@ class Ways:
     def __init__(self, role: Role, available: tuple[Available, ...], known: tuple[Available, ...], thorough: bool):
         self.role, self.available = role, available
         self.found = options(role.setting(known, thorough), role.operands(available), role.kind.operands)
-        self._owed_before = sum(_owed(role.kind.tensors, role.wanted, available))
+        self._owed_before = sum(self._owed(available, [touched.owed for touched in role.kind.tensors]))
         self._best: dict[int, tuple[Growth, ...]] = {}
 
     def best(self, width: int) -> tuple[Growth, ...]:
@@ -144,9 +148,15 @@ class Ways:
 
     def _growth(self, option: Option, other: Option | None) -> Growth:
         kind, after = self.role.kind, self._after(option)
-        added = sum(_owed(kind.tensors, self.role.wanted, after)) - self._owed_before
+        added = sum(self._owed(after, [touched.owes for touched in kind.tensors])) - self._owed_before
         codes = tuple([table.number(found) for table, found in zip(kind.tables, after, strict=True)])
         return Growth(option, other, option.seconds + added, after, codes)
+
+    def _owed(self, available: Sequence[Available], shares: Sequence[float]) -> list[float]:
+        """The seconds that reductions will take at least, for each tensor that exists unreduced only."""
+        rows = zip(self.role.kind.tensors, self.role.wanted, available, shares, strict=False)
+        return [share * _reduction(touched.type, asked, found[0]) for touched, asked, found, share in rows
+                if found and found[0].partial and all(s.partial for s in found)]  # fmt: skip
 
     def _after(self, option: Option) -> tuple[Available, ...]:
         kind, held = self.role.kind, list(self.available)
@@ -186,12 +196,6 @@ def _is_reached(growth: Growth, tables: Sequence[Table], kept: Iterable[Growth])
     return False
 
 
-def _owed(tensors: Sequence[Touched], wanted: Sequence[Available], available: Sequence[Available]) -> list[float]:
-    """The seconds that reductions will take at least, for each tensor that exists unreduced only."""
-    return [_reduction(t.type, asked, found[0]) for t, asked, found in zip(tensors, wanted, available, strict=False)
-            if found and found[0].partial and all(s.partial for s in found)]  # fmt: skip
-
-
 @functools.lru_cache(maxsize=1 << 14)
 def _reduction(kind: TensorType, wanted: Available, home: Sharding) -> float:
     targets = [home.reduced(), *(w for w in wanted if w.mesh == home.mesh)]
@@ -216,6 +220,7 @@ class Roles:
         self._known: dict[Any, Kind] = {}
         # Outputs are read after all nodes.
         self._next_read = dict.fromkeys(graph.outputs, len(graph.nodes))
+        self._owing = Owing(graph)
         self.parts = [self._part(node) for node in reversed(graph.nodes)][::-1]
 
     def _part(self, node: Node) -> Part:
@@ -223,7 +228,9 @@ class Roles:
         tensors = (*read, *node.outputs)
         operands = tuple(map(read.index, node.inputs))
         next_read = tuple(map(self._next_read.get, tensors))
-        touched = tuple(map(self._touched, tensors, next_read))
+        owes = [self._owing.share(i) for i in tensors]
+        self._owing.meet(node)
+        touched = tuple(map(self._touched, tensors, next_read, owes))
         self._next_read.update(dict.fromkeys(read, node.id))
         # The tensors' types follow from the call, which is cheaper to compare.
         key = (node.call, node.rule, self.meshes[node.id], operands, touched, self.graph.reductions.get(node.id, ()))
@@ -234,6 +241,9 @@ class Roles:
             kind = self._known[key] = _kind(*key[:4], told, key[5])
         return Part(kind, tensors, next_read)
 
-    def _touched(self, tensor: int, then: int | None) -> tuple[Sharding | None, bool, bool]:
+    def _touched(
+        self, tensor: int, then: int | None, owes: float
+    ) -> tuple[Sharding | None, bool, bool, float, float]:
         """The facts of `Touched` but the type."""
-        return self.graph.annotations.get(tensor), tensor in self._inputs, then is not None
+        annotation, owed = self.graph.annotations.get(tensor), self._owing.share(tensor)
+        return annotation, tensor in self._inputs, then is not None, owed, owes
