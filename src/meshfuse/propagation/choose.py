@@ -315,10 +315,10 @@ class _Wire:
 
     def seconds(self, placement: Placement) -> float:
         """Of all operands; a tensor that is two of them comes once, if they need the same."""
-        needs = placement.operands
         if self._apart:
-            return sum([known[need] for known, need in zip(self._reshards, needs, strict=False)])
-        return sum([self._reshards[first][need] for first, need in dict.fromkeys(zip(self._first, needs, strict=False))])
+            return sum([known[need] for known, need in zip(self._reshards, placement.operands, strict=False)])
+        needs = dict.fromkeys(zip(self._first, placement.operands, strict=False))
+        return sum([self._reshards[first][need] for first, need in needs])
 
 
 def _window_candidates(setting: Setting) -> Iterator[_Candidate]:

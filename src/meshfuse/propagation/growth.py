@@ -241,9 +241,7 @@ class Roles:
             kind = self._known[key] = _kind(*key[:4], told, key[5])
         return Part(kind, tensors, next_read)
 
-    def _touched(
-        self, tensor: int, then: int | None, owes: float
-    ) -> tuple[Sharding | None, bool, bool, float, float]:
+    def _touched(self, tensor: int, then: int | None, owes: float) -> tuple[Sharding | None, bool, bool, float, float]:
         """The facts of `Touched` but the type."""
         annotation, owed = self.graph.annotations.get(tensor), self._owing.share(tensor)
         return annotation, tensor in self._inputs, then is not None, owed, owes

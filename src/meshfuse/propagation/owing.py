@@ -1,8 +1,8 @@
 """How much of its reduction a tensor that stays unreduced will need, as far as the graph alone tells.
 
-A plan is charged for the sums that it leaves unreduced, as if each were reduced where it is. But readers that are linear
-in one may make so much less of it that their results are reduced at last, never the tensor itself: the products y of
-experts in the sum of y * gates over experts, and in the gates' gradient, the sum of y * grad over the width.
+A plan is charged for the sums that it leaves unreduced, as if each were reduced where it is. But readers that are
+linear in one may make so much less of it that their results are reduced at last, never the tensor itself: of the
+products y of experts the sum of y * gates over experts, and for the gates' gradient that of y * grad over the width.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LESS = 4
 
 
 class Owing:
-    """What is left to reduce of each tensor at last, in elements, for the nodes met so far: from the last to the first."""
+    """What is left to reduce of each tensor at last, in elements, for the nodes met so far, the last ones first."""
 
     def __init__(self, graph: Graph):
         self._numels = [tensor.type.numel for tensor in graph.tensors]
