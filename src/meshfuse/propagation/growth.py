@@ -26,7 +26,7 @@ class Touched(NamedTuple):
     """One of the tensors that an op reads or makes: its type, its annotation, and whether it is an input.
 
     `read_again` tells whether a later op, or the outside, reads it. `owed` is the part of a reduction that it needs
-    before the op, and `owes` after it (`Owing.share`).
+    before the op, and `owes` after it (`Owing.shares`).
     """
 
     type: TensorType
@@ -228,9 +228,9 @@ class Roles:
         tensors = (*read, *node.outputs)
         operands = tuple(map(read.index, node.inputs))
         next_read = tuple(map(self._next_read.get, tensors))
-        owes = [self._owing.share(i) for i in tensors]
+        owes = self._owing.shares(tensors)
         self._owing.meet(node)
-        touched = tuple(map(self._touched, tensors, next_read, owes))
+        touched = tuple(map(self._touched, tensors, next_read, self._owing.shares(tensors), owes))
         self._next_read.update(dict.fromkeys(read, node.id))
         # The tensors' types follow from the call, which is cheaper to compare.
         key = (node.call, node.rule, self.meshes[node.id], operands, touched, self.graph.reductions.get(node.id, ()))
@@ -241,7 +241,8 @@ class Roles:
             kind = self._known[key] = _kind(*key[:4], told, key[5])
         return Part(kind, tensors, next_read)
 
-    def _touched(self, tensor: int, then: int | None, owes: float) -> tuple[Sharding | None, bool, bool, float, float]:
+    def _touched(
+        self, tensor: int, then: int | None, owed: float, owes: float
+    ) -> tuple[Sharding | None, bool, bool, float, float]:
         """The facts of `Touched` but the type."""
-        annotation, owed = self.graph.annotations.get(tensor), self._owing.share(tensor)
-        return annotation, tensor in self._inputs, then is not None, owed, owes
+        return self.graph.annotations.get(tensor), tensor in self._inputs, then is not None, owed, owes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 
 from ..graph import Graph, Node
 from ..ops.base import Call, Rule
@@ -25,22 +26,32 @@ class Owing:
     def __init__(self, graph: Graph):
         self._numels = [tensor.type.numel for tensor in graph.tensors]
         self._left = {i: self._numels[i] for i in graph.outputs}
+        self._shares: dict[int, float] = {}
 
-    def share(self, tensor: int) -> float:
-        """The part of its reduction that those who read a tensor need. A power of two, so that equal layers have equal
-        ones though what they make adds up from layer to layer.
-        """
-        left, numel = self._left.get(tensor, 0), self._numels[tensor]
-        return 2.0 ** math.ceil(math.log2(left / numel)) if 0 < left * LESS <= numel else 1.0
+    def shares(self, tensors: Iterable[int]) -> tuple[float, ...]:
+        """The part of its reduction that those who read it need, for each tensor."""
+        if not self._shares:
+            return tuple([1.0 for _ in tensors])
+        return tuple([self._shares.get(i, 1.0) for i in tensors])
 
     def meet(self, node: Node) -> None:
         """Count a node among the readers."""
-        made = sum([min(self._numels[i], self._left.get(i, 0)) for i in node.outputs])
+        numels, left = self._numels, self._left
+        made = sum([min(numels[i], left.get(i, 0)) for i in node.outputs])
         for i in dict.fromkeys(node.inputs):
-            numel = self._numels[i]
-            if made < numel and _passes_alone(node.call, node.rule, _places(node, i)):
-                numel = made
-            self._left[i] = self._left.get(i, 0) + numel
+            before, numel = left.get(i, 0), numels[i]
+            if before < numel:
+                less = made < numel and _passes_alone(node.call, node.rule, _places(node, i))
+                left[i] = before + made if less else numel
+                self._note(i)
+
+    def _note(self, tensor: int) -> None:
+        """Shares are powers of two, so that equal layers have equal ones though what they make adds up."""
+        left, numel = self._left[tensor], self._numels[tensor]
+        if 0 < left * LESS <= numel:
+            self._shares[tensor] = 2.0 ** math.ceil(math.log2(left / numel))
+        else:
+            self._shares.pop(tensor, None)
 
 
 def _places(node: Node, tensor: int) -> tuple[int, ...]:
