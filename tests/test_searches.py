@@ -13,7 +13,7 @@ from meshfuse.dtypes import DataType
 from meshfuse.graph import concretize
 from meshfuse.ops.base import TensorType
 from meshfuse.planning import starts
-from meshfuse.propagation.held import Held, Table, conversion
+from meshfuse.propagation.held import JointTable, Table, conversion
 from meshfuse.propagation.propagate import Propagation
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
@@ -93,7 +93,7 @@ def test_costs_are_those_of_the_reshards_however_ways_are_numbered() -> None:
     tables = [Table(KIND), Table(KIND)]
     for way in reversed(WAYS):
         tables[1].number(way)
-    held = Held(tables)
+    held = JointTable(tables)
     for have, want in itertools.product(itertools.product(WAYS[::3], WAYS), repeat=2):
         numbers = [held.number((tables[0].number(a), tables[1].number(b))) for a, b in (have, want)]
         seconds = sum(conversion(a, b, KIND) for a, b in zip(have, want, strict=True) if a != b)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ..sharding.value import Sharding
 from .choose import Available, Option
 from .growth import EPSILON, Growth, Role, Roles, growths, role_of
-from .held import Held, Table
+from .held import JointTable, Table
 
 # How many shardings of a tensor ops are asked to follow at least, those of dropped plans among them.
 KNOWN = 4
@@ -181,7 +181,7 @@ class _Striding:
         near_old.sort(key=lambda place: -front.tables[place].kind.numel)
         self.near_old = _picker(near_old)
         self.near_new = _picker([k for k in self.alive if near[k]])
-        self.old, self.new = Held(self.near_old(front.tables)), Held(self.near_new(role.kind.tables))
+        self.old, self.new = JointTable(self.near_old(front.tables)), JointTable(self.near_new(role.kind.tables))
 
     def run(self, old: int) -> Stride:
         grown = sorted(self._grown(), key=lambda f: f.seconds)

@@ -144,7 +144,7 @@ def _layout_candidates(setting: Setting, votes: tuple[_Vote, ...]) -> Iterator[_
 def _more_candidates(setting: Setting, votes: Sequence[_Vote]) -> Iterator[_Vote]:
     """What nobody asks for as it is."""
     if len(setting.rule.operands) > 1 and reduces(setting.rule):
-        yield from elsewhere(setting.rule, votes)
+        yield from reassigned(setting.rule, votes)
     yield from _scattered(setting, votes)
     yield from _beyond(setting.rule, votes)
 
@@ -171,7 +171,7 @@ def _led_by(vote: Layouts, votes: Sequence[_Vote]) -> list[Layouts]:
     return [vote, *[other for _, other in votes if other != vote]]
 
 
-def elsewhere(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
+def reassigned(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
     """Every way to put the axes of the votes on factors; of very many ways, those with but one axis where nobody asks.
 
     Where operands disagree, the best may be what none of them asks for: an operand comes there by an all-to-all, which

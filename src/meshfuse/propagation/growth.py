@@ -61,7 +61,7 @@ class Kind:
 
     @property
     def may_move(self) -> bool:
-        """Whether a thorough search may find placements that a plain one does not (`choose.elsewhere`)."""
+        """Whether a thorough search may find placements that a plain one does not (`choose.reassigned`)."""
         return len(self.rule.operands) > 1 and not self.reductions and reduces(self.rule)
 
 

@@ -59,7 +59,7 @@ class Table:
 table_of = functools.lru_cache(maxsize=1 << 10)(Table)
 
 
-class Held:
+class JointTable:
     """Numbers for the ways in which some tensors exist together, from their numbers in each one's table.
 
     `bounds[b][a]`: what it costs at least to come to b from a, as far as that was asked.

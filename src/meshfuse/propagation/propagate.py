@@ -88,8 +88,8 @@ class Propagation:
     ) -> ShardedDefinition:  # fmt: skip
         """A plan with `asked` in the place of what the greedy sweep makes.
 
-        Where it is `thorough`, ops try more placements (`choose.elsewhere`). `late`: no choice is final before the end,
-        however long ago it was made, in small programs. `starts`: where inputs lie, too, as if they had come for
+        Where it is `thorough`, ops try more placements (`choose.reassigned`). `late`: no choice is final before the
+        end, however long ago it was made, in small programs. `starts`: where inputs lie, too, as if they had come for
         nothing. What that saves may come long after the choice is final; whether it pays is for others to say.
         """
         search = _LATE if late and len(self.graph.nodes) <= SMALL else _FAST
