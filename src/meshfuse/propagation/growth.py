@@ -155,7 +155,8 @@ class Ways:
     def _owed(self, available: Sequence[Available], shares: Sequence[float]) -> list[float]:
         """The seconds that reductions will take at least, for each tensor that exists unreduced only."""
         rows = zip(self.role.kind.tensors, self.role.wanted, available, shares, strict=False)
-        return [share * _reduction(touched.type, asked, found[0]) for touched, asked, found, share in rows
+        return [(share if found[0].reduce == "sum" else 1.0) * _reduction(touched.type, asked, found[0])
+                for touched, asked, found, share in rows
                 if found and found[0].partial and all(s.partial for s in found)]  # fmt: skip
 
     def _after(self, option: Option) -> tuple[Available, ...]:
