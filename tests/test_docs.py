@@ -11,8 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))
 
-import forked  # noqa: E402
-from rank_pool import base_environment  # noqa: E402
+import forked
+from rank_pool import base_environment
 
 ROOT = Path(__file__).parent.parent
 GPT = ROOT / "examples/gpt/run.py"
