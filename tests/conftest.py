@@ -4,6 +4,7 @@ beside what.
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -25,13 +26,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MESHFUSE_CACHE"] = "off"
 
 
+def pytest_collection_finish() -> None:
+    """What is loaded stays to the end: to look through it again and again for cycles takes a sixth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+
+
+# Tests that run one after another, in one process: those of real ranks, which share pools of ranks, and each of which
+# uses all cores, and those that share what takes long to make. All others go wherever there is room.
+_TOGETHER = {
+    "/ranks/": "ranks", "/test_backends.py": "Inductor", "compiled_segments": "Inductor",
+    "/test_example_training.py": "training",
+}  # fmt: skip
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of real ranks run one after another: they share pools of ranks, and each of them uses all cores."""
+    """Test by test, but for those of `_TOGETHER`."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if "/ranks/" in nodeid else nodeid
+            return next((scope for part, scope in _TOGETHER.items() if part in nodeid), nodeid)
 
     return Scheduling(config, log)

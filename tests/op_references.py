@@ -221,7 +221,8 @@ def _ring_bwd(
 
 
 def _block_pick(early: Any, late: Any, first: int) -> torch.Tensor:
-    tensor = early if isinstance(early, torch.Tensor) else late
+    """Of either a number may stand in the place, also as a tensor without dims."""
+    tensor = max((t for t in (early, late) if isinstance(t, torch.Tensor)), key=torch.Tensor.dim)
     index = torch.arange(tensor.shape[0]).view(-1, *[1] * (tensor.ndim - 1))
     return torch.where(index < first, early, late).to(tensor.dtype)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.backends import Task, Unsupported
+from meshfuse.backends import Task, Unsupported, inductor
 from meshfuse.backends.assignment import assigned, requested, saved_seconds
 from meshfuse.backends.inductor import Inductor, own_cache, trace
 from meshfuse.executor.bind import bind_program
@@ -171,6 +171,25 @@ def test_with_the_disk_cache_off_nothing_is_left(monkeypatch, tmp_path):
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         folder.mkdir(parents=True)
     assert folder.is_absolute() and not folder.exists() and not list(tmp_path.iterdir())
+
+
+def test_instructions_are_tried_where_all_ranks_find_what_was_compiled_for_it(monkeypatch):
+    """In a rank's own folder each would compile the same programs anew, and with the disk cache off every process."""
+    from torch._inductor import cpu_vec_isa
+
+    fd, folders = defined(pointwise, (4, 8), (4, 8)), []
+
+    def note(result):
+        folders.append(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", "torch's"))
+        return result
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: note([]))
+    monkeypatch.setattr(inductor, "_compile", lambda task: note(lambda arguments: arguments))
+    monkeypatch.setattr(inductor, "_compiled", {})
+    Inductor().prepare(task_of(fd, *arguments_of(params(fd))))
+    assert folders[0] == "torch's" and "rank_0" in folders[1]
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 # choosing ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,11 @@ from meshfuse.ops import OPS
 from meshfuse.ops.base import BlockOrder, Call, Factor, FactorKind, Rule
 from meshfuse.ops.binding import make_call
 from meshfuse.testing import annotations, assert_same_as_unsharded, check_op, definitions, inputs_for
+
+sys.path.insert(0, str(Path(__file__).parent / "ranks"))
+
+import forked
+from rank_pool import base_environment
 
 DOUBLE, INT = mf.DataType.Double, mf.DataType.Int
 PAGE = Path(__file__).parent.parent / "docs" / "testing-an-op.md"
@@ -378,7 +382,7 @@ linear: the factor rule does not hold
 
 def _printed(code: str, folder: Path) -> str:
     (folder / "page.py").write_text(code)
-    done = subprocess.run([sys.executable, "page.py"], cwd=folder, capture_output=True, text=True, timeout=280)
+    done = forked.finished([str(folder / "page.py")], base_environment(), folder, 280)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

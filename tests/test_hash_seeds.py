@@ -19,7 +19,7 @@ from meshfuse.testing import annotations, definitions, shapes_for
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
 REDUCTIONS = ("sum", "max", "min", "prod")
-SALTS = ("1", "2", "3")
+SALTS = ("1", "2")
 
 
 def meeting(rng: random.Random) -> mf.FusionDefinition:
@@ -83,10 +83,10 @@ def lines_under(salt: str) -> list[str]:
 
 
 def test_programs_are_the_same_in_processes_that_hash_otherwise() -> None:
-    first, *others = map(lines_under, SALTS)
+    """Of so many sets two processes have some in other orders, as a third would."""
+    first, other = map(lines_under, SALTS)
     assert len(first) >= 60 + 15 + 60
-    for other in others:
-        assert other == first
+    assert other == first
 
 
 def test_ranks_that_reduce_in_another_order_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import meshfuse as mf
+from meshfuse.definition.annotated import AnnotatedDefinition
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 TABLE = torch.randn(16, 4)
@@ -86,3 +87,27 @@ def test_an_op_may_call_the_definition_that_it_is_in() -> None:
         assert len(inside) == 3
     finally:
         mf.unregister_op(op)
+
+
+def looks(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a step of so many layers, with a gradient each, works out where all annotated tensors are."""
+    with mf.FusionDefinition() as fd:
+        x, weights = fd.define_tensor([8, 4]), [fd.define_tensor([4, 4]) for _ in range(layers)]
+        y = x
+        for weight in weights:
+            y = fd.ops.matmul(y, weight)
+        for made in fd.grad(fd.ops.sum(y), weights):
+            fd.add_output(made)
+        fd.mesh_split(x, MESH, ["dp", "tp"])
+    given, counted, all_of = [torch.ones(8, 4), *[torch.ones(4, 4)] * layers], [], AnnotatedDefinition.annotations
+    fd.simulate(given)
+    with monkeypatch.context() as patch:
+        noted = property(lambda self: counted.append(1) or all_of.__get__(self))
+        patch.setattr(AnnotatedDefinition, "annotations", noted)
+        fd.simulate(given)
+    return len(counted)
+
+
+def test_a_step_of_more_layers_works_out_annotations_no_oftener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each gradient it takes a look at what made it: for every weight and rank that would be most of a step."""
+    assert looks(2, monkeypatch) == looks(5, monkeypatch)

@@ -210,8 +210,9 @@ class FusionDefinition(PlannedDefinition):
         return shard(value, shardings[ref.id], rank)
 
     def _input_shardings(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Sharding]:
-        return {i: self.annotations[i].sharding(self.tensors[i].name, shape).placement(shape)
-                for i, shape in shapes.items() if i in self.annotations}  # fmt: skip
+        annotated = self.annotations
+        return {i: annotated[i].sharding(self.tensors[i].name, shape).placement(shape)
+                for i, shape in shapes.items() if i in annotated}  # fmt: skip
 
     def _run_simulation(self, made: _Simulated, found: Inputs, check: bool) -> list[torch.Tensor]:
         compiled = made.compiled
@@ -245,7 +246,7 @@ class FusionDefinition(PlannedDefinition):
         for ref in self.inputs:
             if not isinstance(ref, TensorRef):
                 out.append(found.scalars[ref.id])
-            elif ref.id in self.annotations and rank in homes[ref.id].mesh:
+            elif self.placed(ref.id) is not None and rank in homes[ref.id].mesh:
                 out.append(shard(found.tensors[ref.id], homes[ref.id], rank))
             else:
                 out.append(found.tensors[ref.id])

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from subprocess import CompletedProcess
 
+LAUNCHERS = {"meshfuse.runtime.launcher": "run", "torch.distributed.run": "torchrun"}
 _PRELOADED = [
     "torch", "torch.distributed.run", "torch.distributed.elastic.agent.server.local_elastic_agent",
     "meshfuse.fusion_definition", "meshfuse.runtime.launcher", "forked",
@@ -24,22 +26,26 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
-def start_job(command: str, words: Sequence[str], variables: Mapping[str, str], log: Path) -> ForkServerProcess:
+def start_job(
+    command: str, words: Sequence[str], variables: Mapping[str, str], log: Path, errors: Path | None = None
+) -> ForkServerProcess:
     """`meshfuse run` or torchrun ("run", "torchrun") with these words; the ranks are forked off it, too."""
-    process = _CONTEXT.Process(target=_as_launcher, args=(command, list(words), dict(variables), str(log)))
+    given = (command, list(words), dict(variables), str(log), str(errors or log))
+    process = _CONTEXT.Process(target=_as_launcher, args=given)
     with _read_once_variables():
         process.start()
     return process
 
 
 def start(
-    script: Path, variables: Mapping[str, str], log: Path, sockets: Mapping[str, socket.socket] | None = None
-) -> ForkServerProcess:
-    """`python script` with exactly these variables, its output in `log`.
+    script: Path, variables: Mapping[str, str], log: Path, sockets: Mapping[str, socket.socket] | None = None,
+    errors: Path | None = None, args: Sequence[str] = (),
+) -> ForkServerProcess:  # fmt: skip
+    """`python script args...` with exactly these variables, its output in `log`, or some of it in `errors`.
 
     The process gets the sockets, too, each under a variable that holds the number of its file.
     """
-    given = (str(script), dict(variables), str(log), dict(sockets or {}))
+    given = ([str(script), *args], dict(variables), str(log), str(errors or log), dict(sockets or {}))
     process = _CONTEXT.Process(target=_as_main, args=given, daemon=True)
     with _read_once_variables():
         process.start()
@@ -59,14 +65,34 @@ def _read_once_variables():
             os.environ[name] = value
 
 
-def _as_main(script: str, variables: dict[str, str], log: str, sockets: dict[str, socket.socket]) -> None:
-    _prepare(variables, log)
+def finished(words: Sequence[str], variables: Mapping[str, str], folder: Path, limit: float) -> CompletedProcess[str]:
+    """`python words...`, run to its end: a script, or `-m` with one of the launchers and a script."""
+    said = [folder / "stdout", folder / "stderr"]
+    for path in said:
+        path.write_text("")
+    if words[0] == "-m":
+        process = start_job(LAUNCHERS[words[1]], words[2:], variables, said[0], said[1])
+    else:
+        process = start(Path(words[0]), variables, said[0], errors=said[1], args=words[1:])
+    process.join(limit)
+    out, errors = (path.read_text() for path in said)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise subprocess.TimeoutExpired(list(words), limit, out, errors)
+    return CompletedProcess(list(words), process.exitcode, out, errors)
+
+
+def _as_main(
+    words: list[str], variables: dict[str, str], log: str, errors: str, sockets: dict[str, socket.socket]
+) -> None:
+    _prepare(variables, log, errors)
     os.environ.update({name: str(handed.detach()) for name, handed in sockets.items()})
-    _run_script([script])
+    _run_script(words)
 
 
-def _as_launcher(command: str, words: list[str], variables: dict[str, str], log: str) -> None:
-    _prepare(variables, log)
+def _as_launcher(command: str, words: list[str], variables: dict[str, str], log: str, errors: str) -> None:
+    _prepare(variables, log, errors)
     os.setsid()
     subprocess.Popen = _Forked  # type: ignore[misc]
     from meshfuse.runtime import launcher
@@ -113,16 +139,24 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
             os.environ.update(env if env is not None else {})
             atexit._clear()
             sys.excepthook = sys.__excepthook__
+            _as_if_imported_now()
             _run_script([word for word in args[1:] if word != "-u"])
         finally:
             os._exit(99)
 
 
-def _prepare(variables: dict[str, str], log: str) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+def _as_if_imported_now() -> None:
+    """What importing meshfuse does in a rank of `meshfuse run`: it was imported where no launcher said anything."""
+    from meshfuse.runtime import exits
+
+    exits.report_user_errors()
+
+
+def _prepare(variables: dict[str, str], log: str, errors: str) -> None:
+    for number, path in ((1, log), (2, errors)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
     os.chdir(os.path.dirname(log))
     os.environ.clear()
     os.environ.update(variables)

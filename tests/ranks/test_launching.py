@@ -12,6 +12,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from rank_pool import base_environment
 
@@ -55,23 +56,23 @@ def free_port() -> str:
 
 def test_launcher_runs_ranks(job):
     script = SUM + "import sys; print(world.place.source, world.rank, world.size, tensor.item(), sys.argv[1:])"
-    done = job(script, *LAUNCHER, "--ranks", "2", args=("--mesh", "tp=2"))
+    done = job(script, *LAUNCHER, "--ranks", "2", args=("--mesh", "tp=2"), real=True)
     assert done.stdout == "meshfuse run 0 2 3.0 ['--mesh', 'tp=2']\n", done.stderr
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_launcher_shows_all_output_when_asked(job):
     script = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
-    quiet = job(script, *LAUNCHER, "--ranks", "3")
+    quiet = job(script, *LAUNCHER, "--ranks", "3", real=True)
     assert quiet.stdout == "out 0\n"
     assert sorted(quiet.stderr.splitlines()) == ["[rank 1] err 1", "[rank 2] err 2", "err 0"]
-    loud = job(script, *LAUNCHER, "--ranks", "3", "--all-output")
+    loud = job(script, *LAUNCHER, "--ranks", "3", "--all-output", real=True)
     assert sorted(loud.stdout.splitlines()) == ["[rank 1] out 1", "[rank 2] out 2", "out 0"]
 
 
 def test_lines_of_ranks_are_not_mixed_where_they_write_in_pieces(job):
     script = "import os\nfor i in range(4000): print('line', os.environ['RANK'], i)"
-    loud = job(script, *LAUNCHER, "--ranks", "3", "--all-output", PYTHONUNBUFFERED="1")
+    loud = job(script, *LAUNCHER, "--ranks", "3", "--all-output", real=True, PYTHONUNBUFFERED="1")
     of = {rank: f"[rank {rank}] " if rank else "" for rank in range(3)}
     assert sorted(loud.stdout.splitlines()) == sorted(f"{of[r]}line {r} {i}" for r in range(3) for i in range(4000))
 
@@ -182,7 +183,7 @@ print("listening sockets:", count)
 
 def test_torchrun(job):
     script = SUM + "world.rank or print(world.place.source, tensor.item())"
-    done = job(script, *TORCHRUN, f"--master-port={free_port()}")
+    done = job(script, *TORCHRUN, f"--master-port={free_port()}", real=True)
     assert (done.returncode, done.stdout) == (0, "torchrun 3.0\n"), done.stderr
 
 
@@ -228,23 +229,24 @@ def test_the_script_has_a_default_group_too(job, tmp_path, before, how):
 
 def run_with_variables(script: str, tmp_path: Path, **extra: str) -> str:
     """Rank 0's output of two ranks that only the variables tell of each other."""
-    path = tmp_path / "script.py"
-    path.write_text(script)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    return run_ranks(script, tmp_path, [base_environment(RANK=str(rank), **common, **extra) for rank in range(2)])[0]
+
+
+def run_ranks(script: str, tmp_path: Path, environments: list[dict[str, str]], *words: str) -> list[str]:
+    """The outputs of the ranks, each of which has these variables, and these words and its rank for arguments."""
+    path, said = tmp_path / "script.py", [tmp_path / f"stdout{rank}" for rank in range(len(environments))]
+    path.write_text(script)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=base_environment(RANK=str(rank), **common, **extra),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=60) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    return outputs[0][0]
+        forked.start(path, env, said[rank], errors=tmp_path / f"stderr{rank}", args=(*words, str(rank)))
+        for rank, env in enumerate(environments)
+    ]
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    errors = [(tmp_path / f"stderr{rank}").read_text() for rank in range(len(ranks))]
+    assert [rank.exitcode for rank in ranks] == [0] * len(ranks), errors
+    return [path.read_text() for path in said]
 
 
 def test_ranks_that_only_the_default_group_knows(tmp_path):
@@ -258,40 +260,17 @@ def test_ranks_that_only_the_default_group_knows(tmp_path):
         + SUM
         + "\nprint(world.place.source, tensor.item())"
     )
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(path), str(tmp_path / "store"), str(rank)],
-            stdout=subprocess.PIPE, text=True, env=base_environment(),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["torch.distributed 3.0\n"] * 2
-    finally:
-        for rank in ranks:
-            rank.kill()
+    said = run_ranks(script, tmp_path, [base_environment()] * 2, str(tmp_path / "store"))
+    assert said == ["torch.distributed 3.0\n"] * 2
 
 
 @pytest.mark.parametrize("launcher", ["Open MPI", "Slurm"])
 def test_variables_of_other_launchers(tmp_path, launcher):
     """No MASTER_ADDR or MASTER_PORT: the job's name gives the port."""
-    path = tmp_path / "script.py"
-    path.write_text(SUM + "print(world.place.source, world.local_rank, tensor.item())")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(path)], stdout=subprocess.PIPE, text=True,
-            env=base_environment(**other_variables(launcher, str(rank), f"{os.getpid()}{launcher}")),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert outputs == [f"{launcher} {rank} 3.0\n" for rank in range(2)]
+    script = SUM + "print(world.place.source, world.local_rank, tensor.item())"
+    of_ranks = [other_variables(launcher, str(rank), f"{os.getpid()}{launcher}") for rank in range(2)]
+    said = run_ranks(script, tmp_path, [base_environment(**variables) for variables in of_ranks])
+    assert said == [f"{launcher} {rank} 3.0\n" for rank in range(2)]
 
 
 def other_variables(launcher: str, rank: str, job_name: str) -> dict[str, str]:
@@ -320,5 +299,5 @@ def test_one_process_opens_no_socket(job):
     world.check_same("a", "the program", (0,))
     print(world.rank, world.size, tensor.tolist())
     """
-    done = job(script)
+    done = job(script, real=True)
     assert done.stdout == "0 1 [1.0, 1.0, 1.0]\n", done.stderr

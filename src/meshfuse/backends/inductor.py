@@ -23,6 +23,7 @@ from . import Prepared, Task, Unsupported
 
 # Numbers of a call that differ at every execution, and are tensors in compiled code.
 RANDOM_STATE = ("seed", "offset")
+_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _INT64 = 2**64
 _LONGEST = 200
 # What compiled code raises for other sizes, and for a wrong index.
@@ -44,6 +45,8 @@ class Inductor:
             tuple(map(_described, task.arguments)),
         )
         if key not in _compiled:
+            if task.device.type == "cpu":
+                _try_instructions()
             with own_cache(task.rank), torch.no_grad():
                 _compiled[key] = _compile(task)
         return _guarded(_compiled[key], task)
@@ -61,14 +64,33 @@ def own_cache(rank: int) -> Iterator[None]:
 
     With the disk cache off it lasts as long as the compilation.
     """
-    name, root = "TORCHINDUCTOR_CACHE_DIR", root_folder()
-    before = os.environ.get(name)
-    with tempfile.TemporaryDirectory() as passing:
-        os.environ[name] = str(Path(root or passing) / "inductor" / torch.__version__ / f"rank_{rank}")
-        try:
-            yield
-        finally:
-            os.environ.pop(name) if before is None else os.environ.update({name: before})
+    root = root_folder()
+    with tempfile.TemporaryDirectory() as passing, _folder_restored():
+        os.environ[_FOLDER] = str(Path(root or passing) / "inductor" / torch.__version__ / f"rank_{rank}")
+        yield
+
+
+@contextlib.contextmanager
+def _folder_restored() -> Iterator[None]:
+    """Inductor itself sets the variable that says where its folder is, once it has looked."""
+    before = os.environ.get(_FOLDER)
+    try:
+        yield
+    finally:
+        os.environ.pop(_FOLDER, None) if before is None else os.environ.update({_FOLDER: before})
+
+
+def _try_instructions() -> None:
+    """Have torch find out what instructions the processor and the C++ compiler have.
+
+    A process does that once, by compiling a program for each set of them, in whatever folder is Inductor's then: in
+    torch's own these last, and are all ranks'; in a rank's own each would begin anew.
+    """
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    # What is wrong with the compiler is told where it compiles a kernel.
+    with _folder_restored(), contextlib.suppress(Exception):
+        valid_vec_isa_list()
 
 
 def trace(task: Task) -> torch.fx.GraphModule:

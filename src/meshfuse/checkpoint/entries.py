@@ -155,14 +155,14 @@ def _layouts(entry: Entry) -> tuple[DeviceMesh | None, Sequence[lay.Layout]]:
     if isinstance(entry.sharding, Sharding):
         return entry.sharding.mesh, entry.sharding.dims
     assert entry.sharding is not None
-    annotation = entry.sharding.fd.annotations.get(entry.sharding.id)
+    annotation = entry.sharding.fd.placed(entry.sharding.id)
     if annotation is None or annotation.mesh is None:
         return None, [lay.WHOLE] * entry.sharding.ndim
     return annotation.mesh, annotation.named()
 
 
 def _annotated(name: str, view: TensorView, shape: tuple[int, ...]) -> Sharding | None:
-    annotation = view.fd.annotations.get(view.id)
+    annotation = view.fd.placed(view.id)
     if annotation is None or annotation.mesh is None:
         return None
     if view.ndim != len(shape):

@@ -130,6 +130,13 @@ class AnnotatedDefinition:
         given = {i: a for i, a in self._annotations.items() if a.mesh is not None}
         return dict(sorted((of_gradients(self, given) | given).items()))
 
+    def placed(self, tensor: int) -> Annotation | None:
+        """A tensor's of `annotations`, which take as long as there are gradients."""
+        found = self._annotations.get(tensor)
+        if found is not None and found.mesh is not None:
+            return found
+        return self.annotations.get(tensor) if tensor in self.primals else None
+
     def check_complete(self, line: SourceLine | None) -> None:
         """Raises DefinitionError without outputs, and for axes parallelized on a tensor without a mesh."""
         if not self.outputs:

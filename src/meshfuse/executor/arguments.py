@@ -334,7 +334,7 @@ def check_global_shapes(
 
 def _if_shard(fd: DefinitionBuilder, i: int, tensor: torch.Tensor) -> str:
     """A remark where a tensor has the shape of some rank's shard."""
-    annotation, shape = fd.annotations.get(i), fd.tensors[i].type.shape
+    annotation, shape = fd.placed(i), fd.tensors[i].type.shape
     if annotation is None or annotation.mesh is None or -1 in shape:
         return ""
     sharding = annotation.sharding(fd.tensors[i].label, shape).placement(shape)
@@ -369,7 +369,7 @@ def global_shapes(
     """
     out: dict[int, tuple[int, ...]] = {}
     for i, tensor in inputs.tensors.items():
-        annotation = fd.annotations.get(i)
+        annotation = fd.placed(i)
         wanted = fd.tensors[i].type.shape
         if i in globals_:
             out[i] = globals_[i]
@@ -396,7 +396,7 @@ def _check_shard(
     rank: int,
     line: SourceLine | None,
 ) -> None:
-    wanted, annotation = fd.tensors[i].type.shape, fd.annotations.get(i)
+    wanted, annotation = fd.tensors[i].type.shape, fd.placed(i)
     if any(n not in (-1, m) for n, m in zip(wanted, shape, strict=True)):
         raise _wrong_shape(fd, i, str(list(tensor.shape)), str(list(wanted)), "global", line)
     if annotation is None or annotation.mesh is None or rank not in annotation.mesh:

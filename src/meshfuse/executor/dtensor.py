@@ -54,7 +54,7 @@ def dtensor_shapes(fd: DefinitionBuilder, inputs: Sequence[Any], line: SourceLin
 
 
 def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any, line: SourceLine) -> None:
-    made, annotation = fd.tensors[tensor], fd.annotations.get(tensor)
+    made, annotation = fd.tensors[tensor], fd.placed(tensor)
     shape = tuple(value.shape)
     if len(shape) != made.type.ndim:
         return  # The check of all arguments says it better.

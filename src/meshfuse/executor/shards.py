@@ -27,7 +27,7 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) 
     if place is None or place < 0:
         raise user_error("shard_tensor: rank", repr(rank), "an int of 0 or more, or None for this process' own",
                          "Pass a rank.", line, ArgumentError)  # fmt: skip
-    annotation = tv.fd.annotations.get(tv.id)
+    annotation = tv.fd.placed(tv.id)
     if annotation is None:
         return tensor
     assert annotation.mesh is not None

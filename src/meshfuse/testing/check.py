@@ -94,10 +94,11 @@ def assert_same_as_unsharded(
     wanted = expected if expected is not None else unsharded_copy(fd).simulate(inputs)
     found = fd.simulate(inputs, check_replicas=True)
     assert len(found) == len(wanted)
+    annotated = bool(fd.annotations)
     for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
         name = fd.tensors[fd.outputs[place]].name
         assert a.shape == b.shape, f"output {name}: shape {tuple(a.shape)} instead of {tuple(b.shape)}"
-        if fd.annotations:
+        if annotated:
             name += f", {fd.latest().output_shardings()[place]}"
         assert_close(a, b, tolerance_of(fd), f"output {name}")
 

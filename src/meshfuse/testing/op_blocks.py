@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ..definition.tensor_view import TensorView
 from ..dtypes import DataType
-from ..ops import OPS
+from ..ops import OPS, pointwise
 from ..ops.base import OpDef, ParamKind, Sample, TensorType
 from ..ops.binding import make_call
 from ..ops.products import needs_nvidia
@@ -22,9 +22,10 @@ _JUMPING = (
     "mod nextafter logical_and logical_or eq ne lt le gt ge atan2 threshold div bitwise_not"
 )
 _JUMPS = frozenset(_JUMPING.split())
+# Of the other ops with numbers in a tensor's place none broadcasts its operands.
 _POINTWISE = tuple(
-    name for name, op in OPS.items()
-    if name in RUNNABLE and op.params and all(p.kind is ParamKind.TENSOR_OR_SCALAR for p in op.params[:1])
+    op.name for op in pointwise.OPS
+    if op.name in RUNNABLE and op.params and op.params[0].kind is ParamKind.TENSOR_OR_SCALAR
 )  # fmt: skip
 
 
