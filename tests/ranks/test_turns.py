@@ -39,7 +39,8 @@ def test_an_error_that_one_rank_catches_mixes_no_steps_up(tmp_path):
     results = run_bare(CAUGHT.format(failing=[1]), tmp_path, 2, limit=2.0)
     assert [code for code, _ in results] == [1, 1]
     (_, waiting), (_, caught) = results
-    assert "RankTimeout: all-reduce of y (t3) over tp (output) in step 5" in waiting
+    # Either gives up first.
+    assert re.search(r"Rank(Timeout|Error): all-reduce of y \(t3\) over tp \(output\) in step 5", waiting), waiting
     assert "step 4: y (index_select): an index is out of range on rank 1" in caught
     place = "step 5 of the definition of y (t3) at script.py:9"
     assert f"comparing where executions ended: KernelError in {place}" in caught, caught
@@ -140,14 +141,16 @@ fd.execute(shards)
 
 
 def test_processes_that_ranks_start_are_none(job):
+    """Nor do their failures end the job."""
     script = """
-import os, subprocess, sys
+import os, subprocess, sys, time
 import meshfuse as mf
 world = mf.World.current()
 if "child" not in sys.argv:
     found = subprocess.run([sys.executable, __file__, "child"], capture_output=True, text=True, timeout=60)
     assert found.returncode
     print(world.rank, found.stderr.strip().splitlines()[-1], flush=True)
+    time.sleep(world.rank)  # for rank 0 to look after its peers while it waits
     world.barrier()
 """
     done = job(script, "-m", "meshfuse", "run", "--ranks", "2", "--all-output", MESHFUSE_TIMEOUT="20")

@@ -23,22 +23,24 @@ class Peers:
         self._known: dict[int, str] = {}
         self._page = news.own()
 
-    def introduce(self, rank: int, size: int) -> None:
-        """Tell the others which process this rank is, of how many. RankError where others were told otherwise."""
-        self._known[rank] = processes.identity_of(os.getpid())
-        mine = f"{size} {rank}"
-        told, first = self._store.compare_set("world", "", mine).decode().split()
+    def introduce(self, rank: int) -> None:
+        """Tell the others which process this rank is. RankError where another is."""
+        mine = self._known[rank] = processes.identity_of(os.getpid())
+        there = self._store.compare_set(f"joined/{rank}", "", mine or str(rank)).decode()
+        if there != (mine or str(rank)):
+            raise user_error(
+                f"two processes are rank {rank} of this job", f"process {os.getpid()}, after {processes.pid_of(there)}",
+                "one for each rank", "Give each its own RANK, and each job a MASTER_PORT of its own.", cls=RankError,
+            )  # fmt: skip
+
+    def agree(self, rank: int, size: int) -> None:
+        """Tell the others of how many ranks this one is one. RankError where they were told otherwise."""
+        told, first = self._store.compare_set("world", "", f"{size} {rank}").decode().split()
         if int(told) != size:
             raise user_error(
                 "ranks disagree on the size of their world", f"{size} on rank {rank}, {told} on rank {first}",
                 "one number", "Give all of them the same WORLD_SIZE, and each job a MASTER_PORT of its own.",
                 cls=RankError,
-            )  # fmt: skip
-        there = self._store.compare_set(f"joined/{rank}", "", self._known[rank] or mine).decode()
-        if there != (self._known[rank] or mine):
-            raise user_error(
-                f"two processes are rank {rank} of this job", f"process {os.getpid()}, after {processes.pid_of(there)}",
-                "one for each rank", "Give each its own RANK, and each job a MASTER_PORT of its own.", cls=RankError,
             )  # fmt: skip
 
     def remember(self, ranks: Iterable[int]) -> None:

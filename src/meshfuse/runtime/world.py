@@ -145,9 +145,12 @@ class World:
         if self.place.source == TORCHRUN:
             die_with_parent(signal.SIGTERM)  # torchrun's agent, when killed, leaves its ranks running.
         install_hook(self)
-        self._store = connect(self.place, self.limit)
-        self._peers = Peers(self._store)
-        self._peers.introduce(self.rank, self.size)
+        store = connect(self.place, self.limit)
+        self._peers = Peers(store)
+        self._peers.introduce(self.rank)
+        # Only now: where another process is this rank, its peers are not to hear how this one ends.
+        self._store = store
+        self._peers.agree(self.rank, self.size)
         self._responder = Responder(self._store, self.rank, self._doing)
         install_last_words(self.last_words)
         atexit.register(self.leave)
