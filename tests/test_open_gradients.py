@@ -24,6 +24,19 @@ def by_start(start: int, stop: int, step: int = 1) -> Case:
     return lambda o, x: o.slice(x, [start, 0], [stop, 4], [step, 1]), lambda x: x[start:stop:step], ((5, 4),)
 
 
+def attention(q: tuple[int, ...], k: tuple[int, ...]) -> Case:
+    """With a bias, so that the gradient is written out in ops."""
+    shapes = (q, k, (*k[:-1], 3), (*q[:-1], k[-2]))
+    return lambda o, q, k, v, bias: o.sdpfa_fwd(q, k, v, bias)[0], attended, shapes
+
+
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    repeats = q.shape[1] // max(k.shape[1], 1)
+    k, v = (x if not x.shape[1] else x.repeat_interleave(repeats, 1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) / max(q.shape[-1], 1) ** 0.5 + bias
+    return torch.softmax(scores, -1) @ v
+
+
 CASES: dict[str, Case] = {
     "added to more rows": (lambda o, x, y: o.add(x, y), torch.add, ((1, 4), (5, 4))),
     "times more rows": (lambda o, x, y: o.mul(x, y), torch.mul, ((5, 4), (1, 4))),
@@ -44,6 +57,11 @@ CASES: dict[str, Case] = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         ((2, 4, 3, 8), (2, 1, 3, 8), (2, 1, 3, 8)),
     ),
+    **{f"{name}, with a bias": attention(q, k) for name, q, k in (
+        ("a head for two", (2, 4, 3, 8), (2, 2, 5, 8)), ("no keys", (2, 4, 3, 8), (2, 2, 0, 8)),
+        ("no rows", (2, 4, 0, 8), (2, 2, 5, 8)), ("no batch", (0, 4, 3, 8), (0, 2, 5, 8)),
+        ("no heads", (2, 0, 3, 8), (2, 0, 5, 8)), ("nothing to score by", (2, 4, 3, 0), (2, 2, 5, 0)),
+    )},
     "from the end": by_start(-3, 5),
     "between, from the end": by_start(-3, 4),
     "before the start": by_start(-9, 2),

@@ -31,7 +31,7 @@ class Options(NamedTuple):
 
 def _options(q: torch.Tensor, dropout_p: Any, is_causal: Any, scale: Any) -> Options:
     if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
+        scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
     return Options(float(dropout_p or 0.0), bool(is_causal), float(scale))
 
 
