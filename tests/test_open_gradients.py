@@ -134,6 +134,37 @@ def test_where_nothing_is_broadcast_nothing_is_computed_for_it() -> None:
     assert ops([-1, -1]) == ops([6, 4])
 
 
+GIVEN: dict[str, Callable[[Any, Any], Any]] = {
+    "itself": lambda o, x: x, "passed on": lambda o, x: o.set(x), "computed": lambda o, x: o.sin(x),
+    "permuted": lambda o, x: o.permute(x, [1, 0]), "scanned": lambda o, x: o.cumsum(x, 0),
+    "cut": lambda o, x: o.slice(x, [1, 0], [3, 4]), "put together": lambda o, x: o.cat([x, x], 0),
+    "summed": lambda o, x: o.sum(x, [1]), "expanded": lambda o, x: o.broadcast_in_dim(x, [2, 3, 4], [1, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "known"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_gradient_that_is_given_has_the_shape_of_its_output(name: str, is_open: bool) -> None:
+    """Where only a call tells its sizes too: else the gradient would be of another shape, or of some elements."""
+    fd, mesh = mf.FusionDefinition(), mf.DeviceMesh((2,), ("x",))
+    x = fd.define_tensor([-1, -1] if is_open else [3, 4], dtype=DOUBLE)
+    y = GIVEN[name](fd.ops, x)
+    given = fd.define_tensor([-1] * y.ndim, dtype=DOUBLE)
+    fd.add_output(y)
+    fd.add_output(fd.ops.mul(fd.grad(y, x, given), 2.0))
+    fd.mesh_split(given, mesh, ["x", *[None] * (y.ndim - 1)])
+    value = torch.randn(3, 4, dtype=torch.float64)
+    for sizes in ([1] * y.ndim, [2] * y.ndim):
+        with pytest.raises(mf.DefinitionError, match=r"gradient \(grad_outputs\): found .* as its output has"):
+            fd.simulate([value, torch.ones(sizes).double()])
+    shape = {"permuted": (4, 3), "cut": (2, 4), "put together": (6, 4), "summed": (3,), "expanded": (2, 3, 4)}.get(
+        name, (3, 4)
+    )
+    found, grad = fd.simulate([value, torch.ones(shape).double()])
+    assert found.shape == shape and grad.shape == value.shape
+    assert not any(node.name == "sized" for node in fd.latest().graph.nodes)
+
+
 def test_inputs_of_a_definition_with_gradients_index_what_is_there() -> None:
     """The ops of a gradient index tensors of open sizes, too."""
     with mf.FusionDefinition() as fd:
