@@ -134,6 +134,42 @@ def test_where_nothing_is_broadcast_nothing_is_computed_for_it() -> None:
     assert ops([-1, -1]) == ops([6, 4])
 
 
+@pytest.mark.parametrize("width", [0, 2, -1])
+@pytest.mark.parametrize("split", [None, "x"])
+def test_a_dim_padded_by_a_number_of_the_call_is_open(width: int, split: str | None) -> None:
+    """Its size is no number less one: what is read off it while defining, as a gradient's slices, would be wrong."""
+    fd = mf.FusionDefinition()
+    x, n = fd.define_tensor([3, 4], dtype=DOUBLE), fd.define_scalar(dtype=mf.DataType.Int)
+    y = fd.ops.pad(x, [n, 1, 0, n], 0.5)
+    assert y.type.shape == (-1, -1)
+    z = fd.ops.cat([y, fd.ops.sin(y)], 0)
+    for t in (z, fd.grad(fd.ops.tanh(z), x)):
+        fd.add_output(t)
+    fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), [None, split])
+    value = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    padded = torch.nn.functional.pad(value, (width, 1, 0, width), value=0.5)
+    wanted = torch.cat([padded, padded.sin()])
+    (grad,) = torch.autograd.grad(wanted.tanh().sum(), value)
+    found = fd.simulate([value.detach(), width])
+    torch.testing.assert_close(found, [wanted.detach(), grad])
+
+
+@pytest.mark.parametrize("bounds", ["start", "end", "step"])
+def test_a_dim_sliced_by_a_number_of_the_call_is_open(bounds: str) -> None:
+    fd = mf.FusionDefinition()
+    x, n = fd.define_tensor([8], dtype=DOUBLE), fd.define_scalar(dtype=mf.DataType.Int)
+    start, end, step = (n if name == bounds else known for name, known in (("start", 1), ("end", 7), ("step", 1)))
+    y = fd.ops.slice(x, [start], [end], [step])
+    assert y.type.shape == (-1,)
+    value = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    wanted = value[slice(*(2 if name == bounds else k for name, k in (("start", 1), ("end", 7), ("step", 1))))]
+    for t in (y, fd.grad(fd.ops.cat([y, fd.ops.sin(y)], 0), x)) if bounds != "step" else (y,):
+        fd.add_output(t)
+    found = fd.simulate([value.detach(), 2])
+    (grad,) = torch.autograd.grad(torch.cat([wanted, wanted.sin()]).sum(), value)
+    torch.testing.assert_close(found, [wanted.detach(), grad][: len(found)])
+
+
 GIVEN: dict[str, Callable[[Any, Any], Any]] = {
     "itself": lambda o, x: x, "passed on": lambda o, x: o.set(x), "computed": lambda o, x: o.sin(x),
     "permuted": lambda o, x: o.permute(x, [1, 0]), "scanned": lambda o, x: o.cumsum(x, 0),
