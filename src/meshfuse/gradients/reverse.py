@@ -125,7 +125,7 @@ class _Sweep:
                 "the output's shape", "Pass a tensor of the shape of the output.", self.line,
             )  # fmt: skip
         if output.id in self.active:
-            grad = self._sized(grad, output)
+            grad = grad if given is None else self._sized(grad, output)
             self._add(output, grad, {grad.id})
 
     def _sized(self, grad: TensorView, like: TensorView) -> TensorView:
