@@ -410,6 +410,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "take_along_axis_bwd": _take_bwd,
     "embedding_bwd": _embedding_bwd,
     "sum_to": lambda x, shape: x.sum_to_size(tuple(shape)),
+    "sized": lambda x, shape: x.expand(tuple(shape)),
     "reshape": lambda x, shape: x.reshape(tuple(shape)),
     "broadcast": _broadcast,
     "broadcast_in_dim": _in_dim,

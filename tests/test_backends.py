@@ -140,6 +140,20 @@ def test_compiled_code_is_the_text(compiled, offset, scale, transposed):
     same(run(*arguments), task.eager(*arguments))
 
 
+NUMBERS = (0.0, -0.0, float("nan"), float("inf"), 1, True, 1.0)
+
+
+def test_a_constant_of_compiled_code_is_told_from_equal_ones():
+    """1 / -0.0 is not 1 / 0.0: neither what is compiled for one, nor what is kept of it, is the other's."""
+    fd = defined(lambda fd, x, scale: fd.ops.truediv(x, scale), (4, 8), scale=mf.DataType.Double)
+    x = torch.linspace(-2.0, 2.0, 32).reshape(4, 8)
+    for first in (0.0, -0.0):
+        task = task_of(fd, x, first)
+        run = Inductor().prepare(task)
+        for number in NUMBERS:
+            torch.testing.assert_close(run(x, number), task.eager(x, number), equal_nan=True)
+
+
 def test_what_depends_on_values_is_left_to_torch():
     fd = defined(pointwise, (4, 8), (4, 8))
     task = task_of(fd, *arguments_of(params(fd)))

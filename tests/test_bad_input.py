@@ -343,6 +343,8 @@ def test_a_contradiction_names_both_and_the_first_line() -> None:
 
 Ops = Callable[[mf.FusionDefinition, mf.TensorView, Any], Any]
 OPS: list[tuple[str, Ops]] = [
+    ("expand: an operand's size and its result's differ: found 8 and 1", lambda fd, x, o: o.expand(x, [1, 16])),
+    ("expand: an operand's size and its result's differ: found 16 and 1", lambda fd, x, o: o.expand(x, [2, -1, 1])),
     ("has no op 'reluu': found near to it ['relu'", lambda fd, x, o: o.reluu(x)),
     ("has no op 'nope'", lambda fd, x, o: fd.call("nope", [x])),
     ("add: argument 'b' is missing", lambda fd, x, o: o.add(x)),

@@ -83,6 +83,63 @@ def test_a_function_that_does_not_return_what_its_rule_says(name: str, sharded: 
     assert "(at test_bad_user_ops.py:" in str(caught.value)
 
 
+def pair_in(kind: Callable[[Any], Any], rule: str, function: Callable[..., Any]) -> list[torch.Tensor]:
+    """An op of two results that its function returns in a list or a tuple, and its gradient."""
+    op = mf.register_op(
+        mf.torch_op(rule, name="of_the_user", halo=None if "~" not in rule else {"a": (1, 0)})(
+            lambda x: kind(function(x))
+        )
+    )
+    try:
+        fd = mf.FusionDefinition()
+        x = fd.define_tensor([4, 6])
+        made = list(fd.ops.of_the_user(x))
+        for t in (*made, fd.grad(made, x)):
+            fd.add_output(t)
+        fd.mesh_split(x, MESH, ["x", None])
+        return fd.simulate([X])
+    finally:
+        mf.unregister_op(op)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, lambda pair: torch.return_types.max(pair)])
+@pytest.mark.parametrize("rule", ["a b -> a b, a b", "a~ b -> a b, a b"])
+def test_results_are_returned_in_a_tuple_of_any_kind(kind: Callable[[Any], Any], rule: str) -> None:
+    """By the op itself, by its gradient and, of a dim with neighbours, on each of the blocks."""
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = x[1:] if "~" in rule else x
+        return own * 2, own.sin()
+
+    wanted = [X * 2, X.sin(), 2 + X.cos()]
+    for found, one in zip(pair_in(kind, rule, both), wanted, strict=True):
+        torch.testing.assert_close(found, one)
+
+
+@pytest.mark.parametrize("rule", ["a b -> a b, b", "a b -> b a, ", "a* b -> b a*, b", "(a b) -> a b, b"])
+def test_results_of_which_one_lacks_a_factor_of_another(rule: str) -> None:
+    """It would be made of a rank's own part alone."""
+    with pytest.raises(mf.DefinitionError, match=r"found result 1 without it, others with it, needed it in every"):
+        mf.torch_op(rule)
+    mf.torch_op(rule, blocked="a* b" if "*" in rule else "a b")
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@pytest.mark.parametrize("rule", ["(a b) -> a b", "(a b) -> (b a)", "(a b), c -> c"])
+def test_a_rule_that_does_not_tell_the_sizes_of_factors(rule: str) -> None:
+    op = mf.register_op(mf.torch_op(rule, name="of_the_user")(same if "," not in rule else lambda x, y: x))
+    try:
+        fd = mf.FusionDefinition()
+        for n in (12, -1, 0):
+            with pytest.raises(mf.DefinitionError, match="the size of 'b': found no operand that has it as a dim"):
+                fd.ops.of_the_user(*(fd.define_tensor([n]) for _ in op.params))
+    finally:
+        mf.unregister_op(op)
+
+
 CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "and returns it": lambda x: x.mul_(2),
     "and returns another": lambda x: x.add_(1) * 2,

@@ -113,6 +113,44 @@ def test_a_registered_op_is_one_of_fd_ops() -> None:
     torch.testing.assert_close(scope["fd"].simulate(tensors)[0], expected[0])
 
 
+def _split(x: torch.Tensor, _: int = 3) -> torch.Tensor:
+    return x.reshape(x.shape[0] // 3, 3, x.shape[1])
+
+
+EMPTY: list[tuple[str, Any, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
+    ("scaled_product", lambda x, w: x @ w.T * 2.0, ((0, 4, 6), (3, 6)), ()),
+    ("scaled_product", lambda x, w: x @ w.T * 2.0, ((2, 4, 0), (3, 0)), ()),
+    ("scaled_product", lambda x, w: x @ w.T * 2.0, ((2, 4, 6), (0, 6)), ()),
+    ("previous_product", lambda x, y: F.pad(x, (2, 0), value=1.0)[:, :-2] * x * y, ((3, 0), (3, 0)), ()),
+    ("previous_product", lambda x, y: F.pad(x, (2, 0), value=1.0)[:, :-2] * x * y, ((0, 7), (0, 7)), ()),
+    ("split_heads", _split, ((0, 4),), (3,)),
+    ("split_heads", _split, ((6, 0),), (3,)),
+]
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("is_open", [False, True], ids=["known", "open"])
+@pytest.mark.parametrize(("name", "reference", "shapes", "numbers"), EMPTY)
+def test_a_users_op_of_nothing(name: str, reference: Any, shapes: Any, numbers: Any, is_open: bool) -> None:
+    """Dims of size 0, of every part that they have in rules, whole and sharded; and the gradients."""
+    values = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    wanted = reference(*values)
+    for split in (None, *range(len(shapes[0]))):
+        fd = mf.FusionDefinition()
+        tensors = [fd.define_tensor([-1 if is_open else n for n in shape], dtype=DOUBLE) for shape in shapes]
+        y = getattr(fd.ops, name)(*tensors, *numbers)
+        for t in (y, *fd.grad(y, tensors)):
+            fd.add_output(t)
+        fd.mesh_split(
+            tensors[0], mf.DeviceMesh((2,), ("x",)), ["x" if d == split else None for d in range(len(shapes[0]))]
+        )
+        found = fd.simulate([t.detach() for t in values], check_replicas=True)
+        for one, expected in zip(
+            found, (wanted, *torch.autograd.grad(wanted.sum(), values, retain_graph=True)), strict=True
+        ):
+            torch.testing.assert_close(one, expected.detach())
+
+
 @pytest.mark.usefixtures("registered")
 @settings(max_examples=25)
 @given(definitions(ops=USERS, families=["shapes"], max_ops=6).flatmap(annotations))

@@ -131,6 +131,20 @@ def assert_right(ring: Ring, mode: str, tolerance: float, scale: float | None = 
 # numbers ----------------------------------------------------------------------------------------------------
 
 
+NOTHING = {
+    "no keys": ((2, 4, 6, 8), (2, 2, 0, 8), (2, 2, 0, 8)), "no rows": ((2, 4, 0, 8), (2, 2, 6, 8), (2, 2, 6, 8)),
+    "no batch": ((0, 4, 6, 8), (0, 2, 6, 8), (0, 2, 6, 8)), "nothing": ((2, 4, 0, 8), (2, 2, 0, 8), (2, 2, 0, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ring of 3", "one rank", "ring of one", "whole"])
+@pytest.mark.parametrize("sizes", NOTHING.values(), ids=NOTHING)
+def test_rings_of_nothing(sizes: Any, name: str) -> None:
+    place = PLACES[name]._replace(ring=3 if name == "ring of 3" else 1)
+    for lse in (False, True):
+        assert_right(defined(place, "full", lse=lse, sizes=sizes), "full", 1e-10)
+
+
 @pytest.mark.parametrize("mode", ASKED)
 @pytest.mark.parametrize("name", PLACES)
 def test_attention_in_a_ring_and_its_gradients_are_torch_s(name: str, mode: str) -> None:

@@ -79,3 +79,22 @@ def test_no_graph_of_autograd_is_made():
         with torch.set_grad_enabled(mode):
             (found,) = doubled(2, 3).execute([GOOD.clone().requires_grad_()])
             assert not found.requires_grad and torch.is_grad_enabled() is mode
+
+
+def passed_on() -> mf.FusionDefinition:
+    """Outputs that are the argument, views of it, copies of it, and computed."""
+    mesh = mf.DeviceMesh((2,), ("x",))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([2, 3])
+        for made in (x, fd.ops.permute(x, [1, 0]), fd.ops.set(x), fd.ops.slice(x, [0, 1], [2, 3]), x * 2.0):
+            fd.add_output(made)
+        fd.mesh_split(x, mesh, ["x", None])
+    return fd
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_no_graph_of_autograd_goes_through_simulated_ranks(leaf: bool) -> None:
+    """Not even where an output is its argument, whose shards are cut and put together outside of the programs."""
+    value = GOOD.clone().requires_grad_()
+    for found in passed_on().simulate([value if leaf else value * 1], check_replicas=True):
+        assert not found.requires_grad and found.grad_fn is None

@@ -224,11 +224,19 @@ def test_aliases_that_do_not_fit() -> None:
     for alias in (other, y, X):
         with pytest.raises(mf.DefinitionError, match="alias_input"):
             fd.add_output(y, alias)
+    assert not fd.outputs and not fd.aliases
+    fd.add_output(y, x)
+    with pytest.raises(mf.DefinitionError, match=r"alias_input: found t0, which another output is written into"):
+        fd.add_output(fd.ops.neg(x), x)
+    assert fd.outputs == [y.id]
     fd = FusionDefinition()
     x, y = fd.define_tensor([-1]), fd.define_tensor([-1])
+    fd.add_output(fd.ops.neg(x), x)
     fd.add_output(fd.ops.relu(x), y)
+    values = torch.ones(4), torch.ones(5)
     with pytest.raises(mf.ArgumentError, match=r"written into argument.*found shape \[4\], needed \[5\]"):
-        fd.execute([torch.ones(4), torch.ones(5)])
+        fd.execute(values)
+    assert torch.equal(values[0], torch.ones(4))  # nothing is written where something cannot be
 
 
 # running

@@ -24,6 +24,19 @@ def by_start(start: int, stop: int, step: int = 1) -> Case:
     return lambda o, x: o.slice(x, [start, 0], [stop, 4], [step, 1]), lambda x: x[start:stop:step], ((5, 4),)
 
 
+def attention(q: tuple[int, ...], k: tuple[int, ...]) -> Case:
+    """With a bias, so that the gradient is written out in ops."""
+    shapes = (q, k, (*k[:-1], 3), (*q[:-1], k[-2]))
+    return lambda o, q, k, v, bias: o.sdpfa_fwd(q, k, v, bias)[0], attended, shapes
+
+
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    repeats = q.shape[1] // max(k.shape[1], 1)
+    k, v = (x if not x.shape[1] else x.repeat_interleave(repeats, 1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) / max(q.shape[-1], 1) ** 0.5 + bias
+    return torch.softmax(scores, -1) @ v
+
+
 CASES: dict[str, Case] = {
     "added to more rows": (lambda o, x, y: o.add(x, y), torch.add, ((1, 4), (5, 4))),
     "times more rows": (lambda o, x, y: o.mul(x, y), torch.mul, ((5, 4), (1, 4))),
@@ -44,6 +57,11 @@ CASES: dict[str, Case] = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         ((2, 4, 3, 8), (2, 1, 3, 8), (2, 1, 3, 8)),
     ),
+    **{f"{name}, with a bias": attention(q, k) for name, q, k in (
+        ("a head for two", (2, 4, 3, 8), (2, 2, 5, 8)), ("no keys", (2, 4, 3, 8), (2, 2, 0, 8)),
+        ("no rows", (2, 4, 0, 8), (2, 2, 5, 8)), ("no batch", (0, 4, 3, 8), (0, 2, 5, 8)),
+        ("no heads", (2, 0, 3, 8), (2, 0, 5, 8)), ("nothing to score by", (2, 4, 3, 0), (2, 2, 5, 0)),
+    )},
     "from the end": by_start(-3, 5),
     "between, from the end": by_start(-3, 4),
     "before the start": by_start(-9, 2),
@@ -114,6 +132,73 @@ def test_where_nothing_is_broadcast_nothing_is_computed_for_it() -> None:
         return [node.name for node in fd.compile(*[[6, 4]] * 3).graph.nodes]
 
     assert ops([-1, -1]) == ops([6, 4])
+
+
+@pytest.mark.parametrize("width", [0, 2, -1])
+@pytest.mark.parametrize("split", [None, "x"])
+def test_a_dim_padded_by_a_number_of_the_call_is_open(width: int, split: str | None) -> None:
+    """Its size is no number less one: what is read off it while defining, as a gradient's slices, would be wrong."""
+    fd = mf.FusionDefinition()
+    x, n = fd.define_tensor([3, 4], dtype=DOUBLE), fd.define_scalar(dtype=mf.DataType.Int)
+    y = fd.ops.pad(x, [n, 1, 0, n], 0.5)
+    assert y.type.shape == (-1, -1)
+    z = fd.ops.cat([y, fd.ops.sin(y)], 0)
+    for t in (z, fd.grad(fd.ops.tanh(z), x)):
+        fd.add_output(t)
+    fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), [None, split])
+    value = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    padded = torch.nn.functional.pad(value, (width, 1, 0, width), value=0.5)
+    wanted = torch.cat([padded, padded.sin()])
+    (grad,) = torch.autograd.grad(wanted.tanh().sum(), value)
+    found = fd.simulate([value.detach(), width])
+    torch.testing.assert_close(found, [wanted.detach(), grad])
+
+
+@pytest.mark.parametrize("bounds", ["start", "end", "step"])
+def test_a_dim_sliced_by_a_number_of_the_call_is_open(bounds: str) -> None:
+    fd = mf.FusionDefinition()
+    x, n = fd.define_tensor([8], dtype=DOUBLE), fd.define_scalar(dtype=mf.DataType.Int)
+    start, end, step = (n if name == bounds else known for name, known in (("start", 1), ("end", 7), ("step", 1)))
+    y = fd.ops.slice(x, [start], [end], [step])
+    assert y.type.shape == (-1,)
+    value = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    wanted = value[slice(*(2 if name == bounds else k for name, k in (("start", 1), ("end", 7), ("step", 1))))]
+    for t in (y, fd.grad(fd.ops.cat([y, fd.ops.sin(y)], 0), x)) if bounds != "step" else (y,):
+        fd.add_output(t)
+    found = fd.simulate([value.detach(), 2])
+    (grad,) = torch.autograd.grad(torch.cat([wanted, wanted.sin()]).sum(), value)
+    torch.testing.assert_close(found, [wanted.detach(), grad][: len(found)])
+
+
+GIVEN: dict[str, Callable[[Any, Any], Any]] = {
+    "itself": lambda o, x: x, "passed on": lambda o, x: o.set(x), "computed": lambda o, x: o.sin(x),
+    "permuted": lambda o, x: o.permute(x, [1, 0]), "scanned": lambda o, x: o.cumsum(x, 0),
+    "cut": lambda o, x: o.slice(x, [1, 0], [3, 4]), "put together": lambda o, x: o.cat([x, x], 0),
+    "summed": lambda o, x: o.sum(x, [1]), "expanded": lambda o, x: o.broadcast_in_dim(x, [2, 3, 4], [1, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "known"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_gradient_that_is_given_has_the_shape_of_its_output(name: str, is_open: bool) -> None:
+    """Where only a call tells its sizes too: else the gradient would be of another shape, or of some elements."""
+    fd, mesh = mf.FusionDefinition(), mf.DeviceMesh((2,), ("x",))
+    x = fd.define_tensor([-1, -1] if is_open else [3, 4], dtype=DOUBLE)
+    y = GIVEN[name](fd.ops, x)
+    given = fd.define_tensor([-1] * y.ndim, dtype=DOUBLE)
+    fd.add_output(y)
+    fd.add_output(fd.ops.mul(fd.grad(y, x, given), 2.0))
+    fd.mesh_split(given, mesh, ["x", *[None] * (y.ndim - 1)])
+    value = torch.randn(3, 4, dtype=torch.float64)
+    for sizes in ([1] * y.ndim, [2] * y.ndim):
+        with pytest.raises(mf.DefinitionError, match=r"gradient \(grad_outputs\): found .* as its output has"):
+            fd.simulate([value, torch.ones(sizes).double()])
+    shape = {"permuted": (4, 3), "cut": (2, 4), "put together": (6, 4), "summed": (3,), "expanded": (2, 3, 4)}.get(
+        name, (3, 4)
+    )
+    found, grad = fd.simulate([value, torch.ones(shape).double()])
+    assert found.shape == shape and grad.shape == value.shape
+    assert not any(node.name == "sized" for node in fd.latest().graph.nodes)
 
 
 def test_inputs_of_a_definition_with_gradients_index_what_is_there() -> None:

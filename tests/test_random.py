@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -84,3 +86,33 @@ def test_two_calls_of_one_op_draw_different_numbers_and_a_given_seed_the_same() 
         fd.add_output(fd.ops.uniform(0.0, 1.0, [8], **keywords))
     a, b, c, d = fd.simulate([17, 4])
     assert not torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"rng_seed": 3}, "rng_seed and rng_offset: found rng_seed alone, needed both or neither"),
+    ({"rng_offset": 0}, "rng_seed and rng_offset: found rng_offset alone, needed both or neither"),
+    ({"rng_seed": 1.5, "rng_offset": 0}, "rng_seed: found 1.5, needed an integer"),
+    ({"rng_seed": 1, "rng_offset": mf.DataType.Double}, "rng_offset: found Double, needed an integer"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["uniform", "normal"])
+def test_a_state_that_numbers_cannot_be_drawn_by(name: str, given: dict[str, Any], said: str) -> None:
+    fd = mf.FusionDefinition()
+    numbers = {key: fd.define_scalar(dtype=n) if isinstance(n, mf.DataType) else n for key, n in given.items()}
+    with pytest.raises(mf.DefinitionError, match=rf"{name}: {said}.*\(at test_random\.py:"):
+        getattr(fd.ops, name)(0.0, 1.0, [3], **numbers)
+
+
+@pytest.mark.parametrize("seed", [-5, -(2**63), 2**64 + 3, -(2**70) - 1])
+def test_seeds_of_any_size_draw_and_drop_alike_on_every_mesh(seed: int) -> None:
+    """Attention keeps its seed for the backward, in 64 bits."""
+    found = []
+    for dims in ([None] * 4, [None, "x", None, None], [None, None, "x", None]):
+        fd = mf.FusionDefinition(seed=seed)
+        x = fd.define_tensor([1, 2, 8, 4], dtype=mf.DataType.Double)
+        y = fd.ops.sdpfa_fwd(x, x, x, dropout_p=0.5)[0]
+        for t in (y, fd.grad(y, x), fd.ops.dropout(x, 0.5), fd.ops.normal(0.0, 1.0, [8])):
+            fd.add_output(t)
+        fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), dims)
+        found.append(fd.simulate([torch.linspace(-1.0, 1.0, 64).double().reshape(1, 2, 8, 4)]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])

@@ -179,7 +179,8 @@ class FusionDefinition(PlannedDefinition):
             compiled.verify()
             simulation = Simulation(programs, found.device, compiled.segmented, name)
             self._simulated[key] = _Simulated(compiled, simulation)
-        return self._run_simulation(self._simulated[key], found, check_replicas)
+        with torch.no_grad():
+            return self._run_simulation(self._simulated[key], found, check_replicas)
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
         """Global tensors in and out, on the ranks that there are: simulated ones unless a launcher started several.
@@ -195,7 +196,8 @@ class FusionDefinition(PlannedDefinition):
         shapes = check_global_shapes(self, found, line)
         shardings = self._input_shardings(shapes)
         values = zip(self.inputs, found.in_order(self.inputs), strict=True)
-        args = [self._local(ref, value, shardings, world.rank) for ref, value in values]
+        with torch.no_grad():
+            args = [self._local(ref, value, shardings, world.rank) for ref, value in values]
         key = (self._key(found), "global")
         if key not in self._bound:
             program = self._bind_rank(found, shapes, False, line, whole=True)

@@ -214,3 +214,22 @@ def test_an_output_on_a_mesh_of_no_input(ranks4):
     for error in ranks4.run(on_rank_other_mesh):
         assert "cannot be a DTensor: found [-, -] of shape [8, 6] on DeviceMesh((2, 2), ('dp', 'tp'))" in error
         assert "needed one of [DeviceMesh(" in error
+
+
+def on_rank_recording() -> list[tuple[bool, bool]]:
+    """Whether outputs need a gradient, and whether they are right: of the argument itself, a view and a product."""
+    value = numbers(8, 4)
+    x = torch.nn.Parameter(distributed(value, torch_mesh((2,), ("x",)), "0"))
+    with mf.FusionDefinition() as fd:
+        t = fd.define_tensor([8, 4], dtype=DOUBLE)
+        for made in (t, fd.ops.permute(t, [1, 0]), fd.ops.mul(t, 2.0)):
+            fd.add_output(made)
+        fd.mesh_split(t, mf.DeviceMesh((2,), ("x",)), ["x", None])
+    found = [*fd.execute([x]), *fd(value.clone().requires_grad_())]
+    wanted = [value, value.T, value * 2] * 2
+    return [(one.requires_grad, torch.equal(getattr(one, "full_tensor", lambda one=one: one)(), w))
+            for one, w in zip(found, wanted, strict=True)]  # fmt: skip
+
+
+def test_no_graph_of_autograd_goes_through_a_program(ranks2):
+    assert ranks2.run(on_rank_recording) == [[(False, True)] * 6] * 2

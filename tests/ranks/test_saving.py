@@ -167,3 +167,24 @@ def test_jobs_killed_in_the_middle_of_saves_resume_from_whole_checkpoints(job, t
             assert int(rest[0]) in (known, known + 1)
     assert mf.load(tmp_path / "kept")["step"] == known
     assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+DTYPES = (torch.bfloat16, torch.bool, torch.complex128, torch.int8)
+
+
+def on_rank_elsewhere(path: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Tensors of no elements and of no dims that rank 1 alone holds: their dtypes are told by no element."""
+    mesh = mf.DeviceMesh((1,), ("x",), ranks=[1])
+    made = [torch.empty(shape, dtype=dtype) for dtype in DTYPES for shape in ((2, 0), (0,), ())]
+    state = {
+        str(n): (t if mf.World.current().rank else None, mf.Sharding.replicated(mesh, t.ndim))
+        for n, t in enumerate(made)
+    }
+    mf.save(path, state)
+    found = mf.load(path)
+    return [(found[str(n)].dtype, tuple(found[str(n)].shape)) for n in range(len(made))]
+
+
+def test_tensors_of_nothing_that_the_first_rank_has_no_part_of(ranks2, tmp_path):
+    wanted = [(dtype, shape) for dtype in DTYPES for shape in ((2, 0), (0,), ())]
+    assert ranks2.run(on_rank_elsewhere, str(tmp_path)) == [wanted] * 2

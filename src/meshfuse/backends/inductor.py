@@ -55,7 +55,7 @@ class Inductor:
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype)
-    return (type(value), value)
+    return repr(value)
 
 
 @contextlib.contextmanager
@@ -181,10 +181,11 @@ def _guarded(code: Prepared, task: Task) -> Prepared:
     if len(varying) == len(task.arguments) and not any(name in RANDOM_STATE for name in task.kernel.params):
         return _plain(code, eager, results)
     states = [place for place in varying if not isinstance(task.arguments[place], torch.Tensor)]
-    constants = [(place, value) for place, value in enumerate(task.arguments) if place not in varying]
+    # By their text: -0.0 is another constant than 0.0.
+    constants = [(place, repr(value)) for place, value in enumerate(task.arguments) if place not in varying]
 
     def run(*arguments: Any) -> Any:
-        if any(arguments[place] != value for place, value in constants):
+        if any(repr(arguments[place]) != text for place, text in constants):
             return eager(*arguments)
         given = list(arguments)
         for place in states:

@@ -41,7 +41,8 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
         folder = _folder(path)
         entries, values = team.each("reading what to save", lambda: _read_state(state))
         shapes = _compared(team, entries, values)
-        _save(team, folder, _shards(team, entries, shapes), values)
+        dtypes = _dtypes(team, entries)
+        _save(team, folder, _shards(team, entries, shapes), dtypes, values)
 
 
 def load(
@@ -183,7 +184,16 @@ def _shards(team: _Team, entries: Mapping[str, Entry], shapes: Mapping[str, tupl
     return {name: shard(entry, shapes[name]) for name, entry in entries.items()}
 
 
-def _save(team: _Team, path: Path, shards: Mapping[str, Shard], values: Mapping[str, Any]) -> None:
+def _dtypes(team: _Team, entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Every tensor's dtype, as the first rank that holds a shard has it, be it an empty one."""
+    own = {name: str(e.local.dtype).removeprefix("torch.") for name, e in entries.items() if e.local is not None}
+    everyone = team.all("comparing dtypes", lambda: own)
+    return {name: dtype for held in reversed(everyone) for name, dtype in held.items()}
+
+
+def _save(
+    team: _Team, path: Path, shards: Mapping[str, Shard], dtypes: Mapping[str, str], values: Mapping[str, Any]
+) -> None:
     rank = team.world.rank
 
     def begin() -> str:
@@ -193,22 +203,15 @@ def _save(team: _Team, path: Path, shards: Mapping[str, Shard], values: Mapping[
         return files.new_name(path)
 
     data = team.all("making the folder", begin)[0]
-    dtypes = team.all("comparing dtypes", lambda: {name: _dtype(s) for name, s in shards.items() if s.parts})
-    known = {name: dtype for own in reversed(dtypes) for name, dtype in own.items()}
-    known = {name: _dtype(s) for name, s in shards.items()} | known
     try:
         stored = write(path / data, {n: s for n, s in shards.items() if s.numel}, rank, team.all)
-        tensors = {name: (known[name], tuple(s.shape)) for name, s in shards.items()}
+        tensors = {name: (dtypes[name], tuple(s.shape)) for name, s in shards.items()}
         index = files.Index(data, tensors, dict(values), stored)
         team.each("completing", lambda: files.commit(path, index) if rank == 0 else None)
     except BaseException:
         if rank == 0:
             files.abandon(path, data)
         raise
-
-
-def _dtype(shard: Shard) -> str:
-    return str(shard.local.dtype).removeprefix("torch.")
 
 
 def _targets(index: files.Index, names: Mapping[str, Any], rank: int) -> dict[str, Entry]:

@@ -33,8 +33,9 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_parts(inputs: Sequence[Any]) -> list[Any]:
-    """The rank's own tensors of the inputs."""
-    return [_settled(value.to_local()) if is_dtensor(value) else value for value in inputs]
+    """The rank's own tensors of the inputs, of which autograd records nothing."""
+    with torch.no_grad():
+        return [_settled(value.to_local()) if is_dtensor(value) else value for value in inputs]
 
 
 def _settled(local: torch.Tensor) -> torch.Tensor:
@@ -156,7 +157,8 @@ def _grid(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def wrap_outputs(outputs: Sequence[Any], homes: Sequence[OutputHome]) -> list[Any]:
     """The outputs as DTensors; None where the rank is not part of an output's mesh."""
     pairs = zip(outputs, homes, strict=True)
-    return [None if local is None else _wrapped(local, home) for local, home in pairs]
+    with torch.no_grad():
+        return [None if local is None else _wrapped(local, home) for local, home in pairs]
 
 
 def _wrapped(local: torch.Tensor, home: OutputHome) -> Any:

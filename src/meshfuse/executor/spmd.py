@@ -230,7 +230,7 @@ class RankProgram:
         for tensor, sharding, local in zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True):
             kind = graph.tensors[tensor].type
             dtype = getattr(torch, kind.dtype.value)
-            with self.world.turns:
+            with self.world.turns, torch.no_grad():
                 out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
         return out
 

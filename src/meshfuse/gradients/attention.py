@@ -58,15 +58,15 @@ class _WrittenOut:
         return self.o.cast(x, DataType.Float) if x.dtype.is_reduced_float else x
 
     def _default_scale(self) -> Any:
-        n = sizes(self.q)[-1]
-        return 1.0 / math.sqrt(n) if isinstance(n, int) else self.o.rsqrt(n)
+        """1 / sqrt(e); with none to sum over the scores are 0 whatever the scale is."""
+        return self.o.rsqrt(self.o.maximum(sizes(self.q)[-1], 1))
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """[.., h, s, n] as [.., h_k, (h / h_k) s, n]."""
-        heads = sizes(self.k)[-3]
+        """[.., h, s, n] as [.., h_k, (h / h_k) s, n]; the rows are counted, as any number of them makes up none."""
         if _as_many_heads(x, self.k):
             return x
-        return self.o.reshape(x, [*sizes(x)[:-3], heads, -1, sizes(x)[-1]])
+        (*batch, heads, rows, n), shared = sizes(x), sizes(self.k)[-3]
+        return self.o.reshape(x, [*batch, shared, self.o.div(self.o.mul(heads, rows), self.o.maximum(shared, 1)), n])
 
     def _rows(self, x: Tensor) -> Tensor:
         """What is of every row, for every column of it."""

@@ -125,7 +125,14 @@ class _Sweep:
                 "the output's shape", "Pass a tensor of the shape of the output.", self.line,
             )  # fmt: skip
         if output.id in self.active:
+            grad = grad if given is None else self._sized(grad, output)
             self._add(output, grad, {grad.id})
+
+    def _sized(self, grad: TensorView, like: TensorView) -> TensorView:
+        """The gradient, held against the shape of its primal where only a call tells them."""
+        if grad.id == like.id or -1 not in (*grad.type.shape, *like.type.shape):
+            return grad
+        return self.ops.sized(grad, sizes(like))
 
     def run(self) -> None:
         """Every op that something depends on and that depends on something, last first."""

@@ -131,6 +131,7 @@ SHAPES: dict[str, Vjp] = {
     "stride_order": each(arg=lambda b: b.grad),
 }
 SUM_TO: Vjp = each(arg=lambda b: b.ops.expand(b.grad, sizes(b["arg"])))
+SIZED: Vjp = each(arg=lambda b: b.grad)
 RESHAPE: Vjp = each(arg=_reshape)
 SLICE: Vjp = each(arg=_slice)
 REORDER: Vjp = each(arg=_reorder)

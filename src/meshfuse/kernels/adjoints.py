@@ -54,7 +54,7 @@ def backward_of(function: Callable[..., Any], count: int, operand: int) -> Calla
         with torch.enable_grad():
             rest[operand] = leaf = rest[operand].detach().requires_grad_()
             made = function(*rest)
-            pairs = zip(made if isinstance(made, tuple) else (made,), grads, strict=True)
+            pairs = zip(made if isinstance(made, (tuple, list)) else (made,), grads, strict=True)
             used = [(result, grad) for result, grad in pairs if result.requires_grad]
             results, given = [r for r, _ in used], [g for _, g in used]
             found = torch.autograd.grad(results, [leaf], given, allow_unused=True) if used else [None]

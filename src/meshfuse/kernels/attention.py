@@ -31,7 +31,7 @@ class Options(NamedTuple):
 
 def _options(q: torch.Tensor, dropout_p: Any, is_causal: Any, scale: Any) -> Options:
     if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
+        scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
     return Options(float(dropout_p or 0.0), bool(is_causal), float(scale))
 
 
@@ -241,11 +241,11 @@ def _stacked(parts: list[torch.Tensor], shape: Sequence[int], like: torch.Tensor
 
 
 def _state(stream: tuple[int, ...], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The random state as tensors: [seed, salt] and offset."""
+    """The random state as tensors: [seed, salt] and offset. Of the seed 64 bits count, as for all random numbers."""
     seed, offset, salt = stream
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor):  # In compiled code, int64.
         return torch.stack([seed, torch.full_like(seed, salt)]).view(torch.uint64), offset.view(torch.uint64)
-    both = torch.tensor([seed, salt], dtype=torch.uint64, device=device)
+    both = torch.tensor([seed % 2**64, salt], dtype=torch.uint64, device=device)
     return both, torch.tensor(offset, dtype=torch.uint64, device=device)
 
 

@@ -49,7 +49,7 @@ def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                     f"{name}: its function returned a tensor of another device", str(result.device),
                     f"{tensors[0].device}, as its arguments are on", "Let it make tensors there.", cls=KernelError,
                 )  # fmt: skip
-        return type(made)(map(settled, made)) if type(made) in (tuple, list) else settled(made)
+        return tuple(map(settled, made)) if isinstance(made, (tuple, list)) else settled(made)
 
     return call
 

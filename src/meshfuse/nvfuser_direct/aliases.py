@@ -15,13 +15,18 @@ from ..ops.base import TensorRef
 Aliases = Mapping[int, int]  # The place of an output -> the number of the input tensor that it is written into.
 
 
-def check_alias(fd: DefinitionBuilder, tensor: TensorView, alias: Any, line: SourceLine) -> None:
-    """Raises DefinitionError unless `alias` is an input of the tensor's dtype and number of dims."""
+def check_alias(fd: DefinitionBuilder, aliases: Aliases, tensor: TensorView, alias: Any, line: SourceLine) -> None:
+    """Raises DefinitionError unless `alias` is an input of the tensor's dtype and number of dims, not written yet."""
     fits = isinstance(alias, TensorView) and alias.fd is fd and alias.id in fd.input_tensors()
     if not fits or (alias.dtype, alias.ndim) != (tensor.dtype, tensor.ndim):
         raise user_error(
             f"add_output of {tensor.label}: alias_input", repr(alias), f"an input tensor like {tensor.type}",
             "Pass what define_tensor returned.", line,
+        )  # fmt: skip
+    if alias.id in aliases.values():
+        raise user_error(
+            f"add_output of {tensor.label}: alias_input", f"{alias.label}, which another output is written into",
+            "an output of its own for each argument", "Write the one that is to stay.", line,
         )  # fmt: skip
 
 
@@ -36,21 +41,24 @@ def write_aliases(
     places = {ref.id: i for i, ref in enumerate(fd.inputs) if isinstance(ref, TensorRef)}
     written = {tensor: arguments[places[tensor]] for tensor in aliases.values()}
     kept = [_apart(out, written.values()) for out in outputs]
-    for place, tensor in aliases.items():
-        _write(fd, tensor, kept[place], written[tensor], line)
+    for write in (_check_shape, _write):  # all are checked before any is written
+        for place, tensor in aliases.items():
+            if kept[place] is not None:  # of which the rank has a part
+                write(fd, tensor, kept[place], written[tensor], line)
     same = written | {fd.outputs[place]: written[tensor] for place, tensor in aliases.items()}
     pairs = enumerate(zip(fd.outputs, kept, strict=True))
     return [same.get(tensor, out) for place, (tensor, out) in pairs if place not in aliases]
 
 
-def _write(fd: DefinitionBuilder, tensor: int, out: Any, argument: Any, line: SourceLine) -> None:
-    if out is None:
-        return  # The rank has no part of it.
+def _check_shape(fd: DefinitionBuilder, tensor: int, out: Any, argument: Any, line: SourceLine) -> None:
     if out.shape != argument.shape:
         raise user_error(
             f"the output written into argument {fd.tensors[tensor].label}", f"shape {list(out.shape)}",
             f"{list(argument.shape)}, the argument's", "Annotate both alike.", line, ArgumentError,
         )  # fmt: skip
+
+
+def _write(fd: DefinitionBuilder, tensor: int, out: Any, argument: Any, line: SourceLine) -> None:
     try:
         with torch.no_grad():
             _local(argument).copy_(_local(out))

@@ -139,11 +139,13 @@ class FusionDefinition(core.FusionDefinition):
         """Return a tensor; with `alias_input` write it into that argument instead, each rank its own shard.
 
         It is then laid out as the argument is, and left out of the results. Raises DefinitionError for an alias
-        that is no input of the tensor's dtype and number of dims.
+        that is no input of the tensor's dtype and number of dims, or that another output is written into.
         """
+        if alias_input is not None:
+            tensor = self._own(output, "add_output", caller_line())
+            check_alias(self, self.aliases, tensor, alias_input, caller_line())
         super().add_output(output)
         if alias_input is not None:
-            check_alias(self, output, alias_input, caller_line())
             self.aliases[len(self.outputs) - 1] = alias_input.id
 
     def call_at(self, line: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Ops that gradients need beside those of nvFuser: contract, take_along_axis_bwd, embedding_bwd, sum_to.
+"""Ops that gradients need beside those of nvFuser: contract, take_along_axis_bwd, embedding_bwd, sum_to, sized.
 
 They are written so that a gradient is sharded like its primal without communication, or is an unreduced sum:
 batch dims are reductions, the dim that was looked up in is free and each rank adds up its own part.
@@ -16,6 +16,7 @@ from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule
 from .native import Native
 from .pointwise import torch_dtype
 from .reductions import kept_factors
+from .shape import same_rule
 from .shapes import (
     aligned_dims,
     broadcast_shapes,
@@ -151,6 +152,14 @@ def _sum_to_samples() -> list[Sample]:
     return [Sample((_t(4, 6), [1, 6])), Sample((_t(4, 6, 5), [1, 6, 1])), Sample((_t(4, 6), [4, 6]))]
 
 
+def _sized_infer(call: Call) -> tuple[TensorType, ...]:
+    (arg,), shape = call.types, tuple(map(known_size, call["shape"]))
+    if len(shape) != arg.ndim or any(-1 not in (m, n) and m != n for n, m in zip(arg.shape, shape, strict=True)):
+        raise user_error("sized: the sizes of a gradient (grad_outputs)", str(arg), f"{list(shape)}, as its output has",
+                         "Pass a tensor of the shape of the output.")  # fmt: skip
+    return (TensorType(tuple(max(n, m) for n, m in zip(arg.shape, shape, strict=True)), arg.dtype),)
+
+
 def _t(*shape: int, dtype: DataType = DataType.Float) -> TensorType:
     return TensorType(shape, dtype)
 
@@ -200,4 +209,9 @@ OPS = (
     OpDef("sum_to", (Param("arg", K.TENSOR), Param("shape", K.SHAPE)), _sum_to_infer, _sum_to_rule, _sum_to_emit,
           Partial.FIRST, samples=_sum_to_samples, nvfuser=_sum_to_nvfuser, vjp=shapes.SUM_TO, vanishes=True,
           about="sums over the dims that are of size 1 in `shape`: the gradient of what was repeated along them"),
+    OpDef("sized", (Param("arg", K.TENSOR), Param("shape", K.SHAPE)), _sized_infer, same_rule,
+          lambda e: e.operands[0], Partial.MOVE, samples=lambda: [Sample((_t(4, 6), [4, 6]))],
+          nvfuser=lambda n: n.ops.set(n.operands[0]), vjp=shapes.SIZED, pieced=True,
+          is_view=True, vanishes=True,
+          about="the operand, whose sizes must be `shape`: a gradient that is given for a tensor of open sizes"),
 )  # fmt: skip

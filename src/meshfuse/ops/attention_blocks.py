@@ -46,10 +46,16 @@ def _block_infer(call: Call) -> tuple[TensorType, ...]:
     return (TensorType((*rows, v.shape[-1]), dtype), TensorType(rows, dtype), *state)
 
 
+def _block(call: Call) -> int:
+    """The columns of a block: none where there are none."""
+    columns = checked(call)[1].shape[-2]
+    return min(columns, block_size(columns, call["blocks"]))
+
+
 def _block_rule(call: Call) -> Rule:
     """As sdpfa_fwd, with the columns' blocks a dim of the results."""
     blocks, passes = call["blocks"], FactorKind.PASS
-    block = block_size(checked(call)[1].shape[-2], blocks)
+    block = _block(call)
     dims = Dims(call, passes, passes, [(blocks, passes), (block, FactorKind.BLOCK)])
     outer = dims.columns[:-1]
     operands = [dims.q, dims.k, dims.v, *dims.added(call)]
@@ -59,8 +65,7 @@ def _block_rule(call: Call) -> Rule:
 def _block_emit(e: Emit) -> str:
     operands = [str(e.operand(name)) for name in ("query", "key", "value", "bias", "mask")]
     numbers, *rows = e.result_runs(1)
-    block = block_size(checked(e.call)[1].shape[-2], e.call["blocks"])
-    where = [scores_text(e, rows, 1), stream_text(e), str(block), str(numbers)]
+    where = [scores_text(e, rows, 1), stream_text(e), str(_block(e.call)), str(numbers)]
     return f"K.block_attention({', '.join([*operands, *options_text(e), scale_text(e), *where])})"
 
 

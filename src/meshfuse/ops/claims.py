@@ -21,6 +21,19 @@ def check_halos(notation: Notation, marks: set[tuple[str, ...]]) -> None:
                              "Reduce over it in an op of its own.")  # fmt: skip
 
 
+def check_results(notation: Notation, blocked: Any) -> None:
+    """Raises DefinitionError for a factor that some results have and others would be summed over on a rank alone."""
+    whole = set(blocked.split()) if isinstance(blocked, str) else set()
+    made = [{f for dim in dims for f in dim.factors} for dims in notation.results]
+    cut = {f for dims in notation.operands for dim in dims for f in dim.factors} - whole
+    for place, factors in enumerate(made):
+        for f in sorted(cut & set().union(*made) - factors):
+            raise user_error(
+                f"rule {notation.text!r}: {f}", f"result {place} without it, others with it", "it in every result",
+                f"Make result {place} in an op of its own, or mark {f} as blocked.",
+            )  # fmt: skip
+
+
 def check_claims(notation: Notation, blocked: Any, reduce: Any, partial: Any, samples: Any) -> None:
     """Raises DefinitionError for claims that no rule has."""
     known = {f for dims in (*notation.operands, *notation.results) for dim in dims for f in dim.factors}

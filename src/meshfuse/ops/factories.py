@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..dtypes import DataType
+from ..dtypes import DataType, scalar_dtype
 from ..errors import user_error
 from ..gradients.context import nothing
 from ..gradients.shapes import TRIU
 from . import native_forms
-from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
+from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, ScalarRef, TensorType
 from .native import local_shape
 from .pointwise import torch_dtype
 from .shape import same_rule
@@ -21,6 +21,7 @@ from .shapes import check_ndim, check_number, known_size
 K = ParamKind
 # What generated programs have in scope: the run's random state, and the device of tensors made from nothing.
 SEED, OFFSET, DEVICE = "seed", "offset", "device"
+_STATE = ("rng_seed", "rng_offset")
 
 
 def made_rule(call: Call) -> Rule:
@@ -63,14 +64,26 @@ def _check_real(call: Call, dtype: DataType) -> DataType:
 
 def _random_infer(call: Call) -> tuple[TensorType, ...]:
     _check_real(call, call["dtype"])
+    _check_state(call)
     return _shape_infer(call)
+
+
+def _check_state(call: Call) -> None:
+    """A seed and offset of the user's own: both, and integers."""
+    given = {name: call[name] for name in _STATE if call[name] is not None}
+    if len(given) == 1:
+        raise user_error(f"{call.op.name}: rng_seed and rng_offset", f"{next(iter(given))} alone", "both or neither",
+                         "Without them the definition's seed counts.")  # fmt: skip
+    for name, value in given.items():
+        dtype = value.dtype if isinstance(value, ScalarRef) else scalar_dtype(value)
+        if dtype is not None and dtype.category > 1:
+            found = dtype.name if isinstance(value, ScalarRef) else repr(value)
+            raise user_error(f"{call.op.name}: {name}", found, "an integer", "Its bits are what numbers are drawn by.")
 
 
 def stream_text(e: Emit) -> str:
     """(seed, offset, salt) of an op that draws random numbers; a seed and offset of the user's own need no salt."""
-    given = (
-        [e.call[name] is not None for name in ("rng_seed", "rng_offset")] if "rng_seed" in e.call.op.places else [False]
-    )
+    given = [e.call[name] is not None for name in _STATE] if "rng_seed" in e.call.op.places else [False]
     if not all(given):
         return f"({SEED}, {OFFSET}, {e.salt()})"
     return f"({e.scalar('rng_seed')}, {e.scalar('rng_offset')}, 0)"

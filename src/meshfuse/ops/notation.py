@@ -7,6 +7,7 @@ which the op sees neighbours (a halo).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,22 +70,29 @@ class Notation:
             self._fit(factors, n, found)
         missing = [f for dims in self.results for dim in dims for f in dim.factors if f not in found]
         if missing:
-            raise user_error(f"rule {self.text!r}: the size of {missing[0]!r}", "no operand that has it as a dim", "",
-                             "Pass sizes=lambda call: {letter: size}.")  # fmt: skip
+            raise self._untold(missing[0])
         return found
 
     def _fit(self, factors: tuple[str, ...], n: int, found: dict[str, int]) -> None:
         """Learn the sizes of a dim's factors from the dim's."""
-        known = 1
-        for f in factors:
-            known *= abs(found.get(f, 1))
+        untold = [f for f in factors if f not in found]
+        if len(untold) > 1:
+            raise self._untold(untold[-1])
         unknown = [f for f in factors if found.get(f, UNKNOWN) == UNKNOWN]
-        if len(unknown) == 1:
-            found[unknown[0]] = UNKNOWN if n == UNKNOWN else n // known
-            known *= max(1, found[unknown[0]])
-        if n != UNKNOWN and not (unknown and found[unknown[0]] == UNKNOWN) and known != n:
+        known = math.prod(found[f] for f in factors if f not in unknown)
+        if n == UNKNOWN or len(unknown) > 1:
+            found.update((f, UNKNOWN) for f in untold)
+            return
+        if unknown:
+            found[unknown[0]] = n // known if known else 0
+            known *= found[unknown[0]]
+        if known != n:
             raise user_error(f"rule {self.text!r}: sizes of {' '.join(factors) or '1'!r} differ",
                              f"{n} and {known}", "equal sizes", "Check the operands' shapes.")  # fmt: skip
+
+    def _untold(self, factor: str) -> Exception:
+        return user_error(f"rule {self.text!r}: the size of {factor!r}", "no operand that has it as a dim", "",
+                          "Pass sizes=lambda call: {letter: size}.")  # fmt: skip
 
     def shapes(self, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         """The results' shapes."""

@@ -105,6 +105,9 @@ def _expand_infer(call: Call) -> tuple[TensorType, ...]:
         raise user_error("expand: fewer sizes than dims", f"{list(shape)} for {arg}", f"at least {arg.ndim}", "")
     kept = (1,) * offset + arg.shape
     sizes = tuple(old if n == -1 else known_size(n) for old, n in zip(kept, shape, strict=True))
+    for old, n in zip(kept, sizes, strict=True):
+        if n == 1:
+            check_same_size("expand", "an operand's size and its result's", old, n)
     return (TensorType(broadcast_shapes("expand", [kept, sizes]), arg.dtype),)
 
 

@@ -55,14 +55,11 @@ def slice_bounds(call: Call) -> list[tuple[int, int, int]]:
 
 
 def _bounds(n: int, start: Any, stop: Any, step: Any) -> tuple[int, int, int]:
-    start, stop, step = (
-        known_size(start),
-        stop if isinstance(stop, ScalarRef) else int(stop),
-        known_size(step),
-    )
+    is_open = n == UNKNOWN or any(isinstance(part, ScalarRef) for part in (start, stop, step))
+    start, stop, step = map(known_size, (start, stop, step))
     if step < 1 and step != UNKNOWN:
         raise user_error("slice: stride", str(step), "a stride >= 1", "Slice forwards.")
-    if n == UNKNOWN or isinstance(stop, ScalarRef):
+    if is_open:
         return (start, UNKNOWN, step)
     low = min(max(start + n if start < 0 else start, 0), n)
     high = min(max(stop + n if stop < 0 else stop, low), n)
@@ -209,12 +206,13 @@ def pad_widths(call: Call) -> dict[int, tuple[int, int]]:
 
 
 def _pad_infer(call: Call) -> tuple[TensorType, ...]:
-    widths = pad_widths(call)
-    check_number("pad", call["value"], call.types[0].dtype)
-    sizes = [n if n == UNKNOWN else n + sum(widths.get(d, ())) for d, n in enumerate(call.types[0].shape)]
-    if any(n < 0 and old != UNKNOWN for n, old in zip(sizes, call.types[0].shape, strict=True)):
+    widths, (arg,) = pad_widths(call), call.types
+    check_number("pad", call["value"], arg.dtype)
+    told = {arg.ndim - 1 - i // 2 for i, width in enumerate(call["pad_widths"]) if isinstance(width, ScalarRef)}
+    sizes = [UNKNOWN if n == UNKNOWN or d in told else n + sum(widths.get(d, ())) for d, n in enumerate(arg.shape)]
+    if any(n < 0 and old != UNKNOWN and d not in told for d, (n, old) in enumerate(zip(sizes, arg.shape, strict=True))):
         raise user_error("pad: more is cut off than there is", str(list(call["pad_widths"])), "sizes >= 0", "")
-    return (TensorType(tuple(sizes), call.types[0].dtype),)
+    return (TensorType(tuple(sizes), arg.dtype),)
 
 
 def _pad_rule(call: Call) -> Rule:
