@@ -182,10 +182,10 @@ def _guarded(code: Prepared, task: Task) -> Prepared:
         return _plain(code, eager, results)
     states = [place for place in varying if not isinstance(task.arguments[place], torch.Tensor)]
     # By their text: -0.0 is another constant than 0.0.
-    constants = [(place, repr(value)) for place, value in enumerate(task.arguments) if place not in varying]
+    constants = [(place, value, repr(value)) for place, value in enumerate(task.arguments) if place not in varying]
 
     def run(*arguments: Any) -> Any:
-        if any(repr(arguments[place]) != text for place, text in constants):
+        if any(arguments[i] is not value and repr(arguments[i]) != text for i, value, text in constants):
             return eager(*arguments)
         given = list(arguments)
         for place in states:
