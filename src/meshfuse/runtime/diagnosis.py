@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import textwrap
 import time
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ..errors import RankError, RankTimeout
+from ..errors import MeshfuseError, RankError, RankTimeout, user_error
+from . import processes
 from .bounds import within
 from .liveness import Failure, goodbye, look_for_failure, published, roll_call
 from .peers import Peers
@@ -37,6 +39,14 @@ def peer_failed(scene: Scene, what: str, failure: Failure) -> RankError:
     )
     error.peer = failure.rank
     return error
+
+
+def two_processes(rank: int, other: str) -> MeshfuseError:
+    """The error of a process whose rank another process is."""
+    return user_error(
+        f"two processes are rank {rank} of this job", f"process {os.getpid()}, after {processes.pid_of(other)}",
+        "one for each rank", "Give each its own RANK, and each job a MASTER_PORT of its own.", cls=RankError,
+    )  # fmt: skip
 
 
 def connection_lost(scene: Scene, what: str, peers: Iterable[int], cause: str, after: float) -> RankError:

@@ -23,15 +23,15 @@ class Peers:
         self._known: dict[int, str] = {}
         self._page = news.own()
 
-    def introduce(self, rank: int) -> None:
-        """Tell the others which process this rank is. RankError where another is."""
+    def introduce(self, rank: int) -> str:
+        """Tell the others which process this rank is. Another process that they were told of before it, or nothing."""
         mine = self._known[rank] = processes.identity_of(os.getpid())
         there = self._store.compare_set(f"joined/{rank}", "", mine or str(rank)).decode()
-        if there != (mine or str(rank)):
-            raise user_error(
-                f"two processes are rank {rank} of this job", f"process {os.getpid()}, after {processes.pid_of(there)}",
-                "one for each rank", "Give each its own RANK, and each job a MASTER_PORT of its own.", cls=RankError,
-            )  # fmt: skip
+        return there if there != (mine or str(rank)) else ""
+
+    def do_without(self, other: str, ranks: Iterable[int]) -> bool:
+        """Whether the job needs no more than the other process: that one started this one, or all ranks are there."""
+        return processes.descends_from(other) or self._store.check([f"joined/{rank}" for rank in ranks])
 
     def agree(self, rank: int, size: int) -> None:
         """Tell the others of how many ranks this one is one. RankError where they were told otherwise."""

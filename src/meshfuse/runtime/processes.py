@@ -39,6 +39,16 @@ def pid_of(identity: str) -> str:
     return identity.split(" ")[1] if identity else "?"
 
 
+def descends_from(identity: str) -> bool:
+    """Whether this process was started by that one, or by one that it started, and so on."""
+    pid = os.getppid()
+    while pid > 1:
+        if identity_of(pid) == identity:
+            return True
+        pid = _parent(pid)
+    return False
+
+
 def machine() -> str:
     """This machine since its last start; its name where the kernel does not say."""
     return _boot() or socket.gethostname()
@@ -64,12 +74,22 @@ def _boot() -> str:
 
 def _start_and_state(pid: int) -> tuple[str, str]:
     """When a process was started, in ticks, and the letter of its state; empty texts where there is none."""
+    fields = _status(pid)
+    return (fields[19], fields[0]) if fields else ("", "X")
+
+
+def _parent(pid: int) -> int:
+    fields = _status(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _status(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; nothing where there is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+            return file.read().rpartition(")")[2].split()
     except OSError:
-        return "", "X"
-    return fields[19], fields[0]
+        return []
 
 
 def die_with_parent(number: signal.Signals) -> None:

@@ -29,6 +29,7 @@ from .diagnosis import (
     peers_gone,
     seconds_since,
     timed_out,
+    two_processes,
 )
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
 from .exits import end_at_once, install_hook
@@ -145,11 +146,13 @@ class World:
         if self.place.source == TORCHRUN:
             die_with_parent(signal.SIGTERM)  # torchrun's agent, when killed, leaves its ranks running.
         install_hook(self)
-        store = connect(self.place, self.limit)
-        self._peers = Peers(store)
-        self._peers.introduce(self.rank)
-        # Only now: where another process is this rank, its peers are not to hear how this one ends.
-        self._store = store
+        self._store = connect(self.place, self.limit)
+        self._peers = Peers(self._store)
+        other = self._peers.introduce(self.rank)
+        if other:
+            if self._peers.do_without(other, self.all_ranks):
+                self._store = None  # How this process ends is nothing to them.
+            raise two_processes(self.rank, other)
         self._peers.agree(self.rank, self.size)
         self._responder = Responder(self._store, self.rank, self._doing)
         install_last_words(self.last_words)
