@@ -141,7 +141,7 @@ fd.execute(shards)
 
 
 def test_processes_that_ranks_start_are_none(job):
-    """Nor do their failures end the job."""
+    """Nor do their failures end the job, be they orphans of which nothing tells that a rank started them."""
     script = """
 import os, subprocess, sys, time
 import meshfuse as mf
@@ -150,12 +150,19 @@ if "child" not in sys.argv:
     found = subprocess.run([sys.executable, __file__, "child"], capture_output=True, text=True, timeout=60)
     assert found.returncode
     print(world.rank, found.stderr.strip().splitlines()[-1], flush=True)
+    world.barrier()
+    if world.rank == 1:
+        subprocess.run(f"({sys.executable} {__file__} child; echo $? > code) 2> said &", shell=True, check=True)
+        while not os.path.exists("code"):
+            time.sleep(0.1)
+        print("orphan", open("said").read().strip().splitlines()[-1], flush=True)
     time.sleep(world.rank)  # for rank 0 to look after its peers while it waits
     world.barrier()
 """
     done = job(script, "-m", "meshfuse", "run", "--ranks", "2", "--all-output", MESHFUSE_TIMEOUT="20")
     assert done.returncode == 0, done.stderr
-    assert "RankError: two processes are rank 1 of this job: found process" in done.stdout
+    said = "RankError: two processes are rank 1 of this job: found process"
+    assert f"1 meshfuse.errors.{said}" in done.stdout and f"orphan meshfuse.errors.{said}" in done.stdout, done.stdout
     assert re.search(
         r"RankError: a second process is rank 0 of this job: found no socket \d+ of the launcher's \(.*\), needed one "
         r"process for each rank\. Start processes of your own without RANK and WORLD_SIZE\.", done.stdout,
