@@ -126,7 +126,8 @@ class Ways:
     def __init__(self, role: Role, available: tuple[Available, ...], known: tuple[Available, ...], thorough: bool):
         self.role, self.available = role, available
         self.found = options(role.setting(known, thorough), role.operands(available), role.kind.operands)
-        self._owed_before = sum(self._owed(available, [touched.owed for touched in role.kind.tensors]))
+        self._owes = [touched.owes for touched in role.kind.tensors]
+        self._owed_before = self._owed(available, [touched.owed for touched in role.kind.tensors])
         self._best: dict[int, tuple[Growth, ...]] = {}
 
     def best(self, width: int) -> tuple[Growth, ...]:
@@ -148,16 +149,16 @@ class Ways:
 
     def _growth(self, option: Option, other: Option | None) -> Growth:
         kind, after = self.role.kind, self._after(option)
-        added = sum(self._owed(after, [touched.owes for touched in kind.tensors])) - self._owed_before
+        added = self._owed(after, self._owes) - self._owed_before
         codes = tuple([table.number(found) for table, found in zip(kind.tables, after, strict=True)])
         return Growth(option, other, option.seconds + added, after, codes)
 
-    def _owed(self, available: Sequence[Available], shares: Sequence[float]) -> list[float]:
-        """The seconds that reductions will take at least, for each tensor that exists unreduced only."""
+    def _owed(self, available: Sequence[Available], shares: Sequence[float]) -> float:
+        """The seconds that reductions will take at least, of all tensors that exist unreduced only."""
         rows = zip(self.role.kind.tensors, self.role.wanted, available, shares, strict=False)
-        return [(share if found[0].reduce == "sum" else 1.0) * _reduction(touched.type, asked, found[0])
-                for touched, asked, found, share in rows
-                if found and found[0].partial and all(s.partial for s in found)]  # fmt: skip
+        return sum([(share if found[0].reduce == "sum" else 1.0) * _reduction(touched.type, asked, found[0])
+                    for touched, asked, found, share in rows
+                    if found and found[0].partial and all(s.partial for s in found)])  # fmt: skip
 
     def _after(self, option: Option) -> tuple[Available, ...]:
         kind, held = self.role.kind, list(self.available)

@@ -14,7 +14,6 @@ from ..ops.base import TensorType
 from .choose import Available, reshards
 
 
-@functools.lru_cache(maxsize=1 << 15)
 def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
     """Seconds to reshard what exists so that everything wanted does."""
     return sum(map(reshards(held, kind).__getitem__, wanted))

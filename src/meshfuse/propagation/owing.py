@@ -30,8 +30,6 @@ class Owing:
 
     def shares(self, tensors: Iterable[int]) -> tuple[float, ...]:
         """The part of its reduction that those who read it need, for each tensor."""
-        if not self._shares:
-            return tuple([1.0 for _ in tensors])
         return tuple([self._shares.get(i, 1.0) for i in tensors])
 
     def meet(self, node: Node) -> None:
