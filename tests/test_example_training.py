@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt"
 sys.path.insert(0, str(EXAMPLE))
 
 import data  # noqa: E402
+import fused  # noqa: E402
 import model  # noqa: E402
+import run  # noqa: E402
 import train  # noqa: E402
 import train_mesh  # noqa: E402
 
@@ -26,12 +29,12 @@ def _text() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def one_rank() -> list[float]:
-    return train_mesh.run(_text(), STEPS, train_mesh.parse_mesh("tp=1"), TINY)
+    return train_mesh.run(_text(), STEPS, fused.parse_mesh("tp=1"), TINY)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "tp=2,sp=2", "dp=3"])
 def test_the_loss_curve_is_that_of_one_rank(mesh: str, one_rank: list[float]) -> None:
-    found = train_mesh.run(_text(), STEPS, train_mesh.parse_mesh(mesh), TINY)
+    found = train_mesh.run(_text(), STEPS, fused.parse_mesh(mesh), TINY)
     assert one_rank[-1] < one_rank[0] - 0.5
     assert found == pytest.approx(one_rank, abs=1e-5, rel=0)
 
@@ -50,3 +53,25 @@ def test_the_loss_curve_is_that_of_plain_torch(one_rank: list[float]) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert one_rank == pytest.approx(losses, abs=1e-5, rel=0)
+
+
+@pytest.mark.parametrize("program", [run, train_mesh], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("mesh", ["dp=2,tp", "dp=2,dp=2", "pp=2", "dp=0", "dp=-1", "dp=two", "", "dp=2,", "dp==2"])
+def test_a_mesh_that_is_none_is_told_by_the_command_line(
+    program: ModuleType, mesh: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["example", "--mesh", mesh])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
+    assert f"--mesh: found {mesh!r}, needed axes of dp, tp and sp with their sizes. Write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--steps 0", "--batch -1", "--batch 1.5"])
+def test_numbers_that_read_nothing_are_told_by_the_command_line(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        run.main()
+    name, number = words.split()
+    assert f"argument {name}: found {number!r}, needed a whole number above 0" in capsys.readouterr().err

@@ -85,6 +85,28 @@ def test_a_method_of_torch_s_is_named_as_an_op() -> None:
     assert not hasattr(x, "sum") and not hasattr(x, "_hidden") and hasattr(x, "shape")
 
 
+TORCH_S = {
+    "torch.relu(x)": "Call fd.ops.relu(tensor, ...).",
+    "torch.nn.functional.relu(x)": "Call fd.ops.relu(tensor, ...).",
+    "torch.add(array, x)": "Call fd.ops.add(tensor, ...).",
+    "torch.cat([x, x])": "Call fd.ops.cat(tensor, ...).",
+    "torch.nn.functional.softmax(x, -1)": "Call fd.ops.softmax(tensor, ...).",
+    "torch.nn.Linear(16, 4)(x)": "Call fd.ops.linear(tensor, ...).",
+    "torch.einsum('ab->a', x)": "What is computed with it is in dir(fd.ops).",
+    "torch.exp(x.size(0))": "Call fd.ops.exp(tensor, ...).",
+}
+
+
+@pytest.mark.parametrize("call", TORCH_S)
+def test_a_function_of_torch_s_is_named_as_an_op_at_the_script_s_line(call: str) -> None:
+    x = mf.FusionDefinition().define_tensor([8, 16])
+    with pytest.raises(
+        mf.DefinitionError, match="^torch's .* takes tensors of numbers: found a (TensorView|Val) of a "
+    ) as caught:
+        eval(call, {"x": x, "array": torch.ones(8, 16), "torch": torch})
+    assert f"definition, needed an op of the definition. {TORCH_S[call]} (at <string>:1)" in str(caught.value)
+
+
 def test_what_is_no_operator_says_what_to_use() -> None:
     assert "fd.ops.slice for a range" in error(lambda fd, x: x[:, 1:3])
     assert error(lambda fd, x: x[0]).startswith("x (t0) cannot be indexed: found [0], needed an op.")

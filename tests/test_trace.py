@@ -58,6 +58,34 @@ def test_what_is_hidden_is_what_was_not_waited_for(tmp_path: Path) -> None:
     assert hidden_share([time]) == pytest.approx(0.75)
 
 
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]])
+def test_a_trace_replaces_traces_and_no_other_file(
+    ranks: list[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.launcher, "run", lambda *_: 1)
+    kept = {
+        "ranking.json",
+        "rank.json",
+        "frank2.json",
+        "rank1.json.bak",
+        "programs.rank.json",
+        "program1.rank2.json.gz",
+    }
+    for name in kept | {"program7.rank9.json", "rank31.json"}:
+        (tmp_path / name).write_text("{}")
+    cli.main(["trace", script, *ranks, "--out", str(tmp_path)])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert kept <= left and not left & {"program7.rank9.json", "rank31.json"}
+
+
+def test_real_ranks_that_execute_nothing_leave_no_trace_and_an_error(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.launcher, "run", lambda *_: 0)
+    assert cli.main(["trace", script, "--ranks", "2", "--out", str(tmp_path)]) == 1
+    assert "no trace: found no rank that executed a definition, needed one. Call fd" in capsys.readouterr().err
+
+
 def test_what_cannot_be_traced_is_named(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trace", str(tmp_path / "no.py"), "--ranks", "2"]) == 2
     assert "no such script" in capsys.readouterr().err

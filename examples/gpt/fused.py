@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from model import GPT, LAYER_NORM_EPS, Config, param_shapes
 
 import meshfuse as mf
+
+
+def parse_mesh(text: str) -> mf.DeviceMesh:
+    """``dp=2,tp=2``: sizes of the axes dp (batch), tp (weights) and sp (positions), each at most once.
+
+    Raises ArgumentTypeError, whose text argparse prints, for other texts.
+    """
+    axes = [entry.partition("=")[::2] for entry in text.split(",")]
+    names, sizes = [name.strip() for name, _ in axes], [size.strip() for _, size in axes]
+    if len({"dp", "tp", "sp"} & set(names)) < len(axes) or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ArgumentTypeError(f"found {text!r}, needed axes of dp, tp and sp with their sizes. Write dp=2,tp=2.")
+    return mf.DeviceMesh(tuple(map(int, sizes)), tuple(names))
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from data import eval_windows
-from fused import FusedGPT, annotate, define
+from fused import FusedGPT, annotate, define, parse_mesh
 from model import GPT, Params, load_params, loss, pick_byte
 
 import meshfuse as mf
@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 
 def main() -> int:
     args = parse_arguments()
-    mesh = read_mesh(args.mesh)
+    mesh: mf.DeviceMesh = args.mesh
     world = mf.World.current()
     launched = world.size > 1
     torch.set_num_threads(1)  # ranks share the cores, and simulated ones take turns: more threads only wait
@@ -56,20 +56,24 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--mesh", default="tp=1", help="axes and sizes, as in dp=2,tp=4; dp: batch, tp: weights, sp: positions"
+        "--mesh",
+        type=parse_mesh,
+        default="tp=1",
+        help="axes and sizes, as in dp=2,tp=4; dp: batch, tp: weights, sp: positions",
     )
-    parser.add_argument("--batch", type=int, default=8, help="windows of 128 bytes per step")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--batch", type=positive, default=8, help="windows of 128 bytes per step")
+    parser.add_argument("--steps", type=positive, default=6)
     parser.add_argument("--generate", type=int, default=48, help="bytes to write after the reading")
     parser.add_argument("--prompt", default="In the beginning ")
     parser.add_argument("--compile-only", action="store_true", help="plan and verify all ranks' programs, run nothing")
     return parser.parse_args()
 
 
-def read_mesh(text: str) -> mf.DeviceMesh:
-    """`dp=2,tp=4` as a mesh."""
-    axes = dict(part.split("=") for part in text.split(","))
-    return mf.DeviceMesh(tuple(map(int, axes.values())), tuple(axes))
+def positive(text: str) -> int:
+    """A number of windows or steps. Raises ArgumentTypeError for what is none."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, needed a whole number above 0")
+    return int(text)
 
 
 class Runner:

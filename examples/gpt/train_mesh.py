@@ -140,18 +140,10 @@ def train_step(
     state.losses.append(loss.item())
 
 
-def parse_mesh(text: str) -> mf.DeviceMesh:
-    """``dp=2,tp=2``: sizes of the axes dp (batch), tp (weights) and sp (positions)."""
-    axes = [entry.partition("=")[::2] for entry in text.split(",")]
-    if not all(name in ("dp", "tp", "sp") and size.isdigit() for name, size in axes):
-        raise SystemExit(f"--mesh: found {text!r}, needed axes of dp, tp and sp with their sizes. Write dp=2,tp=2.")
-    return mf.DeviceMesh(tuple(int(size) for _, size in axes), tuple(name for name, _ in axes))
-
-
 def main() -> None:
     """Train on the shipped held-out text, which needs no download, and print each step's loss."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mesh", type=parse_mesh, default=parse_mesh("tp=1"))
+    parser.add_argument("--mesh", type=fused.parse_mesh, default="tp=1")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--checkpoint", type=Path, help="a folder: go on from the checkpoint in it, and make new ones")
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")

@@ -13,7 +13,7 @@ SCRIPT = f"""
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(EXAMPLE)!r})
-import data, model, train_mesh
+import data, fused, model, train_mesh
 import torch
 import meshfuse as mf
 torch.set_num_threads(1)
@@ -27,7 +27,7 @@ def before_step(step):
         os.kill(os.getpid(), signal.SIGKILL)
     world.rank or print("step", step, "attempt", world.attempt, flush=True)
 
-mesh = train_mesh.parse_mesh(sys.argv[4])
+mesh = fused.parse_mesh(sys.argv[4])
 losses = train_mesh.run(text, 12, mesh, config, folder, 3, before_step)
 world.rank or print("losses", *map(repr, losses))
 """

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import caller_line, user_error
+from ..errors import caller_line, line_in_script, user_error
+from ..ops import COMPOSITES
+from ..ops.registry import find
 
 if TYPE_CHECKING:
     from .fusion import DefinitionBuilder
+
+
+def op_instead(name: str) -> str:
+    """What to call in place of a function or method of torch's."""
+    known = find(name) is not None or name in COMPOSITES
+    return f"Call fd.ops.{name}(tensor, ...)." if known else "What is computed with it is in dir(fd.ops)."
 
 
 class Arithmetic:
@@ -26,6 +36,17 @@ class Arithmetic:
         raise user_error(
             "a value of a definition has no truth value", repr(self), "an op of the definition",
             "Use fd.ops.where to choose by it, or 'is None' to ask whether there is one.", caller_line(),
+        )  # fmt: skip
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises DefinitionError: a function of torch takes numbers. Tensors leave their operators to ours."""
+        if "Tensor" in getattr(func, "__qualname__", ""):
+            return NotImplemented
+        name = getattr(func, "__name__", str(func))
+        raise user_error(
+            f"torch's {name} takes tensors of numbers", f"a {cls.__name__} of a definition", "an op of the definition",
+            op_instead(name), line_in_script(_beyond_torch(sys._getframe(1))),
         )  # fmt: skip
 
     def __add__(self, other: Any) -> Any:
@@ -123,3 +144,10 @@ class Arithmetic:
 
     def __abs__(self) -> Any:
         return self._op("abs", self)
+
+
+def _beyond_torch(frame: FrameType) -> FrameType:
+    """The innermost frame that is not torch's: its functions call others of its own."""
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    return frame

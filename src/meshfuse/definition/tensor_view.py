@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ..dtypes import DataType
 from ..errors import DefinitionError, caller_line, user_error
 from ..mesh import DeviceMesh, ParallelType
-from ..ops import COMPOSITES
 from ..ops.base import ScalarRef, TensorRef, TensorType
-from ..ops.registry import find
 from ..user_values import as_int
-from .arithmetic import Arithmetic
+from .arithmetic import Arithmetic, op_instead
 from .loop import AxisView, Leaf, LoopDomain
 from .text import Extents, TensorDomain, tensor_text
 
@@ -124,12 +122,9 @@ class TensorView(Arithmetic):
         """Raises NoAttributeError: what torch has as a method is a function of `fd.ops`."""
         if name.startswith("_"):
             raise AttributeError(name)
-        known = find(name) is not None or name in COMPOSITES
         raise user_error(
-            f"a tensor of a definition has no {name!r}", "", "",
-            f"Call fd.ops.{name}(tensor, ...)." if known else "What is computed with it is in dir(fd.ops).",
-            caller_line(), NoAttributeError,
-        )  # fmt: skip
+            f"a tensor of a definition has no {name!r}", "", "", op_instead(name), caller_line(), NoAttributeError
+        )
 
     def __matmul__(self, other: Any) -> Any:
         return self._op("matmul", self, other)

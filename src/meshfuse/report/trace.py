@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import os
+import re
 from collections.abc import Sequence
 
 from ..compiler import CompiledProgram
@@ -14,6 +14,8 @@ from .timeline import timeline
 
 # Of how many ranks a modelled run writes files.
 _WRITTEN = 16
+# The files that are written here: no other in the user's folder is removed or read.
+_OURS = re.compile(r"(program\d+\.)?rank\d+\.json")
 
 
 def empty_folder(path: str) -> str:
@@ -21,8 +23,8 @@ def empty_folder(path: str) -> str:
     folder = os.path.abspath(path)
     try:
         os.makedirs(folder, exist_ok=True)
-        for old in glob.glob(os.path.join(folder, "*rank*.json")):
-            os.remove(old)
+        for name in filter(_OURS.fullmatch, os.listdir(folder)):
+            os.remove(os.path.join(folder, name))
     except OSError as error:
         raise user_error(f"cannot write traces to {path}", error.strerror or str(error), "a folder", "") from None
     return folder
@@ -46,11 +48,11 @@ def _one(compiled: CompiledProgram, folder: str, number: int) -> str:
 
 
 def measured(folder: str) -> str:
-    """What the files of real ranks in a folder say; a line if there are none."""
-    paths = sorted(glob.glob(os.path.join(folder, "rank*.json")))
+    """What the files of real ranks in a folder say. Raises DefinitionError if there are none."""
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if _OURS.fullmatch(name)]
     times = [RankTime.of(*read_trace(path)) for path in paths]
     if not times:
-        return f"no rank has executed a definition: nothing in {folder}"
+        raise user_error("no trace", "no rank that executed a definition", "one", "Call fd.execute or fd(...) in it.")
     times.sort(key=lambda time: time.rank)
     lines = [f"rank {time.rank}: {rank_text(time)}" for time in times]
     return "\n".join([*lines, f"hidden: {hidden_share(times):.0%} of all communication", f"traces: {folder}"])
