@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
         "--mesh",
         type=parse_mesh,
         default="tp=1",
-        help="axes and sizes, as in dp=2,tp=4; dp: batch, tp: weights, sp: positions",
+        help="axes and sizes: dp=2,tp=4; dp: batch, tp: weights, sp: positions",
     )
     parser.add_argument("--batch", type=positive, default=8, help="windows of 128 bytes per step")
     parser.add_argument("--steps", type=positive, default=6)
