@@ -52,7 +52,7 @@ lint: env
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv/bin/pyright --pythonpath .venv/bin/python
 
 gpu-check:
-	@PYTHONPATH=src $(PYTEST) -m gpu tests/nvfuser
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu tests/nvfuser
 
 bench: bench-bills bench-compile bench-runtime
 

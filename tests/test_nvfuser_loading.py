@@ -57,6 +57,43 @@ def test_another_torch(fitting: pytest.MonkeyPatch) -> None:
     assert "nvfuser-cu128-torch210 or nvfuser-cu130-torch210" in _refusal()
 
 
+@pytest.mark.parametrize(
+    "given, launcher, then",
+    [
+        ("", "", ""), ("", "RANK", "multidevice"), ("kernel_reuse", "OMPI_COMM_WORLD_RANK", "kernel_reuse,multidevice"),
+        ("multidevice", "SLURM_PROCID", "multidevice"), ("kernel_reuse", "", "kernel_reuse"),
+    ],
+)  # fmt: skip
+def test_nvfusers_own_communicator_is_off_in_ranks(
+    fitting: pytest.MonkeyPatch, given: str, launcher: str, then: str
+) -> None:
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        fitting.delenv(name, raising=False)
+    fitting.setenv("NVFUSER_DISABLE", given)
+    if launcher:
+        fitting.setenv(launcher, "0")
+    fitting.delitem(sys.modules, "nvfuser_direct", raising=False)
+    fitting.setattr(loading.importlib, "import_module", lambda name: type(sys)(name))
+    _refusal()
+    assert loading.os.environ["NVFUSER_DISABLE"] == then
+
+
+@pytest.mark.parametrize("cuda, refused", [("13.0", "cannot be imported"), ("12.8", "fits another torch")])
+def test_the_next_torch_with_the_wheel_before_its_own(fitting: pytest.MonkeyPatch, cuda: str, refused: str) -> None:
+    """With CUDA 13 it is tried, and the error says what is to be preloaded."""
+    fitting.setattr(loading, "_torch_version", lambda: "2.11.0+cu130")
+    fitting.setattr(loading, "_torch_cuda", lambda: cuda)
+    fitting.setitem(sys.modules, "nvfuser_direct", None)
+    said = _refusal()
+    assert refused in said and ("LD_PRELOAD" in said) == ("cannot" in refused)
+    fitting.setitem(sys.modules, "nvfuser_direct", module := type(sys)("nvfuser_direct"))
+    module.__version__ = "0.2.36+git7e04d26"  # type: ignore[attr-defined]
+    if cuda == "13.0":
+        assert loading.load() is module
+    else:
+        assert refused in _refusal()
+
+
 def test_another_machine(fitting: pytest.MonkeyPatch) -> None:
     fitting.setattr(platform, "machine", lambda: "aarch64")
     assert "found linux aarch64, needed Linux x86_64" in _refusal()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import fake_kernels
 import pytest
@@ -88,3 +93,59 @@ def test_a_cpu_leaves_segments_to_torch(monkeypatch: pytest.MonkeyPatch) -> None
     compare(fd.simulate(inputs), program.expected(inputs), torch.float32)
     told = "nvfuser: nvFuser computes on CUDA devices, and these tensors are on cpu"
     assert set(chosen(fd)) == {("eager", told)}
+
+
+Of = Callable[..., Any]
+
+
+def _grouped_torch(x: torch.Tensor, table: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype)).tolist()
+    return torch.cat([part @ w for part, w in zip(x.split(sizes), table, strict=True)])
+
+
+# The op on x [8, 6], a table [3, 6, 5] and three integers, and the same in torch.
+UNTRACEABLE: dict[str, tuple[Of, Of]] = {
+    "experts": (lambda fd, x, table, ends: fd.ops.grouped_mm(x, table, ends), _grouped_torch),
+    "rows of a table": (
+        lambda fd, x, table, rows: fd.ops.embedding_fwd(rows, fd.ops.reshape(table, [18, 5])),
+        lambda x, table, rows: table.reshape(18, 5)[rows.long()],
+    ),
+    "sums into rows": (
+        lambda fd, x, table, rows: fd.ops.embedding_bwd(fd.ops.slice(x, [0, 0], [3, 6]), rows, 9),
+        lambda x, table, rows: torch.zeros(9, 6, dtype=x.dtype).index_add(0, rows.long(), x[:3]),
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_ops_that_cannot_be_traced_leave_the_others_to_nvfuser(
+    name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their Python reads tensors' values: experts' offsets, rows of a table. The ops beside them are still compiled."""
+    launcher = fake_kernels.use(monkeypatch)
+    op, in_torch = UNTRACEABLE[name]
+    with mf.FusionDefinition() as fd:
+        x, table = (fd.define_tensor(shape, dtype=DataType.Double) for shape in ([8, 6], [3, 6, 5]))
+        rows = fd.define_tensor([3], dtype=DataType.Int32)
+        made = op(fd, fd.ops.exp(fd.ops.neg(x)), fd.ops.exp(table), rows)
+        fd.add_output(fd.ops.permute(fd.ops.mul(fd.ops.tanh(made), 2.0), [1, 0]))
+        for tensor in (x, table):
+            fd.mesh_split(tensor, mf.DeviceMesh((ranks,), ("r",)), [*[None] * (tensor.ndim - 1), "r"])
+    a, b = torch.randn(8, 6, dtype=torch.float64), torch.randn(3, 6, 5, dtype=torch.float64) / 2
+    inputs = a, b, torch.tensor([2, 5, 8], dtype=torch.int32)
+    (found,) = fd.simulate(inputs)
+    assert {backend for backend, _ in chosen(fd)} == {"nvfuser"}, chosen(fd)
+    assert launcher.calls == len(launcher.parts) > 0
+    torch.testing.assert_close(found, (in_torch((-a).exp(), b.exp(), inputs[2]).tanh() * 2).t())
+
+
+def test_a_rank_ends_as_it_should() -> None:
+    """nvFuser would meet the others by itself when the process ends, on a GPU of the rank's own, and abort it here."""
+    env = {
+        **os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511",
+    }  # fmt: skip
+    text = "from meshfuse.backends.nvfuser import load; load()"
+    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...ops.base import TensorType
 from .. import Prepared, Task, Unsupported
 from .cut import Part, cut, refusal
-from .launch import CudaLauncher, Launcher, NativePart, Run
+from .launch import CudaLauncher, Launcher, NativePart, Run, laid_out, lies_so
 from .load import load
 from .memory_layout import dense_strides, memory_layout
-from .segment import MemoryLayouts, build_segment
+from .segment import MemoryLayouts, build_segment, value_types
 from .text import bind_kernel, part_kernel
 
 
@@ -57,7 +58,11 @@ class NvFuser:
         """The part compiled, or in torch with the reason."""
         kernel = part_kernel(task.definition, part.segment, task.rank, f"{task.kernel.name}_part_{place}")
         text = bind_kernel(kernel, task.device)
-        taken, made = memory.run(text, kernel.params)
+        taken = [memory.values[name] for name in kernel.params]
+        made = memory.traced(text, taken)
+        if made is None:
+            made = memory.assumed(value_types(task.definition, part.segment.outputs, task.rank))
+            text = _lying_as(text, made)
         run, reason = text, part.reason
         if not reason:
             try:
@@ -93,14 +98,29 @@ class _Memory:
         with self.mode:
             return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=self.device)
 
-    def run(self, text: Run, params: Sequence[str]) -> tuple[list[Any], list[torch.Tensor]]:
-        """A part's arguments and results. Raises Unsupported where its Python depends on tensors' values."""
-        taken = [self.values[name] for name in params]
+    def traced(self, text: Run, taken: list[Any]) -> list[torch.Tensor] | None:
+        """A part's results; None where its Python needs tensors' values, which fake ones have not, or else fails."""
         try:
             with self.mode, torch.no_grad():
-                return taken, list(text(taken))
-        except Exception as error:
-            raise Unsupported(f"it cannot be traced: {type(error).__name__}: {refusal(error)}") from error
+                return list(text(taken))
+        except Exception:
+            return None
+
+    def assumed(self, types: Sequence[TensorType]) -> list[torch.Tensor]:
+        """Results of these types, dense and row-major."""
+        with self.mode:
+            return [torch.empty(t.shape, dtype=getattr(torch, t.dtype.value), device=self.device) for t in types]
+
+
+def _lying_as(text: Run, made: Sequence[torch.Tensor]) -> Run:
+    """The text with its results copied where they lie otherwise than those."""
+    strides = [t.stride() for t in made]
+
+    def run(arguments: list[Any]) -> Sequence[torch.Tensor]:
+        found = text(arguments)
+        return laid_out(found, strides, [i for i, t in enumerate(found) if not lies_so(t, strides[i])])
+
+    return run
 
 
 def parameters(task: Task) -> tuple[str, ...]:

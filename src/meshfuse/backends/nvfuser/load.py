@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from ...errors import MeshfuseError
 # The version that the lowerings are checked against. Wheels are named after the versions of CUDA and torch.
 CHECKED = "0.2.36"
 TORCH = "2.10"
+# With CUDA 13 the wheel also runs on this torch, for which there is none, once a function that it lacks is preloaded.
+NEXT_TORCH = "2.11"
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 PYTHONS = ((3, 10), (3, 12))
 _CUDA_WHEELS = {"12": "nvfuser-cu128-torch210", "13": "nvfuser-cu130-torch210"}
 
@@ -28,10 +32,12 @@ def load() -> ModuleType:
     """The module `nvfuser_direct`. Raises NvfuserMissing with the name of the wheel that fits."""
     torch_version = _torch_version()
     _check_environment(torch_version)
+    _keep_to_one_device()
     try:
         module = importlib.import_module("nvfuser_direct")
     except (ImportError, OSError) as error:
-        raise _missing("cannot be imported", _first_line(error), _advice()) from error
+        advice = _preload() if _is(torch_version, NEXT_TORCH) else _advice()
+        raise _missing("cannot be imported", _first_line(error), advice) from error
     found = str(getattr(module, "__version__", "unknown"))
     if found.partition("+")[0] != CHECKED:
         raise _missing("is of another version", found, f"{CHECKED}. {_advice()}")
@@ -46,9 +52,24 @@ def _check_environment(torch_version: str) -> None:
         pythons = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
         needed = f"Python {pythons}. {_advice()}"
         raise _missing("has no wheel for this Python", platform.python_version(), needed)
-    if torch_version.split(".")[:2] != TORCH.split("."):
-        found = f"torch {torch_version}" if torch_version else "no torch"
-        raise _missing("fits another torch", found, f"torch {TORCH}. {_advice()}")
+    if _is(torch_version, TORCH) or (_is(torch_version, NEXT_TORCH) and _torch_cuda().startswith("13.")):
+        return
+    found = f"torch {torch_version}" if torch_version else "no torch"
+    raise _missing("fits another torch", found, f"torch {TORCH}. {_advice()}")
+
+
+def _is(torch_version: str, minor: str) -> bool:
+    return torch_version.split(".")[:2] == minor.split(".")
+
+
+def _keep_to_one_device() -> None:
+    """nvFuser has a communicator of its own, which takes a launcher's variables for an order to meet the other ranks on
+    a GPU each; it does so when it first computes, and at the latest when the process ends. Ranks' messages are ours.
+    """
+    options = os.environ.get("NVFUSER_DISABLE", "")
+    launched = any(name in os.environ for name in _RANK_VARIABLES)
+    if launched and "nvfuser_direct" not in sys.modules and "multidevice" not in options.split(","):
+        os.environ["NVFUSER_DISABLE"] = ",".join(filter(None, (options, "multidevice")))
 
 
 def _torch_version() -> str:
@@ -62,6 +83,14 @@ def _advice() -> str:
     """The wheel for torch's CUDA; both where torch does not tell."""
     wheels = " or ".join(_wheels(_torch_cuda))
     return f"Install torch {TORCH} with {wheels} (pip install 'meshfuse[nvfuser]')."
+
+
+def _preload() -> str:
+    """What the wheel asks of the torch after its own."""
+    return (
+        f"torch {TORCH} with {_CUDA_WHEELS['13']}, or that wheel with LD_PRELOAD of a library that defines "
+        f"c10::MessageLogger's constructor of torch {TORCH} (benchmarks/gpu/README.md)"
+    )
 
 
 def _wheels(cuda: Callable[[], str]) -> list[str]:

@@ -139,8 +139,7 @@ def build_segment(
     """
     nvfuser = load()
     graph = segmented.resharded.graph
-    inputs = tuple(_value_type(segmented, v, rank) for v in segment.inputs)
-    outputs = tuple(_value_type(segmented, v, rank) for v in segment.outputs)
+    inputs, outputs = (value_types(segmented, values, rank) for values in (segment.inputs, segment.outputs))
     with _definition(nvfuser) as fd:
         builder = _Builder(fd, nvfuser.DataType, graph.scalars, lambda t, dim: graph.shape(t.id)[dim])
         given = layouts.inputs if layouts is not None else (None,) * len(inputs)
@@ -183,10 +182,14 @@ def _compute(
         raise ToTorch(f"{node.name} ({node.line}): {reason}") from None
 
 
-def _value_type(segmented: SegmentedDefinition, value: int, rank: int) -> TensorType:
-    found = segmented.resharded.values[value]
-    kind = segmented.resharded.graph.tensors[found.tensor].type
-    return TensorType(found.sharding.local_shape(kind.shape, rank), kind.dtype)
+def value_types(segmented: SegmentedDefinition, values: Sequence[int], rank: int) -> tuple[TensorType, ...]:
+    """The types of what a rank holds of these values."""
+    found = [segmented.resharded.values[v] for v in values]
+    kinds = [segmented.resharded.graph.tensors[value.tensor].type for value in found]
+    return tuple(
+        TensorType(value.sharding.local_shape(kind.shape, rank), kind.dtype)
+        for value, kind in zip(found, kinds, strict=True)
+    )
 
 
 def _no_size(tensor: Any, dim: int) -> int:

@@ -1,0 +1,180 @@
+"""What is measured on a GPU: segments, a GPT block and the host's time, each variant checked before it is timed."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from gpu_checks import error_of
+from gpu_works import Block, Work, elementwise
+from pieces import Lines, Piece, said
+
+import meshfuse as mf
+from meshfuse.backends.nvfuser import build_segment
+from meshfuse.segmentation import Segment
+
+Call = Callable[[], Any]
+HOST_NAMES = {
+    "nvfuser": "meshfuse", "graph": "meshfuse, a graph", "native": "fd.execute", "eager": "by hand",
+    "compile": "by hand, compiled",
+}  # fmt: skip
+
+
+def take_turns(variants: Mapping[str, Call], rounds: int, end: float) -> dict[str, float]:
+    """Milliseconds of the device per call: medians over rounds, in each of which every variant has a turn."""
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(3):
+        for call in variants.values():
+            call()
+    for _ in range(rounds):
+        for name, call in variants.items():
+            found[name].append(_device_ms(call))
+        if end - time.time() < 5:
+            break
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def _device_ms(call: Call, calls: int = 5) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def host_us(call: Call, calls: int = 300, rounds: int = 9) -> float:
+    """Microseconds of the host per call that waits for no result: the median over rounds."""
+    found = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+# variants ---------------------------------------------------------------------------------------------------------
+
+
+def checked(calls: Mapping[str, Call], expected: Sequence[torch.Tensor], limit: float) -> tuple[dict[str, Call], Lines]:
+    """The variants that run and are right; of the others what is wrong. Each is called, and so compiled, here."""
+    good: dict[str, Call] = {}
+    problems: Lines = []
+    for name, call in calls.items():
+        try:
+            error = max(error_of(a, b) for a, b in zip(call(), expected, strict=True))
+            assert error < limit, f"an error of {error:.2g}, where {limit:.2g} is the limit"
+            good[name] = call
+        except Exception as error:
+            torch.cuda.synchronize()
+            problems.append({"part": name, "problem": said(error)})
+    return good, problems
+
+
+def native_call(fd: mf.FusionDefinition, inputs: Sequence[torch.Tensor]) -> Call:
+    """nvFuser's own definition of a program of one segment, called with nothing of ours around it."""
+    compiled = next(iter(fd._bound.values())).compiled
+    (segment,) = (part for part in compiled.segmented.parts if isinstance(part, Segment))
+    definition, given = build_segment(compiled.segmented, segment, 0).definition, list(inputs)
+    return lambda: definition.execute(given)
+
+
+def _built_once(build: Callable[[], Call]) -> Call:
+    """What `build` makes, made at the first call."""
+    made: list[Call] = []
+
+    def call() -> Any:
+        if not made:
+            made.append(build())
+        return made[0]()
+
+    return call
+
+
+def taken_whole(fd: mf.FusionDefinition) -> bool:
+    """Whether nvFuser runs all of a program's only segment."""
+    return re.search(r"nvfuser +compiled", fd.backends()) is not None
+
+
+def variants_of(work: Work, inputs: Sequence[torch.Tensor]) -> tuple[dict[str, Call], Lines]:
+    """Ours first; without it, or where nvFuser did not take its segment whole, there is nothing to measure."""
+    fd, compiled = work.definition(), torch.compile(work.by_hand, dynamic=False)
+    expected = work.by_hand(*(t.double() for t in inputs))
+    first, wrong = checked({"nvfuser": lambda: fd.execute(inputs, backend="nvfuser")}, expected, 4e-2)
+    if wrong:
+        return {}, wrong
+    if not taken_whole(fd):
+        return {}, [{"part": "nvfuser", "problem": f"it did not take the segment whole: {fd.backends()}"}]
+    others: dict[str, Call] = {
+        "native": _built_once(lambda: native_call(fd, inputs)),
+        "eager": lambda: work.by_hand(*inputs),
+        "compile": lambda: compiled(*inputs),
+        "graph": lambda: fd.execute(inputs, backend="nvfuser", cuda_graph=True),
+    }
+    good, problems = checked(others, expected, 4e-2)
+    return first | good, problems
+
+
+def copy_bandwidth(count: int = 1 << 29) -> float:
+    """Bytes per second, read and written, of a copy: the ceiling of what moves memory once."""
+    source, target = (torch.empty(count, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
+    seconds = statistics.median(_device_ms(lambda: target.copy_(source)) for _ in range(15)) / 1e3
+    return 2 * count * 2 / seconds
+
+
+# what is measured -------------------------------------------------------------------------------------------------
+
+
+def segments(end: float) -> list[Piece]:
+    """Large pointwise and normalising segments: milliseconds and the share of a copy's bandwidth."""
+    return [(work.name, lambda work=work: _segment(work, end)) for work in elementwise(16384, 4096)]
+
+
+def _segment(work: Work, end: float) -> Lines:
+    ceiling, inputs = copy_bandwidth(), work.inputs()
+    calls, lines = variants_of(work, inputs)
+    moved = sum(t.nbytes for t in (*inputs, *work.by_hand(*inputs)))
+    for name, ms in take_turns(calls, 25, end).items():
+        rate = moved / (ms / 1e3)
+        lines.append({"work": work.name, "variant": name, "ms": ms, "bytes": moved, "copy_gb_per_s": ceiling / 1e9,
+                      "of_copy": rate / ceiling})  # fmt: skip
+    return lines
+
+
+def gpt_block(end: float) -> list[Piece]:
+    """Forward and backward of the block on one rank."""
+    return [("gpt_block", lambda: _block(end))]
+
+
+def _block(end: float) -> Lines:
+    block = Block()
+    inputs, fd = block.inputs(), block.definition(1)
+    expected = block.by_hand(*(t.double() for t in inputs))
+    compiled = torch.compile(block.forward, dynamic=False)
+    calls: dict[str, Call] = {
+        "nvfuser": lambda: fd.execute(inputs, backend="nvfuser"),
+        "eager": lambda: block.by_hand(*inputs),
+        "compile": lambda: block.by_hand(*inputs, forward=compiled),
+        "graph": lambda: fd.execute(inputs, backend="nvfuser", cuda_graph=True),
+    }
+    good, lines = checked(calls, expected, 0.1)
+    return lines + [{"work": "gpt_block", "variant": n, "ms": ms} for n, ms in take_turns(good, 25, end).items()]
+
+
+def host(end: float) -> list[Piece]:
+    """Small tensors, where the device waits for the host."""
+    return [(work.name, lambda work=work: _host(work)) for work in elementwise(8, 64)]
+
+
+def _host(work: Work) -> Lines:
+    calls, lines = variants_of(work, work.inputs())
+    return lines + [{"work": work.name, "variant": HOST_NAMES[n], "us": host_us(c)} for n, c in calls.items()]
