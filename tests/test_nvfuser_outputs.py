@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import meshfuse.nvfuser_direct as nvfuser
+from meshfuse.errors import DefinitionError
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 
 X, Y = nvfuser.ParallelType.mesh_x, nvfuser.ParallelType.mesh_y
@@ -138,3 +139,31 @@ def test_what_does_not_divide_is_not_taken_over() -> None:
 
     assert layouts(define)[1] == "[x]"
     assert layouts(define)[0] == "[-, -]"
+
+
+def bound(tv: Any, axis: int) -> Any:
+    tv.outer_split(axis, 2)
+    tv.axis(axis).parallelize(X)
+    return tv
+
+
+def test_a_tensor_has_the_mesh_of_what_it_is_made_of() -> None:
+    def define(fd: FusionDefinition) -> None:
+        placed = bound(fd.ops.neg(fd.ops.add(whole(fd), whole(fd))), 1)
+        fd.add_output(placed)
+        fd.add_output(fd.ops.relu(placed))
+        fd.add_output(bound(fd.ops.abs(placed), 2))
+
+    assert layouts(define) == ["[-, x, -]", "[-, x, -]", "[-, -, x]"]
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1], [0, 1, 2, 3]], []])
+def test_no_mesh_or_several_to_be_bound_to(ranks: list[list[int]]) -> None:
+    def define(fd: FusionDefinition) -> None:
+        operands = [fd.define_tensor(SHAPE) for _ in range(2)]
+        for tv, there in zip(operands, ranks, strict=False):
+            tv.set_device_mesh(nvfuser.multidevice.DeviceMesh(there))
+        fd.add_output(bound(fd.ops.add(*operands), 1))
+
+    with pytest.raises(DefinitionError, match="is parallelized and has no mesh"):
+        layouts(define)

@@ -51,6 +51,11 @@ class Annotation:
         return Sharding.make(self.mesh, dims, shape)
 
     @property
+    def is_on_devices(self) -> bool:
+        """Whether an axis is bound to a mesh axis."""
+        return any(leaf.axis not in (None, STREAM) for leaf in self.domain.order)
+
+    @property
     def is_streamed(self) -> bool:
         """Whether a dim is to be worked on in chunks."""
         bound = any(split.axis == STREAM for layout in self.domain.layouts() for split in layout)

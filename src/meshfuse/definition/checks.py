@@ -10,7 +10,7 @@ from typing import Any
 
 from ..dtypes import DataType, from_torch, scalar_dtype
 from ..errors import MeshfuseError, SourceLine, caller_line, user_error
-from ..mesh import STREAM, DeviceMesh
+from ..mesh import DeviceMesh
 from ..ops.base import TensorType
 from ..ops.binding import described
 from ..user_values import as_int
@@ -132,7 +132,7 @@ def check_results(op: str, types: Sequence[TensorType]) -> None:
 def check_meshes(annotations: Iterable[Annotation]) -> None:
     """Raises DefinitionError where an axis is bound to a mesh axis and the tensor has no mesh."""
     for annotation in annotations:
-        if annotation.mesh is None and any(leaf.axis not in (None, STREAM) for leaf in annotation.domain.order):
+        if annotation.mesh is None and annotation.is_on_devices:
             raise user_error(
                 f"tensor {annotation.label} is parallelized and has no mesh",
                 str(annotation.domain),

@@ -27,7 +27,7 @@ from .aliases import check_alias, write_aliases
 from .executors import EmptyDefinitionError, ExecutorError, FusionExecutorCache, KernelExecutor
 from .expanded import fitting
 from .exprs import Expr, expression
-from .followed import common_mesh, followed_outputs
+from .followed import common_mesh, follow_meshes, followed_outputs
 from .methods import Methods
 from .multidevice import DeviceMesh, Sharding
 from .printing import function_text
@@ -257,6 +257,7 @@ class FusionDefinition(core.FusionDefinition):
 
     def check_complete(self, line: Any) -> None:
         self._define_by_methods()
+        follow_meshes(self)
         super().check_complete(line)
 
     def _define_by_methods(self) -> None:

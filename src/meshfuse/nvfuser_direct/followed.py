@@ -60,6 +60,20 @@ def common_mesh(fd: DefinitionBuilder) -> DeviceMesh | None:
     return meshes.pop() if len(meshes) == 1 else None
 
 
+def follow_meshes(fd: DefinitionBuilder) -> None:
+    """Give each tensor that is parallelized and has no mesh the one of all that it is made of, where that is one."""
+    annotations = fd.all_annotations
+    if all(a.mesh is not None or not a.is_on_devices for a in annotations.values()):
+        return
+    found: list[set[DeviceMesh]] = []
+    for tensor in range(len(fd.tensors)):
+        annotation, node = annotations.get(tensor), fd.producer(tensor)
+        meshes = {mesh for i in node.inputs for mesh in found[i]} if node is not None else set[DeviceMesh]()
+        if annotation is not None and annotation.mesh is None and annotation.is_on_devices and len(meshes) == 1:
+            (annotation.mesh,) = meshes
+        found.append(meshes if annotation is None or annotation.mesh is None else {annotation.mesh})
+
+
 def _bound(annotation: Annotation) -> Bound | None:
     assert annotation.mesh is not None
     found: Bound = {}
