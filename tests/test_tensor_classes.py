@@ -164,3 +164,37 @@ def test_modes_of_torch_change_nothing(mode: str, how: str) -> None:
     for found in (*inside, getattr(fd, how)([x])[0]):
         assert found.dtype == torch.float32 and found.device == x.device
         torch.testing.assert_close(found, wanted)
+
+
+def makes_tensors(how: str) -> mf.FusionDefinition:
+    """Of what programs make tensors of themselves: numbers, places of indices, random numbers, parts of chunks."""
+    fd, ranks = mf.FusionDefinition(seed=1), 1 if how == "execute" else 2
+    x = fd.define_tensor([7, 6])
+    mesh, o = mf.DeviceMesh((ranks,), ("tp",)), fd.ops
+    fd.mesh_split(x, mesh, [[mf.Split(None), mf.Split(ranks, "tp")], None])
+    rows = o.iota(7)
+    made = [
+        o.where(o.gt(x, 0.0), x, 0.0), o.where(o.lt(rows, 3), 1.0, 2.0), o.embedding_fwd(rows, x), o.argmax(x, 0),
+        o.mul(x, o.uniform(0.0, 1.0, [7, 6])), o.triu(o.full([6, 6], 2.0, mf.DataType.Float)), o.cumsum(x, 0),
+        o.pad(x, [1, 2], 0.5), o.sdpfa_fwd(*[o.reshape(x, [1, 1, 7, 6])] * 3, is_causal=True)[0], *o.topk(x, 3, 0),
+    ]  # fmt: skip
+    for t in made:
+        fd.add_output(t)
+    y = o.mul(o.var(x, [1], 0), 2.0)
+    fd.mesh_split(y, mesh, ["tp"])
+    fd.add_output(y)
+    fd.overlap(y, 3)
+    return fd
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_torch_change_nothing_of_what_programs_make(mode: str, how: str) -> None:
+    x = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
+    wanted = getattr(makes_tensors(how), how)([x])
+    fd = makes_tensors(how)
+    with MODES[mode]():
+        inside = getattr(fd, how)([x])
+    for found, expected in zip(inside, wanted, strict=True):
+        assert found.device == x.device
+        torch.testing.assert_close(found, expected)

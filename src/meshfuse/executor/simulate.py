@@ -17,7 +17,7 @@ from ..host_ir.program import HostProgram
 from ..segmentation import SegmentedDefinition
 from ..sharding.value import Sharding
 from .bind import BoundProgram, bind_program
-from .modes import without_autocast
+from .modes import without_modes
 from .refusals import kernel_errors
 from .segments import Segments
 
@@ -189,7 +189,7 @@ class Simulation:
         if not self._free.acquire(blocking=False):
             return self._again().run(arguments, seed, offset)
         try:
-            with without_autocast(self.device):
+            with without_modes(self.device):
                 if any(segments.due == 0 for segments in self.segments):
                     self._compile(arguments, seed, offset)
                 return self._run(arguments, seed, offset)

@@ -22,7 +22,7 @@ from ..sharding.value import Sharding
 from .arguments import Inputs
 from .bind import bind_program, communication_of, instruction_at, instruction_of
 from .graphs import Main
-from .modes import autocast_is_on, without_autocast
+from .modes import modes_are_on, without_modes
 from .record import recorder
 from .refusals import kernel_errors
 from .segments import Segments
@@ -133,9 +133,9 @@ class RankProgram:
         No gradients are recorded: those of a definition are `fd.grad`'s.
         """
         with self.world.turns:
-            if not autocast_is_on():
+            if not modes_are_on():
                 return self._run_step(arguments, seed, offset)
-            with without_autocast(self.device):
+            with without_modes(self.device):
                 return self._run_step(arguments, seed, offset)
 
     def _run_step(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
