@@ -133,6 +133,19 @@ def tokens_mixed_along_a_split_sequence(fd: Fd, s: Sizes) -> None:
     split(fd, SP8, (x, [None, "sp", None]))
 
 
+@known(29.36, 3.67)
+def running_states_of_chunks_along_a_split_sequence(fd: Fd, s: Sizes) -> None:
+    """Causal linear attention: chunks stay, and the blocks' totals of the states go to and fro; q, k, v do not move."""
+    ops, chunk = fd.ops, s.length // 16
+    qkv = [floats(fd, s.batch, s.heads, s.length, s.head) for _ in range(3)]
+    q, k, v = (ops.reshape(t, [s.batch, s.heads, 16, chunk, s.head]) for t in qkv)
+    after = ops.permute(k, [0, 1, 2, 4, 3])
+    states = ops.matmul(after, v)
+    before = ops.cumsum(states, 2) - states
+    outputs(fd, ops.matmul(q, before) + ops.matmul(ops.matmul(q, after), v))
+    split(fd, SP8, *((t, [None, None, "sp", None]) for t in qkv))
+
+
 # products whose operands disagree ---------------------------------------------------------------------------------
 
 

@@ -160,12 +160,15 @@ class _Chooser:
         written = [(form, graph) for form, graph in forms if graph.nodes != alone.nodes]
         costs = [(_seconds(graph, self.world), form) for form, graph in written]
         best = min(costs, key=lambda entry: entry[0], default=None)
-        return best[1] if best is not None and best[0] < _seconds(alone, self.world) - EPSILON else None
+        # The form leaves the result where readers have it; what does not pay in the whole is dropped by `_settled`.
+        plain = _seconds(self._alone(node, back=True), self.world)
+        return best[1] if best is not None and best[0] < plain - EPSILON else None
 
-    def _alone(self, node: Node) -> Graph:
-        """A graph of this op alone, its operands annotated as they are."""
+    def _alone(self, node: Node, back: bool = False) -> Graph:
+        """A graph of this op alone, its operands annotated as they are; its results, too, if they must come `back`."""
         inputs = tuple(dict.fromkeys(node.inputs))
         known = {i: self.homes[i].reduced() for i in inputs}
+        known |= {i: self.homes[i].reduced() for i in node.outputs if back and i in self.read}
         known |= {i: self.graph.annotations[i] for i in node.outputs if i in self.graph.annotations}
         return dataclasses.replace(
             self.graph,
