@@ -111,3 +111,20 @@ def looks(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_a_step_of_more_layers_works_out_annotations_no_oftener(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each gradient it takes a look at what made it: for every weight and rank that would be most of a step."""
     assert looks(2, monkeypatch) == looks(5, monkeypatch)
+
+
+@pytest.mark.parametrize("run", ["simulate", "execute", "__call__"])
+def test_questions_without_shapes_are_about_the_program_that_ran_last(run: str) -> None:
+    """Sizes that were met before compile nothing new; shardings and bills are of what ran all the same."""
+    mesh = mf.DeviceMesh((2,), ("tp",)) if run == "simulate" else mf.DeviceMesh((1,), ("tp",))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 4])
+        fd.add_output(fd.ops.sum(x, [0]))
+        fd.mesh_split(x, mesh, ["tp", None])
+    for rows in (8, 16, 8, 8, 16):
+        getattr(fd, run)([torch.ones(rows, 4)]) if run != "__call__" else fd(torch.ones(rows, 4))
+        assert fd.latest().graph.shape(x.id) == (rows, 4)
+        assert fd.latest([[8, 4]]).graph.shape(x.id) == (8, 4)
+        assert fd.output_shardings() == fd.latest([[rows, 4]]).output_shardings()
+    fd.compile([32, 4])
+    assert fd.latest().graph.shape(x.id) == (32, 4)

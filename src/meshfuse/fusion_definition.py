@@ -144,6 +144,7 @@ class FusionDefinition(PlannedDefinition):
         except TypeError:  # no name of a backend, or no bool
             ready = None
         if ready is not None:
+            self._latest = ready
             return self._laid_out(ready.run(inputs, self.seed, self._next_step("ranks")))
         line = caller_line()
         check_flags(line, idle_ranks=idle_ranks, cuda_graph=cuda_graph)
@@ -158,7 +159,7 @@ class FusionDefinition(PlannedDefinition):
         if known[0] is not None and not any(self.tensors[i].stride_order for i in found.tensors):
             self._ready[known] = program
         homes = output_homes(program.compiled, inputs, line) if dtensors else None
-        values = found.in_order(self.inputs)
+        values, self._latest = found.in_order(self.inputs), program
         outputs = self._laid_out(program.run(values, self.seed, self._next_step("ranks")))
         return outputs if homes is None else wrap_outputs(outputs, homes)
 
@@ -179,6 +180,7 @@ class FusionDefinition(PlannedDefinition):
             compiled.verify()
             simulation = Simulation(programs, found.device, compiled.segmented, name)
             self._simulated[key] = _Simulated(compiled, simulation)
+        self._latest = self._simulated[key]
         with torch.no_grad():
             return self._run_simulation(self._simulated[key], found, check_replicas)
 
@@ -203,8 +205,9 @@ class FusionDefinition(PlannedDefinition):
             program = self._bind_rank(found, shapes, False, line, whole=True)
             check_same_arguments(self, found, world)
             self._bound[key] = program
-        outputs = self._bound[key].run(args, self.seed, self._next_step("ranks"))
-        return self._laid_out(self._bound[key].gather(outputs))
+        self._latest = program = self._bound[key]
+        outputs = program.run(args, self.seed, self._next_step("ranks"))
+        return self._laid_out(program.gather(outputs))
 
     def _local(self, ref: Any, value: Any, shardings: Mapping[int, Sharding], rank: int) -> Any:
         if not isinstance(ref, TensorRef) or ref.id not in shardings or rank not in shardings[ref.id].mesh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,13 @@ from .sharding.value import Sharding
 from .user_values import as_int
 
 
+class Holder(Protocol):
+    """What has a program, which may be another one after some runs."""
+
+    @property
+    def compiled(self) -> CompiledProgram: ...
+
+
 class PlannedDefinition(DefinitionBuilder):
     """The part of `FusionDefinition` that compiles, and answers questions about plans.
 
@@ -36,6 +43,7 @@ class PlannedDefinition(DefinitionBuilder):
         self.max_memory = bound(MAX_MEMORY, max_memory, caller_line())
         self.effort = effort_of(search, caller_line())
         self._compiled: dict[Any, CompiledProgram] = {}
+        self._latest: Holder | None = None
         self._shape_scalars: frozenset[int] | None = None
 
     def _sized_by(self) -> frozenset[int]:
@@ -68,6 +76,7 @@ class PlannedDefinition(DefinitionBuilder):
         key = self._program_key(found, shapes, world)
         if key not in self._compiled:
             self._compiled[key] = self._planned(shapes, key, world, near)
+            self._latest = None
             watch(self._compiled[key], self.max_wire, line)
             watch_memory(self._compiled[key], self.max_memory, line)
         return self._compiled[key]
@@ -103,10 +112,17 @@ class PlannedDefinition(DefinitionBuilder):
     # asking
 
     def latest(self, shapes: Sequence[Sequence[int]] = ()) -> CompiledProgram:
-        """The program compiled last, or one for the given shapes; what is not compiled yet is compiled as defined."""
-        if shapes or not self._compiled:
-            return self.compile(*shapes)
-        return next(reversed(self._compiled.values()))
+        """The program that ran or was compiled last, for the given shapes if there are any.
+
+        What is not compiled yet is compiled as defined.
+        """
+        if self._latest is not None and not shapes:
+            return self._latest.compiled
+        wanted = tuple(sorted(compile_shapes(self, shapes, caller_line()).items())) if shapes else None
+        for (known, *_), compiled in reversed(self._compiled.items()):
+            if wanted in (None, known):
+                return compiled
+        return self.compile(*shapes)
 
     def explain(self, tensor: TensorView | None = None, *shapes: Sequence[int]) -> str:
         """Why a tensor is sharded as it is and what is communicated for it, for the latest (or the given) shapes.
