@@ -267,6 +267,62 @@ def test_a_plan_costs_no_more_than_a_search_over_all_layouts_finds(
     assert found.seconds <= cheapest(first, last, shape, mesh) + starts
 
 
+def reductions(
+    state: State, left: frozenset[str], shape: tuple[int, ...], mesh: mf.DeviceMesh
+) -> Iterator[tuple[float, State, frozenset[str]]]:
+    """Every all-reduce of some unreduced axes and reduce-scatter of one, and the part of a tensor that a rank sends."""
+    local = 1 / math.prod(mesh.axis_size(a) for dim in state for a in dim)
+    for axis in left:
+        n = mesh.axis_size(axis)
+        yield from ((local * (n - 1) / n, placed, left - {axis}) for placed in placements(state, axis))
+    for count in range(1, len(left) + 1):
+        for axes in itertools.combinations(sorted(left), count):
+            n = math.prod(map(mesh.axis_size, axes))
+            yield 2 * local * (n - 1) / n, state, left.difference(axes)
+
+
+def least_sent(src: State, left: frozenset[str], dst: State, shape: tuple[int, ...], mesh: mf.DeviceMesh) -> float:
+    """Bytes per rank from a tensor unreduced over `left` to one that is reduced: Dijkstra over all states."""
+    order, queue, done = itertools.count(), [(0.0, 0, src, left)], set[tuple[State, frozenset[str]]]()
+    while queue:
+        sent, _, state, left = heapq.heappop(queue)
+        if (state, left) == (dst, frozenset()):
+            return sent * math.prod(shape) * 8
+        if (state, left) not in done:
+            done.add((state, left))
+            moves = steps(state, shape, mesh)
+            free = [
+                (s * 1e9 / math.prod(shape) / 8, to, left) for s, to in moves if left.isdisjoint(itertools.chain(*to))
+            ]
+            for more, *to in (*free, *reductions(state, left, shape, mesh)):
+                heapq.heappush(queue, (sent + more, next(order), *to))
+    raise AssertionError("every state is within reach")
+
+
+@st.composite
+def unreduced_cases(draw: st.DrawFn) -> tuple[mf.DeviceMesh, tuple[int, ...], State, frozenset[str], State]:
+    """Every axis cuts the tensor or is unreduced at first: replicas that share a reduction are in docs/limits.md."""
+    sizes = draw(st.lists(st.sampled_from([2, 3]), min_size=1, max_size=3))
+    mesh = mf.DeviceMesh(tuple(sizes), ("dp", "tp", "cp")[: len(sizes)], links=mf.Link(1e9, 0.0))
+    shape = (mesh.size,) * draw(st.integers(1, 3))
+    first = states(draw, mesh.names, len(shape))
+    return mesh, shape, first, frozenset(mesh.names).difference(*first), states(draw, mesh.names, len(shape))
+
+
+@settings(max_examples=300)
+@given(unreduced_cases())
+def test_a_plan_of_an_unreduced_tensor_sends_no_more_than_a_search_over_all_layouts_finds(
+    case: tuple[mf.DeviceMesh, tuple[int, ...], State, frozenset[str], State],
+) -> None:
+    """Sums come by a reduce-scatter where they can: to another dim first, if what is there has to move on anyway."""
+    mesh, shape, first, left, last = case
+    whole, terms = sharding(mesh, first, shape), tuple([Split(mesh.axis_size(a), a) for a in sorted(left)])
+    src = Sharding.make(mesh, whole.dims, shape, terms, "sum") if left else whole
+    found = plan(src, sharding(mesh, last, shape), shape, 8)
+    assert found is not None
+    assert found.wire <= least_sent(first, left, last, shape, mesh) * (1 + 1e-9) + 1e-6
+
+
 def lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
     """The elements that a rank needs and does not hold, on the average."""
     total = 0.0

@@ -260,9 +260,7 @@ class _Search:
 
     def _out_of_place(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
         """Every dim that the atom cuts evenly, where axes are still to move: so that less moves, and comes right."""
-        stays = [self._grown(state, dim, frozenset()) is not None for dim in range(state.ndim)]
-        wanted = frozenset().union(*self.wanted)
-        if any(not here and wanted & self._atoms(layout) for here, layout in zip(stays, state.dims, strict=True)):
+        if any(self._grown(state, dim, frozenset()) is None for dim in range(state.ndim)):
             yield from self._minor(state, atom)
 
     def _scattered_for_a_while(self, state: Sharding, atom: Split, rest: list[Split]) -> Iterator[Move]:
