@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +16,23 @@ sys.path.insert(0, str(EXAMPLE))
 import data  # noqa: E402
 import fused  # noqa: E402
 import model  # noqa: E402
-import run  # noqa: E402
 import train  # noqa: E402
 import train_mesh  # noqa: E402
 
 TINY = model.Config(layers=2, width=32, heads=4, block=16, vocab=256)
 STEPS = 50
+
+
+def _script(name: str) -> ModuleType:
+    """A program of the example by its path: another folder on the tests' path has a `run`, too."""
+    spec = importlib.util.spec_from_file_location(f"gpt_{name}", EXAMPLE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+run = _script("run")
 
 
 def _text() -> torch.Tensor:

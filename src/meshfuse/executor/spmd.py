@@ -175,6 +175,8 @@ class RankProgram:
         compiled = self._renew()
         if compiled.digest != self.compiled.digest:
             self._bind(compiled)
+        else:
+            self.compiled = compiled
 
     def _told(self, out: list[Any]) -> list[Any]:
         for tell in finished:
