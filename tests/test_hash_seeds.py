@@ -67,7 +67,9 @@ def print_all() -> None:
             print(make.__name__, number, text(make(rng)))
 
     @seed(0)
-    @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+    @settings(
+        max_examples=60, database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    )
     @given(definitions(max_ops=12).flatmap(annotations))
     def check(fd: mf.FusionDefinition) -> None:
         print("random", text(fd, *shapes_for(fd)))
