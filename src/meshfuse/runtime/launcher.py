@@ -111,17 +111,16 @@ def _run_attempts(job: _Job, register: Callable[[int], None], pause: float) -> i
                 f"not restarted: rank {final[0]} raised {final[1]}, which follows from the script and would come again"
             )
             return code
-        if attempt < job.max_restarts:
-            _say(f"restart {attempt + 1} of {job.max_restarts} in {pause:g} s")
-            _rest(pause, job.deadline)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        if attempt == job.max_restarts:
+            break
+        if job.deadline is not None and time.monotonic() + pause >= job.deadline:
+            _say(f"not restarted: the time limit is over before the next attempt, which would be in {pause:g} s")
+            return TIMED_OUT_CODE
+        _say(f"restart {attempt + 1} of {job.max_restarts} in {pause:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
     _say(f"gave up: all {job.max_restarts} restarts are used up")
     return code
-
-
-def _rest(seconds: float, deadline: float | None) -> None:
-    left = seconds if deadline is None else min(seconds, deadline - time.monotonic())
-    time.sleep(max(0.0, left))
 
 
 def _attempt(job: _Job, attempt: int, page: int | None, register: Callable[[int], None]) -> int:
