@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .executor.arguments import (
 )
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups
+from .executor.segments import Segments
 from .executor.simulate import Simulation, check_equal_replicas
 from .executor.spmd import RankProgram, check_same_arguments, check_world
 from .gradients.reverse import gradients
@@ -163,22 +165,26 @@ class FusionDefinition(PlannedDefinition):
         outputs = self._laid_out(program.run(values, self.seed, self._next_step("ranks")))
         return outputs if homes is None else wrap_outputs(outputs, homes)
 
-    def simulate(self, inputs: Sequence[Any], *, check_replicas: bool = False) -> list[torch.Tensor]:
+    def simulate(
+        self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
+    ) -> list[torch.Tensor]:
         """Run all ranks in this process: `inputs` and the results are global tensors.
 
-        With `check_replicas` every replica of every output is compared with the first. Raises ArgumentError for
-        arguments that do not fit.
+        With `check_replicas` every replica of every output is compared with the first. With `check_streams` every
+        rank's kernels and communications are ordered as on a GPU, by streams and events alone: where two of them would
+        use the same memory with no order between them, AssertionError. Raises ArgumentError for arguments that do not
+        fit.
         """
         line = caller_line()
-        check_flags(line, check_replicas=check_replicas)
+        check_flags(line, check_replicas=check_replicas, check_streams=check_streams)
         found = split_arguments(self, inputs, line)
         name = requested(None, line)
-        key = self._key(found, name)
+        key = self._key(found, name, check_streams)
         if key not in self._simulated:
             compiled = self._compile(found, check_global_shapes(self, found, line), DeviceMesh([0]), line)
             programs = [compiled.host_program(rank) for rank in compiled.ranks]
             compiled.verify()
-            simulation = Simulation(programs, found.device, compiled.segmented, name)
+            simulation = Simulation(programs, found.device, compiled.segmented, name, check_streams)
             self._simulated[key] = _Simulated(compiled, simulation)
         self._latest = self._simulated[key]
         with torch.no_grad():
@@ -296,13 +302,31 @@ class FusionDefinition(PlannedDefinition):
         return RankProgram(compiled, world, found.device, repr(self), requested(backend, line), renewed, capture)
 
     def backends(self, *shapes: Sequence[int]) -> str:
-        """What computes each segment, and why: as it is bound to this rank, or as MESHFUSE_BACKEND would have it."""
+        """What computes each segment, and why: as it is bound to a rank, or as MESHFUSE_BACKEND would have it."""
         compiled = self.latest(shapes)
-        active = [program for program in self._bound.values() if program.compiled is compiled and program.active]
-        if active:
-            return backends_table(compiled, active[-1].segments.chosen)
+        bound = self._segments_of(compiled)
+        if bound:
+            return backends_table(compiled, bound[-1].chosen)
         chosen = assigned(compiled.segmented, requested(None, caller_line())).chosen
         return backends_table(compiled, {f"segment_{number}": what for number, what in chosen.items()})
+
+    def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
+        """The program of a rank for the latest (or the given) shapes.
+
+        Printed, it says what computes each kernel, and why, where the rank has compiled any.
+        """
+        program = super().host_program(rank, *shapes)
+        for segments in self._segments_of(self.latest(shapes)):
+            if segments.rank == program.rank:
+                notes = tuple((name, f"{c.backend}: {c.why}") for name, c in segments.chosen.items())
+                program = replace(program, notes=notes)
+        return program
+
+    def _segments_of(self, compiled: CompiledProgram) -> list[Segments]:
+        """What runs a program's segments: on simulated ranks that compile them, and on this process' rank."""
+        simulated = [made.simulation.segments for made in self._simulated.values() if made.compiled is compiled]
+        bound = [program for program in self._bound.values() if program.compiled is compiled and program.active]
+        return [*itertools.chain(*simulated), *(program.segments for program in bound)]
 
 
 def _listed(tensors: Any) -> Sequence[Any]:

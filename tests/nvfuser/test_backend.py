@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def test_whole_programs(name: str, ranks: int, dtype: torch.dtype, monkeypatch: 
     # On a CPU torch lays some products of 16-bit floats out otherwise than it traces them: their readers run as text.
     least = 0.9 if dtype is torch.bfloat16 else 1.0
     for calls in (1, 2):
-        compare(fd.simulate(inputs), program.expected(inputs), dtype)
+        compare(fd.simulate(inputs, check_streams=True), program.expected(inputs), dtype)
         assert least * calls * len(launcher.parts) <= launcher.calls <= calls * len(launcher.parts) > 0
     assert {backend for backend, _ in chosen(fd)} == {"nvfuser"}
 
@@ -47,8 +48,10 @@ def test_what_is_left_to_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     program = PROGRAMS["dropout"]
     fd = program.definition(mf.DeviceMesh((2,), ("r",)), DataType.Float)
     fd.simulate(program.inputs(torch.float32))
-    for _, why in chosen(fd):
-        assert " ops compiled in 2 definitions, 1 left to torch: " in why and "random numbers" in why
+    reason = r"nvfuser: \d+ ops compiled in 2 definitions, 1 left to torch: .*random numbers"
+    for rank in (0, 1):
+        assert re.search(rf"^def segment_0\(.*\):  # {reason}", str(fd.host_program(rank)), re.MULTILINE)
+    assert re.search(f"segment_0 +{reason.replace(': ', ' +', 1)}", fd.backends())
 
 
 ORDERS = list(itertools.permutations(range(3)))

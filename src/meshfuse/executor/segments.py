@@ -34,7 +34,7 @@ class Segments:
         name: str,
     ):
         made = assigned(definition, name)
-        self._scope, self._definition, self._device, self._rank = bound.scope, definition, device, program.rank
+        self._scope, self._definition, self._device, self.rank = bound.scope, definition, device, program.rank
         self._segments = {part.name: part for part in definition.parts if isinstance(part, Segment)}
         self._kernels = {kernel.name: kernel for kernel in program.kernels}
         self._seen: dict[str, set[Arguments]] = {}
@@ -93,7 +93,7 @@ class Segments:
         arguments = tuple(v.empty() if isinstance(v, _Outline) else v for v in next(iter(seen)))
         segment = self._segments.get(kernel.name)
         text = self._scope[kernel.name]
-        return Task(kernel, segment, self._definition, self._rank, self._device, text, arguments)
+        return Task(kernel, segment, self._definition, self.rank, self._device, text, arguments)
 
 
 class _Outline(tuple[Any, ...]):

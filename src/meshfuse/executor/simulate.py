@@ -20,6 +20,7 @@ from .bind import BoundProgram, bind_program
 from .modes import without_modes
 from .refusals import kernel_errors
 from .segments import Segments
+from .stream_order import Streams
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +164,8 @@ class Simulation:
     A call while another is under way, of another thread or from inside an op's function, has programs bound for it
     alone: ranks of two calls must not meet.
 
-    `backend` compiles the segments of `definition` before the first run; "auto" never does here.
+    `backend` compiles the segments of `definition` before the first run; "auto" never does here. With `check_streams`
+    each rank's launches are recorded in `streams`, and AssertionError says where a GPU's streams would race.
     """
 
     def __init__(
@@ -172,10 +174,12 @@ class Simulation:
         device: torch.device,
         definition: SegmentedDefinition | None = None,
         backend: str = "eager",
+        check_streams: bool = False,
     ):
         self.hub, self._free = Hub(), threading.Lock()
         self.device, self.programs = device, {program.rank: program for program in programs}
-        self._again = lambda: Simulation(programs, device, definition, backend)
+        self._again = lambda: Simulation(programs, device, definition, backend, check_streams)
+        self.streams = {rank: Streams(rank) for rank in self.programs} if check_streams else {}
         self.bound: dict[int, BoundProgram] = {p.rank: self._bind(p, device) for p in programs}
         self.segments: list[Segments] = []
         if definition is not None and backend != "auto":
@@ -207,6 +211,9 @@ class Simulation:
 
     def _run(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
         self.hub.clear()  # of a call that an error ended
+        for rank, streams in self.streams.items():
+            streams.clear()
+            streams.watch(self.bound[rank].scope, self.programs[rank])
         running = {rank: bound.main(*arguments[rank], seed, offset) for rank, bound in self.bound.items()}
         waiting: dict[int, SimulatedWork | None] = dict.fromkeys(running)
         results: dict[int, tuple[Any, ...]] = {}
@@ -216,8 +223,11 @@ class Simulation:
                 stuck = "; ".join(f"rank {rank} waits for {work.what}" for rank, work in waiting.items() if work)
                 raise RankError(f"the simulated ranks wait for each other: {stuck}")
             for rank in ready:
-                with torch.no_grad(), kernel_errors(self.bound[rank], self.programs[rank]):
+                watched = self.streams[rank].going_on(waiting[rank]) if self.streams else contextlib.nullcontext()
+                with torch.no_grad(), kernel_errors(self.bound[rank], self.programs[rank]), watched:
                     _advance(rank, running[rank], waiting, results)
+        for rank, streams in self.streams.items():
+            streams.end(results[rank])
         return results
 
 

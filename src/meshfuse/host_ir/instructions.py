@@ -33,13 +33,18 @@ class Kernel:
     written: tuple[int, ...] = ()
     origins: tuple[tuple[str, SourceLine], ...] = field(default=(), compare=False, repr=False)
 
+    @property
+    def head(self) -> str:
+        """The line that its text begins with."""
+        return f"def {self.name}({', '.join(self.params)}):"
+
     def source(self) -> list[str]:
         # torch refuses to write into an existing tensor what gradients could be asked of.
         marks = ["@torch.no_grad()"] if self.written else []
         returned = [f"    return {', '.join(self.results)}"] if self.results or not self.lines else []
         return [
             *marks,
-            f"def {self.name}({', '.join(self.params)}):",
+            self.head,
             *(f"    {line}" for line in self.lines),
             *returned,
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .instructions import Collective, Communication, Instruction, Kernel, Launch, Part, SendRecv, Wait, group_name
@@ -16,7 +16,8 @@ class HostProgram:
     """The program of one rank.
 
     `params` are the inputs' names; `outputs` the names returned, None for outputs that this rank has no part of.
-    `digest` names the definition and shapes that it was made from, equal on all ranks.
+    `digest` names the definition and shapes that it was made from, equal on all ranks. `notes` say for a reader what
+    computes kernels, by their names.
     """
 
     rank: int
@@ -24,6 +25,7 @@ class HostProgram:
     instructions: tuple[Instruction, ...]
     outputs: tuple[str | None, ...]
     digest: str
+    notes: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -73,8 +75,10 @@ class HostProgram:
         out += [f"# OP.{name}: {_where(function)}" for name, function in self.functions.items()]
         out.append("")
         lines, where = self.lines()
+        known = dict(self.notes)
+        notes = {kernel.head: f"  # {known[kernel.name]}" for kernel in self.kernels if kernel.name in known}
         for number, line in enumerate(lines, 1):
-            out.append(line + _comment(where.get(number)))
+            out.append(line + (notes.get(line) or _comment(where.get(number))))
         return "\n".join(out)
 
 

@@ -226,9 +226,11 @@ class FusionDefinition(core.FusionDefinition):
             profiler.record(self.ran, World.current().rank, values, outputs, seconds, user)
         return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
 
-    def simulate(self, inputs: Sequence[Any], *, check_replicas: bool = False) -> list[Any]:
+    def simulate(
+        self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
+    ) -> list[Any]:
         values = flattened(self, inputs)
-        outputs = super().simulate(values, check_replicas=check_replicas)
+        outputs = super().simulate(values, check_replicas=check_replicas, check_streams=check_streams)
         return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
 
     def manual_execute(self, inputs: Sequence[Any], heuristic_params: Any = None) -> list[Any]:
