@@ -301,12 +301,12 @@ def least_sent(src: State, left: frozenset[str], dst: State, shape: tuple[int, .
 
 @st.composite
 def unreduced_cases(draw: st.DrawFn) -> tuple[mf.DeviceMesh, tuple[int, ...], State, frozenset[str], State]:
-    """Every axis cuts the tensor or is unreduced at first: replicas that share a reduction are in docs/limits.md."""
     sizes = draw(st.lists(st.sampled_from([2, 3]), min_size=1, max_size=3))
     mesh = mf.DeviceMesh(tuple(sizes), ("dp", "tp", "cp")[: len(sizes)], links=mf.Link(1e9, 0.0))
     shape = (mesh.size,) * draw(st.integers(1, 3))
     first = states(draw, mesh.names, len(shape))
-    return mesh, shape, first, frozenset(mesh.names).difference(*first), states(draw, mesh.names, len(shape))
+    left = draw(st.sets(st.sampled_from(sorted(set(mesh.names).difference(*first) or {""})))) - {""}
+    return mesh, shape, first, frozenset(left), states(draw, mesh.names, len(shape))
 
 
 @settings(max_examples=300)
@@ -321,6 +321,16 @@ def test_a_plan_of_an_unreduced_tensor_sends_no_more_than_a_search_over_all_layo
     found = plan(src, sharding(mesh, last, shape), shape, 8)
     assert found is not None
     assert found.wire <= least_sent(first, left, last, shape, mesh) * (1 + 1e-9) + 1e-6
+
+
+@pytest.mark.parametrize(("terms", "replicas"), [(3, 2), (4, 2), (8, 8)])
+def test_replicas_each_reduce_a_part_of_their_own(terms: int, replicas: int) -> None:
+    mesh, shape = mf.DeviceMesh((terms, replicas), ("dp", "tp")), (64 * 3, 64)
+    found = plan(
+        Sharding.make(mesh, [(), ()], shape, (Split(terms, "dp"),), "sum"), sharding(mesh, ((), ()), shape), shape, 4
+    )
+    assert found is not None
+    assert found.wire == pytest.approx(4 * math.prod(shape) * (1 + (terms - 2) / (terms * replicas)))
 
 
 def lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:

@@ -154,6 +154,7 @@ class _Search:
         self.cuts = _cut_points((src, dst))
         self.wanted = [self._atoms(layout) for layout in dst.dims]
         self.kept_partial = frozenset(self._parts(dst.partial))
+        self.axes = tuple([Split(n, name) for n, name in zip(src.mesh.shape, src.mesh.names, strict=True) if n > 1])
         self.fast = _faster_axes(src.mesh)
         self.room = room
         self._element = itemsize / max(link.bandwidth for link in src.mesh.links) * (1 - _ROUNDING)
@@ -228,7 +229,7 @@ class _Search:
         to_reduce = [p for p in self._parts(state.partial) if p not in self.kept_partial]
         yield from self._reductions(state, to_reduce)
         yield from self._slices(state)
-        yield from self._sliced_for_a_while(state)
+        yield from self._sliced_for_a_while(state, bool(to_reduce))
         arrives = False
         for move in self._gathers(state):
             arrives = arrives or move.dst == self.dst
@@ -279,15 +280,16 @@ class _Search:
             if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
                 yield {dim: (*layout, atom)}
 
-    def _sliced_for_a_while(self, state: Sharding) -> Iterator[Move]:
-        """Replicas along a fast axis move different parts over a slow one, and put them together after it."""
-        if not self.fast:
-            return
+    def _sliced_for_a_while(self, state: Sharding, reducing: bool) -> Iterator[Move]:
+        """Replicas along an idle axis each reduce a part, or move one over a slower axis, and put them together after.
+
+        A sum of p terms, each there q times, sends 1 + (p - 2) / pq of a tensor, and 2 - 2 / p if none is shared.
+        """
         used = {split.axis for split in (*state.splits, *state.partial)}
         leaving = [s for d, layout in enumerate(state.dims) if layout != self.dst.dims[d] for s in lay.axes(layout)]
-        for atom in self.fast:
-            if atom.axis not in used and any(self._is_slower(split, atom) for split in leaving):
-                for parts in itertools.islice(self._minor(state, atom), 1):
+        for atom in self.axes:
+            if atom.axis not in used and (reducing or any(self._is_slower(split, atom) for split in leaving)):
+                for parts in self._minor(state, atom):
                     yield Move(MoveKind.SLICE, (atom,), state, self._with(state, parts))
 
     def _is_slower(self, split: Split, atom: Split) -> bool:
