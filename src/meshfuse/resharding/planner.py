@@ -14,7 +14,7 @@ from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, boundaries, disjoint, nested, overlap
 from .moves import Move, MoveKind
-from .prices import Price, byte_seconds, held, is_even, price, received
+from .prices import Price, held, is_even, price, received
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +135,23 @@ def _cut_points(shardings: Iterable[Sharding]) -> dict[str, tuple[int, ...]]:
     return {axis: boundaries(found) for axis, found in by_axis.items()}
 
 
-def _faster_axes(mesh: DeviceMesh) -> tuple[Split, ...]:
-    """The axes of more than one rank that are faster than another of the mesh."""
-    least = min(link.bandwidth for link in mesh.links)
-    axes = zip(mesh.names, mesh.shape, mesh.links, strict=True)
-    return tuple(Split(size, name) for name, size, link in axes if size > 1 and link.bandwidth > least)
+def _speeds(mesh: DeviceMesh) -> tuple[frozenset[str], float, float]:
+    """The axes with the fastest links; those links' bytes per second; and the seconds that a byte takes more over the
+    next ones, in parts by all ranks that the fastest connect: 0 where all links are as fast.
+    """
+    axes = [row for row in zip(mesh.names, mesh.shape, mesh.links, strict=True) if row[1] > 1]
+    speeds = sorted({link.bandwidth for _, _, link in axes or [("", 1, mesh.links[0])]})
+    near = {name: size for name, size, link in axes if link.bandwidth == speeds[-1]}
+    more = 1 / speeds[-2] - 1 / speeds[-1] if len(speeds) > 1 else 0.0
+    return frozenset(near), speeds[-1], more / math.prod(near.values())
 
 
 class _Search:
     """A* from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms.
 
     From a state on takes at least what brings a rank the elements that it lacks over the fastest link: all of them
-    while sums are to be reduced, as no rank has any.
+    while sums are to be reduced, as no rank has any. Those that no rank has to which the fastest links lead take a
+    slower one, once for all these ranks.
     """
 
     def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int, room: int):
@@ -154,11 +159,13 @@ class _Search:
         self.cuts = _cut_points((src, dst))
         self.wanted = [self._atoms(layout) for layout in dst.dims]
         self.kept_partial = frozenset(self._parts(dst.partial))
-        self.axes = tuple([Split(n, name) for n, name in zip(src.mesh.shape, src.mesh.names, strict=True) if n > 1])
-        self.fast = _faster_axes(src.mesh)
         self.room = room
-        self._element = itemsize / max(link.bandwidth for link in src.mesh.links) * (1 - _ROUNDING)
-        self._all = held(dst, shape) * self._element
+        mesh = src.mesh
+        self.axes = tuple([Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True) if n > 1])
+        self.near, fastest, self._detour = _speeds(mesh)
+        self._element = itemsize / fastest * (1 - _ROUNDING)
+        self._all = held(dst, shape)
+        self._together = self._of_all_near(dst) if self._detour else dst
 
     def _fits(self, state: Sharding) -> bool:
         return not self.room or state.max_local_numel(self.shape) <= self.room
@@ -186,9 +193,22 @@ class _Search:
 
     def _least(self, state: Sharding) -> float:
         """Seconds that it takes at least to come from a state to the target."""
-        if state.partial != self.dst.partial:
-            return self._all
-        return received(state, self.dst, self.shape) * self._element
+        to_reduce = [p.axis for p in self._parts(state.partial) if p not in self.kept_partial]
+        lacking = self._all if to_reduce else received(state, self.dst, self.shape)
+        if not self._detour:
+            return lacking * self._element
+        if self.near.issuperset(to_reduce):
+            far = received(self._of_all_near(state), self._together, self.shape)
+        else:
+            far = held(self._together, self.shape)
+        return lacking * self._element + far * self.itemsize * self._detour * (1 - _ROUNDING)
+
+    def _of_all_near(self, state: Sharding) -> Sharding:
+        """What all ranks have together that differ along the fastest axes alone."""
+        return state.with_dims([
+            self._keep(dim, layout, frozenset(a for a in self._atoms(layout) if a.axis not in self.near))
+            for dim, layout in enumerate(state.dims)
+        ])  # fmt: skip
 
     # states ---------------------------------------------------------------------------------------------------
 
@@ -229,7 +249,8 @@ class _Search:
         to_reduce = [p for p in self._parts(state.partial) if p not in self.kept_partial]
         yield from self._reductions(state, to_reduce)
         yield from self._slices(state)
-        yield from self._sliced_for_a_while(state, bool(to_reduce))
+        if to_reduce or self._detour:
+            yield from self._sliced_for_a_while(state)
         arrives = False
         for move in self._gathers(state):
             arrives = arrives or move.dst == self.dst
@@ -269,8 +290,8 @@ class _Search:
 
         The gather that undoes it comes last (as hierarchical all-reduces do, in NCCL and Horovod).
         """
-        if self.fast and rest:
-            for parts in itertools.islice(self._minor(state, atom), 1):
+        if self._detour and rest:
+            for parts in self._minor(state, atom):
                 yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
 
     def _minor(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
@@ -280,21 +301,16 @@ class _Search:
             if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
                 yield {dim: (*layout, atom)}
 
-    def _sliced_for_a_while(self, state: Sharding, reducing: bool) -> Iterator[Move]:
-        """Replicas along an idle axis each reduce a part, or move one over a slower axis, and put them together after.
+    def _sliced_for_a_while(self, state: Sharding) -> Iterator[Move]:
+        """Replicas along an idle axis each reduce or move a part, and put them together after.
 
         A sum of p terms, each there q times, sends 1 + (p - 2) / pq of a tensor, and 2 - 2 / p if none is shared.
         """
         used = {split.axis for split in (*state.splits, *state.partial)}
-        leaving = [s for d, layout in enumerate(state.dims) if layout != self.dst.dims[d] for s in lay.axes(layout)]
         for atom in self.axes:
-            if atom.axis not in used and (reducing or any(self._is_slower(split, atom) for split in leaving)):
+            if atom.axis not in used:
                 for parts in self._minor(state, atom):
                     yield Move(MoveKind.SLICE, (atom,), state, self._with(state, parts))
-
-    def _is_slower(self, split: Split, atom: Split) -> bool:
-        """True for a split over an axis slower than the atom's."""
-        return byte_seconds(self.src.mesh, (split,)) > byte_seconds(self.src.mesh, (atom,))
 
     def _slices(self, state: Sharding) -> Iterator[Move]:
         used = [*state.splits, *state.partial]
@@ -318,10 +334,14 @@ class _Search:
                 yield Move(MoveKind.ALL_GATHER, lay.axes(layout), state, whole)
 
     def _all_to_alls(self, state: Sharding, dim: int, atom: Split, left: Layout) -> Iterator[Move]:
+        """To where the target has the atom; where axes differ in speed also for a while, out of a slower one's way."""
         for other, wanted in enumerate(self.wanted):
             grown = self._grown(state, other, frozenset((atom,))) if other != dim and atom in wanted else None
             if grown is not None:
                 yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, other: grown}))
+        for parts in self._minor(state, atom) if self._detour else ():
+            if dim not in parts:
+                yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, **parts}))
 
     def _exchange(self, state: Sharding) -> Move:
         """Everything at once: each rank gets exactly what it lacks."""

@@ -82,11 +82,6 @@ def between(a: DeviceMesh, b: DeviceMesh) -> Link:
     return costs.slowest((a.link(()), b.link(())))
 
 
-def byte_seconds(mesh: DeviceMesh, axes: Sequence[Split]) -> float:
-    """Seconds that one more byte per rank takes over these axes (all of the mesh, if none is named)."""
-    return 1.0 / link_over(mesh, axes).bandwidth
-
-
 def received(src: Sharding, dst: Sharding, shape: Sequence[int]) -> float:
     """Elements that a rank gets from others when everything moves at once: the mean over some ranks."""
     sides = list(zip(src.dims, dst.dims, shape, strict=True))
