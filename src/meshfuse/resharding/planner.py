@@ -162,6 +162,10 @@ class _Search:
         self.room = room
         mesh = src.mesh
         self.axes = tuple([Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True) if n > 1])
+        self._speed: dict[str | None, float] = {
+            name: link.bandwidth for name, link in zip(mesh.names, mesh.links, strict=True)
+        }
+        self._slowest = min(self._speed.values())
         self.near, fastest, self._detour = _speeds(mesh)
         self._element = itemsize / fastest * (1 - _ROUNDING)
         self._all = held(dst, shape)
@@ -250,7 +254,7 @@ class _Search:
         yield from self._reductions(state, to_reduce)
         yield from self._slices(state)
         if to_reduce or self._detour:
-            yield from self._sliced_for_a_while(state)
+            yield from self._sliced_for_a_while(state, bool(to_reduce))
         arrives = False
         for move in self._gathers(state):
             arrives = arrives or move.dst == self.dst
@@ -301,14 +305,17 @@ class _Search:
             if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
                 yield {dim: (*layout, atom)}
 
-    def _sliced_for_a_while(self, state: Sharding) -> Iterator[Move]:
-        """Replicas along an idle axis each reduce or move a part, and put them together after.
+    def _sliced_for_a_while(self, state: Sharding, reducing: bool) -> Iterator[Move]:
+        """Replicas along an idle axis each reduce a part, or move one over a slower axis, and put them together after.
 
         A sum of p terms, each there q times, sends 1 + (p - 2) / pq of a tensor, and 2 - 2 / p if none is shared.
         """
         used = {split.axis for split in (*state.splits, *state.partial)}
+        leaving = [self._speed[split.axis] for dim, layout in enumerate(state.dims) if layout != self.dst.dims[dim]
+                   for split in lay.axes(layout)]  # fmt: skip
+        least, kept = min(leaving, default=math.inf), {split.axis for split in self.dst.splits}
         for atom in self.axes:
-            if atom.axis not in used:
+            if atom.axis not in used and (reducing or atom.axis in kept or least < self._speed[atom.axis]):
                 for parts in self._minor(state, atom):
                     yield Move(MoveKind.SLICE, (atom,), state, self._with(state, parts))
 
@@ -334,12 +341,12 @@ class _Search:
                 yield Move(MoveKind.ALL_GATHER, lay.axes(layout), state, whole)
 
     def _all_to_alls(self, state: Sharding, dim: int, atom: Split, left: Layout) -> Iterator[Move]:
-        """To where the target has the atom; where axes differ in speed also for a while, out of a slower one's way."""
+        """To where the target has the atom; where that is not the slowest also for a while, out of a slower's way."""
         for other, wanted in enumerate(self.wanted):
             grown = self._grown(state, other, frozenset((atom,))) if other != dim and atom in wanted else None
             if grown is not None:
                 yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, other: grown}))
-        for parts in self._minor(state, atom) if self._detour else ():
+        for parts in self._minor(state, atom) if self._speed[atom.axis] > self._slowest else ():
             if dim not in parts:
                 yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, **parts}))
 
