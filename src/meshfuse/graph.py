@@ -7,17 +7,18 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from .dtypes import DataType
+from .dtypes import DataType, scalar_dtype
 from .errors import SourceLine, located, user_error
 from .ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorRef, TensorType, count_tensors
 from .ops.shapes import check_rule
-from .scalars import ScalarDef, evaluate, inputs_of, python_cast, scalar_dtype
+from .scalars import ScalarDef, evaluate, inputs_of, python_cast
 from .sharding.layout import Layout, stream_count
 from .sharding.value import Sharding
 
 if TYPE_CHECKING:
     from .definition.annotation import Annotation
-    from .definition.fusion import DefinitionBuilder, OpNode
+    from .definition.fusion import DefinitionBuilder
+    from .definition.records import OpNode
 
 _SIZES = (ParamKind.SIZE, ParamKind.SHAPE)
 
@@ -191,7 +192,7 @@ def _reductions(noted: Mapping[int, Annotation], producer: Mapping[int, int]) ->
     """By node the layouts of its reduction dims, where an annotation of what it makes binds any."""
     found: dict[int, tuple[Layout, ...]] = {}
     for i, annotation in noted.items():
-        layouts = tuple(annotation.reduction_layouts())
+        layouts = tuple(annotation.named(reduction=True))
         if any(split.bound for layout in layouts for split in layout) and i in producer:
             found[producer[i]] = layouts
     return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .dtypes import DataType, promote, scalar_dtype
+from .dtypes import DataType, promote
 from .ops.base import ScalarRef, TensorRef
 
 Operand = Any  # ScalarRef, TensorRef (of `size`) or a Python number
@@ -231,8 +231,3 @@ def python_cast(value: Any, dtype: DataType) -> Any:
 def inputs_of(ref: Operand, scalars: Mapping[int, ScalarDef]) -> frozenset[int]:
     """The scalar inputs that a scalar depends on."""
     return frozenset(number for number in _in_order(ref, scalars) if scalars[number].op == "input")
-
-
-__all__ = [
-    "FUNCTIONS", "SCOPE", "ScalarDef", "evaluate", "inputs_of", "python_cast", "result_dtype", "scalar_dtype", "text",
-]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..definition.fusion import mesh_of_torch
+from ..definition.checks import mesh_of_torch
 from ..definition.tensor_view import TensorView
 from ..errors import ArgumentError, MeshfuseError, user_error
 from ..executor.dtensor import is_dtensor, sharding_of

@@ -75,17 +75,12 @@ class Annotation:
                 found.append((dim, resolve(tuple(bound), n), ring))
         return found
 
-    def reduction_layouts(self) -> list[Layout]:
-        """The layouts of the reduction dims of the op that makes the tensor."""
-        return self.named(reduction=True)
-
-    def named_layouts(self, layouts: Sequence[Layout]) -> list[Layout]:
-        """Layouts with the mesh's axes in the place of nvFuser's parallel types."""
-        return [self._named(layout, f"tensor {self.label}, dim {d}") for d, layout in enumerate(layouts)]
-
     def named(self, reduction: bool = False) -> list[Layout]:
-        """The layouts of all dims (or of the reduction dims), in mesh axes."""
-        return self.named_layouts(self.domain.layouts(reduction))
+        """The layouts of all dims (or of the dims that the tensor's op reduces), with the mesh's axes in the place of
+        nvFuser's parallel types.
+        """
+        layouts = enumerate(self.domain.layouts(reduction))
+        return [self._named(layout, f"tensor {self.label}, dim {d}") for d, layout in layouts]
 
     def __str__(self) -> str:
         dims = self.named() if self.mesh is not None else self.domain.layouts()

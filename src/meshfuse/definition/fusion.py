@@ -22,7 +22,6 @@ from .checks import (
     checked_order,
     checked_sizes,
     composite_call,
-    mesh_of_torch,
     plain_number,
 )
 from .namespaces import Fusion, OpNamespace, find_op
@@ -252,6 +251,3 @@ class DefinitionBuilder(AnnotatedDefinition):
 
 def _are_strides(contiguity: Any) -> bool:
     return isinstance(contiguity, (list, tuple)) and any(type(c) is int for c in contiguity)
-
-
-__all__ = ["DefinitionBuilder", "OpNode", "TensorDef", "mesh_of_torch"]

@@ -50,21 +50,20 @@ class LoopDomain:
 
     roots: list[list[Leaf]]
     order: list[Leaf]
-    reductions: int = 0
     factored: int = 0
 
     @classmethod
     def whole(cls, reduction_flags: Sequence[bool]) -> LoopDomain:
         """One leaf for every dim; the flags tell which are reductions of the op that makes the tensor."""
         leaves = [Leaf(None, reduction=flag) for flag in reduction_flags]
-        return cls([[leaf] for leaf in leaves], list(leaves), sum(reduction_flags))
+        return cls([[leaf] for leaf in leaves], list(leaves))
 
     @classmethod
     def of_layouts(cls, dims: Sequence[Layout], reduction_flags: Sequence[bool]) -> LoopDomain:
         """The loop domain that says the same as these layouts of the dims that are no reductions."""
         rest = iter(dims)
         roots = [[Leaf(None, reduction=True)] if flag else _leaves(next(rest)) for flag in reduction_flags]
-        return cls(roots, [leaf for root in roots for leaf in root], sum(reduction_flags))
+        return cls(roots, [leaf for root in roots for leaf in root])
 
     @property
     def loop(self) -> list[Leaf]:
@@ -138,8 +137,7 @@ class LoopDomain:
         """The same sharding without axes over several dims; itself where there are none."""
         if not any(leaf.merged for leaf in self.order):
             return self
-        flat = [leaf for root in self.roots for leaf in root]
-        return LoopDomain(self.roots, flat, self.reductions)
+        return LoopDomain(self.roots, [leaf for root in self.roots for leaf in root])
 
     def _root(self, leaf: Leaf) -> list[Leaf]:
         """The leaves of its dim; an empty list, of no dim, for a merged axis."""
@@ -196,7 +194,7 @@ class LoopDomain:
         leaves = [*self.order, *(leaf for root in self.roots for leaf in root)]
         twins = {id(leaf): dataclasses.replace(leaf) for leaf in leaves}
         roots = [[twins[id(leaf)] for leaf in root] for root in self.roots]
-        return LoopDomain(roots, [twins[id(leaf)] for leaf in self.order], self.reductions, self.factored)
+        return LoopDomain(roots, [twins[id(leaf)] for leaf in self.order], self.factored)
 
     def __str__(self) -> str:
         return "[" + ", ".join(map(str, self.loop)) + "]"

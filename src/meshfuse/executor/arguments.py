@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..definition.checks import fits, plain_number
-from ..definition.fusion import DefinitionBuilder, TensorDef
+from ..definition.fusion import DefinitionBuilder
+from ..definition.records import TensorDef
 from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
 from ..kernels import settled
 from ..ops.base import ScalarRef, TensorRef

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..definition.fusion import DefinitionBuilder, OpNode
+from ..definition.fusion import DefinitionBuilder
+from ..definition.records import OpNode
 from ..definition.tensor_view import TensorView
 from ..errors import SourceLine
 from ..ops.base import OpDef

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..definition.fusion import DefinitionBuilder, OpNode
+from ..definition.fusion import DefinitionBuilder
+from ..definition.records import OpNode
 from ..ops.pointwise import pointwise_rule
 
 Order = tuple[int, ...]  # The place of each dim in memory, 0 the fastest.

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..definition.annotation import Annotation
-from ..definition.fusion import DefinitionBuilder, OpNode
+from ..definition.fusion import DefinitionBuilder
 from ..definition.loop import KIND_OF_NAME, Leaf, LoopDomain
+from ..definition.records import OpNode
 from ..dtypes import DataType
 from ..mesh import STREAM, DeviceMesh, ParallelType
 from ..ops import COMPOSITES
