@@ -19,7 +19,6 @@ from ..graph import Graph
 from ..propagation.propagate import propagate
 from ..resharding.insert import ReshardedDefinition, insert_resharding
 from ..resharding.moves import Move, wire_elements
-from ..resharding.prices import price
 from ..rewriting.rounds import written
 from ..sharding.layout import WHOLE, Layout, axes, extent
 from ..sharding.value import Sharding
@@ -61,19 +60,12 @@ def _mean_elements(move: Move, shape: tuple[int, ...]) -> float:
     return sum(wire_elements(move, shape, rank) for rank in ranks) / len(ranks)
 
 
-def move_seconds(graph: Graph, tensor: int, move: Move) -> float:
-    """The modelled seconds of a move of a tensor."""
-    kind = graph.tensors[tensor].type
-    return price(move, kind.shape, kind.dtype.itemsize).seconds
-
-
 def total(resharded: ReshardedDefinition) -> Total:
     """The bytes and seconds of all collectives of a plan."""
-    graph, wire, seconds = resharded.graph, 0.0, 0.0
+    wire, seconds = 0.0, 0.0
     for step in resharded.collectives:
-        tensor = resharded.values[step.source].tensor
-        wire += wire_bytes(graph, tensor, step.move)
-        seconds += move_seconds(graph, tensor, step.move)
+        wire += wire_bytes(resharded.graph, resharded.values[step.source].tensor, step.move)
+        seconds += resharded.seconds(step)
     return Total(wire, seconds)
 
 

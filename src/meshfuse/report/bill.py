@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from ..compiler import CompiledProgram
 from ..resharding.insert import Set
-from .alternatives import Alternative, Alternatives, Total, move_seconds, wire_bytes
+from .alternatives import Alternative, Alternatives, Total, wire_bytes
 from .causes import Cause, Causes, quoted
 
 
@@ -144,7 +144,7 @@ def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | Non
     return Entry(
         move.kind.value, ", ".join(map(str, move.axes)), graph.tensors[tensor].label,
         wire_bytes(graph, tensor, move), step.why, str(step.line), str(move),
-        move_seconds(graph, tensor, move), str(move.src), str(move.dst), _op(compiled, cause),
+        compiled.resharded.seconds(step), str(move.src), str(move.dst), _op(compiled, cause),
         _said(causes, cause.held), _said(causes, cause.needed),
         _instead(causes, other) if other is not None else None,
     )  # fmt: skip

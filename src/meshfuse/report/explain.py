@@ -11,7 +11,7 @@ from ..graph import Graph, Node
 from ..propagation.choose import Source
 from ..resharding.insert import Set
 from ..resharding.moves import MoveKind
-from .alternatives import move_seconds, wire_bytes
+from .alternatives import wire_bytes
 from .bill import micro, number, table
 from .causes import Causes, quoted
 from .provenance import Origin, Provenance
@@ -200,7 +200,7 @@ class Explainer:
                 yield f"each rank takes its part, no bytes: {moved}, {asked}"
             else:
                 count = number(wire_bytes(self.graph, tensor, step.move))
-                seconds = micro(move_seconds(self.graph, tensor, step.move))
+                seconds = micro(self.compiled.resharded.seconds(step))
                 yield f"{_collective(step)}, {count} bytes per rank, {seconds} us: {moved}, {asked}"
                 yield from self._needed(step)
 

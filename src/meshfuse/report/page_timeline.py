@@ -11,7 +11,6 @@ from .. import costs
 from ..compiler import CompiledProgram
 from ..resharding.insert import Compute, Set
 from ..resharding.moves import MoveKind
-from .alternatives import move_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,7 @@ def _compute_seconds(compiled: CompiledProgram, step: Compute) -> float:
 def _communicate(
     compiled: CompiledProgram, step: Set, place: int, clock: dict[int, float], bars: dict[int, list[Bar]]
 ) -> None:
-    tensor = compiled.resharded.values[step.source].tensor
-    seconds = move_seconds(compiled.graph, tensor, step.move)
+    seconds = compiled.resharded.seconds(step)
     ranks = {*step.move.src.mesh.ranks, *step.move.dst.mesh.ranks}
     for group in {step.move.group(rank) for rank in ranks}:
         bar = Bar(max(clock[rank] for rank in group), seconds, None, place)
