@@ -19,10 +19,9 @@ import torch
 from ..disk_cache import root_folder
 from ..executor.buffers import use_pool
 from ..kernels.lookup import OUT_OF_RANGE
+from ..ops.factories import RANDOM_STATE
 from . import Prepared, Task, Unsupported
 
-# Numbers of a call that differ at every execution, and are tensors in compiled code.
-RANDOM_STATE = ("seed", "offset")
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _INT64 = 2**64
 _LONGEST = 200

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import ArgumentError, SourceLine, user_error
 from ..host_ir.program import HostProgram
+from ..ops.factories import OFFSET
 from .arguments import Inputs
 
 Main = Callable[..., Any]
@@ -89,7 +90,7 @@ def check_capturable(program: HostProgram, given: Inputs, line: SourceLine) -> N
         raise _refused(f"arguments on {given.device}", f"tensors on a {DEVICE} device", line)
     if given.scalars:
         raise _refused(f"{len(given.scalars)} scalar inputs", "tensors alone: a graph keeps numbers", line)
-    drawing = [kernel.name for kernel in program.kernels if "offset" in kernel.params]
+    drawing = [kernel.name for kernel in program.kernels if OFFSET in kernel.params]
     if drawing:
         needed = "a program that draws none: a graph would draw the same ones at every step"
         raise _refused(f"random numbers, drawn in {', '.join(drawing)}", needed, line)

@@ -10,6 +10,7 @@ from .. import scalars
 from ..errors import SourceLine
 from ..graph import Graph
 from ..ops.base import FactorKind, ScalarRef
+from ..ops.factories import RANDOM_STATE
 from ..ops.local import plain_text
 from ..resharding.early import local_cost
 from ..resharding.insert import Compute, Set, Value
@@ -101,7 +102,7 @@ class RankLowering:
     def scalar_params(self, computes: Sequence[Compute], lines: Sequence[str]) -> tuple[str, ...]:
         """The scalars that these ops read, and what the program's random numbers follow from."""
         scalars = [f"s{i}" for i in sorted({i for c in computes for i in self._scalars(c)})]
-        return (*scalars, *(name for name in ("seed", "offset") if _mentions(lines, name)))
+        return (*scalars, *(name for name in RANDOM_STATE if _mentions(lines, name)))
 
     def cost(self, compute: Compute) -> tuple[float, float]:
         """Operations, and bytes read and written at least, of an op on one rank."""

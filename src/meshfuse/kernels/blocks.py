@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .indices import Runs, global_index
-from .reductions import highest, lowest, reduce_max, reduce_min, reduce_prod, scan
+from .reductions import highest, lowest, neutral_element, reduce_max, reduce_min, reduce_prod, scan
 
 
 def _in_blocks(x: torch.Tensor, dim: int, block: int, count: int, fill: Any) -> torch.Tensor:
@@ -33,8 +33,7 @@ def block_scan(x: torch.Tensor, dim: int, block: int, name: str) -> torch.Tensor
 
 def block_total(x: torch.Tensor, dim: int, block: int, count: int, reduce: str) -> torch.Tensor:
     """Every block reduced; a block with nothing in it gives the neutral element."""
-    fill = {"sum": 0, "prod": 1, "max": lowest(x.dtype), "min": highest(x.dtype)}[reduce]
-    parts = _in_blocks(x, dim, block, count, fill)
+    parts = _in_blocks(x, dim, block, count, neutral_element(reduce, x.dtype))
     functions = {"sum": torch.sum, "prod": reduce_prod, "max": reduce_max, "min": reduce_min}
     return functions[reduce](parts, [dim + 1], False).to(x.dtype)
 

@@ -39,10 +39,14 @@ def highest(dtype: torch.dtype) -> Any:
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
+def neutral_element(reduce: str, dtype: torch.dtype) -> Any:
+    """The number that changes no reduction of this kind."""
+    return {"sum": 0, "prod": 1, "max": lowest(dtype), "min": highest(dtype)}[reduce]
+
+
 def neutral(shape: tuple[int, ...], reduce: str, dtype: torch.dtype, device: Any) -> torch.Tensor:
     """What a rank that has nothing to reduce adds to a reduction."""
-    value: Any = {"sum": 0, "prod": 1, "max": lowest(dtype), "min": highest(dtype)}[reduce]
-    return torch.full(shape, value, dtype=dtype, device=device)
+    return torch.full(shape, neutral_element(reduce, dtype), dtype=dtype, device=device)
 
 
 def reduce_max(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:

@@ -19,8 +19,10 @@ from .shape import same_rule
 from .shapes import check_ndim, check_number, known_size
 
 K = ParamKind
-# What generated programs have in scope: the run's random state, and the device of tensors made from nothing.
+# What generated programs have in scope: the run's random state, which is another one at every execution, and the device
+# of tensors made from nothing.
 SEED, OFFSET, DEVICE = "seed", "offset", "device"
+RANDOM_STATE = (SEED, OFFSET)
 _STATE = ("rng_seed", "rng_offset")
 
 

@@ -10,12 +10,11 @@ import torch
 from ...executor.bind import text_scope
 from ...host_ir.instructions import Kernel
 from ...host_ir.lower import scalar_text
+from ...ops.factories import RANDOM_STATE
 from ...ops.local import LocalCall
 from ...resharding.insert import Compute
 from ...segmentation import Segment, SegmentedDefinition
 from .segment import scalar_inputs
-
-RANDOM_STATE = ("seed", "offset")
 
 
 def part_kernel(segmented: SegmentedDefinition, part: Segment, rank: int, name: str) -> Kernel:
