@@ -115,13 +115,14 @@ class Rule:
 
     def __str__(self) -> str:
         def side(tensors: Sequence[DimFactors]) -> str:
-            return ", ".join(" ".join("".join(map(_letter, dim)) or "1" for dim in dims) or "()" for dims in tensors)
+            return ", ".join(" ".join("".join(map(letter, dim)) or "1" for dim in dims) or "()" for dims in tensors)
 
-        marks = [f"{_letter(i)}:{f.kind.value}" for i, f in enumerate(self.factors) if f.kind is not FactorKind.PASS]
+        marks = [f"{letter(i)}:{f.kind.value}" for i, f in enumerate(self.factors) if f.kind is not FactorKind.PASS]
         return f"{side(self.operands)} -> {side(self.results)}" + (f"  ({', '.join(marks)})" if marks else "")
 
 
-def _letter(factor: int) -> str:
+def letter(factor: int) -> str:
+    """A factor of a rule by its number, in texts."""
     return chr(ord("a") + factor) if factor < 26 else f"f{factor}"
 
 
@@ -190,10 +191,11 @@ class Call:
 
     def type_of(self, name: str) -> TensorType | None:
         """The type of the tensor passed as this parameter, None where something else was passed."""
-        place = self.op.places[name]
-        if not isinstance(self.args[place], TensorRef):
-            return None
-        return self.types[sum(count_tensors(arg) for arg in self.args[:place])]
+        return self.types[self.first_operand(name)] if isinstance(self[name], TensorRef) else None
+
+    def first_operand(self, name: str) -> int:
+        """The number, among the operands, of the first tensor passed as this parameter, where one is."""
+        return sum(count_tensors(arg) for arg in self.args[: self.op.places[name]])
 
     @property
     def has_form(self) -> bool:

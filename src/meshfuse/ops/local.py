@@ -8,7 +8,7 @@ from typing import Any
 
 from ..sharding.layout import Runs
 from ..sharding.value import Sharding
-from .base import Call, ScalarRef, TensorRef, count_tensors
+from .base import Call, ScalarRef, TensorRef
 
 ScalarText = Callable[[Any], str]
 
@@ -49,10 +49,7 @@ class LocalCall:
         return self.scalar_text(self.call[name])
 
     def operand(self, name: str) -> str | None:
-        place = self.call.op.places[name]
-        if not isinstance(self.call.args[place], TensorRef):
-            return None
-        return self.operands[sum(count_tensors(arg) for arg in self.call.args[:place])]
+        return self.operands[self.call.first_operand(name)] if isinstance(self.call[name], TensorRef) else None
 
     def operand_runs(self, operand: int) -> tuple[Runs, ...]:
         return self.operand_shardings[operand].runs(self.call.types[operand].shape, self.rank)

@@ -20,13 +20,13 @@ _VALS = (K.SCALAR, K.OPTIONAL_SCALAR, K.SIZE)
 class NativeCall:
     """A call in an open nvFuser definition. Implements `ops.native.Native`.
 
-    `operands` are TensorViews; `scalar` gives the Val of a scalar of our definition.
+    `operands` are TensorViews; `dtype` gives nvFuser's DataType, `scalar` the Val of a scalar of our definition.
     """
 
     local: LocalCall
     operands: Sequence[Any]
     fd: Any
-    types: Any
+    dtype: Callable[..., Any]
     scalar: Callable[[ScalarRef], Any]
 
     @property
@@ -55,8 +55,7 @@ class NativeCall:
         return self.local.leads()
 
     def operand(self, name: str) -> Any:
-        place = self.call.op.places[name]
-        return self._tensors(place) if isinstance(self.call.args[place], TensorRef) else None
+        return self._tensors(name) if isinstance(self.call[name], TensorRef) else None
 
     def number(self, name: str) -> Any:
         value = self.call[name]
@@ -64,12 +63,6 @@ class NativeCall:
 
     def val(self, value: Any) -> Any:
         return self.fd.define_scalar(value)
-
-    def dtype(self, dtype: DataType) -> Any:
-        found = getattr(self.types, dtype.name, None)
-        if found is None:
-            raise ToTorch(f"nvFuser has no {dtype.name}")
-        return found
 
     def results(self) -> tuple[Any, ...]:
         """The results as TensorViews. Raises ToTorch with the reason where the call is left to torch."""
@@ -91,10 +84,9 @@ class NativeCall:
         return getattr(self.ops, self.call.op.name)(*placed, **named)
 
     def _argument(self, param: Param) -> Any:
-        place = self.call.op.places[param.name]
-        value = self.call.args[place]
+        value = self.call[param.name]
         if count_tensors(value):
-            return self._tensors(place)
+            return self._tensors(param.name)
         if isinstance(value, ScalarRef):
             return self.scalar(value)
         if isinstance(value, DataType):
@@ -103,9 +95,9 @@ class NativeCall:
             return self.val(value)
         return list(value) if isinstance(value, tuple) else value
 
-    def _tensors(self, place: int) -> Any:
-        """The operand, or the list of operands, that stands at a place of the arguments."""
-        arg, first = self.call.args[place], sum(count_tensors(a) for a in self.call.args[:place])
+    def _tensors(self, name: str) -> Any:
+        """The operand, or the list of operands, that is passed as a parameter."""
+        arg, first = self.call[name], self.call.first_operand(name)
         if isinstance(arg, TensorRef):
             return self.operands[first]
         return list(self.operands[first : first + len(arg)])

@@ -53,6 +53,7 @@ class _Builder:
         )  # fmt: skip
 
     def dtype(self, dtype: DataType) -> Any:
+        """nvFuser's DataType. Raises ToTorch where it has none."""
         found = getattr(self.types, dtype.name, None)
         if found is None:
             raise ToTorch(f"nvFuser has no {dtype.name}")
@@ -78,7 +79,7 @@ class _Builder:
         return number
 
     def call(self, local: LocalCall, operands: Sequence[Any]) -> tuple[Any, ...]:
-        return NativeCall(local, operands, self.fd, self.types, self.scalar).results()
+        return NativeCall(local, operands, self.fd, self.dtype, self.scalar).results()
 
 
 @contextlib.contextmanager
