@@ -22,6 +22,7 @@ from .shapes import (
     broadcast_shapes,
     check_dim,
     check_dtypes,
+    check_index,
     check_ndim,
     check_same_size,
     known_size,
@@ -71,8 +72,7 @@ def _contract_nvfuser(n: Native) -> Any:
 def _take_bwd_infer(call: Call) -> tuple[TensorType, ...]:
     grad, index = call.types
     check_ndim(call.op.name, "the index", index, grad.ndim, grad.ndim)
-    if index.dtype.category != 1:
-        raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.")
+    check_index(call, index)
     dim = check_dim(call.op.name, call["dim"], grad.ndim)
     broadcast_shapes(call.op.name, [grad.shape, index.shape])
     return (TensorType((*grad.shape[:dim], known_size(call["size"]), *grad.shape[dim + 1 :]), grad.dtype),)
@@ -96,8 +96,7 @@ def _take_bwd_emit(e: Emit) -> str:
 def _embedding_bwd_infer(call: Call) -> tuple[TensorType, ...]:
     grad, index = call.types
     check_ndim("embedding_bwd", "the gradient", grad, index.ndim + 1, index.ndim + 1)
-    if index.dtype.category != 1:
-        raise user_error("embedding_bwd: index", str(index), "integers", "Cast the index to DataType.Int.")
+    check_index(call, index)
     for d, n in enumerate(index.shape):
         check_same_size("embedding_bwd", f"the sizes of dim {d}", grad.shape[d], n)
     return (TensorType((known_size(call["rows"]), grad.shape[-1]), grad.dtype),)

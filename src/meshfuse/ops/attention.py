@@ -19,19 +19,14 @@ from .attention_blocks import (
     distributed_fwd,
     qkv_types,
 )
-from .attention_rules import Dims, checked, options_text, scale_text, score_flops, scores_text
+from .attention_rules import STATE, Dims, checked, operands_text, options_text, scale_text, score_flops, scores_text
 from .base import Call, Emit, FactorKind, OpDef, Rule, Sample, TensorType
 from .factories import stream_text
 
 
 def _fwd_infer(call: Call) -> tuple[TensorType, ...]:
     q, _, v = checked(call)
-    state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
-    return (
-        TensorType((*q.shape[:-1], v.shape[-1]), q.dtype),
-        TensorType(q.shape[:-1], DataType.Float),
-        *state,
-    )
+    return (TensorType((*q.shape[:-1], v.shape[-1]), q.dtype), TensorType(q.shape[:-1], DataType.Float), *STATE)
 
 
 def _fwd_rule(call: Call) -> Rule:
@@ -43,9 +38,8 @@ def _fwd_rule(call: Call) -> Rule:
 
 
 def _fwd_emit(e: Emit) -> str:
-    operands = [str(e.operand(name)) for name in ("query", "key", "value", "bias", "mask")]
     scores = scores_text(e, e.result_runs(1), 1)
-    return f"K.sdpfa_fwd({', '.join([*operands, *options_text(e), scale_text(e), scores, stream_text(e)])})"
+    return f"K.sdpfa_fwd({', '.join([*operands_text(e), *options_text(e), scale_text(e), scores, stream_text(e)])})"
 
 
 def _bwd_rule(call: Call) -> Rule:

@@ -7,8 +7,10 @@ from typing import Any
 
 from ..dtypes import DataType
 from .attention_rules import (
+    STATE,
     Dims,
     checked,
+    operands_text,
     options_text,
     scale_text,
     score_flops,
@@ -42,8 +44,7 @@ def _block_infer(call: Call) -> tuple[TensorType, ...]:
     check_positive(call.op.name, "blocks", call["blocks"])
     dtype = DataType.Double if q.dtype is DataType.Double else DataType.Float
     rows = (call["blocks"], *q.shape[:-1])
-    state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
-    return (TensorType((*rows, v.shape[-1]), dtype), TensorType(rows, dtype), *state)
+    return (TensorType((*rows, v.shape[-1]), dtype), TensorType(rows, dtype), *STATE)
 
 
 def _block(call: Call) -> int:
@@ -63,10 +64,9 @@ def _block_rule(call: Call) -> Rule:
 
 
 def _block_emit(e: Emit) -> str:
-    operands = [str(e.operand(name)) for name in ("query", "key", "value", "bias", "mask")]
     numbers, *rows = e.result_runs(1)
     where = [scores_text(e, rows, 1), stream_text(e), str(_block(e.call)), str(numbers)]
-    return f"K.block_attention({', '.join([*operands, *options_text(e), scale_text(e), *where])})"
+    return f"K.block_attention({', '.join([*operands_text(e), *options_text(e), scale_text(e), *where])})"
 
 
 def _is_columns(r: Writing, operands: Sequence[TensorRef], dim: int) -> bool:
@@ -154,8 +154,7 @@ def qkv_types(q: tuple[int, ...], kv: tuple[int, ...]) -> tuple[TensorType, ...]
 def _bwd_sample(q: tuple[int, ...], kv: tuple[int, ...], dropout: float, causal: bool) -> Sample:
     query, key, value = qkv_types(q, kv)
     saved = (query, TensorType(q[:-1], DataType.Float), dropout, causal)
-    state = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
-    return Sample((query, query, key, value, *saved, *state, 0.5), values={5: (2.0, 3.0, 2.5), 6: (5, 1), 7: (2,)})
+    return Sample((query, query, key, value, *saved, *STATE, 0.5), values={5: (2.0, 3.0, 2.5), 6: (5, 1), 7: (2,)})
 
 
 def backward_samples() -> list[Sample]:
@@ -186,10 +185,10 @@ def _block_samples() -> list[Sample]:
     ]
 
 
-_QKV = tuple(Param(name, K.TENSOR) for name in ("query", "key", "value"))
+QKV = tuple(Param(name, K.TENSOR) for name in ("query", "key", "value"))
 BACKWARD_PARAMS = (
     Param("grad_output", K.TENSOR),
-    *_QKV,
+    *QKV,
     Param("output", K.TENSOR),
     Param("logsumexp", K.TENSOR),
     Param("dropout_p", K.OPTIONAL_SCALAR),
@@ -201,7 +200,7 @@ BACKWARD_PARAMS = (
 # Each gradient by itself also takes a gradient of the log-sum-exp.
 SPLIT_PARAMS = (*BACKWARD_PARAMS, Param("grad_logsumexp", K.OPTIONAL_TENSOR, None))
 FORWARD_PARAMS = (
-    *_QKV,
+    *QKV,
     Param("bias", K.OPTIONAL_TENSOR, None),
     Param("mask", K.OPTIONAL_TENSOR, None),
     *(Param(name, K.OPTIONAL_SCALAR, None) for name in ("dropout_p", "is_causal", "scale")),

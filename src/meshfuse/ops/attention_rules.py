@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..dtypes import DataType
 from ..errors import user_error
 from .base import Call, DimFactors, Emit, FactorKind, RuleBuilder, TensorRef, TensorType
 from .shapes import UNKNOWN, broadcasts_to, check_ndim, check_same_size, fits
+
+# The random state that attention gives: seed and offset.
+STATE = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
 
 
 def checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
@@ -46,9 +50,9 @@ def _check_added(name: str, what: str, t: TensorType, scores: Sequence[int]) -> 
 
 def _check_state(call: Call) -> None:
     """What dropout was drawn with, of which ops without any take any form."""
-    for what, shape in (("philox_seed", (2,)), ("philox_offset", ())):
+    for what, wanted in zip(("philox_seed", "philox_offset"), STATE, strict=True):
         if (t := call.type_of(what)) is not None:
-            _check_shape(call.op.name, what, t, shape)
+            _check_shape(call.op.name, what, t, wanted.shape)
 
 
 def _check_shape(name: str, what: str, t: TensorType, shape: tuple[int, ...]) -> None:
@@ -119,6 +123,11 @@ def scores_text(e: Emit, rows: Sequence[object], key: int) -> str:
     q, k, _ = checked(e.call)
     runs = (*rows, e.operand_runs(key)[-2])
     return f"({runs}, {[*q.shape[:-1], k.shape[-2]]})"
+
+
+def operands_text(e: Emit) -> list[str]:
+    """The tensors that the forward pass takes, None for what is not given."""
+    return [str(e.operand(name)) for name in ("query", "key", "value", "bias", "mask")]
 
 
 def options_text(e: Emit) -> list[str]:

@@ -29,7 +29,7 @@ from .base import (
     TensorType,
     Writing,
 )
-from .shapes import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_ndim
+from .shapes import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_index, check_ndim
 
 K = ParamKind
 
@@ -46,11 +46,6 @@ def _is_whole(e: Emit, operand: int, dim: int) -> bool:
     return e.operand_shapes[operand][dim] == e.call.types[operand].shape[dim]
 
 
-def _check_index(call: Call, index: TensorType) -> None:
-    if index.dtype.category != 1:
-        raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.")
-
-
 def _same_ndim(call: Call, *others: TensorType) -> None:
     for other in others:
         check_ndim(
@@ -64,7 +59,7 @@ def _same_ndim(call: Call, *others: TensorType) -> None:
 def _take_infer(call: Call) -> tuple[TensorType, ...]:
     arg, index = call.types
     _same_ndim(call, index)
-    _check_index(call, index)
+    check_index(call, index)
     dim = _dim(call)
     shape = list(broadcast_shapes(call.op.name, [_without(arg.shape, dim), _without(index.shape, dim)]))
     shape[dim] = index.shape[dim]
@@ -97,7 +92,7 @@ def _take_emit(e: Emit) -> str:
 def _gather_infer(call: Call) -> tuple[TensorType, ...]:
     arg, index = call.types
     _same_ndim(call, index)
-    _check_index(call, index)
+    check_index(call, index)
     dim = _dim(call)
     for d, (n, m) in enumerate(zip(arg.shape, index.shape, strict=True)):
         if d != dim and UNKNOWN not in (n, m) and m > n:
@@ -136,7 +131,7 @@ def _gather_emit(e: Emit) -> str:
 def _index_select_infer(call: Call) -> tuple[TensorType, ...]:
     arg, index = call.types
     check_ndim("index_select", "the index", index, 0, 1)
-    _check_index(call, index)
+    check_index(call, index)
     dim = _dim(call)
     return (TensorType((*arg.shape[:dim], index.shape[0] if index.ndim else 1, *arg.shape[dim + 1 :]), arg.dtype),)
 
@@ -202,7 +197,7 @@ def _sliced_select(
 def _embedding_infer(call: Call) -> tuple[TensorType, ...]:
     index, weight = call.types
     check_ndim("embedding_fwd", "the weight", weight, 2, 2)
-    _check_index(call, index)
+    check_index(call, index)
     return (TensorType((*index.shape, weight.shape[1]), weight.dtype),)
 
 
@@ -229,7 +224,7 @@ def _embedding_emit(e: Emit) -> str:
 def _scatter_infer(call: Call) -> tuple[TensorType, ...]:
     arg, *others = call.types
     _same_ndim(call, *others)
-    _check_index(call, others[0])
+    check_index(call, others[0])
     index, dim = others[0], _dim(call)
     for what, limit in (("the tensor", arg), ("the source", others[-1])):
         for d, (n, most) in enumerate(zip(index.shape, limit.shape, strict=True)):

@@ -179,11 +179,6 @@ def _operand_text(e: Emit, name: str, wanted: DataType) -> str:
     return tensor if name == "condition" else cast_text(tensor, found.dtype, wanted)
 
 
-def widened(dtypes: Sequence[DataType]) -> DataType:
-    """The type that operands of a predicate are compared in."""
-    return widen(promoted(dtypes))
-
-
 def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) -> Sequence[Sample]:
     """All operands alike, one broadcast, one a number, and half precision."""
     full, thin, flags = (
@@ -229,7 +224,7 @@ def _op(
     nvfuser: Callable[[Native], Any] = native_pointwise.arithmetic,
 ) -> OpDef:
     """A pointwise op; its last parameters, one for each of the example `numbers`, take no tensor."""
-    compute = compute or (widened if promotion is predicate else promotion)
+    compute = compute or (keep if promotion is predicate else promotion)
     names = params.split()
     tensors = len(names) - len(numbers)
     table = tuple(Param(p, K.TENSOR_OR_SCALAR if i < tensors else K.OPTIONAL_SCALAR) for i, p in enumerate(names))

@@ -113,8 +113,7 @@ def _scaled_results(call: Call, out: tuple[int, ...]) -> tuple[TensorType, ...]:
     made, block = [TensorType(out, call["dtype"])], call["output_block_scale_size"]
     if block:
         check_positive(call.op.name, "output_block_scale_size", block)
-        columns = out[-1] if out[-1] == UNKNOWN else -(-out[-1] // block)
-        made.append(TensorType((*out[:-1], columns), call["output_block_scale_dtype"]))
+        made.append(TensorType((*out[:-1], _blocks(out[-1], block)), call["output_block_scale_dtype"]))
     if call["output_gamma"]:
         made.append(TensorType((), DataType.Float))
     return tuple(made)

@@ -33,9 +33,14 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
     return check_dims(call.op.name, call["dims"], call.types[0].ndim)
 
 
+def keeps_dims(call: Call) -> bool:
+    """Whether reduced dims stay, of size 1."""
+    return "keepdim" in call.op.places and call["keepdim"]
+
+
 def reduced_shape(call: Call) -> tuple[int, ...]:
     """The shape that is left, with 1 for the reduced dims where keepdim is asked for."""
-    dims, keep = reduced_dims(call), call["keepdim"]
+    dims, keep = reduced_dims(call), keeps_dims(call)
     return tuple(1 if d in dims else n for d, n in enumerate(call.types[0].shape) if keep or d not in dims)
 
 

@@ -22,7 +22,7 @@ from .base import (
     TensorType,
 )
 from .native import local_shape
-from .shapes import UNKNOWN
+from .shapes import UNKNOWN, known_size
 
 K = ParamKind
 
@@ -32,7 +32,7 @@ def inferred_shape(shape: Sequence[int], wanted: Sequence[object]) -> tuple[int,
 
     Raises DefinitionError where the numbers of elements differ.
     """
-    sizes = [UNKNOWN if isinstance(n, ScalarRef) else int(n) for n in wanted]  # type: ignore[call-overload]
+    sizes = [known_size(n) for n in wanted]
     open_places = [i for i, n in enumerate(wanted) if not isinstance(n, ScalarRef) and n == -1]
     if len(open_places) > 1:
         raise user_error("reshape: more than one size is -1", str(list(wanted)), "at most one", "Name the others.")

@@ -7,7 +7,7 @@ from typing import Any
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.attention import RING_ATTENTION
-from .attention_blocks import qkv_types
+from .attention_blocks import QKV, qkv_types
 from .attention_rules import Dims, checked, scale_text, score_flops, scores_text
 from .base import (
     Call,
@@ -252,13 +252,12 @@ _OPTIONS = (
     Param("scale", K.OPTIONAL_SCALAR, None),
     Param("zigzag", K.BOOL, False),
 )
-_QKV = tuple(Param(name, K.TENSOR) for name in ("query", "key", "value"))
 OPS = (
-    OpDef("ring_attention", (*_QKV, *_OPTIONS), _infer, _rule, _emit, flops=lambda call: score_flops(call, 2),
+    OpDef("ring_attention", (*QKV, *_OPTIONS), _infer, _rule, _emit, flops=lambda call: score_flops(call, 2),
           samples=_samples, nvfuser=_NOT_NATIVE, vjp=RING_ATTENTION, rounds=Rounds(_together, attention_rounds),
           about="attention in rounds: blocks of keys and values travel through a ring of ranks"),
     OpDef("ring_attention_bwd",
-          (Param("grad_output", K.TENSOR), *_QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR), *_OPTIONS,
+          (Param("grad_output", K.TENSOR), *QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR), *_OPTIONS,
            Param("grad_logsumexp", K.OPTIONAL_TENSOR, None)),
           _bwd_infer, _bwd_rule, _bwd_emit, flops=lambda call: score_flops(call, 5), samples=_bwd_samples,
           nvfuser=_NOT_NATIVE, rounds=Rounds(_bwd_together, gradient_rounds),

@@ -155,6 +155,12 @@ def _held(value: float, dtype: DataType) -> bool:
     return abs(value) <= _LARGEST_FLOAT if dtype.real is DataType.Float else True
 
 
+def check_index(call: Call, index: TensorType) -> None:
+    """Raises DefinitionError for an index that is not of integers."""
+    if index.dtype.category != 1:
+        raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.")
+
+
 def check_positive(op: str, what: str, n: int) -> None:
     """Raises DefinitionError for a number below 1."""
     if n < 1:

@@ -28,20 +28,16 @@ from .base import (
 )
 from .native import Native
 from .pointwise import cast_text, torch_dtype, widen
-from .reductions import kept_factors, reduced_dims
+from .reductions import keeps_dims, kept_factors, reduced_dims, reduced_shape
 
 K = ParamKind
 
 
-def _keepdim(call: Call) -> bool:
-    return "keepdim" in call.op.places and call["keepdim"]
-
-
 def _reduced(call: Call) -> tuple[int, ...]:
-    dims, keep = reduced_dims(call), _keepdim(call)
-    if not dims and call.types[0].ndim:  # a sum over no dims is its operand; torch takes these for all dims
+    # A sum over no dims is its operand; torch takes these for all dims.
+    if not reduced_dims(call) and call.types[0].ndim:
         raise user_error(f"{call.op.name}: dims", "none", "at least one", "Leave dims out for all of them.")
-    return tuple(1 if d in dims else n for d, n in enumerate(call.types[0].shape) if keep or d not in dims)
+    return reduced_shape(call)
 
 
 def _variance_dtype(dtype: DataType) -> DataType:
@@ -83,7 +79,7 @@ def _rule(call: Call) -> Rule:
     """Kept dims pass through; the op needs the reduced dims whole."""
     dims, builder = reduced_dims(call), RuleBuilder()
     operand = builder.dims(call.types[0].shape, dims, FactorKind.BLOCK)
-    result = kept_factors(operand, dims, _keepdim(call))
+    result = kept_factors(operand, dims, keeps_dims(call))
     return builder.build([operand], [result] * len(call.results))
 
 

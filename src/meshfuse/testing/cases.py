@@ -13,7 +13,7 @@ import torch
 
 from ..errors import DefinitionError
 from ..mesh import DeviceMesh
-from ..ops.base import BlockOrder, Call, FactorKind, OpDef, Sample, TensorRef, TensorType
+from ..ops.base import BlockOrder, Call, FactorKind, OpDef, Sample, TensorRef, TensorType, letter
 from ..ops.binding import make_call
 from ..ops.local import LocalCall
 from ..propagation.factors import carries
@@ -245,10 +245,6 @@ def _where(call: Call, rule: Any, factor: int) -> str:
     made = rule.factors[factor]
     kind = f"{made.reduce} reduction" if made.kind is FactorKind.REDUCE else made.kind.value
     return f"factor {letter(factor)} ({kind}, size {made.size}; {', '.join(places)})"
-
-
-def letter(factor: int) -> str:
-    return chr(ord("a") + factor) if factor < 26 else f"f{factor}"
 
 
 def _operand_names(name: str, arg: Any) -> list[str]:

@@ -9,11 +9,11 @@ import torch
 
 from ..definition.fusion import DefinitionBuilder
 from ..graph import Graph, concretize
-from ..ops.base import DimFactors, FactorKind, OpDef, Rule, Sample, TensorType
+from ..ops.base import DimFactors, FactorKind, OpDef, Rule, Sample, TensorType, letter
 from ..ops.binding import make_call
 from ..rewriting.parts import Parted
 from .calls import operands_of, whole
-from .cases import letter, report, tolerance, wrong_results
+from .cases import report, tolerance, wrong_results
 
 
 def pieced_problem(op: OpDef, sample: Sample) -> str | None:
