@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from scripts import script
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt"
 sys.path.insert(0, str(EXAMPLE))
@@ -22,17 +23,8 @@ import train_mesh  # noqa: E402
 TINY = model.Config(layers=2, width=32, heads=4, block=16, vocab=256)
 STEPS = 50
 
-
-def _script(name: str) -> ModuleType:
-    """A program of the example by its path: another folder on the tests' path has a `run`, too."""
-    spec = importlib.util.spec_from_file_location(f"gpt_{name}", EXAMPLE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-run = _script("run")
+# By its path: another folder on the tests' path has a `run`, too.
+run = script("examples/gpt/run.py")
 
 
 def _text() -> torch.Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,26 +15,21 @@ from meshfuse.ops import COMPOSITES, OPS, families
 from meshfuse.ops.base import Partial
 from meshfuse.ops.summary import CARRIES, FATES, examples, help_text
 from meshfuse.testing.calls import define_call
+from scripts import script
 
 ROOT = Path(__file__).parent.parent
 REMAKE = "run .venv/bin/python tools/ops_page.py"
 MESH = mf.DeviceMesh((2,), ("x",))
 
 
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ops_page", ROOT / "tools" / "ops_page.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_is_what_the_records_say() -> None:
-    assert (ROOT / "docs" / "ops.md").read_text() == tool().page(), f"docs/ops.md is not up to date: {REMAKE}"
+    assert (ROOT / "docs" / "ops.md").read_text() == script("tools/ops_page.py").page(), (
+        f"docs/ops.md is not up to date: {REMAKE}"
+    )
 
 
 def test_the_page_has_every_op_once_and_changes_when_one_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = tool()
+    made = script("tools/ops_page.py")
     rows = re.findall(r"^\| `(\w+)\(", made.page(), re.MULTILINE)
     assert sorted(rows) == sorted({*OPS, *COMPOSITES})
     known = families()

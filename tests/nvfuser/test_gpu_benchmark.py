@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from op_references import NVIDIA_ONLY
+from scripts import script
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.insert(0, str(FOLDER))
@@ -25,18 +26,6 @@ import gpu_works  # noqa: E402  # pyright: ignore[reportMissingImports]
 import pieces  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 pytestmark = pytest.mark.nvfuser
-
-
-@pytest.fixture(scope="module")
-def script():
-    """run.py as a module."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", FOLDER / "run.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("work", gpu_works.elementwise(6, 16), ids=lambda work: work.name)
@@ -164,7 +153,8 @@ def test_workers_that_do_not_start(tmp_path: Path) -> None:
     assert not found.lines and found.failed == {"start": "exit status 1: ImportError: no torch"}
 
 
-def test_results_are_written_after_every_section(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_written_after_every_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = script("benchmarks/gpu/run.py")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     off = {"op": "add", "sample": 0, "state": "wrong", "why": "off"}
     outcomes = {
@@ -177,13 +167,13 @@ def test_results_are_written_after_every_section(script, tmp_path: Path, monkeyp
         ends.append(end - time.time())
         return outcomes[section.name]
 
-    monkeypatch.setattr(script, "run_section", ran)
+    monkeypatch.setattr(run, "run_section", ran)
     texts: list[str] = []
-    found = script.measure(["segments", "ops"], 100.0, lambda so_far: texts.append(script.markdown(so_far)))
+    found = run.measure(["segments", "ops"], 100.0, lambda so_far: texts.append(run.markdown(so_far)))
     assert len(texts) == 2 and "softmax" not in texts[0] and "| softmax | nvfuser | 0.125 |" in texts[1]
     assert "- wrong: add 0: off" in texts[0] and "- failed: ops: sub 1: exit status -11" in texts[0]
-    assert 0 < ends[0] < ends[1] <= 100.0 and script.wrong(found)
-    script.write_to(tmp_path / "out", found)
+    assert 0 < ends[0] < ends[1] <= 100.0 and run.wrong(found)
+    run.write_to(tmp_path / "out", found)
     assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".json", ".md"]
 
 
