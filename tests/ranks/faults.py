@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import forked
-from rank_pool import base_environment
+from rank_pool import alive, base_environment, free_port
 
 RANKS = 3
 GUARD = 60.0
@@ -343,7 +343,7 @@ class Job:
         self.temporary.mkdir()
         self.log = folder / "log"
         self.log.touch()
-        self.port = _free_port()
+        self.port = free_port()
         self.processes: list[Any] = []
 
     def run(self, script: str, healthy: bool = False) -> None:
@@ -506,14 +506,6 @@ def living_in(folder: Path) -> list[int]:
     return found
 
 
-def alive(pid: int) -> bool:
-    """Whether the process runs or is stopped; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def open_sockets() -> list[str]:
     """Lines of /proc/net/tcp of sockets that listen or are connected."""
     lines = [line for path in ("/proc/net/tcp", "/proc/net/tcp6") for line in Path(path).read_text().splitlines()[1:]]
@@ -530,11 +522,6 @@ def _command(pid: int) -> str:
         return f"{pid} {Path(f'/proc/{pid}/stat').read_text().split()[2]} {Path(f'/proc/{pid}/wchan').read_text()}"
     except OSError:
         return str(pid)
-
-
-def _free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return str(probe.getsockname()[1])
 
 
 class _taken:

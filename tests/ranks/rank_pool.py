@@ -58,6 +58,30 @@ def base_environment(**changes: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MESHFUSE_CACHE": "off"} | changes
 
 
+def free_port() -> str:
+    """A port of this machine on which nothing listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs or is stopped; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], object], limit: float = 30) -> bool:
+    """Whether the condition holds, now or within this many seconds."""
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
+
+
 def run_bare(
     script: str, folder: Path, size: int = 3, limit: float = 30, stopped: int | None = None
 ) -> list[tuple[int | None, str]]:
@@ -68,10 +92,8 @@ def run_bare(
     """
     path = folder / "script.py"
     path.write_text(script)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
     common = base_environment(
-        WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, MESHFUSE_TIMEOUT=str(limit),
+        WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), MESHFUSE_TIMEOUT=str(limit),
         TORCH_CPP_LOG_LEVEL="ERROR",
     )  # fmt: skip
     logs = [folder / f"rank{rank}.log" for rank in range(size)]

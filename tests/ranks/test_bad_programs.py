@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import START, run_bare
+from rank_pool import START, alive, run_bare, wait_until
 
 import meshfuse as mf
 from meshfuse.errors import SourceLine
@@ -217,11 +215,18 @@ fd.execute(shards)
 
 
 def test_a_rank_that_is_killed_in_a_collective(tmp_path):
-    script = """
+    """It waits for rank 0, which waits for its end: for that of the pipe that only rank 2 writes."""
+    os.mkfifo(tmp_path / "held")
+    script = f"""
+def end():
+    while not world.waiting:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 if world.rank == 2:
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    held = open("{tmp_path}/held", "w")
+    threading.Thread(target=end).start()
 if world.rank == 0:
-    time.sleep(1)
+    open("{tmp_path}/held").read()
 fd.execute(shards)
 """
     results = run_bare(START + script, tmp_path)
@@ -255,13 +260,6 @@ fd.execute(shards)
 # The same under the launcher, which leaves no process behind.
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 FAILURES = {
     "raise KeyError('the mistake')": (1, "rank 2 exited with code 1; stopped the other ranks"),
     "os.kill(os.getpid(), signal.SIGKILL)": (137, "rank 2 was killed by SIGKILL; stopped the other ranks"),
@@ -283,10 +281,7 @@ fd.execute(shards)
     assert done.returncode == code and f"meshfuse run: {said}" in done.stderr
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
     assert os.getpid() not in pids
-    until = time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(is_alive, pids))
+    assert wait_until(lambda: not any(map(alive, pids)), 10)
     if code == 1:
         assert done.stderr.count("KeyError: 'the mistake'") == 1
 

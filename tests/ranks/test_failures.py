@@ -32,6 +32,13 @@ def run_bare(script: str, folder: Path, **more: Any) -> list[tuple[int | None, s
     return rank_pool.run_bare(START + script, folder, **more)
 
 
+def let_go(folder: Path) -> Path:
+    """A pipe: who reads it waits, in one call and thus in one line, until another opens it to write."""
+    path = folder / "let go"
+    path.exists() or os.mkfifo(path)
+    return path
+
+
 DEFAULT_GROUP = """
 store = torch.distributed.PrefixStore("script", world.store)
 torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
@@ -112,11 +119,15 @@ group.all_reduce(tensor).wait()
 @pytest.mark.parametrize("stopped", [0, 2])
 def test_a_wait_with_a_limit_of_its_own_says_that_one(tmp_path, stopped):
     """Saving waits longer than MESHFUSE_TIMEOUT, or as long as it is told."""
+    through = tmp_path / "through"
+    through.mkdir()
     script = f"""
 import meshfuse as mf
 world.barrier()
+os.mkdir(f"{through}/{{world.rank}}")
 if world.rank == {stopped}:
-    time.sleep(0.5)  # The others are to come through the barrier.
+    while len(os.listdir("{through}")) < world.size:
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGSTOP)
 mf.save({str(tmp_path / "run")!r}, {{"w": tensor}}, timeout=1.5)
 """
@@ -128,13 +139,16 @@ mf.save({str(tmp_path / "run")!r}, {{"w": tensor}}, timeout=1.5)
 
 
 def test_a_rank_that_is_elsewhere_is_told_from_a_stopped_one(tmp_path):
-    script = """
+    script = f"""
 def long_loop():
-    time.sleep(4)
+    open("{let_go(tmp_path)}").close()
 world.limit = 1  # From here on only: ranks that start late would time out before.
 if world.rank == 1:
     long_loop()
-group.all_reduce(tensor).wait()
+try:
+    group.all_reduce(tensor).wait()
+finally:
+    world.rank or open("{let_go(tmp_path)}", "w").close()
 """
     text = run_bare(script, tmp_path, size=2)[0][1]
     assert "RankTimeout" in text and "rank 1 runs long_loop at" in text
@@ -145,7 +159,7 @@ def test_a_rank_that_is_ended_names_the_function_it_was_in(tmp_path):
     script = """
 def long_loop():
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(4)
+    time.sleep(60)
 if world.rank == 0:
     long_loop()
 """
@@ -168,11 +182,14 @@ group.recv(tensor, 1).wait()
 
 def test_a_missing_rank_of_a_barrier_is_named(tmp_path):
     """Rank 2 times out by itself, or hears of rank 0's time-out."""
-    script = """
+    script = f"""
 world.limit = 1
 if world.rank == 1:
-    time.sleep(4)
-world.barrier()
+    open("{let_go(tmp_path)}").close()
+try:
+    world.barrier()
+finally:
+    world.rank == 2 and open("{let_go(tmp_path)}", "w").close()
 """
     text = run_bare(script, tmp_path, size=3)[2][1]
     assert "barrier timed out on rank 2" in text or "barrier cannot finish on rank 2: found rank 0" in text

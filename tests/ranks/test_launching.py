@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import forked
 import pytest
-from rank_pool import base_environment
+from rank_pool import alive, base_environment, free_port, wait_until
 
 from meshfuse.errors import ArgumentError
 from meshfuse.runtime import launcher
@@ -30,28 +28,6 @@ world = World.current()
 tensor = torch.tensor([float(world.rank + 1)])
 world.group(world.all_ranks, "all").all_reduce(tensor).wait()
 """
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition, limit: float = 30) -> bool:
-    until = time.monotonic() + limit
-    while time.monotonic() < until:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return bool(condition())
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return str(probe.getsockname()[1])
 
 
 def test_launcher_runs_ranks(job):
