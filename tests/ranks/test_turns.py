@@ -153,6 +153,7 @@ if "child" not in sys.argv:
     print(world.rank, found.stderr.strip().splitlines()[-1], flush=True)
     world.barrier()
     if world.rank == 1:
+        os.chdir(os.path.dirname(__file__))
         subprocess.run(f"({sys.executable} {__file__} child; echo $? > code) 2> said &", shell=True, check=True)
         while not os.path.exists("code"):
             time.sleep(0.1)
