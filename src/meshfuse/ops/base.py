@@ -1,4 +1,4 @@
-"""What every op is made of: one `OpDef` holds all of an op's facts, and passes read facts, never names."""
+"""What every op is made of: one `OpDef` holds all of an op's facts, and passes but `rewriting` know no names."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ OPS = (
           about="the `k` greatest (or least) of each block, and their indices in the whole dim"),
     OpDef("block_moments", (_ARG, Param("dims", K.DIMS), _DIM, _BLOCKS), _moments_infer, _moments_rule,
           _moments_emit, samples=_moments_samples, nvfuser=_UNEVEN,
-          about="count, mean and sum of squared differences of each block"),
+          about="mean and sum of squared differences of each block"),
     OpDef("block_merge", (_ARG, Param("counts", K.INTS)), _merge_infer, _merge_rule,
           lambda e: f"K.block_merge({e.operands[0]}, {list(e.call['counts'])})",
           samples=_merge_samples, nvfuser="one small kernel in torch",

@@ -179,7 +179,7 @@ OPS = (
             Sample((TensorType((4, 6), DataType.Half), [0])),
             Sample((TensorType((4, 6), DataType.Int), [0])),
         ],
-        about="variance over `dims`, divided by n - `correction`; by Welford's merging over ranks",
+        about="variance over `dims`, divided by n - `correction`",
     ),
     OpDef(
         "var_mean",
