@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import meshfuse as mf
-from meshfuse.dtypes import DataType
+from meshfuse.dtypes import Category, DataType
 from meshfuse.ops.base import ParamKind, ScalarRef, TensorRef
 from meshfuse.scalars import evaluate
 from op_references import REFERENCES, attention
@@ -27,7 +27,7 @@ def _sdpfa(q: Any, k: Any, v: Any, bias: Any, mask: Any, _: Any, is_causal: Any,
 
 
 def _cast(x: torch.Tensor, dtype: DataType) -> torch.Tensor:
-    return x.trunc() if dtype.category == 1 and x.is_floating_point() else x
+    return x.trunc() if dtype.category is Category.INTEGER and x.is_floating_point() else x
 
 
 def _scatter(x: torch.Tensor, index: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ _FUNCTIONS = {**REFERENCES, "cast": _cast, "sdpfa_fwd": _sdpfa, "scatter": _scat
 
 def has_reference(fd: mf.FusionDefinition) -> bool:
     """Whether every op has one, and no number is of less than single precision: those follow the op's own rounding."""
-    low = any(t.type.dtype.category == 2 and t.type.dtype.itemsize < 4 for t in fd.tensors)
+    low = any(t.type.dtype.category is Category.FLOAT and t.type.dtype.itemsize < 4 for t in fd.tensors)
     drawn = any(node.args[node.op.places["dropout_p"]] for node in fd.nodes if "dropout_p" in node.op.places)
     return not low and not drawn and all(node.op.name in _FUNCTIONS and _follows(fd, node) for node in fd.nodes)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from meshfuse.dtypes import DataType
+from meshfuse.dtypes import Category, DataType
 from meshfuse.graph import Graph, Node
 from meshfuse.mesh import DeviceMesh
 from meshfuse.ops.base import ScalarRef, TensorRef, TensorType
@@ -46,7 +46,7 @@ def type_text(kind: TensorType) -> str:
 def number(value: object, dtype: DataType) -> str:
     if dtype is DataType.Bool:
         return "true" if value else "false"
-    return f"{float(value):e}" if dtype.category == 2 else str(int(value))  # type: ignore[arg-type]
+    return f"{float(value):e}" if dtype.category is Category.FLOAT else str(int(value))  # type: ignore[arg-type]
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
@@ -139,7 +139,7 @@ def _pointwise(w: Writer, node: Node) -> str:
 
 
 def _unary(w: Writer, name: str, value: str, result: TensorType) -> str:
-    known = UNARY.get(name, "negate") if result.dtype.category == 2 else "negate"
+    known = UNARY.get(name, "negate") if result.dtype.category is Category.FLOAT else "negate"
     return w.line(f"stablehlo.{known} {value}", type_text(result))
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
-from meshfuse.dtypes import DataType
+from meshfuse.dtypes import Category, DataType
 from test_repr import rebuilt
 
 DOUBLE, INT = DataType.Double, DataType.Int
@@ -120,7 +120,7 @@ def _program(name: str) -> tuple[mf.FusionDefinition, list[Any], list[Any]]:
     fd = mf.FusionDefinition()
     tensors = [fd.define_tensor(list(t.shape), dtype=_name(t.dtype)) for t in values]
     y = build(fd.ops, *tensors)
-    wrt = [t for t in tensors if t.dtype.category == 2]
+    wrt = [t for t in tensors if t.dtype.category is Category.FLOAT]
     grads = fd.grad(y, wrt, y)
     for t in (y, *grads):
         fd.add_output(t)
@@ -164,7 +164,7 @@ def test_they_are_the_same_however_the_inputs_are_sharded(name: str, mesh: str) 
 def test_gradients_annotated_like_their_primals(name: str) -> None:
     """Every weight and its gradient in shards of dim 0 (FSDP), the batch sharded too."""
     fd, tensors, grads = _program(name)
-    primals = [t for t in tensors if t.dtype.category == 2]
+    primals = [t for t in tensors if t.dtype.category is Category.FLOAT]
     for t in (*tensors, *grads):
         fd.mesh_split(t, MESHES["two ranks"], ["x", *[None] * (t.ndim - 1)])
     assert len(primals) == len(grads)

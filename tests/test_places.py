@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
+from meshfuse.dtypes import Category
 from meshfuse.graph import concretize
 from meshfuse.plan_store import cache as plan_cache
 from meshfuse.rewriting import places
@@ -66,7 +67,8 @@ def put_together(spans: list[tuple[int, str]], place: tuple[mf.DeviceMesh, list[
                     fd.mesh_split(parts[-1], *place)
             start += size
         made = fd.ops.cat(parts, 0) if len(parts) > 1 else parts[0]
-        made = kept(fd, made, spans[0][0], n, 1.0 if dtype.category >= 2 else 1) if fill and len(spans) > 1 else made
+        if fill and len(spans) > 1:
+            made = kept(fd, made, spans[0][0], n, 1.0 if dtype.category >= Category.FLOAT else 1)
         fd.mesh_split(made, *place)
         fd.add_output(made)
     return fd

@@ -11,6 +11,7 @@ import torch
 
 import meshfuse as mf
 from meshfuse.compiler import CompiledProgram
+from meshfuse.dtypes import Category
 from meshfuse.executor.bind import BoundProgram, bind_program
 from meshfuse.executor.simulate import Hub, SimulatedGroup, SimulatedWork, Simulation
 from meshfuse.host_ir.program import HostProgram
@@ -75,7 +76,7 @@ def random_inputs(fd: mf.FusionDefinition, seed: int = 0) -> list[torch.Tensor]:
 
 
 def _random(kind: TensorType, generator: torch.Generator) -> torch.Tensor:
-    if kind.dtype.category < 2:
+    if kind.dtype.category < Category.FLOAT:
         return torch.randint(0, 8, kind.shape, generator=generator)
     return (torch.randn(kind.shape, generator=generator) / math.sqrt(kind.shape[-1])).to(torch_dtype(kind))
 

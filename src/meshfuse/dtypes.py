@@ -5,6 +5,15 @@ from __future__ import annotations
 import enum
 
 
+class Category(enum.IntEnum):
+    """Kinds of element types, in the order in which they promote."""
+
+    BOOL = 0
+    INTEGER = 1
+    FLOAT = 2
+    COMPLEX = 3
+
+
 class DataType(enum.Enum):
     """An element type; the value is torch's name of it."""
 
@@ -45,13 +54,12 @@ class DataType(enum.Enum):
         return _ITEMSIZE[self]
 
     @property
-    def category(self) -> int:
-        """0 bool, 1 integer, 2 floating point, 3 complex: the order in which types promote."""
+    def category(self) -> Category:
         return _CATEGORY[self]
 
     @property
     def is_reduced_float(self) -> bool:
-        return self.category == 2 and self.itemsize < 4
+        return self.category is Category.FLOAT and self.itemsize < 4
 
     @property
     def real(self) -> DataType:
@@ -69,8 +77,10 @@ _ITEMSIZE = {
 _INTEGERS = (DataType.Byte, DataType.Char, DataType.Int16, DataType.Int32, DataType.Int, DataType.UInt64)
 _COMPLEX = (DataType.ComplexFloat, DataType.ComplexDouble)
 _CATEGORY = {
-    dtype: 0 if dtype is DataType.Bool else 1 if dtype in _INTEGERS else 3 if dtype in _COMPLEX else 2
-    for dtype in DataType
+    **dict.fromkeys(DataType, Category.FLOAT),
+    **dict.fromkeys(_INTEGERS, Category.INTEGER),
+    **dict.fromkeys(_COMPLEX, Category.COMPLEX),
+    DataType.Bool: Category.BOOL,
 }
 _RANK = {dtype: place for place, dtype in enumerate((
     DataType.Bool, *_INTEGERS, DataType.Float4_e2m1fn, DataType.Float8_e8m0fnu, DataType.Float8_e5m2,
@@ -83,7 +93,7 @@ def promote(a: DataType, b: DataType) -> DataType:
     if a is b:
         return a
     low, high = sorted((a, b), key=_RANK.__getitem__)
-    if low.category == high.category == 2 and low.itemsize == high.itemsize == 2:
+    if low.category is high.category is Category.FLOAT and low.itemsize == high.itemsize == 2:
         return DataType.Float
     if high is DataType.ComplexFloat and low is DataType.Double:
         return DataType.ComplexDouble

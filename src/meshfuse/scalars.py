@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .dtypes import DataType, promote
+from .dtypes import Category, DataType, promote
 from .ops.base import ScalarRef, TensorRef
 
 Operand = Any  # ScalarRef, TensorRef (of `size`) or a Python number
@@ -115,7 +115,7 @@ def result_dtype(op: str, operands: list[DataType]) -> DataType:
         return DataType.ComplexDouble
     if op in ("real", "imag", "abs"):
         out = out.real
-    return out if op in _INTEGRAL or out.category >= 2 else DataType.Double
+    return out if op in _INTEGRAL or out.category >= Category.FLOAT else DataType.Double
 
 
 def evaluate(

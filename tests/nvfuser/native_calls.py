@@ -7,7 +7,7 @@ from typing import Any
 
 from meshfuse import DeviceMesh
 from meshfuse.backends.nvfuser import NativeKernel
-from meshfuse.dtypes import DataType
+from meshfuse.dtypes import Category, DataType
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call, OpDef, Sample, TensorRef, TensorType
 from meshfuse.ops.binding import bind
@@ -54,7 +54,7 @@ def _data_type(sample: Sample) -> DataType | None:
     """The floating point type among a sample's tensors, or the first one of a tensor without given values."""
     given = [t for t in _leaves(sample) if isinstance(t, TensorType)]
     found = [t.dtype for i, t in enumerate(given) if i not in sample.values]
-    return next((d for d in found if d.category == 2), found[0] if found else None)
+    return next((d for d in found if d.category is Category.FLOAT), found[0] if found else None)
 
 
 def _leaves(sample: Sample) -> Iterator[Any]:

@@ -12,6 +12,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+from ..dtypes import Category
+
 Tensor = Any  # a TensorView of the definition; where an op takes numbers too, perhaps a number or a Val
 
 
@@ -52,7 +54,7 @@ class Backward:
         """The complex conjugate; anything real is its own."""
         if isinstance(x, complex):
             return x.conjugate()
-        if not is_tensor(x) or x.dtype.category < 3:
+        if not is_tensor(x) or x.dtype.category < Category.COMPLEX:
             return x
         return self.ops.complex(self.ops.real(x), self.ops.neg(self.ops.imag(x)))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from ..dtypes import Category
 from .context import Backward, Tensor, Vjp, each, elementwise, is_tensor, nothing, sum_to
 
 # (ops, operand, result) -> the derivative of the result.
@@ -73,14 +74,14 @@ def _subtracted(b: Backward) -> Tensor:
 def _abs(b: Backward) -> Tensor:
     """sign(x), of complex numbers x / |x|; 0 at 0."""
     x = b["x"]
-    if x.dtype.category < 3:
+    if x.dtype.category < Category.COMPLEX:
         return b.times(b.ops.sign(x))
     unit = b.ops.where(b.ops.eq(b.result, 0.0), 0.0, b.ops.truediv(b.grad, b.result))
     return b.ops.mul(x, unit)
 
 
 def _real(b: Backward) -> Tensor:
-    if b["x"].dtype.category < 3:
+    if b["x"].dtype.category < Category.COMPLEX:
         return b.grad
     return b.ops.complex(b.grad, b.ops.mul(b.grad, 0.0))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..definition.tensor_view import TensorView, Val
+from ..dtypes import Category, DataType
 from ..errors import SourceLine, located, user_error
 from ..ops.base import ScalarRef, TensorRef
 from ..scalars import FUNCTIONS
@@ -22,7 +23,6 @@ from .pieces import Piece, joined
 if TYPE_CHECKING:
     from ..definition.fusion import DefinitionBuilder
     from ..definition.records import OpNode
-    from ..dtypes import DataType
     from ..ops.base import OpDef
 
 
@@ -50,7 +50,7 @@ def gradients(
 
 
 def _check_differentiable(tensor: TensorView, what: str, line: SourceLine) -> None:
-    if tensor.dtype.category < 2:
+    if tensor.dtype.category < Category.FLOAT:
         raise user_error(
             f"grad: {what}", f"{tensor.label}: {tensor.type}", "floating point or complex tensors",
             "Only those have gradients.", line,
@@ -113,7 +113,9 @@ class _Sweep:
         found, tensors = set(wrt), self.fd.tensors
         for node in self.nodes:
             if any(i in found for i in node.inputs):
-                found.update(i for i in node.outputs if tensors[i].type.dtype.category >= 2 and i not in constants)
+                found.update(
+                    i for i in node.outputs if tensors[i].type.dtype.category >= Category.FLOAT and i not in constants
+                )
         return found
 
     def seed(self, output: TensorView, given: TensorView | None) -> None:

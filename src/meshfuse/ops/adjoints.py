@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients import indexing, products, shapes
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
@@ -144,7 +144,7 @@ def _sum_to_nvfuser(n: Native) -> Any:
     """nvFuser sums integers as Int."""
     dims, dtype = list(_summed_dims(n.call)), n.call.results[0].dtype
     found = n.ops.sum(n.operands[0], dims, True) if dims else n.ops.set(n.operands[0])
-    return n.ops.cast(found, n.dtype(dtype)) if dims and dtype.category < 2 else found
+    return n.ops.cast(found, n.dtype(dtype)) if dims and dtype.category < Category.FLOAT else found
 
 
 def _sum_to_samples() -> list[Sample]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..errors import user_error
 from .base import (
     Call,
@@ -196,7 +196,7 @@ def distributed_sum_after(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Each block summed from its end, and the total of all blocks after it."""
-    if not blocks or call.types[0].dtype.category == 0:
+    if not blocks or call.types[0].dtype.category is Category.BOOL:
         return None
     (x,) = operands
     within = r.call("block_cumsum_bwd", x, dim, blocks)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..errors import user_error
 from .shapes import check_dim, check_dims
 
@@ -20,14 +20,14 @@ Dims = int | Sequence[int] | None
 def _wide(fd: Any, x: Any) -> Any:
     """At least float32."""
     dtype = x.dtype
-    if dtype.category >= 2 and not dtype.is_reduced_float:
+    if dtype.category >= Category.FLOAT and not dtype.is_reduced_float:
         return x
     return fd.ops.cast(x, DataType.Float)
 
 
 def _back(fd: Any, x: Any, like: Any) -> Any:
     """In the operand's type where that is floating point."""
-    return x if x.dtype is like.dtype or like.dtype.category < 2 else fd.ops.cast(x, like.dtype)
+    return x if x.dtype is like.dtype or like.dtype.category < Category.FLOAT else fd.ops.cast(x, like.dtype)
 
 
 def _as_type(fd: Any, x: Any, dtype: DataType | None) -> Any:
@@ -202,7 +202,7 @@ def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> An
     ops, place = fd.ops, check_dim("argmax", dim, x.ndim)
     index = ops.broadcast(ops.iota(x.size(place)), [d != place for d in range(x.ndim)])
     is_top = ops.eq(x, ops.max(x, place, True))
-    is_top = ops.logical_or(is_top, ops.isnan(x)) if x.dtype.category >= 2 else is_top
+    is_top = ops.logical_or(is_top, ops.isnan(x)) if x.dtype.category >= Category.FLOAT else is_top
     return ops.min(ops.where(is_top, index, x.size(place)), place, keepdim)
 
 

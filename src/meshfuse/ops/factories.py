@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..dtypes import DataType, scalar_dtype
+from ..dtypes import Category, DataType, scalar_dtype
 from ..errors import user_error
 from ..gradients.context import nothing
 from ..gradients.shapes import TRIU
@@ -47,7 +47,7 @@ def _full_emit(e: Emit) -> str:
 
 
 def _iota_infer(call: Call) -> tuple[TensorType, ...]:
-    if call["dtype"].category not in (1, 2):
+    if call["dtype"].category not in (Category.INTEGER, Category.FLOAT):
         raise user_error("iota: dtype", call["dtype"].name, "an integer or floating point type", "Cast its result.")
     return (TensorType((known_size(call["length"]),), call["dtype"]),)
 
@@ -59,7 +59,7 @@ def _iota_emit(e: Emit) -> str:
 
 
 def _check_real(call: Call, dtype: DataType) -> DataType:
-    if dtype.category != 2:
+    if dtype.category is not Category.FLOAT:
         raise user_error(f"{call.op.name}: dtype", dtype.name, "a floating point type", "Cast the result.")
     return dtype
 
@@ -78,7 +78,7 @@ def _check_state(call: Call) -> None:
                          "Without them the definition's seed counts.")  # fmt: skip
     for name, value in given.items():
         dtype = value.dtype if isinstance(value, ScalarRef) else scalar_dtype(value)
-        if dtype is not None and dtype.category > 1:
+        if dtype is not None and dtype.category >= Category.FLOAT:
             found = dtype.name if isinstance(value, ScalarRef) else repr(value)
             raise user_error(f"{call.op.name}: {name}", found, "an integer", "Its bits are what numbers are drawn by.")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..sharding.layout import Runs
 from .base import Call
 
@@ -137,6 +137,6 @@ def zeros(n: Native) -> Any:
 
 def zero_where_not(n: Native, kept: Any, tensor: Any, dtype: DataType) -> Any:
     """The tensor, in its own type, with zeros where `kept` is false."""
-    if dtype.category == 0:
+    if dtype.category is Category.BOOL:
         return n.ops.logical_and(kept, tensor)
     return n.ops.cast(n.ops.where(kept, tensor, ZERO[dtype.category]), n.dtype(dtype))

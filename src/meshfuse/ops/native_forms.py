@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..sharding.layout import Runs
 from .base import TensorRef
 from .native import Native, ToTorch, along, cast, global_index, is_whole, local_places, zero_where_not, zeros
@@ -125,7 +125,7 @@ def sdpfa_bwd(n: Native) -> Any:
 def iota(n: Native) -> Any:
     """start + step * global index, worked out in Double for floating point types."""
     call, index, ops = n.call, global_index(n, n.result_runs(0)[0]), n.ops
-    if call["dtype"].category == 2:
+    if call["dtype"].category is Category.FLOAT:
         index = ops.cast(index, n.dtype(DataType.Double))
     if call["step"] is not None:
         index = ops.mul(index, n.number("step"))

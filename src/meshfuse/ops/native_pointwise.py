@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import DataType, scalar_dtype
+from ..dtypes import Category, DataType, scalar_dtype
 from .base import ParamKind, ScalarRef, TensorRef
 from .native import Native, cast
 
@@ -23,7 +23,7 @@ def _recast(n: Native, found: tuple[DataType, ...], wanted: DataType) -> dict[st
 def _meets_complex(n: Native) -> bool:
     numbers = [n.call[p.name] for p in n.call.op.params if p.kind is ParamKind.TENSOR_OR_SCALAR]
     found = [_number_type(v) for v in numbers if not isinstance(v, TensorRef)]
-    return any(d.category == 3 for d in (*found, *(t.dtype for t in n.call.types)))
+    return any(d.category is Category.COMPLEX for d in (*found, *(t.dtype for t in n.call.types)))
 
 
 def _number_type(value: Any) -> DataType:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..dtypes import DataType, promote, scalar_dtype
+from ..dtypes import Category, DataType, promote, scalar_dtype
 from ..errors import user_error
 from ..gradients.pointwise import POINTWISE
 from . import native_pointwise
@@ -51,7 +51,7 @@ def keep(dtypes: Sequence[DataType]) -> DataType:
 def floating(dtypes: Sequence[DataType]) -> DataType:
     """The promoted type, but at least float32: for functions of a real number."""
     dtype = promoted(dtypes)
-    return DataType.Float if dtype.category < 2 else widen(dtype)
+    return DataType.Float if dtype.category < Category.FLOAT else widen(dtype)
 
 
 def predicate(_: Sequence[DataType]) -> DataType:
@@ -96,7 +96,7 @@ def _scalar_type(value: Any) -> DataType:
 
 def _beside(dtype: DataType, others: Sequence[DataType]) -> DataType:
     """A complex number beside tensors in single precision is of single precision."""
-    single = any(d.category == 2 for d in others) and DataType.Double not in others
+    single = any(d.category is Category.FLOAT for d in others) and DataType.Double not in others
     return DataType.ComplexFloat if dtype is DataType.ComplexDouble and single else dtype
 
 
@@ -187,7 +187,7 @@ def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) ->
     names = [param.name for param in table if param.kind is K.TENSOR_OR_SCALAR]
     rows: list[list[Any]] = [[full] * len(names)]
     if len(names) > 1:
-        rows += [[full, *[thin] * (len(names) - 1)], [*rows[0][:-1], 2 if dtype.category < 2 else 2.5]]
+        rows += [[full, *[thin] * (len(names) - 1)], [*rows[0][:-1], 2 if dtype.category < Category.FLOAT else 2.5]]
     if dtype is DataType.Float:
         rows.append([TensorType((6, 8), DataType.Half)] * len(names))
     if names[0] == "condition":

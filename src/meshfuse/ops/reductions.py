@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients.reductions import REDUCTIONS
 from .base import (
@@ -46,7 +46,7 @@ def reduced_shape(call: Call) -> tuple[int, ...]:
 
 def _accumulated(op: str, dtype: DataType) -> DataType:
     """Integers and booleans are summed as Int, like in torch; half precision stays half, as nvFuser returns it."""
-    return DataType.Int if op in ("sum", "prod") and dtype.category < 2 else dtype
+    return DataType.Int if op in ("sum", "prod") and dtype.category < Category.FLOAT else dtype
 
 
 def _infer(call: Call) -> tuple[TensorType, ...]:
@@ -62,7 +62,7 @@ def _check_order(call: Call, asked: DataType) -> None:
         return
     if asked is not DataType.Null:
         raise user_error(f"{call.op.name}: a result type", asked.name, "none", "Cast the result with fd.ops.cast.")
-    if call.types[0].dtype.category == 3:
+    if call.types[0].dtype.category is Category.COMPLEX:
         raise user_error(f"{call.op.name}: complex numbers have no order", str(call.types[0]), "a real type", "")
 
 

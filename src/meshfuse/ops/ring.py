@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients.attention import RING_ATTENTION
 from .attention_blocks import QKV, qkv_types
@@ -119,7 +119,7 @@ def _merge_infer(call: Call) -> tuple[TensorType, ...]:
     """In float32, or in float64 where any operand is."""
     (out, _), wide = call.types[:2], DataType.Float
     for t, wanted in zip(call.types, (out.shape, out.shape[:-1]) * 2, strict=True):
-        if t.dtype.category != 2 or not fits(t.shape, wanted):
+        if t.dtype.category is not Category.FLOAT or not fits(t.shape, wanted):
             raise user_error("attention_merge: operands", " and ".join(map(str, call.types)),
                              "two outputs [.., e] and their log-sum-exps [..], floating point", "")  # fmt: skip
         wide = DataType.Double if t.dtype is DataType.Double else wide

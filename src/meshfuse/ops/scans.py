@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients.reductions import CUMSUM_BWD, SCANS
 from . import native_forms
@@ -16,7 +16,7 @@ K = ParamKind
 def _infer(call: Call) -> tuple[TensorType, ...]:
     """The operand's type: unlike torch, nvFuser keeps Int32 and Bool."""
     check_dim(call.op.name, call["dim"], call.types[0].ndim)
-    if call.types[0].dtype.category == 3 and call.op.name in ("cummax", "cummin"):
+    if call.types[0].dtype.category is Category.COMPLEX and call.op.name in ("cummax", "cummin"):
         raise user_error(f"{call.op.name}: complex numbers have no order", str(call.types[0]), "a real type", "")
     return call.types
 
@@ -36,7 +36,7 @@ def _emit(e: Emit) -> str:
     """Of the terms of a partial operand only one begins with `init`."""
     name, dim = e.call.op.name, e.call["dim"] % e.call.types[0].ndim
     init = e.scalar("init") if e.call["init"] is not None and (name != "cumsum" or e.leads()) else None
-    if init is None and e.call.types[0].dtype.category > 1:
+    if init is None and e.call.types[0].dtype.category >= Category.FLOAT:
         return f"torch.{name}({e.operands[0]}, {dim})" + (".values" if name in ("cummax", "cummin") else "")
     return f"K.scan({name!r}, {e.operands[0]}, {dim}, {init})"
 

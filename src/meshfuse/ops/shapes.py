@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..errors import user_error
 from .base import Call, DimFactors, FactorKind, Rule, RuleBuilder, ScalarRef, TensorRef, TensorType
 
@@ -132,12 +132,12 @@ _LARGEST_FLOAT = 3.4028234663852886e38  # Of 32 bits.
 
 def check_number(op: str, value: object, dtype: DataType) -> None:
     """Raises DefinitionError for a number that tensors of this dtype cannot have; scalars are known later."""
-    if isinstance(value, complex) and dtype.category < 3:
+    if isinstance(value, complex) and dtype.category < Category.COMPLEX:
         raise user_error(
             f"{op}: a complex number in a real tensor", f"{value} as {dtype.name}", "a complex dtype",
             "Pass DataType.ComplexFloat.",
         )  # fmt: skip
-    if isinstance(value, float) and not math.isfinite(value) and dtype.category < 2:
+    if isinstance(value, float) and not math.isfinite(value) and dtype.category < Category.FLOAT:
         raise user_error(
             f"{op}: a number that no integer is", f"{value} as {dtype.name}", "a finite number", "Pass another dtype."
         )
@@ -148,7 +148,7 @@ def check_number(op: str, value: object, dtype: DataType) -> None:
 
 def _held(value: float, dtype: DataType) -> bool:
     """Whether torch takes a finite number for a tensor of this dtype: of unsigned ones it takes negative ones, too."""
-    if dtype.category == 1:
+    if dtype.category is Category.INTEGER:
         bits, unsigned = 8 * dtype.itemsize, dtype in _UNSIGNED
         largest = 2 ** (bits if unsigned else bits - 1) - 1
         return -largest - (not unsigned) <= value <= largest
@@ -157,7 +157,7 @@ def _held(value: float, dtype: DataType) -> bool:
 
 def check_index(call: Call, index: TensorType) -> None:
     """Raises DefinitionError for an index that is not of integers."""
-    if index.dtype.category != 1:
+    if index.dtype.category is not Category.INTEGER:
         raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.")
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients.reductions import STATISTICS
 from . import native_forms
@@ -42,7 +42,7 @@ def _reduced(call: Call) -> tuple[int, ...]:
 
 def _variance_dtype(dtype: DataType) -> DataType:
     """At least float32; of integers float64, as nvFuser does it."""
-    return DataType.Double if dtype.category < 2 else widen(dtype)
+    return DataType.Double if dtype.category < Category.FLOAT else widen(dtype)
 
 
 def _var_infer(call: Call) -> tuple[TensorType, ...]:
@@ -51,7 +51,7 @@ def _var_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _floating_only(call: Call) -> DataType:
     dtype = call.types[0].dtype
-    if dtype.category < 2:
+    if dtype.category < Category.FLOAT:
         raise user_error(
             f"{call.op.name}: the mean of integers is no integer",
             str(call.types[0]),
@@ -94,7 +94,7 @@ def _moments(r: Writing, x: TensorRef, dims: tuple[int, ...], dtype: DataType) -
     count = math.prod(r.type(x).shape[d] for d in dims)
     mean = r.call("truediv", r.call("sum", wide, list(dims), True), float(count))
     centred = r.call("sub", wide, mean)
-    size = r.call("abs", centred) if r.type(centred).dtype.category == 3 else centred
+    size = r.call("abs", centred) if r.type(centred).dtype.category is Category.COMPLEX else centred
     return mean, r.call("sum", r.call("mul", size, size), list(dims), True)
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..dtypes import Category
 from ..mesh import DeviceMesh
 from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
 from ..resharding.moves import Move
@@ -290,7 +291,7 @@ def passes(call: Call, rule: Rule, partial: Sequence[int], reduce: str) -> bool:
         return _widens(call)
     if kind is Partial.FIRST:
         first = isinstance(call.args[0], TensorRef)  # 1 / t is not linear in t
-        return tuple(partial) == (0,) and first and (call.results[0].dtype.category >= 2 or reduces(rule))
+        return tuple(partial) == (0,) and first and (call.results[0].dtype.category >= Category.FLOAT or reduces(rule))
     return len(partial) == 1 and partial[0] < 2
 
 

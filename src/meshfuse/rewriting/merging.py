@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from ..dtypes import Category
 from ..graph import Graph, Kinds, Node, Tensor, numbered
 from ..mesh import DeviceMesh
 from ..ops import OPS
@@ -120,7 +121,7 @@ def _place(total: Node, operand: Sharding) -> tuple[int, int] | None:
     """The dim in blocks over ranks that a sum reduces, and their number; None where that is not what it does."""
     kind, dims = total.call.types[0], reduced_dims(total.call)
     cut = [d for d in dims if axes(operand.dims[d])]
-    fits = total.call["keepdim"] and kind.dtype is total.call.results[0].dtype and kind.dtype.category == 2
+    fits = total.call["keepdim"] and kind.dtype is total.call.results[0].dtype and kind.dtype.category is Category.FLOAT
     if not fits or len(cut) != 1 or operand.partial or not all(split.bound for split in operand.dims[cut[0]]):
         return None
     return cut[0], extent(operand.dims[cut[0]])

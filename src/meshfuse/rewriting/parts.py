@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from ..dtypes import Category
 from ..graph import Graph, Node
 from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef, cast_to
 from ..planning.search import Effort, better
@@ -190,7 +191,7 @@ class _Writer(Writer):
         if kind is FactorKind.PASS:
             return alone and made not in self.noted
         everywhere = all(_dim_of(dims, factor) is not None for dims in node.rule.operands)
-        sums = kind is FactorKind.REDUCE and node.call.results[0].dtype.category > 1
+        sums = kind is FactorKind.REDUCE and node.call.results[0].dtype.category >= Category.FLOAT
         return alone and everywhere and sums and made not in self.graph.streams
 
     def _on_parts(self, node: Node, cut: _Cut) -> Sequence[TensorRef]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..dtypes import Category
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..ops.base import Partial, TensorRef
@@ -125,4 +126,4 @@ class _Finder:
 def _adds(node: Node) -> bool:
     """Whether it adds two tensors of its result's own type, of floats."""
     (made, *_) = node.call.results
-    return node.name == "add" and node.call.types == (made, made) and made.dtype.category >= 2
+    return node.name == "add" and node.call.types == (made, made) and made.dtype.category >= Category.FLOAT

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from .. import kernels
 from ..definition.fusion import DefinitionBuilder
 from ..definition.tensor_view import TensorView
+from ..dtypes import Category
 from ..mesh import DeviceMesh
 from ..ops.base import Call, OpDef, Sample, TensorType
 from ..ops.local import LocalCall
@@ -35,12 +36,12 @@ def fill(
         return torch.tensor(list(itertools.islice(itertools.cycle(values), kind.numel))).to(dtype).reshape(kind.shape)
     if dtype == torch.bool:
         return torch.rand(kind.shape, generator=made) < 0.5
-    if kind.dtype.category == 1:
+    if kind.dtype.category is Category.INTEGER:
         return torch.randint(1, 7, kind.shape, generator=made).to(dtype)
-    if domain is not None and kind.dtype.category == 2:
+    if domain is not None and kind.dtype.category is Category.FLOAT:
         unit = torch.rand(kind.shape, dtype=torch.float64, generator=made)
         return (unit * (domain[1] - domain[0]) + domain[0]).to(dtype)
-    wide = torch.complex64 if kind.dtype.category == 3 else torch.float32
+    wide = torch.complex64 if kind.dtype.category is Category.COMPLEX else torch.float32
     return torch.randn(kind.shape, dtype=wide, generator=made).to(dtype)
 
 

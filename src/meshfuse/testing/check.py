@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..definition.fusion import DefinitionBuilder
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..fusion_definition import FusionDefinition
 from ..ops.base import TensorRef, TensorType
 from .calls import fill, torch_dtype
@@ -35,7 +35,7 @@ def _values(fd: DefinitionBuilder, ref: TensorRef, limits: dict[int, int], made:
     kind, example = TensorType(_known_shape(fd, ref), fd.tensors[ref.id].type.dtype), examples_of(fd).get(ref.id)
     if example is not None and (example.values is not None or example.domain is not None):
         return fill(kind, example.values, example.domain, made)
-    low, high = (0, limits.get(ref.id, 5)) if kind.dtype.category < 2 else (-3, 5)
+    low, high = (0, limits.get(ref.id, 5)) if kind.dtype.category < Category.FLOAT else (-3, 5)
     dtype, high = torch_dtype(kind), 2 if kind.dtype is DataType.Bool else high
     found = torch.randint(low, high, kind.shape, generator=made).to(dtype)
     return found + 1j * torch.randint(low, high, kind.shape, generator=made) if dtype.is_complex else found
@@ -79,7 +79,7 @@ def unsharded_copy(fd: FusionDefinition) -> FusionDefinition:
 
 def tolerance_of(fd: DefinitionBuilder) -> float:
     """Half the digits of the least precise floating-point type in the definition."""
-    floats = [t.type.dtype for t in fd.tensors if t.type.dtype.category >= 2]
+    floats = [t.type.dtype for t in fd.tensors if t.type.dtype.category >= Category.FLOAT]
     return max((torch.finfo(getattr(torch, d.value)).eps ** 0.5 for d in floats), default=0.0)
 
 

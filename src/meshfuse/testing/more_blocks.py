@@ -6,7 +6,7 @@ import math
 
 from hypothesis import strategies as st
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from .examples import Example
 from .writer import Var, Writer
 
@@ -42,7 +42,7 @@ def dropout(w: Writer) -> None:
 def attention(w: Writer, dropout_p: float = 0.0) -> None:
     """Attention, and half of the time its gradients."""
     heads, groups, length = w.choose((1, 2, 4)), w.choose((1, 2)), w.choose((2, 3, 5))
-    dtype = w.choose([d for d in w.dtypes if d.category == 2] or [DataType.Double])
+    dtype = w.choose([d for d in w.dtypes if d.category is Category.FLOAT] or [DataType.Double])
     shape = (w.choose((1, 2, 3)), heads * groups, length, 2)
     q, k, v = (w.input(s, dtype=dtype) for s in (shape, *((shape[0], heads, length, 2),) * 2))
     is_causal = w.flag()
@@ -63,7 +63,7 @@ def ring_attention(w: Writer) -> None:
     """Attention in a ring of any size, and half of the time its gradients."""
     ring, heads, groups, is_causal = w.choose((1, 2, 3, 4)), w.choose((1, 2)), w.choose((1, 2)), w.flag()
     options = (ring, is_causal, None, w.flag())
-    dtype = w.choose([d for d in w.dtypes if d.category == 2] or [DataType.Double])
+    dtype = w.choose([d for d in w.dtypes if d.category is Category.FLOAT] or [DataType.Double])
     shape = (w.choose((1, 2)), heads * groups, 2 * ring, 2)
     columns = 2 * ring if is_causal else 2 * ring * w.choose((1, 2))
     q, k, v = (w.input(s, dtype=dtype) for s in (shape, *((shape[0], heads, columns, 2),) * 2))
@@ -86,7 +86,7 @@ def grouped(w: Writer) -> None:
         "columns": ((groups, m, n), (n, total), (m, total)),
         "inner": ((m, total), (total, n), (groups, m, n)),
     }[kind]
-    dtype = w.choose([d for d in w.dtypes if d.category == 2] or [DataType.Double])
+    dtype = w.choose([d for d in w.dtypes if d.category is Category.FLOAT] or [DataType.Double])
     a, b = (w.input(shape, dtype=dtype) for shape in shapes[:2])
     made = w.fd.call("grouped_mm", (a.tv, b.tv, ends.tv))
     w.add(made, shapes[2], "float", 16.0 * max(m, n, total), True)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ..definition.tensor_view import TensorView
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..ops import OPS, pointwise
 from ..ops.base import OpDef, ParamKind, Sample, TensorType
 from ..ops.binding import make_call
@@ -67,7 +67,7 @@ def _operand(w: Writer, op: OpDef, kind: TensorType, sample: Sample, place: int)
 
 def add_result(w: Writer, tv: TensorView, kind: TensorType) -> None:
     """A result of any size: real ones are squashed, and complex ones are left to be outputs."""
-    if kind.dtype is DataType.UInt64 or kind.dtype.category == 3:
+    if kind.dtype is DataType.UInt64 or kind.dtype.category is Category.COMPLEX:
         return
     name = KINDS[kind.dtype.category]
     made = w.add(tv, kind.shape, name, 1.0 if name != "int" else 64.0, name != "float")
@@ -100,8 +100,8 @@ def _pointwise_argument(
     thin = arg.shape[0] == 1
     shape = tuple(1 if thin and d == 0 else n for d, n in enumerate(lead.shape))
     shapes.append(shape)
-    if arg.dtype.category != 2 or op.name in _JUMPS or thin:
-        domain = None if arg.dtype.category == 2 and op.domain is None else op.domain or (1, 7)
+    if arg.dtype.category is not Category.FLOAT or op.name in _JUMPS or thin:
+        domain = None if arg.dtype.category is Category.FLOAT and op.domain is None else op.domain or (1, 7)
         example = Example(shape, None, domain) if domain else None
         return w.input(shape, KINDS[arg.dtype.category], dtype=arg.dtype, example=example).tv
     x = w.tamed(lead, 4.0) if lead.exact else w.like(lead, "tanh", bound=1.0, exact=False)
