@@ -13,12 +13,12 @@ from ..errors import MeshfuseError, SourceLine, caller_line, user_error
 from ..mesh import DeviceMesh
 from ..ops.base import TensorType
 from ..ops.binding import described
+from ..sharding.value import MOST_DIMS
 from ..user_values import as_int
 from .annotation import Annotation
 from .tensor_view import TensorView
 
 _LARGEST = 2**63 - 1
-_MOST_DIMS = 64  # of a torch tensor
 _NUMBERS: tuple[Any, ...] = (int, float, complex)
 
 
@@ -39,8 +39,8 @@ def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:
 
 
 def _check_count(what: str, dims: int, line: SourceLine | None = None) -> None:
-    if dims > _MOST_DIMS:
-        raise user_error(f"{what}: more dims than a tensor has", str(dims), f"at most {_MOST_DIMS}",
+    if dims > MOST_DIMS:
+        raise user_error(f"{what}: more dims than a tensor has", str(dims), f"at most {MOST_DIMS}",
                          "Merge some of them.", line)  # fmt: skip
 
 

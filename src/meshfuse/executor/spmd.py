@@ -17,7 +17,7 @@ from ..plan_store.nearby import RENEWED
 from ..runtime.reductions import dense
 from ..runtime.world import World
 from ..segmentation import Segment
-from ..sharding.data import unshard
+from ..sharding.data import INTEGERS, unshard
 from ..sharding.value import Sharding
 from .arguments import Inputs
 from .bind import bind_program, communication_of, instruction_at, instruction_of
@@ -72,7 +72,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
     in another order (as of a shuffled data set), have almost surely another sum.
     """
     flat = dense(tensor.detach().contiguous().reshape(-1))
-    bits, found = flat.view(_INTEGERS[min(tensor.element_size(), 8)]), 0
+    bits, found = flat.view(INTEGERS[min(tensor.element_size(), 8)]), 0
     for start in range(0, bits.numel(), _AT_ONCE):
         part = bits[start : start + _AT_ONCE]
         places = torch.arange(start, start + part.numel(), device=part.device)
@@ -82,7 +82,6 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
 
 _AT_ONCE = 1 << 20
 _SPREAD = 0x5851F42D4C957F2D
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RankProgram:

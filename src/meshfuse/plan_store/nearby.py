@@ -23,7 +23,7 @@ from ..errors import SourceLine, user_error
 from ..graph import Graph, Node, rewritten
 from ..mesh import DeviceMesh
 from ..ops.base import Call, ParamKind, Rule, TensorType
-from ..propagation.choose import cheapest
+from ..propagation.choose import cheapest, work
 from ..propagation.factors import NO_CARRY, Placement, carries, placed
 from ..propagation.sharded import Choice, ShardedDefinition
 from ..resharding.windows import window_move, window_of
@@ -229,4 +229,4 @@ def _seconds(call: Call, placement: Placement, homes: tuple[Sharding, ...], ends
     brought = zip(homes, placement.operands, call.types, strict=True)
     done = zip(placement.results, ends, call.results, strict=True)
     wire = [cheapest((have,), need, t.shape, t.dtype.itemsize) for have, need, t in (*brought, *done)]
-    return sum(wire) + computation(max(call.op.flops(call), 1.0) / placement.ways, _mesh(placement).flops)
+    return sum(wire) + computation(work(call, placement), _mesh(placement).flops)

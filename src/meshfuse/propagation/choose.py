@@ -288,7 +288,7 @@ def _with_reductions(rule: Rule, reductions: tuple[Layout, ...], layouts: Layout
 
 def _own_seconds(setting: Setting, placement: Placement) -> float:
     """Seconds of one rank's computation, and to bring annotated results to where they must be."""
-    total = computation(_work(setting.call, placement), setting.mesh.flops)
+    total = computation(work(setting.call, placement), setting.mesh.flops)
     return total + _to_annotations(setting, placement.results)
 
 
@@ -391,8 +391,8 @@ def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, 
     return min((p.seconds for p in plans if p is not None), default=math.inf)
 
 
-def _work(call: Call, placement: Placement) -> float:
-    """Operations of one rank."""
+def work(call: Call, placement: Placement) -> float:
+    """Operations of one rank, where every op has at least one."""
     return _operations(call) / placement.ways
 
 

@@ -52,10 +52,10 @@ def _put(out: torch.Tensor, local: torch.Tensor, index: tuple[Runs, ...]) -> Non
         _bytes(out)[torch.meshgrid(*grids, indexing="ij")] = _bytes(local)
 
 
-# torch moves integers of these sizes in bytes in any way, but not all of its types.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# By their bytes: torch moves and adds these in any way, but not all of its types.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers; complex numbers as they are, which may be conjugated only in name."""
-    return tensor if tensor.is_complex() else tensor.view(_INTEGERS[tensor.element_size()])
+    return tensor if tensor.is_complex() else tensor.view(INTEGERS[tensor.element_size()])

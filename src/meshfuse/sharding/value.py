@@ -14,7 +14,7 @@ from .layout import Layout, Runs, Split
 
 # An axis of a mesh: its name alone may be that of another mesh's, too.
 Axis = tuple[DeviceMesh, str | None]
-_MOST_DIMS = 64  # of a torch tensor
+MOST_DIMS = 64  # of a torch tensor
 _REDUCTIONS = ("", "sum", "prod", "max", "min")
 
 
@@ -88,8 +88,8 @@ class Sharding:
     @classmethod
     def replicated(cls, mesh: DeviceMesh, ndim: int) -> Sharding:
         """Whole on every rank of the mesh. Raises DefinitionError for what is no number of dims."""
-        if not isinstance(ndim, int) or not 0 <= ndim <= _MOST_DIMS:
-            raise user_error("Sharding.replicated: ndim", repr(ndim), f"an int from 0 to {_MOST_DIMS}",
+        if not isinstance(ndim, int) or not 0 <= ndim <= MOST_DIMS:
+            raise user_error("Sharding.replicated: ndim", repr(ndim), f"an int from 0 to {MOST_DIMS}",
                              "Pass the tensor's number of dims.", caller_line())  # fmt: skip
         return cls(mesh, (lay.WHOLE,) * ndim)
 
