@@ -72,3 +72,10 @@ def test_modules_import_from_the_left_of_the_order_that_the_page_gives() -> None
             ends = (tops[module], tops[target])
             allowed = BESIDE.intersection(ends) or ends == PRICED
             assert allowed or place[ends[1]] <= place[ends[0]], f"{module} imports {target}"
+
+
+def test_the_runtime_knows_ranks_and_meshes_but_no_definition() -> None:
+    for module, path in MODULES.items():
+        if module.startswith("runtime."):
+            found = {target for node in imports(ast.parse(path.read_text()).body) for target in targets(module, node)}
+            assert {target.split(".")[0] for target in found} <= {"runtime", "costs", "errors", "mesh"}, module
