@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
 from meshfuse.ops import OPS
+from meshfuse.ops.base import TensorRef
 from meshfuse.ops.binding import make_call
 from meshfuse.testing.calls import SALT, evaluate, operands_of, whole
 
-__all__ = ["SALT", "evaluate", "make_call", "operands_of", "sample_ids", "whole"]
+__all__ = ["SALT", "argument", "evaluate", "make_call", "operands_of", "sample_ids", "whole"]
 
 
 def sample_ids() -> list[tuple[str, int]]:
     return [(name, i) for name, op in OPS.items() for i in range(len(op.samples()) or 1)]
+
+
+def argument(arg: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """An argument of a call with these tensors in the places of its operands."""
+    if isinstance(arg, TensorRef):
+        return tensors[arg.id]
+    if isinstance(arg, tuple) and arg and isinstance(arg[0], TensorRef):
+        return [tensors[ref.id] for ref in arg]
+    return arg

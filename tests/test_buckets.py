@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshfuse as mf
-from meshfuse.host_ir.instructions import Collective
+from defining import collectives
 from meshfuse.resharding.postpone import LARGEST, postponed
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))
@@ -24,10 +24,6 @@ def sums(sizes: list[int], axes: list[str], dtypes: list[mf.DataType]) -> mf.Fus
     return fd
 
 
-def calls(fd: mf.FusionDefinition, rank: int = 0) -> list[Collective]:
-    return [i for i in fd.host_program(rank).instructions if isinstance(i, Collective)]
-
-
 AXES = st.sampled_from(["dp", "tp"])
 DTYPES = st.sampled_from([mf.DataType.Float, mf.DataType.Double])
 
@@ -36,7 +32,7 @@ DTYPES = st.sampled_from([mf.DataType.Float, mf.DataType.Double])
 def test_independent_reductions_are_one_call_per_axis_and_dtype(made):
     sizes, axes, dtypes = (list(column) for column in zip(*made, strict=True))
     fd = sums(sizes, axes, dtypes)
-    assert len(calls(fd)) == len({(axis, dtype) for _, axis, dtype in made})
+    assert len(collectives(fd)) == len({(axis, dtype) for _, axis, dtype in made})
     inputs = [torch.randn(4, n, dtype=getattr(torch, d.value)) for n, d in zip(sizes, dtypes, strict=True)]
     for found, x in zip(fd.simulate(inputs, check_replicas=True), inputs, strict=True):
         torch.testing.assert_close(found, x.sum(0))
@@ -48,19 +44,19 @@ def test_the_programs_bytes_are_the_bills(made):
     told = [(c.tensor, c.wire) for c in fd.host_program(0).communications]
     billed = [(entry.tensor, entry.wire) for entry in fd.bill().entries]
     assert sorted(told) == sorted(billed)
-    assert sum(call.about.wire for call in calls(fd)) == fd.bill().total
+    assert sum(call.about.wire for call in collectives(fd)) == fd.bill().total
 
 
 def test_large_reductions_stay_apart():
     elements = LARGEST // 4
-    assert len(calls(sums([elements] * 2, ["tp", "tp"], [mf.DataType.Float] * 2))) == 1
-    assert len(calls(sums([elements + 1] * 2, ["tp", "tp"], [mf.DataType.Float] * 2))) == 2
+    assert len(collectives(sums([elements] * 2, ["tp", "tp"], [mf.DataType.Float] * 2))) == 1
+    assert len(collectives(sums([elements + 1] * 2, ["tp", "tp"], [mf.DataType.Float] * 2))) == 2
 
 
 def test_a_bucket_has_an_upper_size():
     count = (25 << 20) // LARGEST
     fd = sums([LARGEST // 4] * (2 * count), ["tp"] * (2 * count), [mf.DataType.Float] * (2 * count))
-    assert len(calls(fd)) == 2
+    assert len(collectives(fd)) == 2
 
 
 def test_statistics_that_wait_for_each_other_do_not_move():
@@ -73,7 +69,7 @@ def test_statistics_that_wait_for_each_other_do_not_move():
         first = fd.ops.sum(x, [0], keepdim=True)
         fd.add_output(fd.ops.sum((x - first) * (x - first), [0]))
         fd.add_output(alone)
-    names = [call.about.tensor for call in calls(fd)]
+    names = [call.about.tensor for call in collectives(fd)]
     assert len(names) == 2
     a, b = torch.randn(4, 6), torch.randn(4, 6)
     found, other = fd.simulate([a, b])

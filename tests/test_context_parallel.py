@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
+from defining import collectives
 from meshfuse.host_ir.instructions import Collective, Instruction, Launch, Wait
 
 DOUBLE = mf.DataType.Double
@@ -204,10 +205,6 @@ def test_open_sizes_and_a_scale_that_is_a_scalar() -> None:
 
 
 # what is sent -----------------------------------------------------------------------------------------------
-
-
-def collectives(fd: mf.FusionDefinition, rank: int) -> list[Collective]:
-    return [i for i in fd.host_program(rank).instructions if isinstance(i, Collective)]
 
 
 def shard_bytes(place: Place) -> int:

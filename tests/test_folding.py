@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import meshfuse as mf
+from defining import graph_of
 from interpreter import has_reference, interpret
 from meshfuse.compiler import compile_sharded, decided
-from meshfuse.graph import Graph, concretize
+from meshfuse.graph import Graph
 from meshfuse.planning import search as planning_search
 from meshfuse.planning.search import MOST, Effort, spent
 from meshfuse.propagation.folding import LONG, Folded, folded
@@ -86,10 +87,6 @@ def stacked(
         for made in fd.grad(loss, weights) if grad else ():
             fd.add_output(made)
     return fd
-
-
-def graph_of(fd: Fd) -> Graph:
-    return concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
 
 
 def fold(graph: Graph) -> Folded:

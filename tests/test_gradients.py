@@ -10,11 +10,11 @@ import torch
 
 import meshfuse as mf
 import op_references as references
-from meshfuse.dtypes import DataType
+from meshfuse.dtypes import Category, DataType
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call, Sample, TensorRef, TensorType
+from meshfuse.ops.base import Call, Sample, TensorType
 from meshfuse.testing.calls import define_call
-from op_harness import make_call, operands_of, sample_ids
+from op_harness import argument, make_call, operands_of, sample_ids
 
 WIDE = {
     **dict.fromkeys((DataType.Float, DataType.Half, DataType.BFloat16), DataType.Double),
@@ -53,7 +53,7 @@ def _wide_sample(name: str, place: int) -> Sample:
 def _has_gradient(name: str, place: int) -> bool:
     """Whether real or complex numbers go in and come out."""
     call = make_call(OPS[name], OPS[name].samples()[place])
-    return all(any(t.dtype.category >= 2 for t in side) for side in (call.types, call.results))
+    return all(any(t.dtype.category >= Category.FLOAT for t in side) for side in (call.types, call.results))
 
 
 # Samples with tests of their own: rows whose norm is limited, and attention with dropout.
@@ -65,16 +65,8 @@ DIFFERENTIABLE = [
 ]
 
 
-def _argument(arg: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(arg, TensorRef):
-        return tensors[arg.id]
-    if isinstance(arg, tuple) and arg and isinstance(arg[0], TensorRef):
-        return [tensors[ref.id] for ref in arg]
-    return arg
-
-
 def _reference(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    args = [_argument(arg, operands) for arg in call.args]
+    args = [argument(arg, operands) for arg in call.args]
     if call.op.name == "sdpfa_fwd":
         return list(references.attention(args[:5], call["is_causal"], call["scale"], None))
     made = references.REFERENCES[call.op.name](*args)
@@ -114,9 +106,9 @@ def _gradients(
     """(gradients by every real or complex operand, the gradients of the results that they are of)."""
     fd, shapes = mf.FusionDefinition(), [t.shape for t in make_call(OPS[name], sample).results]
     tensors, results = define_call(fd, OPS[name], _open_sample(sample) if opened else sample)
-    places = [i for i, t in enumerate(results) if t.dtype.category >= 2 and (name != "sdpfa_fwd" or not i)]
+    places = [i for i, t in enumerate(results) if t.dtype.category >= Category.FLOAT and (name != "sdpfa_fwd" or not i)]
     seeds = [fd.define_tensor(list(results[i].type.shape), dtype=results[i].dtype) for i in places]
-    wrt = [t for t in tensors if t.dtype.category >= 2]
+    wrt = [t for t in tensors if t.dtype.category >= Category.FLOAT]
     for grad in fd.grad([results[i] for i in places], wrt, seeds):
         fd.add_output(grad)
     generator = torch.Generator().manual_seed(3)

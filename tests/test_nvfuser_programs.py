@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
+from defining import rebuilt
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, ParallelType
 from meshfuse.nvfuser_direct.executors import EmptyDefinitionError, ExecutorError
 
@@ -27,15 +28,6 @@ def made(define: Define) -> FusionDefinition:
         for tv in found if isinstance(found, (list, tuple)) else [found]:
             fd.add_output(tv)
     return fd
-
-
-def rebuilt(fd: FusionDefinition) -> FusionDefinition:
-    """What the text of a definition defines."""
-    space: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
-    exec(repr(fd), space)
-    with FusionDefinition() as twin:
-        space["nvfuser_fusion"](twin)
-    return twin
 
 
 X = torch.randn(4, 6)

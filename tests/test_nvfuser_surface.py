@@ -15,6 +15,7 @@ import torch
 
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
+from defining import rebuilt
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, pytorch_utils
 
 NVMesh = nvfuser.multidevice.DeviceMesh
@@ -318,15 +319,6 @@ def test_the_fusion_of_a_definition() -> None:
     assert [tv.name for tv in fd.fusion.outputs()] == ["t1"]
     assert [tv.name for tv in fd.fusion.vals()] == ["t0", "t1"]
     assert fd.fusion.print_math() == str(fd) and "fd.ops.relu(tv0)" in str(fd)
-
-
-def rebuilt(fd: FusionDefinition) -> FusionDefinition:
-    """What the text of a definition defines."""
-    space: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
-    exec(repr(fd), space)
-    with FusionDefinition() as twin:
-        space["nvfuser_fusion"](twin)
-    return twin
 
 
 def test_annotations_print_as_meshfuse_writes_them() -> None:

@@ -14,9 +14,9 @@ import meshfuse.kernels as K
 import op_references as references
 from meshfuse.errors import KernelError
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Call, TensorRef
+from meshfuse.ops.base import Call
 from meshfuse.testing import check_op
-from op_harness import SALT, make_call, operands_of, sample_ids, whole
+from op_harness import SALT, argument, make_call, operands_of, sample_ids, whole
 
 SAMPLES = sample_ids()
 RUNNABLE = [pair for pair in SAMPLES if pair[0] not in references.NVIDIA_ONLY]
@@ -73,21 +73,13 @@ def _reference(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         grad_lse = wide[-1] if more else None
         gradients = references.attention_bwd(wide[:4], *_options(call, operands), grad_lse)
         return list(gradients[references.GRADIENTS[call.op.name]])
-    args = [_argument(arg, wide) for arg in call.args]
+    args = [argument(arg, wide) for arg in call.args]
     if call.op.name in references.ATTENTION:
         options = (call["is_causal"], call["scale"], _kept(call, operands, wide[1]))
         made = references.ATTENTION[call.op.name](args[:5], *options, *args[8:])
         return [*made, torch.tensor([5, SALT]), torch.tensor(2)]
     made = references.REFERENCES[call.op.name](*args)
     return list(made) if isinstance(made, tuple) else [made]
-
-
-def _argument(arg: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(arg, TensorRef):
-        return tensors[arg.id]
-    if isinstance(arg, tuple) and arg and isinstance(arg[0], TensorRef):
-        return [tensors[ref.id] for ref in arg]
-    return arg
 
 
 def _assert_equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> None:

@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
+from defining import graph_of, random_inputs
 from meshfuse.compiler import compile_definition
-from meshfuse.graph import Graph, Kinds, Node, Tensor, concretize, numbered
+from meshfuse.graph import Graph, Kinds, Node, Tensor, numbered
 from meshfuse.ops import OPS
 from meshfuse.ops.base import FactorKind, TensorRef, TensorType
 from meshfuse.ops.binding import make_call
@@ -35,10 +36,6 @@ NEW = 3
 
 
 # What `OpDef.pieced` says of an op, held against its lowering (`check_op` does it, too), and what is read then.
-
-
-def graph_of(fd: mf.FusionDefinition) -> Graph:
-    return concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
 
 
 PIECED = [(name, place) for name, place in sample_ids() if OPS[name].pieced]
@@ -235,16 +232,11 @@ def defined(program: Callable[[mf.FusionDefinition], T]) -> mf.FusionDefinition:
     return fd
 
 
-def inputs_of(fd: mf.FusionDefinition) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(fd.tensors[i].type.shape, generator=generator) for i in fd.input_tensors()]
-
-
 @pytest.mark.parametrize("program", LEAST, ids=lambda program: program.__name__)
 def test_sums_over_parts_move_the_least(program: Callable[[mf.FusionDefinition], T]) -> None:
     fd = defined(program)
     assert fd.bill().total == pytest.approx(LEAST[program], rel=1e-9)
-    assert_same_as_unsharded(fd, inputs_of(fd))
+    assert_same_as_unsharded(fd, random_inputs(fd))
 
 
 @pytest.mark.parametrize("program", LEAST, ids=lambda program: program.__name__)
@@ -257,7 +249,7 @@ def test_gradients_through_parts(program: Callable[[mf.FusionDefinition], T]) ->
             fd.add_output(result)
     of_bias = all_reduce(S + NEW) if program is masked else 0.0
     assert fd.bill().total <= 2 * LEAST[program] + of_bias
-    assert_same_as_unsharded(fd, inputs_of(fd))
+    assert_same_as_unsharded(fd, random_inputs(fd))
 
 
 def test_what_has_a_name_is_as_the_user_says() -> None:
@@ -269,7 +261,7 @@ def test_what_has_a_name_is_as_the_user_says() -> None:
         fd.add_output(fd.ops.sum(fd.ops.exp(scores), [3]))
     wanted = fd.compile().sharded.homes[scores.id]
     assert wanted.dims[-1] == (Split(N, "sp"),)
-    assert_same_as_unsharded(fd, inputs_of(fd))
+    assert_same_as_unsharded(fd, random_inputs(fd))
 
 
 def test_the_whole_may_be_wanted_too() -> None:
@@ -288,7 +280,7 @@ def test_the_whole_may_be_wanted_too() -> None:
 
     fd, alone = program(mf.FusionDefinition(), True), program(mf.FusionDefinition(), False)
     assert fd.bill().total <= alone.bill().total + ATTENTION
-    assert_same_as_unsharded(fd, inputs_of(fd))
+    assert_same_as_unsharded(fd, random_inputs(fd))
 
 
 def layers(count: int, search: str | None = None) -> mf.FusionDefinition:
@@ -306,7 +298,7 @@ def layers(count: int, search: str | None = None) -> mf.FusionDefinition:
 def test_so_do_many_layers() -> None:
     fd = layers(30)
     assert len(fd.nodes) > MOST and fd.bill().total <= 30 * ATTENTION * (1 + 1e-9)
-    assert_same_as_unsharded(fd, [t / 8 for t in inputs_of(fd)])
+    assert_same_as_unsharded(fd, [t / 8 for t in random_inputs(fd)])
     assert layers(30, "fast").bill().total > 2 * fd.bill().total
 
 
@@ -316,7 +308,7 @@ def test_many_parts_are_put_together() -> None:
         rows = [split(fd, [N, D], ["sp", None]) for _ in range(20)]
         fd.add_output(fd.ops.sum(fd.ops.exp(fd.ops.cat(rows, 0)), [0]))
     assert Parted not in map(type, fd.compile().graph.rewritings)
-    assert_same_as_unsharded(fd, inputs_of(fd))
+    assert_same_as_unsharded(fd, random_inputs(fd))
 
 
 def test_a_plan_on_parts_is_stored_and_made_again() -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 import meshfuse as mf
+from defining import graph_of
 from meshfuse.compiler import decided
-from meshfuse.graph import Graph, concretize
+from meshfuse.graph import Graph
 from meshfuse.planning.search import spent
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
@@ -40,7 +41,7 @@ def of_specs(specs: list[Spec], *shapes: list[int]) -> Graph:
         fd.add_output(fd.ops.logsumexp(y, -1) if len(tensors) == 2 else fd.ops.matmul(fd.ops.gelu(y), tensors[2]))
         for tensor, spec in zip(tensors, specs, strict=True):
             fd.mesh_split(tensor, MESH, list(spec))  # type: ignore[arg-type]
-    return concretize(fd, {tensor.id: tensor.type.shape for tensor in tensors}, {})
+    return graph_of(fd)
 
 
 def places(shape: tuple[int, ...]) -> Iterator[Sharding]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import meshfuse as mf
+from defining import graph_of
 from laws import renaming_axes_commutes
 from meshfuse.dtypes import DataType
 from meshfuse.graph import concretize
@@ -67,7 +68,7 @@ def test_what_ranks_may_share_is_first_what_most_follows(layers: int) -> None:
             fd.mesh_split(v, MESH, ["y", None])
             rows = rows + fd.ops.matmul(fd.ops.gelu(fd.ops.matmul(rows, w)), v)
         fd.add_output(rows)
-    graph = concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
+    graph = graph_of(fd)
     plan = Propagation(graph, MESH).first()
     found = [next(iter(start.items())) for start in starts.shared(graph, plan.homes)]
     assert found[0] == (x.id, Sharding(MESH, (X, Y, ())))

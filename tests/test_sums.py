@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.graph import concretize
+from defining import graph_of, random_inputs
 from meshfuse.plan_store import cache as plan_cache
 from meshfuse.planning.search import MOST
 from meshfuse.rewriting.sums import Regrouped
@@ -45,11 +45,6 @@ def defined(add: Callable[..., T]) -> mf.FusionDefinition:
     return fd
 
 
-def inputs(fd: mf.FusionDefinition) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(fd.tensors[i].type.shape, generator=generator) for i in fd.input_tensors()]
-
-
 ORDERS: dict[str, Callable[..., T]] = {
     "x + a + b": lambda fd, x, y, a, b: x + a + b,
     "a + x + b": lambda fd, x, y, a, b: a + x + b,
@@ -67,7 +62,7 @@ ORDERS: dict[str, Callable[..., T]] = {
 def test_terms_on_the_ranks_are_reduced_together(order: str) -> None:
     fd = defined(ORDERS[order])
     assert fd.bill().total == ONE
-    assert_same_as_unsharded(fd, inputs(fd))
+    assert_same_as_unsharded(fd, random_inputs(fd))
 
 
 def test_so_are_those_of_many_layers() -> None:
@@ -102,7 +97,7 @@ def test_a_sum_with_a_name_is_what_it_is() -> None:
 
     for add in (output, annotated, read_twice, doubled):
         fd = defined(add)
-        assert_same_as_unsharded(fd, inputs(fd))
+        assert_same_as_unsharded(fd, random_inputs(fd))
 
 
 def test_sums_of_other_types_and_shapes_are_left_alone() -> None:
@@ -115,15 +110,14 @@ def test_sums_of_other_types_and_shapes_are_left_alone() -> None:
 
     for add in (wider, double):
         fd = defined(add)
-        assert_same_as_unsharded(fd, inputs(fd))
+        assert_same_as_unsharded(fd, random_inputs(fd))
 
 
 def test_a_plan_with_another_order_is_stored_and_made_again() -> None:
     fd = defined(ORDERS["(x + a) + (y + b)"])
-    shapes = {i: fd.tensors[i].type.shape for i in fd.input_tensors()}
     plan = fd.compile().planned
     assert [type(rewriting) for rewriting in plan.graph.rewritings] == [Regrouped]
-    again = plan_cache.unpacked(plan_cache.packed(plan), concretize(fd, shapes, {}))
+    again = plan_cache.unpacked(plan_cache.packed(plan), graph_of(fd))
     assert str(again) == str(plan)
 
 

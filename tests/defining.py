@@ -1,0 +1,37 @@
+"""What tests of several modules take from a definition: its graph, operands for it, its calls, the twin of its text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import meshfuse as mf
+import meshfuse.nvfuser_direct as nvfuser
+from meshfuse.graph import Graph, concretize
+from meshfuse.host_ir.instructions import Collective
+
+
+def graph_of(fd: mf.FusionDefinition) -> Graph:
+    """Its graph at the sizes that it was defined with."""
+    return concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
+
+
+def random_inputs(fd: mf.FusionDefinition) -> list[torch.Tensor]:
+    """The same normal numbers at each call, in single precision."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(fd.tensors[i].type.shape, generator=generator) for i in fd.input_tensors()]
+
+
+def collectives(fd: mf.FusionDefinition, rank: int = 0) -> list[Collective]:
+    """What a rank's program calls, in its order."""
+    return [i for i in fd.host_program(rank).instructions if isinstance(i, Collective)]
+
+
+def rebuilt(fd: nvfuser.FusionDefinition) -> nvfuser.FusionDefinition:
+    """What the text of a definition defines."""
+    space: dict[str, Any] = {"FusionDefinition": nvfuser.FusionDefinition, "DataType": nvfuser.DataType}
+    exec(repr(fd), space)
+    with nvfuser.FusionDefinition() as twin:
+        space["nvfuser_fusion"](twin)
+    return twin
