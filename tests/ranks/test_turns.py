@@ -21,6 +21,7 @@ with mf.FusionDefinition() as fd:
     fd.add_output(y)
     fd.mesh_split(i, mf.DeviceMesh((size,), ("tp",)), ["tp"])
 table = torch.arange(48.0).reshape(16, 3)
+mf.World.current().limit = {limit}  # From here on only: ranks that start late would time out before.
 for step in range(12):
     indices = torch.full((2,), step)
     if step == 4 and rank in {failing}:
@@ -36,7 +37,7 @@ print("all steps")
 
 def test_an_error_that_one_rank_catches_mixes_no_steps_up(tmp_path):
     """Its next communication would meet the one that the others still wait for."""
-    results = run_bare(CAUGHT.format(failing=[1]), tmp_path, 2, limit=2.0)
+    results = run_bare(CAUGHT.format(failing=[1], limit=2), tmp_path, 2)
     assert [code for code, _ in results] == [1, 1]
     (_, waiting), (_, caught) = results
     # Either gives up first.
@@ -48,13 +49,13 @@ def test_an_error_that_one_rank_catches_mixes_no_steps_up(tmp_path):
 
 
 def test_an_error_that_all_ranks_catch_lets_them_go_on(tmp_path):
-    for code, text in run_bare(CAUGHT.format(failing=[0, 1]), tmp_path, 2, limit=10.0):
+    for code, text in run_bare(CAUGHT.format(failing=[0, 1], limit=20), tmp_path, 2):
         assert code == 0 and "step 4: y (index_select): an index is out of range" in text and "all steps" in text
 
 
 def test_no_execution_follows_one_that_failed_for_another_rank(tmp_path):
     """Other groups than the one that failed still connect ranks, which may be in other steps."""
-    script = f"""
+    script = f"""world.limit = 1.5
 while world.rank == 1 and not os.path.exists({str(tmp_path / "over")!r}):
     time.sleep(0.01)
 for step in range(2):
@@ -64,7 +65,7 @@ for step in range(2):
         print("timed out", flush=True)
         open({str(tmp_path / "over")!r}, "w").close()
 """
-    (code, text), _ = run_bare(START + script, tmp_path, 2, limit=1.5)
+    (code, text), _ = run_bare(START + script, tmp_path, 2)
     assert code == 1 and "timed out" in text
     assert re.search(
         r"RankError: an execution follows one that failed: found RankTimeout in step 2 of the definition of y \(t3\) "
