@@ -104,7 +104,7 @@ def _beside(dtype: DataType, others: Sequence[DataType]) -> DataType:
 class _Infer:
     promotion: Promotion
     real_result: bool = False
-    accepts: tuple[int, ...] = (0, 1, 2, 3)
+    accepts: tuple[Category, ...] = tuple(Category)
 
     def __call__(self, call: Call) -> tuple[TensorType, ...]:
         if not call.types:
@@ -220,7 +220,7 @@ def _op(
     dtype: DataType = DataType.Float,
     numbers: Sequence[Any] = (),
     real: bool = False,
-    accepts: tuple[int, ...] = (0, 1, 2, 3),
+    accepts: tuple[Category, ...] = tuple(Category),
     nvfuser: Callable[[Native], Any] = native_pointwise.arithmetic,
 ) -> OpDef:
     """A pointwise op; its last parameters, one for each of the example `numbers`, take no tensor."""
@@ -253,7 +253,7 @@ def _binary(name: str, template: str, promotion: Promotion = keep, **options: An
 
 
 _COMPLEX, _INT = DataType.ComplexFloat, DataType.Int
-_INTEGERS, _BITS = (1,), (0, 1)
+_INTEGERS, _BITS = (Category.INTEGER,), (Category.BOOL, Category.INTEGER)
 _FLOATING = (
     "acos acosh asin asinh atan atanh cos cosh erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p log2 "
     "reciprocal rsqrt sigmoid sin sinh sqrt tan tanh"
@@ -273,7 +273,9 @@ UNARY = (
         for name in ["isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "signbit"]
     ),
     _unary("real", "K.real({x})", promoted, dtype=_COMPLEX, real=True, partial=Partial.JOINT),
-    _unary("imag", "K.imag({x})", promoted, dtype=_COMPLEX, real=True, partial=Partial.JOINT, accepts=(3,)),
+    _unary(
+        "imag", "K.imag({x})", promoted, dtype=_COMPLEX, real=True, partial=Partial.JOINT, accepts=(Category.COMPLEX,)
+    ),
 )
 BINARY = (
     _binary("add", "({a} + {b})", partial=Partial.JOINT),
@@ -323,7 +325,7 @@ BINARY = (
         _complex_of,
         dtype=DataType.Double,
         compute=keep,
-        accepts=(2,),
+        accepts=(Category.FLOAT,),
         nvfuser=native_pointwise.complex_of,
     ),
 )
