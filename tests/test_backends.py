@@ -140,6 +140,33 @@ def test_compiled_code_is_the_text(compiled, offset, scale, transposed):
     same(run(*arguments), task.eager(*arguments))
 
 
+VIEWS: dict[str, Body] = {
+    "broadcast": lambda fd, x: fd.ops.broadcast(x, [True, False, False]),
+    "expand": lambda fd, x: fd.ops.expand(fd.ops.broadcast(x, [True, False, False]), [3, 4, 8]),
+    "permute": lambda fd, x: fd.ops.permute(x, [1, 0]),
+    "slice": lambda fd, x: fd.ops.slice(x, [1, 2], [3, 8]),
+    "reshape": lambda fd, x: fd.ops.reshape(x, [2, 16]),
+    "select": lambda fd, x: fd.ops.select(x, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("asserts", [True, False])
+def test_a_view_of_an_argument_that_nothing_else_reads_is_of_the_strides_that_it_has(name, asserts, monkeypatch):
+    """Inductor checks the strides of what its kernels read alone, and with TORCHINDUCTOR_SIZE_ASSERTS=0 of nothing."""
+    from torch._inductor import config
+
+    monkeypatch.setattr(inductor, "_compiled", {})
+    fd = defined(lambda fd, x, y: (VIEWS[name](fd, x), pointwise(fd, y, y)), (4, 8), (4, 8))
+    arguments = arguments_of(params(fd))
+    task = task_of(fd, *arguments)
+    with config.patch(size_asserts=asserts):
+        run = Inductor().prepare(task)
+    others = [[t.t().contiguous().t() for t in arguments], [torch.cat([t, t], 1)[:, ::2] for t in arguments]]
+    for given in (arguments, *others):
+        same(run(*given), task.eager(*given))
+
+
 NUMBERS = (0.0, -0.0, float("nan"), float("inf"), 1, True, 1.0)
 
 

@@ -27,6 +27,7 @@ _INT64 = 2**64
 _LONGEST = 200
 # What compiled code raises for other sizes, and for a wrong index.
 _TOLD = (AssertionError, RuntimeError)
+_assert_size_stride = torch._C._dynamo.guards.assert_size_stride  # pyright: ignore[reportAttributeAccessIssue]
 # (the text, what it is called with): equal kernels of the simulated ranks of a process are compiled once.
 _compiled: dict[Any, Prepared] = {}
 
@@ -141,7 +142,8 @@ def _compile(task: Task) -> Prepared:
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     held = _compared(module)
     output.args = ((*results, *held),)
-    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    inputs = module.graph.find_nodes(op="placeholder")
+    examples = [node.meta["val"] for node in inputs]
     try:
         made: Any = compile_fx_inner(module, examples, is_inference=True)
     except Exception as error:
@@ -149,7 +151,26 @@ def _compile(task: Task) -> Prepared:
     code = getattr(made, "current_callable", None) or made
     if task.device.type == "cpu":
         use_pool(code)
-    return (lambda arguments: code(arguments)[: len(results)]) if held else code
+    unchecked = _unchecked(made, inputs)
+    if not held and not unchecked:
+        return code
+
+    def run(arguments: list[torch.Tensor]) -> Any:
+        for place, shape, strides in unchecked:
+            _assert_size_stride(arguments[place], shape, strides)
+        return code(arguments)[: len(results)]
+
+    return run
+
+
+def _unchecked(made: Any, inputs: Sequence[torch.fx.Node]) -> list[tuple[int, Sequence[int], Sequence[int]]]:
+    """Places, sizes and strides of the arguments whose strides the compiled code does not check itself: those that no
+    kernel of its own reads, but of which it may return views.
+    """
+    text = getattr(made, "source_code", None) or ""
+    left = [(place, node.meta["val"]) for place, node in enumerate(inputs)
+            if f"assert_size_stride({node.target}, " not in text]  # fmt: skip
+    return [(place, tuple(value.shape), value.stride()) for place, value in left]
 
 
 def _compared(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
