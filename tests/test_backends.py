@@ -358,3 +358,20 @@ def test_a_compiled_maximum_is_one_of_its_operand():
         leaf = x.double().requires_grad_()
         (torch.amax, torch.amin)[place % 2](function(leaf), 1).sum().backward()
         torch.testing.assert_close(found.double(), leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["eq", "ge", "le"])
+def test_what_is_compared_with_an_extreme_of_it_is_the_number_that_this_was_taken_of(name):
+    """A mask of all that is no less than the largest, as routers make, has an element in each row."""
+
+    def body(fd, x):
+        out = []
+        for function in ("lgamma", "exp", "tanh", "log1p"):
+            y = getattr(fd.ops, function)(fd.ops.abs(x) * 0.3 + 0.1) * 1.7 + x
+            best = (fd.ops.min if name == "le" else fd.ops.max)(y, [1], True)
+            out.append(fd.ops.sum(fd.ops.cast(getattr(fd.ops, name)(y, best), mf.DataType.Int), [1]))
+        return tuple(out)
+
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    for found in Inductor().prepare(task_of(defined(body, (4, 5)), x))(x):
+        assert found.tolist() == [1] * 4

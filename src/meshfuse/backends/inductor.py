@@ -174,14 +174,15 @@ def _unchecked(made: Any, inputs: Sequence[torch.fx.Node]) -> list[tuple[int, Se
 
 
 def _compared(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Values that are tested for equality and read elsewhere, too: as outputs of the compiled code they are computed
-    once. Inductor may compute a value anew for each reader, in other last bits: nothing would equal its maximum, and
-    the gradient of that maximum would go nowhere.
+    """Floating-point values that are compared and read elsewhere, too: as outputs of the compiled code they are
+    computed once. Inductor may compute a value anew for each reader, in other last bits: nothing would equal its
+    maximum, or be no less than it, and the gradient of that maximum would go nowhere.
     """
-    tests = (torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
+    tests = [getattr(torch.ops.aten, name).Tensor for name in ("eq", "ne", "ge", "gt", "le", "lt")]
     nodes = [n for test in tests for made in module.graph.find_nodes(op="call_function", target=test)
              for n in made.all_input_nodes]  # fmt: skip
-    return [n for n in dict.fromkeys(nodes) if n.op == "call_function" and len(n.users) > 1]
+    return [n for n in dict.fromkeys(nodes)
+            if n.op == "call_function" and len(n.users) > 1 and n.meta["val"].dtype.is_floating_point]  # fmt: skip
 
 
 def _first_line(error: BaseException) -> str:
