@@ -70,7 +70,13 @@ def split_heads(x: torch.Tensor, width: int) -> torch.Tensor:
     return x.reshape(-1, width, x.shape[1])
 
 
-USERS = [depthwise_conv2d, scaled_product, previous_product, extremes, split_heads]
+@mf.torch_op("n k -> n", samples=[mf.Sample((tensor(2, 5, dtype=mf.DataType.ComplexFloat),))])
+def total(x: torch.Tensor) -> torch.Tensor:
+    """Of complex numbers, some ranks having none."""
+    return x.sum(1)
+
+
+USERS = [depthwise_conv2d, scaled_product, previous_product, extremes, split_heads, total]
 
 
 @pytest.mark.parametrize("op", USERS, ids=lambda op: op.name)

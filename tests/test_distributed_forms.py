@@ -236,6 +236,18 @@ def test_the_variance_of_other_types(dtype: torch.dtype) -> None:
     _assert_close([found], wide.var(0).to(found.dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.complex64, torch.float64])
+@pytest.mark.parametrize("spec", ["rows over 4", "rows over more ranks than rows", "columns over 4, the last short"])
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cumsum_bwd"])
+@pytest.mark.usefixtures("forms_forced")
+def test_scans_of_other_types(name: str, spec: str, dtype: torch.dtype) -> None:
+    x, dim = (X * 2).to(dtype), 0 if "rows" in spec else 1
+    (found,) = _define(lambda fd, t: getattr(fd.ops, name)(t, dim), x, *SPECS[spec]).simulate([x])
+    wide = x.to(torch.complex128) if x.is_complex() else x.double()
+    wanted = wide.flip(dim).cumsum(dim).flip(dim) if name == "cumsum_bwd" else getattr(torch, name)(wide, dim)
+    torch.testing.assert_close(found, wanted.to(dtype), rtol=1e-2, atol=1e-2)
+
+
 # Bytes per rank on the wire.
 WIDE = (256, 1024)
 RESULT = 4 * WIDE[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,8 +41,13 @@ def highest(dtype: torch.dtype) -> Any:
 
 
 def neutral_element(reduce: str, dtype: torch.dtype) -> Any:
-    """The number that changes no reduction of this kind."""
-    return {"sum": 0, "prod": 1, "max": lowest(dtype), "min": highest(dtype)}[reduce]
+    """The number that changes no reduction of this kind; complex numbers have no extremes."""
+    return _NEUTRAL[reduce](dtype)
+
+
+_NEUTRAL: dict[str, Callable[[torch.dtype], Any]] = {
+    "sum": lambda _: 0, "prod": lambda _: 1, "max": lowest, "min": highest,
+}  # fmt: skip
 
 
 def neutral(shape: tuple[int, ...], reduce: str, dtype: torch.dtype, device: Any) -> torch.Tensor:
