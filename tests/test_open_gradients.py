@@ -208,3 +208,16 @@ def test_inputs_of_a_definition_with_gradients_index_what_is_there() -> None:
         examples_of(fd)[x.id] = Example((2, 3))
         fd.add_output(fd.grad(fd.ops.tanh(fd.ops.scatter(x, index, 3.0, 1)), x))
     assert all(0 <= n < 3 for n in inputs_for(fd)[1].flatten().tolist())
+
+
+@pytest.mark.parametrize("seeds", [(-1, -1), (4, 4), (4, -1)])
+def test_windows_of_an_open_dim_are_joined_whoever_knows_its_size(seeds: tuple[int, int]) -> None:
+    """A tensor's dim is open, and the sizes of some gradients by its rows are known: one `cat`, and nothing padded."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([2, -1], dtype=DOUBLE)
+        given = [fd.define_tensor([size], dtype=DOUBLE) for size in seeds]
+        fd.add_output(fd.grad([fd.ops.select(x, i, 0) for i in (0, 1)], x, given))
+    values = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 4), (4,), (4,))]
+    (found,) = fd.simulate(values)
+    assert torch.equal(found, torch.stack(values[1:]))
+    assert [node.op.name for node in fd.nodes].count("cat") == 1 and "pad" not in repr(fd)

@@ -15,7 +15,7 @@ from .context import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The gradient of the window of a tensor that begins at these indices."""
+    """The gradient of the window of a tensor that begins at these indices. It cuts no dim whose size is open."""
 
     grad: Tensor
     starts: tuple[int, ...]
@@ -44,7 +44,7 @@ def joined(ops: Any, pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[Te
 
 def _tiled_dim(pieces: Sequence[Piece], shape: tuple[int, ...]) -> int | None:
     """The one dim that the pieces cut, if they are the whole tensor, each element once."""
-    cut = {d for piece in pieces for d, (n, m) in enumerate(zip(piece.shape, shape, strict=True)) if n != m}
+    cut = {d for piece in pieces for d, left in enumerate(_left(piece, shape)) if left}
     if len(cut) != 1:
         return None
     (dim,) = cut
@@ -53,6 +53,11 @@ def _tiled_dim(pieces: Sequence[Piece], shape: tuple[int, ...]) -> int | None:
     return dim if whole and all(a[1] == b[0] for a, b in itertools.pairwise(spans)) else None
 
 
+def _left(piece: Piece, shape: tuple[int, ...]) -> list[int]:
+    """How much of each dim the window leaves out."""
+    return [0 if -1 in (n, m) else n - m for n, m in zip(shape, piece.shape, strict=True)]
+
+
 def _alone(ops: Any, piece: Piece, shape: tuple[int, ...]) -> Tensor:
-    after = [n - a - m for n, a, m in zip(shape, piece.starts, piece.shape, strict=True)]
+    after = [left - start for left, start in zip(_left(piece, shape), piece.starts, strict=True)]
     return padded(ops, piece.grad, piece.starts, after)
