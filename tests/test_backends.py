@@ -375,3 +375,11 @@ def test_what_is_compared_with_an_extreme_of_it_is_the_number_that_this_was_take
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     for found in Inductor().prepare(task_of(defined(body, (4, 5)), x))(x):
         assert found.tolist() == [1] * 4
+
+
+def test_an_error_in_the_run_that_tells_what_to_compile_is_told_like_any_other():
+    with mf.FusionDefinition() as fd:
+        x, index = fd.define_tensor([4, 8]), fd.define_tensor([4, 3], dtype=mf.DataType.Int)
+        fd.add_output(fd.ops.take_along_axis(x * 2.0, index, 1))
+    with pytest.raises(mf.KernelError, match=r"an index is out of range on rank 0: found 8 in .*test_backends\.py"):
+        fd.execute([torch.randn(4, 8), torch.full((4, 3), 8)], backend="inductor")

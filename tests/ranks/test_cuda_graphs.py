@@ -10,7 +10,9 @@ import torch
 from rank_pool import RankPool
 
 import meshfuse as mf
+from meshfuse.backends import assignment
 from meshfuse.executor import graphs
+from meshfuse.executor.segments import Segments
 from meshfuse.runtime.group import Group
 
 pytestmark = pytest.mark.ranks
@@ -114,3 +116,13 @@ def test_what_a_graph_cannot_do_is_refused(fakes: FakeGraphs, monkeypatch: pytes
     shared = "group of ranks (ranks 0) of ranks that share a device, needed a device for each rank"
     refused(shared, lambda: graphs.check_groups([group], line))
     assert fakes.calls == []
+
+
+@pytest.mark.parametrize("backend", ["eager", "auto", "inductor"])
+def test_it_is_refused_at_every_call_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """And not when segments are due, by then in the midst of a job."""
+    monkeypatch.setattr(Segments, "compile_next", lambda _: pytest.fail("compiled"))
+    monkeypatch.setattr(assignment, "_LEAST", 0.0)
+    fd = normed(mf.DeviceMesh((1,), ("tp",)))
+    for _ in range(3):
+        refused("arguments on cpu", lambda: fd.execute([X], cuda_graph=True, backend=backend))

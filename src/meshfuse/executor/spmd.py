@@ -123,8 +123,10 @@ class RankProgram:
             self.segments = Segments(self.bound, self.program, compiled.segmented, self.device, self._backend)
             self._due = self.segments.due
             self._recorder = recorder(world.rank)
-            if self._capture is not None and self._due is None:
-                self._run = self._capture(self.program, self._main)
+            if self._capture is not None:
+                # What no graph can do is refused here, also where segments are compiled before the capture.
+                captured = self._capture(self.program, self._main)
+                self._run = captured if self._due is None else self._main
 
     def run(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
         """The rank's results. A failing collective's error names its tensor, the step and the user's line.
@@ -187,7 +189,7 @@ class RankProgram:
 
         An execution more than was asked for, with the same random numbers, tells what segments are called with.
         """
-        with self.segments.recorded():
+        with self.segments.recorded(), kernel_errors(self.bound, self.program):
             self._main(*arguments, seed, offset)
         waits = any(not isinstance(part, Segment) for part in self.compiled.segmented.parts)
         ranks = self.compiled.ranks if waits else ()
