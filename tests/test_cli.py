@@ -49,7 +49,7 @@ def write(tmp_path: Path, text: str) -> str:
 
 
 def test_bill_of_a_script_that_only_defines(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bill", script, "--mesh", "dp=2,tp=4"]) == 0
+    assert main(["bill", script, "--mesh", "tp=4"]) == 0
     out, err = capsys.readouterr()
     assert f"{2 * 3 / 4 * 8 * 32 * 4:,.0f}" in out and "all-reduce" in out and "script.py:18" in out
     assert "the script's own words" in err and "own words" not in out
@@ -70,7 +70,7 @@ def test_arguments_for_the_script_without_dashes(command: str, script: str, caps
 
 
 def test_bill_with_memory(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bill", script, "--memory", "--mesh", "dp=2,tp=4"]) == 0
+    assert main(["bill", script, "--memory", "--mesh", "tp=4"]) == 0
     out = capsys.readouterr().out
     assert "all-reduce" in out and "bytes per rank, " in out and "argument" in out
 
