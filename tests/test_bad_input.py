@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import html
+import json
 import os
 import pickle
 import re
@@ -17,6 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import meshfuse as mf
 from meshfuse import DataType, ParallelType
+from meshfuse.report.page import page
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 HERE = os.path.basename(__file__)
@@ -148,6 +151,13 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
     ("one name per axis", lambda: mf.DeviceMesh((2, 4), (1, 2))),  # type: ignore[arg-type]
     ("one name per axis", lambda: mf.DeviceMesh((2,), ("stream",))),
     ("one name per axis", lambda: mf.DeviceMesh((2,), ("",))),
+    *[
+        (
+            f"names ({name!r},) for shape (2,), needed 1 different words without any of ',:=()[]'",
+            lambda n=name: mf.DeviceMesh((2,), (n,)),
+        )
+        for name in ("a,b", "a:b", "tp:(2)4", "tp=4", "(a", "[a]", " ", "a b", "a\tb", "a\nb", "a\0b", "\u202ea", "-")
+    ],
     ("one name per axis", lambda: mf.DeviceMesh(torch.arange(128).reshape([2] * 7))),
     ("at least one rank along every axis", lambda: mf.DeviceMesh((-2, 4), ("dp", "tp"))),
     ("at least one rank along every axis", lambda: mf.DeviceMesh([])),
@@ -173,6 +183,34 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
 @pytest.mark.parametrize(("text", "make"), MESHES, ids=[f"{i}-{text}" for i, (text, _) in enumerate(MESHES)])
 def test_meshes(text: str, make: Callable[[], Any]) -> None:
     raises(text, make)
+
+
+@pytest.mark.parametrize(
+    "name", ["dp-1", "a.b", "'", '"""', "\\", "{x}", "%s", "<b>", "&amp;", "é", "数", "#", "None", "0", "total"]
+)
+def test_other_names_of_axes_are_fine(name: str) -> None:
+    """In what is printed, and in the Python of a definition and of its programs."""
+    mesh = mf.DeviceMesh((2, 2), (name, "tp"), links={name: mf.Link(1e9, 0), "tp": mf.Link(1e10, 0)})
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8, 16])
+        fd.add_output(fd.ops.sum(x, [0]))
+        fd.mesh_split(x, mesh, [[mf.Split(2, name), "tp"], None])
+    again: dict[str, Any] = {}
+    exec(repr(fd), again)
+    assert repr(again["fd"]) == repr(fd)
+    assert torch.equal(again["fd"].simulate([X + 1])[0], fd.simulate([X + 1])[0])
+    assert name in str(fd.bill()) and name in {e["axes"] for e in json.loads(fd.bill().to_json())["entries"]}
+    assert html.escape(name) in page([fd.compile()])
+
+
+@pytest.mark.parametrize("names", [("DIDx", "tp"), ("DIDz", "DIDy"), ("DIDy", "DIDx")])
+def test_axes_named_as_parallel_types_print_are_other_axes(names: tuple[str, str]) -> None:
+    fd, x = define()
+    fd.add_output(fd.ops.relu(x))
+    x.set_device_mesh(mf.DeviceMesh((2, 4), names))
+    x.outer_split(0, 4)
+    x.axis(0).parallelize(ParallelType.mesh_x)
+    assert str(fd.compile().sharded.homes[0]) == f"[{names[1]}, -]"
 
 
 @pytest.mark.parametrize("mesh", [None, "dp", 3.5, object, {}, [0, "a"], [0, 0]], ids=str)

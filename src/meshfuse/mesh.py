@@ -11,10 +11,11 @@ from typing import Any
 from .costs import DEFAULT_FLOPS, DEFAULT_LINK, Link, Machine, plain, slowest
 from .errors import caller_line, located, user_error
 from .mesh_forms import read_costs, read_devices
-from .user_values import is_text
 
 _DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
 STREAM = "stream"
+# What stands around the names of axes where shardings and communications are printed, and in `--mesh dp=2,tp=4`.
+_MARKS = ",:=()[]"
 
 
 class ParallelType(enum.Enum):
@@ -244,6 +245,11 @@ def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(digits))
 
 
+def _is_name(name: Any) -> bool:
+    """Whether an axis may be called so: a word that is read in lists of axes as what it is."""
+    return isinstance(name, str) and name.isprintable() and name not in ("", "-") and not set(name) & {*_MARKS, " "}
+
+
 def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
     if any(size < 1 for size in shape) or not ranks:
         raise user_error(
@@ -259,12 +265,11 @@ def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int
             f"{math.prod(shape)}",
             "Correct the shape or the ranks.",
         )
-    texts = all(isinstance(name, str) and name and is_text(name) for name in names)
-    if not texts or len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
+    if not all(map(_is_name, names)) or len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
         raise user_error(
             "a mesh needs one name per axis, each once, none of them 'stream'",
             f"names {names} for shape {shape}",
-            f"{len(shape)} different strings",
+            f"{len(shape)} different words without any of {_MARKS!r}",
             "Name every axis.",
         )
     repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) != len(ranks) else []

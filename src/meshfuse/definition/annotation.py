@@ -140,7 +140,7 @@ def _trimmed(layout: Layout) -> Layout:
 
 
 def _mesh_axis(split: Split, mesh: DeviceMesh, line: SourceLine) -> Split:
-    if split.axis in KIND_OF_NAME and split.axis not in mesh.names:
+    if split.pre == WHOLE_AXIS and split.axis in KIND_OF_NAME:  # bound by `parallelize`, not to an axis of this name
         with located(line):
             return split._replace(axis=mesh.parallel_axis(KIND_OF_NAME[split.axis]))
     return split
