@@ -431,12 +431,35 @@ OPS: list[tuple[str, Ops]] = [
     ("gelu: got an unexpected keyword argument 'foo'", lambda fd, x, o: o.gelu(x, foo=2)),
     ("gelu: the first argument: found 3 (int)", lambda fd, x, o: o.gelu(3)),
     ("gelu: approximate", lambda fd, x, o: o.gelu(x, "x")),
-    ("softmax: max: argument 'dims'", lambda fd, x, o: o.softmax(x, "a")),
-    ("softmax: cast: argument 'dtype'", lambda fd, x, o: o.softmax(x, 0, "a")),
-    ("layer_norm: an argument is of the wrong kind", lambda fd, x, o: o.layer_norm(x, 16)),
+    *[("softmax: argument 'dim' is of the wrong kind: found ", lambda fd, x, o, v=v: o.softmax(x, v))
+      for v in ("a", None, [0], (0, 1), True, 1.0, iter([0]), range(1), np.array(0.0))],
+    ("softmax: argument 'dtype' is of the wrong kind: found 'a' (str), needed DataType. Call it as softmax(x, dim=-1, "
+     "dtype=None)", lambda fd, x, o: o.softmax(x, 0, "a")),
+    *[("mean: argument 'dims' is of the wrong kind", lambda fd, x, o, v=v: o.mean(x, v))
+      for v in (iter([0]), (d for d in [0]), {0}, {0: 1}, "", [True], range(10**12), [None])],
+    *[("mean: argument 'keepdim' is of the wrong kind", lambda fd, x, o, v=v: o.mean(x, 0, v))
+      for v in (None, 2, "a", [], np.array([]), torch.ones(2), DataType.Null)],
+    ("logsumexp: argument 'keepdim' is of the wrong kind", lambda fd, x, o: o.logsumexp(x, 0, torch.ones(2))),
+    *[("argmax: argument 'dim' is of the wrong kind", lambda fd, x, o, v=v: o.argmax(x, v))
+      for v in (X.to_sparse(), np.array([]), 1.0, [0])],
+    ("layer_norm: argument 'normalized_shape' is of the wrong kind", lambda fd, x, o: o.layer_norm(x, 16)),
+    ("layer_norm: normalized_shape: found ", lambda fd, x, o: o.layer_norm(x, [np.int64(8)])),
+    ("layer_norm: argument 'weight' is of the wrong kind: found a Tensor of shape [16]",
+     lambda fd, x, o: o.layer_norm(x, [16], torch.ones(16))),
+    ("rms_norm: argument 'eps' is of the wrong kind", lambda fd, x, o: o.rms_norm(x, [16], None, x)),
+    *[("cross_entropy: argument 'ignore_index' is of the wrong kind",
+       lambda fd, x, o, v=v: o.cross_entropy(x, fd.define_tensor([8], dtype=DataType.Int), "mean", v))
+      for v in (0.5, float("nan"), 1j, "a")],
+    *[(text, lambda fd, x, o, op=op, v=v: getattr(o, op)(x, v))
+      for v in (np.array([]), torch.ones(2), X.to_sparse(), ["none"])
+      for op, text in {"gelu": "gelu: approximate", "dropout": "dropout: argument 'p'"}.items()],
+    *[(f"zigzag: ring: found {v}, needed 1 to 65536", lambda fd, x, o, op=op, v=v: getattr(o, op)(x, 0, v))
+      for op in ("zigzag", "unzigzag") for v in (0, -1, 2**31, 10**40)],
     ("layer_norm: normalized_shape: found [3]", lambda fd, x, o: o.layer_norm(x, [3])),
     ("cross_entropy", lambda fd, x, o: o.cross_entropy(x, None)),
-    ("dropout: an argument is of the wrong kind", lambda fd, x, o: o.dropout(x, "a")),
+    ("dropout: argument 'p' is of the wrong kind", lambda fd, x, o: o.dropout(x, "a")),
+    ("dropout: an argument is of the wrong kind", lambda fd, x, o: o.dropout(x, 1j)),
+    ("dropout: a value of a definition has no truth value", lambda fd, x, o: o.dropout(x, fd.define_scalar(0.5))),
     ("select: index: found 99", lambda fd, x, o: o.select(x, 99, 0)),
     ("add_output: found Val", lambda fd, x, o: x.size(0)),
     ("alias_input", lambda fd, x, o: fd.add_output(x, alias_input=x)),

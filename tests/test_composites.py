@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Build, Callable[[torch.Tensor], torch.Tensor]]] = {
     ),
     "argmax": (lambda fd, x: fd.ops.argmax(x, -1), lambda x: x.argmax(-1)),
     "argmax of all": (lambda fd, x: fd.ops.argmax(x), lambda x: x.argmax()),
+    "argmax of all in their place": (lambda fd, x: fd.ops.argmax(x, None, True), lambda x: x.argmax(None, True)),
 }
 SPECS = {
     "one rank": ((1,), ("x",), [None, None, None]),

@@ -11,8 +11,8 @@ from typing import Any
 from ..dtypes import DataType, from_torch, scalar_dtype
 from ..errors import MeshfuseError, SourceLine, caller_line, user_error
 from ..mesh import DeviceMesh
-from ..ops.base import TensorType
-from ..ops.binding import described
+from ..ops.base import REQUIRED, ParamKind, TensorType
+from ..ops.binding import Resolve, described, of_kind, wrong_kind
 from ..sharding.value import MOST_DIMS
 from ..user_values import as_int
 from .annotation import Annotation
@@ -20,6 +20,14 @@ from .tensor_view import TensorView
 
 _LARGEST = 2**63 - 1
 _NUMBERS: tuple[Any, ...] = (int, float, complex)
+# Of a composite's parameters, by their annotations: what they take, and whether the composite has it as ops do.
+_KINDS = {
+    "int": (ParamKind.INT, True), "int | None": (ParamKind.INT, True), "Dims": (ParamKind.OPTIONAL_DIMS, True),
+    "bool": (ParamKind.BOOL, True), "DataType | None": (ParamKind.DTYPE, True),
+    "float": (ParamKind.SCALAR, False), "float | None": (ParamKind.SCALAR, False),
+    "Sequence[int]": (ParamKind.SHAPE, False),
+    "Tensor": (ParamKind.TENSOR, False), "Tensor | None": (ParamKind.OPTIONAL_TENSOR, False),
+}  # fmt: skip
 
 
 def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:
@@ -183,7 +191,7 @@ def mesh_of_torch(mesh: Any) -> DeviceMesh:
 
 
 def composite_call(
-    fd: Any, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fd: Any, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], resolve: Resolve
 ) -> Any:
     """Call a composite. Raises DefinitionError for arguments that it does not have or cannot work with."""
     called, call_as = inspect.signature(function), usage(name, function)
@@ -199,6 +207,7 @@ def composite_call(
             "a tensor of this definition",
             f"Call it as {call_as}.",
         )
+    _check_kinds(name, bound, call_as, resolve)
     try:
         return function(*bound.args, **bound.kwargs)
     except MeshfuseError as error:
@@ -208,6 +217,19 @@ def composite_call(
     except (TypeError, AttributeError) as error:
         wrong = f"{name}: an argument is of the wrong kind"
         raise user_error(wrong, str(error), "", f"Call it as {call_as}.") from error
+
+
+def _check_kinds(name: str, bound: inspect.BoundArguments, call_as: str, resolve: Resolve) -> None:
+    """Raises DefinitionError for a composite's argument of another kind than its parameter's; others become plain."""
+    for param, value in bound.arguments.items():
+        declared = bound.signature.parameters[param]
+        kind, plain = _KINDS.get(declared.annotation, (None, False))
+        if kind is None or value is declared.default:
+            continue
+        found = of_kind(kind, value, resolve)
+        if found is REQUIRED:
+            raise wrong_kind(name, param, kind, value, call_as)
+        bound.arguments[param] = found if plain else value
 
 
 @functools.cache

@@ -164,7 +164,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         """Apply a function that is written in ops of the table."""
         with located(caller_line()):
             self.check_open()
-            return composite_call(self, name, COMPOSITES[name], args, kwargs)
+            return composite_call(self, name, COMPOSITES[name], args, kwargs, self._resolve)
 
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
         if is_scalar_call(op, args, kwargs):

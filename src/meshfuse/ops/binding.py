@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..dtypes import DataType, from_torch
-from ..errors import user_error
+from ..errors import MeshfuseError, user_error
 from ..user_values import as_int
 from .base import REQUIRED, Call, OpDef, Param, ParamKind, Sample, ScalarRef, TensorRef, TensorType
 
@@ -74,13 +74,21 @@ def signature(op: OpDef) -> str:
 def _checked(op: OpDef, param: Param, value: Any, resolve: Resolve) -> Any:
     if value is REQUIRED:
         raise user_error(f"{op.name}: argument {param.name!r} is missing", "", "", f"Call it as {signature(op)}.")
-    found = _CHECKS[param.kind](resolve, value) if value is not None else _none(param)
+    found = of_kind(param.kind, value, resolve) if value is not None else _none(param)
     if found is REQUIRED:
-        raise user_error(
-            f"{op.name}: argument {param.name!r} is of the wrong kind", described(value),
-            param.kind.value, f"Call it as {signature(op)}.{NUMBERS_COME_IN if _is_array(value) else ''}",
-        )  # fmt: skip
+        raise wrong_kind(op.name, param.name, param.kind, value, signature(op))
     return found
+
+
+def of_kind(kind: ParamKind, value: Any, resolve: Resolve) -> Any:
+    """The value in the form that ops have such parameters in; REQUIRED where it is nothing of the kind."""
+    return _CHECKS[kind](resolve, value)
+
+
+def wrong_kind(op: str, param: str, kind: ParamKind, value: Any, call_as: str) -> MeshfuseError:
+    """The error of an argument that is nothing of its parameter's kind."""
+    do = f"Call it as {call_as}.{NUMBERS_COME_IN if _is_array(value) else ''}"
+    return user_error(f"{op}: argument {param!r} is of the wrong kind", described(value), kind.value, do)
 
 
 NUMBERS_COME_IN = " Tensors of numbers come in by define_tensor, as arguments of the definition."

@@ -12,9 +12,13 @@ from typing import Any
 
 from ..dtypes import Category, DataType
 from ..errors import user_error
+from ..user_values import as_int
 from .shapes import check_dim, check_dims
 
 Dims = int | Sequence[int] | None
+# The annotations of parameters say what is checked of a call: definition/checks.py.
+Tensor = Any
+_MOST_BLOCKS = 1 << 16  # Of a ring: more is a mistake, and takes seconds to number.
 
 
 def _wide(fd: Any, x: Any) -> Any:
@@ -46,7 +50,7 @@ def shape(fd: Any, arg: Any) -> list[Any]:
 
 def gelu(fd: Any, x: Any, approximate: str = "none") -> Any:
     """The Gaussian error linear unit, exact or by tanh (Hendrycks & Gimpel 2016)."""
-    if approximate not in ("none", "tanh"):
+    if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
         raise user_error("gelu: approximate", repr(approximate), "'none' or 'tanh'", "")
     ops, wide = fd.ops, _wide(fd, x)
     if approximate == "none":
@@ -114,7 +118,7 @@ def _last_dims(x: Any, normalized_shape: Sequence[int]) -> list[int]:
     if not 0 < count <= x.ndim:
         raise user_error("normalized_shape", str(list(normalized_shape)), f"1 to {x.ndim} sizes", "Name the last dims.")
     for given, n in zip(normalized_shape, x.type.shape[-count:], strict=True):
-        if isinstance(given, int) and -1 not in (given, n) and given != n:
+        if as_int(given) not in (None, -1, n) and n != -1:
             raise user_error(
                 "normalized_shape", str(list(normalized_shape)), f"the last sizes of {x.type}", "Correct it."
             )
@@ -127,7 +131,12 @@ def _affine(fd: Any, x: Any, weight: Any, bias: Any) -> Any:
 
 
 def layer_norm(
-    fd: Any, x: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+    fd: Any,
+    x: Any,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Any:
     """(x - mean) / sqrt(variance + eps) over the last dims, times weight, plus bias (Ba et al. 2016).
 
@@ -139,7 +148,9 @@ def layer_norm(
     return _back(fd, _affine(fd, ops.mul(centred, ops.rsqrt(ops.add(variance, eps))), weight, bias), x)
 
 
-def rms_norm(fd: Any, x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+def rms_norm(
+    fd: Any, x: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Any:
     """x / sqrt(mean(x²) + eps) over the last dims, times weight (Zhang & Sennrich 2019). eps: the type's own
     for None.
     """
@@ -149,7 +160,9 @@ def rms_norm(fd: Any, x: Any, normalized_shape: Sequence[int], weight: Any = Non
     return _back(fd, _affine(fd, ops.mul(wide, ops.rsqrt(ops.add(square, eps))), weight, None), x)
 
 
-def cross_entropy(fd: Any, logits: Any, targets: Any, reduction: str = "mean", ignore_index: int | None = None) -> Any:
+def cross_entropy(
+    fd: Any, logits: Any, targets: Tensor, reduction: str = "mean", ignore_index: int | None = None
+) -> Any:
     """-log softmax(logits)[target]; logits [.., V] and integer targets [..], reduced by "mean", "sum" or
     "none".
 
@@ -157,7 +170,7 @@ def cross_entropy(fd: Any, logits: Any, targets: Any, reduction: str = "mean", i
     vocabulary-parallel loss of Megatron-LM). `ignore_index` leaves targets out of the loss and of the mean's
     count.
     """
-    if reduction not in ("mean", "sum", "none"):
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise user_error("cross_entropy: reduction", repr(reduction), "'mean', 'sum' or 'none'", "")
     ops, wide, last = fd.ops, _wide(fd, logits), logits.ndim - 1
     valid = None if ignore_index is None else ops.ne(targets, ignore_index)
@@ -198,7 +211,8 @@ def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> An
     NaN counts as the largest, as in torch; it equals no maximum, and so is looked for by itself.
     """
     if dim is None:
-        return argmax(fd, fd.ops.reshape(x, [_count(x, range(x.ndim))]), 0)
+        found = argmax(fd, fd.ops.reshape(x, [_count(x, range(x.ndim))]), 0)
+        return fd.ops.broadcast(found, [True] * x.ndim) if keepdim else found
     ops, place = fd.ops, check_dim("argmax", dim, x.ndim)
     index = ops.broadcast(ops.iota(x.size(place)), [d != place for d in range(x.ndim)])
     is_top = ops.eq(x, ops.max(x, place, True))
@@ -207,8 +221,8 @@ def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> An
 
 
 def _zigzag_order(ring: int) -> list[int]:
-    if not isinstance(ring, int) or ring < 1:
-        raise user_error("zigzag: ring", repr(ring), "1 or more", "Give the number of blocks of the ring.")
+    if not 1 <= ring <= _MOST_BLOCKS:
+        raise user_error("zigzag: ring", str(ring), f"1 to {_MOST_BLOCKS}", "Give the number of blocks of the ring.")
     return [chunk for block in range(ring) for chunk in (block, 2 * ring - 1 - block)]
 
 
@@ -222,8 +236,8 @@ def zigzag(fd: Any, x: Any, dim: int, ring: int) -> Any:
 
 def unzigzag(fd: Any, x: Any, dim: int, ring: int) -> Any:
     """From zig-zag order back to that of the sequence."""
-    order = _zigzag_order(ring)
-    return fd.ops.reorder_blocks(x, dim, [order.index(chunk) for chunk in range(2 * ring)])
+    place = {chunk: place for place, chunk in enumerate(_zigzag_order(ring))}
+    return fd.ops.reorder_blocks(x, dim, [place[chunk] for chunk in range(2 * ring)])
 
 
 def _three(made: Any) -> tuple[Any, Any, Any]:
