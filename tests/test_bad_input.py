@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import html
 import json
+import operator
 import os
 import pickle
 import re
@@ -147,6 +148,8 @@ def test_more_chunks_than_can_be_planned() -> None:
 MESHES: list[tuple[str, Callable[[], Any]]] = [
     ("a mesh holds each rank once, none negative: found ranks [0, 1, 1]", lambda: mf.DeviceMesh([0, 1, 1])),
     ("Remove the negative ranks", lambda: mf.DeviceMesh([0, -1])),
+    ("Remove the too large ranks", lambda: mf.DeviceMesh([0, 2**31])),
+    ("Remove the repeated ranks [7]", lambda: mf.DeviceMesh([*range(10**6), 7])),
     ("one name per axis", lambda: mf.DeviceMesh((2, 4), ("dp", "dp"))),
     ("one name per axis", lambda: mf.DeviceMesh((2, 4), (1, 2))),  # type: ignore[arg-type]
     ("one name per axis", lambda: mf.DeviceMesh((2,), ("stream",))),
@@ -301,6 +304,8 @@ VIEWS: list[tuple[str, Callable[[mf.TensorView, mf.TensorView], Any]]] = [
     ("set_allocation_domain of x (t0)", lambda x, y: x.set_allocation_domain(y.get_loop_domain())),
     ("swizzle1d: no such axis", lambda x, y: x.swizzle1d(9, ParallelType.mesh_x)),
     *[("overlap of y (t1): chunks", lambda x, y, v=v: x.fd.overlap(y, v)) for v in (0, -1, 2.0, "a", None, 2**70)],
+    ("x (t0) cannot be iterated over: found 2 dims, needed an op", lambda x, y: list(x)),
+    ("x (t0) cannot be written to: found [0] = ..., needed an op", lambda x, y: operator.setitem(x, 0, 1.0)),
     ("a value of a definition has no truth value", lambda x, y: bool(x > 0)),
     ("a value of a definition has no truth value", lambda x, y: bool(x.size(0))),
     *[("size of x (t0): no such dim", lambda x, y, v=v: x.size(v)) for v in (5, -3, "a", None)],

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .errors import line_in_script, user_error
+from .errors import line_in_script, shown, user_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Link:
         line = line_in_script(sys._getframe(2))  # __init__ is text of dataclasses'
         if not is_rate(self.bandwidth):
             raise user_error(
-                "a link's bandwidth", repr(self.bandwidth), f"bytes per second, {RATES}",
+                "a link's bandwidth", shown(self.bandwidth), f"bytes per second, {RATES}",
                 "Link(450e9, 5e-6) is NVLink.", line,
             )  # fmt: skip
         if not _is_number(self.latency) or not 0 <= self.latency <= FASTEST:
             raise user_error(
-                "a link's latency", repr(self.latency), f"seconds, 0 to {FASTEST:g}", "Link(450e9, 5e-6) is NVLink.",
+                "a link's latency", shown(self.latency), f"seconds, 0 to {FASTEST:g}", "Link(450e9, 5e-6) is NVLink.",
                 line,
             )  # fmt: skip
 
@@ -167,7 +167,7 @@ class Machine:
             (not is_rate(self.flops), "flops", f"operations per second, {RATES}"),
         ):
             if wrong:
-                raise user_error(f"a machine's {name}", repr(getattr(self, name)), needed,
+                raise user_error(f"a machine's {name}", shown(getattr(self, name)), needed,
                                  "meshfuse.costs.MACHINES has examples.", line)  # fmt: skip
 
     def link(self, groups: Iterable[Sequence[int]]) -> Link:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from .errors import shown
+
 
 class Category(enum.IntEnum):
     """Kinds of element types, in the order in which they promote."""
@@ -115,5 +117,5 @@ def from_torch(dtype: object) -> DataType:
         return dtype
     try:
         return DataType(str(dtype).removeprefix("torch."))
-    except ValueError:
-        raise ValueError(f"dtype: found {dtype}, needed one of {[d.value for d in DataType]}") from None
+    except Exception:  # no such name, or nothing that can be printed
+        raise ValueError(f"dtype: found {shown(dtype)}, needed one of {[d.value for d in DataType]}") from None

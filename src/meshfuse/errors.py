@@ -18,6 +18,7 @@ from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GENERATED = "<meshfuse"
+_LONGEST = 400  # letters of a value in an error text
 # Between two frames of meshfuse's own where one asks for a cached property: never a line of the user's.
 _CACHES = functools.__file__
 _ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
@@ -125,6 +126,15 @@ def located(line: SourceLine) -> Iterator[None]:
     except MeshfuseError as error:
         error.where = error.where or line
         raise
+
+
+def shown(value: object) -> str:
+    """A user's value for an error text: its repr, cut where it is long; its type alone where it has none."""
+    try:
+        text = repr(value)
+    except Exception:  # lists nested too deep, ints of too many digits, classes with a repr that fails
+        return f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
 def user_error(

@@ -12,11 +12,10 @@ import torch
 from .backends.assignment import assigned, requested
 from .compiler import CompiledProgram
 from .definition.tensor_view import TensorView
-from .errors import SourceLine, caller_line, user_error
+from .errors import SourceLine, caller_line, shown, user_error
 from .executor.arguments import (
     Inputs,
     check_count,
-    check_flags,
     check_global_shapes,
     global_shapes,
     outline,
@@ -39,7 +38,7 @@ from .report.reprint import definition_source
 from .runtime.world import World
 from .sharding.data import shard, unshard
 from .sharding.value import Sharding
-from .user_values import as_int
+from .user_values import as_int, check_flags
 
 # Called with every definition that is made: how the command line finds those of a script.
 observers: list[Callable[[FusionDefinition], None]] = []
@@ -78,7 +77,7 @@ class FusionDefinition(PlannedDefinition):
     ) -> None:  # fmt: skip
         if as_int(seed) is None:
             needed, do = "an int", "Pass the seed of its random numbers."
-            raise user_error("FusionDefinition: seed", repr(seed), needed, do, caller_line())
+            raise user_error("FusionDefinition: seed", shown(seed), needed, do, caller_line())
         super().__init__(max_wire, max_memory, search)
         self.seed = seed
         self._constants: set[int] = set()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import enum
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .costs import DEFAULT_FLOPS, DEFAULT_LINK, Link, Machine, plain, slowest
-from .errors import caller_line, located, user_error
+from .errors import caller_line, located, shown, user_error
 from .mesh_forms import read_costs, read_devices
 
 _DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
 STREAM = "stream"
+_LARGEST_RANK = 2**31 - 1
 # What stands around the names of axes where shardings and communications are printed, and in `--mesh dp=2,tp=4`.
 _MARKS = ",:=()[]"
 
@@ -156,7 +158,7 @@ class DeviceMesh:
         except ValueError:
             raise user_error(
                 f"no such axis of {self}",
-                repr(name),
+                shown(name),
                 f"one of {self.names}",
                 "Name an axis of the mesh.",
                 caller_line(),
@@ -168,7 +170,11 @@ class DeviceMesh:
             return self._coordinates[rank]
         except (KeyError, TypeError):
             raise user_error(
-                f"no such rank of {self}", repr(rank), f"one of its {self.size} ranks", "See mesh.ranks.", caller_line()
+                f"no such rank of {self}",
+                shown(rank),
+                f"one of its {self.size} ranks",
+                "See mesh.ranks.",
+                caller_line(),
             ) from None
 
     def __contains__(self, rank: object) -> bool:
@@ -192,8 +198,9 @@ class DeviceMesh:
         axes = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
         place = next((n for n, axis in enumerate(axes, 1) if axis is kind), None)
         if place is None:
-            raise user_error("a mesh axis by its parallel type", repr(kind), "mesh_x, mesh_y or mesh_z of ParallelType",
-                             "mesh_x is the last axis.", caller_line())  # fmt: skip
+            raise user_error("a mesh axis by its parallel type", shown(kind),
+                             "mesh_x, mesh_y or mesh_z of ParallelType", "mesh_x is the last axis.",
+                             caller_line())  # fmt: skip
         if place > self.ndim:
             raise user_error(
                 f"{kind} on a mesh of {self.ndim} axes",
@@ -254,29 +261,30 @@ def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int
     if any(size < 1 for size in shape) or not ranks:
         raise user_error(
             "a mesh has at least one rank along every axis",
-            f"shape {shape}",
+            f"shape {shown(shape)}",
             "sizes >= 1",
             "Give other sizes.",
         )
     if math.prod(shape) != len(ranks):
         raise user_error(
             "a mesh needs as many ranks as its shape holds",
-            f"{len(ranks)} for shape {shape}",
+            f"{len(ranks)} for shape {shown(shape)}",
             f"{math.prod(shape)}",
             "Correct the shape or the ranks.",
         )
     if not all(map(_is_name, names)) or len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
         raise user_error(
             "a mesh needs one name per axis, each once, none of them 'stream'",
-            f"names {names} for shape {shape}",
+            f"names {shown(names)} for shape {shown(shape)}",
             f"{len(shape)} different words without any of {_MARKS!r}",
             "Name every axis.",
         )
-    repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) != len(ranks) else []
-    if repeated or min(ranks) < 0:
+    repeated = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
+    if repeated or min(ranks) < 0 or max(ranks) > _LARGEST_RANK:
+        odd = "negative" if min(ranks) < 0 else "too large"
         raise user_error(
             "a mesh holds each rank once, none negative",
-            f"ranks {list(ranks)}",
-            "different ranks >= 0",
-            f"Remove the repeated ranks {repeated}." if repeated else "Remove the negative ranks.",
+            f"ranks {shown(list(ranks))}",
+            "different ranks >= 0, of 32 bits",
+            f"Remove the repeated ranks {shown(repeated)}." if repeated else f"Remove the {odd} ranks.",
         )

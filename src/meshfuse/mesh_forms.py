@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .costs import DEFAULT_FLOPS, DEFAULT_LINK, MACHINES, RATES, Link, Machine, is_rate
-from .errors import user_error
+from .errors import shown, user_error
 from .user_values import as_int
 
 # More is a mistake: told before anything of such a size is made.
@@ -19,7 +19,7 @@ def read_devices(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape, ranks in row-major order) from any of the forms a mesh may be given in."""
     if names is not None and not isinstance(names, (str, list, tuple)):
-        raise user_error("a mesh needs one name per axis", repr(names), "a list of names", "Pass ('dp', 'tp'), say.")
+        raise user_error("a mesh needs one name per axis", shown(names), "a list of names", "Pass ('dp', 'tp'), say.")
     _bounded(_count(devices))
     nested = _values(devices) if hasattr(devices, "tolist") else devices
     nested = [nested] if isinstance(nested, int) else list(nested) if _is_list(nested) else nested
@@ -50,13 +50,13 @@ def _count(devices: Any) -> int:
 def _listed(ranks: Any) -> Any:
     """`ranks=` as a list; what is no iterable as it is, for the error to tell."""
     if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
-        return ranks if not isinstance(ranks, int) else repr(ranks)
+        return ranks if not isinstance(ranks, int) else shown(ranks)
     try:
         if hasattr(ranks, "__len__"):
             _bounded(len(ranks))  # type: ignore[arg-type]
         return list(ranks)
     except TypeError:  # such as a tensor of no dims
-        return repr(ranks)
+        return shown(ranks)
 
 
 def _is_list(value: Any) -> bool:
@@ -68,7 +68,7 @@ def _rank(value: Any) -> int:
     if found is None:
         raise user_error(
             "a mesh is made of ranks",
-            f"{value!r} ({type(value).__name__})",
+            f"{shown(value)} ({type(value).__name__})",
             "ints in a list, nested lists or a tensor",
             "Pass a shape and names, or the ranks.",
         )
@@ -106,7 +106,7 @@ def read_costs(
     rate = flops if flops is not None else links.flops if isinstance(links, Machine) else DEFAULT_FLOPS
     if not is_rate(rate):
         raise user_error(
-            "a mesh's flops", repr(flops), f"operations per second, {RATES}", "flops=989e12 is an H100 in bfloat16."
+            "a mesh's flops", shown(flops), f"operations per second, {RATES}", "flops=989e12 is an H100 in bfloat16."
         )
     if links is None or isinstance(links, Link):
         return (links or DEFAULT_LINK,) * len(axes), float(rate)
@@ -127,7 +127,7 @@ def _links_by_axis(axes: Mapping[str, int], links: Any) -> tuple[Link, ...]:
     named = isinstance(links, Mapping) and all(isinstance(link, Link) for link in links.values())
     if not named:
         raise user_error(
-            "a mesh's links", repr(links),
+            "a mesh's links", shown(links),
             f"a Link, a Link for each of {tuple(axes)}, a Machine or one of {', '.join(map(repr, MACHINES))}",
             'links={"tp": Link(450e9, 5e-6)} gives bytes per second and seconds.',
         )  # fmt: skip

@@ -1,8 +1,10 @@
-"""What a user may pass for an int or for a text."""
+"""What a user may pass for an int, for a text or for a flag."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from .errors import ArgumentError, SourceLine, shown, user_error
 
 
 def as_int(value: Any) -> int | None:
@@ -18,3 +20,11 @@ def as_int(value: Any) -> int | None:
 def is_text(text: str) -> bool:
     """Whether a text can be written to a file: half of a surrogate pair cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def check_flags(line: SourceLine, **flags: Any) -> None:
+    """Raises ArgumentError for an option, by its name, that is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise user_error(name, shown(value), "True or False", "Pass a bool, or leave it out.", line,
+                             ArgumentError)  # fmt: skip

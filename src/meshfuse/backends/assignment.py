@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..errors import ArgumentError, SourceLine, user_error
+from ..errors import ArgumentError, SourceLine, shown, user_error
 from ..ops.base import Call
 from ..resharding.insert import ReshardedDefinition
 from ..segmentation import Segment, SegmentedDefinition
@@ -55,9 +55,9 @@ NAMES = ("auto", *MAKERS)
 def requested(given: str | None, line: SourceLine | None = None) -> str:
     """The name asked for: an argument, else MESHFUSE_BACKEND, else "auto". Raises ArgumentError for other names."""
     name = given if given is not None else os.environ.get(VARIABLE) or "auto"
-    if name not in NAMES:
+    if not isinstance(name, str) or name not in NAMES:
         what = "backend" if given is not None else VARIABLE
-        raise user_error(what, repr(name), f"one of {', '.join(NAMES)}", "", line, ArgumentError)
+        raise user_error(what, shown(name), f"one of {', '.join(NAMES)}", "", line, ArgumentError)
     return name
 
 

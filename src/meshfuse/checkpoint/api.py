@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, user_error
+from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, shown, user_error
 from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
 from ..user_values import is_text
@@ -63,7 +63,7 @@ def load(
     with located(caller_line()):
         home = _folder(path)
         if not isinstance(wanted, (Mapping, type(None))):
-            raise user_error("load: what is wanted", repr(wanted), "a dict by name, or None for all",
+            raise user_error("load: what is wanted", shown(wanted), "a dict by name, or None for all",
                              'Pass {"w": None} for the whole tensor "w".', cls=ArgumentError)  # fmt: skip
         index = team.each("reading the index", lambda: files.read_index(home))
         team.same(index.data, "the checkpoint that they load")
@@ -79,7 +79,7 @@ def load(
 def _folder(path: Any) -> Path:
     if isinstance(path, (str, os.PathLike)) and str(path) and "\0" not in str(path) and is_text(str(path)):
         return Path(path)
-    raise user_error("checkpoint: the folder", repr(path), "a path", "Name a folder.", cls=ArgumentError)
+    raise user_error("checkpoint: the folder", shown(path), "a path", "Name a folder.", cls=ArgumentError)
 
 
 class _Team:
@@ -89,7 +89,7 @@ class _Team:
         self.world, self.what = world, what
         number = not isinstance(timeout, bool) and isinstance(timeout, (int, float))
         if timeout is not None and not (number and 0 < timeout <= LONGEST_TIMEOUT):
-            raise user_error(f"{what}: timeout", repr(timeout), f"seconds above 0, at most {LONGEST_TIMEOUT:g}",
+            raise user_error(f"{what}: timeout", shown(timeout), f"seconds above 0, at most {LONGEST_TIMEOUT:g}",
                              f"Leave it out for {_PATIENCE} times MESHFUSE_TIMEOUT.", caller_line(),
                              ArgumentError)  # fmt: skip
         self.limit = min(world.limit * _PATIENCE, LONGEST_TIMEOUT) if timeout is None else timeout
@@ -130,7 +130,7 @@ def _failure(what: str, doing: str, failed: Mapping[int, str]) -> MeshfuseError:
 
 def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, Any]]:
     if not isinstance(state, Mapping):
-        raise user_error("save: what to save", repr(state), "a dict of values by name",
+        raise user_error("save: what to save", shown(state), "a dict of values by name",
                          'Pass {"w": tensor, "step": 7}.', cls=ArgumentError)  # fmt: skip
     for name in state:
         if not isinstance(name, str) or not is_text(name):

@@ -10,7 +10,7 @@ import torch
 
 from ..definition.checks import mesh_of_torch
 from ..definition.tensor_view import TensorView
-from ..errors import ArgumentError, MeshfuseError, user_error
+from ..errors import ArgumentError, MeshfuseError, shown, user_error
 from ..executor.dtensor import is_dtensor, sharding_of
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
@@ -80,7 +80,7 @@ def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _sizes(name: str, shape: Any) -> tuple[int, ...]:
     listed = isinstance(shape, (list, tuple)) and all(isinstance(n, int) and n >= 0 for n in shape)
     if not listed:
-        raise wrong(name, f"{shape!r} as the global shape", "a list of sizes", "Pass (shard, sharding, [8, 16]).")
+        raise wrong(name, f"{shown(shape)} as the global shape", "a list of sizes", "Pass (shard, sharding, [8, 16]).")
     return tuple(shape)
 
 
@@ -166,5 +166,5 @@ def _annotated(name: str, view: TensorView, shape: tuple[int, ...]) -> Sharding 
     if annotation is None or annotation.mesh is None:
         return None
     if view.ndim != len(shape):
-        raise wrong(name, f"{view!r}", f"a tensor view of {len(shape)} dims, as the tensor has")
+        raise wrong(name, f"{shown(view)}", f"a tensor view of {len(shape)} dims, as the tensor has")
     return annotation.sharding(view.label, shape).placement(shape)

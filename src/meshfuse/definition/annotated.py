@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import SourceLine, caller_line, user_error
+from ..errors import SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
 from ..ops.base import ScalarRef, TensorRef
 from ..sharding.value import Sharding
@@ -102,7 +102,7 @@ class AnnotatedDefinition:
     def _own(self, tensor: Any, what: str, line: SourceLine) -> TensorView:
         if not isinstance(tensor, TensorView) or tensor.fd is not self:
             raise user_error(
-                what, f"{tensor!r} of another definition" if isinstance(tensor, TensorView) else repr(tensor),
+                what, f"{shown(tensor)} of another definition" if isinstance(tensor, TensorView) else shown(tensor),
                 "a tensor of this definition", "Pass what this FusionDefinition's own calls returned.", line,
             )  # fmt: skip
         return tensor
@@ -160,7 +160,7 @@ class AnnotatedDefinition:
         if len(dims) != tensor.ndim:
             raise user_error(
                 f"set_allocation_domain of {tensor.label}",
-                repr(loop),
+                shown(loop),
                 f"axes of its loop domain {found.domain}, of every dim",
                 "Pass tv.get_loop_domain(), or a list of tv.axis(i).",
                 line,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MeshfuseError, SourceLine, located, user_error
+from ..errors import MeshfuseError, SourceLine, located, shown, user_error
 from ..mesh import STREAM, DeviceMesh
 from ..sharding.layout import Layout, Split, canonical, resolve, stream_count, text
 from ..sharding.value import Sharding, overlap, shared
@@ -208,7 +208,7 @@ def layouts_of_spec(
     if not isinstance(spec, (list, tuple)) or len(spec) != ndim:
         raise user_error(
             f"tensor {name}: mesh_split takes one entry per dim",
-            f"{spec!r} for {ndim} dims",
+            f"{shown(spec)} for {ndim} dims",
             f"a list of {ndim} entries",
             "Use None for dims that are not split.",
             line,
@@ -268,7 +268,7 @@ def _checked_split(part: tuple[Any, ...], what: str, line: SourceLine) -> Split:
 def _no_entry(what: str, part: Any, line: SourceLine) -> Exception:
     return user_error(
         f"{what}: not a way to split a dim",
-        repr(part),
+        shown(part),
         "None or -1, a mesh axis by name or number, a Split(size, axis), or a list of these",
         "Correct the entry.",
         line,
@@ -304,7 +304,7 @@ def layouts_of_placements(
     if not listed or len(placements) != mesh.ndim:
         raise user_error(
             f"tensor {name}: one placement per mesh axis",
-            f"{placements!r} for {mesh}",
+            f"{shown(placements)} for {mesh}",
             f"a Sharding, or a list of {mesh.ndim} placements",
             "Use Replicate() for axes that do not shard it.",
             line,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..dtypes import DataType, from_torch, scalar_dtype
-from ..errors import MeshfuseError, SourceLine, caller_line, user_error
+from ..errors import MeshfuseError, SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
 from ..ops.base import REQUIRED, ParamKind, TensorType
 from ..ops.binding import Resolve, described, of_kind, wrong_kind
@@ -34,6 +34,7 @@ def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:
     """Sizes of an input tensor, -1 for open ones. Raises DefinitionError for anything else."""
     is_list = not isinstance(given, str) and hasattr(given, "__len__") and hasattr(given, "__iter__")
     try:
+        _check_count("define_tensor", len(given) if is_list else 0, line)
         found = tuple(map(as_int, given)) if is_list else (None,)
     except TypeError:  # a tensor of no dims, a TensorView
         found = (None,)
@@ -42,7 +43,6 @@ def checked_sizes(given: Any, line: SourceLine) -> tuple[int, ...]:
             "define_tensor: shape", described(given), "a list of ints >= -1, one per dim",
             "Give every dim's size, -1 where the arguments decide it; fd.from_pytorch takes an example tensor.", line,
         )  # fmt: skip
-    _check_count("define_tensor", len(found), line)
     return found  # type: ignore[return-value]
 
 
@@ -70,7 +70,7 @@ def checked_dtype(what: str, dtype: Any, line: SourceLine | None) -> DataType:
     except (ValueError, TypeError):
         raise user_error(
             f"{what}: dtype",
-            repr(dtype),
+            shown(dtype),
             "an mf.DataType or a torch.dtype",
             "Pass mf.DataType.Float, for example.",
             line,
@@ -94,7 +94,7 @@ def checked_order(order: Any, strides: Any, shape: Sequence[int], line: SourceLi
     ):
         raise user_error(
             f"define_tensor: {what}",
-            repr(given),
+            shown(given),
             f"{len(shape)} ints, one per dim" + (", each of 0 (the fastest) up once" if order is not None else ""),
             "Correct it or leave it out.",
             line,
@@ -123,7 +123,7 @@ def plain_number(value: Any) -> Any:
         if isinstance(value, kind) and type(value) not in (kind, bool):
             value = kind(value)
     if type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST:
-        raise user_error("a number is too large", repr(value), "an int of 64 bits", "Pass a float.", caller_line())
+        raise user_error("a number is too large", shown(value), "an int of 64 bits", "Pass a float.", caller_line())
     return value
 
 
@@ -154,7 +154,7 @@ def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLi
     """A Python number that the dtype can hold. Raises DefinitionError for anything else."""
     number = plain_number(value)
     if not isinstance(number, (bool, int, float, complex)):
-        raise user_error(what, f"{value!r} ({type(value).__name__})", "a number", "Pass a Python number.", line)
+        raise user_error(what, f"{shown(value)} ({type(value).__name__})", "a number", "Pass a Python number.", line)
     if not fits(number, dtype):
         assert dtype is not None
         raise user_error(what, repr(number), f"a number that {dtype.name} holds", "Pass a wider dtype.", line)
@@ -181,7 +181,7 @@ def checked_mesh(mesh: Any, line: SourceLine) -> DeviceMesh:
         error.where = line
         raise
     except (TypeError, ValueError):
-        raise user_error("mesh", repr(mesh), "an mf.DeviceMesh or a torch DeviceMesh", "Pass a mesh.", line) from None
+        raise user_error("mesh", shown(mesh), "an mf.DeviceMesh or a torch DeviceMesh", "Pass a mesh.", line) from None
 
 
 def mesh_of_torch(mesh: Any) -> DeviceMesh:

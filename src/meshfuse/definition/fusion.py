@@ -7,12 +7,12 @@ from types import TracebackType
 from typing import Any
 
 from ..dtypes import DataType, scalar_dtype
-from ..errors import SourceLine, caller_line, located, user_error
+from ..errors import SourceLine, caller_line, located, shown, user_error
 from ..ops import COMPOSITES
 from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
 from ..scalars import ScalarDef, result_dtype
-from ..user_values import as_int
+from ..user_values import as_int, check_flags
 from .annotated import AnnotatedDefinition
 from .checks import (
     check_contiguity,
@@ -69,6 +69,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         what is no size, dtype or order of the dims.
         """
         line = self._changing()
+        check_flags(line, static_sizes=static_sizes, is_cpu=is_cpu)
         if strides is None and contiguity is not None and _are_strides(contiguity):
             strides = contiguity
         given = sizes if sizes is not None else shape if shape is not None else symbolic_sizes
@@ -85,6 +86,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         Sizes other than 1 are left to the arguments unless they are static. Raises DefinitionError for anything else.
         """
         line = self._changing()
+        check_flags(line, static_sizes=static_sizes)
         if not all(hasattr(tensor, name) for name in ("shape", "dtype", "stride")):
             raise user_error(
                 "from_pytorch", f"{type(tensor).__name__}", "a torch tensor", "Pass an example tensor.", line
@@ -119,7 +121,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         if not isinstance(size, (list, tuple)):
             raise user_error(
                 "define_vector",
-                repr(size),
+                shown(size),
                 f"how many scalars (at most {_MOST_SCALARS}), or a list of numbers",
                 "",
                 line,
@@ -154,10 +156,14 @@ class DefinitionBuilder(AnnotatedDefinition):
             self.check_open()
             if not isinstance(args, (list, tuple)):
                 needed = "a list of all arguments"
-                raise user_error(f"call of {name!r}: arguments", repr(args), needed, "Pass one list with all of them.")
+                raise user_error(
+                    f"call of {shown(name)}: arguments", shown(args), needed, "Pass one list with all of them."
+                )
             if not isinstance(kwargs, (dict, Mapping, type(None))):
                 needed = "a dict of arguments by name, or None"
-                raise user_error(f"call of {name!r}: keywords", repr(kwargs), needed, "Pass {'dim': 0}, for example.")
+                raise user_error(
+                    f"call of {shown(name)}: keywords", shown(kwargs), needed, "Pass {'dim': 0}, for example."
+                )
             return self._apply(find_op(name), args, kwargs or {}, line)
 
     def call_composite(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +200,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         if place is None or not -ndim <= place < ndim:
             raise user_error(
                 f"size of {tensor.label}: no such dim",
-                f"{dim!r}",
+                f"{shown(dim)}",
                 f"a dim of {tensor.type}",
                 "Pass an existing dim.",
                 line,
@@ -210,7 +216,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         line = self._changing()
         if alias_input is not None:
             raise user_error(
-                "add_output: alias_input", repr(alias_input), "None: meshfuse does not write into arguments",
+                "add_output: alias_input", shown(alias_input), "None: meshfuse does not write into arguments",
                 "Return the tensor and copy it.", line,
             )  # fmt: skip
         self.outputs.append(self._own(output, "add_output", line).id)

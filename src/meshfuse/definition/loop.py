@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..errors import caller_line, user_error
+from ..errors import caller_line, shown, user_error
 from ..mesh import STREAM, ParallelType
 from ..sharding.layout import Layout, Split
 from ..user_values import as_int
@@ -75,7 +75,7 @@ class LoopDomain:
         found = as_int(axis)
         if found is None or not -len(self.loop) <= found < len(self.loop):
             raise user_error(
-                f"{what}: no such axis", f"axis {axis!r} of the loop domain {self}", self._places(),
+                f"{what}: no such axis", f"axis {shown(axis)} of the loop domain {self}", self._places(),
                 "Count the axes after the splits made so far.", caller_line(),
             )  # fmt: skip
         return found % len(self.loop)
@@ -90,7 +90,7 @@ class LoopDomain:
         if size is None or size < 1:
             raise user_error(
                 f"{what}: factor",
-                repr(factor),
+                shown(factor),
                 "an int >= 1",
                 "Pass how many parts to cut the axis into.",
                 caller_line(),
@@ -311,7 +311,7 @@ def _axis_name(kind: ParallelType) -> str | None:
     if not isinstance(kind, ParallelType):
         raise user_error(
             "parallelize",
-            repr(kind),
+            shown(kind),
             f"one of {list(ParallelType)}",
             "Pass an mf.ParallelType.",
             caller_line(),

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DefinitionError, caller_line, user_error
+from ..errors import DefinitionError, caller_line, shown, user_error
 from ..ops import COMPOSITES, OPS, families
 from ..ops.base import OpDef, TensorRef
 from ..ops.binding import signature
@@ -29,9 +29,9 @@ def find_op(name: str | OpDef) -> OpDef:
     """The op of this name (an OpDef is its own). Raises UnknownOpError with the names near to it."""
     op = find(name)
     if op is None:
-        near = difflib.get_close_matches(str(name), [*names(), *COMPOSITES])
+        near = difflib.get_close_matches(name, [*names(), *COMPOSITES]) if isinstance(name, str) else []
         raise user_error(
-            f"meshfuse has no op {name!r}", f"near to it {near}" if near else "", "",
+            f"meshfuse has no op {shown(name)}", f"near to it {near}" if near else "", "",
             "dir(fd.ops) lists all; mf.register_op adds one.", caller_line(), UnknownOpError,
         )  # fmt: skip
     return op

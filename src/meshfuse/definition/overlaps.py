@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import SourceLine, user_error
+from ..errors import SourceLine, shown, user_error
 from ..user_values import as_int
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ def checked_overlap(tensor: TensorView, chunks: Any, dim: Any, ring: Any, line: 
     what, count, place = f"overlap of {tensor.label}", as_int(chunks), as_int(dim)
     if count is None or not 1 <= count <= _MOST_CHUNKS:
         raise user_error(
-            f"{what}: chunks", repr(chunks), f"an int from 1 to {_MOST_CHUNKS}",
+            f"{what}: chunks", shown(chunks), f"an int from 1 to {_MOST_CHUNKS}",
             "Pass how many chunks to cut the dim into.", line,
         )  # fmt: skip
     if place is None or not -tensor.ndim <= place < tensor.ndim:
-        raise user_error(f"{what}: no such dim", repr(dim), f"a dim of {tensor.type}", "Pass an existing dim.", line)
+        raise user_error(f"{what}: no such dim", shown(dim), f"a dim of {tensor.type}", "Pass an existing dim.", line)
     if not isinstance(ring, bool):
-        raise user_error(f"{what}: ring", repr(ring), "True or False", "Pass ring=True for a ring of messages.", line)
+        raise user_error(f"{what}: ring", shown(ring), "True or False", "Pass ring=True for a ring of messages.", line)
     return Overlap(place % tensor.ndim, count, ring, line)

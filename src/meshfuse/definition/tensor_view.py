@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DataType
-from ..errors import DefinitionError, caller_line, user_error
+from ..errors import DefinitionError, caller_line, shown, user_error
 from ..mesh import DeviceMesh, ParallelType
 from ..ops.base import ScalarRef, TensorRef, TensorType
-from ..user_values import as_int
+from ..user_values import as_int, check_flags
 from .arithmetic import Arithmetic, op_instead
 from .loop import AxisView, Leaf, LoopDomain
 from .text import Extents, TensorDomain, tensor_text
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 
 _NO_MOVES: Mapping[int, int] = MappingProxyType({})
+
+
+class NotIterableError(DefinitionError, TypeError):
+    """A tensor of a definition is no sequence of tensors."""
 
 
 class NoAttributeError(DefinitionError, AttributeError):
@@ -111,12 +115,18 @@ class TensorView(Arithmetic):
         return self.ndim
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError(f"a TensorView is not iterable: {self.label} has {self.ndim} dims; use fd.ops.slice or select")
+        raise user_error(f"{self.label} cannot be iterated over", f"{self.ndim} dims", "an op",
+                         "Use fd.ops.select for one index of a dim.", caller_line(), NotIterableError)  # fmt: skip
 
     def __getitem__(self, index: Any) -> Any:
-        raise user_error(f"{self.label} cannot be indexed", f"[{index!r}]", "an op",
+        raise user_error(f"{self.label} cannot be indexed", f"[{shown(index)}]", "an op",
                          "Use fd.ops.select for one index of a dim, fd.ops.slice for a range of each, "
                          "fd.ops.index_select for a list.", caller_line())  # fmt: skip
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise user_error(f"{self.label} cannot be written to", f"[{shown(index)}] = ...", "an op with a new result",
+                         "Use fd.ops.where to choose by a condition, fd.ops.scatter by indices.",
+                         caller_line())  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         """Raises NoAttributeError: what torch has as a method is a function of `fd.ops`."""
@@ -212,6 +222,7 @@ class TensorView(Arithmetic):
     def split(self, axis: int, factor: int, inner_split: bool = True) -> TensorView:
         """Split a loop axis; the inner part has size `factor` (the outer one with inner_split=False)."""
         self.fd.check_open()
+        check_flags(caller_line(), inner_split=inner_split)
         self._domain.split(axis, factor, inner_split)
         return self
 
@@ -256,17 +267,17 @@ class TensorView(Arithmetic):
     def _moves(self, moves: Any) -> Mapping[int, int]:
         if isinstance(moves, Mapping):
             return moves
-        if not isinstance(moves, (list, tuple)) or sorted(map(str, moves)) != sorted(
-            map(str, range(len(self._domain.loop)))
-        ):
+        places = range(len(self._domain.loop))
+        found = tuple(map(as_int, moves)) if isinstance(moves, (list, tuple)) else ()
+        if len(found) != len(places) or set(found) != set(places):
             raise user_error(
                 f"reorder of {self.label}",
-                repr(moves),
+                shown(moves),
                 "{old: new, ...}, or the old position for every new one",
                 f"Its loop domain is {self._domain}.",
                 caller_line(),
             )
-        return {old: new for new, old in enumerate(moves)}
+        return {old: new for new, old in enumerate(found) if old is not None}
 
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
         """Let every rank begin its loop over the axis at its own place (a ring); moves nothing."""

@@ -12,7 +12,7 @@ import torch
 from ..definition.checks import fits, plain_number
 from ..definition.fusion import DefinitionBuilder
 from ..definition.records import TensorDef
-from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, user_error
+from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, shown, user_error
 from ..kernels import settled
 from ..ops.base import ScalarRef, TensorRef
 from ..ops.shapes import UNKNOWN
@@ -70,14 +70,6 @@ def split_arguments(fd: DefinitionBuilder, arguments: Sequence[Any], line: Sourc
         else:
             scalars[ref.id] = _checked_scalar(fd, place, ref.id, value, line)
     return Inputs(tensors, scalars, _device(fd, tensors, line))
-
-
-def check_flags(line: SourceLine, **flags: Any) -> None:
-    """Raises ArgumentError for an option, by its name, that is neither True nor False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise user_error(name, repr(value), "True or False", "Pass a bool, or leave it out.", line,
-                             ArgumentError)  # fmt: skip
 
 
 def check_count(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) -> None:
@@ -273,7 +265,7 @@ def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLin
     if len(given) != len(tensors) or not all(map(_is_shape, given)):
         raise user_error(
             "compile needs the size of every dim",
-            f"{[list(s) if isinstance(s, tuple) else s for s in given]}",
+            shown([list(s) if isinstance(s, tuple) else s for s in given]),
             f"{len(tensors)} shapes without -1, for {_signature(fd)}",
             "Pass one global shape per input tensor.",
             line,
@@ -284,7 +276,7 @@ def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLin
         if len(shape) != len(wanted) or any(n not in (-1, m) for n, m in zip(wanted, shape, strict=True)):
             raise user_error(
                 f"compile: the shape of {fd.tensors[i].label}",
-                str(list(shape)),
+                shown(list(shape)),
                 f"{list(wanted)} as defined",
                 "Correct it.",
                 line,
@@ -312,7 +304,7 @@ def scalar_values(fd: DefinitionBuilder, scalars: Mapping[Any, Any] | None, line
     if not told or not set(found) <= numbers:
         raise user_error(
             "compile: scalars",
-            repr(scalars),
+            shown(scalars),
             f"values of the scalar inputs {sorted(f's{n}' for n in numbers)}",
             "Pass {val: number}.",
             line,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..definition.tensor_view import TensorView
-from ..errors import ArgumentError, SourceLine, caller_line, user_error
+from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
 from ..ops.base import TensorType
 from ..ops.shapes import UNKNOWN
 from ..runtime.world import World
@@ -25,7 +25,7 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) 
     _check_whole(tensor, tv, line := caller_line())
     place = World.current().rank if rank is None else as_int(rank)
     if place is None or place < 0:
-        raise user_error("shard_tensor: rank", repr(rank), "an int of 0 or more, or None for this process' own",
+        raise user_error("shard_tensor: rank", shown(rank), "an int of 0 or more, or None for this process' own",
                          "Pass a rank.", line, ArgumentError)  # fmt: skip
     annotation = tv.fd.placed(tv.id)
     if annotation is None:
@@ -47,7 +47,7 @@ def _check_whole(tensor: Any, tv: Any, line: SourceLine) -> None:
         return
     found = f"shape {list(tensor.shape)}" if dense else type(tensor).__name__
     found = f"a {tensor.layout} tensor" if whole and not dense and not hasattr(tensor, "placements") else found
-    raise user_error("shard_tensor", f"{found}, {tv!r}", needed, "Pass the global tensor.", line, ArgumentError)
+    raise user_error("shard_tensor", f"{found}, {shown(tv)}", needed, "Pass the global tensor.", line, ArgumentError)
 
 
 def _sizes(kind: TensorType) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..definition.namespaces import find_op
 from ..definition.tensor_view import TensorView, Val
-from ..errors import caller_line, user_error
+from ..errors import caller_line, shown, user_error
 from ..ops import COMPOSITES
 from ..ops.registry import names
 
@@ -41,7 +41,7 @@ def definition_of(fusion: Any, what: str) -> FusionDefinition:
     """The definition of a fusion. Raises DefinitionError for what is none."""
     found: Any = getattr(fusion, "definition", None)
     if not hasattr(found, "fusion"):
-        raise user_error(what, repr(fusion), "a fusion", "Pass fd.fusion, or Fusion().", caller_line())
+        raise user_error(what, shown(fusion), "a fusion", "Pass fd.fusion, or Fusion().", caller_line())
     return found
 
 

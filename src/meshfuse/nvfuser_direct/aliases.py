@@ -9,7 +9,7 @@ import torch
 
 from ..definition.fusion import DefinitionBuilder
 from ..definition.tensor_view import TensorView
-from ..errors import ArgumentError, SourceLine, user_error
+from ..errors import ArgumentError, SourceLine, shown, user_error
 from ..ops.base import TensorRef
 
 Aliases = Mapping[int, int]  # The place of an output -> the number of the input tensor that it is written into.
@@ -20,7 +20,7 @@ def check_alias(fd: DefinitionBuilder, aliases: Aliases, tensor: TensorView, ali
     fits = isinstance(alias, TensorView) and alias.fd is fd and alias.id in fd.input_tensors()
     if not fits or (alias.dtype, alias.ndim) != (tensor.dtype, tensor.ndim):
         raise user_error(
-            f"add_output of {tensor.label}: alias_input", repr(alias), f"an input tensor like {tensor.type}",
+            f"add_output of {tensor.label}: alias_input", shown(alias), f"an input tensor like {tensor.type}",
             "Pass what define_tensor returned.", line,
         )  # fmt: skip
     if alias.id in aliases.values():

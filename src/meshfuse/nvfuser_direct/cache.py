@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import user_error
+from ..errors import shown, user_error
 from .definition import Fusion, FusionDefinition
 from .executors import FusionExecutorCache
 
@@ -25,7 +25,7 @@ class LRUCache:
     def __init__(self, max_fusions: int):
         if max_fusions < 1:
             raise user_error(
-                f"{type(self).__name__}: max_fusions", repr(max_fusions), "an int >= 1", "Pass a larger one."
+                f"{type(self).__name__}: max_fusions", shown(max_fusions), "an int >= 1", "Pass a larger one."
             )
         self.max_fusions, self.compiled, self.lookups, self.hits = max_fusions, 0, 0, 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()

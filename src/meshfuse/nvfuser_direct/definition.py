@@ -15,7 +15,7 @@ from ..compiler import CompiledProgram
 from ..definition.namespaces import Fusion as CoreFusion
 from ..definition.namespaces import OpNamespace
 from ..definition.tensor_view import TensorView, Val
-from ..errors import caller_line, user_error
+from ..errors import caller_line, shown, user_error
 from ..executor import spmd
 from ..executor.arguments import check_list
 from ..ops import OPS
@@ -67,7 +67,7 @@ class Fusion(CoreFusion):
         """
         if getattr(input, "ref", None) not in self._fd.inputs or input.ref in self._added:
             raise user_error(
-                "add_input", repr(input), "a result of define_tensor or define_scalar, once",
+                "add_input", shown(input), "a result of define_tensor or define_scalar, once",
                 "Inputs are there already when an fd defines them.", caller_line(),
             )  # fmt: skip
         self._added.append(input.ref)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import ArgumentError, caller_line, user_error
+from ..errors import ArgumentError, caller_line, shown, user_error
 from ..user_values import as_int
 
 
@@ -20,8 +20,9 @@ def compute_tensor_descriptor(sizes: Sequence[int], strides: Sequence[int]) -> t
     given = (sizes, strides)
     listed = all(isinstance(part, (list, tuple)) and None not in map(as_int, part) for part in given)
     if not listed or len(sizes) != len(strides):
-        raise user_error("compute_tensor_descriptor", f"{sizes!r}, {strides!r}", "a size and a stride for every dim",
-                         "Pass t.size() and t.stride().", caller_line(), ArgumentError)  # fmt: skip
+        raise user_error("compute_tensor_descriptor", f"{shown(sizes)}, {shown(strides)}",
+                         "a size and a stride for every dim", "Pass t.size() and t.stride().",
+                         caller_line(), ArgumentError)  # fmt: skip
     dims = _fastest_first(strides)
     order = [dims.index(d) for d in range(len(sizes))]
     contiguity: list[bool | None] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import caller_line, user_error
+from ..errors import caller_line, shown, user_error
 from .definition import FusionDefinition
 from .multidevice import Sharding
 
@@ -16,7 +16,7 @@ def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Sequence[Any]) -> l
     Raises ArgumentError where an input's placements are not as annotated.
     """
     if not isinstance(fd, FusionDefinition):
-        raise user_error("execute_with_dtensors", repr(fd), "a FusionDefinition", "Pass one, then its DTensors.",
+        raise user_error("execute_with_dtensors", shown(fd), "a FusionDefinition", "Pass one, then its DTensors.",
                          caller_line())  # fmt: skip
     outputs = fd.execute(in_dtensors)
     pairs = zip(outputs, fd.fec.get_output_shardings(), strict=True)

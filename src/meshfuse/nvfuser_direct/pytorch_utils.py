@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..dtypes import DataType, from_torch, scalar_dtype
-from ..errors import DefinitionError, caller_line, user_error
+from ..errors import DefinitionError, caller_line, shown, user_error
 
 _SCALARS = {bool: DataType.Bool, int: DataType.Int, float: DataType.Double, complex: DataType.ComplexDouble}
 
@@ -24,7 +24,7 @@ def nvfuser_dtype_to_torch_dtype(dtype: DataType) -> torch.dtype:
     """The torch.dtype of a DataType. Raises ValueError for Null and for types that this torch lacks."""
     found = getattr(torch, dtype.value, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype: found {dtype!r}, needed a type that torch {torch.__version__} has")
+        raise ValueError(f"dtype: found {shown(dtype)}, needed a type that torch {torch.__version__} has")
     return found
 
 

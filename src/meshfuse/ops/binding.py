@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..dtypes import DataType, from_torch
-from ..errors import MeshfuseError, user_error
+from ..errors import MeshfuseError, shown, user_error
 from ..user_values import as_int
 from .base import REQUIRED, Call, OpDef, Param, ParamKind, Sample, ScalarRef, TensorRef, TensorType
 
@@ -97,7 +97,7 @@ NUMBERS_COME_IN = " Tensors of numbers come in by define_tensor, as arguments of
 def described(value: Any) -> str:
     """A wrong argument for an error text: its value and type; of a tensor or array of numbers, the shape alone."""
     kind = type(value).__name__
-    return f"a {kind} of shape {list(value.shape)}" if _is_array(value) else f"{value!r} ({kind})"
+    return f"a {kind} of shape {list(value.shape)}" if _is_array(value) else f"{shown(value)} ({kind})"
 
 
 def _is_array(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..dtypes import DataType
-from ..errors import user_error
+from ..errors import shown, user_error
 from ..gradients.shapes import REORDER
 from .base import (
     BlockOrder,
@@ -31,7 +31,7 @@ def _infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), order = call.types, call["order"]
     n = arg.shape[_dim(call)]
     if not order or sorted(order) != list(range(len(order))):
-        raise user_error("reorder_blocks: order", str(list(order)), "the numbers of all blocks, 0 on, each once",
+        raise user_error("reorder_blocks: order", shown(list(order)), "the numbers of all blocks, 0 on, each once",
                          "Say which block of the operand each block of the result is.")  # fmt: skip
     if n != UNKNOWN and n % len(order):
         raise user_error(f"reorder_blocks: dim {_dim(call)} of {arg}", f"{n} elements in {len(order)} blocks",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from ..dtypes import DataType
-from ..errors import caller_line, user_error
+from ..errors import caller_line, shown, user_error
 from .base import Call, Partial, Sample
 from .notation import Notation
 
@@ -47,16 +47,16 @@ def check_claims(notation: Notation, blocked: Any, reduce: Any, partial: Any, sa
     ]
     for wrong, name, found, needed, do in problems:
         if wrong:
-            raise user_error(f"rule {notation.text!r}: {name}", repr(found), needed, do)
+            raise user_error(f"rule {notation.text!r}: {name}", shown(found), needed, do)
 
 
 def check_told(notation: Notation, marks: set[tuple[str, ...]], halo: Any, sizes: Any) -> None:
     """Raises DefinitionError for a halo that no dim of the rule has, and for sizes that are no function."""
     if halo is not None and not marks:
-        raise user_error(f"rule {notation.text!r}: halo", repr(halo), "a dim with neighbours in the rule, as in 't~'",
+        raise user_error(f"rule {notation.text!r}: halo", shown(halo), "a dim with neighbours in the rule, as in 't~'",
                          "Mark the dims of which the function sees neighbours.")  # fmt: skip
     if sizes is not None and not is_function(sizes):
-        raise user_error(f"rule {notation.text!r}: sizes", repr(sizes), "a function of the call",
+        raise user_error(f"rule {notation.text!r}: sizes", shown(sizes), "a function of the call",
                          'Write sizes=lambda call: {"n": 4}, for example.')  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def check_widths(notation: Notation, marks: set[tuple[str, ...]], halo: Any) -> 
     for (factor,) in marks:
         if not _is_widths(halo.get(factor) if isinstance(halo, Mapping) else None):
             raise user_error(
-                f"rule {notation.text!r}: halo", repr(halo), f"elements before and after for {factor!r}",
+                f"rule {notation.text!r}: halo", shown(halo), f"elements before and after for {factor!r}",
                 f'Write halo={{"{factor}": (1, 0)}}, or a function of the call.',
             )  # fmt: skip
 
@@ -85,7 +85,7 @@ def check_options(notation: Notation, fill: Any, dtype: Any, flops: Any, domain:
     ]  # fmt: skip
     for wrong, name, found, needed, do in problems:
         if wrong:
-            raise user_error(f"rule {notation.text!r}: {name}", repr(found), needed, do)
+            raise user_error(f"rule {notation.text!r}: {name}", shown(found), needed, do)
 
 
 def is_function(value: object) -> TypeGuard[Callable[..., Any]]:
@@ -128,7 +128,7 @@ def told_flops(notation: Notation, flops: Callable[[Call], Any], call: Call) -> 
 
 
 def _told(notation: Notation, name: str, found: Any, needed: str) -> Exception:
-    return user_error(f"rule {notation.text!r}: what its {name} function returned", repr(found), needed,
+    return user_error(f"rule {notation.text!r}: what its {name} function returned", shown(found), needed,
                       "Correct the function.", caller_line())  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..dtypes import Category, DataType
-from ..errors import user_error
+from ..errors import shown, user_error
 from ..user_values import as_int
 from .shapes import check_dim, check_dims
 
@@ -51,7 +51,7 @@ def shape(fd: Any, arg: Any) -> list[Any]:
 def gelu(fd: Any, x: Any, approximate: str = "none") -> Any:
     """The Gaussian error linear unit, exact or by tanh (Hendrycks & Gimpel 2016)."""
     if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
-        raise user_error("gelu: approximate", repr(approximate), "'none' or 'tanh'", "")
+        raise user_error("gelu: approximate", shown(approximate), "'none' or 'tanh'", "")
     ops, wide = fd.ops, _wide(fd, x)
     if approximate == "none":
         gate = ops.erf(ops.mul(wide, math.sqrt(0.5)))
@@ -171,7 +171,7 @@ def cross_entropy(
     count.
     """
     if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
-        raise user_error("cross_entropy: reduction", repr(reduction), "'mean', 'sum' or 'none'", "")
+        raise user_error("cross_entropy: reduction", shown(reduction), "'mean', 'sum' or 'none'", "")
     ops, wide, last = fd.ops, _wide(fd, logits), logits.ndim - 1
     valid = None if ignore_index is None else ops.ne(targets, ignore_index)
     index = targets if valid is None else ops.where(valid, targets, 0)
@@ -222,7 +222,7 @@ def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> An
 
 def _zigzag_order(ring: int) -> list[int]:
     if not 1 <= ring <= _MOST_BLOCKS:
-        raise user_error("zigzag: ring", str(ring), f"1 to {_MOST_BLOCKS}", "Give the number of blocks of the ring.")
+        raise user_error("zigzag: ring", shown(ring), f"1 to {_MOST_BLOCKS}", "Give the number of blocks of the ring.")
     return [chunk for block in range(ring) for chunk in (block, 2 * ring - 1 - block)]
 
 

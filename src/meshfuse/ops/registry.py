@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 
-from ..errors import caller_line, user_error
+from ..errors import caller_line, shown, user_error
 from . import COMPOSITES, OPS
 from .base import OpDef
 
@@ -18,7 +18,7 @@ def register_op(op: OpDef) -> OpDef:
     OpDef, for a name that is no Python name, and for a name that is taken: no op takes another's place unseen.
     """
     if not isinstance(op, OpDef):
-        raise user_error("register_op", f"{op!r} ({type(op).__name__})", "an OpDef",
+        raise user_error("register_op", f"{shown(op)} ({type(op).__name__})", "an OpDef",
                          "Make one with mf.torch_op, or mf.OpDef(...).", caller_line())  # fmt: skip
     for one in (op, *op.adjoints):
         _check_name(one.name)
@@ -28,7 +28,7 @@ def register_op(op: OpDef) -> OpDef:
 
 def _check_name(name: str) -> None:
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
-        raise user_error("register_op: the op's name", repr(name), "a Python name without a leading underscore",
+        raise user_error("register_op: the op's name", shown(name), "a Python name without a leading underscore",
                          "Rename the op.", caller_line())  # fmt: skip
     if name in _registered:
         raise user_error(f"register_op: {name!r} is registered already", repr(_registered[name]), "a new name",
@@ -44,7 +44,7 @@ def unregister_op(op: str | OpDef) -> None:
     """
     name = op.name if isinstance(op, OpDef) else op
     if not isinstance(name, str) or name not in _registered:
-        raise user_error(f"unregister_op: {name!r} is not registered", f"registered {sorted(_registered)}", "",
+        raise user_error(f"unregister_op: {shown(name)} is not registered", f"registered {sorted(_registered)}", "",
                          "Ops of the table stay.", caller_line())  # fmt: skip
     for one in (_registered[name], *_registered[name].adjoints):
         _registered.pop(one.name, None)

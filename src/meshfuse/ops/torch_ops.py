@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..dtypes import DataType, promote
-from ..errors import caller_line, located, user_error
+from ..errors import caller_line, located, shown, user_error
 from ..gradients.context import Backward
 from ..gradients.context import sizes as shape_of
 from ..kernels.adjoints import backward_of
@@ -331,7 +331,7 @@ def _halos(notation: Notation, halo: Callable[[Call], Widths] | Widths | None) -
 def _name(given: Any, function: Any) -> str:
     name = given or getattr(function, "__name__", "")
     if not isinstance(name, str) or not name.isidentifier():
-        raise user_error("torch_op: the op's name", repr(name), "a Python name", "Give the function, or name=, one.")
+        raise user_error("torch_op: the op's name", shown(name), "a Python name", "Give the function, or name=, one.")
     return name
 
 
@@ -347,7 +347,7 @@ def _dtypes(notation: Notation, given: Any) -> Callable[[Call], Sequence[DataTyp
 
 def _params(rule: str, notation: Notation, function: Function) -> tuple[Param, ...]:
     if not hasattr(function, "__code__"):
-        raise user_error("torch_op", f"{function!r} ({type(function).__name__})", "a Python function",
+        raise user_error("torch_op", f"{shown(function)} ({type(function).__name__})", "a Python function",
                          "Define it with def.")  # fmt: skip
     found = list(inspect.signature(function).parameters.values())
     count = len(notation.operands)

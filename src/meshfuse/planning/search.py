@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ..costs import computation
-from ..errors import SourceLine, user_error
+from ..errors import SourceLine, shown, user_error
 from ..graph import Graph
 from ..mesh import DeviceMesh
 from ..propagation.ends import followed
@@ -137,7 +137,7 @@ def effort_of(given: Any, line: SourceLine | None) -> Effort:
     except ValueError:
         told = VARIABLE if given is None else "search"
         needed = "'fast', 'auto' or 'thorough'"
-        raise user_error(told, repr(name), needed, "'thorough' plans long programs longer.", line) from None
+        raise user_error(told, shown(name), needed, "'thorough' plans long programs longer.", line) from None
 
 
 def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..compiler import CompiledProgram
-from ..errors import SourceLine, user_error
+from ..errors import SourceLine, shown, user_error
 from ..resharding.insert import Set
 from .alternatives import Alternative, Alternatives, Total, total, wire_bytes
 from .bill import number
@@ -37,7 +37,7 @@ def bound(name: str, given: Any, line: SourceLine | None = None) -> float | None
     """
     variable = f"MESHFUSE_{name.upper()}"
     text = os.environ.get(variable) if given is None else given
-    if text is None or text == "":
+    if text is None or (isinstance(text, str) and not text):
         return None
     try:
         found = math.nan if isinstance(text, bool) else float(text)
@@ -45,7 +45,7 @@ def bound(name: str, given: Any, line: SourceLine | None = None) -> float | None
         found = math.nan
     if not found >= 0:
         told = name if given is not None else variable
-        raise user_error(told, repr(text), "bytes per rank, 0 or more", "64e6 is 64 MB.", line)
+        raise user_error(told, shown(text), "bytes per rank, 0 or more", "64e6 is 64 MB.", line)
     return found
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from ..errors import MeshfuseError, caller_line, user_error
+from ..errors import MeshfuseError, caller_line, shown, user_error
 from ..mesh import DeviceMesh
 from . import layout as lay
 from .layout import Layout, Runs, Split
@@ -26,7 +26,7 @@ def _are_parts(mesh: object, dims: tuple[object, ...], partial: tuple[object, ..
 
 def _no_sharding(parts: tuple[object, ...]) -> MeshfuseError:
     return user_error(
-        "Sharding", ", ".join(map(repr, parts)), "a DeviceMesh, a tuple of Splits for each dim, and what is unreduced",
+        "Sharding", ", ".join(map(shown, parts)), "a DeviceMesh, a tuple of Splits for each dim, and what is unreduced",
         "Write Sharding(mesh, ((Split(4, 'tp'),), ())), for example.", caller_line(),
     )  # fmt: skip
 
@@ -36,7 +36,7 @@ def _misfit(sharding: Sharding, shape: object, error: Exception) -> Exception:
     if isinstance(error, MeshfuseError):
         return error
     return user_error(
-        f"the shape of a tensor in {sharding}", repr(shape), f"{sharding.ndim} sizes of 0 or more, one per dim",
+        f"the shape of a tensor in {sharding}", shown(shape), f"{sharding.ndim} sizes of 0 or more, one per dim",
         "Pass the tensor's global shape.", caller_line(),
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ class Sharding:
         try:
             key = (mesh, tuple(dims), tuple(partial), reduce)
             found = cls._interned.get(key)
-        except TypeError:  # no sequences, or of what is no value
+        except (TypeError, MemoryError):  # no sequences, or of what is no value, or range(10**12)
             raise _no_sharding((mesh, dims, partial, reduce)) from None
         if found is None:
             if not _are_parts(*key):
@@ -89,7 +89,7 @@ class Sharding:
     def replicated(cls, mesh: DeviceMesh, ndim: int) -> Sharding:
         """Whole on every rank of the mesh. Raises DefinitionError for what is no number of dims."""
         if not isinstance(ndim, int) or not 0 <= ndim <= MOST_DIMS:
-            raise user_error("Sharding.replicated: ndim", repr(ndim), f"an int from 0 to {MOST_DIMS}",
+            raise user_error("Sharding.replicated: ndim", shown(ndim), f"an int from 0 to {MOST_DIMS}",
                              "Pass the tensor's number of dims.", caller_line())  # fmt: skip
         return cls(mesh, (lay.WHOLE,) * ndim)
 
@@ -108,7 +108,8 @@ class Sharding:
             layouts = tuple(lay.canonical(tuple(d), n) for d, n in zip(dims, shape, strict=True))
         except (TypeError, ValueError, AttributeError, RuntimeError):
             raise user_error(
-                "Sharding.make", f"{dims!r} for shape {shape!r}", "a layout of Splits, and a size, for every dim",
+                "Sharding.make", f"{shown(dims)} for shape {shown(shape)}",
+                "a layout of Splits, and a size, for every dim",
                 "Write Sharding.make(mesh, [(Split(4, 'tp'),), ()], [8, 16]), for example.", caller_line(),
             ) from None  # fmt: skip
         return cls(mesh, layouts, terms, reduce if terms else "")
@@ -133,7 +134,7 @@ class Sharding:
 
     def with_dims(self, dims: Sequence[Layout]) -> Sharding:
         """Other layouts of dims, on the same mesh and unreduced over the same axes."""
-        return Sharding(self.mesh, tuple(dims), self.partial, self.reduce)
+        return Sharding(self.mesh, dims, self.partial, self.reduce)
 
     def reduced(self) -> Sharding:
         """The same dims, with the reduction done and its result on every rank."""
@@ -165,7 +166,10 @@ class Sharding:
 
     def max_local_numel(self, shape: Sequence[int]) -> int:
         """Elements of the largest shard."""
-        return math.prod([lay.largest(d, n) if d else n for d, n in zip(self.dims, shape, strict=True)])
+        try:
+            return math.prod([lay.largest(d, n) if d else n for d, n in zip(self.dims, shape, strict=True)])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _misfit(self, shape, error) from None
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """The rank's place along every bound split: ranks of equal coordinates hold replicas."""

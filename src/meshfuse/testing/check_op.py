@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException, NoSuchExample
 
 from ..dtypes import DataType
-from ..errors import MeshfuseError, caller_line, located, user_error
+from ..errors import MeshfuseError, caller_line, located, shown, user_error
 from ..fusion_definition import FusionDefinition
 from ..ops.base import Call, OpDef, Sample, TensorType
 from ..ops.binding import make_call
@@ -63,11 +63,11 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
     call, mesh, shardings and rank, what was found and expected, and what to do.
     """
     if not isinstance(op, OpDef):
-        raise user_error("check_op", f"{op!r} ({type(op).__name__})", "an OpDef",
+        raise user_error("check_op", f"{shown(op)} ({type(op).__name__})", "an OpDef",
                          "Make one with mf.torch_op, or mf.OpDef(...).", caller_line())  # fmt: skip
     for name, value in (("max_examples", max_examples), ("max_ranks", max_ranks)):
         if not isinstance(value, int) or value < 0:
-            raise user_error(f"check_op: {name}", repr(value), "an int >= 0", "Leave it out, or pass one.",
+            raise user_error(f"check_op: {name}", shown(value), "an int >= 0", "Leave it out, or pass one.",
                              caller_line())  # fmt: skip
     with _one_thread(), _told(op), located(caller_line()):
         given = list(op.samples() if samples is None else samples)
