@@ -141,6 +141,17 @@ def test_the_runner_up_is_what_the_plan_costs_with_another_annotation() -> None:
     assert [dataclasses.replace(entry, instead=None) for entry in made.entries] == list(plain.entries)
 
 
+@pytest.mark.timeout(60)
+def test_the_runner_up_for_a_tensor_of_many_dims() -> None:
+    """All orders of its dims would take for ever, in the warning at the first call, too."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8] + [1] * 20 + [8, 6])
+        fd.add_output(fd.ops.sum(x, [0, 22]))
+        fd.mesh_split(x, mf.DeviceMesh((2, 2), ("x", "y")), [["x", "y"], *[None] * 22])
+    instead = fd.bill(alternatives=True).entries[0].instead
+    assert instead is not None and instead.total_wire == 0
+
+
 def swapped(spec: str) -> str:
     return '[None, "tp"]' if spec.startswith('["tp"') else '["tp", None]'
 

@@ -12,13 +12,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 
 import meshfuse as mf
 from meshfuse.ops import OPS
 from meshfuse.ops.base import BlockOrder, Call, Factor, FactorKind, Rule
 from meshfuse.ops.binding import make_call
-from meshfuse.testing import annotations, assert_same_as_unsharded, check_op, definitions, inputs_for
+from meshfuse.testing import (
+    annotations,
+    assert_same_as_unsharded,
+    check_op,
+    definitions,
+    dim_layouts,
+    inputs_for,
+    layouts,
+    meshes,
+    shardings,
+)
 
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))
 
@@ -241,6 +251,49 @@ def test_what_is_no_function_and_no_op(what: Any) -> None:
 def test_limits_that_are_none(limit: dict[str, Any]) -> None:
     with pytest.raises(mf.DefinitionError, match=f"check_op: {next(iter(limit))}: found .*, needed an int >= 0"):
         check_op(scaled_product, **limit)
+
+
+MESH = mf.DeviceMesh((2,), ("x",))
+ASKED: list[tuple[str, Callable[[], Any]]] = [
+    *[("meshes: max_axes", lambda v=v: meshes(max_axes=v)) for v in (0, 4, 2**40, None, True, 1.5)],
+    *[("meshes: max_ranks", lambda v=v: meshes(max_ranks=v)) for v in (0, 65, "8")],
+    ("meshes: min_ranks: found 9, needed an int, 0 to 8", lambda: meshes(min_ranks=9)),
+    ("meshes: first_rank", lambda: meshes(first_rank=-1)),
+    ("meshes: found none of 7 to 7 ranks on 1 axes of at most 6", lambda: meshes(1, min_ranks=7, max_ranks=7)),
+    *[
+        ("shardings: shape", lambda v=v: shardings(v, MESH))
+        for v in (None, "ab", [-1], [None], range(10**12), iter([1]))
+    ],
+    ("shardings: mesh: found None (NoneType), needed a DeviceMesh", lambda: shardings([4], None)),  # type: ignore[arg-type]
+    ("dim_layouts: mesh", lambda: dim_layouts([4], [4])),  # type: ignore[arg-type]
+    ("layouts: splits", lambda: layouts(4, [(2, "x")])),  # type: ignore[list-item]
+    ("layouts: n", lambda: layouts(None, [])),  # type: ignore[arg-type]
+    ("definitions: families: found 'nope', needed one of", lambda: definitions(["nope"])),
+    ("definitions: families", lambda: definitions("pointwise")),
+    ("definitions: ops: found 'reluu', needed one of", lambda: definitions(ops=["reluu"])),
+    ("definitions: ops", lambda: definitions(ops=[3])),  # type: ignore[list-item]
+    ("definitions: min_ops: found 64, needed an int, 0 to 16", lambda: definitions(min_ops=64)),
+    ("definitions: max_ops", lambda: definitions(max_ops=2**62)),
+    ("definitions: dtypes", lambda: definitions(dtypes=[torch.float32])),  # type: ignore[list-item]
+    ("open_sizes", lambda: definitions(open_sizes=torch.ones(2))),  # type: ignore[arg-type]
+    ("annotations: fd", lambda: annotations(None)),  # type: ignore[arg-type]
+    ("annotations: max_ranks", lambda: annotations(mf.FusionDefinition(), max_ranks=1)),
+    ("inputs_for: fd", lambda: inputs_for([])),  # type: ignore[arg-type]
+    ("inputs_for: seed", lambda: inputs_for(mf.FusionDefinition(), -1)),
+    ("assert_same_as_unsharded: expected", lambda: assert_same_as_unsharded(mf.FusionDefinition(), [], [1])),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize(("text", "ask"), ASKED, ids=[f"{i}-{text}" for i, (text, _) in enumerate(ASKED)])
+def test_what_strategies_cannot_draw_is_told_where_they_are_made(text: str, ask: Callable[[], Any]) -> None:
+    with pytest.raises(mf.ArgumentError) as caught:
+        ask()
+    assert str(caught.value).startswith(text) and "(at test_check_op.py:" in str(caught.value), str(caught.value)
+
+
+def test_meshes_of_as_many_ranks_as_are_asked_for() -> None:
+    found = find(meshes(min_ranks=16, max_ranks=16, max_size=4), lambda mesh: mesh.ndim == 3)
+    assert found.size == 16
 
 
 def test_calls_that_do_not_fit_the_rule() -> None:

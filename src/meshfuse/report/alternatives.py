@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..compiler import CompiledProgram
@@ -25,6 +25,7 @@ from ..sharding.value import Sharding
 
 # Plans made anew for one annotation, at most.
 TRIED = 12
+_MOST_PLACED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +104,11 @@ class Alternatives:
         old, shape = self.graph.annotations[tensor], self.graph.shape(tensor)
         if tensor not in self.graph.input_tensors:
             yield None
-        for dims in sorted(set(itertools.permutations(old.dims)), key=str):
-            cut = [_recut(layout, n) for layout, n in zip(dims, shape, strict=True)]
-            if all(layout is not None for layout in cut):
-                new = Sharding.make(old.mesh, [layout or WHOLE for layout in cut], shape)
-                if new != old:
-                    yield new
+        for dims in sorted(set(_placed(old.dims, shape)), key=str):
+            cut = [_recut(layout, n) or WHOLE for layout, n in zip(dims, shape, strict=True)]
+            new = Sharding.make(old.mesh, cut, shape)
+            if new != old:
+                yield new
 
     def _total(self, tensors: tuple[int, ...], new: Sharding | None) -> Total:
         kept = {i: s for i, s in self.graph.annotations.items() if i not in tensors}
@@ -120,6 +120,16 @@ class Alternatives:
 
     def _makes(self, node: int, tensors: tuple[int, ...]) -> bool:
         return any(i in tensors for i in self.graph.nodes[node].outputs)
+
+
+def _placed(dims: Sequence[Layout], shape: Sequence[int]) -> Iterator[tuple[Layout, ...]]:
+    """The layouts of some dims on any dims that they divide. (Of all orders of the dims there are too many.)"""
+    moved = [layout for layout in dims if layout]
+    fitting = [[d for d, n in enumerate(shape) if _recut(layout, n) is not None] for layout in moved]
+    for places in itertools.islice(itertools.product(*fitting), _MOST_PLACED if 0 not in shape else 0):
+        if len(set(places)) == len(places):
+            at = dict(zip(places, moved, strict=True))
+            yield tuple(at.get(d, WHOLE) for d in range(len(shape)))
 
 
 @functools.lru_cache(maxsize=1 << 10)

@@ -11,6 +11,7 @@ from ..definition.fusion import DefinitionBuilder
 from ..dtypes import Category, DataType
 from ..fusion_definition import FusionDefinition
 from ..ops.base import TensorRef, TensorType
+from .asked import check_entries, check_int, check_type
 from .calls import fill, torch_dtype
 from .examples import examples_of, shape_of
 
@@ -20,6 +21,8 @@ def inputs_for(fd: DefinitionBuilder, seed: int = 0) -> list[Any]:
 
     Whole numbers add up to the same in every order, so that ops that jump can be compared. Scalars are 1.5.
     """
+    check_type("inputs_for: fd", fd, DefinitionBuilder, "Pass a definition.")
+    check_int("inputs_for: seed", seed, 0, 2**63 - 1)
     generator = torch.Generator().manual_seed(seed)
     limits = dict(_index_limits(fd))
     return [
@@ -43,6 +46,7 @@ def _values(fd: DefinitionBuilder, ref: TensorRef, limits: dict[int, int], made:
 
 def shapes_for(fd: DefinitionBuilder) -> list[tuple[int, ...]]:
     """The shapes of a definition's input tensors, those that are open as the strategy drew them: for `fd.compile`."""
+    check_type("shapes_for: fd", fd, DefinitionBuilder, "Pass a definition.")
     return [_known_shape(fd, ref) for ref in fd.inputs if isinstance(ref, TensorRef)]
 
 
@@ -91,9 +95,13 @@ def assert_same_as_unsharded(
     `expected` are the results to compare with; without them, those of the definition run whole on one rank. Raises
     AssertionError where numbers differ by more than rounding.
     """
+    check_type("assert_same_as_unsharded: fd", fd, FusionDefinition, "Pass a definition.")
+    if expected is not None:
+        needed = f"a tensor for each of {len(fd.outputs)} outputs"
+        check_entries("assert_same_as_unsharded: expected", expected, torch.Tensor, needed)
+        check_int("assert_same_as_unsharded: results expected", len(expected), len(fd.outputs), len(fd.outputs))
     wanted = expected if expected is not None else unsharded_copy(fd).simulate(inputs)
     found = fd.simulate(inputs, check_replicas=True)
-    assert len(found) == len(wanted)
     annotated = bool(fd.annotations)
     for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
         name = fd.tensors[fd.outputs[place]].name

@@ -8,22 +8,25 @@ from hypothesis import strategies as st
 
 from ..definition.tensor_view import TensorView
 from ..dtypes import DataType
+from ..errors import caller_line
 from ..fusion_definition import FusionDefinition
 from ..mesh import DeviceMesh, ParallelType
+from ..ops import OPS
 from ..ops.base import OpDef, TensorRef
 from ..sharding.value import Sharding
+from ..user_values import check_flags
+from .asked import check_entries, check_int, check_names, check_sizes, check_type
 from .blocks import FAMILIES
 from .examples import shape_of
-from .layouts import dim_layouts, drawn_place, meshes
+from .layouts import MOST_RANKS, dim_layouts, drawn_place, meshes
 from .op_blocks import op_block
 from .writer import DTYPES, MAX_NUMEL, SIZES, Block, Writer
 
+_MOST_OPS = 10_000
 _KINDS = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
 
 
-@st.composite
 def definitions(
-    draw: st.DrawFn,
     families: Sequence[str] = (),
     min_ops: int = 1,
     max_ops: int = 16,
@@ -34,7 +37,7 @@ def definitions(
     max_numel: int = MAX_NUMEL,
     dtypes: Sequence[DataType] = DTYPES,
     open_sizes: bool = False,
-) -> FusionDefinition:
+) -> st.SearchStrategy[FusionDefinition]:
     """Definitions of `min_ops` to `max_ops` random ops, or a few more; not annotated.
 
     They shrink to few ops, small sizes and simple ops.
@@ -43,8 +46,25 @@ def definitions(
     their samples call them. `families` (of `blocks.FAMILIES`) narrow the other ops, or `blocks` name them. Inputs are
     made of `sizes` and `dtypes` (one with many places comes often); with `open_sizes` one program in four leaves some
     open (-1). No tensor has more than `max_numel` elements. What nothing reads is an output, and so are a few
-    intermediate tensors. `inputs_for` gives inputs that fit.
+    intermediate tensors. `inputs_for` gives inputs that fit. Raises ArgumentError for what there is none of.
     """
+    check_names("definitions: families", families, FAMILIES)
+    check_entries("definitions: ops", ops, (str, OpDef), "a list of names of ops, or OpDefs")
+    check_names("definitions: ops", [op for op in ops if isinstance(op, str)], OPS)
+    check_int("definitions: max_ops", max_ops, 1, _MOST_OPS)
+    check_int("definitions: min_ops", min_ops, 0, max_ops)
+    check_int("definitions: max_numel", max_numel, 1)
+    check_sizes("definitions: sizes", sizes)
+    check_entries("definitions: dtypes", dtypes, DataType, "a list of mf.DataType")
+    check_flags(caller_line(), open_sizes=open_sizes)
+    return _definitions(families, (min_ops, max_ops), ops, blocks, sizes, max_numel, dtypes, open_sizes)
+
+
+@st.composite
+def _definitions(
+    draw: st.DrawFn, families: Sequence[str], length_of: tuple[int, int], ops: Sequence[OpDef | str],
+    blocks: Sequence[Block], sizes: Sequence[int], max_numel: int, dtypes: Sequence[DataType], open_sizes: bool,
+) -> FusionDefinition:  # fmt: skip
     if not blocks:
         chosen = tuple(families) or (("pointwise", "shapes") if ops else tuple(FAMILIES))
         found = [b for name in chosen for b in FAMILIES[name]]
@@ -55,7 +75,7 @@ def definitions(
     )  # fmt: skip
     for _ in range(draw(st.integers(1, 2))):
         w.input([w.size() for _ in range(draw(st.integers(1, 3)))])
-    length = draw(st.sampled_from(_lengths(min_ops, max_ops)))
+    length = draw(st.sampled_from(_lengths(*length_of)))
     while len(w.fd.nodes) < length:
         draw(st.sampled_from(blocks))(w)
     _add_outputs(draw, w)
@@ -76,14 +96,24 @@ def _add_outputs(draw: st.DrawFn, w: Writer) -> None:
         fd.add_output(TensorView(fd, TensorRef(i)))
 
 
-@st.composite
 def annotations(
-    draw: st.DrawFn, fd: FusionDefinition, max_tensors: int = 6, second_mesh: bool = True, max_ranks: int = 8
-) -> FusionDefinition:
+    fd: FusionDefinition, max_tensors: int = 6, second_mesh: bool = True, max_ranks: int = 8
+) -> st.SearchStrategy[FusionDefinition]:
     """Annotate some tensors of a definition, which is returned, in any of the forms that there are.
 
     Over one mesh of 2 to `max_ranks` ranks or, with `second_mesh`, now and then over two that have as many together.
     """
+    check_type("annotations: fd", fd, FusionDefinition, "Pass a definition.")
+    check_int("annotations: max_tensors", max_tensors, 1, _MOST_OPS)
+    check_int("annotations: max_ranks", max_ranks, 2, MOST_RANKS)
+    check_flags(caller_line(), second_mesh=second_mesh)
+    return _annotations(fd, max_tensors, second_mesh, max_ranks)
+
+
+@st.composite
+def _annotations(
+    draw: st.DrawFn, fd: FusionDefinition, max_tensors: int, second_mesh: bool, max_ranks: int
+) -> FusionDefinition:
     chosen = [draw(meshes(min_ranks=2, max_ranks=max_ranks))]
     if second_mesh and chosen[0].size < max_ranks and draw(st.integers(0, 5)) == 5:
         chosen.append(draw(meshes(max_ranks=max_ranks - chosen[0].size, first_rank=chosen[0].size)))
