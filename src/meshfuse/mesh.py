@@ -53,7 +53,8 @@ class DeviceMesh:
     `DeviceMesh((2, 4), ("dp", "tp"))` is ranks 0..7 in that shape; `DeviceMesh(array)` and
     `DeviceMesh(array, names)` take the ranks themselves from a list, a range or a torch tensor (nvFuser's
     form): a shape needs a name for each of its axes, and `DeviceMesh((2, 4))` is the ranks 2 and 4. Unnamed axes
-    are called x (the last), y, z. Raises DefinitionError for ranks or names that occur twice.
+    are called x (the last), y, z. A name is a word without any of `,:=()[]`. Raises DefinitionError for other names,
+    and for ranks or names that occur twice.
 
     `links` says how fast each axis is, and so which of several plans is the fastest: one `Link` for all axes, one
     per axis (`{"dp": Link(25e9, 20e-6), "tp": Link(450e9, 5e-6)}`), a `Machine` or the name of one in
