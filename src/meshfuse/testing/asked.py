@@ -6,9 +6,8 @@ from collections.abc import Collection
 from typing import Any
 
 from ..errors import ArgumentError, caller_line, shown, user_error
+from ..sharding.value import MOST_DIMS
 from ..user_values import as_int
-
-_MOST_DIMS = 64  # of a torch tensor
 
 
 def check_int(what: str, value: Any, low: int, high: int | None = None) -> None:
@@ -44,7 +43,7 @@ def check_names(what: str, names: Any, known: Collection[str]) -> None:
 
 def check_sizes(what: str, sizes: Any) -> None:
     """Raises ArgumentError unless it is a shape of known sizes."""
-    listed = isinstance(sizes, (list, tuple)) and len(sizes) <= _MOST_DIMS
+    listed = isinstance(sizes, (list, tuple)) and len(sizes) <= MOST_DIMS
     if not listed or any(n is None or n < 0 for n in map(as_int, sizes)):
         raise user_error(what, shown(sizes), "a list of ints >= 0, one per dim", "Pass the tensor's shape.",
                          caller_line(), ArgumentError)  # fmt: skip
