@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -133,6 +136,133 @@ def test_launcher_leaves_no_process_behind(tmp_path, number):
         process.kill()
         process.communicate()
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+
+
+CHATTER = """
+import os, sys
+sys.stdout.reconfigure(encoding="utf-8")
+for number in range(9000):
+    print("\\u00b5", os.environ["RANK"], number, flush=True)
+    print("\\u00b5", os.environ["RANK"], number, flush=True, file=sys.stderr)
+"""
+ALL_OUTPUT = [*LAUNCHER, "--ranks", "2", "--all-output"]
+
+
+@pytest.mark.parametrize("to", ["head", "head of errors", "/dev/full", "1>&-", "2>&-", "0<&- 1>&- 2>&-", "ascii"])
+def test_a_launcher_whose_output_goes_nowhere_ends(tmp_path, to):
+    """Ranks whose lines nobody can take would wait for that without end."""
+    script = tmp_path / "script.py"
+    script.write_text(CHATTER)
+    where = {
+        "head": "| head -n 3",
+        "head of errors": "2>&1 >/dev/null | head -n 3",
+        "/dev/full": "> /dev/full",
+        "ascii": "",
+    }
+    command = f"{sys.executable} {' '.join(ALL_OUTPUT)} {script} {where.get(to, to)}"
+    plain = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"} if to == "ascii" else {}
+    done = subprocess.run(
+        command, shell=True, env=base_environment(**plain), capture_output=True, text=True, timeout=30
+    )  # fmt: skip
+    assert "rank-" not in done.stderr and "launcher.py" not in done.stderr and "output.py" not in done.stderr
+    if to == "/dev/full":
+        assert "rank 1 prints cannot be passed on: No space left on device" in done.stderr
+    if to == "ascii":
+        assert done.returncode == 0 and "[rank 1] \\xb5 1 8999\n" in done.stdout
+
+
+def test_a_slow_reader_gets_all_lines(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CHATTER)
+    slow = "import sys, time; time.sleep(3); print(len(sys.stdin.readlines()))"
+    command = f"{sys.executable} {' '.join(ALL_OUTPUT)} {script} 2>/dev/null | {sys.executable} -c '{slow}'"
+    done = subprocess.run(command, shell=True, env=base_environment(), capture_output=True, text=True, timeout=30)
+    assert done.stdout == "18000\n", done.stderr
+
+
+def test_a_launcher_whose_reader_is_stopped_can_be_ended(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CHATTER)
+    with _launched(script, *ALL_OUTPUT, stdout=subprocess.PIPE) as process:  # Which nobody reads.
+        time.sleep(2)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(6)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5)
+
+
+STUBBORN = """
+import json, os, pathlib, signal, subprocess, sys, time
+folder = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    while not (folder / "there").exists(): time.sleep(0.02)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+(folder / "pids").write_text(json.dumps([os.getpid(), child.pid]))
+(folder / "there").touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_while_ranks_are_being_ended_leaves_none_of_them(tmp_path, number):
+    script = tmp_path / "script.py"
+    script.write_text(STUBBORN)
+    with _launched(script, *LAUNCHER, "--ranks", "2", args=[str(tmp_path)], stderr=subprocess.PIPE) as process:
+        assert b"rank 1 exited with code 3" in process.stderr.readline()
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    family = json.loads((tmp_path / "pids").read_text())
+    assert wait_until(lambda: not any(alive(pid) for pid in family), 5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT], ids=lambda n: n.name)
+def test_signals_that_the_launcher_is_to_ignore_end_nothing(tmp_path, number):
+    """As under nohup, or in the background of a script of the shell."""
+    script = tmp_path / "script.py"
+    script.write_text("import pathlib, sys, time\npathlib.Path(sys.argv[1], 'there').touch()\ntime.sleep(2)")
+    ignore = lambda: signal.signal(number, signal.SIG_IGN)  # noqa: E731
+    words = [*LAUNCHER, "--ranks", "1"]
+    with _launched(script, *words, args=[str(tmp_path)], preexec_fn=ignore) as process:
+        assert wait_until((tmp_path / "there").exists)
+        process.send_signal(number)
+        assert process.wait(30) == 0
+
+
+def test_a_job_outlives_its_keeper(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import pathlib, sys, time\npathlib.Path(sys.argv[1], 'there').touch()\ntime.sleep(1)")
+    words = [*LAUNCHER, "--ranks", "1"]
+    with _launched(script, *words, args=[str(tmp_path)], stderr=subprocess.PIPE) as process:
+        assert wait_until((tmp_path / "there").exists)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (keeper,) = [pid for pid in children if "keeper.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(int(keeper), signal.SIGKILL)
+        assert process.wait(30) == 0 and process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("files", range(5, 22))
+def test_a_launcher_that_may_open_few_files_says_so(tmp_path, files):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # noqa: E731
+    with _launched(script, *ALL_OUTPUT, stderr=subprocess.PIPE, preexec_fn=limit) as process:
+        said = process.communicate(timeout=30)[1].decode()
+    found = re.search(
+        r"ArgumentError: (a job|a job of 2 ranks|rank \d of 2) cannot be started: found Too many op", said
+    )
+    assert (process.returncode, said) == (0, "") or found
+
+
+@contextlib.contextmanager
+def _launched(script, *words, args=(), **options):
+    process = subprocess.Popen([sys.executable, *words, str(script), *args], env=base_environment(), **options)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_ranks_listen_on_the_loopback_interface_only(job):

@@ -120,4 +120,5 @@ def test_restarts_below_zero():
 
 
 def test_signals_have_names():
+    assert launcher._how(-35) == "was killed by signal 35"
     assert launcher._how(-signal.SIGKILL) == "was killed by SIGKILL" and launcher._how(3) == "exited with code 3"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -15,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO
+from typing import TextIO
 
 from ..errors import ArgumentError, user_error
 from . import news
 from .environment import LOOPBACK
 from .exits import FOLLOWER
+from .output import Forwarder, complete_standard_files
 from .processes import STOPPED, die_with_parent, identity_of, state_of
 
 # Exit codes of ranks that end because of others (`exits.FOLLOWER`): numbers that scripts seldom use.
@@ -29,6 +31,7 @@ _OF_OTHERS = (FOLLOWER_CODE, WAITED_CODE)
 TIMED_OUT_CODE = 124  # As of `timeout`.
 # Seconds: from SIGTERM to SIGKILL, between two looks at the ranks, and at most before a restart.
 _GRACE, _POLL, _LONGEST_PAUSE = 3.0, 0.02, 30.0
+_PATIENCE = 1.0  # Seconds that the pipe of an ended rank may be still before it is given up.
 _MOST_RANKS = 4096  # Processes of one machine: more is a mistake.
 _KEEPER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper.py")
 
@@ -39,7 +42,7 @@ class Rank:
 
     rank: int
     process: subprocess.Popen[bytes]
-    readers: list[threading.Thread] = field(default_factory=list)
+    readers: list[Forwarder] = field(default_factory=list)
 
 
 class _Interrupted(Exception):
@@ -75,11 +78,13 @@ def run(
         raise user_error("wrong number of restarts", str(max_restarts), "0 or more", cls=ArgumentError)
     deadline = None if timeout is None else time.monotonic() + timeout
     job = _Job(ranks, list(argv), max_restarts, deadline, all_output)
-    with _signals(), _keeper() as register:
+    complete_standard_files()
+    with _signals():
         try:
-            return _run_attempts(job, register, pause)
+            with _keeper() as register:
+                return _run_attempts(job, register, pause)
         except _Interrupted as stop:
-            _say(f"stopped by {signal.Signals(stop.number).name}")
+            _say(f"stopped by {_name(stop.number)}")
             return 128 + stop.number
 
 
@@ -127,17 +132,35 @@ def _attempt(job: _Job, attempt: int, page: int | None, register: Callable[[int]
     """Start all ranks, wait, and end them all; the exit code."""
     started: list[Rank] = []
     try:
-        with _listener() as listener:
+        with _starting(f"a job of {job.ranks} ranks"), _listener() as listener:
             base = _job_variables(job, attempt, listener.getsockname()[1], page)
             for rank in range(job.ranks):
-                started.append(_start(rank, job, base, listener, page))
+                _start(rank, job, base, listener, page, started)
                 register(started[-1].process.pid)
-        return _watch(started, job.deadline, page)
-    except _Interrupted as stop:
-        _tell_all(started, page, f"is ended by the launcher, which got {signal.Signals(stop.number).name}")
-        raise
-    finally:
+        code = _watch(started, job.deadline, page)
         _end(started)
+        return code
+    except BaseException as error:
+        # A signal may have come while the ranks were being ended; from then on no other does (`_signals`).
+        if isinstance(error, _Interrupted):
+            _tell_all(started, page, f"is ended by the launcher, which got {_name(error.number)}")
+        _end(started, _PATIENCE)
+        raise
+
+
+@contextmanager
+def _starting(what: str) -> Iterator[None]:
+    """ArgumentError where this machine does not let it be started."""
+    try:
+        yield
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise user_error(
+            f"{what} cannot be started",
+            getattr(error, "strerror", None) or str(error),
+            "room for its process, and a script's words that it can be given",
+            "Start fewer ranks, or raise the limits that ulimit -a shows.",
+            cls=ArgumentError,
+        ) from None
 
 
 def _listener() -> socket.socket:
@@ -170,36 +193,40 @@ def _job_variables(job: _Job, attempt: int, store_port: int, page: int | None) -
     }
 
 
-def _start(rank: int, job: _Job, base: Mapping[str, str], listener: socket.socket, page: int | None) -> Rank:
+def _start(
+    rank: int, job: _Job, base: Mapping[str, str], listener: socket.socket, page: int | None, started: list[Rank]
+) -> None:
+    """Add a rank to those that are started."""
     variables = dict(base) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     handed = () if page is None else (page,)
     if rank == 0:
         variables["MESHFUSE_STORE_FD"] = str(listener.fileno())
         handed = (*handed, listener.fileno())
     # Rank 0 writes for itself, but where others' lines would come into the middle of its own (PYTHONUNBUFFERED).
-    direct = rank == 0 and (not job.all_output or sys.stdout.isatty())
-    quiet = subprocess.PIPE if job.all_output else subprocess.DEVNULL
-    try:
+    direct = rank == 0 and (not job.all_output or sys.stdout is None or sys.stdout.isatty())
+    with _starting(f"rank {rank} of {job.ranks}"):
         process = subprocess.Popen(
             [sys.executable, *job.argv],
             env=variables,
             pass_fds=handed,
             stdin=None if rank == 0 else subprocess.DEVNULL,
-            stdout=None if direct else quiet,
-            stderr=None if rank == 0 else subprocess.PIPE,
+            stdout=None if direct else _pipe_to(sys.stdout if job.all_output else None),
+            stderr=None if rank == 0 else _pipe_to(sys.stderr),
             start_new_session=True,
             preexec_fn=_bound_to_launcher(),
         )
-    except OSError as error:
-        raise user_error(
-            f"rank {rank} of {job.ranks} cannot be started",
-            error.strerror or str(error),
-            "room for its process, and a script's words that it can be given",
-            "Start fewer ranks, or raise the limits that ulimit -a shows.",
-            cls=ArgumentError,
-        ) from None
-    pairs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-    return Rank(rank, process, [_forward(rank, pipe, out) for pipe, out in pairs if pipe is not None])
+        started.append(Rank(rank, process))
+        for pipe, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if pipe is not None and out is not None:
+                started[-1].readers.append(Forwarder(rank, pipe, out, functools.partial(_refused, rank)))
+
+
+def _pipe_to(out: TextIO | None) -> int:
+    return subprocess.DEVNULL if out is None else subprocess.PIPE
+
+
+def _refused(rank: int, why: str) -> None:
+    _say(f"what rank {rank} prints cannot be passed on: {why}")
 
 
 def _bound_to_launcher() -> Callable[[], None] | None:
@@ -214,20 +241,6 @@ def _bound_to_launcher() -> Callable[[], None] | None:
             os._exit(1)
 
     return prepare
-
-
-def _forward(rank: int, pipe: IO[bytes], out: IO[str]) -> threading.Thread:
-    """Pass a rank's lines on whole, with its number before those of all but rank 0."""
-    prefix = f"[rank {rank}] " if rank else ""
-
-    def copy() -> None:
-        for line in pipe:
-            out.write(prefix + line.decode(errors="replace"))
-            out.flush()
-
-    thread = threading.Thread(target=copy, name=f"rank-{rank}-output", daemon=True)
-    thread.start()
-    return thread
 
 
 def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int:
@@ -263,9 +276,17 @@ def _first_failure(started: list[Rank], failed: dict[int, int]) -> tuple[int, in
 def _how(code: int) -> str:
     """How a rank ended, by its exit code."""
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by {_name(-code)}"
     said = {FOLLOWER_CODE: "lost its peers", WAITED_CODE: "waited for its peers in vain"}
     return said.get(code, f"exited with code {code}")
+
+
+def _name(number: int) -> str:
+    """A signal's name; most real-time ones have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _report(rank: int, code: int, stopped: list[int]) -> int:
@@ -284,11 +305,16 @@ def _tell_all(started: list[Rank], page: int | None, text: str) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"meshfuse run: {text}", file=sys.stderr, flush=True)
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # Its reader may have gone.
+            print(f"meshfuse run: {text}", file=sys.stderr, flush=True)
 
 
-def _end(started: list[Rank]) -> None:
-    """SIGTERM to every rank's process group, SIGKILL after a grace period; then the rest of their output."""
+def _end(started: list[Rank], limit: float = math.inf) -> None:
+    """SIGTERM to every rank's process group, SIGKILL after a grace period; then the rest of their output.
+
+    That takes as long as its reader does, or `limit` seconds.
+    """
     _signal_all(started, signal.SIGTERM)
     until = time.monotonic() + _GRACE
     while any(r.process.poll() is None for r in started) and time.monotonic() < until:
@@ -296,8 +322,9 @@ def _end(started: list[Rank]) -> None:
     _signal_all(started, signal.SIGKILL)
     for r in started:
         r.process.wait()
-        for reader in r.readers:
-            reader.join(1.0)
+    until = time.monotonic() + limit
+    for reader in [reader for r in started for reader in r.readers]:
+        reader.drain(_PATIENCE, until)
 
 
 def _signal_all(started: list[Rank], number: signal.Signals) -> None:
@@ -312,12 +339,14 @@ def _signal_all(started: list[Rank], number: signal.Signals) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise, so that the ranks are ended on the way out."""
+    """SIGINT, SIGTERM and SIGHUP raise, so that the ranks are ended on the way out; what is ignored, as by nohup, stays
+    so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    caught, launcher = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), os.getpid()
+    launcher = os.getpid()
+    caught = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
 
     def stop(number: int, frame: object) -> None:
         if os.getpid() != launcher:
@@ -337,8 +366,9 @@ def _signals() -> Iterator[None]:
 @contextmanager
 def _keeper() -> Iterator[Callable[[int], None]]:
     """A process that outlives the launcher only to end the ranks if the launcher is killed."""
-    read, write = os.pipe()
-    keeper = subprocess.Popen([sys.executable, "-S", "-I", _KEEPER, str(read)], pass_fds=(read,))
+    with _starting("a job"):
+        read, write = os.pipe()
+        keeper = subprocess.Popen([sys.executable, "-S", "-I", _KEEPER, str(read)], pass_fds=(read,))
     os.close(read)
     try:
         yield lambda pid: _write_line(write, str(pid))
@@ -349,7 +379,8 @@ def _keeper() -> Iterator[Callable[[int], None]]:
 
 
 def _write_line(fd: int, text: str) -> None:
-    os.write(fd, f"{text}\n".encode())
+    with contextlib.suppress(BrokenPipeError):  # Someone has killed the keeper: nothing of the job fails by that.
+        os.write(fd, f"{text}\n".encode())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,9 @@ def make() -> int | None:
     """A new page, to be passed on to ranks by its file number."""
     if not hasattr(os, "memfd_create"):
         return None
-    return os.memfd_create(_NAME, 0)
+    with contextlib.suppress(OSError):  # No room for another file.
+        return os.memfd_create(_NAME, 0)
+    return None
 
 
 def tell(fd: int | None, rank: int, text: str) -> None:

@@ -1,0 +1,63 @@
+"""What ranks print, passed on by their launcher: whole lines, all of them. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import IO, TextIO
+
+_POLL = 0.02
+
+
+class Forwarder:
+    """Passes a rank's lines on whole, with its number before those of all but rank 0.
+
+    Where they cannot be passed on, the rank is told as if it wrote there itself: its next write fails.
+    """
+
+    def __init__(self, rank: int, pipe: IO[bytes], out: TextIO, refused: Callable[[str], None]):
+        self._prefix, self._pipe, self._out = f"[rank {rank}] " if rank else "", pipe, out
+        self._refused = refused
+        self._writing, self._moved = False, 0.0
+        self._thread = threading.Thread(target=self._copy, name=f"rank-{rank}-output", daemon=True)
+        self._thread.start()
+
+    def _copy(self) -> None:
+        with self._pipe:
+            try:
+                for line in self._pipe:
+                    self._write(self._prefix + line.decode(errors="replace"))
+            except (OSError, ValueError) as error:
+                if getattr(error, "errno", None) != errno.EPIPE:  # A reader that went away, as `head` does, is no news.
+                    self._refused(str(getattr(error, "strerror", None) or error))
+
+    def _write(self, text: str) -> None:
+        encoding = self._out.encoding or "utf-8"
+        self._writing = True
+        self._out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        self._out.flush()
+        self._moved, self._writing = time.monotonic(), False
+
+    def drain(self, patience: float, until: float = math.inf) -> None:
+        """Wait for what was printed, until a `time.monotonic()` at most.
+
+        A pipe in which nothing moves for `patience` seconds is held by a process that has left its rank's group.
+        """
+        start = time.monotonic()
+        while self._thread.is_alive() and time.monotonic() < until:
+            self._thread.join(_POLL)
+            if not self._writing and time.monotonic() - max(self._moved, start) > patience:
+                return
+
+
+def complete_standard_files() -> None:
+    """Open what of files 0, 1 and 2 is closed: what is opened next would be a rank's input or output."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
