@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import unittest.mock
 import warnings
 from pathlib import Path
 
@@ -233,6 +234,39 @@ def test_a_damaged_plan_is_planned_anew(cache, planning, how):
     assert planning and len([w for w in told if w.category is disk_cache.CacheWarning]) == 1
     planning.clear()
     assert decided(scans()) == first and not planning
+
+
+OTHER_KINDS = {
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "larger than all plans": lambda path: (path.touch(), os.truncate(path, disk_cache.MOST_BYTES + 1)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.timeout(20)
+def test_what_is_no_plan_is_not_read(cache, planning, kind):
+    """A pipe that nobody writes, or a device, has no end."""
+    first = decided(scans())
+    (path,) = cache.glob("*.plan")
+    path.unlink()
+    OTHER_KINDS[kind](path)
+    with pytest.warns(disk_cache.CacheWarning, match="cannot be read"):
+        assert decided(scans()) == first
+
+
+@pytest.mark.parametrize("setting", ["", "~nobody-of-this-name/cache"])
+def test_a_user_without_a_home(cache, planning, monkeypatch, setting):
+    """As in a container with a user of its own number: no entry, and no HOME."""
+    unknown = unittest.mock.Mock(side_effect=KeyError("uid not found"))
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MESHFUSE_CACHE", setting)
+    with pytest.warns(disk_cache.CacheWarning, match="home directory"):
+        decided(scans())
+    assert planning
 
 
 def checksummed(body: str) -> bytes:

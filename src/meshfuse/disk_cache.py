@@ -7,6 +7,7 @@ wrong is one warning per process, and the cache is left alone from then on.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -49,7 +50,10 @@ def root_folder() -> Path | None:
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() in ("off", "0"):
         return None
-    return Path(setting).expanduser() if setting else _default()
+    try:
+        return Path(setting).expanduser() if setting else _default()
+    except RuntimeError as error:  # A user without an entry, as in containers, has no home where HOME is not set.
+        return _broken(str(error).rstrip("."))
 
 
 def _default() -> Path:
@@ -61,7 +65,7 @@ def read(place: Path, name: str) -> str | None:
     """A text as it was written; None where it is missing or damaged, which is a warning and the end of the file."""
     path = place / name
     try:
-        data = path.read_bytes()
+        data = _bytes_of(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -76,6 +80,19 @@ def read(place: Path, name: str) -> str | None:
     with contextlib.suppress(OSError):
         os.utime(path)  # What was used last is removed last.
     return body.decode()
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Raises OSError for what is no file: a pipe or a device would be read without end."""
+    with open(path, "rb", opener=_open_at_once) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
+            raise OSError(errno.EINVAL, "no file of a plan")
+        return file.read()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def write(place: Path, name: str, text: str) -> None:
