@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rank_pool
 from rank_pool import RankFailed, RankPool, base_environment
+
+import meshfuse as mf
+from meshfuse.runtime.work import Work
 
 pytestmark = pytest.mark.ranks
 
@@ -63,6 +68,34 @@ group.all_reduce(tensor).wait()
         if rank != failing:
             assert f"all_reduce #2 of group tp (ranks 0, 1, 2) cannot finish on rank {rank}" in text
             assert f"found rank {failing} failed" in text
+
+
+class Late:
+    """A backend's handle that a wait gives up just before the work has ended, with a result or an error."""
+
+    def __init__(self, error: str | None, slices: int):
+        self.error, self.slices = error, slices
+
+    def wait(self, _limit: object) -> None:
+        self.slices -= 1
+        if self.slices >= 0:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return self.slices <= 0
+
+
+@pytest.mark.parametrize("slices", [0, 1, 3])
+@pytest.mark.parametrize("error", [None, "Connection closed by peer"])
+def test_what_ends_just_after_a_slice_of_a_wait_has_its_own_end(error, slices):
+    reporter = unittest.mock.Mock(limit=60.0, explain=lambda work, error: mf.RankError(str(error)))
+    work = Work(unittest.mock.Mock(world=reporter, issued=1), "all_reduce", ())
+    work.attach(Late(error, slices), sliced=True)
+    with pytest.raises(mf.RankError, match=error) if error else contextlib.nullcontext():
+        work.wait()
+    assert reporter.check.call_count == max(0, slices - 1)
 
 
 def test_a_raise_reaches_ranks_of_other_groups(tmp_path):

@@ -68,15 +68,18 @@ class Work:
 
     def _wait_sliced(self, handle: Any) -> None:
         # A failed peer may keep its connections open for seconds, or be a member of other groups only.
-        end = time.monotonic() + self.reporter.limit + _SLICE.total_seconds()
+        end, last = time.monotonic() + self.reporter.limit, False
         while True:
             try:
                 handle.wait(_SLICE)
                 return
             except RuntimeError:
-                if handle.is_completed() or time.monotonic() > end:
+                if last:
                     raise
-            self.reporter.check(self)
+            # What has ended just after a slice has a result, or an error of its own: the next wait tells.
+            last = handle.is_completed() or time.monotonic() > end
+            if not last:
+                self.reporter.check(self)
 
     def __str__(self) -> str:
         return f"{self.name} #{self.number} of {self.group}"
