@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_pool import START, run_bare
 
 import meshfuse as mf
 from meshfuse.sharding.data import shard
@@ -101,6 +102,97 @@ def save_with_little_room(path: str, where: int) -> str:
     return "saved"
 
 
+def save_whole(path: str, *different: str) -> str:
+    """What a rank raises that saves other whole tensors than the others under these names."""
+    rank = mf.World.current().rank
+    same = {"w": torch.arange(6.0), "flag": torch.tensor(True), "z": torch.zeros(2, dtype=torch.complex128)}
+    own = {name: same[name].roll(1) if name == "w" else same[name] + rank for name in different if rank}
+    try:
+        mf.save(path, same | own)
+    except mf.RankError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("name", ["w", "flag", "z"])
+def test_whole_tensors_that_differ_are_not_saved_as_one(ranks2, tmp_path, name):
+    """Such as a shard that is passed without its sharding: one rank's would be stored, and the others' lost."""
+    assert ranks2.run(save_whole, str(tmp_path)) == ["saved", "saved"]
+    before = sorted(tmp_path.rglob("*"))
+    for said in ranks2.run(save_whole, str(tmp_path), name):
+        assert f"ranks disagree on what they save: found rank 0 '{name}: whole" in said, said
+        assert "what is another part on each with its sharding: (shard, sharding). (at test_saving.py:" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+THREADS = """
+path = {path!r}
+
+def work(name):
+    try:
+        mf.save(path + name, {{"w": (shards[0], x)}})
+    except (mf.ArgumentError, mf.RankError) as error:
+        print(type(error).__name__, error, flush=True)
+        world.checkpoints.check()
+
+"""
+
+
+def test_a_save_in_a_thread_beside_executions(tmp_path):
+    script = """
+threads = [threading.Thread(target=work, args=("a",)) for _ in range(3)]
+for thread in threads:
+    thread.start()
+    for _ in range(70):
+        (found,) = fd.execute(shards)
+        assert int(found[0, 0]) == 6
+    thread.join()
+assert torch.equal(mf.load(path + "a")["w"], torch.ones(40, 6))
+"""
+    results = run_bare(START + THREADS.format(path=str(tmp_path / "c")) + script, tmp_path, 2, limit=10.0)
+    assert [code for code, _ in results] == [0, 0], results
+
+
+def test_two_saves_at_once_are_told(tmp_path):
+    """Their order differs between ranks: a checkpoint would be of both. Rank 1 comes when rank 0 has been told."""
+    script = """
+if world.rank == 1:
+    while not os.path.exists(path): time.sleep(0.01)
+threads = [threading.Thread(target=work, args=(name,)) for name in "ab"[:2 - world.rank]]
+for thread in threads:
+    thread.start()
+time.sleep(0.3)
+open(path, "w").close()
+for thread in threads:
+    thread.join()
+mf.save(path + "c", {"a": 1})
+"""
+    (code, text), (other, _) = run_bare(
+        START + THREADS.format(path=str(tmp_path / "c")) + script, tmp_path, 2, limit=10.0
+    )  # fmt: skip
+    assert code == 1 and other == 1
+    assert "ArgumentError two threads save or load at once: found thread 'Thread-" in text, text
+    assert "RankError: a call to save or load follows one that failed: found two threads at once" in text, text
+
+
+def save_or_load(path: str) -> str:
+    try:
+        if mf.World.current().rank:
+            mf.save(path, {"step": 8})
+        else:
+            mf.load(path)
+    except mf.RankError as error:
+        return str(error)
+    return "done"
+
+
+def test_one_rank_saves_and_another_loads(ranks2, tmp_path):
+    ranks2.run(save, str(tmp_path), "tp")
+    for said in ranks2.run(save_or_load, str(tmp_path)):
+        assert "ranks disagree on what comes next: found rank 0 'meshfuse.load, reading the index'; rank 1" in said
+    assert ranks2.run(load, str(tmp_path), "inner") == [[], []]
+
+
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_full_disk_under_one_rank_fails_all_and_leaves_what_was(ranks2, tmp_path, where):
     ranks2.run(save, str(tmp_path), "tp")
@@ -116,6 +208,8 @@ RESTARTED = f"""
 import os, random, signal, sys, threading, time
 sys.path.insert(0, {str(HERE)!r})
 import torch
+from rank_pool import START, run_bare
+
 import meshfuse as mf
 from test_saving import local, views, whole
 torch.set_num_threads(1)

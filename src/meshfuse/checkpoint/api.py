@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, shown, user_error
+from ..executor.spmd import sum_of_bits
+from ..runtime.diagnosis import SAME_PROGRAM, disagreement
 from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
 from ..user_values import is_text
@@ -37,7 +39,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
     RankError where ranks fail or pass different names.
     """
     team = _Team(World.current(), timeout, "save")
-    with located(caller_line()):
+    with located(caller_line()), team.turns:
         folder = _folder(path)
         entries, values = team.each("reading what to save", lambda: _read_state(state))
         shapes = _compared(team, entries, values)
@@ -60,7 +62,7 @@ def load(
     another dtype or shape.
     """
     team = _Team(World.current(), timeout, "load")
-    with located(caller_line()):
+    with located(caller_line()), team.turns:
         home = _folder(path)
         if not isinstance(wanted, (Mapping, type(None))):
             raise user_error("load: what is wanted", shown(wanted), "a dict by name, or None for all",
@@ -92,23 +94,26 @@ class _Team:
             raise user_error(f"{what}: timeout", shown(timeout), f"seconds above 0, at most {LONGEST_TIMEOUT:g}",
                              f"Leave it out for {_PATIENCE} times MESHFUSE_TIMEOUT.", caller_line(),
                              ArgumentError)  # fmt: skip
+        self.turns = world.checkpoints
         self.limit = min(world.limit * _PATIENCE, LONGEST_TIMEOUT) if timeout is None else timeout
 
     def all(self, doing: str, action: Callable[[], Any]) -> list[Any]:
         """What the action gives on every rank. The error of the first rank on which it fails."""
         own: Exception | None = None
         try:
-            reply = (True, action())
+            worked, value = True, action()
         except (MeshfuseError, OSError, RuntimeError) as error:
-            own, reply = error, (False, f"{type(error).__name__}: {error}")
+            own, worked, value = error, False, f"{type(error).__name__}: {error}"
         text = f"meshfuse.{self.what}, {doing}"
-        replies = [pickle.loads(data) for data in self.world.exchange(pickle.dumps(reply), text, self.limit)]
-        failed = {rank: value for rank, (worked, value) in enumerate(replies) if not worked}
+        mine = pickle.dumps((text, worked, value))
+        replies = [pickle.loads(data) for data in self.world.exchange(mine, text, self.limit)]
+        self._compare("what comes next", [text for text, _, _ in replies], SAME_PROGRAM)
+        failed = {rank: value for rank, (_, worked, value) in enumerate(replies) if not worked}
         if isinstance(own, MeshfuseError):
             raise own
         if failed:
             raise _failure(self.what, doing, failed) from own
-        return [value for _, value in replies]
+        return [value for *_, value in replies]
 
     def each(self, doing: str, action: Callable[[], Any]) -> Any:
         """What the action gives on this rank, once it has worked on every rank."""
@@ -116,9 +121,13 @@ class _Team:
         self.all(doing, lambda: kept.append(action()))
         return kept[0]
 
-    def same(self, value: str, what: str) -> None:
+    def same(self, value: str, what: str, do: str = SAME_PROGRAM) -> None:
         """RankError where ranks differ."""
-        self.world.check_same(value, what, self.world.all_ranks)
+        self._compare(what, self.all(f"comparing {what}", lambda: value), do)
+
+    def _compare(self, what: str, told: list[str], do: str) -> None:
+        if len(set(told)) > 1:
+            raise disagreement(what, told, self.world.all_ranks, do)
 
 
 def _failure(what: str, doing: str, failed: Mapping[int, str]) -> MeshfuseError:
@@ -142,8 +151,9 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, A
 def _compared(team: _Team, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The global shapes, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
     said = [f"{name}: {value!r}" for name, value in sorted(values.items())]
-    said += [f"{name}: {_kind(entry)}" for name, entry in sorted(entries.items())]
-    team.same("\n".join(said), "what they save")
+    said += [f"{name}: {_kind(entry, team.world)}" for name, entry in sorted(entries.items())]
+    do = "Make every rank save the same, and what is another part on each with its sharding: (shard, sharding)."
+    team.same("\n".join(said), "what they save", do)
     open_ = [name for name, entry in entries.items() if entry.shape is None]
     own = {name: _held(entries[name]) for name in open_}
     everyone = team.all("comparing shards", lambda: own) if open_ else []
@@ -162,10 +172,14 @@ def _compared(team: _Team, entries: Mapping[str, Entry], values: Mapping[str, An
     return team.each("comparing shards", lambda: {name: shape_of(name, entry) for name, entry in entries.items()})
 
 
-def _kind(entry: Entry) -> str:
-    """What must be equal on all ranks; a rank without a shard does not know the dtype."""
-    where = "whole" if entry.sharding is None else str(entry.sharding)
-    return f"{where} {entry.shape} {entry.local.dtype if entry.sharding is None and entry.local is not None else ''}"
+def _kind(entry: Entry, world: World) -> str:
+    """What must be equal on all ranks: of whole tensors, of which one rank's is stored, all. A rank without a shard
+    does not know the dtype.
+    """
+    if entry.sharding is not None or entry.local is None:
+        return f"{'whole' if entry.sharding is None else entry.sharding} {entry.shape}"
+    bits = f", a sum of bits of {sum_of_bits(entry.local)}" if world.size > 1 else ""
+    return f"whole {entry.shape} {entry.local.dtype}{bits}"
 
 
 def _held(entry: Entry) -> tuple[torch.dtype, tuple[int, ...]] | None:

@@ -56,7 +56,7 @@ def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: Source
 
 def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> None:
     """Raises RankError on every rank where they were given different global arguments; reads each of them once."""
-    said = [f"{fd.tensors[i].label}: a sum of bits of {_sum_of_bits(t)}" for i, t in given.tensors.items()]
+    said = [f"{fd.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
     text = "\n".join([*said, *(f"scalar s{i}: {value!r}" for i, value in given.scalars.items())])
     world.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
 
@@ -67,7 +67,7 @@ _SAME_ARGUMENTS = (
 )
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> int:
+def sum_of_bits(tensor: torch.Tensor) -> int:
     """The elements' bits, added as integers, each times an odd number that its place gives: other numbers, or the same
     in another order (as of a shuffled data set), have almost surely another sum.
     """

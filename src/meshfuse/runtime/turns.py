@@ -32,8 +32,8 @@ class Turns:
     function runs is at the same place on all ranks.
     """
 
-    def __init__(self, rank: int, size: int):
-        self._rank, self._alone = rank, size == 1
+    def __init__(self, rank: int, size: int, doing: str = "execute"):
+        self._rank, self._alone, self._doing = rank, size == 1, doing
         self._lock = threading.RLock()
         self._left: _LeftOff | None = None
         if not self._alone:
@@ -45,10 +45,11 @@ class Turns:
         self.check()
         if not self._lock.acquire(blocking=False):
             threads = f"thread {threading.current_thread().name!r} while another is at it"
-            self._left = _LeftOff(f"two threads that executed at once, {threads}")
+            wrong = f"a call to {self._doing} follows one that failed"
+            self._left = _LeftOff(f"two threads at once, {threads}", wrong=wrong)
             raise user_error(
-                "two threads execute at once", threads, "the same order of executions on all ranks",
-                "Let one thread of a rank execute.", caller_line(), ArgumentError,
+                f"two threads {self._doing} at once", threads, "the same order of calls on all ranks",
+                f"Let one thread of a rank {self._doing}.", caller_line(), ArgumentError,
             )  # fmt: skip
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -70,6 +71,14 @@ class Turns:
             f"a fork of the process of rank {self._rank}", wrong="this process is no rank",
             needed="the rank's own process, which has its connections",
             do="Execute there, or start processes without RANK and WORLD_SIZE that fork none.",
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """Let nothing more be done together: this rank tells the others that it is done."""
+        self._left = _LeftOff(
+            f"a call to {self._doing} at the interpreter's exit", wrong="this rank has left its job",
+            needed="all of them before",
+            do="Register functions that do so with atexit after meshfuse is first used: the last one runs first.",
         )  # fmt: skip
 
     def leave_off(self, where: str, ranks: Sequence[int], error: BaseException) -> None:

@@ -111,7 +111,7 @@ class World:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._counters = _Counters()
         self._history = _History()
-        self.turns = Turns(self.rank, self.size)
+        self.turns, self.checkpoints = Turns(self.rank, self.size), Turns(self.rank, self.size, "save or load")
         self._store: dist.Store | None = None
         self._responder: Responder | None = None
         if self.size > 1:
@@ -279,7 +279,8 @@ class World:
         """Every rank's value, on every rank; all call this and wait `limit` seconds (MESHFUSE_TIMEOUT)."""
         if self.size == 1:
             return [value]
-        name = f"exchange/{self._counters.next(self.all_ranks)}"
+        # Counted apart: a checkpoint may be saved in a thread, beside executions.
+        name = f"exchange/{self._counters.next(self.all_ranks, 'exchange')}"
         return self._share(name, self.all_ranks, what, value, limit)
 
     def _share(
@@ -392,6 +393,8 @@ class World:
         if self._responder is None or os.getpid() != self._process:
             return
         responder, self._responder = self._responder, None
+        self.turns.end()
+        self.checkpoints.end()
         self._say_done(FINISHED)
         if hosts_store(self.place):
             # Who still wants to communicate with this rank is told now, not when the process ends.
