@@ -391,6 +391,12 @@ def other_variables(launcher: str, rank: str, job_name: str) -> dict[str, str]:
     }  # fmt: skip
 
 
+def test_an_interface_that_is_not_there(job):
+    done = job(SUM, *LAUNCHER, "--ranks", "2", GLOO_SOCKET_IFNAME="none0")
+    found = "ArgumentError: GLOO_SOCKET_IFNAME is no interface to connect by: found 'none0' "
+    assert done.returncode == 1 and found in done.stderr and "(at script.py:" in done.stderr, done.stderr
+
+
 def test_one_process_opens_no_socket(job):
     script = """
     import socket, torch

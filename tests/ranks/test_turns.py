@@ -106,7 +106,31 @@ fd.execute(shards)
     assert (code, other) == (1, 1) and "AssertionError" not in text, text
     assert "ArgumentError: two threads execute at once: found thread 'Thread-" in text, text
     assert "Let one thread of a rank execute. (at script.py:22)" in text, text
-    assert re.search(r"RankError: an execution follows one that failed: found two threads.*\(at script.py:37\)", text)
+    assert re.search(
+        r"RankError: a call to execute follows one that failed: found two threads.*\(at script.py:37\)", text
+    )
+
+
+def test_an_execution_at_the_exit_says_when(tmp_path):
+    """By then this rank has told the others that it is done."""
+    script = "import atexit\natexit.register(lambda: fd.execute(shards))\n" + START
+    for code, text in run_bare(script, tmp_path, 2, limit=5.0):
+        assert code == 0 and text.count("Exception ignored in atexit") == 1
+        assert "RankError: this rank has left its job: found a call to execute at the interpreter's exit" in text, text
+        assert "Register functions that do so with atexit after meshfuse is first used" in text
+
+
+def test_a_thread_that_goes_on_executing_at_the_exit(tmp_path):
+    script = """
+group = world.group(world.all_ranks)
+def work():
+    while True:
+        group.all_reduce(torch.ones(3)).wait()
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.3)
+"""
+    for _, text in run_bare(START + script, tmp_path, 2, limit=5.0):
+        assert "AttributeError" not in text, text
 
 
 def test_threads_that_take_turns_may_execute(tmp_path):

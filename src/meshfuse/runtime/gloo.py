@@ -16,13 +16,15 @@ and (in brackets) under load; the tables below are where the lines cross:
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from ..errors import ArgumentError, RankError, caller_line, user_error
 from .bounds import within
 from .environment import LOOPBACK
 from .reductions import REDUCE_OPS, check_reducible, fold, movable, move_scale, native_form
@@ -139,7 +141,7 @@ class Gloo:
 
     def abort(self) -> None:
         """Break the connections to all peers; unless work is under way, which keeps them."""
-        within(1.0, lambda: delattr(self, "_pg"))
+        within(1.0, lambda: setattr(self, "_pg", _Left()))
 
     def _issue(
         self,
@@ -157,6 +159,16 @@ class Gloo:
         return work
 
 
+class _Left:
+    """In the place of the connections that this rank has broken, as it ends."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise user_error(
+            "this rank has left its job", f"{name} while it ends", "all collectives before",
+            "Wait for threads that execute before the script ends.", caller_line(), RankError,
+        )  # fmt: skip
+
+
 def _options(world: Any) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [_device(world.place.one_host)]
@@ -168,10 +180,21 @@ def _options(world: Any) -> Any:
 def _device(one_host: bool) -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        return _device_of(interface.split(",")[0])
     if one_host:
         return dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
     return dist.ProcessGroupGloo.create_default_device()
+
+
+def _device_of(interface: str) -> Any:
+    try:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    except RuntimeError as error:
+        there = ", ".join(name for _, name in socket.if_nameindex())
+        raise user_error(
+            "GLOO_SOCKET_IFNAME is no interface to connect by", f"{interface!r} ({error})", f"one of {there}",
+            "Unset it, or name another one.", caller_line(), ArgumentError,
+        ) from None  # fmt: skip
 
 
 def _reduce_option(code: Any) -> Any:
