@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import unittest.mock
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import rank_pool
 from rank_pool import RankFailed, RankPool, base_environment
 
 import meshfuse as mf
+from meshfuse.runtime.bounds import bounded
+from meshfuse.runtime.liveness import line_of, main_thread_frame
 from meshfuse.runtime.work import Work
 
 pytestmark = pytest.mark.ranks
@@ -199,6 +202,13 @@ if world.rank == 0:
     code, text = run_bare(script, tmp_path, size=2)[0]
     assert code == 128 + signal.SIGTERM
     assert "rank 0: ended by SIGTERM. It runs long_loop at script" in text
+
+
+def test_what_the_runtime_waits_in_is_told_as_the_call_of_it():
+    frames = []
+    bounded(5.0, lambda: frames.append(main_thread_frame()) or time.sleep(0.1))
+    assert re.fullmatch(r"runs bounded at test_failures\.py:\d+", line_of(frames[0]))
+    assert line_of(None) == "is exiting"
 
 
 def test_a_rank_that_ended_early_is_named(tmp_path):

@@ -144,7 +144,15 @@ def main_thread_frame() -> FrameType | None:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """What a thread executes, as `runs function at file:line`, the line being of the script."""
-    if frame is None:
+    """What a thread executes, as `runs function at file:line`, the line being of the script.
+
+    What this package does inside, such as waiting for a thread of its own, is told as the script's call of it.
+    """
+    called = frame
+    while frame is not None:
+        called = frame if frame.f_code.co_filename.startswith(_HERE) else called
+        frame = frame.f_back
+    line = None if called is None else line_in_script(called)
+    if called is None or line is None or line.file.startswith(_HERE):
         return "is exiting"
-    return f"runs {frame.f_code.co_name} at {line_in_script(frame)}"
+    return f"runs {called.f_code.co_name} at {line}"
