@@ -102,7 +102,7 @@ def timed_out(scene: Scene, what: str, peers: Iterable[int], after: float, limit
 def _brief(cause: str) -> str:
     """gloo's message without its source position and advice."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", cause.strip())
-    return text.split(". ")[0].splitlines()[0] if text else "no message"
+    return processes.hindrance() + (text.split(". ")[0].splitlines()[0] if text else "no message")
 
 
 def _report(scene: Scene, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:

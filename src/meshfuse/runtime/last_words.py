@@ -49,8 +49,11 @@ def install_last_words(words: Callable[[], str]) -> None:
 
 
 def _wakeup_file() -> int | None:
-    """Where the numbers of signals can be read, as soon as they come; None where the script has its own."""
-    read, write = os.pipe()
+    """Where the numbers of signals can be read, as soon as they come; None where the script has its own, or no room."""
+    try:
+        read, write = os.pipe()
+    except OSError:
+        return None
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     if before == -1:

@@ -7,12 +7,14 @@ is not taken for it. All answers are None where they cannot be had: another mach
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import socket
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_FILES = 16  # That joining a job of few ranks takes.
 GONE, STOPPED, RUNNING = "gone", "stopped", "running"
 
 
@@ -90,6 +92,20 @@ def _status(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def hindrance() -> str:
+    """What a failed connection may come from, to be said before its error: torch's words do not tell."""
+    held: list[int] = []
+    try:
+        for _ in range(_FILES):
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return "too many open files, see ulimit -n; " if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    finally:
+        for file in held:
+            os.close(file)
+    return ""
 
 
 def die_with_parent(number: signal.Signals) -> None:

@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..errors import RankError, RankTimeout, user_error
 from .bounds import bounded
 from .environment import DEFAULT_GROUP, LOOPBACK, Environment
+from .processes import hindrance
 
 _BACKLOG = 512  # Ranks that connect at the same time.
 
@@ -30,6 +31,21 @@ def connect(place: Environment, limit: float) -> dist.Store:
     else:
         store = _serve(place) if hosts_store(place) else _join(place, limit)
     return dist.PrefixStore(f"meshfuse/{place.attempt}", store)
+
+
+@contextlib.contextmanager
+def joining(place: Environment) -> Iterator[None]:
+    """RankError where the store takes no more of this rank."""
+    try:
+        yield
+    except RankError:
+        raise
+    except RuntimeError as error:
+        raise user_error(
+            f"rank {place.rank} cannot join its job", hindrance() + str(error).splitlines()[0],
+            f"a store that answers at {place.address}:{place.port}",
+            "See whether rank 0 runs, and how many files ulimit -n lets it open.", cls=RankError,
+        ) from None  # fmt: skip
 
 
 def _check_address(place: Environment, limit: float) -> None:
@@ -58,7 +74,7 @@ def _join(place: Environment, limit: float) -> dist.Store:
         return bounded(limit + 1, lambda: _client(place, limit))
     except RuntimeError as error:
         raise RankTimeout(
-            f"rank {place.rank} cannot reach the store of its job: found no answer at "
+            f"rank {place.rank} cannot reach the store of its job: found {hindrance()}no answer at "
             f"{place.address}:{place.port} within {limit:g} s, needed rank 0 to serve it there. "
             "See whether rank 0 runs and got as far as meshfuse, or raise MESHFUSE_TIMEOUT."
         ) from error
@@ -102,10 +118,16 @@ def _listen(place: Environment) -> socket.socket:
 
 def _start(place: Environment, listener: socket.socket) -> dist.Store:
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        place.address, port, is_master=True, wait_for_workers=False, multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
+    try:
+        return dist.TCPStore(
+            place.address, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise user_error(
+            "rank 0 cannot serve the store of its job", hindrance() + str(error).splitlines()[0],
+            "room for its connections", "Raise the limits that ulimit -a shows.", cls=RankError,
+        ) from None  # fmt: skip
 
 
 def _share(place: Environment, error: OSError) -> dist.Store:

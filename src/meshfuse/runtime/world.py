@@ -38,7 +38,7 @@ from .last_words import install_last_words
 from .liveness import FAILED, FINISHED, Responder, goodbye, line_of, main_thread_frame, publish, published, roll_call
 from .peers import MANY, Peers
 from .processes import die_with_parent
-from .store import await_keys, connect, hosts_store
+from .store import await_keys, connect, hosts_store, joining
 from .turns import Turns
 from .work import Work
 
@@ -146,6 +146,12 @@ class World:
         if self.place.source == TORCHRUN:
             die_with_parent(signal.SIGTERM)  # torchrun's agent, when killed, leaves its ranks running.
         install_hook(self)
+        with joining(self.place):
+            self._introduce()
+        install_last_words(self.last_words)
+        atexit.register(self.leave)
+
+    def _introduce(self) -> None:
         self._store = connect(self.place, self.limit)
         self._peers = Peers(self._store)
         other = self._peers.introduce(self.rank)
@@ -155,8 +161,6 @@ class World:
             raise two_processes(self.rank, other)
         self._peers.agree(self.rank, self.size)
         self._responder = Responder(self._store, self.rank, self._doing)
-        install_last_words(self.last_words)
-        atexit.register(self.leave)
 
     def _doing(self) -> str:
         waiting, frame = self.waiting or self._meeting, main_thread_frame()
