@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -21,6 +22,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # Two tests run at a time on as many cores, on small tensors: more threads of torch's only wait for each other. (It is
 # read when torch is loaded, which is later, and by processes that tests start.)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What nohup, or a shell in the background, has this process ignore, the jobs that tests start would ignore, too.
+for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _handler)
 
 # Tests are of planning, not of what an earlier run has left on the disk; test_plan_cache.py has folders of its own.
 os.environ["MESHFUSE_CACHE"] = "off"

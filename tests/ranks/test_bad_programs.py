@@ -215,7 +215,9 @@ fd.execute(shards)
 
 
 def test_a_rank_that_is_killed_in_a_collective(tmp_path):
-    """It waits for rank 0, which waits for its end: for that of the pipe that only rank 2 writes."""
+    """It waits for rank 0, which waits for its end: for that of the pipe that only rank 2 writes. What rank 2 has sent
+    before would do for rank 1, if it had not noticed when rank 0 comes: it looks every half second.
+    """
     os.mkfifo(tmp_path / "held")
     script = f"""
 def end():
@@ -227,6 +229,7 @@ if world.rank == 2:
     threading.Thread(target=end).start()
 if world.rank == 0:
     open("{tmp_path}/held").read()
+    time.sleep(2)
 fd.execute(shards)
 """
     results = run_bare(START + script, tmp_path)

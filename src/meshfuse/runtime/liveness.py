@@ -146,13 +146,13 @@ def main_thread_frame() -> FrameType | None:
 def line_of(frame: FrameType | None) -> str:
     """What a thread executes, as `runs function at file:line`, the line being of the script.
 
-    What this package does inside, such as waiting for a thread of its own, is told as the script's call of it.
+    Where it waits for a thread of this package's, that is the package's function that does.
     """
-    called = frame
-    while frame is not None:
-        called = frame if frame.f_code.co_filename.startswith(_HERE) else called
-        frame = frame.f_back
-    line = None if called is None else line_in_script(called)
-    if called is None or line is None or line.file.startswith(_HERE):
+    waits = frame
+    while waits is not None and waits.f_code.co_filename == threading.__file__:
+        waits = waits.f_back
+    found = waits if waits is not None and waits.f_code.co_filename.startswith(_HERE) else frame
+    line = None if found is None else line_in_script(found)
+    if found is None or line is None or line.file.startswith(_HERE):
         return "is exiting"
-    return f"runs {called.f_code.co_name} at {line}"
+    return f"runs {found.f_code.co_name} at {line}"

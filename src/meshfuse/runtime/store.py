@@ -72,12 +72,12 @@ def _join(place: Environment, limit: float) -> dist.Store:
     try:
         # A host that is stopped, or has not come to serve yet, accepts the connection and then says nothing.
         return bounded(limit + 1, lambda: _client(place, limit))
-    except RuntimeError as error:
+    except RuntimeError:  # torch's, or our own Silent: neither knows more.
         raise RankTimeout(
             f"rank {place.rank} cannot reach the store of its job: found {hindrance()}no answer at "
             f"{place.address}:{place.port} within {limit:g} s, needed rank 0 to serve it there. "
             "See whether rank 0 runs and got as far as meshfuse, or raise MESHFUSE_TIMEOUT."
-        ) from error
+        ) from None
 
 
 def _client(place: Environment, limit: float) -> dist.Store:
