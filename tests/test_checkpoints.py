@@ -24,6 +24,7 @@ from meshfuse.checkpoint import api, folder
 from meshfuse.checkpoint.pieces import boxes
 from meshfuse.errors import CheckpointError
 from meshfuse.runtime.environment import Environment
+from meshfuse.runtime.meetings import Meetings
 from meshfuse.runtime.world import World
 from meshfuse.sharding.data import shard
 from meshfuse.testing import meshes, shardings
@@ -62,17 +63,21 @@ class Team:
 class Member(World):
     def __init__(self, team: Team, rank: int):
         super().__init__(Environment(), 60.0)
-        self.team, self.rank, self.size = team, rank, team.size
+        self.rank, self.size = rank, team.size
+        self.meetings = MeetingsOfThreads(self, team)
+
+
+class MeetingsOfThreads(Meetings):
+    def __init__(self, world: World, team: Team):
+        super().__init__(world)
+        self.team = team
 
     def exchange(self, value, what, limit=None):
-        self.team.slots[self.rank] = value
+        self.team.slots[self.world.rank] = value
         self.team.barrier.wait()
         found = list(self.team.slots)
         self.team.barrier.wait()
         return found
-
-    def check_same(self, value, what, ranks, detail=None):
-        assert len(set(self.exchange(value.encode(), what))) == 1
 
 
 @pytest.fixture(autouse=True)

@@ -106,7 +106,7 @@ class _Team:
             own, worked, value = error, False, f"{type(error).__name__}: {error}"
         text = f"meshfuse.{self.what}, {doing}"
         mine = pickle.dumps((text, worked, value))
-        replies = [pickle.loads(data) for data in self.world.exchange(mine, text, self.limit)]
+        replies = [pickle.loads(data) for data in self.world.meetings.exchange(mine, text, self.limit)]
         self._compare("what comes next", [text for text, _, _ in replies], SAME_PROGRAM)
         failed = {rank: value for rank, (_, worked, value) in enumerate(replies) if not worked}
         if isinstance(own, MeshfuseError):

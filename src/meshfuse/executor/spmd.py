@@ -58,7 +58,7 @@ def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> 
     """Raises RankError on every rank where they were given different global arguments; reads each of them once."""
     said = [f"{fd.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
     text = "\n".join([*said, *(f"scalar s{i}: {value!r}" for i, value in given.scalars.items())])
-    world.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
+    world.meetings.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
 
 
 _SAME_ARGUMENTS = (
@@ -114,7 +114,7 @@ class RankProgram:
         self.name = f"the definition of {made.label} at {made.line} (plan {compiled.digest})"
         self._calls, self._due = 0, None
         text = agreed_text(compiled, self._source, self._backend)
-        world.check_same(digest_of(text), "the program", world.all_ranks, lambda: text)
+        world.meetings.check_same(digest_of(text), "the program", world.all_ranks, lambda: text)
         if self.active:
             self.program = compiled.host_program(world.rank)
             labels = group_labels(self.program)
@@ -193,7 +193,7 @@ class RankProgram:
             self._main(*arguments, seed, offset)
         waits = any(not isinstance(part, Segment) for part in self.compiled.segmented.parts)
         ranks = self.compiled.ranks if waits else ()
-        while self.world.any(self.segments.compile_next(), "compiling segments", ranks):
+        while self.world.meetings.any(self.segments.compile_next(), "compiling segments", ranks):
             pass
         if self._capture is not None:
             self._run = self._capture(self.program, self._main)

@@ -63,6 +63,14 @@ def connection_lost(scene: Scene, what: str, peers: Iterable[int], cause: str, a
     return error
 
 
+def failed(scene: Scene, what: str, peers: Iterable[int], error: BaseException, start: float) -> RankError:
+    """The error to raise for a backend's, of something begun at `start`: who failed or did not arrive, if known."""
+    after = seconds_since(start)
+    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+        return timed_out(scene, what, peers, after)
+    return connection_lost(scene, what, peers, str(error), after)
+
+
 def lost(scene: Scene) -> list[int]:
     """Ranks whose processes ended without a good-bye."""
     gone = [rank for rank in scene.peers.gone(scene.all_ranks) if rank != scene.rank]

@@ -92,15 +92,15 @@ class Group:
         return isinstance(self._device, Staged)
 
     def _connect_gloo(self) -> Gloo:
-        self._gloo = self.world.meet(self, "gloo", lambda store: Gloo(self, store))
+        self._gloo = self.world.meetings.meet(self, "gloo", lambda store: Gloo(self, store))
         return self._gloo
 
     def _connect_device(self, device: torch.device) -> Nccl | Staged:
         """NCCL where every rank has a device of its own; by way of the host where some share one."""
-        if is_shared(self.world.told(self.ranks, "devices", device_name(device))):
+        if is_shared(self.world.meetings.told(self.ranks, "devices", device_name(device))):
             self._device = Staged(self._gloo or self._connect_gloo())
         else:
-            self._device = self.world.meet(self, "nccl", lambda store: Nccl(self, store, device))
+            self._device = self.world.meetings.meet(self, "nccl", lambda store: Nccl(self, store, device))
         return self._device
 
     def abort(self) -> None:

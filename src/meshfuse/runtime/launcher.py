@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TextIO
 
 from ..errors import ArgumentError, user_error
 from . import news
-from .environment import LOOPBACK
-from .exits import FOLLOWER
-from .output import Forwarder, complete_standard_files
-from .processes import STOPPED, die_with_parent, identity_of, state_of
+from .output import complete_standard_files, say
+from .processes import STOPPED, identity_of, state_of
+from .starting import FOLLOWER_CODE, WAITED_CODE, Job, Rank, job_variables, listening, start, startable
 
-# Exit codes of ranks that end because of others (`exits.FOLLOWER`): numbers that scripts seldom use.
-FOLLOWER_CODE, WAITED_CODE = 117, 118
 _OF_OTHERS = (FOLLOWER_CODE, WAITED_CODE)
 TIMED_OUT_CODE = 124  # As of `timeout`.
 # Seconds: from SIGTERM to SIGKILL, between two looks at the ranks, and at most before a restart.
@@ -34,15 +27,6 @@ _GRACE, _POLL, _LONGEST_PAUSE = 3.0, 0.02, 30.0
 _PATIENCE = 1.0  # Seconds that the pipe of an ended rank may be still before it is given up.
 _MOST_RANKS = 4096  # Processes of one machine: more is a mistake.
 _KEEPER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper.py")
-
-
-@dataclass(slots=True)
-class Rank:
-    """A started rank; its pid is also its process group's."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    readers: list[Forwarder] = field(default_factory=list)
 
 
 class _Interrupted(Exception):
@@ -77,29 +61,18 @@ def run(
     if max_restarts < 0:
         raise user_error("wrong number of restarts", str(max_restarts), "0 or more", cls=ArgumentError)
     deadline = None if timeout is None else time.monotonic() + timeout
-    job = _Job(ranks, list(argv), max_restarts, deadline, all_output)
+    job = Job(ranks, list(argv), max_restarts, deadline, all_output)
     complete_standard_files()
     with _signals():
         try:
             with _keeper() as register:
                 return _run_attempts(job, register, pause)
         except _Interrupted as stop:
-            _say(f"stopped by {_name(stop.number)}")
+            say(f"stopped by {_name(stop.number)}")
             return 128 + stop.number
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What all attempts share; `deadline` is a `time.monotonic()`."""
-
-    ranks: int
-    argv: list[str]
-    max_restarts: int
-    deadline: float | None
-    all_output: bool
-
-
-def _run_attempts(job: _Job, register: Callable[[int], None], pause: float) -> int:
+def _run_attempts(job: Job, register: Callable[[int], None], pause: float) -> int:
     """Attempt after attempt until one succeeds or no other could; the last one's exit code."""
     for attempt in range(job.max_restarts + 1):
         page = news.make()
@@ -112,30 +85,28 @@ def _run_attempts(job: _Job, register: Callable[[int], None], pause: float) -> i
         if code in (0, TIMED_OUT_CODE) or not job.max_restarts:
             return code
         if final is not None:
-            _say(
-                f"not restarted: rank {final[0]} raised {final[1]}, which follows from the script and would come again"
-            )
+            say(f"not restarted: rank {final[0]} raised {final[1]}, which follows from the script and would come again")
             return code
         if attempt == job.max_restarts:
             break
         if job.deadline is not None and time.monotonic() + pause >= job.deadline:
-            _say(f"not restarted: the time limit is over before the next attempt, which would be in {pause:g} s")
+            say(f"not restarted: the time limit is over before the next attempt, which would be in {pause:g} s")
             return TIMED_OUT_CODE
-        _say(f"restart {attempt + 1} of {job.max_restarts} in {pause:g} s")
+        say(f"restart {attempt + 1} of {job.max_restarts} in {pause:g} s")
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
-    _say(f"gave up: all {job.max_restarts} restarts are used up")
+    say(f"gave up: all {job.max_restarts} restarts are used up")
     return code
 
 
-def _attempt(job: _Job, attempt: int, page: int | None, register: Callable[[int], None]) -> int:
+def _attempt(job: Job, attempt: int, page: int | None, register: Callable[[int], None]) -> int:
     """Start all ranks, wait, and end them all; the exit code."""
     started: list[Rank] = []
     try:
-        with _starting(f"a job of {job.ranks} ranks"), _listener() as listener:
-            base = _job_variables(job, attempt, listener.getsockname()[1], page)
+        with startable(f"a job of {job.ranks} ranks"), listening() as listener:
+            base = job_variables(job, attempt, listener.getsockname()[1], page)
             for rank in range(job.ranks):
-                _start(rank, job, base, listener, page, started)
+                start(rank, job, base, listener, page, started)
                 register(started[-1].process.pid)
         code = _watch(started, job.deadline, page)
         _end(started)
@@ -146,101 +117,6 @@ def _attempt(job: _Job, attempt: int, page: int | None, register: Callable[[int]
             _tell_all(started, page, f"is ended by the launcher, which got {_name(error.number)}")
         _end(started, _PATIENCE)
         raise
-
-
-@contextmanager
-def _starting(what: str) -> Iterator[None]:
-    """ArgumentError where this machine does not let it be started."""
-    try:
-        yield
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise user_error(
-            f"{what} cannot be started",
-            getattr(error, "strerror", None) or str(error),
-            "room for its process, and a script's words that it can be given",
-            "Start fewer ranks, or raise the limits that ulimit -a shows.",
-            cls=ArgumentError,
-        ) from None
-
-
-def _listener() -> socket.socket:
-    return socket.create_server((LOOPBACK, 0), backlog=512)
-
-
-def _free_port() -> int:
-    with _listener() as probe:
-        return probe.getsockname()[1]
-
-
-def _job_variables(job: _Job, attempt: int, store_port: int, page: int | None) -> dict[str, str]:
-    """torchrun's variables, and a store of meshfuse's own beside MASTER_PORT, the script's."""
-    variables = dict(os.environ)
-    variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    variables.setdefault("OMP_NUM_THREADS", "1")
-    # When the rank that serves the store dies, torch logs C++ stacks in all others, on top of the error
-    # itself.
-    variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return variables | {
-        "WORLD_SIZE": str(job.ranks),
-        "LOCAL_WORLD_SIZE": str(job.ranks),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(_free_port()),
-        "MESHFUSE_STORE_PORT": str(store_port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        news.VARIABLE: "" if page is None else str(page),
-        FOLLOWER: str(FOLLOWER_CODE),
-    }
-
-
-def _start(
-    rank: int, job: _Job, base: Mapping[str, str], listener: socket.socket, page: int | None, started: list[Rank]
-) -> None:
-    """Add a rank to those that are started."""
-    variables = dict(base) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    handed = () if page is None else (page,)
-    if rank == 0:
-        variables["MESHFUSE_STORE_FD"] = str(listener.fileno())
-        handed = (*handed, listener.fileno())
-    # Rank 0 writes for itself, but where others' lines would come into the middle of its own (PYTHONUNBUFFERED).
-    direct = rank == 0 and (not job.all_output or sys.stdout is None or sys.stdout.isatty())
-    with _starting(f"rank {rank} of {job.ranks}"):
-        process = subprocess.Popen(
-            [sys.executable, *job.argv],
-            env=variables,
-            pass_fds=handed,
-            stdin=None if rank == 0 else subprocess.DEVNULL,
-            stdout=None if direct else _pipe_to(sys.stdout if job.all_output else None),
-            stderr=None if rank == 0 else _pipe_to(sys.stderr),
-            start_new_session=True,
-            preexec_fn=_bound_to_launcher(),
-        )
-        started.append(Rank(rank, process))
-        for pipe, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            if pipe is not None and out is not None:
-                started[-1].readers.append(Forwarder(rank, pipe, out, functools.partial(_refused, rank)))
-
-
-def _pipe_to(out: TextIO | None) -> int:
-    return subprocess.DEVNULL if out is None else subprocess.PIPE
-
-
-def _refused(rank: int, why: str) -> None:
-    _say(f"what rank {rank} prints cannot be passed on: {why}")
-
-
-def _bound_to_launcher() -> Callable[[], None] | None:
-    """What a child calls before exec so that the kernel kills it when the launcher dies; Linux only."""
-    if not sys.platform.startswith("linux"):
-        return None
-    parent = os.getpid()
-
-    def prepare() -> None:
-        die_with_parent(signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
 
 
 def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int:
@@ -256,7 +132,7 @@ def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int
             return 0
         if deadline is not None and time.monotonic() > deadline:
             running = [rank for rank, code in codes.items() if code is None]
-            _say(f"the time limit is over and ranks {running} still run")
+            say(f"the time limit is over and ranks {running} still run")
             _tell_all(started, page, "is ended by the launcher, whose time limit is over")
             return TIMED_OUT_CODE
         time.sleep(_POLL)
@@ -293,21 +169,15 @@ def _report(rank: int, code: int, stopped: list[int]) -> int:
     """Say which rank ended the job and how; the job's exit code."""
     if code in _OF_OTHERS:
         why = f": rank {', '.join(map(str, stopped))} is stopped" if stopped else ""
-        _say(f"rank {rank} {_how(code)}{why}; stopped all ranks")
+        say(f"rank {rank} {_how(code)}{why}; stopped all ranks")
         return 1
-    _say(f"rank {rank} {_how(code)}; stopped the other ranks")
+    say(f"rank {rank} {_how(code)}; stopped the other ranks")
     return 128 - code if code < 0 else code
 
 
 def _tell_all(started: list[Rank], page: int | None, text: str) -> None:
     for r in started:
         news.tell(page, r.rank, text)
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # Its reader may have gone.
-            print(f"meshfuse run: {text}", file=sys.stderr, flush=True)
 
 
 def _end(started: list[Rank], limit: float = math.inf) -> None:
@@ -366,7 +236,7 @@ def _signals() -> Iterator[None]:
 @contextmanager
 def _keeper() -> Iterator[Callable[[int], None]]:
     """A process that outlives the launcher only to end the ranks if the launcher is killed."""
-    with _starting("a job"):
+    with startable("a job"):
         read, write = os.pipe()
         keeper = subprocess.Popen([sys.executable, "-S", "-I", _KEEPER, str(read)], pass_fds=(read,))
     os.close(read)
@@ -412,7 +282,7 @@ def seconds(text: str) -> float:
 def main(args: argparse.Namespace) -> int:
     """Run what `add_arguments` parsed; returns the exit code: 2 where there is no such script."""
     if not args.module and not os.path.exists(args.script):
-        _say(f"no such script: {args.script}")
+        say(f"no such script: {args.script}")
         return 2
     argv = ["-m", args.script] if args.module else [args.script]
     return run(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -61,3 +63,10 @@ def complete_standard_files() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own, where it has a stderr."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # Its reader may have gone.
+            print(f"meshfuse run: {text}", file=sys.stderr, flush=True)

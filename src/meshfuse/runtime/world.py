@@ -9,42 +9,30 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol
 
 import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, caller_line, located, user_error
 from . import news
-from .bounds import Silent, bounded, left_running, within
-from .diagnosis import (
-    SAME_PROGRAM,
-    Scene,
-    connection_lost,
-    disagreement,
-    lost,
-    peer_failed,
-    peers_gone,
-    seconds_since,
-    timed_out,
-    two_processes,
-)
+from .bounds import left_running, within
+from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, two_processes
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
 from .exits import end_at_once, install_hook
 from .group import Group
 from .last_words import install_last_words
-from .liveness import FAILED, FINISHED, Responder, goodbye, line_of, main_thread_frame, publish, published, roll_call
-from .peers import MANY, Peers
+from .liveness import FAILED, FINISHED, Responder, line_of, main_thread_frame, publish, published, roll_call
+from .meetings import Meetings
+from .peers import Peers
 from .processes import die_with_parent
-from .store import await_keys, connect, hosts_store, joining
+from .store import connect, hosts_store, joining
 from .turns import Turns
 from .work import Work
 
-T = TypeVar("T")
-# Seconds: that a failed rank goes on serving the store, and that the store may answer after a limit is over.
-_LINGER, _GRACE = 3.0, 2.0
+_LINGER = 3.0  # Seconds that a failed rank goes on serving the store.
 _FIRST_COMPARED = 4  # The call before which ranks first compare the order of calls.
 
 
@@ -54,17 +42,6 @@ class Activity(Protocol):
     @property
     def name(self) -> str: ...
     def place(self, frame: FrameType | None) -> str: ...
-
-
-@dataclass(slots=True)
-class _Counters:
-    """How often the ranks of a tuple have met, for this or that; equal on all of them, as they run the same program."""
-
-    meetings: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
-
-    def next(self, ranks: tuple[int, ...], what: str = "") -> int:
-        self.meetings[what, ranks] = self.meetings.get((what, ranks), 0) + 1
-        return self.meetings[what, ranks]
 
 
 @dataclass(slots=True)
@@ -105,11 +82,10 @@ class World:
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.waiting: Work | None = None
         self.activity: Activity | None = None
-        self._meeting = ""
         self._gone: set[int] = set()
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._counters = _Counters()
+        self.meetings = Meetings(self)
         self._history = _History()
         self.turns, self.checkpoints = Turns(self.rank, self.size), Turns(self.rank, self.size, "save or load")
         self._store: dist.Store | None = None
@@ -163,7 +139,7 @@ class World:
         self._responder = Responder(self._store, self.rank, self._doing)
 
     def _doing(self) -> str:
-        waiting, frame = self.waiting or self._meeting, main_thread_frame()
+        waiting, frame = self.waiting or self.meetings.waiting, main_thread_frame()
         what = f"waits in {waiting}" if waiting else line_of(frame)
         where = self.activity.place(frame) if self.activity is not None else ""
         return f"{what}, {where}" if where else what
@@ -206,59 +182,9 @@ class World:
                 cls=ArgumentError,
             )
 
-    def meet(self, group: Group, kind: str, make: Callable[[dist.Store], T]) -> T:
-        """Make a backend's process group once all of the group's ranks have come to make it.
-
-        Each has a name of its own: one that read the addresses of an earlier one would never connect.
-        """
-        name = f"group/{kind}/{'-'.join(map(str, group.ranks))}/{self._counters.next(group.ranks, kind)}"
-        start = time.monotonic()
-        self._arrive(name, group.ranks, f"connecting {group}")
-        self._peers.remember(group.ranks)
-        try:
-            return make(dist.PrefixStore(name, self.store))
-        except RuntimeError as error:
-            raise self._explain(f"connecting {group}", group.ranks, error, start) from None
-
     def barrier(self) -> None:
         """Wait for all ranks of the world."""
-        if self.size > 1:
-            self._arrive(f"barrier/{self._counters.next(self.all_ranks)}", self.all_ranks, "barrier")
-
-    def check_same(
-        self,
-        value: str,
-        what: str,
-        ranks: Sequence[int],
-        detail: Callable[[], str] | None = None,
-        do: str = SAME_PROGRAM,
-    ) -> None:
-        """Compare a short text over `ranks`, which all call this. RankError on every one if it differs.
-
-        `detail` gives a longer text to show in its place: the first line in which the ranks differ. `do` is the advice.
-        Ranks in other calls compare other things: an execution with new shapes its program, one with known shapes none.
-        """
-        ranks = tuple(ranks)
-        if len(ranks) == 1:
-            return
-        name = f"same/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
-        values = self._share(name, ranks, f"comparing {what}", f"{what}\n{value}")
-        if len(set(values)) == 1:
-            return
-        compared = [data.decode().partition("\n")[0] for data in values]
-        if len(set(compared)) > 1:
-            raise disagreement("what comes next", [f"comparing {what}" for what in compared], ranks, do)
-        if detail is not None:
-            values = self._share(f"{name}/detail", ranks, f"comparing {what}", detail())
-        raise disagreement(what, [data.decode().removeprefix(f"{what}\n") for data in values], ranks, do)
-
-    def any(self, value: bool, what: str, ranks: Sequence[int]) -> bool:
-        """Whether `value` is True on any of `ranks`, which all call this; this rank's own value for less than two."""
-        ranks = tuple(ranks)
-        if len(ranks) < 2:
-            return value
-        name = f"any/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
-        return b"1" in self._share(name, ranks, what, "1" if value else "0")
+        self.meetings.barrier()
 
     def begin(self, activity: Activity) -> None:
         """Note the program that this rank runs from here on, for errors and other ranks' questions.
@@ -266,85 +192,19 @@ class World:
         All ranks run the same programs in the same order: RankError where they do not, told at the latest when twice as
         many calls are made. (Compared at calls 4, 8, 16, … it costs nothing in the long run.)
         """
-        self.turns.resume(self.check_same)
+        self.turns.resume(self.meetings.check_same)
         self.activity = activity
         history = self._history
         history.add(activity.name)
         if self.size > 1 and history.calls >= _FIRST_COMPARED and history.calls & (history.calls - 1) == 0:
-            self.check_same(history.digest, "the order of calls", self.all_ranks, history.text)
-
-    def told(self, ranks: Sequence[int], what: str, value: str) -> list[bytes]:
-        """What each of `ranks`, which all call this, says of itself."""
-        ranks = tuple(ranks)
-        name = f"told/{what}/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
-        return self._share(name, ranks, f"comparing {what}", value)
-
-    def exchange(self, value: bytes, what: str, limit: float | None = None) -> list[bytes]:
-        """Every rank's value, on every rank; all call this and wait `limit` seconds (MESHFUSE_TIMEOUT)."""
-        if self.size == 1:
-            return [value]
-        # Counted apart: a checkpoint may be saved in a thread, beside executions.
-        name = f"exchange/{self._counters.next(self.all_ranks, 'exchange')}"
-        return self._share(name, self.all_ranks, what, value, limit)
-
-    def _share(
-        self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes, limit: float | None = None
-    ) -> list[bytes]:
-        """The values of some ranks."""
-        self._arrive(name, ranks, what, value, limit)
-        return self._asked(what, ranks, lambda: self.store.multi_get([f"{name}/{rank}" for rank in ranks]))
-
-    def _arrive(
-        self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes = "", limit: float | None = None
-    ) -> None:
-        """Say that this rank has come to a meeting and wait for the others."""
-        self.turns.check()
-        start, limit = time.monotonic(), limit or self.limit
-        keys = {f"{name}/{rank}": rank for rank in ranks}
-
-        def wait() -> list[str]:
-            self.store.set(f"{name}/{self.rank}", value)  # pyright: ignore[reportArgumentType] - bytes are fine
-            return await_keys(self.store, list(keys), limit, lambda: self._raise_if_hopeless(keys, what))
-
-        self._meeting = what
-        try:
-            missing = self._asked(what, ranks, wait, limit)
-        finally:
-            self._meeting = ""
-        if missing:
-            raise timed_out(self._scene(), what, [keys[key] for key in missing], seconds_since(start), limit)
-
-    def _asked(self, what: str, ranks: tuple[int, ...], action: Callable[[], T], limit: float | None = None) -> T:
-        """What the store says to an action that it may take so long over. RankError where it is gone or stopped."""
-        start, limit = time.monotonic(), limit or self.limit
-        try:
-            return action() if hosts_store(self.place) else bounded(limit + _GRACE, action)
-        except RankError:
-            raise
-        except Silent:
-            raise timed_out(self._scene(), what, ranks, seconds_since(start), limit) from None
-        except RuntimeError as error:
-            raise connection_lost(self._scene(), what, ranks, str(error), seconds_since(start)) from None
-
-    def _raise_if_hopeless(self, keys: Mapping[str, int], what: str) -> None:
-        """RankError if a peer has failed, or one that has not come to a meeting is no more."""
-        self.raise_if_failed(what)
-        self._peers.remember(keys.values())
-        left = [rank for rank in list(keys.values())[:MANY] if goodbye(self.store, rank) is not None]
-        gone = [
-            rank for key, rank in keys.items()
-            if (rank in left or self._peers.gone([rank])) and not self.store.check([key])
-        ]  # fmt: skip
-        if gone:
-            self.raise_if_failed(what)
-            raise peers_gone(self._scene(), what, gone)
+            self.meetings.check_same(history.digest, "the order of calls", self.all_ranks, history.text)
 
     def raise_if_failed(self, what: str = "leaving") -> None:
         """RankError if a peer has published a failure; `what` is what this rank was about to do."""
         failure = within(1.0, lambda: published(self.store))
         if failure is None or failure.rank == self.rank:
             return
-        scene = self._scene()
+        scene = self.scene()
         gone = [] if failure.primary else lost(scene)
         if gone:  # What the other rank says of it this one can say itself.
             raise connection_lost(scene, what, gone, "a peer is gone", 0.0)
@@ -359,20 +219,15 @@ class World:
         self.raise_if_failed(str(work))
         gone = [rank for rank in self._peers.gone(work.group.ranks) if rank != self.rank]
         before, self._gone = self._gone, set(gone)
-        if before.intersection(gone) and set(lost(self._scene())).intersection(gone):
-            raise self._explain(str(work), work.group.ranks, ConnectionError("a peer is gone"), work.start)
+        if before.intersection(gone) and set(lost(self.scene())).intersection(gone):
+            raise failed(self.scene(), str(work), work.group.ranks, ConnectionError("a peer is gone"), work.start)
 
     def explain(self, work: Work, error: BaseException) -> RankError:
         """The error to raise for a backend's error in `work`: who failed or did not arrive, if known."""
-        return self._explain(str(work), work.group.ranks, error, work.start)
+        return failed(self.scene(), str(work), work.group.ranks, error, work.start)
 
-    def _explain(self, what: str, ranks: tuple[int, ...], error: BaseException, start: float) -> RankError:
-        after = seconds_since(start)
-        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            return timed_out(self._scene(), what, ranks, after)
-        return connection_lost(self._scene(), what, ranks, str(error), after)
-
-    def _scene(self) -> Scene:
+    def scene(self) -> Scene:
+        """Who asks, and whom, where an error is to name the rank at fault."""
         host = None if self.place.agent_store or self.place.source == DEFAULT_GROUP else 0
         return Scene(self.rank, self.store, host, self.limit, self._peers, self.all_ranks)
 

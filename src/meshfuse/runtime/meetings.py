@@ -1,0 +1,169 @@
+"""Where the ranks of a job come together, at the same places of their programs: short texts, by way of its store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import RankError
+from .bounds import Silent, bounded
+from .diagnosis import SAME_PROGRAM, connection_lost, disagreement, failed, peers_gone, seconds_since, timed_out
+from .liveness import goodbye
+from .peers import MANY
+from .store import await_keys, hosts_store
+
+if TYPE_CHECKING:
+    from .group import Group
+    from .world import World
+
+T = TypeVar("T")
+_GRACE = 2.0  # Seconds that the store may answer after a limit is over.
+
+
+@dataclass(slots=True)
+class _Counters:
+    """How often the ranks of a tuple have met, for this or that; equal on all of them, as they run the same program."""
+
+    meetings: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+
+    def next(self, ranks: tuple[int, ...], what: str = "") -> int:
+        self.meetings[what, ranks] = self.meetings.get((what, ranks), 0) + 1
+        return self.meetings[what, ranks]
+
+
+class Meetings:
+    """The meetings of a world's rank, of which `waiting` is the one that it is in, if any.
+
+    Every wait ends after the world's limit: RankTimeout, or RankError where a peer is known to have failed before.
+    """
+
+    def __init__(self, world: World):
+        self.world = world
+        self._counters = _Counters()
+        self.waiting = ""
+
+    def meet(self, group: Group, kind: str, make: Callable[[dist.Store], T]) -> T:
+        """Make a backend's process group once all of the group's ranks have come to make it.
+
+        Each has a name of its own: one that read the addresses of an earlier one would never connect.
+        """
+        name = f"group/{kind}/{'-'.join(map(str, group.ranks))}/{self._counters.next(group.ranks, kind)}"
+        start = time.monotonic()
+        self._arrive(name, group.ranks, f"connecting {group}")
+        scene = self.world.scene()
+        scene.peers.remember(group.ranks)
+        try:
+            return make(dist.PrefixStore(name, self.world.store))
+        except RuntimeError as error:
+            raise failed(scene, f"connecting {group}", group.ranks, error, start) from None
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the world."""
+        if self.world.size > 1:
+            self._arrive(f"barrier/{self._counters.next(self.world.all_ranks)}", self.world.all_ranks, "barrier")
+
+    def check_same(
+        self,
+        value: str,
+        what: str,
+        ranks: Sequence[int],
+        detail: Callable[[], str] | None = None,
+        do: str = SAME_PROGRAM,
+    ) -> None:
+        """Compare a short text over `ranks`, which all call this. RankError on every one if it differs.
+
+        `detail` gives a longer text to show in its place: the first line in which the ranks differ. `do` is the advice.
+        Ranks in other calls compare other things: an execution with new shapes its program, one with known shapes none.
+        """
+        ranks = tuple(ranks)
+        if len(ranks) == 1:
+            return
+        name = f"same/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
+        values = self._share(name, ranks, f"comparing {what}", f"{what}\n{value}")
+        if len(set(values)) == 1:
+            return
+        compared = [data.decode().partition("\n")[0] for data in values]
+        if len(set(compared)) > 1:
+            raise disagreement("what comes next", [f"comparing {what}" for what in compared], ranks, do)
+        if detail is not None:
+            values = self._share(f"{name}/detail", ranks, f"comparing {what}", detail())
+        raise disagreement(what, [data.decode().removeprefix(f"{what}\n") for data in values], ranks, do)
+
+    def any(self, value: bool, what: str, ranks: Sequence[int]) -> bool:
+        """Whether `value` is True on any of `ranks`, which all call this; this rank's own value for less than two."""
+        ranks = tuple(ranks)
+        if len(ranks) < 2:
+            return value
+        name = f"any/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
+        return b"1" in self._share(name, ranks, what, "1" if value else "0")
+
+    def told(self, ranks: Sequence[int], what: str, value: str) -> list[bytes]:
+        """What each of `ranks`, which all call this, says of itself."""
+        ranks = tuple(ranks)
+        name = f"told/{what}/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
+        return self._share(name, ranks, f"comparing {what}", value)
+
+    def exchange(self, value: bytes, what: str, limit: float | None = None) -> list[bytes]:
+        """Every rank's value, on every rank; all call this and wait `limit` seconds (MESHFUSE_TIMEOUT)."""
+        if self.world.size == 1:
+            return [value]
+        # Counted apart: a checkpoint may be saved in a thread, beside executions.
+        name = f"exchange/{self._counters.next(self.world.all_ranks, 'exchange')}"
+        return self._share(name, self.world.all_ranks, what, value, limit)
+
+    def _share(
+        self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes, limit: float | None = None
+    ) -> list[bytes]:
+        """The values of some ranks."""
+        self._arrive(name, ranks, what, value, limit)
+        return self._asked(what, ranks, lambda: self.world.store.multi_get([f"{name}/{rank}" for rank in ranks]))
+
+    def _arrive(
+        self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes = "", limit: float | None = None
+    ) -> None:
+        """Say that this rank has come to a meeting and wait for the others."""
+        self.world.turns.check()
+        store, start, limit = self.world.store, time.monotonic(), limit or self.world.limit
+        keys = {f"{name}/{rank}": rank for rank in ranks}
+
+        def wait() -> list[str]:
+            store.set(f"{name}/{self.world.rank}", value)  # pyright: ignore[reportArgumentType] - bytes are fine
+            return await_keys(store, list(keys), limit, lambda: self._raise_if_hopeless(keys, what))
+
+        self.waiting = what
+        try:
+            missing = self._asked(what, ranks, wait, limit)
+        finally:
+            self.waiting = ""
+        if missing:
+            raise timed_out(self.world.scene(), what, [keys[key] for key in missing], seconds_since(start), limit)
+
+    def _asked(self, what: str, ranks: tuple[int, ...], action: Callable[[], T], limit: float | None = None) -> T:
+        """What the store says to an action that it may take so long over. RankError where it is gone or stopped."""
+        start, limit = time.monotonic(), limit or self.world.limit
+        try:
+            return action() if hosts_store(self.world.place) else bounded(limit + _GRACE, action)
+        except RankError:
+            raise
+        except Silent:
+            raise timed_out(self.world.scene(), what, ranks, seconds_since(start), limit) from None
+        except RuntimeError as error:
+            raise connection_lost(self.world.scene(), what, ranks, str(error), seconds_since(start)) from None
+
+    def _raise_if_hopeless(self, keys: Mapping[str, int], what: str) -> None:
+        """RankError if a peer has failed, or one that has not come to a meeting is no more."""
+        self.world.raise_if_failed(what)
+        scene = self.world.scene()
+        scene.peers.remember(keys.values())
+        left = [rank for rank in list(keys.values())[:MANY] if goodbye(scene.store, rank) is not None]
+        gone = [
+            rank for key, rank in keys.items()
+            if (rank in left or scene.peers.gone([rank])) and not scene.store.check([key])
+        ]  # fmt: skip
+        if gone:
+            self.world.raise_if_failed(what)
+            raise peers_gone(scene, what, gone)
