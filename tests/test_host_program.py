@@ -384,3 +384,19 @@ def test_no_instruction_of_any_program_is_idle(fd: mf.FusionDefinition, data: st
         place = data.draw(st.sampled_from(vital))
         with pytest.raises(AssertionError):
             verify(with_body(program, [*program.instructions[:place], *program.instructions[place + 1 :]]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(definitions(("shapes", "pointwise"), open_sizes=False).flatmap(annotations))
+def test_no_collective_is_issued_in_which_nothing_travels(fd: mf.FusionDefinition) -> None:
+    """Such as for the parts of a fused dim that is split inside each of them."""
+    compiled = fd.compile()
+    carried: dict[tuple[tuple[int, ...], int], int] = {}
+    for rank in compiled.ranks:
+        issued: dict[tuple[int, ...], int] = {}
+        for call in compiled.host_program(rank).instructions:
+            if isinstance(call, Collective):
+                place = issued[call.group] = issued.get(call.group, 0) + 1
+                carried[call.group, place] = carried.get((call.group, place), 0) + call.payload[0]
+    assert all(carried.values()), carried
+    assert len(fd.bill().entries) == 0 or carried or any(e.collective == "send-recv" for e in fd.bill().entries)

@@ -9,8 +9,9 @@ Every stage is a function from one printable value to the next and changes nothi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,17 @@ def compile_definition(
         if near > 1:
             PLANS.keep(graph, world, sharded)
         return compile_sharded(sharded, max_memory)
+
+
+def decided_without(
+    fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh, free: Collection[int],
+    effort: Effort,
+) -> ShardedDefinition | None:  # fmt: skip
+    """The plan if nothing were said of these inputs; None where nothing else is said."""
+    graph = with_links(taken_apart(concretize(fd, shapes, {})))
+    left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
+    with _no_collection():
+        return decided(dataclasses.replace(graph, annotations=left), world, effort) if left else None
 
 
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:

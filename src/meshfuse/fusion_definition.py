@@ -33,6 +33,7 @@ from .mesh import DeviceMesh
 from .ops.base import TensorRef
 from .plan_store.nearby import nearness
 from .planned_definition import PlannedDefinition
+from .preparation import prepared
 from .report.backends import backends_table
 from .report.reprint import definition_source
 from .runtime.world import World
@@ -123,6 +124,29 @@ class FusionDefinition(PlannedDefinition):
         """Let no gradient pass through this tensor; the same tensor. `fd.ops.set` makes another to do it to."""
         self._constants.add(self._own(tensor, "stop_gradient", self._changing()).id)
         return tensor
+
+    # what is done once ------------------------------------------------------------------------------------------
+
+    def prepared(self, inputs: Any, *shapes: Sequence[int]) -> tuple[FusionDefinition, FusionDefinition]:
+        """This program in two definitions: what follows from these inputs alone, and the rest.
+
+        For weights that stay as they are between many calls, as in inference: the first brings them where they are read
+        (a re-layout, a gather, a cast, a product of two), and the second takes what it returns behind the inputs that
+        are left. Both have the sizes of the latest (or the given) shapes, and the plan for them is cut in two::
+
+            once, each = fd.prepared([w])
+            kept = once.execute([w_shard])
+            out = each.execute([x_shard, *kept])
+
+        Random numbers of the second are others than this definition's. Raises DefinitionError for what is no input.
+        """
+        line = caller_line()
+        given = [self._own(t, "prepared", line).id for t in _listed(inputs)]
+        return prepared(self, given, shapes, self._like, line)
+
+    def _like(self) -> FusionDefinition:
+        bounds = {"max_wire": self.max_wire, "max_memory": self.max_memory}
+        return FusionDefinition(self.seed, **bounds, search=self.effort.value)
 
     # running --------------------------------------------------------------------------------------------------
 
@@ -269,7 +293,7 @@ class FusionDefinition(PlannedDefinition):
         return step
 
     def _key(self, found: Inputs, *more: Any) -> Any:
-        sizes = tuple(found.scalars[i] for i in sorted(self._sized_by()))
+        sizes = tuple(found.scalars[i] for i in sorted(self.sized_by()))
         return (tuple(t.shape for t in found.tensors.values()), sizes, found.device, more)
 
     def _bind_rank(

@@ -46,7 +46,7 @@ class PlannedDefinition(DefinitionBuilder):
         self._latest: Holder | None = None
         self._shape_scalars: frozenset[int] | None = None
 
-    def _sized_by(self) -> frozenset[int]:
+    def sized_by(self) -> frozenset[int]:
         """The scalar inputs whose values sizes depend on. Asking for them closes the definition."""
         if self._shape_scalars is None:
             self._open = False
@@ -57,7 +57,7 @@ class PlannedDefinition(DefinitionBuilder):
         self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float = 1.0
     ) -> CompiledProgram:
         """The program for these shapes; with a factor `near` it may be that of a plan which was taken over."""
-        missing = [f"s{i}" for i in sorted(self._sized_by()) if i not in found.scalars]
+        missing = [f"s{i}" for i in sorted(self.sized_by()) if i not in found.scalars]
         if missing:
             raise user_error(
                 "compile needs the scalars that sizes depend on", "none", ", ".join(missing),
@@ -87,7 +87,7 @@ class PlannedDefinition(DefinitionBuilder):
         return compile_definition(self, shapes, dict(key[1]), world, self.max_memory, near, self.effort)
 
     def _program_key(self, found: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> Any:
-        scalars = {i: found.scalars[i] for i in self._sized_by()}
+        scalars = {i: found.scalars[i] for i in self.sized_by()}
         return (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
 
     def _renewed(

@@ -119,6 +119,10 @@ class AnnotatedDefinition:
             self._annotations[tensor.id] = Annotation(caller_line(), domain, tensor.label)
         return self._annotations[tensor.id]
 
+    def say(self, tensor: TensorView, annotation: Annotation) -> None:
+        """Give a tensor the annotation of one of another definition."""
+        self._annotations[tensor.id] = annotation
+
     def is_annotated(self, tensor: TensorView) -> bool:
         """Whether an annotation of the user's puts the tensor on a mesh."""
         found = self._annotations.get(tensor.id)

@@ -78,7 +78,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         if strides is not None and not static_sizes:
             found = tuple(n if n == 1 else -1 for n in found)
         order = checked_order(stride_order, strides, found, line)
-        return self._new_input(TensorType(found, checked_dtype("define_tensor", dtype, line)), line, order)
+        return self.new_input(TensorType(found, checked_dtype("define_tensor", dtype, line)), line, order)
 
     def from_pytorch(self, tensor: Any, static_sizes: bool = False) -> TensorView:
         """An input with the shape, strides and dtype of a torch tensor; of a DTensor also its sharding.
@@ -94,7 +94,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         shape = tuple(tensor.shape)
         found = shape if static_sizes else tuple(n if n == 1 else -1 for n in shape)
         dtype = checked_dtype("from_pytorch", tensor.dtype, line)
-        out = self._new_input(TensorType(found, dtype), line, checked_order(None, tensor.stride(), shape, line))
+        out = self.new_input(TensorType(found, dtype), line, checked_order(None, tensor.stride(), shape, line))
         if hasattr(tensor, "placements"):
             self.shard(out, tensor.placements, tensor.device_mesh)
         return out
@@ -106,11 +106,11 @@ class DefinitionBuilder(AnnotatedDefinition):
             value, dtype = None, value
         found = None if dtype is None else checked_dtype("define_scalar", dtype, line)
         if value is None:
-            out = self._new_scalar(ScalarDef("input", (), found or DataType.Double))
+            out = self.new_scalar(ScalarDef("input", (), found or DataType.Double))
             self.inputs.append(out.ref)
             return out
         number = checked_number("define_scalar", value, found, line)
-        return self._new_scalar(ScalarDef("const", (number,), found or scalar_dtype(number)))
+        return self.new_scalar(ScalarDef("const", (number,), found or scalar_dtype(number)))
 
     def define_vector(self, size: int | Sequence[Any], dtype: Any = DataType.Int) -> list[Val]:
         """As many scalar inputs as a number says, or a constant per entry of a list (-1 stays as it is)."""
@@ -175,7 +175,10 @@ class DefinitionBuilder(AnnotatedDefinition):
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
         if is_scalar_call(op, args, kwargs):
             return self._scalar_op(op, args, kwargs)
-        bound = bind(op, args, kwargs, self._resolve)
+        return self.append(op, bind(op, args, kwargs, self._resolve), line)
+
+    def append(self, op: OpDef, bound: tuple[Any, ...], line: SourceLine) -> Any:
+        """Apply an op to its arguments as `bind` gives them: a TensorView, or a tuple of them."""
         inputs = tuple(ref.id for ref in tensor_refs(bound))
         types = op.infer(Call(op, bound, tuple(self.tensors[i].type for i in inputs)))
         check_results(op.name, types)
@@ -189,9 +192,9 @@ class DefinitionBuilder(AnnotatedDefinition):
     def _scalar_op(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Val:
         refs = tuple(map(self._resolve, scalar_arguments(op, args, kwargs)))
         if op.name == "cast":
-            return self._new_scalar(ScalarDef("cast", refs[:1], checked_dtype("cast", refs[1], None)))
+            return self.new_scalar(ScalarDef("cast", refs[:1], checked_dtype("cast", refs[1], None)))
         found = [self.scalars[r.id].dtype if isinstance(r, ScalarRef) else scalar_dtype(r) for r in refs]
-        return self._new_scalar(ScalarDef(op.name, refs, result_dtype(op.name, found)))
+        return self.new_scalar(ScalarDef(op.name, refs, result_dtype(op.name, found)))
 
     def size(self, tensor: TensorView, dim: int) -> Val:
         """The size of a dim as a scalar of the definition."""
@@ -205,7 +208,7 @@ class DefinitionBuilder(AnnotatedDefinition):
                 "Pass an existing dim.",
                 line,
             )
-        return self._new_scalar(ScalarDef("size", (tensor.ref, place % ndim), DataType.Int))
+        return self.new_scalar(ScalarDef("size", (tensor.ref, place % ndim), DataType.Int))
 
     def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
         """Return a tensor from the program. Its order among the outputs is the order of these calls.
@@ -237,7 +240,8 @@ class DefinitionBuilder(AnnotatedDefinition):
             return value.ref
         return plain_number(value)
 
-    def _new_input(self, kind: TensorType, line: SourceLine, order: tuple[int, ...] | None) -> TensorView:
+    def new_input(self, kind: TensorType, line: SourceLine, order: tuple[int, ...] | None) -> TensorView:
+        """An input tensor that this line asks for, with nvFuser's stride order or none."""
         tensor = self._new_tensor(kind, line, order)
         self.inputs.append(tensor.ref)
         self.history.append(tensor.ref)
@@ -248,7 +252,8 @@ class DefinitionBuilder(AnnotatedDefinition):
         self.tensors.append(TensorDef(kind, f"t{ref.id}", line, order))
         return TensorView(self, ref)  # type: ignore[arg-type]
 
-    def _new_scalar(self, made: ScalarDef) -> Val:
+    def new_scalar(self, made: ScalarDef) -> Val:
+        """A scalar; an input must be put among the inputs, too."""
         ref = ScalarRef(len(self.scalars), made.dtype)
         self.scalars[ref.id] = made
         self.history.append(ref)

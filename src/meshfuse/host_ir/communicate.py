@@ -328,7 +328,15 @@ def _scatter_rows(c: MoveContext) -> list[Instruction]:
 def _exchange(c: MoveContext) -> list[Instruction]:
     group = c.group
     mine = [p for p in pieces(c.move, c.type.shape) if p.source in group]
-    return _swap(c, _Traffic.of(mine, c.rank, group))
+    traffic = _Traffic.of(mine, c.rank, group)
+    return _swap(c, traffic) if any(p.source != p.target for p in mine) else _stay(c, traffic.kept)
+
+
+def _stay(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
+    """What each rank of the group wants it has, such as the parts of a dim that is split inside each of them."""
+    if list(kept) == [c.wanted] and not c.placed:
+        return [View(c.target, c.source, c.source_box(c.wanted), c.source_shape)]
+    return [*_make_target(c), *_keep(c, kept)]
 
 
 def _transfer(c: MoveContext) -> list[Instruction]:

@@ -296,7 +296,7 @@ class FusionDefinition(core.FusionDefinition):
         if not self._compiled:
             self._annotate_aliases(line)
         if not self._compiled and (mesh := common_mesh(self)) is not None:
-            scalars = {i: found.scalars[i] for i in self._sized_by() if i in found.scalars}
+            scalars = {i: found.scalars[i] for i in self.sized_by() if i in found.scalars}
             for tensor, bound in zip(self.outputs, followed_outputs(self, mesh, shapes, scalars), strict=True):
                 if bound is not None and tensor not in self.annotations:
                     self._annotate_output(tensor, mesh, bound, line)

@@ -139,7 +139,7 @@ def _price(resharded: ReshardedDefinition, starts: Starts) -> float:
 def _spent(resharded: ReshardedDefinition) -> dict[_Origin, float]:
     """Modelled time of the moves by which dims lose a split, or sums their terms, by where these come from."""
     origins, found = _origins(resharded.graph, resharded.sharded.homes), dict[_Origin, float]()
-    for step in resharded.collectives:
+    for step in resharded.moves:
         for origin in _left(step, origins[resharded.values[step.source].tensor]):
             found[origin] = found.get(origin, 0.0) + resharded.seconds(step)
     return found

@@ -12,7 +12,7 @@ from ..propagation.ends import ends
 from ..propagation.factors import Placement
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
-from .moves import Move, MoveKind
+from .moves import Move, MoveKind, travels
 from .order import Before, before
 from .planner import Path, plan
 from .prices import price
@@ -98,9 +98,14 @@ class ReshardedDefinition:
         return self.graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value
 
     @property
-    def collectives(self) -> tuple[Set, ...]:
-        """The moves that put bytes on the wire, in order."""
+    def moves(self) -> tuple[Set, ...]:
+        """All moves but slices, in order: those that may put bytes on the wire."""
         return tuple(s for s in self.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE)
+
+    @property
+    def collectives(self) -> tuple[Set, ...]:
+        """The moves of which something travels between ranks, in order."""
+        return tuple(s for s in self.moves if travels(s.move, self.graph.shape(self.values[s.source].tensor)))
 
     def verify(self) -> None:
         """Every value is made once, before it is read; moves start from and end in the shardings of their values."""

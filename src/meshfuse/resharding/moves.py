@@ -27,6 +27,10 @@ class MoveKind(enum.Enum):
     WINDOW = "window"
 
 
+# Of pieces that each rank's lack tells; a rank may lack nothing.
+_IN_PIECES = (MoveKind.EXCHANGE, MoveKind.WINDOW, MoveKind.TRANSFER)
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """How the indices of two tensors correspond: target index i is source index i + offset, dim by dim.
@@ -186,6 +190,13 @@ def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
     if move.kind is MoveKind.ALL_GATHER:
         return float((n - 1) * count(move.held(shape, rank)))
     return float(_sent(move, tuple(shape)).get(rank, 0))
+
+
+def travels(move: Move, shape: Sequence[int]) -> bool:
+    """Whether anything of a tensor of this shape goes from rank to rank."""
+    if move.kind in _IN_PIECES:
+        return bool(_sent(move, tuple(shape)))
+    return move.kind is not MoveKind.SLICE
 
 
 @functools.lru_cache(maxsize=4096)

@@ -94,7 +94,7 @@ def moves_along(found: ShardedDefinition, dims: Mapping[int, int]) -> bool:
     resharded, total, along = insert_resharding(found), 0.0, 0.0
     written = [node for node in found.graph.nodes if node.origin in dims]
     touched = {i: dims[node.origin] for node in written for i in (*node.inputs, *node.outputs)}
-    for step in resharded.collectives:
+    for step in resharded.moves:
         seconds, tensor = resharded.seconds(step), resharded.values[step.source].tensor
         total += seconds
         along += seconds if tensor in touched and _changes(step.move, touched[tensor]) else 0.0

@@ -1,0 +1,109 @@
+"""A planned definition written as two: what follows from some inputs alone, and the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+
+from ..definition.fusion import DefinitionBuilder
+from ..definition.tensor_view import TensorView
+from ..graph import Graph, Node
+from ..ops.base import ScalarRef, TensorRef, count_tensors
+from ..ops.registry import find
+from ..scalars import ScalarDef
+from .once import Cut, Need
+
+
+def write_halves(fd: DefinitionBuilder, cut: Cut, first: DefinitionBuilder, rest: DefinitionBuilder) -> None:
+    """Fill two empty definitions. The first makes what `cut.handed_on` names, in that order; the rest takes the inputs
+    that are left, in theirs, and then that.
+    """
+    once = _Half(fd, cut.plan.graph, first)
+    for tensor in cut.inputs:
+        once.take(tensor)
+    once.write(cut.before | cut.free, {})
+    for need in cut.handed_on:
+        once.hand_on(need)
+    each = _Half(fd, cut.plan.graph, rest)
+    each.take_scalars()
+    for ref in cut.plan.graph.inputs:
+        if isinstance(ref, ScalarRef):
+            rest.inputs.append(ref)
+        elif ref.id not in cut.inputs:
+            each.take(ref.id)
+    handed = {need: each.take_handed(need) for need in cut.handed_on}
+    others = [node.id for node in cut.plan.graph.nodes if node.id not in cut.before]
+    each.write(others, {n: {p: handed[need] for p, need in needs.items()} for n, needs in cut.needs.items()})
+    ends = {i: handed[need] for i, need in cut.ends.items()}
+    for i in cut.plan.graph.outputs:
+        rest.outputs.append((ends[i] if i in ends else each.made[i]).id)
+
+
+class _Half:
+    """One of the two: `made` are the graph's tensors that it has."""
+
+    def __init__(self, fd: DefinitionBuilder, graph: Graph, new: DefinitionBuilder):
+        self.fd, self.graph, self.new = fd, graph, new
+        self.made: dict[int, TensorView] = {}
+        self._said = fd.all_annotations
+
+    def take(self, tensor: int) -> None:
+        """An input of the definition's."""
+        made = self.graph.tensors[tensor]
+        self.made[tensor] = self.new.new_input(made.type, made.line, self.fd.tensors[tensor].stride_order)
+        self._annotate(tensor)
+
+    def take_handed(self, need: Need) -> TensorView:
+        """What the first part makes, as an input."""
+        made = self.graph.tensors[need.tensor]
+        given = self.new.new_input(made.type, made.line, None)
+        self.new.shard(given, need.sharding)
+        return given
+
+    def take_scalars(self) -> None:
+        """All of the definition's scalars, under their numbers; sizes are known."""
+        for made in self.fd.scalars.values():
+            self.new.new_scalar(self._sized(made))
+
+    def _sized(self, made: ScalarDef) -> ScalarDef:
+        if made.op != "size":
+            return made
+        tensor, dim = made.operands
+        return ScalarDef("const", (self.graph.shape(tensor.id)[dim],), made.dtype)
+
+    def write(self, nodes: Iterable[int], handed: Mapping[int, Mapping[int, TensorView]]) -> None:
+        """These ops, on what was handed on as some of their operands."""
+        for number in sorted(nodes):
+            node = self.graph.nodes[number]
+            read = handed.get(number, {})
+            operands = [read[p] if p in read else self.made[i] for p, i in enumerate(node.inputs)]
+            self._apply(node, iter(operands))
+
+    def _apply(self, node: Node, operands: Iterator[TensorView]) -> None:
+        bound = []
+        for arg in node.call.args:
+            many = [next(operands).ref for _ in range(count_tensors(arg))]
+            bound.append((many[0] if isinstance(arg, TensorRef) else tuple(many)) if many else arg)
+        found = self.new.append(node.call.op, tuple(bound), node.line)
+        self.made.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+        for tensor in node.outputs:
+            self._annotate(tensor)
+
+    def _annotate(self, tensor: int) -> None:
+        """Say of a tensor what the user says of it, where the same op still makes it; else where it must lie."""
+        made = self.made[tensor]
+        said = self._said.get(tensor)
+        if said is not None and self.new.reduction_flags(made.id) == self.fd.reduction_flags(tensor):
+            self.new.say(made, dataclasses.replace(said))
+        elif tensor in self.graph.annotations:
+            self.new.shard(made, self.graph.annotations[tensor])
+        if tensor in self.fd.overlaps:
+            self.new.overlaps[made.id] = self.fd.overlaps[tensor]
+
+    def hand_on(self, need: Need) -> None:
+        """Give what is there, where it will be read."""
+        op = find("set")
+        assert op is not None
+        given = self.new.append(op, (self.made[need.tensor].ref,), self.graph.tensors[need.tensor].line)
+        self.new.shard(given, need.sharding)
+        self.new.outputs.append(given.id)

@@ -1,0 +1,63 @@
+"""A definition in two: what follows from some inputs alone, such as weights, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from .compiler import CompiledProgram, decided_without
+from .errors import SourceLine, user_error
+from .planned_definition import PlannedDefinition
+from .planning.halves import write_halves
+from .planning.once import Cut, cut
+from .planning.search import spent
+
+Definition = TypeVar("Definition", bound=PlannedDefinition)
+
+
+def prepared(
+    fd: PlannedDefinition, inputs: Sequence[int], shapes: Sequence[Sequence[int]], make: Callable[[], Definition],
+    line: SourceLine,
+) -> tuple[Definition, Definition]:  # fmt: skip
+    """The two, by the plan for the latest (or the given) shapes; `make` gives empty ones like `fd`.
+
+    It is the plan in which it does not count where these inputs come from, if the second takes less time so, and a rank
+    keeps no more than by the definition's own, or than the inputs. Raises DefinitionError for what is no input.
+    """
+    _check(fd, inputs, line)
+    compiled = fd.latest(shapes)
+    found = cut(compiled.planned, tuple(inputs))
+    if not found.handed_on:
+        read = ", ".join(fd.tensors[i].label for i in inputs)
+        raise user_error("prepared: nothing follows", f"no reader of {read}", "inputs that are read", "", line)
+    halves, other = _halves(fd, found, make), _freed(fd, compiled, found)
+    if other is not None and other.kept <= max(found.kept, found.given):
+        others = _halves(fd, other, make)
+        if spent(others[1].compile().planned).beats(spent(halves[1].compile().planned)):
+            return others
+    return halves
+
+
+def _check(fd: PlannedDefinition, inputs: Sequence[int], line: SourceLine) -> None:
+    wrong = [fd.tensors[i].label for i in inputs if i not in fd.input_tensors()]
+    if wrong or not inputs or len(set(inputs)) < len(inputs):
+        found = f"{', '.join(wrong)}, made by ops" if wrong else "one twice" if inputs else "none"
+        raise user_error("prepared", found, "input tensors, each once", "Pass what define_tensor returned.", line)
+    sized = ", ".join(f"s{i}" for i in sorted(fd.sized_by()))
+    if sized:
+        needed = "sizes that depend on no scalar inputs"
+        raise user_error("prepared: sizes are fixed", f"some that follow {sized}", needed, "Pass ints.", line)
+
+
+def _freed(fd: PlannedDefinition, compiled: CompiledProgram, found: Cut) -> Cut | None:
+    """The cut of the plan in which nothing is said of the inputs, if there is one."""
+    shapes = {i: compiled.graph.shape(i) for i in fd.input_tensors()}
+    world = compiled.resharded.values[0].sharding.mesh
+    free = decided_without(fd, shapes, world, found.inputs, fd.effort)
+    return None if free is None else cut(free, found.inputs)
+
+
+def _halves(fd: PlannedDefinition, found: Cut, make: Callable[[], Definition]) -> tuple[Definition, Definition]:
+    first, rest = make(), make()
+    write_halves(fd, found, first, rest)
+    return first, rest

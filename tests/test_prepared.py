@@ -1,0 +1,219 @@
+"""Definitions in two, what follows from some inputs alone and the rest, against the whole in plain torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import meshfuse as mf
+from defining import collectives, random_inputs
+from interpreter import has_reference, interpret
+from meshfuse.graph import shape_scalars
+from meshfuse.ops.base import TensorRef
+from meshfuse.testing import annotations, definitions, inputs_for, shapes_for
+from meshfuse.testing.check import assert_close, tolerance_of
+
+TP = mf.DeviceMesh((4,), ("tp",))
+GRID = mf.DeviceMesh((2, 2), ("dp", "tp"))
+Halves = tuple[mf.FusionDefinition, mf.FusionDefinition]
+
+
+def views(fd: mf.FusionDefinition, places: Sequence[int]) -> list[mf.TensorView]:
+    """The inputs at these places."""
+    return [mf.TensorView(fd, ref) for place in places if isinstance(ref := fd.inputs[place], TensorRef)]
+
+
+def run(halves: Halves, inputs: Sequence[Any], kept: Sequence[int]) -> list[torch.Tensor]:
+    """The outputs, with the inputs at the places `kept` given once."""
+    once, each = halves
+    made = once.simulate([inputs[place] for place in kept], check_replicas=True)
+    others = [value for place, value in enumerate(inputs) if place not in kept]
+    return each.simulate([*others, *made], check_replicas=True)
+
+
+@pytest.mark.fuzz
+@settings(max_examples=50)
+@given(definitions(open_sizes=True).flatmap(annotations), st.integers(0, 99), st.data())
+def test_random_programs_in_two_are_what_torch_computes(fd: mf.FusionDefinition, number: int, data: Any) -> None:
+    assume(has_reference(fd) and not shape_scalars(fd))
+    read = {i for node in fd.nodes for i in node.inputs}.union(fd.outputs)
+    places = [place for place, ref in enumerate(fd.inputs) if isinstance(ref, TensorRef) and ref.id in read]
+    assume(places)
+    kept = data.draw(st.lists(st.sampled_from(places), min_size=1, unique=True))
+    inputs = inputs_for(fd, number)
+    try:
+        halves = fd.prepared(views(fd, kept), *shapes_for(fd))
+    except mf.DefinitionError as error:  # what reads them no output follows from
+        assert "nothing follows" in str(error)
+        return
+    for got, wanted in zip(run(halves, inputs, kept), interpret(fd, inputs), strict=True):
+        assert_close(got, wanted, tolerance_of(fd), "an output")
+    assert halves[1].bill().total <= fd.bill().total + 1e-6
+
+
+def fused(rows: int) -> tuple[mf.FusionDefinition, mf.TensorView]:
+    """Three products by one weight, which is split across them, for a result that is split inside of each."""
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([rows, 32]), fd.define_tensor([96, 32])
+        y = fd.ops.linear(x, w)
+        q, k, v = (fd.ops.slice(y, [0, 32 * i], [rows, 32 * i + 32]) for i in range(3))
+        z = fd.ops.add(fd.ops.mul(q, k), v)
+        fd.add_output(z)
+        fd.mesh_split(w, TP, ["tp", None])
+        fd.mesh_split(z, TP, [None, "tp"])
+    return fd, w
+
+
+@pytest.mark.parametrize("rows", [16, 512])
+def test_a_weight_is_laid_out_once(rows: int) -> None:
+    """Of few rows the products move at each call, as that is less than the weight; once the weight does in any case."""
+    fd, w = fused(rows)
+    moved = {entry.tensor for entry in fd.bill().entries}
+    assert moved == ({"t1"} if rows == 512 else {"y (t2)"})
+    once, each = halves = fd.prepared(w)
+    assert once.bill().total == 2048.0 and not each.bill().entries and not collectives(each)
+    inputs = random_inputs(fd)
+    q, k, v = (inputs[0].double() @ inputs[1].double().T).split(32, 1)
+    (got,) = run(halves, inputs, [1])
+    assert_close(got, q * k + v, 1e-5, "z")
+    assert once.compile().output_shardings()[0].max_local_numel((96, 32)) == 96 * 32 // 4
+
+
+def gathered() -> tuple[mf.FusionDefinition, list[mf.TensorView]]:
+    """A weight in shards, cast and used, and a bias that is broadcast."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([64, 32], dtype=mf.DataType.BFloat16)
+        w, b = fd.define_tensor([32, 32]), fd.define_tensor([32], dtype=mf.DataType.BFloat16)
+        y = fd.ops.matmul(x, fd.ops.cast(w, mf.DataType.BFloat16))
+        fd.add_output(fd.ops.add(y, fd.ops.broadcast_in_dim(b, [64, 32], [1])))
+        fd.mesh_split(x, TP, ["tp", None])
+        fd.mesh_split(w, TP, ["tp", None])
+    return fd, [w, b]
+
+
+def test_casts_and_gathers_are_done_once_and_what_grows_is_not() -> None:
+    fd, weights = gathered()
+    once, each = fd.prepared(weights)
+    shapes = [each.tensors[i].type for i in each.input_tensors()]
+    assert [(kind.shape, kind.dtype) for kind in shapes] == [
+        ((64, 32), mf.DataType.BFloat16), ((32, 32), mf.DataType.BFloat16), ((32,), mf.DataType.BFloat16),
+    ]  # fmt: skip
+    assert [node.op.name for node in each.nodes] == ["matmul", "broadcast_in_dim", "add"]
+    assert once.bill().total == fd.bill().total == 2 * 32 * 32 * 3 / 4 and each.bill().total == 0
+
+
+def test_products_of_weights_alone_are_done_once() -> None:
+    """Low-rank updates of a weight."""
+    with mf.FusionDefinition() as fd:
+        x, w, a, b = (fd.define_tensor(shape) for shape in ([8, 32], [32, 32], [4, 32], [32, 4]))
+        fd.add_output(fd.ops.linear(x, fd.ops.add(w, fd.ops.matmul(b, a))))
+        fd.mesh_split(w, GRID, ["tp", None])
+    once, each = halves = fd.prepared([w, a, b])
+    assert [node.op.name for node in each.nodes] == ["linear"] and len(once.outputs) == 1
+    inputs = random_inputs(fd)
+    x64, w64, a64, b64 = (t.double() for t in inputs)
+    assert_close(run(halves, inputs, [1, 2, 3])[0], x64 @ (w64 + b64 @ a64).T, 1e-5, "y")
+
+
+def test_random_numbers_are_drawn_at_each_call() -> None:
+    with mf.FusionDefinition(seed=3) as fd:
+        x, w = fd.define_tensor([8, 8]), fd.define_tensor([8, 8])
+        fd.mesh_split(w, TP, ["tp", None])
+        fd.add_output(fd.ops.add(x, fd.ops.mul(w, fd.ops.rand_like(w))))
+    _, each = halves = fd.prepared(w)
+    assert "rand_like" in [node.op.name for node in each.nodes]
+    inputs = [torch.zeros(8, 8), torch.ones(8, 8)]
+    first, second = (run(halves, inputs, [1])[0] for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_scalars_and_chunks_and_memory_orders_stay() -> None:
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([16, 8]), fd.define_tensor([8, 8])
+        factor = fd.define_scalar(dtype=mf.DataType.Double)
+        y = fd.ops.matmul(x, fd.ops.mul(w, 2.0))
+        z = fd.ops.mul(y, fd.ops.add(factor, x.size(0)))
+        fd.overlap(y, 2)
+        fd.mesh_split(w, TP, ["tp", None])
+        fd.add_output(fd.ops.permute(z, [1, 0]))
+    halves = fd.prepared(w)
+    assert {asked[:3] for asked in halves[1].overlaps.values()} == {(0, 2, False)}
+    inputs = [torch.randn(16, 8), torch.randn(8, 8), 0.5]
+    wanted = (inputs[0].double() @ (inputs[1].double() * 2) * 16.5).T
+    assert_close(run(halves, inputs, [1])[0], wanted, 1e-5, "z")
+
+
+def test_an_output_of_kept_inputs_alone() -> None:
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([8, 8]), fd.define_tensor([8, 8])
+        fd.add_output(fd.ops.tanh(w))
+        fd.add_output(fd.ops.add(x, w))
+        fd.add_output(w)
+        fd.mesh_split(w, TP, [None, "tp"])
+    inputs = random_inputs(fd)
+    tanh, total, same = run(fd.prepared(w), inputs, [1])
+    assert_close(tanh, inputs[1].double().tanh(), 1e-6, "tanh")
+    assert torch.equal(total, inputs[0] + inputs[1]) and torch.equal(same, inputs[1])
+
+
+def open_scalar() -> Any:
+    fd = mf.FusionDefinition()
+    n, w = fd.define_scalar(dtype=mf.DataType.Int), fd.define_tensor([8])
+    fd.add_output(fd.ops.add(fd.ops.full([n], 1.0, mf.DataType.Float), w))
+    return fd.prepared(w)
+
+
+def unread() -> Any:
+    fd = mf.FusionDefinition()
+    x, w = fd.define_tensor([8]), fd.define_tensor([8])
+    fd.add_output(fd.ops.neg(x))
+    return fd.prepared(w)
+
+
+def with_output(pick: Callable[[mf.FusionDefinition, Any, Any], Any]) -> Callable[[], Any]:
+    def ask() -> Any:
+        fd = mf.FusionDefinition()
+        x = fd.define_tensor([8])
+        y = fd.ops.neg(x)
+        fd.add_output(y)
+        return fd.prepared(pick(fd, x, y))
+
+    return ask
+
+
+EACH_ONCE = "needed input tensors, each once. Pass what define_tensor returned."
+WRONG = {
+    "made": (with_output(lambda fd, x, y: [x, y]), f"prepared: found y (t1), made by ops, {EACH_ONCE}"),
+    "twice": (with_output(lambda fd, x, y: [x, x]), f"prepared: found one twice, {EACH_ONCE}"),
+    "none": (with_output(lambda fd, x, y: []), f"prepared: found none, {EACH_ONCE}"),
+    "number": (with_output(lambda fd, x, y: 3), "prepared: found 3, needed a tensor of this definition."),
+    "unread": (unread, "prepared: nothing follows: found no reader of t1, needed inputs that are read"),
+    "sizes": (open_scalar, "prepared: sizes are fixed: found some that follow s0, needed sizes that depend on no"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_prepared(case: str) -> None:
+    ask, text = WRONG[case]
+    with pytest.raises(mf.DefinitionError, match=re.escape(text)) as raised:
+        ask()
+    assert "test_prepared.py:" in str(raised.value)
+
+
+def test_open_sizes_are_those_of_the_latest_call() -> None:
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([-1, 8]), fd.define_tensor([8, 8])
+        fd.add_output(fd.ops.matmul(x, w))
+        fd.mesh_split(w, TP, ["tp", None])
+    inputs = [torch.randn(6, 8), torch.randn(8, 8)]
+    fd.simulate(inputs)
+    halves = fd.prepared(w)
+    assert_close(run(halves, inputs, [1])[0], inputs[0].double() @ inputs[1].double(), 1e-5, "y")
+    with pytest.raises(mf.ArgumentError, match=re.escape("found [7, 8], needed [6, 8]")):
+        halves[1].simulate([torch.randn(7, 8), inputs[1]])
