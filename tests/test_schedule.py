@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from meshfuse.host_ir.schedule import schedule
 from meshfuse.host_ir.verify import verify, verify_together
 from meshfuse.report.timeline import timeline
 from meshfuse.resharding.insert import insert_resharding
+from meshfuse.resharding.postpone import LARGEST_COPIED
 from meshfuse.testing import annotations, definitions
 
 HALF, FLOAT = mf.DataType.BFloat16, mf.DataType.Float
@@ -63,13 +65,17 @@ def test_any_program_is_as_good_in_another_order(fd: mf.FusionDefinition, bound:
     verify_together(made)
 
 
+WIDTH = math.isqrt(LARGEST_COPIED // 4) + 8
+GATHERED = 4 * WIDTH**2
+
+
 def gathers(count: int) -> mf.FusionDefinition:
-    """A chain of products whose weights are gathered, 256 bytes each."""
+    """A chain of products whose weights are gathered, `GATHERED` bytes each: too many for them to be one call."""
     fd = mf.FusionDefinition()
-    x = fd.define_tensor([64, 8], dtype=FLOAT)
+    x = fd.define_tensor([64, WIDTH], dtype=FLOAT)
     fd.mesh_split(x, line(2), ["tp", None])
     for _ in range(count):
-        w = fd.define_tensor([8, 8], dtype=FLOAT)
+        w = fd.define_tensor([WIDTH, WIDTH], dtype=FLOAT)
         fd.mesh_split(w, line(2), ["tp", None])
         x = fd.ops.matmul(x, w)
         fd.mesh_split(x, line(2), ["tp", None])
@@ -86,9 +92,9 @@ def most_in_flight(body: list[Instruction]) -> int:
     return most
 
 
-@pytest.mark.parametrize(("bound", "wanted"), [(1 << 30, 6), (3 * (256 + 128), 3), (0, 1)])
+@pytest.mark.parametrize(("bound", "wanted"), [(1 << 30, 6), (3 * (GATHERED + GATHERED // 2), 3), (0, 1)])
 def test_no_more_is_in_flight_than_the_bound_says(bound: int, wanted: int) -> None:
-    """A gather holds the flat buffer of 256 bytes and the 128 that are sent."""
+    """A gather holds the flat buffer, and the half of it that is sent."""
     assert most_in_flight(schedule(in_order(programs(gathers(6))[0]), in_flight=bound)) == wanted
 
 

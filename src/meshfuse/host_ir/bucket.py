@@ -1,17 +1,45 @@
-"""Neighbouring all-reduces of one kind as one call on a flat buffer."""
+"""Neighbouring collectives of one kind as one call on a flat buffer."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from ..resharding.insert import ReshardedDefinition, Set
+from ..resharding.moves import MoveKind
 from ..resharding.postpone import bucket_key
 from ..segmentation import Segment
+from ..sharding.layout import Runs
 from ..streams.overlap import ChunkLoop
-from .communicate import MoveContext
-from .instructions import Collective, Communication, Flatten, Instruction, Unflatten, Wait
+from .communicate import (
+    MoveContext,
+    Traffic,
+    exchanged,
+    joined_dim,
+    keep,
+    local_box,
+    local_shape,
+    lower_move,
+    make_target,
+    numel,
+    own_term,
+    scattered,
+)
+from .instructions import (
+    Allocate,
+    Collective,
+    Communication,
+    Flatten,
+    Fold,
+    Instruction,
+    Join,
+    Put,
+    Unflatten,
+    Wait,
+    box_text,
+)
 
 # What DistributedDataParallel takes: starting a call no longer matters beside moving so much.
 _BUCKET_BYTES = 25 << 20
@@ -20,7 +48,7 @@ _BUCKET_BYTES = 25 << 20
 def buckets(
     resharded: ReshardedDefinition, parts: Sequence[Segment | Set | ChunkLoop]
 ) -> Iterator[Segment | ChunkLoop | list[Set]]:
-    """The parts with their moves in lists, of one move each but for all-reduces that are one call."""
+    """The parts with their moves in lists, of one move each but for those that may be one call."""
     open_: list[Set] = []
     for part in parts:
         if open_ and not _fits(resharded, open_, part):
@@ -49,22 +77,112 @@ def _fits(resharded: ReshardedDefinition, bucket: list[Set], part: Segment | Set
 
 
 def lower_bucket(moves: Sequence[MoveContext]) -> list[Instruction]:
-    """All-reduces over one group as one, on a rank that takes part in all of them."""
-    first = moves[0]
-    flat, counts = f"{first.target}_flat", [math.prod(c.source_shape) for c in moves]
+    """Moves of one kind over one group, which this rank is in: one call for those that may be one."""
+    kind = moves[0].move.kind
+    if kind is MoveKind.ALL_REDUCE:
+        return _reduced(moves)
+    if kind is MoveKind.ALL_GATHER:
+        dims = [joined_dim(c) for c in moves]
+        together = [(c, dim) for c, dim in zip(moves, dims, strict=True) if dim is not None]
+        made = _gathered(together) if len(together) > 1 else []
+    else:
+        traffic_of = scattered if kind is MoveKind.REDUCE_SCATTER else exchanged
+        together = [(c, traffic) for c in moves if (traffic := traffic_of(c)).any]
+        made = _swapped(together) if len(together) > 1 else []
+    done = {c.target for c, _ in together} if made else set[str]()
+    return [*(i for c in moves if c.target not in done for i in lower_move(c)), *made]
+
+
+def _reduced(moves: Sequence[MoveContext]) -> list[Instruction]:
+    first, counts = moves[0], [math.prod(c.source_shape) for c in moves]
+    flat = f"{first.target}_flat"
     text = f"all_reduce({flat}, {first.move.src.reduce!r})"
-    payload = (sum(counts), first.type.dtype.value)
-    about = joined([c.about for c in moves])
-    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return [
         Flatten(flat, tuple(c.source for c in moves)),
-        Collective(first.work, first.group, "all_reduce", (flat,), (flat,), text, about, payload),
+        _call(moves, "all_reduce", flat, flat, text, sum(counts)),
         Wait(first.work),
         *(
             Unflatten(c.target, flat, end - n, end, c.target_shape)
-            for c, n, end in zip(moves, counts, ends, strict=True)
+            for c, n, end in zip(moves, counts, itertools.accumulate(counts), strict=True)
         ),
     ]
+
+
+def _gathered(found: Sequence[tuple[MoveContext, int]]) -> list[Instruction]:
+    """All-gathers whose blocks are equal, each along a dim: every rank's blocks one behind the other."""
+    moves = [c for c, _ in found]
+    first, counts = moves[0], [math.prod(c.source_shape) for c in moves]
+    mine, flat, row, n = f"{first.target}_mine", f"{first.target}_flat", sum(counts), len(first.group)
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        Flatten(mine, tuple(c.source for c in moves)),
+        Allocate(flat, (row * n,), first.type.dtype),
+        _call(moves, "all_gather", mine, flat, f"all_gather({flat}, {mine})", row),
+        Wait(first.work),
+        *(Join(c.target, flat, n, c.source_shape, dim, (start, row))
+          for (c, dim), start in zip(found, starts, strict=False)),
+    ]  # fmt: skip
+
+
+def _swapped(found: Sequence[tuple[MoveContext, Traffic]]) -> list[Instruction]:
+    """Exchanges, or reduce-scatters by them: for each peer the pieces of all, one move after the other."""
+    moves = [c for c, _ in found]
+    first = moves[0]
+    sent = [sum(numel(traffic.sent[r]) for _, traffic in found) for r in range(len(first.group))]
+    got = [sum(numel(traffic.received[r]) for _, traffic in found) for r in range(len(first.group))]
+    packed, flat = f"{first.target}_sent", f"{first.target}_flat"
+    text = f"all_to_all({flat}, {packed}, {got}, {sent})"
+    return [
+        _packed(found, packed),
+        Allocate(flat, (sum(got),), first.type.dtype),
+        _call(moves, "all_to_all", packed, flat, text, sum(sent)),
+        *(i for c, traffic in found if c.move.kind is not MoveKind.REDUCE_SCATTER for i in _kept(c, traffic)),
+        Wait(first.work),
+        *(_folds(moves, flat) if first.move.kind is MoveKind.REDUCE_SCATTER else _puts(found, flat)),
+    ]
+
+
+def _packed(found: Sequence[tuple[MoveContext, Traffic]], name: str) -> Instruction:
+    entries = [(c.source, box_text(c.source_box(box), c.source_shape))
+               for r in range(len(found[0][0].group)) for c, traffic in found for box in traffic.sent[r]]  # fmt: skip
+    if not entries:
+        return Allocate(name, (0,), found[0][0].type.dtype)
+    sources, parts = zip(*entries, strict=True)
+    return Flatten(name, sources, parts)
+
+
+def _kept(c: MoveContext, traffic: Traffic) -> list[Instruction]:
+    return [*make_target(c), *keep(c, traffic.kept)]
+
+
+def _puts(found: Sequence[tuple[MoveContext, Traffic]], flat: str) -> Iterator[Instruction]:
+    """The pieces that came, in their places."""
+    start = 0
+    for r in range(len(found[0][0].group)):
+        for c, traffic in found:
+            for box in traffic.received[r]:
+                stop = start + numel([box])
+                yield Put(c.target, local_box(c.wanted, box), c.target_shape, flat, _taken(start, stop, box))
+                start = stop
+
+
+def _taken(start: int, stop: int, box: Sequence[Runs]) -> str:
+    return f"[{start}:{stop}].view({list(local_shape(box))})"
+
+
+def _folds(moves: Sequence[MoveContext], flat: str) -> Iterator[Instruction]:
+    """The terms of a rank's parts, which every other rank sent one behind the other, reduced with its own."""
+    counts = [math.prod(c.target_shape) for c in moves]
+    starts = itertools.accumulate(counts, initial=0)
+    for c, start in zip(moves, starts, strict=False):
+        among, n = (start, sum(counts)), len(c.group) - 1
+        yield Fold(c.target, flat, n, c.target_shape, c.move.src.reduce, c.source, own_term(c), among)
+
+
+def _call(moves: Sequence[MoveContext], kind: str, read: str, written: str, text: str, size: int) -> Collective:
+    first = moves[0]
+    call = first.collective(kind, [read], [written], text, size)
+    return dataclasses.replace(call, about=joined([c.about for c in moves]))
 
 
 def joined(parts: Sequence[Communication]) -> Communication:

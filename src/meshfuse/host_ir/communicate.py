@@ -102,7 +102,7 @@ def lower_move(c: MoveContext) -> list[Instruction]:
 def _simple(c: MoveContext) -> list[Instruction] | None:
     """A chunk that no rank of the group has elements of, or that one rank has for all; None for all others."""
     if not any(count(c.move.wanted(c.type.shape, rank)) for rank in c.group):
-        return _make_target(c)
+        return make_target(c)
     if c.move.kind is MoveKind.REDUCE_SCATTER:
         return None
     owners = [rank for rank in c.group if count(c.move.held(c.type.shape, rank))]
@@ -111,7 +111,7 @@ def _simple(c: MoveContext) -> list[Instruction] | None:
     return _broadcast(c, c.group.index(owners[0]))
 
 
-def _make_target(c: MoveContext) -> list[Instruction]:
+def make_target(c: MoveContext) -> list[Instruction]:
     """The target's memory, with what fills the elements of a window that no rank has."""
     fill = c.move.window.fill if c.move.window else ""
     return [] if c.placed else [Allocate(c.target, c.target_shape, c.type.dtype, fill)]
@@ -123,7 +123,7 @@ def _broadcast(c: MoveContext, root: int) -> list[Instruction]:
     reads, writes = ([c.target], []) if mine else ([], [c.target])
     text = f"broadcast({c.target}, {root})"
     call = c.collective("broadcast", reads, writes, text, math.prod(c.target_shape))
-    return [*_make_target(c), *copy, call, Wait(c.work)]
+    return [*make_target(c), *copy, call, Wait(c.work)]
 
 
 def dense(box: Box, shape: Sequence[int]) -> bool:
@@ -193,19 +193,23 @@ def _packed(c: MoveContext, name: str) -> Pack:
 
 
 @dataclass(frozen=True, slots=True)
-class _Traffic:
-    """Per peer of the group, the boxes that this rank sends and gets (in global indices), and those it keeps."""
+class Traffic:
+    """Per peer of the group, the boxes that this rank sends and gets (in global indices), and those it keeps. `any`:
+    some rank of the group sends some.
+    """
 
     sent: tuple[tuple[tuple[Runs, ...], ...], ...]
     received: tuple[tuple[tuple[Runs, ...], ...], ...]
     kept: tuple[tuple[Runs, ...], ...]
+    any: bool
 
     @classmethod
-    def of(cls, found: Sequence[Piece], rank: int, group: Sequence[int]) -> _Traffic:
+    def of(cls, found: Sequence[Piece], rank: int, group: Sequence[int]) -> Traffic:
         mine = [p for p in found if rank in (p.source, p.target)]
         sent = tuple(tuple(p.box for p in mine if p.source == rank and p.target == r != rank) for r in group)
         received = tuple(tuple(p.box for p in mine if p.target == rank and p.source == r != rank) for r in group)
-        return cls(sent, received, tuple(p.box for p in mine if p.source == p.target == rank))
+        kept = tuple(p.box for p in mine if p.source == p.target == rank)
+        return cls(sent, received, kept, any(p.source != p.target for p in found))
 
 
 def numel(boxes: Sequence[Sequence[Runs]]) -> int:
@@ -213,7 +217,7 @@ def numel(boxes: Sequence[Sequence[Runs]]) -> int:
     return sum(map(count, boxes))
 
 
-def _terms(c: MoveContext) -> list[Piece]:
+def terms(c: MoveContext) -> list[Piece]:
     """The pieces of a reduce-scatter: from every rank of the group the terms of each rank's part."""
     wanted = {rank: c.move.wanted(c.type.shape, rank) for rank in c.group}
     return [Piece(source, target, wanted[target]) for source in c.group for target in c.group if all(wanted[target])]
@@ -235,25 +239,25 @@ def _flat(c: MoveContext) -> str:
     return f"{c.target}_flat"
 
 
-def _issue(c: MoveContext, traffic: _Traffic) -> list[Instruction]:
+def _issue(c: MoveContext, traffic: Traffic) -> list[Instruction]:
     """One all-to-all of exact pieces."""
     boxes = [c.source_box(box) for peer in traffic.sent for box in peer]
     return _all_to_all(c, boxes, [*map(numel, traffic.sent)], [*map(numel, traffic.received)])
 
 
-def _swap(c: MoveContext, traffic: _Traffic) -> list[Instruction]:
+def _swap(c: MoveContext, traffic: Traffic) -> list[Instruction]:
     """One all-to-all of exact pieces, and the pieces put into their places."""
     received = [box for peer in traffic.received for box in peer]
     return [
         *_issue(c, traffic),
-        *([] if _is_target(c, received) else _make_target(c)),
-        *_keep(c, traffic.kept),
+        *([] if _is_target(c, received) else make_target(c)),
+        *keep(c, traffic.kept),
         Wait(c.work),
         *_unpack(c, _flat(c), received),
     ]
 
 
-def _keep(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
+def keep(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
     return [
         Put(c.target, local_box(c.wanted, box), c.target_shape, c.source,
             box_text(c.source_box(box), c.source_shape))
@@ -298,9 +302,12 @@ def _reduce_scatter(c: MoveContext) -> list[Instruction]:
     """One all-to-all, by which each rank gets all terms of its part, and their reduction."""
     if _in_rows(c):
         return _scatter_rows(c)
-    own = box_text(local_box(c.held, c.wanted), c.source_shape)
-    traffic = _Traffic.of(_terms(c), c.rank, c.group)
-    return [*_issue(c, traffic), Wait(c.work), *_folded(c, len(c.group) - 1, own)]
+    return [*_issue(c, scattered(c)), Wait(c.work), *_folded(c, len(c.group) - 1, own_term(c))]
+
+
+def own_term(c: MoveContext) -> str:
+    """Python text that takes of the source the rank's own term of its part."""
+    return box_text(local_box(c.held, c.wanted), c.source_shape)
 
 
 def _folded(c: MoveContext, terms: int, own: str | None = None) -> list[Instruction]:
@@ -326,17 +333,26 @@ def _scatter_rows(c: MoveContext) -> list[Instruction]:
 
 
 def _exchange(c: MoveContext) -> list[Instruction]:
+    traffic = exchanged(c)
+    return _swap(c, traffic) if traffic.any else stay(c, traffic.kept)
+
+
+def exchanged(c: MoveContext) -> Traffic:
+    """What an exchange of exact pieces is."""
     group = c.group
-    mine = [p for p in pieces(c.move, c.type.shape) if p.source in group]
-    traffic = _Traffic.of(mine, c.rank, group)
-    return _swap(c, traffic) if any(p.source != p.target for p in mine) else _stay(c, traffic.kept)
+    return Traffic.of([p for p in pieces(c.move, c.type.shape) if p.source in group], c.rank, group)
 
 
-def _stay(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
+def scattered(c: MoveContext) -> Traffic:
+    """What a reduce-scatter by an exchange is: a term of its part from every other rank."""
+    return Traffic.of(terms(c), c.rank, c.group)
+
+
+def stay(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
     """What each rank of the group wants it has, such as the parts of a dim that is split inside each of them."""
     if list(kept) == [c.wanted] and not c.placed:
         return [View(c.target, c.source, c.source_box(c.wanted), c.source_shape)]
-    return [*_make_target(c), *_keep(c, kept)]
+    return [*make_target(c), *keep(c, kept)]
 
 
 def _transfer(c: MoveContext) -> list[Instruction]:
@@ -345,7 +361,7 @@ def _transfer(c: MoveContext) -> list[Instruction]:
     Every rank issues its messages by their senders and then by their receivers, so that all have one order.
     """
     group, found = c.group, pieces(c.move, c.type.shape)
-    traffic, members = _Traffic.of(found, c.rank, group), _talking(found)
+    traffic, members = Traffic.of(found, c.rank, group), _talking(found)
     held = c.held if c.rank in c.move.src.mesh else ()
     issued: list[tuple[tuple[int, int], list[Instruction]]] = []
     waits: list[Instruction] = []
@@ -364,7 +380,7 @@ def _transfer(c: MoveContext) -> list[Instruction]:
     there: list[Instruction] = []
     if c.rank in c.move.dst.mesh:
         arrives = any(_is_target(c, boxes) for boxes in traffic.received)
-        there = [*([] if arrives else _make_target(c)), *_keep(c, traffic.kept)]
+        there = [*([] if arrives else make_target(c)), *keep(c, traffic.kept)]
     messages = [ins for _, part in sorted(issued, key=lambda entry: entry[0]) for ins in part]
     return [*messages, *there, *waits]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,7 +165,7 @@ class Put:
 class Fold:
     """Terms of a reduction behind each other in a flat buffer reduced, with the rank's own if one is given.
 
-    `part` is the Python text that takes the rank's own term from the tensor `own`.
+    `part` is the Python text that takes the rank's own term from the tensor `own`. `among`: see `_blocks`.
     """
 
     target: str
@@ -174,39 +175,43 @@ class Fold:
     reduce: str
     own: str = ""
     part: str = ""
+    among: tuple[int, int] | None = None
 
     def source(self) -> str:
         own = self.own + self.part
         if own and self.terms == 1:
-            term = f"{self.source_name}.view({_tuple(self.shape)})"
+            term = f"{self.source_name}{_part(self.shape, self.among)}.view({_tuple(self.shape)})"
             return f"{self.target} = M.combine({own}, {term}, {self.reduce!r})"
-        folded = f"M.fold({self.source_name}.view({_tuple((self.terms, *self.shape))}), {self.reduce!r})"
+        folded = f"M.fold({self.source_name}{_blocks(self.terms, self.shape, self.among)}, {self.reduce!r})"
         return f"{self.target} = " + (f"M.combine({own}, {folded}, {self.reduce!r})" if own else folded)
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The blocks of a gathered flat buffer put together along one dim."""
+    """The blocks of a gathered flat buffer put together along one dim. `among`: see `_blocks`."""
 
     target: str
     source_name: str
     blocks: int
     block_shape: tuple[int, ...]
     dim: int
+    among: tuple[int, int] | None = None
 
     @property
     def is_view(self) -> bool:
         """True where the blocks one behind the other are the joined tensor."""
-        return self.dim == 0 or self.block_shape[: self.dim].count(1) == self.dim
+        return self.among is None and (self.dim == 0 or self.block_shape[: self.dim].count(1) == self.dim)
 
     @property
     def text(self) -> str:
         """Python text that makes of the flat buffer the joined tensor."""
         if self.is_view:
             return f".view({_tuple(self._shape)})"
-        return (
-            f".view({_tuple((self.blocks, *self.block_shape))}).movedim(0, {self.dim}).reshape({_tuple(self._shape)})"
-        )
+        return f"{self._in_place}.reshape({_tuple(self._shape)})"
+
+    @property
+    def _in_place(self) -> str:
+        return f"{_blocks(self.blocks, self.block_shape, self.among)}.movedim(0, {self.dim})"
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -215,19 +220,20 @@ class Join:
     def source(self) -> str:
         if self.is_view:
             return f"{self.target} = {self.source_name}{self.text}"
-        blocks = f"{self.source_name}.view({_tuple((self.blocks, *self.block_shape))}).movedim(0, {self.dim})"
-        return f"{self.target} = M.clone({blocks}).view({_tuple(self._shape)})"
+        return f"{self.target} = M.clone({self.source_name}{self._in_place}).view({_tuple(self._shape)})"
 
 
 @dataclass(frozen=True, slots=True)
 class Flatten:
-    """Tensors behind each other in a new flat buffer."""
+    """Tensors behind each other in a new flat buffer, or of each the part that a Python text takes."""
 
     target: str
     source_names: tuple[str, ...]
+    parts: tuple[str, ...] = ()
 
     def source(self) -> str:
-        return f"{self.target} = M.cat([{', '.join(self.source_names)}])"
+        taken = map(str.__add__, self.source_names, self.parts) if self.parts else self.source_names
+        return f"{self.target} = M.cat([{', '.join(taken)}])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +337,19 @@ Instruction = (
     | Wait
     | Free
 )
+
+
+def _part(shape: Sequence[int], among: tuple[int, int] | None) -> str:
+    """Python text that takes one block out of a flat buffer of several."""
+    return "" if among is None else f"[{among[0]}:{among[0] + math.prod(shape)}]"
+
+
+def _blocks(count: int, shape: Sequence[int], among: tuple[int, int] | None) -> str:
+    """Python text that takes blocks of a shape from a flat buffer: one behind the other, or each `among` others in a
+    row (where it begins there, how long a row is).
+    """
+    rows = "" if among is None else f".view({count}, {among[1]})[:, {_part(shape, among)[1:]}"
+    return f"{rows}.view({_tuple((count, *shape))})"
 
 
 def _tuple(values: Sequence[int]) -> str:

@@ -1,39 +1,83 @@
-"""Small all-reduces put off until their results are needed, so that those of one kind come together.
+"""Small collectives of one kind brought together, as each costs a start.
 
-Gradients and statistics are many small reductions over the same ranks, each of which costs a collective's start. The
-step that makes a program wait is the first that reads a reduced value: what does not depend on it goes first, and the
-reductions that it meets on its way go with it (PyTorch's DistributedDataParallel buckets gradients so: Li et al., VLDB
-2020). Reductions that only outputs read come last.
+Reductions are put off until their results are needed. Gradients and statistics are many small ones over the same
+ranks. The step that makes a program wait is the first that reads a reduced value: what does not depend on it goes
+first, and the reductions that it meets on its way go with it (PyTorch's DistributedDataParallel buckets gradients so:
+Li et al., VLDB 2020). Reductions that only outputs read come last. All-gathers of inputs, such as the biases and scales
+of a layer, go with the first of them (as its FullyShardedDataParallel gathers a layer's parameters: Zhao et al., VLDB
+2023). Exchanges are brought together where they are neighbours.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
-from .insert import ReshardedDefinition, Set, Step
+from .insert import Compute, ReshardedDefinition, Set, Step
 from .moves import MoveKind
 
 # A larger all-reduce goes where it stands, and one of at most the second size also goes with one that is not its own.
 LARGEST, _SMALL = 4 << 20, 64 << 10
+# Of the larger side of any other move: putting pieces together and apart is a copy of each.
+LARGEST_COPIED = 1 << 20
 # How many steps may be put off for one reduction: keeps the work linear and buffers' lives short.
 _WINDOW = 32
+# And how many steps sooner an input is gathered, about a layer's, after so many ops on it.
+_SOONER, _CHAIN = 128, 4
+_REDUCTIONS = (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER)
+_EXCHANGES = (MoveKind.ALL_TO_ALL, MoveKind.EXCHANGE, MoveKind.WINDOW)
 
 
 def bucket_key(resharded: ReshardedDefinition, step: Step) -> object:
-    """Equal for all-reduces that may be one call; None for any other step."""
-    if (
-        not isinstance(step, Set)
-        or step.move.kind is not MoveKind.ALL_REDUCE
-        or resharded.nbytes(step.source) > LARGEST
-    ):
+    """Equal for moves that may be one call; None for any other step."""
+    if not isinstance(step, Set) or step.move.kind in (MoveKind.SLICE, MoveKind.TRANSFER):
+        return None
+    kind, src = step.move.kind, step.move.src
+    sizes = resharded.nbytes(step.source), resharded.nbytes(step.target)
+    if sizes[0] > LARGEST if kind is MoveKind.ALL_REDUCE else max(sizes) > LARGEST_COPIED:
         return None
     dtype = resharded.graph.tensors[resharded.values[step.source].tensor].type.dtype
-    return step.move.src.mesh, step.move.axes, step.move.src.reduce, dtype
+    return MoveKind.EXCHANGE if kind in _EXCHANGES else kind, src.mesh, step.move.axes, src.reduce, dtype
 
 
 def postponed(resharded: ReshardedDefinition) -> list[Step]:
-    """The steps in an order in which all-reduces that may be one call are neighbours; the same on all ranks."""
-    return _Order(resharded).run()
+    """The steps in an order in which moves that may be one call are neighbours; the same on all ranks."""
+    return _sooner(resharded, _Order(resharded).run())
+
+
+def _sooner(resharded: ReshardedDefinition, steps: list[Step]) -> list[Step]:
+    """The steps with small all-gathers of inputs, or of what few ops make of them, beside the first of their kind."""
+    keys = {place: key for place, step in enumerate(steps)
+            if _is_gather(step) and (key := bucket_key(resharded, step)) is not None}  # fmt: skip
+    if len(keys) == len(set(keys.values())):
+        return steps
+    made_by = _made_by(resharded, steps)
+    first: dict[object, int] = {}
+    moved: dict[int, int] = {}
+    for place, key in keys.items():
+        before = made_by.get(steps[place].inputs[0])
+        if before is not None:
+            if place - first.setdefault(key, place) > _SOONER:
+                first[key] = place
+            late = [made for made in before if moved.get(made, made) > first[key]]
+            moved.update(dict.fromkeys((place, *late), first[key]))
+    turns = [(moved.get(place, place), isinstance(step, Set), place) for place, step in enumerate(steps)]
+    return [steps[place] for *_, place in sorted(turns)]
+
+
+def _made_by(resharded: ReshardedDefinition, steps: Sequence[Step]) -> dict[int, tuple[int, ...]]:
+    """The places of the few ops that make a value of inputs alone, such as a cast."""
+    known: dict[int, tuple[int, ...]] = dict.fromkeys(resharded.inputs, ())
+    for place, step in enumerate(steps):
+        if isinstance(step, Compute) and all(v in known for v in step.inputs):
+            chain = (*sorted({made for v in step.inputs for made in known[v]}), place)
+            if len(chain) <= _CHAIN:
+                known.update(dict.fromkeys(step.outputs, chain))
+    return known
+
+
+def _is_gather(step: Step) -> bool:
+    return isinstance(step, Set) and step.move.kind is MoveKind.ALL_GATHER
 
 
 class _Order:
@@ -66,7 +110,7 @@ class _Order:
         if not self.missing.isdisjoint(step.inputs):
             self.waiting.append(step)
             self.missing.update(step.outputs)
-        elif isinstance(step, Set) and self._key(step) is not None:
+        elif isinstance(step, Set) and step.move.kind in _REDUCTIONS and self._key(step) is not None:
             self.held.append(step)
             self.missing.add(step.target)
         else:
