@@ -72,7 +72,7 @@ GATHERED = 4 * WIDTH**2
 def gathers(count: int) -> mf.FusionDefinition:
     """A chain of products whose weights are gathered, `GATHERED` bytes each: too many for them to be one call."""
     fd = mf.FusionDefinition()
-    x = fd.define_tensor([64, WIDTH], dtype=FLOAT)
+    x = fd.define_tensor([8192, WIDTH], dtype=FLOAT)
     fd.mesh_split(x, line(2), ["tp", None])
     for _ in range(count):
         w = fd.define_tensor([WIDTH, WIDTH], dtype=FLOAT)
@@ -229,4 +229,4 @@ def test_the_links_of_a_mesh_are_the_models() -> None:
 
 def test_what_a_communication_holds_is_counted_in_bytes() -> None:
     call = next(i for i in programs(gathers(1))[0].instructions if isinstance(i, Collective))
-    assert payload_bytes(call) == 32 * 4
+    assert payload_bytes(call) == GATHERED // 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from works import CHAIN, HEADS, WIDE, WIDTH, Work
+from works import CHAIN, CHANNELS, HEADS, WIDE, WIDTH, Work, layered
 
 import meshfuse as mf
 
@@ -51,6 +51,13 @@ def _cross_entropy(fd: mf.FusionDefinition, logits: View, targets: View) -> View
     return fd.ops.cross_entropy(logits, targets)
 
 
+def _layers(fd: mf.FusionDefinition, x: View, *parameters: View) -> View:
+    for g, b, w1, c1, w2, c2 in layered(dict(enumerate(parameters))):
+        h = fd.ops.layer_norm(x, [CHANNELS], g, b)
+        x = x + fd.ops.linear(fd.ops.gelu(fd.ops.linear(h, w1, c1)), w2, c2)
+    return x
+
+
 BODIES: dict[str, Body] = {
     "mlp": _mlp,
     "block_tp": _block,
@@ -60,6 +67,7 @@ BODIES: dict[str, Body] = {
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
     "dp_tp_mlp": _mlp,
+    "layers_fsdp": _layers,
 }
 
 

@@ -59,6 +59,10 @@ def _mlp(x: Any, w1: Any, w2: Any) -> Any:
     return made.redistribute(placements=x.placements)
 
 
+def _layers(x: Any, **parameters: Any) -> Tensor:
+    return works.layers(x, **{name: t.redistribute(placements=[Replicate()]) for name, t in parameters.items()})
+
+
 FORWARDS: dict[str, Callable[..., Any]] = {
     "mlp": _mlp,
     "block_tp": _block,
@@ -68,6 +72,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "softmax": works.softmax,
     "cross_entropy": works.cross_entropy,
     "dp_tp_mlp": _mlp,
+    "layers_fsdp": _layers,
 }
 
 
@@ -80,7 +85,7 @@ def step_of(work: Work, inputs: dict[str, DTensor], wrap: Wrap) -> Callable[[], 
 
     def step() -> Sequence[Tensor]:
         with torch.set_grad_enabled(bool(leaves)):
-            y = run(*inputs.values())
+            y = run(**inputs)
         grads = torch.autograd.grad(y, leaves, seed) if leaves else ()
         return [_settled(t, where) for t, where in zip((y, *grads), wanted, strict=True)]
 

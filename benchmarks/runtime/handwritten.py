@@ -1,7 +1,8 @@
 """The works in plain torch and torch.distributed, as a Megatron-style program has them.
 
 Fused q, k, v weights; layer_norm from one reduction of two sums; the vocabulary-parallel loss with one reduction of
-its two sums; gradients of the data-parallel axis and of norms in one flat all-reduce. The same functions are given to
+its two sums; gradients of the data-parallel axis and of norms in one flat all-reduce; split parameters flat, a gather
+and a reduce-scatter for each layer. The same functions are given to
 torch.compile, then with torch's functional collectives, which it traces.
 """
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor
-from works import BATCH, HEADS, LENGTH, VOCAB, WIDE, WIDTH, chain
+from works import BATCH, HEADS, LENGTH, VOCAB, WIDE, WIDTH, chain, layered, layers
 
 Step = Callable[[], Sequence[Tensor]]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -209,5 +210,32 @@ def dp_tp_mlp(comms: dict[str, Eager], inputs: dict[str, Tensor], wrap: Wrap) ->
         y = run(*leaves)
         dx, *grads = torch.autograd.grad(y, leaves, seed)
         return [y, dx, *_summed(grads, comms["dp"])]
+
+    return step
+
+
+def layers_fsdp(comms: dict[str, Eager], inputs: dict[str, Tensor], wrap: Wrap) -> Step:
+    """Each layer's shards in one flat parameter, as FullyShardedDataParallel has them."""
+    comm, inputs = comms["dp"], dict(inputs)
+    gather, _ = conjugates(comm)["sp"]
+    x, seed = inputs.pop("x"), inputs.pop("seed")
+    parts = layered(inputs)
+    flats = [torch.cat([t.reshape(-1) for t in layer]).requires_grad_() for layer in parts]
+    sizes = [t.numel() for t in parts[0]]
+
+    def whole(flat: Tensor) -> list[Tensor]:
+        rows = gather(flat).view(comm.size, -1).split(sizes, 1)
+        return [row.reshape(-1, *t.shape[1:]) for row, t in zip(rows, parts[0], strict=True)]
+
+    def forward(x: Tensor, *flats: Tensor) -> Tensor:
+        return layers(x, **dict(zip(inputs, [t for flat in flats for t in whole(flat)], strict=True)))
+
+    run = wrap(forward)
+
+    def step() -> Sequence[Tensor]:
+        y = run(x, *flats)
+        grads = torch.autograd.grad(y, flats, seed)
+        return [y, *(part.view(t.shape) for grad, layer in zip(grads, parts, strict=True)
+                     for part, t in zip(grad.split(sizes), layer, strict=True))]  # fmt: skip
 
     return step

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+T = TypeVar("T")
 # Per dim the name of the mesh axis that splits it, or None.
 Spec = tuple[str | None, ...]
 
@@ -17,6 +19,8 @@ ROWS, WIDTH, HIDDEN = 256, 256, 1024
 HEADS, LENGTH, BATCH = 8, 128, 2
 SQUARE, CHAIN = 64, 50
 WIDE, VOCAB = 1024, 4096
+# Layers whose parameters are all split: rows enough that gathering weights is cheaper than gathering rows.
+LAYERS, TOKENS, CHANNELS = 4, 4096, 128
 WEIGHTS = ("wq", "wk", "wv", "wo", "w1", "w2", "g1", "b1", "g2", "b2")
 
 
@@ -75,6 +79,20 @@ def block(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, w1: Tensor,
     return x + mlp(F.layer_norm(x, [WIDTH], g2, b2), w1, w2)
 
 
+def layers(x: Tensor, **parameters: Tensor) -> Tensor:
+    """Pre-LN MLPs with residuals: of each layer gain, bias, and two weights with a bias each."""
+    for g, b, w1, c1, w2, c2 in layered(parameters):
+        h = F.layer_norm(x, [CHANNELS], g, b)
+        x = x + F.linear(F.gelu(F.linear(h, w1, c1)), w2, c2)
+    return x
+
+
+def layered(parameters: Mapping[Any, T]) -> list[list[T]]:
+    """The parameters of each layer."""
+    found = list(parameters.values())
+    return [found[start : start + len(_LAYER)] for start in range(0, len(found), len(_LAYER))]
+
+
 def chain(x: Tensor, y: Tensor) -> Tensor:
     """200 pointwise ops."""
     for _ in range(CHAIN):
@@ -114,6 +132,14 @@ def _block(name: str, x: Spec) -> Work:
     )  # fmt: skip
 
 
+_LAYER = {
+    "g": (CHANNELS,), "b": (CHANNELS,), "w1": (4 * CHANNELS, CHANNELS), "c1": (4 * CHANNELS,),
+    "w2": (CHANNELS, 4 * CHANNELS), "c2": (CHANNELS,),
+}  # fmt: skip
+_PARAMETERS = {f"{name}_{i}": shape for i in range(LAYERS) for name, shape in _LAYER.items()}
+_FSDP_SPECS: dict[str, Spec] = {n: ("dp", *[None] * (len(s) - 1)) for n, s in _PARAMETERS.items()}
+
+
 _DP_SPECS: dict[str, Spec] = {**_MLP_SPECS, "x": ("dp", None)}
 WORKS = (
     Work("mlp", ("tp",), _MLP_SHAPES, _MLP_SPECS, ((None, None),), mlp),
@@ -135,6 +161,11 @@ WORKS = (
     Work(
         "dp_tp_mlp", ("dp", "tp"), {**_MLP_SHAPES, "seed": (ROWS, WIDTH)}, {**_DP_SPECS, "seed": ("dp", None)},
         (("dp", None), *_DP_SPECS.values()), mlp, ("x", "w1", "w2"),
+    ),
+    Work(
+        "layers_fsdp", ("dp",), {"x": (TOKENS, CHANNELS), **_PARAMETERS, "seed": (TOKENS, CHANNELS)},
+        {"x": ("dp", None), **_FSDP_SPECS, "seed": ("dp", None)}, (("dp", None), *_FSDP_SPECS.values()), layers,
+        tuple(_PARAMETERS),
     ),
 )  # fmt: skip
 
