@@ -11,7 +11,7 @@ import torch
 import meshfuse as mf
 import op_references as references
 from meshfuse.graph import Graph, Node
-from meshfuse.host_ir.lower import scalar_text
+from meshfuse.host_ir.kernel_text import scalar_text
 from meshfuse.host_ir.op_text import OpText
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call

@@ -259,6 +259,18 @@ def _is_name(name: Any) -> bool:
 
 
 def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+    _check_shape(shape, ranks)
+    if not all(map(_is_name, names)) or len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
+        raise user_error(
+            "a mesh needs one name per axis, each once, none of them 'stream'",
+            f"names {shown(names)} for shape {shown(shape)}",
+            f"{len(shape)} different words without any of {_MARKS!r}",
+            "Name every axis.",
+        )
+    _check_ranks(ranks)
+
+
+def _check_shape(shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
     if any(size < 1 for size in shape) or not ranks:
         raise user_error(
             "a mesh has at least one rank along every axis",
@@ -273,13 +285,9 @@ def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int
             f"{math.prod(shape)}",
             "Correct the shape or the ranks.",
         )
-    if not all(map(_is_name, names)) or len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
-        raise user_error(
-            "a mesh needs one name per axis, each once, none of them 'stream'",
-            f"names {shown(names)} for shape {shown(shape)}",
-            f"{len(shape)} different words without any of {_MARKS!r}",
-            "Name every axis.",
-        )
+
+
+def _check_ranks(ranks: tuple[int, ...]) -> None:
     repeated = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
     if repeated or min(ranks) < 0 or max(ranks) > _LARGEST_RANK:
         odd = "negative" if min(ranks) < 0 else "too large"

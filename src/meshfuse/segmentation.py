@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .resharding.early import WORTH, Seconds
@@ -18,6 +18,13 @@ class Segment:
     computes: tuple[Compute, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    @classmethod
+    def of(cls, number: int, computes: Sequence[Compute], is_read: Callable[[int], bool]) -> Segment:
+        """The segment of these ops, which gives what `is_read` by others of the values that they make."""
+        made = dict.fromkeys(v for c in computes for v in c.outputs)
+        taken = dict.fromkeys(v for c in computes for v in c.inputs if v not in made)
+        return cls(number, tuple(computes), tuple(taken), tuple(filter(is_read, made)))
 
     @property
     def name(self) -> str:
@@ -112,7 +119,4 @@ def _readers(overlapped: OverlappedDefinition) -> dict[int, set[int]]:
 
 def _make(number: int, computes: list[Compute], readers: dict[int, set[int]]) -> Segment:
     inside = {c.node for c in computes}
-    made = [v for c in computes for v in c.outputs]
-    taken = dict.fromkeys(v for c in computes for v in c.inputs if v not in set(made))
-    given = [v for v in made if readers.get(v, set()) - inside]
-    return Segment(number, tuple(computes), tuple(taken), tuple(given))
+    return Segment.of(number, computes, lambda v: bool(readers.get(v, set()) - inside))

@@ -53,7 +53,7 @@ def hidden_share(ranks: Iterable[RankTime]) -> float:
     return sum(rank.hidden for rank in listed) / total if total else 1.0
 
 
-def micro(seconds: float) -> str:
+def microseconds(seconds: float) -> str:
     """Seconds in microseconds."""
     return f"{seconds * 1e6:,.1f} us"
 
@@ -61,8 +61,8 @@ def micro(seconds: float) -> str:
 def rank_text(rank: RankTime) -> str:
     """One line on a rank."""
     return (
-        f"kernels {micro(rank.computing)}, communication {micro(rank.communicating)}, "
-        f"of which hidden {micro(rank.hidden)}, waited for {micro(rank.exposed)}"
+        f"kernels {microseconds(rank.computing)}, communication {microseconds(rank.communicating)}, "
+        f"of which hidden {microseconds(rank.hidden)}, waited for {microseconds(rank.exposed)}"
     )
 
 

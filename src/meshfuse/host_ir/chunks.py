@@ -30,6 +30,7 @@ from .instructions import (
     box_text,
     whole_box,
 )
+from .kernel_text import functions, scalar_params
 
 if TYPE_CHECKING:
     from .lower import RankLowering
@@ -221,18 +222,18 @@ class _Loop:
         targets = [f"v{v}" for v in step.outputs]
         filled = [t for t, is_there in zip(targets, placed, strict=True) if is_there]
         lines = call.lines(targets, filled)
-        scalars = self.low.scalar_params([step], lines)
+        scalars = scalar_params(self.graph, [step], lines)
         params = (*given, *filled, *scalars)
         results = tuple(t for t in targets if t not in filled)
         key = (self.graph.nodes[step.node].name, *params, "", *lines)
         if key not in self.kernels:
             name = f"loop_{self.loop.id}" + (f"_{len(self.kernels)}" if self.kernels else "")
             flops, nbytes = self.low.cost(step)
-            share, functions = self._share(step, chunk), self.low.functions([step])
+            share, called = self._share(step, chunk), functions(self.graph, [step])
             written = tuple(range(len(given), len(given) + len(filled)))
             work = ((flops * share, nbytes * share),)
             origins = (self.low.origin(step),) * len(lines)
-            self.kernels[key] = Kernel(name, params, tuple(lines), results, functions, work, written, origins)
+            self.kernels[key] = Kernel(name, params, tuple(lines), results, called, work, written, origins)
         return self.kernels[key], scalars
 
     def _share(self, step: Compute, chunk: int) -> float:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from .. import scalars
 from ..errors import SourceLine
 from ..graph import Graph
 from ..ops.base import FactorKind, ScalarRef
-from ..ops.factories import RANDOM_STATE
-from ..ops.local import plain_text
 from ..resharding.early import local_cost
 from ..resharding.insert import Compute, Set, Value
 from ..resharding.moves import Move, wire_elements
@@ -23,6 +20,7 @@ from .chunks import lower_loop
 from .communicate import MoveContext, lower_move
 from .cost import CostModel
 from .instructions import Communication, Instruction, Kernel, Launch
+from .kernel_text import dying, functions, scalar_params, scalar_text
 from .liveness import with_frees
 from .op_text import OpText
 from .program import HostProgram
@@ -93,16 +91,11 @@ class RankLowering:
         lines, origins = self._kernel_lines(part)
         inputs = tuple(dict.fromkeys(map(self.name, part.inputs)))
         outputs = tuple(f"v{v}" for v in part.outputs)
-        params = (*inputs, *self.scalar_params(part.computes, lines))
+        params = (*inputs, *scalar_params(self.graph, part.computes, lines))
         work = tuple(map(self.cost, part.computes))
-        functions = self.functions(part.computes)
-        kernel = Kernel(part.name, params, tuple(lines), outputs, functions, work, origins=tuple(origins))
+        called = functions(self.graph, part.computes)
+        kernel = Kernel(part.name, params, tuple(lines), outputs, called, work, origins=tuple(origins))
         self.instructions.append(Launch(kernel, params, outputs))
-
-    def scalar_params(self, computes: Sequence[Compute], lines: Sequence[str]) -> tuple[str, ...]:
-        """The scalars that these ops read, and what the program's random numbers follow from."""
-        scalars = [f"s{i}" for i in sorted({i for c in computes for i in self._scalars(c)})]
-        return (*scalars, *(name for name in RANDOM_STATE if _mentions(lines, name)))
 
     def cost(self, compute: Compute) -> tuple[float, float]:
         """Operations, and bytes read and written at least, of an op on one rank."""
@@ -112,24 +105,17 @@ class RankLowering:
             self._costs[key] = local_cost(call, compute.placement)
         return self._costs[key]
 
-    def functions(self, computes: Sequence[Compute]) -> tuple[tuple[str, Callable[..., Any]], ...]:
-        """What the ops' lines call as OP.name."""
-        ops = {self.graph.nodes[c.node].call.op for c in computes}
-        found = sorted((op.name, op.compute) for op in ops if op.compute is not None)
-        assert len({name for name, _ in found}) == len(found), "two ops of one name"
-        return tuple(found)
-
     def _kernel_lines(self, part: Segment) -> tuple[list[str], list[tuple[str, SourceLine]]]:
         """The ops' lines, with intermediate values dropped after their last use, and of each line its origin."""
-        dying = _dying(part)
+        dead = dying(part)
         lines: list[str] = []
         origins: list[tuple[str, SourceLine]] = []
         for place, compute in enumerate(part.computes):
             lines += self._op_lines(compute)
             if _ARITHMETIC.fullmatch(lines[-1]):
                 self.fresh.add(compute.outputs[-1])
-            if dying[place] and place + 1 < len(part.computes):
-                lines.append(f"del {', '.join(dying[place])}")
+            if dead[place] and place + 1 < len(part.computes):
+                lines.append(f"del {', '.join(dead[place])}")
             origins += [self.origin(compute)] * (len(lines) - len(origins))
         return lines, origins
 
@@ -145,13 +131,6 @@ class RankLowering:
     def scalar_text(self, value: Any) -> str:
         """Python text of a scalar argument."""
         return scalar_text(self.graph, value)
-
-    def _scalars(self, compute: Compute) -> set[int]:
-        found: set[int] = set()
-        for arg in self.graph.nodes[compute.node].call.args:
-            if isinstance(arg, ScalarRef):
-                found |= scalars.inputs_of(arg, self.graph.scalars)
-        return found
 
     # moves ----------------------------------------------------------------------------------------------------
 
@@ -192,27 +171,6 @@ class RankLowering:
         """True where more than the loop's own steps reads a value."""
         inside = sum(step.inputs.count(value) for step in loop.steps)
         return self.readers.get(value, 0) > inside
-
-
-def scalar_text(graph: Graph, value: Any) -> str:
-    """Python text of a scalar: a number, an input's name or an expression of them."""
-    if not isinstance(value, ScalarRef):
-        return plain_text(value)
-    return scalars.text(value, graph.scalars, lambda tensor, dim: graph.shape(tensor.id)[dim], plain_text)
-
-
-def _mentions(lines: Sequence[str], name: str) -> bool:
-    return any(name in line for line in lines)
-
-
-def _dying(part: Segment) -> list[list[str]]:
-    """For each op of a segment the names that no later op of it reads, and nobody else."""
-    last = {v: place for place, compute in enumerate(part.computes) for v in (*compute.inputs, *compute.outputs)}
-    dying: list[list[str]] = [[] for _ in part.computes]
-    for v, place in last.items():
-        dying[place].append(f"v{v}")
-    kept = {f"v{v}" for v in (*part.inputs, *part.outputs)}
-    return [[name for name in names if name not in kept] for names in dying]
 
 
 def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:

@@ -97,7 +97,7 @@ def combine(a: torch.Tensor, b: torch.Tensor, reduce: str, out: torch.Tensor | N
 
 
 def fold(terms: torch.Tensor, reduce: str, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[n, *shape] terms of a reduction to their result [*shape]."""
+    """[n, *shape] terms of a reduction to their result [*shape]. Half types are added up in float32; NaN stays NaN."""
     if terms.dtype == torch.bool:
         return (torch.any if reduce in ("sum", "max") else torch.all)(terms, 0, out=out)
     if reduce in ("sum", "prod"):

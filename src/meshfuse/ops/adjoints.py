@@ -14,7 +14,7 @@ from ..errors import user_error
 from ..gradients import indexing, products, shapes
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .native import Native
-from .pointwise import torch_dtype
+from .promotion import torch_dtype
 from .reductions import kept_factors
 from .shape import same_rule
 from .shapes import (

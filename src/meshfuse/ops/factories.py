@@ -14,7 +14,7 @@ from ..gradients.shapes import TRIU
 from . import native_forms
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, ScalarRef, TensorType
 from .native import local_shape
-from .pointwise import torch_dtype
+from .promotion import torch_dtype
 from .shape import same_rule
 from .shapes import check_ndim, check_number, known_size
 

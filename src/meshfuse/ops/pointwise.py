@@ -7,97 +7,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..dtypes import Category, DataType, promote, scalar_dtype
+from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients.pointwise import POINTWISE
 from . import native_pointwise
-from .base import (
-    Call,
-    Emit,
-    OpDef,
-    Param,
-    ParamKind,
-    Partial,
-    Rule,
-    RuleBuilder,
-    Sample,
-    ScalarRef,
-    TensorRef,
-    TensorType,
-)
+from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .meanings import MEANINGS
 from .native import Native
+from .promotion import (
+    Promotion,
+    cast_text,
+    complex_of,
+    floating,
+    keep,
+    operand_dtypes,
+    predicate,
+    promoted,
+    scalar_type,
+    single_or_double,
+    torch_dtype,
+    typed_operands,
+)
 from .shapes import broadcast_shapes, pointwise_rule_dims
 
 K = ParamKind
-Promotion = Callable[[Sequence[DataType]], DataType]
-
-
-def widen(dtype: DataType) -> DataType:
-    """Arithmetic is done and returned in at least float32, as nvFuser does."""
-    return DataType.Float if dtype.is_reduced_float else dtype
-
-
-def promoted(dtypes: Sequence[DataType]) -> DataType:
-    """The type that holds them all; half precision stays half."""
-    return functools.reduce(promote, dtypes)
-
-
-def keep(dtypes: Sequence[DataType]) -> DataType:
-    """The promoted type, at least float32 where it is floating point: integers stay integers."""
-    return widen(promoted(dtypes))
-
-
-def floating(dtypes: Sequence[DataType]) -> DataType:
-    """The promoted type, but at least float32: for functions of a real number."""
-    dtype = promoted(dtypes)
-    return DataType.Float if dtype.category < Category.FLOAT else widen(dtype)
-
-
-def predicate(_: Sequence[DataType]) -> DataType:
-    return DataType.Bool
-
-
-def _complex_of(dtypes: Sequence[DataType]) -> DataType:
-    return DataType.ComplexDouble if promoted(dtypes) is DataType.Double else DataType.ComplexFloat
-
-
-def _single_or_double(dtypes: Sequence[DataType]) -> DataType:
-    dtype = promoted(dtypes)
-    if dtype not in (DataType.Float, DataType.Double):
-        raise user_error("nextafter: operand type", dtype.name, "Float or Double", "Cast the operands.")
-    return dtype
-
-
-def operand_dtypes(call: Call) -> list[DataType]:
-    """The types that take part in promotion: those of tensors; of 0-d tensors, and then of scalars, only the
-    ones of a higher category (bool, integer, floating point, complex) than all before.
-    """
-    names = _operands(call.op)
-    types = [t for name in names if (t := call.type_of(name)) is not None]
-    scalars = [_scalar_type(call[name]) for name in names if not isinstance(call[name], TensorRef)]
-    out = [t.dtype for t in types if t.ndim]
-    for group in ([t.dtype for t in types if not t.ndim], scalars):
-        top = max((d.category for d in out), default=-1)
-        out += [_beside(d, out) for d in group if d.category > top]
-    return out
-
-
-def _operands(op: OpDef) -> list[str]:
-    """The parameters whose types make the result's: a condition has none to add."""
-    return [p.name for p in op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"]
-
-
-def _scalar_type(value: Any) -> DataType:
-    """A Python bool counts as an integer, as nvFuser takes it."""
-    found = value.dtype if isinstance(value, ScalarRef) and value.dtype is not None else scalar_dtype(value)
-    return DataType.Int if found is DataType.Bool and not isinstance(value, ScalarRef) else found
-
-
-def _beside(dtype: DataType, others: Sequence[DataType]) -> DataType:
-    """A complex number beside tensors in single precision is of single precision."""
-    single = any(d.category is Category.FLOAT for d in others) and DataType.Double not in others
-    return DataType.ComplexFloat if dtype is DataType.ComplexDouble and single else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +69,6 @@ def pointwise_rule(call: Call) -> Rule:
     return builder.build(operands, [result])
 
 
-def torch_dtype(dtype: DataType) -> str:
-    """Python text of the torch dtype."""
-    return f"torch.{dtype.value}"
-
-
-def cast_text(name: str, found: DataType, wanted: DataType) -> str:
-    """Python text of a tensor in another type; the name itself where it has that type."""
-    return name if found is wanted else f"{name}.to({torch_dtype(wanted)})"
-
-
 @dataclass(frozen=True, slots=True)
 class _Emit:
     """Fills a template of torch code with the operands, cast to the type that the op computes in."""
@@ -168,13 +91,13 @@ def _raised(call: Call, wanted: DataType) -> bool:
     numbers = [
         arg for param, arg in zip(call.op.params, call.args, strict=True) if param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)
     ]
-    return any(_scalar_type(n).category > wanted.category for n in numbers if n is not None)
+    return any(scalar_type(n).category > wanted.category for n in numbers if n is not None)
 
 
 def _operand_text(e: Emit, name: str, wanted: DataType) -> str:
     tensor, found = e.operand(name), e.call.type_of(name)
     if tensor is None or found is None:
-        typed = name in _operands(e.call.op) and not any(e.call.type_of(n) for n in _operands(e.call.op))
+        typed = name in typed_operands(e.call.op) and not any(e.call.type_of(n) for n in typed_operands(e.call.op))
         return f"torch.tensor({e.scalar(name)}, dtype={torch_dtype(wanted)})" if typed else e.scalar(name)
     return tensor if name == "condition" else cast_text(tensor, found.dtype, wanted)
 
@@ -233,7 +156,7 @@ def _op(
         table,
         _Infer(promotion, real, accepts),
         pointwise_rule,
-        _Emit(template, compute, changes_type=promotion in (predicate, _complex_of) or real),
+        _Emit(template, compute, changes_type=promotion in (predicate, complex_of) or real),
         partial,
         samples=functools.partial(_samples, table, numbers, dtype),
         nvfuser=nvfuser,
@@ -289,7 +212,7 @@ BINARY = (
     _binary("mod", "K.mod({a}, {b})", dtype=_INT),
     _binary("gcd", "K.gcd({a}, {b})", dtype=_INT, accepts=_INTEGERS, nvfuser=native_pointwise.integral),
     _binary("atan2", "K.atan2({a}, {b})", floating),
-    _binary("nextafter", "K.nextafter({a}, {b})", _single_or_double, dtype=DataType.Double),
+    _binary("nextafter", "K.nextafter({a}, {b})", single_or_double, dtype=DataType.Double),
     *(
         _binary(f"bitwise_{name}", f"({{a}} {sign} {{b}})", dtype=_INT, accepts=_BITS)
         for name, sign in (("and", "&"), ("or", "|"), ("xor", "^"))
@@ -322,7 +245,7 @@ BINARY = (
     _binary(
         "complex",
         "K.complex({a}, {b})",
-        _complex_of,
+        complex_of,
         dtype=DataType.Double,
         compute=keep,
         accepts=(Category.FLOAT,),

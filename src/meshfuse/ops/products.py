@@ -23,7 +23,7 @@ from .base import (
     TensorType,
 )
 from .native import Native
-from .pointwise import torch_dtype
+from .promotion import torch_dtype
 from .shapes import UNKNOWN, broadcasts_to, check_dtypes, check_ndim, check_positive, check_same_size
 
 K = ParamKind

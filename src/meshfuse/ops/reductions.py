@@ -22,7 +22,7 @@ from .base import (
     TensorType,
 )
 from .native import Native
-from .pointwise import cast_text, torch_dtype
+from .promotion import cast_text, torch_dtype
 from .shapes import check_dims
 
 K = ParamKind

@@ -27,7 +27,7 @@ from .base import (
     cast_to,
 )
 from .native import Native
-from .pointwise import cast_text, torch_dtype, widen
+from .promotion import cast_text, torch_dtype, widen
 from .reductions import keeps_dims, kept_factors, reduced_dims, reduced_shape
 
 K = ParamKind

@@ -8,31 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ..dtypes import DataType, promote
 from ..errors import caller_line, located, shown, user_error
-from ..gradients.context import Backward
-from ..gradients.context import sizes as shape_of
-from ..kernels.adjoints import backward_of
-from .base import (
-    REQUIRED,
-    Call,
-    Emit,
-    OpDef,
-    Param,
-    ParamKind,
-    Partial,
-    Rule,
-    Sample,
-    TensorRef,
-    TensorType,
-    Writing,
-)
-from .blocks import block_size
+from .base import REQUIRED, Call, OpDef, Param, ParamKind, Partial, Sample
 from .claims import (
     check_claims,
     check_halos,
@@ -46,209 +27,12 @@ from .claims import (
     told_halo,
     told_sizes,
 )
-from .halo import in_blocks, whole_again
-from .local import plain_text
-from .notation import Dim, Dims, Notation, parse
+from .notation import Notation, parse
+from .torch_derivatives import derivative
+from .torch_function import Function, Halos, TorchOp, Widths
 
 K = ParamKind
-Function = Callable[..., Any]
-# By factor, how many elements before and after its own the function sees; and so for every operand.
-Widths = Mapping[str, tuple[int, int]]
-Halos = tuple[Widths, ...]
 _KINDS = {"bool": K.BOOL, "int": K.INT, "float": K.SCALAR, "complex": K.SCALAR, "tuple": K.INTS, "list": K.INTS}
-_BLOCK = "blocks~"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TorchOp:
-    """What `torch_op` is told, and the parts of an OpDef that follow from it."""
-
-    name: str
-    notation: Notation
-    function: Function
-    params: tuple[Param, ...]
-    blocked: tuple[str, ...]
-    reduce: str
-    halos: Callable[[Call], Halos]
-    fills: tuple[Any, ...]
-    sizes: Callable[[Call], Mapping[str, int]]
-    dtypes: Callable[[Call], Sequence[DataType]]
-    crop: tuple[int, Callable[[Call], Halos]] | None = None
-    block: str = ""
-
-    def expanded(self, call: Call) -> Notation:
-        return self.notation.expanded(call.types)
-
-    def infer(self, call: Call) -> tuple[TensorType, ...]:
-        notation = self.expanded(call)
-        shapes = notation.shapes(notation.sizes(call.types, self.sizes(call)))
-        return tuple(map(TensorType, shapes, self.dtypes(call)))
-
-    def rule(self, call: Call) -> Rule:
-        notation = self.expanded(call)
-        seen = [f for halo in self.halos(call) for f in halo]
-        return notation.rule(notation.sizes(call.types, self.sizes(call)), (*self.blocked, *seen), self.reduce)
-
-    def emit(self, e: Emit) -> str | tuple[str, ...]:
-        """The call of the function; of nothing, where the rank has nothing to compute it from, its identity."""
-        pairs = zip(e.operand_shapes, e.call.types, strict=True)
-        if all(map(_is_empty, e.result_shapes)) or any(_is_empty(shape) and t.numel for shape, t in pairs):
-            shapes = zip(e.result_shapes, e.call.results, strict=True)
-            return tuple(f"K.neutral({shape}, {self.reduce!r}, torch.{t.dtype.value}, device)" for shape, t in shapes)
-        kinds = [(s, t.dtype.value) for s, t in zip(e.result_shapes, e.call.results, strict=True)]
-        wanted = "".join(f", ({shape}, torch.{dtype})" for shape, dtype in kinds)
-        return f"K.as_told({self.name!r}, {self._cropped(e, self._called(e))}{wanted})"
-
-    def _called(self, e: Emit) -> str:
-        notation, halos = self.expanded(e.call), self.halos(e.call)
-        operands = [
-            _padded(name, dims, halo, fill)
-            for name, dims, halo, fill in zip(e.operands, notation.operands, halos, self.fills, strict=True)
-        ]
-        numbers = [self._number(e, p) for p in self.params[len(operands) :]]
-        if not self.block:
-            return f"OP.{self.name}({', '.join([*operands, *numbers])})"
-        places = [_place(dims, _BLOCK) for dims in notation.operands]
-        made = [_place(dims, _BLOCK) for dims in notation.results]
-        listed = f"[{', '.join(operands)}]"
-        return f"K.over_blocks(OP.{self.name}, {', '.join([str(places), str(made), listed, *numbers])})"
-
-    def _number(self, e: Emit, param: Param) -> str:
-        is_scalar = param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)
-        return e.scalar(param.name) if is_scalar and e.call[param.name] is not None else repr(e.call[param.name])
-
-    def _cropped(self, e: Emit, text: str) -> str:
-        """Of a gradient the part that is the rank's own."""
-        if self.crop is None:
-            return text
-        for f, (before, after) in self.crop[1](e.call)[self.crop[0]].items():
-            place = _place(self.expanded(e.call).results[0], f)
-            text += f".narrow({place}, {before + after}, {e.result_shapes[0][place or 0]})"
-        return text
-
-    def distributed(
-        self, r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
-    ) -> Sequence[TensorRef] | None:
-        """Blocks of the dim with their neighbours' edges, the function on each, and the dim put together."""
-        notation, halos = self.expanded(call), self.halos(call)
-        names = notation.operands[r.operand][dim].factors
-        if not blocks or len(names) != 1 or not any(names[0] in halo for halo in halos):
-            return None
-        f, n = names[0], call.types[r.operand].shape[dim]
-        size = block_size(n, blocks)
-        made = _block_op(self, f, size, tuple(tuple(sorted(h.items())) for h in halos), notation)
-        cut = [
-            in_blocks(r, x, place, blocks, size, halo.get(f, (0, 0)), fill) if place is not None else x
-            for x, dims, halo, fill in zip(operands, notation.operands, halos, self.fills, strict=True)
-            for place in [_place(dims, f)]
-        ]
-        found = r.call(made, *cut, *call.args[len(operands) :])
-        results = (found,) if isinstance(found, TensorRef) else found
-        places = [_place(dims, f) for dims in notation.results]
-        return [x if p is None else whole_again(r, x, p, n) for x, p in zip(results, places, strict=True)]
-
-    def opdef(self, **more: Any) -> OpDef:
-        has_halo = self.block == "" and any(d.halo for dims in self.notation.operands for d in dims)
-        return OpDef(
-            self.name, self.params, self.infer, self.rule, self.emit, compute=self.function,
-            distributed=self.distributed if has_halo else None, nvfuser="a function of torch", **more,
-        )  # fmt: skip
-
-
-def _is_empty(shape: Sequence[int]) -> bool:
-    return math.prod(shape) == 0
-
-
-def _place(dims: Dims, factor: str) -> int | None:
-    """The dim that is this factor."""
-    return next((d for d, dim in enumerate(dims) if dim.factors == (factor,)), None)
-
-
-def _padded(name: str, dims: Dims, halo: Widths, fill: Any) -> str:
-    """Python text of an operand with what lies beyond the tensor's ends."""
-    widths = [halo.get(dim.factors[0], (0, 0)) if len(dim.factors) == 1 else (0, 0) for dim in reversed(dims)]
-    while widths and widths[-1] == (0, 0):
-        widths.pop()
-    flat = [w for pair in widths for w in pair]
-    return f"F.pad({name}, {flat}, value={plain_text(fill)})" if flat else name
-
-
-@functools.lru_cache(maxsize=4096)
-def _block_op(op: TorchOp, factor: str, size: int, halos: Any, notation: Notation) -> OpDef:
-    """The op on blocks of a factor: the dim before it says which block, and what the function sees is all there."""
-    found, lengths = [dict(halo) for halo in halos], {factor: size}
-    sides: list[list[Dims]] = [[], []]
-    for i, (dims, halo) in enumerate(zip(notation.operands, found, strict=True)):
-        inner = f"{factor}~{i}" if factor in halo else factor
-        lengths[inner] = size + sum(halo.pop(factor, (0, 0)))
-        sides[0].append(_in_blocks(dims, factor, inner))
-    sides[1] = [_in_blocks(dims, factor, factor) for dims in notation.results]
-    made = replace(
-        op, name=f"{op.name}_in_blocks", notation=Notation(op.notation.text, tuple(sides[0]), tuple(sides[1])),
-        blocked=(*op.blocked, *lengths), halos=lambda _: tuple(found), block=factor,
-        sizes=lambda call: {**op.sizes(call), **lengths},
-    )  # fmt: skip
-    return made.opdef()
-
-
-def _in_blocks(dims: Dims, factor: str, inner: str) -> Dims:
-    out: list[Dim] = []
-    for dim in dims:
-        out += [Dim((_BLOCK,)), Dim((inner,))] if dim.factors == (factor,) else [dim]
-    return tuple(out)
-
-
-# derivatives ------------------------------------------------------------------------------------------------
-
-
-def _adjoint(op: TorchOp, operand: int) -> OpDef:
-    """The gradient by one operand, by torch's autograd on each rank.
-
-    What the operand lacks is summed over. Along a dim of which the function sees `a` elements before and `z` after, the
-    gradient of an element needs those of the results from `z` before it to `a` after.
-    """
-    notation, count, own_def = op.notation, len(op.notation.results), op.opdef()
-
-    def primal(call: Call) -> Call:
-        return Call(own_def, call.args[count:], call.types[count:])
-
-    def halos(call: Call) -> Halos:
-        own = op.halos(primal(call))
-        reach = own[operand]
-        grads = [{f: (z, a) for f, (a, z) in reach.items()} for _ in range(count)]
-        expanded = notation.expanded(primal(call).types)
-        return (*grads, *(_widened(dims, h, reach) for dims, h in zip(expanded.operands, own, strict=True)))
-
-    marked = tuple(tuple(dim._replace(halo=True) for dim in dims) for dims in notation.results)
-    rule = Notation(notation.text, (*marked, *notation.operands), (notation.operands[operand],))
-    names = tuple(f"grad{i}" if count > 1 else "grad" for i in range(count))
-    made = TorchOp(
-        f"{op.name}_bwd_{op.params[operand].name}", rule, backward_of(op.function, count, operand),
-        (*(Param(name, K.TENSOR) for name in names), *op.params), op.blocked, "sum", halos, ((0,) * count + op.fills),
-        lambda call: op.sizes(primal(call)), lambda call: (call.types[count + operand].dtype,),
-        (operand, lambda call: op.halos(primal(call))),
-    )  # fmt: skip
-    return made.opdef(partial=Partial.FIRST if count == 1 else Partial.NONE)
-
-
-def _widened(dims: Dims, halo: Widths, reach: Widths) -> dict[str, tuple[int, int]]:
-    """The widths for a gradient: those of the function, and on each side what the operand reaches on the other."""
-    names = [dim.factors[0] for dim in dims if len(dim.factors) == 1]
-    found = {f: (halo.get(f, (0, 0)), reach.get(f, (0, 0))) for f in names if f in halo or f in reach}
-    return {f: (a + after, z + before) for f, ((a, z), (before, after)) in found.items()}
-
-
-def _vjp(tensors: Sequence[Param], adjoints: Mapping[str, OpDef]) -> Callable[[Backward], Mapping[str, Any]]:
-    def vjp(b: Backward) -> Mapping[str, Any]:
-        pairs = zip(b.results, b.grads, strict=True)
-        grads = [b.ops.full(shape_of(r), 0.0, r.dtype) if grad is None else grad for r, grad in pairs]
-        arguments = list(b.arguments.values())
-        return {p.name: b.ops.apply(adjoints[p.name], *grads, *arguments) for p in tensors if b.needs(p.name)}
-
-    return vjp
-
-
-# the decorator ----------------------------------------------------------------------------------------------
 
 
 def torch_op(
@@ -303,16 +87,9 @@ def torch_op(
             (fill,) * len(notation.operands), functools.partial(told_sizes, notation, sizes), _dtypes(notation, dtype),
         )  # fmt: skip
         about = (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")
-        return op.opdef(about=about, **facts, **(_derivative(op) if differentiable and reduce == "sum" else {}))
+        return op.opdef(about=about, **facts, **(derivative(op) if differentiable and reduce == "sum" else {}))
 
     return make
-
-
-def _derivative(op: TorchOp) -> dict[str, Any]:
-    """Of an OpDef the derivative, and the ops that it is written in: one for each operand, if there are any."""
-    tensors = op.params[: len(op.notation.operands)]
-    adjoints = {param.name: _adjoint(op, place) for place, param in enumerate(tensors)}
-    return {"vjp": _vjp(tensors, adjoints), "adjoints": tuple(adjoints.values())} if tensors else {}
 
 
 def _halos(notation: Notation, halo: Callable[[Call], Widths] | Widths | None) -> Callable[[Call], Halos]:

@@ -69,6 +69,7 @@ class Bill:
         return sum(entry.seconds for entry in self.entries)
 
     def to_json(self) -> str:
+        """`to_dict` as text."""
         return json.dumps(self.to_dict(), indent=1)
 
     def to_dict(self) -> dict[str, object]:

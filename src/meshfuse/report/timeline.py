@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..executor.spans import RankTime, Span, hidden_share, micro, rank_text
+from ..executor.spans import RankTime, Span, hidden_share, microseconds, rank_text
 from ..host_ir.cost import CostModel, axis_names, directions
 from ..host_ir.instructions import Collective, Instruction, Launch, SendRecv, Wait
 from ..host_ir.program import HostProgram
@@ -42,7 +42,7 @@ class Timeline:
 
     def __str__(self) -> str:
         worst = max(self.ranks, key=lambda rank: rank.end)
-        lines = [f"{len(self.ranks)} ranks, {micro(self.makespan)} until the last has ended"]
+        lines = [f"{len(self.ranks)} ranks, {microseconds(self.makespan)} until the last has ended"]
         for name, rank in (("the last", worst), ("the first", self.ranks[0])):
             lines.append(f"{name} (rank {rank.rank}): {rank_text(rank)}")
         lines.append(f"hidden: {self.hidden_share:.0%} of all communication")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..graph import Graph, Kinds, Node, Tensor, needed, numbered
@@ -62,10 +62,7 @@ class Writer(Rewriter):
                 numbers[node.id] = len(self.nodes)
                 self.nodes.append(numbered(node, len(self.nodes)))
         self._number_tensors()
-        reductions = {numbers[i]: layouts for i, layouts in self.graph.reductions.items() if i in numbers}
-        return dataclasses.replace(
-            self.graph, tensors=tuple(self.tensors), nodes=tuple(self.nodes), reductions=reductions
-        )
+        return with_nodes(self.graph, self.tensors, self.nodes, numbers)
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
         """Write the op with `call`: its results, None where it stays as it is."""
@@ -104,6 +101,12 @@ class Writer(Rewriter):
         kept = [dataclasses.replace(self.tensors[i], id=names[i]) for i in made]
         self.tensors = [*self.graph.tensors, *kept]
         self._rename(names, 0)
+
+
+def with_nodes(graph: Graph, tensors: Sequence[Tensor], nodes: Sequence[Node], numbers: Mapping[int, int]) -> Graph:
+    """The graph of these tensors and ops; `numbers` has the new number of each of its own ops that is still there."""
+    reductions = {numbers[i]: layouts for i, layouts in graph.reductions.items() if i in numbers}
+    return dataclasses.replace(graph, tensors=tuple(tensors), nodes=tuple(nodes), reductions=reductions)
 
 
 def without_unread(graph: Graph) -> Graph:

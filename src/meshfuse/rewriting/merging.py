@@ -26,6 +26,7 @@ from ..propagation.propagate import propagate, total_seconds
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.layout import axes, extent
 from ..sharding.value import Sharding
+from .graphs import with_nodes
 
 
 class Moments(NamedTuple):
@@ -146,8 +147,7 @@ def _rewritten(graph: Graph, found: Sequence[Moments]) -> Graph:
         elif node.id not in dropped:
             numbers[node.id] = len(nodes)
             nodes.append(numbered(node, len(nodes)))
-    reductions = {numbers[i]: layouts for i, layouts in graph.reductions.items() if i in numbers}
-    return dataclasses.replace(graph, tensors=tuple(tensors), nodes=tuple(nodes), reductions=reductions)
+    return with_nodes(graph, tensors, nodes, numbers)
 
 
 def _merging(graph: Graph, m: Moments, start: int, tensors: list[Tensor], kinds: Kinds) -> list[Node]:

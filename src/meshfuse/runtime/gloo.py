@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, caller_line, user_error
+from ..kernels import fold
 from .bounds import within
 from .environment import LOOPBACK
-from .reductions import REDUCE_OPS, check_reducible, fold, movable, move_scale, native_form
+from .reductions import REDUCE_OPS, check_reducible, movable, move_scale, native_form
 from .scratch import Scratch
 from .work import Work
 

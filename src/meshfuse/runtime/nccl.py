@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..kernels import fold
 from .bounds import within
-from .reductions import REDUCE_OPS, check_reducible, fold, movable, move_scale
+from .reductions import REDUCE_OPS, check_reducible, movable, move_scale
 from .work import Work
 
 if TYPE_CHECKING:

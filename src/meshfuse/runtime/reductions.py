@@ -1,4 +1,4 @@
-"""Reductions of stacked blocks, and the dtypes in which a backend can move or reduce a tensor."""
+"""The dtypes in which a backend can move or reduce a tensor, and what it reduces in place of others."""
 
 from __future__ import annotations
 
@@ -56,18 +56,6 @@ def move_scale(dtype: torch.dtype) -> int:
     if way is not None:
         return way[1]
     return 1 if dtype in _DIRECT else dtype.itemsize
-
-
-def fold(stack: torch.Tensor, op: str, out: torch.Tensor) -> None:
-    """Reduce `stack` [ranks, n] into `out` [n]. Half types accumulate in float32; NaN stays NaN."""
-    if stack.dtype == torch.bool:
-        (torch.any if op in ("sum", "max") else torch.all)(stack, 0, out=out)
-    elif op == "sum":
-        torch.sum(stack, 0, dtype=out.dtype, out=out)
-    elif op == "prod":
-        torch.prod(stack, 0, dtype=out.dtype, out=out)
-    else:
-        (torch.amax if op == "max" else torch.amin)(stack, 0, out=out)
 
 
 def check_reducible(dtype: torch.dtype, op: str) -> None:

@@ -61,7 +61,5 @@ def _text(reasons: Sequence[str | None]) -> str:
 
 def _part(segment: Segment, computes: Sequence[Compute], reason: str) -> Part:
     inside = {c.node for c in computes}
-    made = [v for c in computes for v in c.outputs]
-    taken = dict.fromkeys(v for c in computes for v in c.inputs if v not in set(made))
     read = {v for c in segment.computes if c.node not in inside for v in c.inputs} | set(segment.outputs)
-    return Part(Segment(segment.id, tuple(computes), tuple(taken), tuple(v for v in made if v in read)), reason)
+    return Part(Segment.of(segment.id, computes, read.__contains__), reason)

@@ -10,11 +10,12 @@ from typing import Any
 
 from ...dtypes import DataType
 from ...graph import Graph
+from ...host_ir.kernel_text import scalar_inputs
 from ...ops.base import ScalarRef, TensorType
 from ...ops.local import LocalCall
 from ...ops.native import ToTorch
 from ...resharding.insert import Compute
-from ...scalars import ScalarDef, inputs_of
+from ...scalars import ScalarDef
 from ...segmentation import Segment, SegmentedDefinition
 from .load import load
 from .memory_layout import MemoryLayout
@@ -145,7 +146,7 @@ def build_segment(
         builder = _Builder(fd, nvfuser.DataType, graph.scalars, lambda t, dim: graph.shape(t.id)[dim])
         given = layouts.inputs if layouts is not None else (None,) * len(inputs)
         values = {v: builder.define(t, lies) for v, t, lies in zip(segment.inputs, inputs, given, strict=True)}
-        scalars = tuple(builder.scalar_input(i) for i in scalar_inputs(graph, segment))
+        scalars = tuple(builder.scalar_input(i) for i in scalar_inputs(graph, segment.computes))
         for compute in segment.computes:
             values.update(zip(compute.outputs, _compute(builder, graph, compute, values, rank), strict=True))
         for place, v in enumerate(segment.outputs):
@@ -158,12 +159,6 @@ def _laid_out(fd: Any, tensor: Any, layouts: MemoryLayouts | None, place: int) -
     if layouts is None or layouts.row_major or len(layouts.outputs[place].order) < 2:
         return tensor
     return fd.ops.stride_order(tensor, list(layouts.outputs[place].order))
-
-
-def scalar_inputs(graph: Graph, segment: Segment) -> list[int]:
-    """The scalar inputs that the segment's ops read, ascending, as its host program passes them."""
-    args = [arg for compute in segment.computes for arg in graph.nodes[compute.node].call.args]
-    return sorted({i for arg in args if isinstance(arg, ScalarRef) for i in inputs_of(arg, graph.scalars)})
 
 
 def local_call(graph: Graph, compute: Compute, rank: int) -> LocalCall:

@@ -1,0 +1,51 @@
+"""What the text of a kernel needs beside its ops' lines: scalars, functions, and where its values' lives end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import scalars
+from ..graph import Graph
+from ..ops.base import ScalarRef
+from ..ops.factories import RANDOM_STATE
+from ..ops.local import plain_text
+from ..resharding.insert import Compute
+from ..segmentation import Segment
+
+
+def scalar_text(graph: Graph, value: Any) -> str:
+    """Python text of a scalar: a number, an input's name or an expression of them."""
+    if not isinstance(value, ScalarRef):
+        return plain_text(value)
+    return scalars.text(value, graph.scalars, lambda tensor, dim: graph.shape(tensor.id)[dim], plain_text)
+
+
+def scalar_inputs(graph: Graph, computes: Sequence[Compute]) -> list[int]:
+    """The scalar inputs that these ops read, ascending, as a host program passes them."""
+    refs = {arg for c in computes for arg in graph.nodes[c.node].call.args if isinstance(arg, ScalarRef)}
+    return sorted({i for ref in refs for i in scalars.inputs_of(ref, graph.scalars)})
+
+
+def scalar_params(graph: Graph, computes: Sequence[Compute], lines: Sequence[str]) -> tuple[str, ...]:
+    """The scalars that these ops read, and what random numbers follow from where their lines draw some."""
+    states = (name for name in RANDOM_STATE if any(name in line for line in lines))
+    return (*(f"s{i}" for i in scalar_inputs(graph, computes)), *states)
+
+
+def functions(graph: Graph, computes: Sequence[Compute]) -> tuple[tuple[str, Callable[..., Any]], ...]:
+    """What the ops' lines call as OP.name."""
+    ops = {graph.nodes[c.node].call.op for c in computes}
+    found = sorted((op.name, op.compute) for op in ops if op.compute is not None)
+    assert len({name for name, _ in found}) == len(found), "two ops of one name"
+    return tuple(found)
+
+
+def dying(part: Segment) -> list[list[str]]:
+    """For each op of a segment the names that no later op of it reads, and nobody else."""
+    last = {v: place for place, compute in enumerate(part.computes) for v in (*compute.inputs, *compute.outputs)}
+    dying: list[list[str]] = [[] for _ in part.computes]
+    for v, place in last.items():
+        dying[place].append(f"v{v}")
+    kept = {f"v{v}" for v in (*part.inputs, *part.outputs)}
+    return [[name for name in names if name not in kept] for names in dying]

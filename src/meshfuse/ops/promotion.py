@@ -1,0 +1,94 @@
+"""The types that pointwise ops compute in and give, as nvFuser has them, and the text of casts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..dtypes import Category, DataType, promote, scalar_dtype
+from ..errors import user_error
+from .base import Call, OpDef, ParamKind, ScalarRef, TensorRef
+
+K = ParamKind
+Promotion = Callable[[Sequence[DataType]], DataType]
+
+
+def widen(dtype: DataType) -> DataType:
+    """Arithmetic is done and returned in at least float32, as nvFuser does."""
+    return DataType.Float if dtype.is_reduced_float else dtype
+
+
+def promoted(dtypes: Sequence[DataType]) -> DataType:
+    """The type that holds them all; half precision stays half."""
+    return functools.reduce(promote, dtypes)
+
+
+def keep(dtypes: Sequence[DataType]) -> DataType:
+    """The promoted type, at least float32 where it is floating point: integers stay integers."""
+    return widen(promoted(dtypes))
+
+
+def floating(dtypes: Sequence[DataType]) -> DataType:
+    """The promoted type, but at least float32: for functions of a real number."""
+    dtype = promoted(dtypes)
+    return DataType.Float if dtype.category < Category.FLOAT else widen(dtype)
+
+
+def predicate(_: Sequence[DataType]) -> DataType:
+    """Of comparisons and tests: Bool."""
+    return DataType.Bool
+
+
+def complex_of(dtypes: Sequence[DataType]) -> DataType:
+    """The complex type of two real parts."""
+    return DataType.ComplexDouble if promoted(dtypes) is DataType.Double else DataType.ComplexFloat
+
+
+def single_or_double(dtypes: Sequence[DataType]) -> DataType:
+    """Float or Double, the promoted type; DefinitionError for others, of which torch has no next number."""
+    dtype = promoted(dtypes)
+    if dtype not in (DataType.Float, DataType.Double):
+        raise user_error("nextafter: operand type", dtype.name, "Float or Double", "Cast the operands.")
+    return dtype
+
+
+def operand_dtypes(call: Call) -> list[DataType]:
+    """The types that take part in promotion: those of tensors; of 0-d tensors, and then of scalars, only the
+    ones of a higher category (bool, integer, floating point, complex) than all before.
+    """
+    names = typed_operands(call.op)
+    types = [t for name in names if (t := call.type_of(name)) is not None]
+    scalars = [scalar_type(call[name]) for name in names if not isinstance(call[name], TensorRef)]
+    out = [t.dtype for t in types if t.ndim]
+    for group in ([t.dtype for t in types if not t.ndim], scalars):
+        top = max((d.category for d in out), default=-1)
+        out += [_beside(d, out) for d in group if d.category > top]
+    return out
+
+
+def typed_operands(op: OpDef) -> list[str]:
+    """The parameters whose types make the result's: a condition has none to add."""
+    return [p.name for p in op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"]
+
+
+def scalar_type(value: Any) -> DataType:
+    """A Python bool counts as an integer, as nvFuser takes it."""
+    found = value.dtype if isinstance(value, ScalarRef) and value.dtype is not None else scalar_dtype(value)
+    return DataType.Int if found is DataType.Bool and not isinstance(value, ScalarRef) else found
+
+
+def _beside(dtype: DataType, others: Sequence[DataType]) -> DataType:
+    """A complex number beside tensors in single precision is of single precision."""
+    single = any(d.category is Category.FLOAT for d in others) and DataType.Double not in others
+    return DataType.ComplexFloat if dtype is DataType.ComplexDouble and single else dtype
+
+
+def torch_dtype(dtype: DataType) -> str:
+    """Python text of the torch dtype."""
+    return f"torch.{dtype.value}"
+
+
+def cast_text(name: str, found: DataType, wanted: DataType) -> str:
+    """Python text of a tensor in another type; the name itself where it has that type."""
+    return name if found is wanted else f"{name}.to({torch_dtype(wanted)})"
