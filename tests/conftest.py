@@ -39,6 +39,12 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 50, 100)
 
 
+@pytest.fixture
+def forms_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every form that there is gets taken, whatever it costs."""
+    monkeypatch.setattr("meshfuse.rewriting.distribution.total_seconds", lambda done: -float(len(done.graph.nodes)))
+
+
 # Tests that run one after another, in one process: those of real ranks, which share pools of ranks, and each of which
 # uses all cores, and those that share what takes long to make. All others go wherever there is room.
 _TOGETHER = {

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.rewriting import distribution
+from distributed import Build, assert_close, defined, mesh_of, op_names
 from meshfuse.sharding.layout import Split
 
-Build = Callable[[mf.FusionDefinition, Any], Any]
 Reference = Callable[[torch.Tensor], Any]
 X = torch.randn(12, 10, generator=torch.Generator().manual_seed(0))
 X[3], X[:, 7] = X[8], X[:, 2]
@@ -141,46 +140,12 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def _type(t: torch.Tensor) -> mf.DataType:
-    return mf.DataType(str(t.dtype).removeprefix("torch."))
-
-
-def _mesh(shape: tuple[int, ...]) -> mf.DeviceMesh:
-    return mf.DeviceMesh(shape, ("x", "y")[: len(shape)])
-
-
-def _define(build: Build, x: torch.Tensor, mesh: tuple[int, ...], dims: Sequence[Any]) -> mf.FusionDefinition:
-    fd = mf.FusionDefinition()
-    t = fd.define_tensor(list(x.shape), dtype=_type(x))
-    made = build(fd, t)
-    for tensor in made if isinstance(made, tuple) else (made,):
-        fd.add_output(tensor)
-    fd.mesh_split(t, _mesh(mesh), list(dims))
-    return fd
-
-
-def _ops(fd: mf.FusionDefinition, *shapes: Sequence[int]) -> list[str]:
-    return [node.name for node in fd.compile(*shapes).graph.nodes]
-
-
-def _assert_close(found: Sequence[torch.Tensor], wanted: Any, tolerance: float = 2e-5) -> None:
-    for a, b in zip(found, wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
-        assert a.shape == b.shape
-        torch.testing.assert_close(a, b.to(a.dtype), rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-@pytest.fixture
-def forms_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every form that there is gets taken, whatever it costs."""
-    monkeypatch.setattr(distribution, "total_seconds", lambda done: -float(len(done.graph.nodes)))
-
-
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", CASES)
 def test_an_op_over_a_sharded_dim_computes_what_torch_does(name: str, spec: str) -> None:
     build, reference, *_ = CASES[name]
-    found = _define(build, X, *SPECS[spec]).simulate([X], check_replicas=True)
-    _assert_close(found, reference(X.double()))
+    found = defined(build, X, *SPECS[spec]).simulate([X], check_replicas=True)
+    assert_close(found, reference(X.double()))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -188,10 +153,10 @@ def test_an_op_over_a_sharded_dim_computes_what_torch_does(name: str, spec: str)
 @pytest.mark.usefixtures("forms_forced")
 def test_every_distributed_form_computes_what_torch_does(name: str, spec: str) -> None:
     build, reference, *_ = CASES[name]
-    fd = _define(build, X, *SPECS[spec])
-    names = _ops(fd, X.shape)
+    fd = defined(build, X, *SPECS[spec])
+    names = op_names(fd, X.shape)
     assert (len(names) > 1) == CASES[name].has_form(spec), names
-    _assert_close(fd.simulate([X], check_replicas=True), reference(X.double()))
+    assert_close(fd.simulate([X], check_replicas=True), reference(X.double()))
 
 
 @pytest.mark.parametrize("spec", ["columns over 4, the last short", "columns over 6, one empty"])
@@ -206,8 +171,8 @@ def test_topk_of_extreme_elements_takes_them_in_the_order_of_their_indices(
         x[0], x[1, ::2], x[2, 1:] = -math.inf, math.nan, math.inf
     else:
         x[0], x[1, ::2], x[2, 1:] = torch.iinfo(dtype).min, 5, torch.iinfo(dtype).max
-    fd = _define(lambda fd, t: fd.ops.topk(t, 9, 1, largest), x, *SPECS[spec])
-    assert "block_topk" in _ops(fd, x.shape)
+    fd = defined(lambda fd, t: fd.ops.topk(t, 9, 1, largest), x, *SPECS[spec])
+    assert "block_topk" in op_names(fd, x.shape)
     values, index = fd.simulate([x], check_replicas=True)
     wanted = _stable_topk(x, 9, 1, largest)
     assert torch.equal(index, wanted[1])
@@ -221,10 +186,10 @@ def test_statistics_of_numbers_far_from_zero_keep_their_digits(name: str, spec: 
     """In float32 the difference of sums of squares would have no digit right."""
     x = X + 1e4
     build, reference, *_ = CASES[name]
-    fd = _define(build, x, *SPECS[spec])
+    fd = defined(build, x, *SPECS[spec])
     # Blocks' means of 10 000 deviations are rounded as every element is, before they are merged.
-    limit = 4e4 * 2**-24 if "block_merge" in _ops(fd, x.shape) else 1e-4
-    _assert_close(fd.simulate([x], check_replicas=True), reference(x.double()), limit)
+    limit = 4e4 * 2**-24 if "block_merge" in op_names(fd, x.shape) else 1e-4
+    assert_close(fd.simulate([x], check_replicas=True), reference(x.double()), limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.complex64, torch.float64])
@@ -232,8 +197,8 @@ def test_statistics_of_numbers_far_from_zero_keep_their_digits(name: str, spec: 
 def test_the_variance_of_other_types(dtype: torch.dtype) -> None:
     x = (torch.randn(12, 10) * 4).to(dtype)
     wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
-    (found,) = _define(lambda fd, t: fd.ops.var(t, [0]), x, *SPECS["rows over 4"]).simulate([x])
-    _assert_close([found], wide.var(0).to(found.dtype))
+    (found,) = defined(lambda fd, t: fd.ops.var(t, [0]), x, *SPECS["rows over 4"]).simulate([x])
+    assert_close([found], wide.var(0).to(found.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.complex64, torch.float64])
@@ -242,7 +207,7 @@ def test_the_variance_of_other_types(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("forms_forced")
 def test_scans_of_other_types(name: str, spec: str, dtype: torch.dtype) -> None:
     x, dim = (X * 2).to(dtype), 0 if "rows" in spec else 1
-    (found,) = _define(lambda fd, t: getattr(fd.ops, name)(t, dim), x, *SPECS[spec]).simulate([x])
+    (found,) = defined(lambda fd, t: getattr(fd.ops, name)(t, dim), x, *SPECS[spec]).simulate([x])
     wide = x.to(torch.complex128) if x.is_complex() else x.double()
     wanted = wide.flip(dim).cumsum(dim).flip(dim) if name == "cumsum_bwd" else getattr(torch, name)(wide, dim)
     torch.testing.assert_close(found, wanted.to(dtype), rtol=1e-2, atol=1e-2)
@@ -282,28 +247,28 @@ BILLS: dict[str, tuple[Build, float]] = {
 def test_only_statistics_or_candidates_travel(name: str) -> None:
     build, limit = BILLS[name]
     x = torch.empty(WIDE)
-    bill = _define(build, x, (8,), [None, "x"]).bill(WIDE)
+    bill = defined(build, x, (8,), [None, "x"]).bill(WIDE)
     assert 0 < bill.total <= limit, str(bill)
 
 
 def test_the_bill_of_the_largest_logits() -> None:
     """n4 of the reference bills: 0.11 MB for the top 8 of [256, 32768] with the vocabulary over 8 ranks."""
-    fd = _define(lambda fd, x: fd.ops.topk(x, 8), torch.empty(256, 32768), (8,), [None, "x"])
+    fd = defined(lambda fd, x: fd.ops.topk(x, 8), torch.empty(256, 32768), (8,), [None, "x"])
     assert fd.bill((256, 32768)).total <= 0.11e6
 
 
 def test_a_form_is_found_behind_ops_that_could_gather_cheaper() -> None:
     """The operand is half as large before the cast; gathering it there would hide that nothing needs it."""
     x = torch.empty(256, 4096, dtype=torch.float16)
-    fd = _define(lambda fd, t: fd.ops.topk(fd.ops.cast(t, mf.DataType.Float), 4), x, (4,), [None, "x"])
+    fd = defined(lambda fd, t: fd.ops.topk(fd.ops.cast(t, mf.DataType.Float), 4), x, (4,), [None, "x"])
     assert fd.bill(x.shape).total <= 12 * 4 * 256 * 4
     values = torch.randn(256, 4096).half()
-    _assert_close(fd.simulate([values]), _stable_topk(values.float(), 4, 1, True))
+    assert_close(fd.simulate([values]), _stable_topk(values.float(), 4, 1, True))
 
 
 def test_an_op_that_moves_its_operand_to_another_dim_for_less_keeps_its_plain_form() -> None:
-    fd = _define(lambda fd, t: fd.ops.topk(t, 500, 1), torch.empty(64, 512), (4,), [None, "x"])
-    assert _ops(fd, (64, 512)) == ["topk"]
+    fd = defined(lambda fd, t: fd.ops.topk(t, 500, 1), torch.empty(64, 512), (4,), [None, "x"])
+    assert op_names(fd, (64, 512)) == ["topk"]
 
 
 def _rewritten() -> mf.FusionDefinition:
@@ -316,8 +281,8 @@ def _rewritten() -> mf.FusionDefinition:
         fd.add_output(index)
         fd.add_output(shifted)
         fd.add_output(summed)
-        fd.mesh_split(x, _mesh((4,)), ["x", None])
-        fd.mesh_split(values, _mesh((4,)), [None, "x"])
+        fd.mesh_split(x, mesh_of((4,)), ["x", None])
+        fd.mesh_split(values, mesh_of((4,)), [None, "x"])
     return fd
 
 
@@ -345,7 +310,7 @@ def test_an_annotation_of_a_rewritten_op_s_result_holds() -> None:
     index, shifted, summed = fd.simulate([X], check_replicas=True)
     wanted = (X.double() * 2).cumsum(0)
     values, places = _stable_topk(wanted, 2, 0, True)
-    _assert_close([summed, shifted, index], (wanted, values + 1, places))
+    assert_close([summed, shifted, index], (wanted, values + 1, places))
 
 
 @pytest.mark.usefixtures("forms_forced")
@@ -357,9 +322,9 @@ def test_the_same_op_twice_and_a_result_that_nobody_reads() -> None:
         fd.add_output(first)
         fd.add_output(second)
         fd.add_output(first)
-        fd.mesh_split(x, _mesh((4,)), ["x", None])
+        fd.mesh_split(x, mesh_of((4,)), ["x", None])
     values, index = _stable_topk(X, 2, 0, True)
-    _assert_close(fd.simulate([X], check_replicas=True), (values, index, values))
+    assert_close(fd.simulate([X], check_replicas=True), (values, index, values))
 
 
 @pytest.mark.parametrize("name", ["topk of rows", "welford of rows", "var_mean of columns", "cumsum of dim 0"])
@@ -376,135 +341,7 @@ def test_a_form_whose_result_is_wanted_on_another_mesh(name: str, ranks: list[in
         fd.add_output(tensor)
     fd.mesh_split(x, mf.DeviceMesh((4, 2), ("x", "y")), ["x", "y"])
     fd.mesh_split(results[0], mf.DeviceMesh((2,), ("z",), ranks=ranks), ["z", *[None] * (results[0].ndim - 1)])
-    _assert_close(fd.simulate([X], check_replicas=True), reference(X.double()))
-
-
-ROWS = [None, None, "x", None]
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-# Shapes of q and of k and v, and whether q, k and v are sharded along the sequence.
-ATTENTION: dict[str, tuple[Shapes, str]] = {
-    "one row of q": (((2, 4, 1, 8), (2, 2, 19, 8)), "kv"),
-    "few rows of q": (((1, 3, 5, 8), (1, 3, 17, 8)), "kv"),
-    "an empty block": (((1, 1, 3, 8), (1, 1, 5, 8)), "kv"),
-    "all along the sequence": (((1, 3, 12, 8), (1, 1, 12, 8)), "qkv"),
-    "rows of q only": (((1, 3, 10, 8), (1, 1, 7, 8)), "q"),
-    "keys only": (((2, 2, 3, 8), (2, 2, 21, 8)), "k"),
-}
-
-
-def _attention(shapes: Shapes, sharded: str, ranks: int, **options: Any) -> mf.FusionDefinition:
-    fd = mf.FusionDefinition()
-    tensors = {n: fd.define_tensor(list(shapes[n != "q"]), dtype=mf.DataType.Double) for n in "qkv"}
-    causal, dropout = options.get("causal", False), options.get("dropout", 0.0)
-    scale = fd.define_scalar(dtype=mf.DataType.Double) if options.get("scaled") else None
-    out, lse, seed, offset = fd.ops.sdpfa_fwd(*tensors.values(), None, options.get("mask"), dropout, causal, scale)
-    made = [out, lse]
-    if options.get("backward", True):
-        saved = (*tensors.values(), out, lse, dropout, causal, seed, offset, scale)
-        made += fd.ops.sdpfa_bwd(out, *saved)
-    for tensor in made:
-        fd.add_output(tensor)
-    for name in sharded:
-        fd.mesh_split(tensors[name], _mesh((ranks,)), ROWS)
-    return fd
-
-
-def _inputs(shapes: Shapes) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(shapes[i > 0], generator=generator, dtype=torch.float64) for i in range(3)]
-
-
-def _attention_reference(inputs: list[torch.Tensor], causal: bool, scale: float | None = None) -> Any:
-    q, k, v = leaves = [t.clone().requires_grad_() for t in inputs]
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
-    out = scores.softmax(-1) @ v
-    out.backward(out.detach())
-    return (out.detach(), scores.logsumexp(-1).detach(), *(t.grad for t in leaves))
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", ATTENTION)
-def test_attention_with_its_sequence_sharded(name: str, causal: bool, ranks: int) -> None:
-    shapes, sharded = ATTENTION[name]
-    inputs = _inputs(shapes)
-    found = _attention(shapes, sharded, ranks, causal=causal).simulate(inputs, check_replicas=True)
-    _assert_close(found, _attention_reference(inputs, causal), 1e-5)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", ATTENTION)
-@pytest.mark.usefixtures("forms_forced")
-def test_every_distributed_form_of_attention(name: str, causal: bool, ranks: int) -> None:
-    shapes, sharded = ATTENTION[name]
-    inputs = _inputs(shapes)
-    fd = _attention(shapes, sharded, ranks, causal=causal)
-    names = _ops(fd, *(t.shape for t in inputs))
-    assert ("block_attention" in names) == ("k" in sharded) and "sdpfa_bwd_kv" in names
-    _assert_close(fd.simulate(inputs, check_replicas=True), _attention_reference(inputs, causal), 1e-5)
-
-
-@pytest.mark.usefixtures("forms_forced")
-def test_attention_drops_the_same_on_every_mesh() -> None:
-    shapes, _ = ATTENTION["few rows of q"]
-    inputs = _inputs(shapes)
-    runs = [_attention(shapes, sharded, ranks, dropout=0.4).simulate(inputs, check_replicas=True)
-            for sharded, ranks in (("kv", 1), ("kv", 4), ("q", 2))]  # fmt: skip
-    assert not torch.allclose(runs[0][0], _attention_reference(inputs, False)[0])
-    for other in runs[1:]:
-        _assert_close(other, tuple(runs[0]), 1e-6)
-
-
-@pytest.mark.usefixtures("forms_forced")
-def test_attention_s_scale_may_be_a_scalar_of_the_definition() -> None:
-    shapes, sharded = ATTENTION["one row of q"]
-    inputs = _inputs(shapes)
-    found = _attention(shapes, sharded, 4, scaled=True).simulate([*inputs, 0.7], check_replicas=True)
-    _assert_close(found, _attention_reference(inputs, False, 0.7), 1e-5)
-
-
-def test_rows_that_see_nothing_stay_so_when_blocks_are_merged() -> None:
-    with mf.FusionDefinition() as fd:
-        q, k, v = (fd.define_tensor(shape) for shape in ([1, 1, 3, 4], [1, 1, 64, 4], [1, 1, 64, 4]))
-        mask = fd.define_tensor([3, 64], dtype=mf.DataType.Bool)
-        out, lse, _, _ = fd.ops.sdpfa_fwd(q, k, v, None, mask, 0.0, False, None)
-        fd.add_output(out)
-        fd.add_output(lse)
-        for tensor in (k, v):
-            fd.mesh_split(tensor, _mesh((4,)), ROWS)
-    inputs = [torch.randn(1, 1, 3, 4), torch.randn(1, 1, 64, 4), torch.randn(1, 1, 64, 4)]
-    seen = torch.ones(3, 64, dtype=torch.bool)
-    seen[1], seen[2, :40] = False, False
-    assert "block_attention" in _ops(fd, *(t.shape for t in (*inputs, seen)))
-    found, logsumexp = fd.simulate([*inputs, seen], check_replicas=True)
-    scores = (inputs[0] @ inputs[1].mT / 2).masked_fill(~seen, -math.inf)
-    _assert_close([found, logsumexp], (scores.softmax(-1).nan_to_num() @ inputs[2], scores.logsumexp(-1)))
-
-
-def test_for_one_row_outputs_travel_and_not_keys_and_values() -> None:
-    """Eight heads of 64 over 16,384 keys: k and v have 67 MB, the output and its statistics a few kB."""
-    shapes = ((1, 8, 1, 64), (1, 8, 16384, 64))
-    bill = _attention(shapes, "kv", 8, backward=False).bill(shapes[0], shapes[1], shapes[1])
-    assert bill.total <= 2.2 * 8 * (8 * 65), str(bill)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_with_enough_heads_rows_are_exchanged_for_heads(backward: bool) -> None:
-    shapes = ((1, 8, 64, 16), (1, 8, 64, 16))
-    bill = _attention(shapes, "qkv", 4, backward=backward).bill(shapes[0], *[shapes[1]] * 2)
-    operand = 8 * 8 * 64 * 16
-    assert bill.total <= 3 * operand / 4 * 3 / 4, str(bill)
-
-
-def test_with_one_head_for_keys_these_are_gathered_and_their_gradients_summed() -> None:
-    shapes = ((1, 7, 64, 16), (1, 1, 64, 16))
-    operand = 8 * 64 * 16
-    bill = _attention(shapes, "qkv", 4).bill(shapes[0], *[shapes[1]] * 2)
-    assert bill.total <= 2 * (1 + 2) * operand * 3 / 4 + 100, str(bill)
+    assert_close(fd.simulate([X], check_replicas=True), reference(X.double()))
 
 
 @pytest.mark.usefixtures("forms_forced")
@@ -517,77 +354,5 @@ def test_every_pair_of_sharded_dims_of_a_product_of_forms() -> None:
 
     values, _ = _stable_topk(X.double(), 6, 0, True)
     for dims in itertools.permutations(["x", "y", None], 2):
-        found = _define(build, X, (2, 3), dims).simulate([X], check_replicas=True)
-        _assert_close(found, torch.var_mean(values.cumsum(0), [0, 1]))
-
-
-STEPS = [(24, 0, 24, 3), (24, 2, 20, 3), (24, 5, 24, 4), (23, 1, 23, 2), (24, 0, 12, 2), (1024, 7, 1000, 5)]
-
-
-@pytest.mark.parametrize("n,start,stop,step", STEPS)
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_slice_with_steps_of_a_sharded_dim_moves_elements_of_the_result_and_less_than_a_step_of_each_block(
-    n: int, start: int, stop: int, step: int, backward: bool
-) -> None:
-    ranks, row = 4, 16 * 4
-    fd = mf.FusionDefinition()
-    x = fd.define_tensor([n, 16], dtype=mf.DataType.Float)
-    y = fd.ops.slice(x, [start, 0], [stop, 16], [step, 1])
-    gradients = fd.grad([fd.ops.sum(fd.ops.mul(y, y))], [x]) if backward else []
-    for out in (y, *gradients):
-        fd.add_output(out)
-        fd.mesh_split(out, mf.DeviceMesh((ranks,), ("x",)), ["x", None])
-    fd.mesh_split(x, mf.DeviceMesh((ranks,), ("x",)), ["x", None])
-    kept, passes = len(range(start, stop, step)), 2 if backward else 1
-    assert fd.bill().total <= passes * row * (ranks * step + kept) / ranks
-    given = torch.randn(n, 16, generator=torch.Generator().manual_seed(0))
-    made, *found = fd.simulate([given], check_replicas=True)
-    assert torch.equal(made, given[start:stop:step])
-    wanted = torch.zeros(n, 16)
-    wanted[start:stop:step] = 2 * made
-    assert all(torch.equal(gradient, wanted) for gradient in found)
-
-
-WINDOWS_AND_STEPS = [
-    ((8, 24, 1), (0, 64, 8), (0, 16, 1)), ((8, 12, 1), (0, 64, 8), (0, 16, 1)), ((4, 30, 1), (3, 60, 5), (0, 16, 1)),
-    ((8, 24, 1), (0, 64, 1), (0, 16, 2)), ((1, 31, 1), (0, 64, 4), (2, 9, 1)), ((5, 29, 1), (7, 64, 8), (1, 16, 3)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("bounds", WINDOWS_AND_STEPS, ids=str)
-@pytest.mark.parametrize("wanted", ["x", None])
-def test_steps_of_whole_dims_are_taken_before_a_window_of_a_sharded_one_moves(
-    bounds: tuple[tuple[int, int, int], ...], wanted: str | None
-) -> None:
-    """Nothing but elements of the result, however many others there are in the window."""
-    mesh, shape = mf.DeviceMesh((4,), ("x",)), (32, 64, 16)
-    fd = mf.FusionDefinition()
-    x = fd.define_tensor(list(shape), dtype=mf.DataType.Float)
-    y = fd.ops.slice(x, *map(list, zip(*bounds, strict=True)))
-    fd.add_output(y)
-    fd.mesh_split(x, mesh, ["x", None, None])
-    if wanted is not None:
-        fd.mesh_split(y, mesh, [wanted, None, None])
-    given = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    made = given[tuple(itertools.starmap(slice, bounds))]
-    assert fd.bill().total <= made.numel() * 4 / 4
-    assert torch.equal(fd.simulate([given], check_replicas=True)[0], made)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("shift", [1, 3, 6, 7])
-@pytest.mark.parametrize("n", [64, 61])
-@pytest.mark.parametrize("width", [1, 64])
-def test_a_roll_made_of_slices_moves_the_rows_that_change_their_rank(n: int, shift: int, width: int, dim: int) -> None:
-    """Also where moving all to another dim takes less than bringing the smaller operand of the cat to every rank."""
-    ranks, shape = 8, (n, width) if dim == 0 else (width, n)
-    fd = mf.FusionDefinition()
-    x = fd.define_tensor(list(shape), dtype=mf.DataType.Float)
-    cut = [shift if d == dim else 0 for d in range(2)]
-    head = fd.ops.slice(x, [0, 0], [shift if d == dim else size for d, size in enumerate(shape)])
-    y = fd.ops.cat([fd.ops.slice(x, cut, list(shape)), head], dim)
-    fd.add_output(y)
-    fd.mesh_split(x, mf.DeviceMesh((ranks,), ("x",)), ["x" if d == dim else None for d in range(2)])
-    given = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    assert fd.bill().total <= 4 * width * (shift + (n % ranks > 0))
-    assert torch.equal(fd.simulate([given], check_replicas=True)[0], given.roll(-shift, dim))
+        found = defined(build, X, (2, 3), dims).simulate([X], check_replicas=True)
+        assert_close(found, torch.var_mean(values.cumsum(0), [0, 1]))

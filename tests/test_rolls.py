@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import Sizes, Tensor, floats
@@ -138,3 +139,22 @@ def attention_to_places_before_backward(fd: Fd, s: Sizes) -> None:
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shift", [1, 3, 6, 7])
+@pytest.mark.parametrize("n", [64, 61])
+@pytest.mark.parametrize("width", [1, 64])
+def test_a_roll_made_of_slices_moves_the_rows_that_change_their_rank(n: int, shift: int, width: int, dim: int) -> None:
+    """Also where moving all to another dim takes less than bringing the smaller operand of the cat to every rank."""
+    ranks, shape = 8, (n, width) if dim == 0 else (width, n)
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor(list(shape), dtype=mf.DataType.Float)
+    cut = [shift if d == dim else 0 for d in range(2)]
+    head = fd.ops.slice(x, [0, 0], [shift if d == dim else size for d, size in enumerate(shape)])
+    y = fd.ops.cat([fd.ops.slice(x, cut, list(shape)), head], dim)
+    fd.add_output(y)
+    fd.mesh_split(x, mf.DeviceMesh((ranks,), ("x",)), ["x" if d == dim else None for d in range(2)])
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    assert fd.bill().total <= 4 * width * (shift + (n % ranks > 0))
+    assert torch.equal(fd.simulate([given], check_replicas=True)[0], given.roll(-shift, dim))

@@ -1,0 +1,139 @@
+"""Attention whose rows or keys are sharded: right on every mesh, and no gather of keys where less travels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import meshfuse as mf
+from distributed import assert_close, mesh_of, op_names
+
+ROWS = [None, None, "x", None]
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+# Shapes of q and of k and v, and whether q, k and v are sharded along the sequence.
+ATTENTION: dict[str, tuple[Shapes, str]] = {
+    "one row of q": (((2, 4, 1, 8), (2, 2, 19, 8)), "kv"),
+    "few rows of q": (((1, 3, 5, 8), (1, 3, 17, 8)), "kv"),
+    "an empty block": (((1, 1, 3, 8), (1, 1, 5, 8)), "kv"),
+    "all along the sequence": (((1, 3, 12, 8), (1, 1, 12, 8)), "qkv"),
+    "rows of q only": (((1, 3, 10, 8), (1, 1, 7, 8)), "q"),
+    "keys only": (((2, 2, 3, 8), (2, 2, 21, 8)), "k"),
+}
+
+
+def _attention(shapes: Shapes, sharded: str, ranks: int, **options: Any) -> mf.FusionDefinition:
+    fd = mf.FusionDefinition()
+    tensors = {n: fd.define_tensor(list(shapes[n != "q"]), dtype=mf.DataType.Double) for n in "qkv"}
+    causal, dropout = options.get("causal", False), options.get("dropout", 0.0)
+    scale = fd.define_scalar(dtype=mf.DataType.Double) if options.get("scaled") else None
+    out, lse, seed, offset = fd.ops.sdpfa_fwd(*tensors.values(), None, options.get("mask"), dropout, causal, scale)
+    made = [out, lse]
+    if options.get("backward", True):
+        saved = (*tensors.values(), out, lse, dropout, causal, seed, offset, scale)
+        made += fd.ops.sdpfa_bwd(out, *saved)
+    for tensor in made:
+        fd.add_output(tensor)
+    for name in sharded:
+        fd.mesh_split(tensors[name], mesh_of((ranks,)), ROWS)
+    return fd
+
+
+def _inputs(shapes: Shapes) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shapes[i > 0], generator=generator, dtype=torch.float64) for i in range(3)]
+
+
+def _attention_reference(inputs: list[torch.Tensor], causal: bool, scale: float | None = None) -> Any:
+    q, k, v = leaves = [t.clone().requires_grad_() for t in inputs]
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
+    out = scores.softmax(-1) @ v
+    out.backward(out.detach())
+    return (out.detach(), scores.logsumexp(-1).detach(), *(t.grad for t in leaves))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_with_its_sequence_sharded(name: str, causal: bool, ranks: int) -> None:
+    shapes, sharded = ATTENTION[name]
+    inputs = _inputs(shapes)
+    found = _attention(shapes, sharded, ranks, causal=causal).simulate(inputs, check_replicas=True)
+    assert_close(found, _attention_reference(inputs, causal), 1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.usefixtures("forms_forced")
+def test_every_distributed_form_of_attention(name: str, causal: bool, ranks: int) -> None:
+    shapes, sharded = ATTENTION[name]
+    inputs = _inputs(shapes)
+    fd = _attention(shapes, sharded, ranks, causal=causal)
+    names = op_names(fd, *(t.shape for t in inputs))
+    assert ("block_attention" in names) == ("k" in sharded) and "sdpfa_bwd_kv" in names
+    assert_close(fd.simulate(inputs, check_replicas=True), _attention_reference(inputs, causal), 1e-5)
+
+
+@pytest.mark.usefixtures("forms_forced")
+def test_attention_drops_the_same_on_every_mesh() -> None:
+    shapes, _ = ATTENTION["few rows of q"]
+    inputs = _inputs(shapes)
+    runs = [_attention(shapes, sharded, ranks, dropout=0.4).simulate(inputs, check_replicas=True)
+            for sharded, ranks in (("kv", 1), ("kv", 4), ("q", 2))]  # fmt: skip
+    assert not torch.allclose(runs[0][0], _attention_reference(inputs, False)[0])
+    for other in runs[1:]:
+        assert_close(other, tuple(runs[0]), 1e-6)
+
+
+@pytest.mark.usefixtures("forms_forced")
+def test_attention_s_scale_may_be_a_scalar_of_the_definition() -> None:
+    shapes, sharded = ATTENTION["one row of q"]
+    inputs = _inputs(shapes)
+    found = _attention(shapes, sharded, 4, scaled=True).simulate([*inputs, 0.7], check_replicas=True)
+    assert_close(found, _attention_reference(inputs, False, 0.7), 1e-5)
+
+
+def test_rows_that_see_nothing_stay_so_when_blocks_are_merged() -> None:
+    with mf.FusionDefinition() as fd:
+        q, k, v = (fd.define_tensor(shape) for shape in ([1, 1, 3, 4], [1, 1, 64, 4], [1, 1, 64, 4]))
+        mask = fd.define_tensor([3, 64], dtype=mf.DataType.Bool)
+        out, lse, _, _ = fd.ops.sdpfa_fwd(q, k, v, None, mask, 0.0, False, None)
+        fd.add_output(out)
+        fd.add_output(lse)
+        for tensor in (k, v):
+            fd.mesh_split(tensor, mesh_of((4,)), ROWS)
+    inputs = [torch.randn(1, 1, 3, 4), torch.randn(1, 1, 64, 4), torch.randn(1, 1, 64, 4)]
+    seen = torch.ones(3, 64, dtype=torch.bool)
+    seen[1], seen[2, :40] = False, False
+    assert "block_attention" in op_names(fd, *(t.shape for t in (*inputs, seen)))
+    found, logsumexp = fd.simulate([*inputs, seen], check_replicas=True)
+    scores = (inputs[0] @ inputs[1].mT / 2).masked_fill(~seen, -math.inf)
+    assert_close([found, logsumexp], (scores.softmax(-1).nan_to_num() @ inputs[2], scores.logsumexp(-1)))
+
+
+def test_for_one_row_outputs_travel_and_not_keys_and_values() -> None:
+    """Eight heads of 64 over 16,384 keys: k and v have 67 MB, the output and its statistics a few kB."""
+    shapes = ((1, 8, 1, 64), (1, 8, 16384, 64))
+    bill = _attention(shapes, "kv", 8, backward=False).bill(shapes[0], shapes[1], shapes[1])
+    assert bill.total <= 2.2 * 8 * (8 * 65), str(bill)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_with_enough_heads_rows_are_exchanged_for_heads(backward: bool) -> None:
+    shapes = ((1, 8, 64, 16), (1, 8, 64, 16))
+    bill = _attention(shapes, "qkv", 4, backward=backward).bill(shapes[0], *[shapes[1]] * 2)
+    operand = 8 * 8 * 64 * 16
+    assert bill.total <= 3 * operand / 4 * 3 / 4, str(bill)
+
+
+def test_with_one_head_for_keys_these_are_gathered_and_their_gradients_summed() -> None:
+    shapes = ((1, 7, 64, 16), (1, 1, 64, 16))
+    operand = 8 * 64 * 16
+    bill = _attention(shapes, "qkv", 4).bill(shapes[0], *[shapes[1]] * 2)
+    assert bill.total <= 2 * (1 + 2) * operand * 3 / 4 + 100, str(bill)
