@@ -35,3 +35,17 @@ def rebuilt(fd: nvfuser.FusionDefinition) -> nvfuser.FusionDefinition:
     with nvfuser.FusionDefinition() as twin:
         space["nvfuser_fusion"](twin)
     return twin
+
+
+def nvfuser_relu() -> nvfuser.FusionDefinition:
+    """The simplest definition in nvFuser's words: of rows of three."""
+    with nvfuser.FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 3])
+        fd.add_output(fd.ops.relu(x))
+    return fd
+
+
+# without an fd
+
+
+# sizes that arguments decide

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 import meshfuse as mf
+from attention_references import attention
 from meshfuse.dtypes import Category, DataType
 from meshfuse.ops.base import ParamKind, ScalarRef, TensorRef
 from meshfuse.scalars import evaluate
-from op_references import REFERENCES, attention
+from op_references import REFERENCES
 
 _WIDEST = (torch.bool, torch.int64, torch.float64, torch.complex128)
 

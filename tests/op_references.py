@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from attention_references import merged_attention, ring_attention, ring_attention_bwd
+
 _SAME = (
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf erfc erfinv exp exp2 expm1 floor "
     "frac imag isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not "
@@ -147,122 +149,11 @@ def _iota(length: int, start: Any, step: Any, _: Any) -> torch.Tensor:
     return torch.tensor([(start or 0) + i * (1 if step is None else step) for i in range(length)])
 
 
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: Any,
-    mask: Any,
-    is_causal: Any,
-    scale: Any,
-    kept: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeats the heads of k and v, and takes every row's softmax."""
-    groups = q.shape[-3] // k.shape[-3]
-    k, v = (t.repeat_interleave(groups, -3) for t in (k, v))
-    scores = torch.einsum("...se,...te->...st", q, k) * (scale if scale is not None else q.shape[-1] ** -0.5)
-    scores = scores if bias is None else scores + bias
-    if mask is not None:
-        scores = torch.where(mask, scores, -math.inf)
-    if is_causal:
-        scores = torch.where(torch.ones(scores.shape[-2:]).tril() > 0, scores, -math.inf)
-    # A row that sees nothing takes nothing.
-    weights = torch.nan_to_num(torch.softmax(scores, -1))
-    weights = weights if kept is None else weights * kept
-    return torch.einsum("...st,...te->...se", weights, v), torch.logsumexp(scores, -1)
-
-
-def attention_bwd(
-    inputs: list[torch.Tensor], mask: Any, is_causal: Any, scale: Any, kept: Any, grad_lse: Any = None
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v by autograd from [grad, q, k, v]."""
-    grad, *qkv = inputs
-    leaves = [t.detach().requires_grad_() for t in qkv]
-    out, lse = _attention(*leaves, None, mask, is_causal, scale, kept)
-    if grad_lse is None:
-        return torch.autograd.grad(out, leaves, grad)
-    return torch.autograd.grad([out, lse], leaves, [grad, grad_lse], allow_unused=True)
-
-
-def seen_in_ring(rows: int, ring: int, is_causal: bool, zigzag: bool) -> torch.Tensor | None:
-    """Which columns a row sees: those whose place in the sequence is not later than its own."""
-    if not is_causal:
-        return None
-    places = torch.arange(rows)
-    if zigzag:
-        low, high = places.view(2, ring, -1)
-        places = torch.stack([low, high.flip(0)], 1).flatten()
-    return places <= places[:, None]
-
-
-def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: int, is_causal: bool, scale: Any, zigzag: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attention(q, k, v, None, seen_in_ring(q.shape[-2], ring, is_causal, zigzag), False, scale)
-
-
-def _ring_bwd(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    ring: int,
-    is_causal: bool,
-    scale: Any,
-    zigzag: bool,
-    grad_lse: Any,
-) -> tuple[torch.Tensor, ...]:
-    """From q, k and v alone: the saved output and log-sum-exp are those of them."""
-    return attention_bwd(
-        [grad, q, k, v], seen_in_ring(q.shape[-2], ring, is_causal, zigzag), False, scale, None, grad_lse
-    )
-
-
 def _block_pick(early: Any, late: Any, first: int) -> torch.Tensor:
     """Of either a number may stand in the place, also as a tensor without dims."""
     tensor = max((t for t in (early, late) if isinstance(t, torch.Tensor)), key=torch.Tensor.dim)
     index = torch.arange(tensor.shape[0]).view(-1, *[1] * (tensor.ndim - 1))
     return torch.where(index < first, early, late).to(tensor.dtype)
-
-
-def _merged_attention(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the probabilities of the two sets of columns; nothing of none."""
-    both = torch.stack([lse, other_lse])
-    weights = torch.nan_to_num(both.softmax(0))
-    return (torch.stack([out, other]) * weights[..., None]).sum(0), both.logsumexp(0)
-
-
-def attention(inputs: list[Any], is_causal: Any, scale: Any, kept: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, log-sum-exp) from [q, k, v, bias, mask]."""
-    return _attention(*inputs, is_causal, scale, kept)
-
-
-def block_attention(
-    inputs: list[Any], is_causal: Any, scale: Any, kept: Any, blocks: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, log-sum-exp) of every block of columns by itself: all others masked out."""
-    *qkv, bias, mask = inputs
-    size = max(1, -(-qkv[1].shape[-2] // blocks))
-    made = []
-    for number in range(blocks):
-        inside = torch.arange(qkv[1].shape[-2]) // size == number
-        seen = inside if mask is None else inside & mask
-        made.append(_attention(*qkv, bias, seen, is_causal, scale, kept))
-    return torch.stack([out for out, _ in made]), torch.stack([lse for _, lse in made])
-
-
-ATTENTION: dict[str, Callable[..., Any]] = {"sdpfa_fwd": attention, "block_attention": block_attention}
-# Which of the gradients of q, k and v an op gives.
-GRADIENTS = {
-    "sdpfa_bwd": slice(0, 3),
-    "sdpfa_bwd_q": slice(0, 1),
-    "sdpfa_bwd_kv": slice(1, 3),
-    "ring_attention_bwd": slice(0, 3),
-}
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -434,10 +325,10 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "iota": _iota,
     "triu": torch.triu,
     "ring_attention": ring_attention,
-    "ring_attention_bwd": _ring_bwd,
+    "ring_attention_bwd": ring_attention_bwd,
     "block_pick": _block_pick,
     "block_keep": lambda x, first, late: _block_pick(0.0, x, first) if late else _block_pick(x, 0.0, first),
-    "attention_merge": _merged_attention,
+    "attention_merge": merged_attention,
     "grouped_mm": _grouped_mm,
     "scaled_mm": _scaled_mm,
 }

@@ -10,6 +10,7 @@ import torch
 
 import meshfuse as mf
 import op_references as references
+from attention_references import attention
 from meshfuse.dtypes import Category, DataType
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call, Sample, TensorType
@@ -68,7 +69,7 @@ DIFFERENTIABLE = [
 def _reference(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     args = [argument(arg, operands) for arg in call.args]
     if call.op.name == "sdpfa_fwd":
-        return list(references.attention(args[:5], call["is_causal"], call["scale"], None))
+        return list(attention(args[:5], call["is_causal"], call["scale"], None))
     made = references.REFERENCES[call.op.name](*args)
     return list(made) if isinstance(made, tuple) else [made]
 

@@ -12,6 +12,7 @@ import torch
 
 import meshfuse.kernels as K
 import op_references as references
+from attention_references import ATTENTION, GRADIENTS, attention, attention_bwd, seen_in_ring
 from meshfuse.errors import KernelError
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call
@@ -28,7 +29,7 @@ def _sampled(name: str, place: int) -> tuple[Call, list[torch.Tensor]]:
     assert samples, f"{name} has no samples"
     call = make_call(op, samples[place])
     operands = operands_of(call, samples[place])
-    if name in references.GRADIENTS:
+    if name in GRADIENTS:
         _save_forward(call, operands)
     return call, operands
 
@@ -37,7 +38,7 @@ def _save_forward(call: Call, operands: list[torch.Tensor]) -> None:
     """The output and log-sum-exp that the backward pass is given are those of its own forward pass."""
     inputs = [t.double() for t in operands[1:4]]
     mask, causal, scale, kept = _options(call, operands)
-    out, lse = references.attention([*inputs, None, mask], causal, scale, kept)
+    out, lse = attention([*inputs, None, mask], causal, scale, kept)
     operands[4], operands[5] = out.float(), lse.float()
 
 
@@ -45,7 +46,7 @@ def _options(call: Call, operands: list[torch.Tensor]) -> tuple[Any, Any, Any, A
     """Mask, causal, scale and dropout's factors of an op that gives gradients of attention."""
     if "ring" not in call.op.places:
         return None, call["is_causal"], call["scale"], _kept(call, operands, operands[2])
-    mask = references.seen_in_ring(operands[1].shape[-2], call["ring"], call["is_causal"], call["zigzag"])
+    mask = seen_in_ring(operands[1].shape[-2], call["ring"], call["is_causal"], call["zigzag"])
     return mask, False, call["scale"], None
 
 
@@ -68,15 +69,15 @@ def _wide(t: torch.Tensor) -> torch.Tensor:
 def _reference(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """The results by the op's reference, in float64."""
     wide = [_wide(t) for t in operands]
-    if call.op.name in references.GRADIENTS:
+    if call.op.name in GRADIENTS:
         more = "grad_logsumexp" in call.op.places and call["grad_logsumexp"] is not None
         grad_lse = wide[-1] if more else None
-        gradients = references.attention_bwd(wide[:4], *_options(call, operands), grad_lse)
-        return list(gradients[references.GRADIENTS[call.op.name]])
+        gradients = attention_bwd(wide[:4], *_options(call, operands), grad_lse)
+        return list(gradients[GRADIENTS[call.op.name]])
     args = [argument(arg, wide) for arg in call.args]
-    if call.op.name in references.ATTENTION:
+    if call.op.name in ATTENTION:
         options = (call["is_causal"], call["scale"], _kept(call, operands, wide[1]))
-        made = references.ATTENTION[call.op.name](args[:5], *options, *args[8:])
+        made = ATTENTION[call.op.name](args[:5], *options, *args[8:])
         return [*made, torch.tensor([5, SALT]), torch.tensor(2)]
     made = references.REFERENCES[call.op.name](*args)
     return list(made) if isinstance(made, tuple) else [made]
@@ -120,5 +121,5 @@ def test_what_needs_nvidia_is_typed_and_says_so_when_run(name: str) -> None:
 def test_every_op_has_samples_and_a_reference() -> None:
     assert not [name for name, op in OPS.items() if not op.samples()]
     covered = {*references.REFERENCES, *references.RANDOM, *references.NVIDIA_ONLY}
-    covered |= {*references.ATTENTION, *references.GRADIENTS}
+    covered |= {*ATTENTION, *GRADIENTS}
     assert set(OPS) <= covered

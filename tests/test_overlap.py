@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,90 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
+from cut_programs import Body, check, column_parallel, defined, line, overlap, ran, row_parallel, stream
 from meshfuse.definition.tensor_view import TensorView
-from meshfuse.host_ir.instructions import Collective, Launch, SendRecv
+from meshfuse.host_ir.instructions import Launch, SendRecv
 from meshfuse.ops.base import TensorRef
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
-
-DOUBLE, X = mf.DataType.Double, mf.ParallelType.mesh_x
-Body = Callable[..., Any]
-
-
-def line(size: int) -> mf.DeviceMesh:
-    return mf.DeviceMesh((size,), ("tp",))
-
-
-def defined(shapes: Sequence[Sequence[int]], body: Body, notes: Body) -> mf.FusionDefinition:
-    """Doubles in; `body` gives the outputs, `notes` annotates inputs and outputs."""
-    with mf.FusionDefinition() as fd:
-        tensors = [fd.define_tensor(list(shape), dtype=DOUBLE) for shape in shapes]
-        made = body(fd, *tensors)
-        outputs = made if isinstance(made, tuple) else (made,)
-        for out in outputs:
-            fd.add_output(out)
-        notes(fd, *tensors, *outputs)
-    return fd
-
-
-def check(fd: mf.FusionDefinition, reference: Callable[..., Any]) -> None:
-    """All replicas of all outputs are what torch makes of the whole tensors."""
-    made = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(fd.tensors[ref.id].type.shape, generator=made, dtype=torch.float64) for ref in fd.inputs]
-    expected = reference(*inputs)
-    assert_same_as_unsharded(fd, inputs, expected if isinstance(expected, tuple) else (expected,))
-
-
-def row_parallel(rows: int, ranks: int, scatter: bool, ask: Body, bias: bool = False) -> mf.FusionDefinition:
-    """x and w split over the summed dim; the result whole, or its rows over the ranks."""
-
-    def notes(fd: Any, x: Any, w: Any, *rest: Any) -> None:
-        fd.mesh_split(x, line(ranks), [None, "tp"])
-        fd.mesh_split(w, line(ranks), [None, "tp"])
-        fd.mesh_split(rest[-1], line(ranks), ["tp" if scatter else None, None])
-        ask(fd, rest[-1])
-
-    shapes = [(rows, 2 * ranks), (3, 2 * ranks), *([(3,)] if bias else [])]
-    return defined(shapes, lambda fd, *t: fd.ops.linear(*t), notes)
-
-
-def column_parallel(rows: int, ranks: int, ask: Body, readers: bool = False) -> mf.FusionDefinition:
-    """x's rows over the ranks are gathered; w's and the result's columns stay split. `readers`: others read x too."""
-
-    def body(fd: Any, x: Any, w: Any) -> Any:
-        y = fd.ops.linear(x, w)
-        return (y, fd.ops.tanh(y), fd.ops.exp(x), fd.ops.set(x)) if readers else (y,)
-
-    def notes(fd: Any, x: Any, w: Any, y: Any, *rest: Any) -> None:
-        fd.mesh_split(x, line(ranks), ["tp", None])
-        fd.mesh_split(w, line(ranks), ["tp", None])
-        fd.mesh_split(y, line(ranks), [None, "tp"])
-        for t in rest[1:]:
-            fd.mesh_split(t, line(ranks), [None, None])
-        ask(fd, y)
-
-    return defined([(rows, 4), (3 * ranks, 4)], body, notes)
-
-
-def overlap(chunks: int, **options: Any) -> Body:
-    return lambda fd, t: fd.overlap(t, chunks, **options)
-
-
-def stream(chunks: int, ring: bool = False) -> Body:
-    """nvFuser's words: a split of the rows is a stream, perhaps one that begins at each rank's own place.
-
-    Rows that are split over ranks are a stream as they are in a ring, and inside the ranks' shards else.
-    """
-
-    def ask(fd: Any, t: Any) -> None:
-        bound = t.axis(0).is_device_dim()
-        if not (bound and ring):
-            t.outer_split(int(bound), chunks)
-        if ring:
-            t.swizzle1d(0, X)
-        t.axis(int(bound and not ring)).parallelize(mf.ParallelType.stream)
-
-    return ask
-
 
 ASKS = {
     "overlap": overlap, "ring": lambda n: overlap(n, ring=True), "columns": lambda n: overlap(n, dim=1),
@@ -135,15 +56,6 @@ def test_any_tensor_of_any_program_may_be_cut(fd: mf.FusionDefinition, data: st.
 
 
 # what is run ------------------------------------------------------------------------------------------------------
-
-
-def ran(fd: mf.FusionDefinition, rank: int = 0) -> str:
-    """The program's kernels and communications in order: k for a kernel, else the first letters."""
-    kinds = {"all_reduce": "r", "all_gather": "g", "all_to_all": "a", "broadcast": "b", "send": "s", "recv": "v"}
-    out = ""
-    for ins in fd.compile().host_program(rank).instructions:
-        out += "k" if isinstance(ins, Launch) else kinds[ins.kind] if isinstance(ins, (Collective, SendRecv)) else ""
-    return out
 
 
 @pytest.mark.parametrize(
@@ -242,160 +154,6 @@ def test_gather_product_and_scatter_in_one_loop() -> None:
     mesh = mf.DeviceMesh((2, 2), ("dp", "tp"))
     fd = defined([(8, 4), (3, 4)], lambda fd, x, w: fd.ops.linear(x, w), notes)
     check(fd, F.linear)
-
-
-@pytest.mark.parametrize(("shape", "shard", "wanted"), [((3, 2, 2, 2), 1, "gggkkk"), ((2, 2, 2), 0, "bbkk")])
-def test_a_stream_outside_the_shards_and_one_of_the_shards_themselves(
-    shape: tuple[int, ...], shard: int, wanted: str
-) -> None:
-    """nvFuser's MultiDeviceExecutor: the result's first dim is a stream, x is sharded over the second or the first."""
-
-    def notes(fd: Any, x: Any, w: Any, y: Any) -> None:
-        for t in (x, w, y):
-            t.set_device_mesh(mf.DeviceMesh([0, 1]))
-        x.axis(shard).parallelize(X)
-        y.axis(0).parallelize(mf.ParallelType.stream)
-
-    fd = defined([shape, (8, 2)], lambda fd, x, w: fd.ops.linear(x, w), notes)
-    check(fd, F.linear)
-    assert ran(fd) == wanted
-
-
-def test_a_stream_on_one_rank_and_no_mesh_cuts_the_product() -> None:
-    def notes(fd: Any, x: Any, w: Any, y: Any) -> None:
-        y.outer_split(0, 3)
-        y.axis(0).parallelize(mf.ParallelType.stream)
-
-    fd = defined([(15, 7), (7, 2)], lambda fd, x, w: fd.ops.matmul(x, w), notes)
-    check(fd, torch.matmul)
-    with torch.profiler.profile(record_shapes=True) as prof:
-        fd.simulate([torch.ones(15, 7, dtype=torch.float64), torch.ones(7, 2, dtype=torch.float64)])
-    seen = [event.input_shapes for event in prof.events() if event.name == "aten::mm"]
-    assert seen == [[[5, 7], [7, 2], [5, 2]]] * 3
-
-
-def test_a_chain_of_streamed_tensors_is_one_loop() -> None:
-    def notes(fd: Any, x: Any, w: Any, gathered: Any, y: Any) -> None:
-        for t, spec in ((x, ["tp", None]), (w, ["tp", None]), (gathered, [None, None]), (y, [None, "tp"])):
-            fd.mesh_split(t, line(2), spec)
-        for t in (gathered, y):
-            fd.overlap(t, 2)
-
-    def body(fd: Any, x: Any, w: Any) -> Any:
-        gathered = fd.ops.set(x)
-        return gathered, fd.ops.linear(gathered, w)
-
-    fd = defined([(4, 4), (6, 4)], body, notes)
-    check(fd, lambda x, w: (x, F.linear(x, w)))
-    assert len(fd.compile().segmented.overlapped.loops) == 1
-
-
-def products(fd: mf.FusionDefinition, *inputs: torch.Tensor) -> list[list[list[int]]]:
-    """The shapes of all matrix products of one simulated execution."""
-    with torch.profiler.profile(record_shapes=True) as prof:
-        fd.simulate(list(inputs))
-    return [event.input_shapes for event in prof.events() if event.name == "aten::mm"]
-
-
-def chain(length: int, notes: Body) -> mf.FusionDefinition:
-    """x and `length` weights, up and down in turn: products in a row, a relu between each two."""
-
-    def body(fd: Any, x: Any, *weights: Any) -> Any:
-        for place, w in enumerate(weights):
-            x = fd.ops.matmul(fd.ops.relu(x) if place else x, w)
-        return x
-
-    return defined([(6, 4), *[(4, 16), (16, 4)] * (length // 2)], body, notes)
-
-
-def chained(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    for place, w in enumerate(weights):
-        x = (x.relu() if place else x) @ w
-    return x
-
-
-def ones(length: int) -> list[torch.Tensor]:
-    return [torch.ones(shape, dtype=torch.float64) for shape in ((6, 4), *[(4, 16), (16, 4)] * (length // 2))]
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("length", [2, 6])
-def test_a_stream_of_an_input_goes_on_through_all_products(length: int, split: bool) -> None:
-    """nvFuser's stream runs on through what is made of the tensor, all-reduces in between included."""
-
-    def notes(fd: Any, x: Any, *rest: Any) -> None:
-        for place, t in enumerate((x, *rest)) if split else ():
-            layer = [["tp", None], [None, "tp"]][place % 2]
-            fd.mesh_split(t, line(2), layer if 0 < place < length + 1 else [None, None])
-        x.outer_split(0, 3)
-        x.axis(0).parallelize(mf.ParallelType.stream)
-
-    fd = chain(length, notes)
-    check(fd, chained)
-    made = products(fd, *ones(length))
-    assert [shapes[0][0] for shapes in made] == [2] * (3 * length * (1 + split))
-    assert {tuple(shapes[1]) for shapes in made} == ({(4, 8), (8, 4)} if split else {(4, 16), (16, 4)})
-    assert len(fd.compile().segmented.overlapped.loops) == 1
-    assert ran(fd).count("r") == (3 * length // 2 if split else 0)
-
-
-def test_a_stream_ends_where_another_begins() -> None:
-    def notes(fd: Any, x: Any, u: Any, v: Any, y: Any) -> None:
-        for t, chunks in ((x, 3), (y, 2)):
-            t.outer_split(0, chunks)
-            t.axis(0).parallelize(mf.ParallelType.stream)
-
-    fd = chain(2, notes)
-    check(fd, chained)
-    made = products(fd, *ones(2))
-    assert [shapes[0][0] for shapes in made] == [2, 2, 2, 3, 3]
-
-
-@pytest.mark.parametrize("words", [stream, overlap])
-@pytest.mark.parametrize("dims", [(0, 1), (0, None), (None, 1), (0, 0), (1, 1), (1, 0)])
-def test_two_products_that_are_cut_along_dims_of_their_own(words: Body, dims: tuple[int | None, int | None]) -> None:
-    """Rows of the first operand, columns of the last: no loop takes a tensor whole and in chunks."""
-
-    def notes(fd: Any, x: Any, u: Any, v: Any, y: Any) -> None:
-        for t, dim in zip((x, v), dims, strict=True):
-            if dim is not None and words is overlap:
-                fd.overlap(t, 3, dim=dim)
-            elif dim is not None:
-                t.outer_split(dim, 3)
-                t.axis(dim).parallelize(mf.ParallelType.stream)
-
-    fd = defined([(6, 4), (4, 12), (12, 9)], lambda fd, x, u, v: fd.ops.matmul(fd.ops.matmul(x, u), v), notes)
-    check(fd, lambda x, u, v: x @ u @ v)
-    made = products(fd, *(torch.ones(s, dtype=torch.float64) for s in ((6, 4), (4, 12), (12, 9))))
-    if dims == (0, 1):
-        assert [shapes[:2] for shapes in made] == [[[2, 4], [4, 12]]] * 3 + [[[6, 12], [12, 3]]] * 3
-
-
-def test_what_fd_overlap_names_alone_is_cut() -> None:
-    fd = chain(2, lambda fd, x, *rest: fd.overlap(x, 3))
-    check(fd, chained)
-    made = products(fd, *ones(2))
-    assert [shapes[0][0] for shapes in made] == [2, 2, 2, 6]
-
-
-@pytest.mark.parametrize(("ring", "wanted"), [(False, "kbbbbkkkkkkk"), (True, "ksvksvksvkk")])
-def test_a_stream_of_a_gathered_set_cuts_the_product_that_reads_it(ring: bool, wanted: str) -> None:
-    """The next chunk is gathered before the product of this one."""
-
-    def notes(fd: Any, x: Any, w: Any, gathered: Any, y: Any) -> None:
-        for t, spec in ((x, ["tp", None]), (w, ["tp", None]), (gathered, [None, None]), (y, [None, "tp"])):
-            fd.mesh_split(t, line(4), spec)
-        stream(4, ring)(fd, gathered)
-
-    def body(fd: Any, x: Any, w: Any) -> Any:
-        gathered = fd.ops.set(x)
-        return gathered, fd.ops.linear(gathered, w)
-
-    fd = defined([(8, 4), (12, 4)], body, notes)
-    check(fd, lambda x, w: (x, F.linear(x, w)))
-    made = products(fd, torch.ones(8, 4, dtype=torch.float64), torch.ones(12, 4, dtype=torch.float64))
-    assert made == [[[2, 4], [4, 3], [2, 3]]] * 16
-    assert ran(fd) == wanted
 
 
 @pytest.mark.parametrize("op", ["linear", "matmul"])
