@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from faults import FAULTS, RANKS, Fault, once
+from fault_kinds import FAULTS, RANKS, Fault
+from faults import once
 
 pytestmark = pytest.mark.ranks
 REPEAT = int(os.environ.get("REPEAT", "1"))
