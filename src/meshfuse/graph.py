@@ -251,6 +251,7 @@ class Kinds:
         self._made: dict[Any, tuple[Call, Rule]] = {}
 
     def get(self, op: OpDef, args: tuple[Any, ...], types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
+        """The call of an op on operands of these types, and its rule. DefinitionError where they do not fit the op."""
         args = tuple(map(_anonymous, args))
         key = (op, tuple(map(_key, args)), types)
         if key not in self._made:

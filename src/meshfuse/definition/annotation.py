@@ -105,6 +105,7 @@ def check_agreement(old: Annotation, new: Annotation) -> None:
 
 
 def contradiction(name: str, new: str, old: str, line: SourceLine) -> Exception:
+    """The error of a second annotation of a tensor that says something else, with both and the line of the second."""
     return user_error(
         f"tensor {name} is annotated twice", f"{new} after {old}", "one annotation, or equal ones",
         "Remove one, or reshard with fd.ops.set and annotate its result.", line,

@@ -191,6 +191,7 @@ class LoopDomain:
         return tuple(sorted(first, key=lambda d: local.get(d, first[d])))
 
     def copy(self) -> LoopDomain:
+        """One that is edited without changing this one."""
         leaves = [*self.order, *(leaf for root in self.roots for leaf in root)]
         twins = {id(leaf): dataclasses.replace(leaf) for leaf in leaves}
         roots = [[twins[id(leaf)] for leaf in root] for root in self.roots]

@@ -17,6 +17,7 @@ _NUMBERS = (Val, bool, int, float, complex, DataType)
 
 
 def is_scalar_call(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op is called on numbers and scalars alone, one of these at least, and so makes a scalar."""
     given = [*args, *kwargs.values()]
     scalars_only = bool(given) and all(isinstance(plain_number(a), _NUMBERS) for a in given)
     return scalars_only and (op.name in FUNCTIONS or op.name == "cast") and any(isinstance(a, Val) for a in given)

@@ -59,6 +59,7 @@ class Hub:
         return self._issued[place]
 
     def arrive(self, group: SimulatedGroup, number: int, kind: str, arguments: tuple[Any, ...]) -> SimulatedWork:
+        """A rank's part in a collective, which is done when the last rank of the group has come."""
         work = SimulatedWork(f"{kind} #{number} of ranks {group.ranks}")
         meeting = self._meetings.setdefault((group.ranks, number), _Meeting(group.size))
         meeting.calls[group.index] = (kind, arguments, work)
@@ -68,11 +69,13 @@ class Hub:
         return work
 
     def send(self, group: SimulatedGroup, tensor: torch.Tensor, target: int) -> SimulatedWork:
+        """A message to the rank at this index of the group: a copy, so that it is over at once."""
         self._sent.setdefault((group.ranks, group.index, target), []).append(tensor.clone())
         self._match((group.ranks, group.index, target))
         return SimulatedWork("send", True)
 
     def receive(self, group: SimulatedGroup, tensor: torch.Tensor, source: int) -> SimulatedWork:
+        """Fill `tensor` by the next message from the rank at this index, when it comes."""
         work = SimulatedWork(f"message from rank {group.ranks[source]} to rank {group.ranks[group.index]}")
         self._expected.setdefault((group.ranks, source, group.index), []).append((tensor, work))
         self._match((group.ranks, source, group.index))

@@ -42,6 +42,7 @@ class Backward:
 
     @property
     def result(self) -> Tensor:
+        """The first result."""
         return self.results[0]
 
     def needs(self, name: str) -> bool:
@@ -59,9 +60,11 @@ class Backward:
         return self.ops.complex(self.ops.real(x), self.ops.neg(self.ops.imag(x)))
 
     def times(self, derivative: Tensor) -> Tensor:
+        """The gradient, where the result changes by this much with the operand."""
         return self.ops.mul(self.grad, self.conj(derivative))
 
     def over(self, divisor: Tensor) -> Tensor:
+        """The gradient, where the result changes by one over this with the operand."""
         return self.ops.truediv(self.grad, self.conj(divisor))
 
 

@@ -55,6 +55,7 @@ class RankLowering:
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
 
     def run(self, in_flight: int) -> HostProgram:
+        """The whole program, scheduled, with what is dead freed."""
         self._name_inputs()
         for part in buckets(self.segmented.resharded, self.segmented.parts):
             if isinstance(part, Segment):

@@ -117,6 +117,7 @@ class Book:
             self._read(name, "returned")
 
     def free(self, names: Iterable[str]) -> None:
+        """Memory that nothing reads or writes any more is given back."""
         for name in names:
             buffer = self._buffers.get(name)
             assert buffer is None or not (buffer.reading or buffer.writing), f"{name} is freed before the wait"

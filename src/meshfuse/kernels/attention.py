@@ -24,6 +24,8 @@ class Place(NamedTuple):
 
 
 class Options(NamedTuple):
+    """What attention is computed with beside its tensors; `scale` is a number."""
+
     dropout_p: float
     is_causal: bool
     scale: float

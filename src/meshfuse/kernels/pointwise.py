@@ -30,6 +30,7 @@ def nextafter(a: Any, b: Any) -> torch.Tensor:
 
 
 def complex(a: Any, b: Any) -> torch.Tensor:
+    """A complex tensor of its real and its imaginary part."""
     return torch.complex(*torch.broadcast_tensors(*_both(a, b)))
 
 
@@ -75,6 +76,7 @@ def shift_left(a: Any, b: Any) -> torch.Tensor:
 
 
 def shift_right(a: Any, b: Any) -> torch.Tensor:
+    """Shift right keeping the sign."""
     return torch.bitwise_right_shift(*_both(a, b))
 
 
@@ -93,14 +95,17 @@ def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
 
 
 def lerp(start: Any, end: Any, weight: Any) -> torch.Tensor:
+    """Linear between `start`, at 0, and `end`, at 1."""
     return start + weight * (end - start)
 
 
 def real(x: torch.Tensor) -> torch.Tensor:
+    """The real part, in memory of its own; a real tensor is its own."""
     return torch.real(x).contiguous() if x.is_complex() else x
 
 
 def imag(x: torch.Tensor) -> torch.Tensor:
+    """The imaginary part, in memory of its own; zeros of a real tensor."""
     return torch.imag(x).contiguous() if x.is_complex() else torch.zeros_like(x)
 
 

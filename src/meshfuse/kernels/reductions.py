@@ -29,12 +29,14 @@ def _is_empty(x: torch.Tensor, dims: list[int]) -> bool:
 
 
 def lowest(dtype: torch.dtype) -> Any:
+    """The least number of a type."""
     if dtype == torch.bool:
         return False
     return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def highest(dtype: torch.dtype) -> Any:
+    """The largest number of a type."""
     if dtype == torch.bool:
         return True
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -66,6 +68,7 @@ def reduce_min(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
 
 
 def reduce_prod(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    """The products, in the type of x."""
     for d in sorted(dims, reverse=True):
         x = torch.prod(x, d, keepdim, dtype=x.dtype)  # else Int of every integer
     return x

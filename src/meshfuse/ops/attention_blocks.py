@@ -129,6 +129,7 @@ def backward_rule(call: Call, group: FactorKind, rows: FactorKind, columns: Fact
 
 
 def backward_text(e: Emit, kernel: str) -> str:
+    """Python text of a kernel's call, on all that a backward of attention reads."""
     names = ("grad_output", "query", "key", "value", "output", "logsumexp")
     state = [str(e.operand(name)) for name in ("philox_seed", "philox_offset")]
     operands = [str(e.operand(name)) for name in names]
@@ -148,6 +149,7 @@ def _kv_rule(call: Call) -> Rule:
 
 
 def qkv_types(q: tuple[int, ...], kv: tuple[int, ...]) -> tuple[TensorType, ...]:
+    """Float operands of these shapes, q and then k and v."""
     return (TensorType(q, DataType.Float), TensorType(kv, DataType.Float), TensorType(kv, DataType.Float))
 
 

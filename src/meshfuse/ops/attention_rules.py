@@ -131,10 +131,12 @@ def operands_text(e: Emit) -> list[str]:
 
 
 def options_text(e: Emit) -> list[str]:
+    """The texts of dropout and of whether the mask is causal."""
     return [str(None) if e.call[name] is None else e.scalar(name) for name in ("dropout_p", "is_causal")]
 
 
 def scale_text(e: Emit) -> str:
+    """The text of the scale, None for the kernel's own."""
     return str(None) if e.call["scale"] is None else e.scalar("scale")
 
 

@@ -42,6 +42,7 @@ _REDUCE = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min"}
 
 
 def block_size(n: int, blocks: int) -> int:
+    """Elements of a block of n, as `torch.chunk` cuts: the last may be short, and any after it empty."""
     return max(1, -(-n // blocks))
 
 

@@ -15,6 +15,7 @@ _REDUCTIONS = ("sum", "prod", "max", "min")
 
 
 def check_halos(notation: Notation, marks: set[tuple[str, ...]]) -> None:
+    """Raises DefinitionError for a dim with neighbours that some result lacks."""
     for factors in marks:
         if any(factors[0] not in {f for dim in dims for f in dim.factors} for dims in notation.results):
             raise user_error(f"rule {notation.text!r}: {factors[0]}~", "a result without it", "it in every result",

@@ -88,6 +88,7 @@ def is_whole(n: Native, operand: int, dim: int) -> bool:
 
 
 def cast(n: Native, tensor: Any, found: DataType, wanted: DataType) -> Any:
+    """The tensor in another type; itself where it has that type."""
     return tensor if found is wanted else n.ops.cast(tensor, n.dtype(wanted))
 
 

@@ -41,14 +41,17 @@ class TorchOp:
     block: str = ""
 
     def expanded(self, call: Call) -> Notation:
+        """The rule with the dims that `b*` stands for in this call."""
         return self.notation.expanded(call.types)
 
     def infer(self, call: Call) -> tuple[TensorType, ...]:
+        """The type rule: shapes from the notation's, dtypes as told."""
         notation = self.expanded(call)
         shapes = notation.shapes(notation.sizes(call.types, self.sizes(call)))
         return tuple(map(TensorType, shapes, self.dtypes(call)))
 
     def rule(self, call: Call) -> Rule:
+        """The factor rule; a dim of which the function sees neighbours in this call is needed whole."""
         notation = self.expanded(call)
         seen = [f for halo in self.halos(call) for f in halo]
         return notation.rule(notation.sizes(call.types, self.sizes(call)), (*self.blocked, *seen), self.reduce)
@@ -112,6 +115,7 @@ class TorchOp:
         return [x if p is None else whole_again(r, x, p, n) for x, p in zip(results, places, strict=True)]
 
     def opdef(self, **more: Any) -> OpDef:
+        """The record, with `more` of its fields."""
         has_halo = self.block == "" and any(d.halo for dims in self.notation.operands for d in dims)
         return OpDef(
             self.name, self.params, self.infer, self.rule, self.emit, compute=self.function,

@@ -35,6 +35,7 @@ class Table:
         self._numbers: dict[Available, int] = {}
 
     def number(self, way: Available) -> int:
+        """The number of a way, a new one where it was not seen before."""
         found = self._numbers.get(way)
         return self._new(way) if found is None else found
 
@@ -48,6 +49,7 @@ class Table:
         return self._numbers[way]
 
     def cost(self, have: int, want: int) -> float:
+        """The seconds from one way to another."""
         known = self.costs[want]
         found = known.get(have)
         if found is None:
@@ -72,6 +74,7 @@ class JointTable:
         self._costs: list[list[dict[int, float]]] = []
 
     def number(self, way: tuple[int, ...]) -> int:
+        """The number of ways together, a new one where they were not seen before."""
         found = self._numbers.get(way)
         if found is None:
             found = self._numbers[way] = len(self._ways)

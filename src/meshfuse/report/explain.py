@@ -68,6 +68,7 @@ class Explainer:
         self._by_tensor: dict[int, list[Set]] | None = None
 
     def lines(self, tensor: int) -> Iterator[str]:
+        """All that there is to say of one tensor."""
         made = self.graph.tensors[tensor]
         if tensor not in self.compiled.sharded.homes:
             yield f"{made.label}: {made.type} at {quoted(made.line)}: no output needs it, so it is not computed"

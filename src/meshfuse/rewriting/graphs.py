@@ -27,6 +27,7 @@ class Rewriter:
         self._origin: Node | None = None
 
     def type(self, ref: TensorRef) -> TensorType:
+        """What a tensor is, an own one or a new one."""
         return self.tensors[ref.id].type
 
     def call(self, name: str | OpDef, *args: Any, **kwargs: Any) -> Any:

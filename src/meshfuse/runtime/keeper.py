@@ -11,6 +11,7 @@ import sys
 
 
 def main(fd: int) -> None:
+    """Read until the launcher ends, and end what it has left."""
     os.setsid()
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)
