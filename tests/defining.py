@@ -28,8 +28,15 @@ def collectives(fd: mf.FusionDefinition, rank: int = 0) -> list[Collective]:
     return [i for i in fd.host_program(rank).instructions if isinstance(i, Collective)]
 
 
-def rebuilt(fd: nvfuser.FusionDefinition) -> nvfuser.FusionDefinition:
+def rebuilt(fd: mf.FusionDefinition) -> mf.FusionDefinition:
     """What the text of a definition defines."""
+    scope: dict[str, Any] = {}
+    exec(repr(fd), scope)
+    return scope["fd"]
+
+
+def nvfuser_rebuilt(fd: nvfuser.FusionDefinition) -> nvfuser.FusionDefinition:
+    """The same of one in nvFuser's words."""
     space: dict[str, Any] = {"FusionDefinition": nvfuser.FusionDefinition, "DataType": nvfuser.DataType}
     exec(repr(fd), space)
     with nvfuser.FusionDefinition() as twin:
@@ -43,9 +50,3 @@ def nvfuser_relu() -> nvfuser.FusionDefinition:
         x = fd.define_tensor([-1, 3])
         fd.add_output(fd.ops.relu(x))
     return fd
-
-
-# without an fd
-
-
-# sizes that arguments decide

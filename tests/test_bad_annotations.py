@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import meshfuse as mf
+from defining import rebuilt
 from meshfuse import ParallelType
 from meshfuse.report.page import page
 from refusing import MESH, X, define, raises
@@ -173,10 +174,9 @@ def test_other_names_of_axes_are_fine(name: str) -> None:
         x = fd.define_tensor([8, 16])
         fd.add_output(fd.ops.sum(x, [0]))
         fd.mesh_split(x, mesh, [[mf.Split(2, name), "tp"], None])
-    again: dict[str, Any] = {}
-    exec(repr(fd), again)
-    assert repr(again["fd"]) == repr(fd)
-    assert torch.equal(again["fd"].simulate([X + 1])[0], fd.simulate([X + 1])[0])
+    again = rebuilt(fd)
+    assert repr(again) == repr(fd)
+    assert torch.equal(again.simulate([X + 1])[0], fd.simulate([X + 1])[0])
     assert name in str(fd.bill()) and name in {e["axes"] for e in json.loads(fd.bill().to_json())["entries"]}
     assert html.escape(name) in page([fd.compile()])
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
+from defining import rebuilt
 from meshfuse import costs
 from meshfuse.resharding.moves import MoveKind
 from meshfuse.resharding.planner import plan
@@ -329,11 +330,7 @@ def test_two_sets_of_links_for_one_mesh_are_refused() -> None:
 
 def test_a_definition_with_links_is_printed_whole() -> None:
     fd = summed(LINKS, LINKS)
-    space: dict[str, object] = {}
-    exec(repr(fd), space)
-    again = space["fd"]
-    assert isinstance(again, mf.FusionDefinition)
-    assert again.bill().total == fd.bill().total
+    assert rebuilt(fd).bill().total == fd.bill().total
 
 
 def test_links_that_are_the_defaults_plan_as_no_links_do() -> None:

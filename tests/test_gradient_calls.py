@@ -101,6 +101,9 @@ def test_the_lines_of_a_backward_are_those_of_its_forward() -> None:
     assert (line.line, line.text) == (fd.nodes[0].line.line, "gradient of: y = fd.ops.matmul(x, w)")
 
 
+# what is refused
+
+
 def _integers() -> Any:
     fd, (x,) = _defined([3], dtype=INT)
     return fd.grad(x, x)

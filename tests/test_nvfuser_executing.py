@@ -11,7 +11,7 @@ import torch
 
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
-from defining import nvfuser_relu, rebuilt
+from defining import nvfuser_rebuilt, nvfuser_relu
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
 
 NVMesh = nvfuser.multidevice.DeviceMesh
@@ -56,7 +56,7 @@ def test_annotations_print_as_meshfuse_writes_them() -> None:
         x.outer_split(0, 2)
         x.axis(0).parallelize(nvfuser.ParallelType.mesh_y)
         fd.mesh_split(y, NVMesh([[0, 1], [2, 3]]), ["y", "x"])
-    assert repr(rebuilt(fd)) == repr(fd)
+    assert repr(nvfuser_rebuilt(fd)) == repr(fd)
     a, b = torch.randn(4, 4), torch.randn(4, 4)
     assert torch.equal(fd.simulate([a, b])[0], a + b)
 
@@ -82,6 +82,9 @@ def test_strides_of_outputs(name: str) -> None:
     (found,), (wanted,) = fd.execute([whole]), plain.execute([whole])
     assert torch.equal(found, wanted)
     assert found.stride() == strides
+
+
+# without an fd
 
 
 def test_a_fusion_of_its_own_is_written_to_while_its_guard_lives() -> None:
@@ -168,6 +171,9 @@ def test_parameters_are_kept_as_they_are_set() -> None:
     assert (params.splitk_factor, params.cluster_dims, params.tile_sizes.cta_tile.k) == (2, None, 3)
     assert params.lparams.bdimx is None and params.scheduler_type is nvfuser.SchedulerType.matmul
     assert nvfuser.MmaMacroEncode(nvfuser.MmaMacroArch.hopper, 1, 2, 3).mma_macro().n == 2
+
+
+# sizes that arguments decide
 
 
 UNFIT: dict[str, tuple[Callable[..., Any], list[list[int]], list[tuple[int, ...]], str]] = {

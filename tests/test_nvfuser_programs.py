@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
-from defining import rebuilt
+from defining import nvfuser_rebuilt
 from meshfuse.nvfuser_direct import DataType, FusionDefinition, ParallelType
 from meshfuse.nvfuser_direct.executors import EmptyDefinitionError, ExecutorError
 
@@ -135,7 +135,7 @@ def test_programs(name: str) -> None:
     wanted = reference(*inputs)
     found = fd.execute(inputs)
     torch.testing.assert_close(found, wanted if isinstance(wanted, list) else [wanted])
-    torch.testing.assert_close(rebuilt(fd).execute(inputs), found)
+    torch.testing.assert_close(nvfuser_rebuilt(fd).execute(inputs), found)
 
 
 @pytest.mark.parametrize("name", ["sizes from scalar ops", "a mask expanded too little"])
@@ -177,7 +177,7 @@ def test_outputs_written_into_arguments(layout: Callable[[torch.Tensor], torch.T
     assert y.data_ptr() == same.data_ptr() == x.data_ptr()
     assert len(fd.fec.get_output_shardings()) == 3
     again = X.clone()
-    rebuilt(fd).execute([again])
+    nvfuser_rebuilt(fd).execute([again])
     assert torch.equal(again, wanted)
 
 
@@ -318,7 +318,7 @@ def test_merging_undoes_a_split() -> None:
     x.outer_split(0, 2)
     x.axis(0).parallelize(ParallelType.mesh_x)
     assert x.fd.annotations[0].sharding("x", (8, 6)).local_shape((8, 6), 0) == (4, 6)
-    assert repr(rebuilt(fd)) == repr(fd)
+    assert repr(nvfuser_rebuilt(fd)) == repr(fd)
 
 
 def test_a_schedule_of_a_kernel_changes_nothing() -> None:
@@ -344,7 +344,7 @@ def test_a_schedule_of_a_kernel_changes_nothing() -> None:
     whole = torch.randn(6, 5, 4)
     torch.testing.assert_close(fd.simulate([whole])[0], whole.exp() + 1)
     assert fd.output_shardings()[0].local_shape((6, 5, 4), 0) == (3, 5, 4)
-    torch.testing.assert_close(rebuilt(fd).simulate([whole])[0], whole.exp() + 1)
+    torch.testing.assert_close(nvfuser_rebuilt(fd).simulate([whole])[0], whole.exp() + 1)
 
 
 def test_axes_that_cannot_be_merged_or_bound() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import meshfuse as mf
+from defining import rebuilt
 from meshfuse.definition.annotation import Annotation
 from meshfuse.definition.fusion import DefinitionBuilder
 from meshfuse.definition.loop import LoopDomain
@@ -54,12 +55,6 @@ def _annotation_facts(annotation: Annotation) -> tuple[Any, ...]:
         for root in domain.roots
     ]
     return (annotation.mesh, roots, annotation.allocation, annotation.memory)
-
-
-def rebuilt(fd: mf.FusionDefinition) -> mf.FusionDefinition:
-    scope: dict[str, Any] = {}
-    exec(repr(fd), scope)
-    return scope["fd"]
 
 
 def check(fd: mf.FusionDefinition) -> None:
