@@ -102,7 +102,8 @@ class _Following:
     def _follow(self, plan: ShardedDefinition) -> None:
         made_of_nothing = set[int]()
         for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
-            if self.there.union(made_of_nothing).issuperset(node.inputs) and _is_fixed(node, choice.placement):
+            known = all(i in self.there or i in made_of_nothing for i in node.inputs)
+            if known and _is_fixed(node, choice.placement):
                 follows = not self.there.isdisjoint(node.inputs)
                 (self.before if follows else self.free).add(node.id)
                 (self.there if follows else made_of_nothing).update(node.outputs)
