@@ -6,6 +6,7 @@ import html
 import json
 import operator
 import os
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -146,12 +147,22 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
     ("made of ranks: found None", lambda: mf.DeviceMesh(None)),
     ("made of ranks: found 2.0", lambda: mf.DeviceMesh((2.0, 4), ("a", "b"))),
     ("made of ranks: found True", lambda: mf.DeviceMesh([True, False])),
+    *[
+        (f"a mesh is made of ranks: found {found}", lambda v=v, names=names: mf.DeviceMesh(v, names, ranks=[0]))
+        for names in ((), ("a",))
+        for v, found in (("x", "'x'"), (None, "None"), ([None], "None"), ([[0]], "[0]"), ([2.5], "2.5"))
+    ],
     ("at most 1048576", lambda: mf.DeviceMesh((10**12,), ("a",))),
     ("found 1000000000 ranks, needed at most 1048576", lambda: mf.DeviceMesh(range(10**9), ("a",))),
     ("at most 1048576", lambda: mf.DeviceMesh((2,), ("a",), ranks=range(10**9))),
     ("at most 1048576", lambda: mf.DeviceMesh(torch.empty(10**10, device="meta"))),
     ("found a meta tensor", lambda: mf.DeviceMesh(torch.empty(2, device="meta"))),
     ("made of ranks: found '3'", lambda: mf.DeviceMesh((2,), ("a",), ranks=3)),  # type: ignore[arg-type]
+    *[
+        (f"the axes of a link: found {v!r}, needed a tuple of names", lambda v=v: MESH.link(v))
+        for v in (None, 3, "dp", {"dp": 1})
+    ],
+    ("no such axis of DeviceMesh((2, 4), ('dp', 'tp')): found 3", lambda: MESH.link((3,))),
     ("no such axis of DeviceMesh((2, 4), ('dp', 'tp')): found 'zz'", lambda: MESH.axis_size("zz")),
     ("no such rank of DeviceMesh((2, 4), ('dp', 'tp')): found 99", lambda: MESH.coordinate(99)),
     *[("a link's bandwidth", lambda v=v: mf.Link(v, 0)) for v in (0, -1, float("nan"), float("inf"), "a", None, True)],
@@ -162,6 +173,26 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
 @pytest.mark.parametrize(("text", "make"), MESHES, ids=[f"{i}-{text}" for i, (text, _) in enumerate(MESHES)])
 def test_meshes(text: str, make: Callable[[], Any]) -> None:
     raises(text, make)
+
+
+@pytest.mark.parametrize(
+    ("devices", "names", "wanted"),
+    [
+        # A range holds ranks, however many; so does what a script calls list(range(world)) of a world of one.
+        *[(kind(n), ("a",), ((n,), range(n))) for n in (1, 2, 4) for kind in (range, lambda n: [*range(n)])],
+        (range(2, 4), ("a",), ((2,), [2, 3])),
+        (range(1, 2), ("a",), ((1,), [1])),
+        (array("i", [0, 1]), None, ((2,), [0, 1])),
+        ((np.int64(2), 2), ("a", "b"), ((2, 2), range(4))),
+        ((np.int32(3),), ("a",), ((3,), range(3))),
+        (np.int64(3), ("a",), ((3,), range(3))),
+        ([np.int64(3)], None, ((1,), [3])),
+        (np.array([3]), ("a",), ((1,), [3])),
+    ],
+)
+def test_forms_of_meshes(devices: Any, names: Any, wanted: Any) -> None:
+    mesh = mf.DeviceMesh(devices, names)
+    assert (mesh.shape, mesh.ranks) == (wanted[0], tuple(wanted[1]))
 
 
 @pytest.mark.parametrize(

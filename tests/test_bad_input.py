@@ -94,6 +94,24 @@ OPS: list[tuple[str, Ops]] = [
     ("sum: a dim is given twice", lambda fd, x, o: o.sum(x, [0, -2])),
     *[("sum: argument 'dims' is of the wrong kind", lambda fd, x, o, v=v: o.sum(x, v)) for v in ("a", [0.5], True)],
     ("a tensor of 0 dims", lambda fd, x, o: o.sum(o.sum(x), [0])),
+    # torch takes these for all dims, numpy for none, and nvFuser refuses them.
+    *[(f"{op}: dims: found none, needed at least one. Leave dims out for all of them.",
+       lambda fd, x, o, op=op: getattr(o, op)(x, []))
+      for op in ("sum", "prod", "max", "min", "mean", "logsumexp", "var", "var_mean", "welford")],
+    *[(f"{op}: complex numbers have no order: found ComplexFloat[8, 16], needed a real type",
+       lambda fd, x, o, op=op, more=more: getattr(o, op)(o.complex(x, x), *more))
+      for op, more in {"max": (0,), "cummin": (0,), "argsort": (0,), "topk": (2,), "argmax": (0,)}.items()],
+    *[(f"argmax: a dim of size 0 has no largest element: found Float[{rows}, 0], needed at least one element",
+       lambda fd, x, o, rows=rows, dim=dim: o.argmax(o.full([rows, 0], 1.0, DataType.Float), dim))
+      for rows, dim in ((8, 1), (0, -1), (3, None))],
+    *[(f"{op}: a number that no integer is: found {v} as Int32", lambda fd, x, o, op=op, v=v: getattr(o, op)(
+        o.cast(x, DataType.Int32), 0, v)) for op in ("cumsum", "cummax") for v in (float("inf"), float("nan"))],
+    *[(f"{op}: a number is too large: found {v} as Int32", lambda fd, x, o, op=op, v=v: getattr(o, op)(
+        o.cast(x, DataType.Int32), 0, v)) for op in ("cumprod", "cummin") for v in (1e300, -(2**40))],
+    *[(f"{op}: the {what}: found Float{list(shape)}, needed [16], the normalized_shape",
+       lambda fd, x, o, op=op, what=what, shape=shape: getattr(o, op)(x, [16], **{what: fd.define_tensor(shape)}))
+      for op, what in (("layer_norm", "weight"), ("layer_norm", "bias"), ("rms_norm", "weight"))
+      for shape in ([1], [8, 16], [8, 1], [], [4])],
     ("cast: argument 'dtype' is of the wrong kind", lambda fd, x, o: o.cast(x, "abc")),
     ("cast: dtype: found DataType.Null", lambda fd, x, o: o.cast(x, DataType.Null)),
     ("reshape", lambda fd, x, o: o.reshape(x, [5, 5])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -209,6 +210,25 @@ def test_a_mesh_that_the_script_does_not_read_is_noted(tmp_path: Path, capsys: p
     for heard in (["--mesh", "tp=2"], []):
         assert main(["bill", deaf, *heard]) == 0
         assert "is passed on" not in capsys.readouterr().err
+
+
+MESHES = ["=,=", "", ",", "x", "x=", "=2", "x=a", "x=0", "x=-1", "x=2=3", "x=2,x=2", "x=2,", "x=1.5", "stream=2",
+          "a:b=2", "x=" + "9" * 20, "x=" + "9" * 5000]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("command", [["explain"], ["bill"], ["trace"], ["trace", "-n", "2"], ["doctor", "--links"]])
+def test_what_is_no_mesh_is_told_before_anything_runs(
+    command: list[str], mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = [] if command[0] == "doctor" else [write(tmp_path, "print('it ran')\n")]
+    with pytest.raises(SystemExit) as caught:
+        main([*command, *script, f"--mesh={mesh}"])
+    assert caught.value.code == 2
+    said = capsys.readouterr()
+    assert "it ran" not in said.out + said.err
+    assert re.search(r"argument --mesh: .*found .*, needed ", said.err), said.err
+    assert "usage: meshfuse" in said.err and len(said.err) < 3000
 
 
 @pytest.mark.parametrize("text", ["print(1", "x = ]", "\0"])

@@ -160,3 +160,34 @@ def test_a_wrong_argument_is_said(build: Build, text: str) -> None:
     fd = mf.FusionDefinition()
     with pytest.raises(mf.DefinitionError, match=text):
         build(fd, fd.define_tensor([4, 6, 10]))
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("what", ["weight", "bias"])
+def test_open_parameters_of_norms_are_not_repeated(what: str, n: int) -> None:
+    fd = mf.FusionDefinition()
+    x, given = fd.define_tensor([-1, -1]), fd.define_tensor([-1])
+    fd.add_output(fd.ops.layer_norm(x, [10], **{what: given}))
+    with pytest.raises(
+        mf.DefinitionError, match=rf"found Float\[{n}\], needed \[10\].* of a norm's parameters its norm"
+    ):
+        fd.simulate([X[0], torch.ones(n)])
+    (out,) = fd.simulate([X[0], torch.ones(10)])
+    plain = F.layer_norm(X[0], [10])
+    torch.testing.assert_close(out, plain if what == "weight" else plain + 1)
+    assert "sized" not in fd.latest().graph.nodes[-1].name
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_argmax_of_open_sizes_takes_no_empty_dim(dim: int | None) -> None:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([-1, -1])
+    fd.add_output(fd.ops.argmax(x, dim))
+    for shape in ((0, 3), (3, 0)):
+        empty = torch.zeros(shape)
+        if dim is not None and shape[dim]:
+            assert torch.equal(fd.simulate([empty])[0], empty.argmax(dim))
+        else:
+            with pytest.raises(mf.DefinitionError, match=r"found Float\[.*0.*argmax takes no empty dim"):
+                fd.simulate([empty])
+    assert torch.equal(fd.simulate([X[0]])[0], X[0].argmax(dim))

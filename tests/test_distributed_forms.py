@@ -12,6 +12,7 @@ import torch
 
 import meshfuse as mf
 from distributed import Build, assert_close, defined, mesh_of, op_names
+from meshfuse import DataType
 from meshfuse.sharding.layout import Split
 
 Reference = Callable[[torch.Tensor], Any]
@@ -356,3 +357,20 @@ def test_every_pair_of_sharded_dims_of_a_product_of_forms() -> None:
     for dims in itertools.permutations(["x", "y", None], 2):
         found = defined(build, X, (2, 3), dims).simulate([X], check_replicas=True)
         assert_close(found, torch.var_mean(values.cumsum(0), [0, 1]))
+
+
+@pytest.mark.parametrize("dtype", [DataType.Float, DataType.Half, DataType.Double])
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin"])
+def test_a_scan_begins_with_a_number_that_its_type_does_not_hold(name: str, is_open: bool, dtype: DataType) -> None:
+    """It is infinite, whether the dim is sharded or not."""
+    x = torch.arange(1.0, 9.0, dtype=getattr(torch, dtype.value)).reshape(2, 4)
+    for init in (1e300, -1e300, float("inf")):
+        found = []
+        for spec in ([None, None], [None, "x"]):
+            fd = mf.FusionDefinition()
+            t = fd.define_tensor([2, 4], dtype=dtype)
+            fd.add_output(getattr(fd.ops, name)(t, 1, fd.define_scalar(dtype=DataType.Double) if is_open else init))
+            fd.mesh_split(t, mf.DeviceMesh((2,), ("x",)), spec)
+            found += fd.simulate([x, init] if is_open else [x])
+        assert torch.equal(*found)

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .errors import DefinitionError, MeshfuseError, user_error
+from .mesh import DeviceMesh, mesh_of_text
 from .runtime import doctor, launcher
 
 if TYPE_CHECKING:
@@ -84,10 +85,22 @@ def _parser() -> argparse.ArgumentParser:
 def _script_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=f"Print {text}.")
     command.add_argument("script", metavar="SCRIPT", help="a Python script that makes FusionDefinitions")
-    command.add_argument("--mesh", metavar="dp=2,tp=4", help="passed on to the script, which must read a --mesh")
+    command.add_argument(
+        "--mesh", type=_mesh, metavar="dp=2,tp=4", help="passed on to the script, which must read a --mesh"
+    )
     command.set_defaults(script_args=[])
     command.epilog = "The script's own arguments come after --."
     return command
+
+
+def _mesh(text: str) -> str:
+    """The text, if it is that of a mesh."""
+    try:
+        mesh_of_text(text)
+    except MeshfuseError as error:
+        error.where = None  # no line of a script asked for it
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _doctor_command(commands: Any) -> None:
@@ -96,7 +109,9 @@ def _doctor_command(commands: Any) -> None:
     )
     look.add_argument("--links", action="store_true", help="measure how fast the axes of a mesh are, on real ranks")
     look.add_argument("--ranks", type=int, help="with --links: how many to start here; a launcher's else (4)")
-    look.add_argument("--mesh", metavar="dp=2,tp=4", help="with --links: the axes; one of all ranks without")
+    look.add_argument(
+        "--mesh", type=_mesh, metavar="dp=2,tp=4", help="with --links: the axes; one of all ranks without"
+    )
     look.add_argument(
         "--limit", type=launcher.seconds, default=20.0, help="with --links: begin nothing after so many seconds (20)"
     )
@@ -110,7 +125,7 @@ def _doctor(args: argparse.Namespace) -> int:
     if not args.links:
         print(doctor.report())
         return 0
-    words = ["--limit", str(args.limit), *(["--mesh", args.mesh] if args.mesh else [])]
+    words = ["--limit", str(args.limit), *([f"--mesh={args.mesh}"] if args.mesh else [])]
     if doctor.read_environment().size > 1:
         return importlib.import_module("meshfuse.runtime.link_probe").main(words)
     ranks = 4 if args.ranks is None else args.ranks
@@ -207,11 +222,15 @@ def _report(args: argparse.Namespace, text: Callable[[list[CompiledProgram]], st
 
 def _note_other_mesh(args: argparse.Namespace, programs: list[CompiledProgram]) -> None:
     """Say so where no program is on the mesh that was asked for: the script alone decides, and may not listen."""
-    wanted = None if args.mesh is None else sorted(args.mesh.replace(" ", "").split(","))
+    wanted = None if args.mesh is None else mesh_of_text(args.mesh)
     meshes = {s.mesh for program in programs for s in program.graph.annotations.values()}
-    if wanted and wanted not in [sorted(f"{a}={n}" for a, n in zip(m.names, m.shape, strict=True)) for m in meshes]:
+    if wanted and _axes(wanted) not in map(_axes, meshes):
         print(f"meshfuse: nothing in {args.script} is on a mesh {args.mesh}: --mesh is passed on to the script, which "
               f"has {', '.join(sorted(map(str, meshes))) or 'no mesh'}", file=sys.stderr)  # fmt: skip
+
+
+def _axes(mesh: DeviceMesh) -> dict[str, int]:
+    return dict(zip(mesh.names, mesh.shape, strict=True))
 
 
 def _program(fd: FusionDefinition) -> CompiledProgram | None:

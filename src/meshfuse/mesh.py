@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .costs import DEFAULT_FLOPS, DEFAULT_LINK, Link, Machine, plain, slowest
-from .errors import caller_line, located, shown, user_error
+from .errors import ArgumentError, caller_line, located, shown, user_error
 from .mesh_forms import read_costs, read_devices
 
 _DEFAULT_NAMES = ("w", "v", "u", "z", "y", "x")
 STREAM = "stream"
 _LARGEST_RANK = 2**31 - 1
+_MOST_DIGITS = 10  # Of a size in a text: int() takes long for very many.
 # What stands around the names of axes where shardings and communications are printed, and in `--mesh dp=2,tp=4`.
 _MARKS = ",:=()[]"
 
@@ -136,6 +137,8 @@ class DeviceMesh:
             found = self._over.get(axes)
         except TypeError:  # of what is no name
             found = None
+        if found is None and not isinstance(axes, tuple):
+            raise user_error("the axes of a link", shown(axes), "a tuple of names", "Pass ('dp',), say.", caller_line())
         if found is None:
             for name in axes:
                 self.axis_size(name)  # which raises for one that is not there
@@ -233,6 +236,15 @@ class DeviceMesh:
             digits = tuple(self.digit(rank, *axis) for axis in axes)
             groups.setdefault(self._group_key(rank, axes), []).append((digits, rank))
         return groups
+
+
+def mesh_of_text(text: str) -> DeviceMesh:
+    """The mesh that "dp=2,tp=4" means. Raises ArgumentError for other texts, DefinitionError for other meshes."""
+    axes = [part.partition("=")[::2] for part in text.split(",")]
+    sizes = {name.strip(): size.strip() for name, size in axes}
+    if len(sizes) < len(axes) or not all(n.isdecimal() and len(n) < _MOST_DIGITS and int(n) for n in sizes.values()):
+        raise user_error("--mesh", shown(text), "different axes and their sizes, as in dp=2,tp=4", cls=ArgumentError)
+    return DeviceMesh(tuple(map(int, sizes.values())), tuple(sizes))
 
 
 def _rebuild_mesh(

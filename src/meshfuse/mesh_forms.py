@@ -22,14 +22,24 @@ def read_devices(
         raise user_error("a mesh needs one name per axis", shown(names), "a list of names", "Pass ('dp', 'tp'), say.")
     _bounded(_count(devices))
     nested = _values(devices) if hasattr(devices, "tolist") else devices
-    nested = [nested] if isinstance(nested, int) else list(nested) if _is_list(nested) else nested
-    flat_ints = _is_list(nested) and all(isinstance(entry, int) for entry in nested)
-    is_shape = names is not None and flat_ints and len(names) == len(nested) and not hasattr(devices, "tolist")
-    if is_shape or ranks is not None:
-        shape = tuple(_rank(n) for n in nested) if flat_ints else ()
-        given = () if ranks is None else _flatten(_listed(ranks))[1]
-        return shape, given if ranks is not None else tuple(range(_bounded(math.prod(shape))))
-    return _flatten(nested)
+    nested = list(nested) if _is_list(nested) else nested if as_int(nested) is None else [nested]
+    if ranks is not None:
+        return _shape(nested), _flatten(_listed(ranks))[1]
+    if names is None or _holds_ranks(devices) or not _is_list(nested) or len(names) != len(nested):
+        return _flatten(nested)
+    if nested == [0] or any(map(_is_list, nested)):
+        return _flatten(nested)
+    shape = _shape(nested)
+    return shape, tuple(range(_bounded(math.prod(shape))))
+
+
+def _holds_ranks(devices: Any) -> bool:
+    """Whether these are ranks and no shape, however many names there are: tensors, arrays of dims, and ranges."""
+    return isinstance(devices, range) or (hasattr(devices, "tolist") and as_int(devices) is None)
+
+
+def _shape(given: Any) -> tuple[int, ...]:
+    return tuple(map(_rank, given)) if _is_list(given) else (_rank(given),)
 
 
 def _values(devices: Any) -> Any:
@@ -43,7 +53,7 @@ def _values(devices: Any) -> Any:
 def _count(devices: Any) -> int:
     """How many entries there are to look at, without looking at them."""
     if hasattr(devices, "tolist"):
-        return math.prod(devices.shape)
+        return math.prod(devices.shape) if hasattr(devices, "shape") else len(devices)
     return len(devices) if _is_list(devices) else 1
 
 

@@ -154,8 +154,8 @@ def _sum_to_samples() -> list[Sample]:
 def _sized_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), shape = call.types, tuple(map(known_size, call["shape"]))
     if len(shape) != arg.ndim or any(-1 not in (m, n) and m != n for n, m in zip(arg.shape, shape, strict=True)):
-        raise user_error("sized: the sizes of a gradient (grad_outputs)", str(arg), f"{list(shape)}, as its output has",
-                         "Pass a tensor of the shape of the output.")  # fmt: skip
+        owners = "Of grad_outputs they are their outputs', of a norm's parameters its normalized_shape; argmax takes "
+        raise user_error("the sizes of a tensor", str(arg), str(list(shape)), f"{owners}no empty dim.")
     return (TensorType(tuple(max(n, m) for n, m in zip(arg.shape, shape, strict=True)), arg.dtype),)
 
 
@@ -212,5 +212,5 @@ OPS = (
           lambda e: e.operands[0], Partial.MOVE, samples=lambda: [Sample((_t(4, 6), [4, 6]))],
           nvfuser=lambda n: n.ops.set(n.operands[0]), vjp=shapes.SIZED, pieced=True,
           is_view=True, vanishes=True,
-          about="the operand, whose sizes must be `shape`: a gradient that is given for a tensor of open sizes"),
+          about="the operand, whose sizes must be `shape`: what is seen once open sizes are known"),
 )  # fmt: skip

@@ -189,7 +189,10 @@ def distributed_scan(
     combined = r.call("where", first, scanned, r.call(_COMBINE[name], scanned, before))
     dtype = call.results[0].dtype  # arithmetic widens half precision
     if call["init"] is not None:
-        combined = r.call(_COMBINE[name], combined, r.call("full", [1] * r.type(x).ndim, call["init"], dtype))
+        # In a wide type first: what the dtype does not hold is infinite, as in the whole op.
+        wide = DataType.Double if dtype.category is Category.FLOAT else dtype
+        init = cast_to(r, r.call("full", [1] * r.type(x).ndim, call["init"], wide), dtype)
+        combined = r.call(_COMBINE[name], combined, init)
     return [cast_to(r, combined, dtype)]
 
 

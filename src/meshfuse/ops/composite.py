@@ -13,7 +13,7 @@ from typing import Any
 from ..dtypes import Category, DataType
 from ..errors import shown, user_error
 from ..user_values import as_int
-from .shapes import check_dim, check_dims
+from .shapes import check_dim, check_order, check_reduced
 
 Dims = int | Sequence[int] | None
 # The annotations of parameters say what is checked of a call: definition/checks.py.
@@ -92,10 +92,10 @@ def log_softmax(fd: Any, x: Any, dim: int = -1, dtype: DataType | None = None) -
 
 def logsumexp(fd: Any, x: Any, dims: Dims, keepdim: bool = False) -> Any:
     """The logarithm of the sum of exp(x) over dims."""
-    wide = _wide(fd, x)
-    top = _finite_max(fd, wide, dims)
-    found = fd.ops.add(fd.ops.log(fd.ops.sum(fd.ops.exp(fd.ops.sub(wide, top)), dims, True)), top)
-    return _back(fd, found if keepdim else fd.ops.squeeze(found, list(check_dims("logsumexp", dims, x.ndim))), x)
+    reduced, wide = list(check_reduced("logsumexp", dims, x.ndim)), _wide(fd, x)
+    top = _finite_max(fd, wide, reduced)
+    found = fd.ops.add(fd.ops.log(fd.ops.sum(fd.ops.exp(fd.ops.sub(wide, top)), reduced, True)), top)
+    return _back(fd, found if keepdim else fd.ops.squeeze(found, reduced), x)
 
 
 def _count(x: Any, dims: Sequence[int]) -> Any:
@@ -109,7 +109,7 @@ def _count(x: Any, dims: Sequence[int]) -> Any:
 def mean(fd: Any, x: Any, dims: Dims = None, keepdim: bool = False, dtype: DataType | None = None) -> Any:
     """The mean over dims (all of them for None)."""
     x = _as_type(fd, x, dtype)
-    found = check_dims("mean", dims, x.ndim)
+    found = check_reduced("mean", dims, x.ndim)
     return _back(fd, fd.ops.truediv(fd.ops.sum(_wide(fd, x), list(found), keepdim), _count(x, found)), x)
 
 
@@ -125,9 +125,18 @@ def _last_dims(x: Any, normalized_shape: Sequence[int]) -> list[int]:
     return list(range(x.ndim - count, x.ndim))
 
 
-def _affine(fd: Any, x: Any, weight: Any, bias: Any) -> Any:
-    x = x if weight is None else fd.ops.mul(x, weight)
-    return x if bias is None else fd.ops.add(x, bias)
+def _affine(fd: Any, x: Any, dims: Sequence[int], weight: Any, bias: Any) -> Any:
+    x = x if weight is None else fd.ops.mul(x, _per_element(fd, "weight", weight, x, dims))
+    return x if bias is None else fd.ops.add(x, _per_element(fd, "bias", bias, x, dims))
+
+
+def _per_element(fd: Any, what: str, given: Any, x: Any, dims: Sequence[int]) -> Any:
+    """The parameter of a norm, which has the sizes of the dims that it is over: as in torch, it is not repeated."""
+    wanted, found = [x.type.shape[d] for d in dims], given.type.shape
+    fits = len(found) == len(wanted) and all(-1 in (n, m) or n == m for n, m in zip(found, wanted, strict=True))
+    if not fits:
+        raise user_error(f"the {what}", str(given.type), f"{wanted}, the normalized_shape", "Pass one of that shape.")
+    return fd.ops.sized(given, [x.size(d) for d in dims]) if -1 in (*found, *wanted) else given
 
 
 def layer_norm(
@@ -145,7 +154,7 @@ def layer_norm(
     ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
     centred = ops.sub(wide, mean(fd, wide, dims, True))
     variance = mean(fd, ops.mul(centred, centred), dims, True)
-    return _back(fd, _affine(fd, ops.mul(centred, ops.rsqrt(ops.add(variance, eps))), weight, bias), x)
+    return _back(fd, _affine(fd, ops.mul(centred, ops.rsqrt(ops.add(variance, eps))), dims, weight, bias), x)
 
 
 def rms_norm(
@@ -157,7 +166,7 @@ def rms_norm(
     ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
     eps = eps if eps is not None else 2.0**-52 if wide.dtype is DataType.Double else 2.0**-23
     square = mean(fd, ops.mul(wide, wide), dims, True)
-    return _back(fd, _affine(fd, ops.mul(wide, ops.rsqrt(ops.add(square, eps))), weight, None), x)
+    return _back(fd, _affine(fd, ops.mul(wide, ops.rsqrt(ops.add(square, eps))), dims, weight, None), x)
 
 
 def cross_entropy(
@@ -205,15 +214,27 @@ def dropout(fd: Any, x: Any, p: float = 0.5, training: bool = True) -> Any:
     return _back(fd, fd.ops.mul(fd.ops.mul(_wide(fd, x), keep), scale), x)
 
 
+def _with_elements(fd: Any, x: Any, dims: Sequence[int]) -> Any:
+    """The tensor, which has a greatest element along dims; of open sizes that is seen once they are known."""
+    check_order("argmax", x.type)
+    shape = x.type.shape
+    if any(shape[d] == 0 for d in dims):
+        raise user_error("argmax: a dim of size 0 has no largest element", str(x.type), "at least one element", "")
+    if all(shape[d] != -1 for d in dims):
+        return x
+    return fd.ops.sized(x, [fd.ops.maximum(n, 1) if d in dims else n for d, n in enumerate(x.shape())])
+
+
 def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     """The index of the first largest element along a dim; of the flattened tensor for None.
 
     NaN counts as the largest, as in torch; it equals no maximum, and so is looked for by itself.
     """
+    x = _with_elements(fd, x, range(x.ndim) if dim is None else [check_dim("argmax", dim, x.ndim)])
     if dim is None:
         found = argmax(fd, fd.ops.reshape(x, [_count(x, range(x.ndim))]), 0)
         return fd.ops.broadcast(found, [True] * x.ndim) if keepdim else found
-    ops, place = fd.ops, check_dim("argmax", dim, x.ndim)
+    ops, place = fd.ops, dim % x.ndim
     index = ops.broadcast(ops.iota(x.size(place)), [d != place for d in range(x.ndim)])
     is_top = ops.eq(x, ops.max(x, place, True))
     is_top = ops.logical_or(is_top, ops.isnan(x)) if x.dtype.category >= Category.FLOAT else is_top

@@ -23,14 +23,14 @@ from .base import (
 )
 from .native import Native
 from .promotion import cast_text, torch_dtype
-from .shapes import check_dims
+from .shapes import check_order, check_reduced
 
 K = ParamKind
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
     """The dims that a reduction removes, from the front, ascending."""
-    return check_dims(call.op.name, call["dims"], call.types[0].ndim)
+    return check_reduced(call.op.name, call["dims"], call.types[0].ndim)
 
 
 def keeps_dims(call: Call) -> bool:
@@ -62,8 +62,7 @@ def _check_order(call: Call, asked: DataType) -> None:
         return
     if asked is not DataType.Null:
         raise user_error(f"{call.op.name}: a result type", asked.name, "none", "Cast the result with fd.ops.cast.")
-    if call.types[0].dtype.category is Category.COMPLEX:
-        raise user_error(f"{call.op.name}: complex numbers have no order", str(call.types[0]), "a real type", "")
+    check_order(call.op.name, call.types[0])
 
 
 def reduction_rule(call: Call, reduce: str) -> Rule:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from ..dtypes import Category, DataType
-from ..errors import user_error
 from ..gradients.reductions import CUMSUM_BWD, SCANS
 from . import native_forms
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .blocks import distributed_scan, distributed_sum_after
-from .shapes import check_dim
+from .shapes import check_dim, check_number, check_order
 
 K = ParamKind
 
 
 def _infer(call: Call) -> tuple[TensorType, ...]:
     """The operand's type: unlike torch, nvFuser keeps Int32 and Bool."""
-    check_dim(call.op.name, call["dim"], call.types[0].ndim)
-    if call.types[0].dtype.category is Category.COMPLEX and call.op.name in ("cummax", "cummin"):
-        raise user_error(f"{call.op.name}: complex numbers have no order", str(call.types[0]), "a real type", "")
+    name, (arg,) = call.op.name, call.types
+    check_dim(name, call["dim"], arg.ndim)
+    if name in ("cummax", "cummin"):
+        check_order(name, arg)
+    if arg.dtype.category is Category.INTEGER and "init" in call.op.places:
+        check_number(name, call["init"], arg.dtype)
     return call.types
 
 

@@ -99,6 +99,20 @@ def check_dims(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[in
     return tuple(sorted(found))
 
 
+def check_reduced(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[int, ...]:
+    """`check_dims`, of which there must be some: torch takes none for all of them, numpy for none."""
+    found = check_dims(op, dims, ndim)
+    if not found and ndim:
+        raise user_error(f"{op}: dims", "none", "at least one", "Leave dims out for all of them.")
+    return found
+
+
+def check_order(op: str, tensor: TensorType) -> None:
+    """Raises DefinitionError for elements of which none is the greatest."""
+    if tensor.dtype.category is Category.COMPLEX:
+        raise user_error(f"{op}: complex numbers have no order", str(tensor), "a real type", "")
+
+
 def check_ndim(op: str, name: str, tensor: TensorType, low: int, high: int | None = None) -> None:
     """Raises DefinitionError where a tensor has too few or too many dims."""
     if tensor.ndim < low or (high is not None and tensor.ndim > high):

@@ -24,7 +24,7 @@ from .base import (
 )
 from .blocks import block_size
 from .scans import whole_dim_rule
-from .shapes import UNKNOWN, check_dim, known_size
+from .shapes import UNKNOWN, check_dim, check_order, known_size
 
 K = ParamKind
 
@@ -35,6 +35,7 @@ def _dim(call: Call) -> int:
 
 def _argsort_infer(call: Call) -> tuple[TensorType, ...]:
     _dim(call)
+    check_order("argsort", call.types[0])
     return (TensorType(call.types[0].shape, DataType.Int),)
 
 
@@ -45,6 +46,7 @@ def _argsort_emit(e: Emit) -> str:
 
 def _topk_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), dim, k = call.types, _dim(call), known_size(call["k"])
+    check_order("topk", arg)
     if UNKNOWN not in (k, arg.shape[dim]) and not 0 <= k <= arg.shape[dim]:
         raise user_error("topk: k", str(k), f"at most {arg.shape[dim]}, the size of dim {dim}", "Ask for fewer.")
     shape = (*arg.shape[:dim], k, *arg.shape[dim + 1 :])

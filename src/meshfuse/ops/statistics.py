@@ -33,20 +33,13 @@ from .reductions import keeps_dims, kept_factors, reduced_dims, reduced_shape
 K = ParamKind
 
 
-def _reduced(call: Call) -> tuple[int, ...]:
-    # A sum over no dims is its operand; torch takes these for all dims.
-    if not reduced_dims(call) and call.types[0].ndim:
-        raise user_error(f"{call.op.name}: dims", "none", "at least one", "Leave dims out for all of them.")
-    return reduced_shape(call)
-
-
 def _variance_dtype(dtype: DataType) -> DataType:
     """At least float32; of integers float64, as nvFuser does it."""
     return DataType.Double if dtype.category < Category.FLOAT else widen(dtype)
 
 
 def _var_infer(call: Call) -> tuple[TensorType, ...]:
-    return (TensorType(_reduced(call), _variance_dtype(call.types[0].dtype)),)
+    return (TensorType(reduced_shape(call), _variance_dtype(call.types[0].dtype)),)
 
 
 def _floating_only(call: Call) -> DataType:
@@ -67,11 +60,11 @@ def _var_mean_infer(call: Call) -> tuple[TensorType, ...]:
         raise user_error(
             "var_mean: half precision", str(call.types[0]), "Float or Double", "Cast the operand to Float."
         )
-    return (TensorType(_reduced(call), dtype.real), TensorType(_reduced(call), dtype))
+    return (TensorType(reduced_shape(call), dtype.real), TensorType(reduced_shape(call), dtype))
 
 
 def _welford_infer(call: Call) -> tuple[TensorType, ...]:
-    moment = TensorType(_reduced(call), _floating_only(call))
+    moment = TensorType(reduced_shape(call), _floating_only(call))
     return (moment, moment, TensorType(moment.shape, DataType.Int))
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ..costs import Link
-from ..errors import ArgumentError, user_error
-from ..mesh import DeviceMesh
+from ..errors import ArgumentError, DefinitionError, shown, user_error
+from ..mesh import DeviceMesh, mesh_of_text
 from .group import Group
 from .world import World
 
@@ -186,20 +186,14 @@ def mesh_of(text: str | None, ranks: int) -> DeviceMesh:
     """The mesh that "dp=2,tp=4" means on so many ranks; one axis of all of them without a text."""
     if text is None:
         return DeviceMesh((ranks,), ("x",))
-    parts = text.split(",")
     try:
-        sizes = {name.strip(): int(size) for name, size in (part.split("=") for part in parts)}
-    except ValueError:
-        sizes = {}
-    if len(sizes) != len(parts):  # an axis is named twice
-        sizes = {}
-    count = 1
-    for size in sizes.values():
-        count *= size
-    if not sizes or count != ranks or min(sizes.values()) < 1:
-        raise user_error("--mesh", repr(text), f"axes of {ranks} ranks in all, as in dp=2,tp={max(1, ranks // 2)}",
+        mesh = mesh_of_text(text)
+    except (ArgumentError, DefinitionError):
+        mesh = None
+    if mesh is None or mesh.size != ranks:
+        raise user_error("--mesh", shown(text), f"axes of {ranks} ranks in all, as in dp=2,tp={max(1, ranks // 2)}",
                          "Give it as many ranks as there are.", cls=ArgumentError)  # fmt: skip
-    return DeviceMesh(tuple(sizes.values()), tuple(sizes))
+    return mesh
 
 
 def main(argv: Sequence[str] | None = None) -> int:
