@@ -377,9 +377,42 @@ def test_what_is_compared_with_an_extreme_of_it_is_the_number_that_this_was_take
         assert found.tolist() == [1] * 4
 
 
-def test_an_error_in_the_run_that_tells_what_to_compile_is_told_like_any_other():
+@pytest.mark.parametrize("way", ["execute", "simulate"])
+def test_an_error_in_the_run_that_tells_what_to_compile_is_told_like_any_other(way, monkeypatch):
+    """The next call compiles: one wrong batch must not leave a job on the text for good."""
+    monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
     with mf.FusionDefinition() as fd:
         x, index = fd.define_tensor([4, 8]), fd.define_tensor([4, 3], dtype=mf.DataType.Int)
         fd.add_output(fd.ops.take_along_axis(x * 2.0, index, 1))
-    with pytest.raises(mf.KernelError, match=r"an index is out of range on rank 0: found 8 in .*test_backends\.py"):
-        fd.execute([torch.randn(4, 8), torch.full((4, 3), 8)], backend="inductor")
+    run = getattr(fd, way)
+    for _ in range(2):
+        with pytest.raises(mf.KernelError, match=r"an index is out of range on rank 0: found 8 in .*test_backends\.py"):
+            run([torch.randn(4, 8), torch.full((4, 3), 8)])
+    value, places = torch.randn(4, 8), torch.full((4, 3), 7)
+    torch.testing.assert_close(run([value, places])[0], (value * 2.0).take_along_dim(places, 1))
+    if way == "execute":
+        assert "inductor  compiled" in fd.backends()
+    with pytest.raises(mf.KernelError, match=r"an index is out of range on rank 0: found 8"):
+        run([torch.randn(4, 8), torch.full((4, 3), 8)])
+
+
+def test_what_ends_a_compilation_ends_one_call(monkeypatch):
+    """Of several segments those before it stay compiled, and the others are compiled at the next call."""
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([4, 8])
+    y = fd.ops.sum(fd.ops.exp(x * 2.0), [1])
+    fd.add_output(fd.ops.exp(y * 2.0))
+    fd.mesh_split(x, mf.DeviceMesh((1,), ("x",)), [None, "x"])
+    calls = []
+
+    def prepare(self, task):
+        calls.append(task.kernel.name)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return task.eager
+
+    monkeypatch.setattr(Inductor, "prepare", prepare)
+    with pytest.raises(KeyboardInterrupt):
+        fd.execute([torch.ones(4, 8)], backend="inductor")
+    fd.execute([torch.ones(4, 8)], backend="inductor")
+    assert calls[0] == calls[1] and fd.backends().count("compiled") == len(set(calls))

@@ -51,6 +51,7 @@ class Segments:
     def recorded(self) -> Iterator[None]:
         """Note what the kernels to be compiled are called with meanwhile."""
         texts = {name: self._scope[name] for name in self._left}
+        self._seen = {}
         self._scope.update({name: self._recorder(name, text) for name, text in texts.items()})
         try:
             yield
@@ -68,10 +69,10 @@ class Segments:
 
     def compile_next(self) -> bool:
         """Compile one more kernel; False where none was left."""
-        self.due = None
         if not self._left:
+            self.due = None
             return False
-        name = self._left.pop(0)
+        name = self._left[0]
         chosen = self.chosen[name]
         try:
             made = self._maker(chosen.backend).prepare(self._task(self._kernels[name]))
@@ -79,6 +80,7 @@ class Segments:
             self.chosen[name] = Chosen(chosen.backend, getattr(made, "note", "compiled"))
         except Unsupported as error:
             self.chosen[name] = Chosen("eager", f"{chosen.backend}: {error}")
+        self._left.pop(0)  # Only now: what else ends this call does not end the compilation.
         return True
 
     def _maker(self, backend: str) -> Backend:

@@ -151,7 +151,7 @@ class RankProgram:
             self.world.begin(self)
             if not self.active:
                 return self._told([None] * len(self.compiled.graph.outputs))
-            if before == self._due:
+            if self._due is not None and before >= self._due:
                 self._compile(arguments, seed, offset)
             if self._recorder is not None:
                 self._recorder.watch(self.bound.scope, self.program)
@@ -187,7 +187,8 @@ class RankProgram:
     def _compile(self, arguments: Sequence[Any], seed: int, offset: int) -> None:
         """Put compiled segments in place, all ranks one segment each in turn: none waits long for another's compiler.
 
-        An execution more than was asked for, with the same random numbers, tells what segments are called with.
+        An execution more than was asked for, with the same random numbers, tells what segments are called with. Where
+        an error ends it, the next call compiles.
         """
         with self.segments.recorded(), kernel_errors(self.bound, self.program):
             self._main(*arguments, seed, offset)
@@ -195,6 +196,7 @@ class RankProgram:
         ranks = self.compiled.ranks if waits else ()
         while self.world.meetings.any(self.segments.compile_next(), "compiling segments", ranks):
             pass
+        self._due = None
         if self._capture is not None:
             self._run = self._capture(self.program, self._main)
 
