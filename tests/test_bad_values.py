@@ -96,6 +96,8 @@ CALLS: dict[str, tuple[Callable[[Fd, View, View], list[Any]], Callable[..., Any]
     "compile": (
         lambda fd, x, y: [[4, 6], None], lambda fd, x, y, shape, scalars: fd.compile(shape, scalars=scalars),
     ),
+    "annotation": (lambda fd, x, y: [x], lambda fd, x, y, *a: fd.annotation(*a)),
+    "is_annotated": (lambda fd, x, y: [x], lambda fd, x, y, *a: fd.is_annotated(*a)),
     "host_program": (lambda fd, x, y: [0, [4, 6]], lambda fd, x, y, *a: fd.host_program(*a)),
     "explain": (lambda fd, x, y: [y, [4, 6]], lambda fd, x, y, *a: fd.explain(*a)),
     "max_memory": (
@@ -136,6 +138,10 @@ CALLS: dict[str, tuple[Callable[[Fd, View, View], list[Any]], Callable[..., Any]
         lambda fd, x, y: [[(mf.Split(2, "x"),), ()], [4, 6]], lambda fd, x, y, *a: mf.Sharding.make(MESH, *a),
     ),
     "local_shape": (lambda fd, x, y: [[4, 6], 0], lambda fd, x, y, *a: SHARDED.local_shape(*a)),
+    "local_shape of a whole tensor": (
+        lambda fd, x, y: [[4, 6], 0], lambda fd, x, y, *a: mf.Sharding.replicated(MESH, 2).local_shape(*a),
+    ),
+    "link": (lambda fd, x, y: [("x",)], lambda fd, x, y, *a: MESH.link(*a)),
     "runs": (lambda fd, x, y: [[4, 6], 0], lambda fd, x, y, *a: SHARDED.runs(*a)),
     "placement": (lambda fd, x, y: [[4, 6]], lambda fd, x, y, *a: SHARDED.placement(*a)),
     "coordinates": (lambda fd, x, y: [0], lambda fd, x, y, *a: SHARDED.coordinates(*a)),

@@ -26,6 +26,7 @@ from meshfuse.testing import (
     inputs_for,
     layouts,
     meshes,
+    shapes_for,
     shardings,
 )
 from user_ops import DOUBLE, scaled_product, tensor
@@ -46,6 +47,15 @@ def test_limits_that_are_none(limit: dict[str, Any]) -> None:
 
 
 MESH = mf.DeviceMesh((2,), ("x",))
+
+
+def opened() -> mf.FusionDefinition:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([-1, 3])
+    fd.add_output(fd.ops.relu(x))
+    return fd
+
+
 ASKED: list[tuple[str, Callable[[], Any]]] = [
     *[("meshes: max_axes", lambda v=v: meshes(max_axes=v)) for v in (0, 4, 2**40, None, True, 1.5)],
     *[("meshes: max_ranks", lambda v=v: meshes(max_ranks=v)) for v in (0, 65, "8")],
@@ -72,6 +82,13 @@ ASKED: list[tuple[str, Callable[[], Any]]] = [
     ("annotations: max_ranks", lambda: annotations(mf.FusionDefinition(), max_ranks=1)),
     ("inputs_for: fd", lambda: inputs_for([])),  # type: ignore[arg-type]
     ("inputs_for: seed", lambda: inputs_for(mf.FusionDefinition(), -1)),
+    *[
+        (
+            "inputs_for and shapes_for: open sizes: found x (t0): Float[?, 3], needed known ones",
+            lambda ask=ask: ask(opened()),
+        )
+        for ask in (inputs_for, shapes_for)
+    ],
     ("assert_same_as_unsharded: expected", lambda: assert_same_as_unsharded(mf.FusionDefinition(), [], [1])),  # type: ignore[list-item]
 ]
 

@@ -60,6 +60,16 @@ CALLS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any]]] = {
         lambda fd, x, y: [x, 0, mf.ParallelType.block_x], lambda fd, x, y, *a: fd.sched.parallelize(*a),
     ),
     "sched.allocation": (lambda fd, x, y: [x], lambda fd, x, y, *a: fd.sched.set_allocation_as_loop(*a)),
+    "executor": (lambda fd, x, y: [fd.fusion], lambda fd, x, y, *a: nv.multidevice.MultiDeviceExecutor(*a)),
+    "definitions kept": (lambda fd, x, y: [2], lambda fd, x, y, *a: nv.LRUCache(*a)),
+    "definition kept": (lambda fd, x, y: [fd.fusion], lambda fd, x, y, *a: nv.LRUCache(2).cache_compile(*a)),
+    "tolerances": (lambda fd, x, y: [fd.fusion], lambda fd, x, y, *a: nv.get_val_tolerances(*a)),
+    "outputs inferred": (
+        lambda fd, x, y: [fd.fusion],
+        lambda fd, x, y, v: nv.validate_with_auto_inferred_outputs(v, fd.execute([X]), [X]),
+    ),
+    "call": (lambda fd, x, y: ["relu", [x]], lambda fd, x, y, *a: fd.call(*a)),
+    "call with keywords": (lambda fd, x, y: ["relu", [x]], lambda fd, x, y, n, a: fd.call_with_keywords(n, a, {})),
     "mesh": (lambda fd, x, y: [[0, 1]], lambda fd, x, y, *a: nv.multidevice.DeviceMesh(*a)),
 }  # fmt: skip
 CASES = [(name, place) for name, (good, _) in CALLS.items() for place in range(len(good(*defined())))]

@@ -114,6 +114,7 @@ class AnnotatedDefinition:
 
     def annotation(self, tensor: TensorView) -> Annotation:
         """The tensor's annotation, made empty where there is none."""
+        self._own(tensor, "annotation", caller_line())
         if tensor.id not in self._annotations:
             domain = LoopDomain.whole(self.reduction_flags(tensor.id))
             self._annotations[tensor.id] = Annotation(caller_line(), domain, tensor.label)
@@ -125,7 +126,7 @@ class AnnotatedDefinition:
 
     def is_annotated(self, tensor: TensorView) -> bool:
         """Whether an annotation of the user's puts the tensor on a mesh."""
-        found = self._annotations.get(tensor.id)
+        found = self._annotations.get(self._own(tensor, "is_annotated", caller_line()).id)
         return found is not None and found.mesh is not None
 
     @property

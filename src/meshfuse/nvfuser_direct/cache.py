@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import shown, user_error
+from ..errors import caller_line, shown, user_error
+from ..user_values import as_int
+from .active import definition_of
 from .definition import Fusion, FusionDefinition
 from .executors import FusionExecutorCache
 
@@ -23,16 +25,17 @@ class LRUCache:
     """Keeps the `max_fusions` definitions used last: of those with the same text only the first compiles."""
 
     def __init__(self, max_fusions: int):
-        if max_fusions < 1:
+        if (as_int(max_fusions) or 0) < 1:
             raise user_error(
-                f"{type(self).__name__}: max_fusions", shown(max_fusions), "an int >= 1", "Pass a larger one."
-            )
+                f"{type(self).__name__}: max_fusions", shown(max_fusions), "an int >= 1", "Pass a larger one.",
+                caller_line(),
+            )  # fmt: skip
         self.max_fusions, self.compiled, self.lookups, self.hits = max_fusions, 0, 0, 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     def cache_compile(self, fusion: Fusion) -> FusionExecutorCache:
         """What runs a fusion, with the programs of an equal one where there has been one."""
-        self.look_up(fusion.definition)
+        self.look_up(definition_of(fusion, "cache_compile"))
         return FusionExecutorCache(fusion)
 
     def look_up(self, made: FusionDefinition) -> None:

@@ -15,11 +15,11 @@ from ..compiler import CompiledProgram
 from ..definition.namespaces import Fusion as CoreFusion
 from ..definition.namespaces import OpNamespace
 from ..definition.tensor_view import TensorView, Val
-from ..errors import caller_line, shown, user_error
+from ..errors import SourceLine, caller_line, shown, user_error
 from ..executor import spmd
 from ..executor.arguments import check_list
 from ..ops import OPS
-from ..ops.base import TensorRef
+from ..ops.base import OpDef, TensorRef
 from ..runtime.world import World
 from ..sharding.layout import Split
 from . import active, profiler, repro
@@ -148,11 +148,11 @@ class FusionDefinition(core.FusionDefinition):
         if alias_input is not None:
             self.aliases[len(self.outputs) - 1] = alias_input.id
 
-    def call_at(self, line: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+    def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
         """As meshfuse's; expanded operands of elementwise ops take the sizes of real ones, as in nvFuser."""
-        if name in OPS:
-            args, kwargs = fitting(self, OPS[name], args, kwargs or {}, line)
-        return super().call_at(line, name, args, kwargs)
+        if op.name in OPS:
+            args, kwargs = fitting(self, op, args, kwargs, line)
+        return super()._apply(op, args, kwargs, line)
 
     def expression(self, node: Any) -> Expr:
         """An op as nvFuser's scripts see it."""

@@ -16,6 +16,7 @@ from ..runtime.world import World
 from ..sharding.data import shard
 from ..sharding.layout import Split
 from ..sharding.value import Sharding as CoreSharding
+from .active import definition_of
 from .enums import CommunicatorBackend
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ class MultiDeviceExecutor:
     """Runs a definition's `fusion`; `str` of it is this rank's program once it has run."""
 
     def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None):
-        self.definition, self.params = fusion.definition, params or MultiDeviceExecutorParams()
+        self.definition = definition_of(fusion, "MultiDeviceExecutor")
+        self.params = params or MultiDeviceExecutorParams()
 
     def run(self, args: Iterable[Any]) -> list[torch.Tensor]:
         """This rank's shards of the outputs from its shards of the inputs."""

@@ -13,6 +13,7 @@ from ..errors import ArgumentError, caller_line, user_error
 from ..executor.spmd import gather_output
 from ..runtime.world import World
 from ..sharding.data import shard
+from .active import definition_of
 
 if TYPE_CHECKING:
     from .definition import Fusion, FusionDefinition
@@ -108,7 +109,8 @@ def _kinds(values: Any) -> str:
 
 def get_val_tolerances(fusion: Fusion, args: Sequence[Any] = ()) -> list[tuple[float, float]]:
     """(rtol, atol) per output: what torch.testing compares its dtype by."""
-    found = (fusion.definition.tensors[i].type.dtype for i in fusion.definition.outputs)
+    fd = definition_of(fusion, "get_val_tolerances")
+    found = (fd.tensors[i].type.dtype for i in fd.outputs)
     return [default_tolerances(getattr(torch, dtype.value)) for dtype in found]
 
 
@@ -117,6 +119,6 @@ def validate_with_auto_inferred_outputs(fusion: Fusion, fusion_outputs: Sequence
 
     All ranks call it. Raises AssertionError where they differ.
     """
-    wanted = unsharded_outputs(fusion.definition, args)
+    wanted = unsharded_outputs(definition_of(fusion, "validate_with_auto_inferred_outputs"), args)
     for found, expected, (rtol, atol) in zip(fusion_outputs, wanted, get_val_tolerances(fusion), strict=True):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)

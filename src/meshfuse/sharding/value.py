@@ -161,8 +161,11 @@ class Sharding:
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of the rank's shard; all zeros outside the mesh."""
         if rank not in self.mesh:
-            return (0,) * len(shape)
-        return tuple(lay.count(r) for r in self.runs(shape, rank))
+            return (0,) * len(self.dims)
+        try:
+            return tuple(lay.count(r) for r in self.runs(shape, rank))
+        except (TypeError, ValueError) as error:
+            raise _misfit(self, shape, error) from None
 
     def max_local_numel(self, shape: Sequence[int]) -> int:
         """Elements of the largest shard."""

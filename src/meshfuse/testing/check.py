@@ -9,6 +9,7 @@ import torch
 
 from ..definition.fusion import DefinitionBuilder
 from ..dtypes import Category, DataType
+from ..errors import ArgumentError, caller_line, user_error
 from ..fusion_definition import FusionDefinition
 from ..ops.base import TensorRef, TensorType
 from .asked import check_entries, check_int, check_type
@@ -52,7 +53,10 @@ def shapes_for(fd: DefinitionBuilder) -> list[tuple[int, ...]]:
 
 def _known_shape(fd: DefinitionBuilder, ref: TensorRef) -> tuple[int, ...]:
     shape = shape_of(fd, ref.id)
-    assert -1 not in shape, f"{fd.tensors[ref.id].label} has open sizes: pass inputs of your own"
+    if -1 in shape:
+        tensor = fd.tensors[ref.id]
+        raise user_error("inputs_for and shapes_for: open sizes", f"{tensor.label}: {tensor.type}", "known ones",
+                         "Pass arguments of your own.", caller_line(), ArgumentError)  # fmt: skip
     return shape
 
 
