@@ -156,17 +156,31 @@ def test_gather_product_and_scatter_in_one_loop() -> None:
     check(fd, F.linear)
 
 
+@pytest.mark.parametrize("split", ["nothing", "columns", "weight"])
 @pytest.mark.parametrize("op", ["linear", "matmul"])
-@pytest.mark.parametrize("rows", [(), (1,), (6,), (2, 6), (2, 1, 6)])
-@pytest.mark.parametrize("dim", [0, -1])
-def test_products_of_any_rank_are_written_into_parts_of_the_result(op: str, rows: tuple[int, ...], dim: int) -> None:
-    """Chunks of the last dim do not lie behind each other: torch must not resize them."""
+@pytest.mark.parametrize(
+    ("rows", "dim"),
+    [(rows, dim) for rows in ((), (1,), (6,), (2, 6), (1, 6), (2, 1, 6), (2, 4, 1), (2, 4, 3))
+     for dim in range(len(rows) + 1)],
+)  # fmt: skip
+def test_products_of_any_rank_are_written_into_parts_of_the_result(
+    op: str, rows: tuple[int, ...], dim: int, split: str
+) -> None:
+    """Chunks of all dims but the first do not lie behind each other: torch must not resize them, nor take them for one
+    matrix where those of the operand, received by themselves, are one.
+    """
 
     def body(fd: Any, x: Any, w: Any) -> Any:
         return getattr(fd.ops, op)(x, w if op == "linear" else fd.ops.permute(w, [1, 0]))
 
-    fd = defined([(*rows, 4), (6, 4)], body, lambda fd, x, w, y: fd.overlap(y, 3, dim=dim % y.ndim))
-    check(fd, F.linear)
+    def notes(fd: Any, x: Any, w: Any, y: Any) -> None:
+        fd.overlap(y, 3, dim=dim)
+        if split != "nothing":
+            fd.mesh_split(x, line(2), [*[None] * len(rows), "tp"])
+            fd.mesh_split(w, line(2), [None, "tp" if split == "weight" else None])
+            fd.mesh_split(y, line(2), [None] * y.ndim)
+
+    check(defined([(*rows, 4), (6, 4)], body, notes), F.linear)
 
 
 # what cannot be cut -----------------------------------------------------------------------------------------------

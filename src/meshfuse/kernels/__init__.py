@@ -50,7 +50,7 @@ from .pointwise import (
     shift_right,
     where,
 )
-from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, scaled_mm, stacked_linear
+from .products import grouped_columns, grouped_inner, grouped_rows, needs_nvidia, rows_into, scaled_mm, stacked_linear
 from .random import normal, uniform
 from .reductions import (
     combine,

@@ -21,6 +21,17 @@ def stacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return out.reshape(weight.shape[0], *x.shape[:-1], weight.shape[1])
 
 
+def rows_into(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+    """[b*, k] and [k, n] into [b*, n], a part of a tensor: its rows need not be those of one matrix."""
+    rows = x.flatten(0, -2)
+    try:
+        into = out.view(rows.shape[0], out.shape[-1])
+    except RuntimeError:  # its strides are not those of one matrix
+        out.copy_(torch.mm(rows, matrix).view(out.shape))
+    else:
+        torch.mm(rows, matrix, out=into)
+
+
 def _bounds(offsets: torch.Tensor, runs: Runs) -> list[int]:
     """Where each group begins and ends among the indices in `runs`; group g ends before the global index
     offsets[g].

@@ -70,7 +70,14 @@ def _matmul_emit(e: Emit) -> str:
 def _matmul_into(e: Emit, target: str) -> str | None:
     if min(t.ndim for t in e.call.types) < 2:
         return None  # Of a vector torch resizes what it writes into, which a part of a tensor must not be.
-    return f"torch.matmul({e.operands[0]}, {e.operands[1]}, out={target})"
+    return _product_into(e, e.operands[1], target)
+
+
+def _product_into(e: Emit, second: str, target: str) -> str:
+    """Of more than two dims and a matrix torch wants to see `out`'s rows, too, as those of one matrix."""
+    many = e.call.types[0].ndim > 2 and e.call.types[1].ndim == 2
+    function, end = ("K.rows_into", target) if many else ("torch.matmul", f"out={target}")
+    return f"{function}({e.operands[0]}, {second}, {end})"
 
 
 def _linear_infer(call: Call) -> tuple[TensorType, ...]:
@@ -126,7 +133,7 @@ def _linear_into(e: Emit, target: str) -> str | None:
         return None
     if bias:
         return f"torch.addmm({e.operands[2]}, {x}, {w}.t(), out={target})"
-    return f"torch.matmul({x}, {w}.t(), out={target})"
+    return _product_into(e, f"{w}.t()", target)
 
 
 def _types(*shapes: tuple[int, ...]) -> tuple[TensorType, ...]:
