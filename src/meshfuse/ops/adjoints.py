@@ -155,7 +155,7 @@ def _sized_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), shape = call.types, tuple(map(known_size, call["shape"]))
     if len(shape) != arg.ndim or any(-1 not in (m, n) and m != n for n, m in zip(arg.shape, shape, strict=True)):
         owners = "Of grad_outputs they are their outputs', of a norm's parameters its normalized_shape; argmax takes "
-        raise user_error("the sizes of a tensor", str(arg), str(list(shape)), f"{owners}no empty dim.")
+        raise user_error("sized: the sizes of a tensor", str(arg), str(list(shape)), f"{owners}no empty dim.")
     return (TensorType(tuple(max(n, m) for n, m in zip(arg.shape, shape, strict=True)), arg.dtype),)
 
 
