@@ -1,4 +1,5 @@
-"""Actions that must end: the store of a job is another process, which may be stopped in the middle of an answer."""
+"""Actions that must end: the store of a job is another process, which may be stopped in the middle of an answer, and a
+collective may be under way to a rank that never comes."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ class Silent(RuntimeError):
     """An action on the store took too long, as its host is stopped."""
 
 
-_PATIENCE = 0.2  # Seconds, while an earlier action is overdue.
+STORE, COLLECTIVES = "the store of the job", "collectives that were issued and not waited for"
+_PATIENCE = 0.2  # Seconds, while an earlier action on the same is overdue.
 _overdue: WeakSet[threading.Thread] = WeakSet()
 
 
-def bounded(seconds: float, action: Callable[[], T]) -> T:
-    """The action's result, or its error; Silent if it takes longer than this, as a stopped store does."""
+def bounded(seconds: float, action: Callable[[], T], on: str = STORE) -> T:
+    """The action's result, or its error; Silent if it takes longer than this, as one on a stopped store does."""
     result: list[T] = []
     errors: list[BaseException] = []
 
@@ -30,13 +32,13 @@ def bounded(seconds: float, action: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=attempt, name="meshfuse-bounded", daemon=True)
+    thread = threading.Thread(target=attempt, name=on, daemon=True)
     try:
         thread.start()
     except RuntimeError:
         return action()  # An exiting interpreter starts no threads.
     # What waits behind an action that already took too long has no better chance.
-    thread.join(min(seconds, _PATIENCE) if any(late.is_alive() for late in list(_overdue)) else seconds)
+    thread.join(min(seconds, _PATIENCE) if on in _late() else seconds)
     if thread.is_alive():
         _overdue.add(thread)
     if errors:
@@ -46,17 +48,22 @@ def bounded(seconds: float, action: Callable[[], T]) -> T:
     return result[0]
 
 
-def within(seconds: float, action: Callable[[], T]) -> T | None:
+def within(seconds: float, action: Callable[[], T], on: str = STORE) -> T | None:
     """The action's result, None if it fails or takes longer than this: for what may be left undone."""
     try:
-        return bounded(seconds, action)
+        return bounded(seconds, action, on)
     except RuntimeError:  # The store's host is gone or stopped.
         return None
 
 
-def left_running(seconds: float) -> bool:
-    """Whether some bounded action still runs after so many seconds: its thread must not outlive the interpreter."""
+def left_running(seconds: float) -> set[str]:
+    """What bounded actions still run on after so many seconds: their threads must not outlive the interpreter."""
     until = time.monotonic() + seconds
     for thread in list(_overdue):
         thread.join(max(0.0, until - time.monotonic()))
-    return any(thread.is_alive() for thread in list(_overdue))
+    return _late()
+
+
+def _late() -> set[str]:
+    """What is overdue."""
+    return {thread.name for thread in list(_overdue) if thread.is_alive()}

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, caller_line, user_error
 from ..kernels import fold
-from .bounds import within
+from .bounds import COLLECTIVES, within
 from .environment import LOOPBACK
 from .reductions import REDUCE_OPS, check_reducible, movable, move_scale, native_form
 from .scratch import Scratch
@@ -141,8 +141,8 @@ class Gloo:
         return self._issue("recv", self._pg.recv, ([movable(tensor)], src_index, _TAG), sliced=False)
 
     def abort(self) -> None:
-        """Break the connections to all peers; unless work is under way, which keeps them."""
-        within(1.0, lambda: setattr(self, "_pg", _Left()))
+        """Break the connections to all peers; unless work is under way, which keeps them (`bounds.left_running`)."""
+        within(1.0, lambda: setattr(self, "_pg", _Left()), COLLECTIVES)
 
     def _issue(
         self,

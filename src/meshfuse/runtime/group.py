@@ -103,6 +103,12 @@ class Group:
             self._device = self.world.meetings.meet(self, "nccl", lambda store: Nccl(self, store, device))
         return self._device
 
+    def leave(self) -> None:
+        """Break the connections once what a device was given to communicate is done."""
+        if isinstance(self._device, Nccl):
+            self._device.settle()
+        self.abort()
+
     def abort(self) -> None:
         """Break the connections, so that peers that wait for this rank notice at once."""
         for transport in (self._gloo, self._device):

@@ -85,7 +85,7 @@ def _call(store: dist.Store, ranks: tuple[int, ...], seconds: float) -> dict[int
 
 def goodbye(store: dist.Store, rank: int) -> str | None:
     """What a rank said when it left the job, None where it has not."""
-    key = f"done/{rank}"
+    key = f"left/{rank}"
     return store.get(key).decode() if store.check([key]) else None
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import fold
-from .bounds import within
+from .bounds import COLLECTIVES, within
 from .reductions import REDUCE_OPS, check_reducible, movable, move_scale
 from .work import Work
 
@@ -33,7 +33,7 @@ class Nccl:
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=group.world.limit)
-        self._group = group
+        self._group, self._device = group, device
         # torch's stubs lack the backend's methods.
         self._pg: Any = dist.ProcessGroupNCCL(store, group.index, group.size, options)
 
@@ -96,9 +96,13 @@ class Nccl:
         """From the rank at `src_index`."""
         return self._issue("recv", lambda: self._pg.recv([movable(tensor)], src_index, 0))
 
+    def settle(self) -> None:
+        """Wait for the device to do what was issued, which breaking the connections would cut short."""
+        within(self._group.world.limit, lambda: torch.cuda.synchronize(self._device), COLLECTIVES)
+
     def abort(self) -> None:
         """Break the connections to all peers."""
-        within(1.0, self._pg.abort)
+        within(1.0, self._pg.abort, COLLECTIVES)
 
     def _issue(self, name: str, call: Callable[[], Any], finish: Callable[[], object] | None = None) -> Work:
         work = Work(self._group, name, call, finish)

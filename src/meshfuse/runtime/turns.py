@@ -33,7 +33,7 @@ class Turns:
     """
 
     def __init__(self, rank: int, size: int, doing: str = "execute"):
-        self._rank, self._alone, self._doing = rank, size == 1, doing
+        self._rank, self._alone, self.doing = rank, size == 1, doing
         self._lock = threading.RLock()
         self._left: _LeftOff | None = None
         if not self._alone:
@@ -44,12 +44,13 @@ class Turns:
             return
         self.check()
         if not self._lock.acquire(blocking=False):
+            self.check()  # The one that ends this rank's turns holds the lock.
             threads = f"thread {threading.current_thread().name!r} while another is at it"
-            wrong = f"a call to {self._doing} follows one that failed"
+            wrong = f"a call to {self.doing} follows one that failed"
             self._left = _LeftOff(f"two threads at once, {threads}", wrong=wrong)
             raise user_error(
-                f"two threads {self._doing} at once", threads, "the same order of calls on all ranks",
-                f"Let one thread of a rank {self._doing}.", caller_line(), ArgumentError,
+                f"two threads {self.doing} at once", threads, "the same order of calls on all ranks",
+                f"Let one thread of a rank {self.doing}.", caller_line(), ArgumentError,
             )  # fmt: skip
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -73,13 +74,16 @@ class Turns:
             do="Execute there, or start processes without RANK and WORLD_SIZE that fork none.",
         )  # fmt: skip
 
-    def end(self) -> None:
-        """Let nothing more be done together: this rank tells the others that it is done."""
+    def end(self, seconds: float) -> bool:
+        """Let nothing more be done together: this rank tells the others that it is done. Whether what another thread is
+        at has ended within so many seconds.
+        """
         self._left = _LeftOff(
-            f"a call to {self._doing} at the interpreter's exit", wrong="this rank has left its job",
+            f"a call to {self.doing} at the interpreter's exit", wrong="this rank has left its job",
             needed="all of them before",
             do="Register functions that do so with atexit after meshfuse is first used: the last one runs first.",
         )  # fmt: skip
+        return self._lock.acquire(timeout=seconds)
 
     def leave_off(self, where: str, ranks: Sequence[int], error: BaseException) -> None:
         """Note that an execution of `ranks` ended by an error before its last communication, at `where`."""

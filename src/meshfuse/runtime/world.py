@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, caller_line, located, user_error
 from . import news
-from .bounds import left_running, within
+from .bounds import STORE, left_running, within
 from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, two_processes
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
 from .exits import end_at_once, install_hook
@@ -240,7 +240,8 @@ class World:
         """After a failure: tell the peers, and keep a store of its own up while they read from it."""
         if self._store is None:
             return
-        self._say_done(FAILED)
+        self._say("left", FAILED)
+        self._say("done")
         for group in self._groups.values():
             group.abort()
         if hosts_store(self.place):
@@ -248,25 +249,33 @@ class World:
             within(_LINGER, lambda: self._await_others(_LINGER, lambda: None, gone))
 
     def leave(self) -> None:
-        """At a normal exit: the rank that holds the store waits for the others to finish with it."""
+        """At a normal exit: let go of the other ranks and end all threads but Python's own.
+
+        One that comes back from torch into an interpreter that finalises ends the process by SIGABRT: a thread of the
+        script's that executes, or one of gloo's, which lets go of tensors only after it has told that they are there.
+        """
         if self._responder is None or os.getpid() != self._process:
             return
         responder, self._responder = self._responder, None
-        self.turns.end()
-        self.checkpoints.end()
-        self._say_done(FINISHED)
+        self._say("left", FINISHED)
+        turns = (self.turns, self.checkpoints)
+        busy = [f"a thread that calls {one.doing}" for one in turns if not one.end(self.limit)]
+        # Who still wants to communicate with this rank is told now, not when the process ends.
+        for group in self._groups.values():
+            group.leave()
+        self._say("done")
         if hosts_store(self.place):
-            # Who still wants to communicate with this rank is told now, not when the process ends.
-            for group in self._groups.values():
-                group.abort()
             within(self.limit, lambda: self._await_others(self.limit, self.raise_if_failed))
-        if not responder.stop(self.limit) or left_running(self.limit):
-            # A thread that comes back from torch into an interpreter that finalises ends the process by SIGABRT.
-            print(f"rank {self.rank}: the store of the job does not answer any more", file=sys.stderr)
+        silent = [] if responder.stop(self.limit) else [STORE]
+        left = {*busy, *silent, *left_running(self.limit)}
+        if left:
+            what = " and ".join(sorted(left))
+            print(f"rank {self.rank}: ends, having waited {self.limit:g} s in vain for {what}", file=sys.stderr)
             end_at_once(1)
 
-    def _say_done(self, how: str) -> None:
-        within(1.0, lambda: self.store.set(f"done/{self.rank}", how))
+    def _say(self, what: str, how: str = "") -> None:
+        """That this rank has left the job, or is done with its store."""
+        within(1.0, lambda: self.store.set(f"{what}/{self.rank}", how))
 
     def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> None:
         """Wait until the ranks that have joined are done with the store, or are no more."""
