@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -331,6 +332,28 @@ def test_one_rank_that_fails_fails_all(tmp_path, worlds, monkeypatch):
     worlds(Team(3), save)
     assert len(failures) == 3 and all("on rank 1 OSError: [Errno 28] No space" in text for text in failures)
     assert not (tmp_path / "checkpoint.json").exists()
+
+
+@pytest.mark.parametrize("what", ["finish", "write_data", "set_up_storage_writer"])
+def test_a_disk_that_is_full_at_any_file_is_told_to_all(tmp_path, worlds, monkeypatch, what):
+    """torch's own index is the first rank's alone."""
+    mf.save(tmp_path, {"t": torch.ones(3)})
+
+    def full(*_, **__):
+        raise OSError(28, "No space")
+
+    failures = []
+
+    def save(rank):
+        try:
+            mf.save(tmp_path, {"t": torch.zeros(5)}, timeout=5)
+        except CheckpointError as error:
+            failures.append(str(error))
+
+    monkeypatch.setattr(dcp.FileSystemWriter, what, full)
+    worlds(Team(3), save)
+    assert len(failures) == 3 and all("OSError: [Errno 28] No space, needed room" in text for text in failures)
+    assert mf.load(tmp_path)["t"].tolist() == [1, 1, 1] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_index_says_what_there_is(tmp_path):

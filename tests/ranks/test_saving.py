@@ -263,6 +263,33 @@ def test_jobs_killed_in_the_middle_of_saves_resume_from_whole_checkpoints(job, t
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
+def lazy(t: torch.Tensor) -> torch.Tensor:
+    """The same numbers, of memory that has their conjugates or negatives."""
+    return torch.conj(t.conj().resolve_conj()) if t.dtype.is_complex else torch._neg_view(-t)
+
+
+def on_rank_lazy(path: str) -> list[str]:
+    """Whole tensors and shards whose memory is not their numbers, on one rank only: which are loaded otherwise, and
+    which are filled otherwise.
+    """
+    rank, wrong = mf.World.current().rank, []
+    sharding = mf.Sharding(mf.DeviceMesh((2,), ("tp",)), ((mf.Split(2, "tp"),),))
+    for dtype in (torch.float64, torch.complex128):
+        whole = torch.arange(1, 5).to(dtype) * (1 + 2j if dtype.is_complex else 1)
+        part = whole[2 * rank : 2 * rank + 2]
+        form = lazy if rank else torch.clone
+        mf.save(path, {"w": form(whole), "s": (form(part), sharding)})
+        into = form(torch.zeros_like(part))
+        found = mf.load(path, {"w": None, "s": None}) | {"into": mf.load(path, {"s": (into, sharding)}) and into}
+        for name, right in {"w": whole, "s": whole, "into": part}.items():
+            wrong += [] if torch.equal(found[name], right) else [f"{dtype} {name}: {found[name]}"]
+    return wrong
+
+
+def test_views_whose_memory_is_not_their_numbers(ranks2, tmp_path):
+    assert ranks2.run(on_rank_lazy, str(tmp_path)) == [[], []]
+
+
 DTYPES = (torch.bfloat16, torch.bool, torch.complex128, torch.int8)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, shown, user_error
 from ..executor.spmd import sum_of_bits
+from ..kernels.told import settled
 from ..runtime.diagnosis import SAME_PROGRAM, disagreement
 from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
@@ -68,7 +70,7 @@ def load(
             raise user_error("load: what is wanted", shown(wanted), "a dict by name, or None for all",
                              'Pass {"w": None} for the whole tensor "w".', cls=ArgumentError)  # fmt: skip
         index = team.each("reading the index", lambda: files.read_index(home))
-        team.same(index.data, "the checkpoint that they load")
+        team.same(lambda: index.data, "the checkpoint that they load")
         names = {name: None for name in (*index.tensors, *index.values)} if wanted is None else dict(wanted)
         entries = team.each("comparing what is wanted", lambda: _targets(index, names, team.world.rank))
         folder = home / index.data
@@ -121,9 +123,9 @@ class _Team:
         self.all(doing, lambda: kept.append(action()))
         return kept[0]
 
-    def same(self, value: str, what: str, do: str = SAME_PROGRAM) -> None:
+    def same(self, value: Callable[[], str], what: str, do: str = SAME_PROGRAM) -> None:
         """RankError where ranks differ."""
-        self._compare(what, self.all(f"comparing {what}", lambda: value), do)
+        self._compare(what, self.all(f"comparing {what}", value), do)
 
     def _compare(self, what: str, told: list[str], do: str) -> None:
         if len(set(told)) > 1:
@@ -145,15 +147,20 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, A
         if not isinstance(name, str) or not is_text(name):
             raise wrong(repr(name), type(name).__name__, "a text as the name, of whole letters")
     values = {name: value for name, value in state.items() if is_plain(value)}
-    return {name: to_save(name, value) for name, value in state.items() if name not in values}, values
+    given = {name: to_save(name, value) for name, value in state.items() if name not in values}
+    # What is compared and stored is memory, which of torch's lazy views has other numbers.
+    return {name: replace(entry, local=settled(entry.local)) for name, entry in given.items()}, values
 
 
 def _compared(team: _Team, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The global shapes, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
-    said = [f"{name}: {value!r}" for name, value in sorted(values.items())]
-    said += [f"{name}: {_kind(entry, team.world)}" for name, entry in sorted(entries.items())]
+
+    def said() -> str:
+        plain = [f"{name}: {value!r}" for name, value in sorted(values.items())]
+        return "\n".join([*plain, *(f"{name}: {_kind(entry, team.world)}" for name, entry in sorted(entries.items()))])
+
     do = "Make every rank save the same, and what is another part on each with its sharding: (shard, sharding)."
-    team.same("\n".join(said), "what they save", do)
+    team.same(said, "what they save", do)
     open_ = [name for name, entry in entries.items() if entry.shape is None]
     own = {name: _held(entries[name]) for name in open_}
     everyone = team.all("comparing shards", lambda: own) if open_ else []

@@ -71,12 +71,16 @@ def write(folder: Path, shards: Mapping[str, Shard], rank: int, together: Togeth
         names = sorted({result.storage_data.relative_path for result in found})
         return found, {name: sum_of(folder / name) for name in names}
 
-    done = together("writing", store)
-    if rank == 0:
+    def finish() -> dict[str, tuple[int, int]]:
+        if rank:
+            return {}
         writer.finish(metadata, [found for found, _ in done])
         sync_file(folder / _METADATA)
-    files = {name: entry for _, own in done for name, entry in own.items()}
-    return files if rank else files | {_METADATA: sum_of(folder / _METADATA)}
+        return {_METADATA: sum_of(folder / _METADATA)}
+
+    done = together("writing", store)
+    last = together("writing the index of files", finish)
+    return {name: entry for own in (*(own for _, own in done), *last) for name, entry in own.items()}
 
 
 def read(folder: Path, shards: Mapping[str, Shard]) -> None:
