@@ -66,6 +66,13 @@ def test_launcher_shows_the_first_traceback_once(job, failing):
     assert f"meshfuse run: rank {failing} exited with code 1; stopped the other ranks" in done.stderr
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_that_ends_before_it_joins_is_not_waited_for(job, early):
+    """Its process is known to the launcher alone; the limit is longer than the test may take."""
+    done = job(f"import os, sys\nos.environ['RANK'] == '{early}' and sys.exit(0)\n" + SUM, *LAUNCHER, "--ranks", "3")
+    assert done.returncode == 1 and "RankError: " in done.stderr and f"rank {early} has finished" in done.stderr
+
+
 def test_launcher_ends_ranks_that_ignore_a_failure(job):
     script = """
     import os, signal, sys, time

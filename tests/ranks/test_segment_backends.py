@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import meshfuse as mf
 from meshfuse.backends import assignment
+from meshfuse.executor.segments import Segments
 
 pytestmark = pytest.mark.ranks
 COMPILING = 280.0
@@ -65,6 +67,29 @@ def test_auto_compiles_at_the_same_call_on_all_ranks(ranks2):
     for (results, tables), expected in zip(found, eager, strict=True):
         assert ["compiled" in table for table in tables] == [False, False, True, True]
         torch.testing.assert_close(results, expected)
+
+
+def on_rank_that_cannot_compile() -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
+    """What a rank is told at the call that compiles, which rank 1 cannot; then what it computes, and what is right."""
+    world, said = mf.World.current(), ""
+    failing = mock.patch.object(Segments, "compile_next", side_effect=OSError("no compiler here"))
+    fd, plain = places(world.size), places(world.size)
+    shard = torch.arange(40.0).reshape(8, 5).chunk(world.size)[world.rank].contiguous()
+    with failing if world.rank == 1 else contextlib.nullcontext():
+        try:
+            fd.execute([shard], backend="inductor")
+        except (OSError, mf.RankError) as error:
+            said = str(error)
+    plain.execute([shard], backend="eager")
+    return said, fd.execute([shard], backend="inductor"), plain.execute([shard], backend="eager")
+
+
+def test_a_rank_that_cannot_compile_tells_the_others_at_once(ranks2):
+    (first, *results), (second, *others) = ranks2.run(on_rank_that_cannot_compile, timeout=COMPILING)
+    assert "compiling segments cannot finish on rank 0: found rank 1 failed" in first and second == "no compiler here"
+    assert "OSError: no compiler here" in first
+    for found, expected in (results, others):
+        torch.testing.assert_close(found, expected)
 
 
 def on_rank_different() -> str:

@@ -114,7 +114,7 @@ fd.execute(shards)
 def test_an_execution_at_the_exit_says_when(tmp_path):
     """By then this rank has told the others that it is done."""
     script = "import atexit\natexit.register(lambda: fd.execute(shards))\n" + START
-    for code, text in run_bare(script, tmp_path, 2, limit=5.0):
+    for code, text in run_bare(script, tmp_path, 2):
         assert code == 0 and text.count("Exception ignored in atexit") == 1
         assert "RankError: this rank has left its job: found a call to execute at the interpreter's exit" in text, text
         assert "Register functions that do so with atexit after meshfuse is first used" in text
@@ -129,7 +129,7 @@ def work():
 threading.Thread(target=work, daemon=True).start()
 time.sleep(0.3)
 """
-    for _, text in run_bare(START + script, tmp_path, 2, limit=5.0):
+    for _, text in run_bare(START + script, tmp_path, 2):
         assert "AttributeError" not in text, text
 
 
@@ -142,7 +142,7 @@ for number in range(3):
     thread.join()
 assert [int(part[0, 0]) for part in found] == [6] * 3
 """
-    assert [code for code, _ in run_bare(START + script, tmp_path, 2, limit=10.0)] == [0, 0]
+    assert [code for code, _ in run_bare(START + script, tmp_path, 2)] == [0, 0]
 
 
 def test_a_fork_of_a_rank_is_none(tmp_path):
@@ -159,7 +159,7 @@ if not child:
 os.waitpid(child, 0)
 fd.execute(shards)
 """
-    for rank, (code, text) in enumerate(run_bare(START + script, tmp_path, 2, limit=10.0)):
+    for rank, (code, text) in enumerate(run_bare(START + script, tmp_path, 2)):
         assert code == 0, text
         said = f"RankError: this process is no rank: found a fork of the process of rank {rank}, needed the rank's own"
         assert text.count(said) == 3, text
@@ -203,7 +203,7 @@ for call in range(2):
 more = mf.shard_tensor(torch.ones(44, 6), x) if world.rank == 1 else shards[0]
 fd.execute([more, shards[1]])  # the fourth call, before which ranks compare their order
 """
-    for code, text in run_bare(START + script, tmp_path, 2, limit=10.0):
+    for code, text in run_bare(START + script, tmp_path, 2):
         assert code == 1
         said = "ranks disagree on what comes next: found rank 0 'comparing the order of calls'; rank 1 'comparing the"
         assert said in text, text

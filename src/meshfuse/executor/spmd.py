@@ -194,7 +194,7 @@ class RankProgram:
             self._main(*arguments, seed, offset)
         waits = any(not isinstance(part, Segment) for part in self.compiled.segmented.parts)
         ranks = self.compiled.ranks if waits else ()
-        while self.world.meetings.any(self.segments.compile_next(), "compiling segments", ranks):
+        while self.world.meetings.any(self.segments.compile_next, "compiling segments", ranks):
             pass
         self._due = None
         if self._capture is not None:

@@ -17,12 +17,17 @@ class Silent(RuntimeError):
 
 
 STORE, COLLECTIVES = "the store of the job", "collectives that were issued and not waited for"
-_PATIENCE = 0.2  # Seconds, while an earlier action on the same is overdue.
+# Seconds: while an earlier action on the same is overdue, and between looks at whether one is hopeless.
+_PATIENCE, _LOOK = 0.2, 0.2
 _overdue: WeakSet[threading.Thread] = WeakSet()
 
 
-def bounded(seconds: float, action: Callable[[], T], on: str = STORE) -> T:
-    """The action's result, or its error; Silent if it takes longer than this, as one on a stopped store does."""
+def bounded(
+    seconds: float, action: Callable[[], T], on: str = STORE, hopeless: Callable[[], bool] = lambda: False
+) -> T:
+    """The action's result, or its error; Silent if it takes longer than this, as one on a stopped store does, or is
+    hopeless.
+    """
     result: list[T] = []
     errors: list[BaseException] = []
 
@@ -38,7 +43,9 @@ def bounded(seconds: float, action: Callable[[], T], on: str = STORE) -> T:
     except RuntimeError:
         return action()  # An exiting interpreter starts no threads.
     # What waits behind an action that already took too long has no better chance.
-    thread.join(min(seconds, _PATIENCE) if on in _late() else seconds)
+    until = time.monotonic() + (min(seconds, _PATIENCE) if on in _late() else seconds)
+    while thread.is_alive() and (left := until - time.monotonic()) > 0 and not hopeless():
+        thread.join(min(left, _LOOK))
     if thread.is_alive():
         _overdue.add(thread)
     if errors:

@@ -121,8 +121,12 @@ def _attempt(job: Job, attempt: int, page: int | None, register: Callable[[int],
 
 def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int:
     """Wait for all ranks, or for the first failure; the job's exit code."""
+    finished: set[int] = set()
     while True:
         codes = {r.rank: r.process.poll() for r in started}
+        for rank in [rank for rank, code in codes.items() if code == 0 and rank not in finished]:
+            finished.add(rank)
+            news.tell(page, rank, news.FINISHED)
         failed = {rank: code for rank, code in codes.items() if code}
         if failed:
             rank, code = _first_failure(started, failed)

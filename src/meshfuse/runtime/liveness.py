@@ -23,7 +23,7 @@ from ..errors import RankError, line_in_script
 from .bounds import within
 from .store import await_keys
 
-FINISHED, FAILED = "has finished", "has failed, too"
+FAILED = "has failed, too"
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LOOK = 2.0  # Seconds that a rank has to answer, or a failed one to say why.
 _LONG = timedelta(days=20)  # As milliseconds it must fit 31 bits.
@@ -40,9 +40,14 @@ class Failure:
 
 def publish(store: dist.Store, rank: int, error: BaseException) -> None:
     """Make this rank's failure known. The first primary failure and the first secondary one are kept."""
-    text = "".join(traceback.format_exception(error)).rstrip()
+    text = text_of(error)
     key = "failure/secondary" if isinstance(error, RankError) else "failure/primary"
     store.compare_set(key, "", json.dumps([rank, text]))
+
+
+def text_of(error: BaseException) -> str:
+    """An error with its traceback."""
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def published(store: dist.Store) -> Failure | None:

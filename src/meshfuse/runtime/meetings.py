@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, TypeVar
 import torch.distributed as dist
 
 from ..errors import RankError
-from .bounds import Silent, bounded
-from .diagnosis import SAME_PROGRAM, connection_lost, disagreement, failed, peers_gone, seconds_since, timed_out
-from .liveness import goodbye
+from .bounds import Silent, bounded, within
+from .diagnosis import (
+    SAME_PROGRAM,
+    connection_lost,
+    disagreement,
+    failed,
+    peer_failed,
+    peers_gone,
+    seconds_since,
+    timed_out,
+)
+from .liveness import Failure, goodbye, text_of
 from .peers import MANY
 from .store import await_keys, hosts_store
 
@@ -93,13 +102,26 @@ class Meetings:
             values = self._share(f"{name}/detail", ranks, f"comparing {what}", detail())
         raise disagreement(what, [data.decode().removeprefix(f"{what}\n") for data in values], ranks, do)
 
-    def any(self, value: bool, what: str, ranks: Sequence[int]) -> bool:
-        """Whether `value` is True on any of `ranks`, which all call this; this rank's own value for less than two."""
+    def any(self, action: Callable[[], bool], what: str, ranks: Sequence[int]) -> bool:
+        """Whether `action` gives True on any of `ranks`, which all call this; this rank's own answer for less than two.
+
+        What it raises on one of them is told to the others, as that rank's script may catch it: RankError there.
+        """
         ranks = tuple(ranks)
         if len(ranks) < 2:
-            return value
+            return action()
         name = f"any/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
-        return b"1" in self._share(name, ranks, what, "1" if value else "0")
+        try:
+            mine = "1" if action() else "0"
+        except Exception as error:
+            text = text_of(error)
+            within(1.0, lambda: self.world.store.set(f"{name}/{self.world.rank}", text))
+            raise
+        values = self._share(name, ranks, what, mine)
+        for rank, value in zip(ranks, values, strict=True):
+            if value not in (b"0", b"1"):
+                raise peer_failed(self.world.scene(), what, Failure(rank, value.decode(), primary=True))
+        return b"1" in values
 
     def told(self, ranks: Sequence[int], what: str, value: str) -> list[bytes]:
         """What each of `ranks`, which all call this, says of itself."""

@@ -10,8 +10,9 @@ import contextlib
 import os
 
 VARIABLE = "MESHFUSE_NEWS_FD"
+FINISHED = "has finished"
 _USER_ERROR = "user-error"
-_MOST = 65536  # Bytes read of it: a line for each rank that ended.
+_MOST = 1 << 18  # Bytes read of it: a line for each rank that ended.
 _NAME = "meshfuse-news"
 
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import RankError, RankTimeout, user_error
+from . import news
 from .bounds import bounded
 from .environment import DEFAULT_GROUP, LOOPBACK, Environment
 from .processes import hindrance
@@ -71,13 +72,23 @@ def hosts_store(place: Environment) -> bool:
 def _join(place: Environment, limit: float) -> dist.Store:
     try:
         # A host that is stopped, or has not come to serve yet, accepts the connection and then says nothing.
-        return bounded(limit + 1, lambda: _client(place, limit))
+        return bounded(limit + 1, lambda: _client(place, limit), hopeless=lambda: bool(_end_of_host()))
     except RuntimeError:  # torch's, or our own Silent: neither knows more.
+        if _end_of_host():
+            raise user_error(
+                f"rank {place.rank} cannot join its job", f"rank 0 {_end_of_host()}", "rank 0 to serve its store",
+                "Let rank 0 come as far as the others: to its first use of meshfuse.", cls=RankError,
+            ) from None  # fmt: skip
         raise RankTimeout(
             f"rank {place.rank} cannot reach the store of its job: found {hindrance()}no answer at "
             f"{place.address}:{place.port} within {limit:g} s, needed rank 0 to serve it there. "
             "See whether rank 0 runs and got as far as meshfuse, or raise MESHFUSE_TIMEOUT."
         ) from None
+
+
+def _end_of_host() -> str:
+    """What became of rank 0, where the launcher has told."""
+    return news.read(news.own()).get(0, "")
 
 
 def _client(place: Environment, limit: float) -> dist.Store:

@@ -24,7 +24,7 @@ from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment,
 from .exits import end_at_once, install_hook
 from .group import Group
 from .last_words import install_last_words
-from .liveness import FAILED, FINISHED, Responder, line_of, main_thread_frame, publish, published, roll_call
+from .liveness import FAILED, Responder, line_of, main_thread_frame, publish, published, roll_call
 from .meetings import Meetings
 from .peers import Peers
 from .processes import die_with_parent
@@ -147,7 +147,7 @@ class World:
     def last_words(self) -> str:
         """Why this rank is ended from outside, as far as is known, and where it was."""
         where = self._doing()
-        told = news.read(news.own())
+        told = {rank: text for rank, text in news.read(news.own()).items() if text != news.FINISHED}
         if not told:
             others = [rank for rank in self.all_ranks if rank != self.rank]
             answers = within(1.5, lambda: roll_call(self.store, others, 0.5)) or {}
@@ -257,7 +257,7 @@ class World:
         if self._responder is None or os.getpid() != self._process:
             return
         responder, self._responder = self._responder, None
-        self._say("left", FINISHED)
+        self._say("left", news.FINISHED)
         turns = (self.turns, self.checkpoints)
         busy = [f"a thread that calls {one.doing}" for one in turns if not one.end(self.limit)]
         # Who still wants to communicate with this rank is told now, not when the process ends.
