@@ -86,11 +86,12 @@ def options(setting: Setting, available: tuple[Available, ...], places: Sequence
 
     Operands of equal `places` are one tensor.
     """
-    asked, more = _candidates(setting)
+    asked, *more = _candidates(setting)
     wire = _Wire(setting.call, available, places)
     found = wire.options([*_carried(setting, available), *asked])
     assert found, f"no placement for {setting.call.op}"
-    found += sorted(wire.options(more), key=_seconds)[:MOST_MORE]
+    for others in more:
+        found += sorted(wire.options(others), key=_seconds)[:MOST_MORE]
     return tuple(sorted(found, key=_seconds))
 
 
@@ -98,14 +99,16 @@ _seconds = operator.attrgetter("seconds")
 
 
 @functools.lru_cache(maxsize=1 << 13)
-def _candidates(setting: Setting) -> tuple[tuple[_Candidate, ...], tuple[_Candidate, ...]]:
-    """The placements that someone asks for, and those that only a thorough search tries."""
+def _candidates(setting: Setting) -> tuple[tuple[_Candidate, ...], ...]:
+    """The placements that someone asks for, and those that only a thorough search tries, in kinds."""
     votes = tuple(_votes(setting))
-    asked = dict(_placed(setting, _layout_candidates(setting, votes)))
-    widely = setting.thorough and not setting.reductions
-    more = dict(_placed(setting, _more_candidates(setting, votes))) if widely else {}
-    beyond = [candidate for layouts, candidate in more.items() if layouts not in asked]
-    return (*asked.values(), *_window_candidates(setting)), tuple(beyond)
+    known = dict(_placed(setting, _layout_candidates(setting, votes)))
+    found = [(*known.values(), *_window_candidates(setting))]
+    for kind in (_more_candidates, _apportioned) if setting.thorough and not setting.reductions else ():
+        more = {at: candidate for at, candidate in _placed(setting, kind(setting, votes)) if at not in known}
+        known |= more
+        found.append(tuple(more.values()))
+    return tuple(found)
 
 
 def _placed(setting: Setting, votes: Iterable[_Vote]) -> Iterator[tuple[Layouts, _Candidate]]:
@@ -143,10 +146,15 @@ def _layout_candidates(setting: Setting, votes: tuple[_Vote, ...]) -> Iterator[_
 
 def _more_candidates(setting: Setting, votes: Sequence[_Vote]) -> Iterator[_Vote]:
     """What nobody asks for as it is."""
-    if len(setting.rule.operands) > 1 and reduces(setting.rule):
+    if _is_product(setting.rule):
         yield from reassigned(setting.rule, votes)
     yield from _scattered(setting, votes)
     yield from _beyond(setting.rule, votes)
+
+
+def _is_product(rule: Rule) -> bool:
+    """Whether operands meet and something is reduced."""
+    return len(rule.operands) > 1 and reduces(rule)
 
 
 @functools.lru_cache(maxsize=1 << 13)
@@ -177,18 +185,53 @@ def reassigned(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
     Where operands disagree, the best may be what none of them asks for: an operand comes there by an all-to-all, which
     moves an n-th of what gathering it would, and nothing is left to reduce.
     """
-    on: dict[Split, set[int]] = {}
-    for factor, axis in ((f, axis) for _, vote in votes for f, layout in enumerate(vote) for axis in lay.axes(layout)):
-        if axis in on or not any(overlap(axis, other) for other in on):
-            on.setdefault(axis, set()).add(factor)
-    free = [f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK]
+    on, free = _axes_of(votes), _free_factors(rule)
     ways = [[free] * len(on)]
     if len(free) ** len(on) > MOST_WAYS:
         ways = [[free if axis is moves else sorted(on[axis]) for axis in on] for moves in on]
     for places in itertools.chain.from_iterable(itertools.product(*way) for way in ways) if on else ():
-        layouts = _on_factors(rule, on, places)
+        layouts = _on_factors(rule, zip(places, on, strict=True))
         if layouts is not None:
             yield votes[0][0], representable(rule, layouts)
+
+
+def _axes_of(votes: Iterable[_Vote]) -> dict[Split, set[int]]:
+    """The axes of the votes, the first of those that overlap, and the factors that they are asked for on."""
+    on: dict[Split, set[int]] = {}
+    for factor, axis in ((f, axis) for _, vote in votes for f, layout in enumerate(vote) for axis in lay.axes(layout)):
+        if axis in on or not any(overlap(axis, other) for other in on):
+            on.setdefault(axis, set()).add(factor)
+    return on
+
+
+def _free_factors(rule: Rule) -> list[int]:
+    return [f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK]
+
+
+def _apportioned(setting: Setting, votes: Sequence[_Vote]) -> Iterator[_Vote]:
+    """Every way to put one axis on a factor too small for it, by its minor part, and the rest of it on another; the
+    other axes are where they are asked for.
+
+    So eight ranks go on four experts: two ranks share one, with half of its rows each.
+    """
+    rule = setting.rule
+    on, free = _axes_of(votes), _free_factors(rule)
+    for axis in on if _is_product(rule) else ():
+        for seat in _seats(rule, axis, free):
+            others = [[(place, other) for place in sorted(on[other])] for other in on if other is not axis]
+            for parts in itertools.product(*others):
+                layouts = _on_factors(rule, (*parts, *seat))
+                if layouts is not None:
+                    yield votes[0][0], representable(rule, layouts)
+
+
+def _seats(rule: Rule, axis: Split, free: Sequence[int]) -> Iterator[tuple[tuple[int, Split], ...]]:
+    size = axis.size or 1
+    for small, other in itertools.permutations(free, 2):
+        part = math.gcd(size, rule.factors[small].size)
+        if 1 < part < size:
+            rest = size // part
+            yield (small, axis._replace(size=part, pre=axis.pre * rest)), (other, axis._replace(size=rest))
 
 
 def _beyond(rule: Rule, votes: Sequence[_Vote]) -> Iterator[_Vote]:
@@ -204,10 +247,10 @@ def _divides(rule: Rule, layouts: Layouts) -> bool:
     return all(factor.size % lay.extent(layout) == 0 for factor, layout in zip(rule.factors, layouts, strict=True))
 
 
-def _on_factors(rule: Rule, axes: Iterable[Split], places: Iterable[int]) -> Layouts | None:
-    """Each axis on its factor; None where one is not divided."""
+def _on_factors(rule: Rule, parts: Iterable[tuple[int, Split]]) -> Layouts | None:
+    """Each part of an axis on its factor; None where one is not divided."""
     out = [WHOLE] * len(rule.factors)
-    for axis, place in zip(axes, places, strict=True):
+    for place, axis in parts:
         out[place] = (*out[place], axis)
     return tuple(out) if _divides(rule, tuple(out)) else None
 

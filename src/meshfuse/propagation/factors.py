@@ -80,7 +80,9 @@ def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Lay
         size, best, room = axis.size or 1, *_roomiest(rule, free, out, axis.size or 1)
         part = size if room >= size else math.gcd(size, room)
         if part > 1:
-            out[best] = lay.canonical((*out[best], axis._replace(size=part)), rule.factors[best].size)
+            # The minor part, so that what other operands have of the axis may still go before it.
+            minor = axis._replace(size=part, pre=axis.pre * (size // part))
+            out[best] = lay.canonical((*out[best], minor), rule.factors[best].size)
     return tuple(out) if tuple(out) != before else None
 
 

@@ -1,0 +1,70 @@
+"""Classes of programs with fewer experts, heads or nets than ranks, which share one; figures as in bill_classes."""
+
+from __future__ import annotations
+
+from layers import Sizes, Tensor, floats
+from programs import EP8, TP8, Fd, Spec, gradients, outputs, split
+
+from bill_known import Classes, by_hand
+
+CLASSES = Classes()
+known = CLASSES.known
+FEW = 4
+
+
+def experts(fd: Fd, s: Sizes, first: Spec, second: Spec) -> tuple[Tensor, list[Tensor]]:
+    """Two products of four experts, rows split; the weights lie as said."""
+    x = floats(fd, FEW, s.tokens // 2, s.width)
+    w1, w2 = (floats(fd, FEW, s.width, s.width) for _ in range(2))
+    y = fd.ops.matmul(fd.ops.relu(fd.ops.matmul(x, w1)), w2)
+    split(fd, EP8, (x, [None, "ep", None]), (w1, first), (w2, second))
+    return y, [w1, w2]
+
+
+@known(29.36, 13.64)
+def four_experts_on_eight_ranks(fd: Fd, s: Sizes) -> None:
+    """Two ranks share an expert: rows come by an all-to-all among four, weights by another and a gather among two."""
+    y, _ = experts(fd, s, [None, None, "ep"], [None, "ep", None])
+    split(fd, EP8, (y, [None, "ep", None]))
+    outputs(fd, y)
+
+
+@known(58.72, 20.98)
+def their_gradients(fd: Fd, s: Sizes) -> None:
+    """Rows stay with the experts, gradients go back as the weights came."""
+    y, weights = experts(fd, s, [None, "ep", None], [None, "ep", None])
+    gradients(fd, y, weights)
+
+
+@known(22.02, 17.31)
+def six_experts_on_eight_ranks(fd: Fd, s: Sizes) -> None:
+    """Four ranks share three experts, with a quarter of the rows each."""
+    x, w = floats(fd, 6, s.tokens // 2, s.width), floats(fd, 6, s.width, s.width)
+    y = fd.ops.matmul(x, w)
+    split(fd, EP8, (x, [None, "ep", None]), (w, [None, None, "ep"]), (y, [None, "ep", None]))
+    outputs(fd, y)
+
+
+def few_heads(fd: Fd, s: Sizes) -> list[Tensor]:
+    qkv = [floats(fd, 1, FEW, s.tokens, s.head) for _ in range(3)]
+    split(fd, TP8, *((t, [None, None, "tp", None]) for t in qkv))
+    return qkv
+
+
+@known(7.34, 2.63)
+def attention_by_hand_of_four_heads(fd: Fd, s: Sizes) -> None:
+    """Two ranks share a head: half of the queries each, all of its keys and values."""
+    y = by_hand(fd, *few_heads(fd, s))
+    outputs(fd, y)
+    split(fd, TP8, (y, [None, None, "tp", None]))
+
+
+@known(7.34, 2.63)
+def attention_of_four_heads(fd: Fd, s: Sizes) -> None:
+    """The same of the op."""
+    y = fd.ops.sdpfa_fwd(*few_heads(fd, s), is_causal=True)[0]
+    outputs(fd, y)
+    split(fd, TP8, (y, [None, None, "tp", None]))
+
+
+test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()
