@@ -61,6 +61,8 @@ REFUSED = {
     "welford": INTEGERS,
     "cummax": COMPLEX,
     "cummin": COMPLEX,
+    "argsort": COMPLEX,
+    "topk": COMPLEX,
 }
 REFUSALS = [(name, dtype) for name, dtypes in REFUSED.items() for dtype in sorted(dtypes, key=str)]
 
