@@ -140,6 +140,7 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
     ],
     ("one name per axis", lambda: mf.DeviceMesh(torch.arange(128).reshape([2] * 7))),
     ("at least one rank along every axis", lambda: mf.DeviceMesh((-2, 4), ("dp", "tp"))),
+    ("at least one rank along every axis", lambda: mf.DeviceMesh((0,), ("tp",))),
     ("at least one rank along every axis", lambda: mf.DeviceMesh([])),
     ("a mesh must be a full grid", lambda: mf.DeviceMesh([[0, 1], [2]])),
     ("found 3 for shape (2,)", lambda: mf.DeviceMesh((2,), ("a",), ranks=[0, 1, 2])),

@@ -27,7 +27,7 @@ def read_devices(
         return _shape(nested), _flatten(_listed(ranks))[1]
     if names is None or _holds_ranks(devices) or not _is_list(nested) or len(names) != len(nested):
         return _flatten(nested)
-    if nested == [0] or any(map(_is_list, nested)):
+    if devices == [0] or any(map(_is_list, nested)):
         return _flatten(nested)
     shape = _shape(nested)
     return shape, tuple(range(_bounded(math.prod(shape))))
