@@ -229,7 +229,7 @@ def _seats(rule: Rule, axis: Split, free: Sequence[int]) -> Iterator[tuple[tuple
     size = axis.size or 1
     for small, other in itertools.permutations(free, 2):
         part = math.gcd(size, rule.factors[small].size)
-        if 1 < part and rule.factors[small].size < size:
+        if part > 1 and rule.factors[small].size < size:
             rest = size // part
             yield (small, axis._replace(size=part, pre=axis.pre * rest)), (other, axis._replace(size=rest))
 
