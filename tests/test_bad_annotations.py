@@ -189,6 +189,7 @@ def test_meshes(text: str, make: Callable[[], Any]) -> None:
         (np.int64(3), ("a",), ((3,), range(3))),
         ([np.int64(3)], None, ((1,), [3])),
         (np.array([3]), ("a",), ((1,), [3])),
+        (torch.tensor([0]), ("a",), ((1,), [0])),
     ],
 )
 def test_forms_of_meshes(devices: Any, names: Any, wanted: Any) -> None:
