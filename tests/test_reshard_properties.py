@@ -22,6 +22,7 @@ from meshfuse.resharding.insert import Set
 from meshfuse.resharding.moves import wire_elements
 from meshfuse.resharding.planner import plan
 from meshfuse.sharding import Sharding, Split
+from meshfuse.sharding.layout import Layout
 from meshfuse.testing import dim_layouts, meshes, shardings
 
 SHAPES = st.lists(st.integers(0, 8), min_size=1, max_size=3).map(tuple)
@@ -97,15 +98,17 @@ def test_any_sharding_to_any_other_on_one_mesh(data: st.DataObject) -> None:
 
 
 PARTS_OF_6 = [Split(2, "x"), Split(3, "x"), Split(6, "x"), Split(3, "x", 2), Split(2, "x", 3)]
+HALVES, THIRDS = (Split(2, "x"), Split(3, "x", 2)), (Split(3, "x"), Split(2, "x", 3))
+LAYOUTS_OF_6 = [*((part,) for part in PARTS_OF_6), HALVES, HALVES[::-1], THIRDS, THIRDS[::-1]]
 
 
-@pytest.mark.parametrize("src", PARTS_OF_6, ids=str)
-@pytest.mark.parametrize("dst", PARTS_OF_6, ids=str)
+@pytest.mark.parametrize("src", LAYOUTS_OF_6, ids=str)
+@pytest.mark.parametrize("dst", LAYOUTS_OF_6, ids=str)
 @pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["in place", "to another dim"])
-def test_any_part_of_an_axis_to_any_other(src: Split, dst: Split, places: tuple[int, int]) -> None:
+def test_any_part_of_an_axis_to_any_other(src: Layout, dst: Layout, places: tuple[int, int]) -> None:
     """Halves and thirds of an axis of 6, major and minor: no cutting of the axis has both."""
     mesh, shape = mf.DeviceMesh((6, 2), ("x", "y")), (12, 7)
-    ends = [[(split,) if d == place else () for d in range(2)] for split, place in zip((src, dst), places, strict=True)]
+    ends = [[layout if d == place else () for d in range(2)] for layout, place in zip((src, dst), places, strict=True)]
     ends[1][1] += (Split(2, "y"),)
     moved(*(Sharding.make(mesh, dims, shape) for dims in ends), shape)
 

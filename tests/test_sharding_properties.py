@@ -12,10 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshfuse import DeviceMesh
+from meshfuse.resharding.moves import axis_keys
 from meshfuse.sharding import Sharding, Split
 from meshfuse.sharding import layout as lay
 from meshfuse.sharding.data import shard, unshard
 from meshfuse.sharding.layout import Layout
+from meshfuse.sharding.value import disjoint, overlap
 from meshfuse.testing import dim_layouts, layouts, meshes, shardings
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 24])
@@ -122,6 +124,19 @@ def test_canonical_forms_are_equal_where_the_indices_are(
         assert same_sets
     if all(n % lay.extent(layout) == 0 for layout in (one, other)) and same_sets:
         assert same_form
+
+
+@pytest.mark.parametrize("size", [12, 30])
+def test_parts_of_an_axis_that_hold_others_share_nothing(size: int) -> None:
+    """Any three of its parts: those that do not nest are in one that holds them, and so is what overlaps that."""
+    mesh = DeviceMesh((size,), ("x",))
+    numbers = [n for n in range(1, size + 1) if size % n == 0]
+    parts = [Split(n, "x", pre) for pre in numbers for n in numbers[1:] if size % (pre * n) == 0]
+    for some in itertools.chain(*(itertools.combinations(parts, count) for count in (1, 2, 3))):
+        found = disjoint(some)
+        assert not any(overlap(a, b) for a, b in itertools.combinations(found, 2))
+        group = set(mesh.group(0, axis_keys(found)))
+        assert all(group.issuperset(mesh.group(rank, axis_keys([part]))) for rank in group for part in some)
 
 
 @settings(max_examples=300)

@@ -224,14 +224,20 @@ def nested(cuts: Sequence[int]) -> bool:
 
 
 def _covering(found: Iterable[Split]) -> list[Split]:
-    """The smallest parts of an axis that hold these parts, each with those that it overlaps."""
-    groups: list[list[Split]] = []
-    for split in sorted(found, key=lambda s: s.pre):
-        if not groups or not any(overlap(split, other) for other in groups[-1]):
-            groups.append([])
-        groups[-1].append(split)
-    ends = [(math.gcd(*(s.pre for s in g)), math.lcm(*(s.pre * (s.size or 1) for s in g))) for g in groups]
-    return [Split(b // a, g[0].axis, a) for (a, b), g in zip(ends, groups, strict=True)]
+    """The smallest parts of an axis that hold these parts and overlap no others."""
+    out: list[Split] = []
+    for part in sorted(found, key=lambda s: s.pre):
+        while met := [other for other in out if overlap(part, other)]:
+            out = [other for other in out if other not in met]
+            part = _hull([part, *met])
+        out.append(part)
+    return sorted(out, key=lambda s: s.pre)
+
+
+def _hull(parts: Sequence[Split]) -> Split:
+    """The smallest part of an axis that holds some of its parts."""
+    first, end = math.gcd(*(s.pre for s in parts)), math.lcm(*(s.pre * (s.size or 1) for s in parts))
+    return Split(end // first, parts[0].axis, first)
 
 
 def overlap(a: Split, b: Split) -> bool:
