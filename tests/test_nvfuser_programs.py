@@ -225,6 +225,8 @@ def test_aliases_that_do_not_fit() -> None:
     x, y = fd.define_tensor([-1]), fd.define_tensor([-1])
     fd.add_output(fd.ops.neg(x), x)
     fd.add_output(fd.ops.relu(x), y)
+    with pytest.raises(mf.DefinitionError, match="prepared: arguments are written: found t0, t1, needed outputs that"):
+        fd.prepared(x)
     values = torch.ones(4), torch.ones(5)
     with pytest.raises(mf.ArgumentError, match=r"written into argument.*found shape \[4\], needed \[5\]"):
         fd.execute(values)
