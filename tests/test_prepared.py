@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from defining import collectives, random_inputs
 from interpreter import has_reference, interpret
+from meshfuse import fusion_definition
 from meshfuse.graph import shape_scalars
 from meshfuse.ops.base import TensorRef
 from meshfuse.testing import annotations, definitions, inputs_for, shapes_for
@@ -57,9 +59,9 @@ def test_random_programs_in_two_are_what_torch_computes(fd: mf.FusionDefinition,
     assert halves[1].bill().total <= fd.bill().total + 1e-6
 
 
-def fused(rows: int) -> tuple[mf.FusionDefinition, mf.TensorView]:
+def fused(rows: int, max_wire: float | None = None) -> tuple[mf.FusionDefinition, mf.TensorView]:
     """Three products by one weight, which is split across them, for a result that is split inside of each."""
-    with mf.FusionDefinition() as fd:
+    with mf.FusionDefinition(max_wire=max_wire) as fd:
         x, w = fd.define_tensor([rows, 32]), fd.define_tensor([96, 32])
         y = fd.ops.linear(x, w)
         q, k, v = (fd.ops.slice(y, [0, 32 * i], [rows, 32 * i + 32]) for i in range(3))
@@ -160,6 +162,46 @@ def test_an_output_of_kept_inputs_alone() -> None:
     tanh, total, same = run(fd.prepared(w), inputs, [1])
     assert_close(tanh, inputs[1].double().tanh(), 1e-6, "tanh")
     assert torch.equal(total, inputs[0] + inputs[1]) and torch.equal(same, inputs[1])
+
+
+def told_of(monkeypatch: pytest.MonkeyPatch, fd: mf.FusionDefinition, w: mf.TensorView) -> tuple[Halves, list[Any]]:
+    """A definition's halves, and all definitions that came to be meanwhile."""
+    told: list[Any] = []
+    monkeypatch.setattr(fusion_definition, "observers", [told.append])
+    return fd.prepared(w), told
+
+
+def test_nothing_is_heard_of_the_plan_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the command line, nor by a warning: that plan moves more than the bound at each call."""
+    fd, w = fused(16, max_wire=512)
+    with pytest.warns(mf.PlanWarning):
+        fd.compile()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        halves, told = told_of(monkeypatch, fd, w)
+        assert not halves[1].bill().entries
+    assert told == list(halves)
+
+
+def test_what_is_said_in_a_half_is_said_there_alone() -> None:
+    fd, w = fused(512)
+    said = repr(fd)
+    once, each = fd.prepared(w)
+    for half in (once, each):
+        for view in views(half, range(len(half.inputs))):
+            if half.is_annotated(view):
+                view.split(len(view.get_loop_domain()) - 1, 2)
+    assert repr(fd) == said
+
+
+def test_without_a_mesh_both_run_on_any() -> None:
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([8, 8]), fd.define_tensor([8, 8])
+        fd.add_output(fd.ops.matmul(x, fd.ops.mul(w, 2.0)))
+    halves = fd.prepared(w)
+    assert not any(half.annotations for half in halves)
+    inputs = random_inputs(fd)
+    assert_close(run(halves, inputs, [1])[0], inputs[0].double() @ inputs[1].double() * 2, 1e-5, "y")
 
 
 def open_scalar() -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from .compiler import CompiledProgram, decided_without
+from .compiler import CompiledProgram, compile_definition, decided_without
+from .definition.fusion import DefinitionBuilder
 from .errors import SourceLine, user_error
+from .mesh import DeviceMesh
 from .planned_definition import PlannedDefinition
 from .planning.halves import write_halves
 from .planning.once import Cut, cut
-from .planning.search import spent
+from .planning.search import Spent, spent
 
 Definition = TypeVar("Definition", bound=PlannedDefinition)
 
@@ -30,12 +32,12 @@ def prepared(
     if not found.handed_on:
         read = ", ".join(fd.tensors[i].label for i in inputs)
         raise user_error("prepared: nothing follows", f"no reader of {read}", "inputs that are read", "", line)
-    halves, other = _halves(fd, found, make), _freed(fd, compiled, found)
+    other = _freed(fd, compiled, found)
     if other is not None and other.kept <= max(found.kept, found.given):
-        others = _halves(fd, other, make)
-        if spent(others[1].compile().planned).beats(spent(halves[1].compile().planned)):
-            return others
-    return halves
+        found = other if _each(fd, other).beats(_each(fd, found)) else found
+    first, rest = make(), make()
+    write_halves(fd, found, first, rest)
+    return first, rest
 
 
 def _check(fd: PlannedDefinition, inputs: Sequence[int], line: SourceLine) -> None:
@@ -57,7 +59,9 @@ def _freed(fd: PlannedDefinition, compiled: CompiledProgram, found: Cut) -> Cut 
     return None if free is None else cut(free, found.inputs)
 
 
-def _halves(fd: PlannedDefinition, found: Cut, make: Callable[[], Definition]) -> tuple[Definition, Definition]:
-    first, rest = make(), make()
+def _each(fd: PlannedDefinition, found: Cut) -> Spent:
+    """What the second part takes. These two are of a class that tells nobody of its plans: others may be taken."""
+    first, rest = DefinitionBuilder(), DefinitionBuilder()
     write_halves(fd, found, first, rest)
-    return first, rest
+    shapes = {i: rest.tensors[i].type.shape for i in rest.input_tensors()}
+    return spent(compile_definition(rest, shapes, {}, DeviceMesh([0]), effort=fd.effort).planned)

@@ -11,6 +11,7 @@ from ..graph import Graph, Node
 from ..ops.base import ScalarRef, TensorRef, count_tensors
 from ..ops.registry import find
 from ..scalars import ScalarDef
+from ..sharding.value import Sharding
 from .once import Cut, Need
 
 
@@ -45,7 +46,7 @@ class _Half:
     def __init__(self, fd: DefinitionBuilder, graph: Graph, new: DefinitionBuilder):
         self.fd, self.graph, self.new = fd, graph, new
         self.made: dict[int, TensorView] = {}
-        self._said = fd.all_annotations
+        self._said, self._names_mesh = fd.all_annotations, bool(fd.annotations)
 
     def take(self, tensor: int) -> None:
         """An input of the definition's."""
@@ -57,7 +58,7 @@ class _Half:
         """What the first part makes, as an input."""
         made = self.graph.tensors[need.tensor]
         given = self.new.new_input(made.type, made.line, None)
-        self.new.shard(given, need.sharding)
+        self._place(given, need.sharding)
         return given
 
     def take_scalars(self) -> None:
@@ -94,16 +95,21 @@ class _Half:
         made = self.made[tensor]
         said = self._said.get(tensor)
         if said is not None and self.new.reduction_flags(made.id) == self.fd.reduction_flags(tensor):
-            self.new.say(made, dataclasses.replace(said))
+            self.new.say(made, dataclasses.replace(said, domain=said.domain.copy()))
         elif tensor in self.graph.annotations:
-            self.new.shard(made, self.graph.annotations[tensor])
+            self._place(made, self.graph.annotations[tensor])
         if tensor in self.fd.overlaps:
             self.new.overlaps[made.id] = self.fd.overlaps[tensor]
+
+    def _place(self, made: TensorView, sharding: Sharding) -> None:
+        """Say where a tensor must lie, if the user names a mesh at all: else the program runs on any."""
+        if self._names_mesh:
+            self.new.shard(made, sharding)
 
     def hand_on(self, need: Need) -> None:
         """Give what is there, where it will be read."""
         op = find("set")
         assert op is not None
         given = self.new.append(op, (self.made[need.tensor].ref,), self.graph.tensors[need.tensor].line)
-        self.new.shard(given, need.sharding)
+        self._place(given, need.sharding)
         self.new.outputs.append(given.id)
