@@ -95,7 +95,7 @@ def compile_definition(
     (`plan_store.nearby`).
     """
     with _no_collection():
-        graph = with_links(taken_apart(concretize(fd, shapes, scalars)))
+        graph = _graph(fd, shapes, scalars)
         taken = PLANS.near(graph, world, near) if near > 1 else None
         if taken is not None:
             return compile_sharded(taken.plan, max_memory, taken.source)
@@ -110,10 +110,15 @@ def decided_without(
     effort: Effort,
 ) -> ShardedDefinition | None:  # fmt: skip
     """The plan if nothing were said of these inputs; None where nothing else is said."""
-    graph = with_links(taken_apart(concretize(fd, shapes, {})))
-    left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
     with _no_collection():
+        graph = _graph(fd, shapes, {})
+        left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
         return decided(dataclasses.replace(graph, annotations=left), world, effort) if left else None
+
+
+def _graph(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:
+    """The stages before propagation."""
+    return with_links(taken_apart(concretize(fd, shapes, scalars)))
 
 
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:

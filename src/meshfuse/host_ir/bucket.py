@@ -11,21 +11,19 @@ from ..resharding.insert import ReshardedDefinition, Set
 from ..resharding.moves import MoveKind
 from ..resharding.postpone import bucket_key
 from ..segmentation import Segment
-from ..sharding.layout import Runs
 from ..streams.overlap import ChunkLoop
 from .communicate import (
     MoveContext,
     Traffic,
+    begun,
     exchanged,
     joined_dim,
-    keep,
-    local_box,
-    local_shape,
     lower_move,
-    make_target,
     numel,
     own_term,
+    put,
     scattered,
+    starts,
 )
 from .instructions import (
     Allocate,
@@ -35,7 +33,6 @@ from .instructions import (
     Fold,
     Instruction,
     Join,
-    Put,
     Unflatten,
     Wait,
     box_text,
@@ -136,7 +133,7 @@ def _swapped(found: Sequence[tuple[MoveContext, Traffic]]) -> list[Instruction]:
         _packed(found, packed),
         Allocate(flat, (sum(got),), first.type.dtype),
         _call(moves, "all_to_all", packed, flat, text, sum(sent)),
-        *(i for c, traffic in found if c.move.kind is not MoveKind.REDUCE_SCATTER for i in _kept(c, traffic)),
+        *(i for c, traffic in found if c.move.kind is not MoveKind.REDUCE_SCATTER for i in begun(c, traffic.kept)),
         Wait(first.work),
         *(_folds(moves, flat) if first.move.kind is MoveKind.REDUCE_SCATTER else _puts(found, flat)),
     ]
@@ -151,23 +148,11 @@ def _packed(found: Sequence[tuple[MoveContext, Traffic]], name: str) -> Instruct
     return Flatten(name, sources, parts)
 
 
-def _kept(c: MoveContext, traffic: Traffic) -> list[Instruction]:
-    return [*make_target(c), *keep(c, traffic.kept)]
-
-
 def _puts(found: Sequence[tuple[MoveContext, Traffic]], flat: str) -> Iterator[Instruction]:
     """The pieces that came, in their places."""
-    start = 0
-    for r in range(len(found[0][0].group)):
-        for c, traffic in found:
-            for box in traffic.received[r]:
-                stop = start + numel([box])
-                yield Put(c.target, local_box(c.wanted, box), c.target_shape, flat, _taken(start, stop, box))
-                start = stop
-
-
-def _taken(start: int, stop: int, box: Sequence[Runs]) -> str:
-    return f"[{start}:{stop}].view({list(local_shape(box))})"
+    came = [(c, box) for r in range(len(found[0][0].group)) for c, traffic in found for box in traffic.received[r]]
+    for (c, box), start in zip(came, starts([box for _, box in came]), strict=False):
+        yield put(c, flat, start, box)
 
 
 def _folds(moves: Sequence[MoveContext], flat: str) -> Iterator[Instruction]:

@@ -102,7 +102,7 @@ def lower_move(c: MoveContext) -> list[Instruction]:
 def _simple(c: MoveContext) -> list[Instruction] | None:
     """A chunk that no rank of the group has elements of, or that one rank has for all; None for all others."""
     if not any(count(c.move.wanted(c.type.shape, rank)) for rank in c.group):
-        return make_target(c)
+        return _make_target(c)
     if c.move.kind is MoveKind.REDUCE_SCATTER:
         return None
     owners = [rank for rank in c.group if count(c.move.held(c.type.shape, rank))]
@@ -111,7 +111,7 @@ def _simple(c: MoveContext) -> list[Instruction] | None:
     return _broadcast(c, c.group.index(owners[0]))
 
 
-def make_target(c: MoveContext) -> list[Instruction]:
+def _make_target(c: MoveContext) -> list[Instruction]:
     """The target's memory, with what fills the elements of a window that no rank has."""
     fill = c.move.window.fill if c.move.window else ""
     return [] if c.placed else [Allocate(c.target, c.target_shape, c.type.dtype, fill)]
@@ -123,7 +123,7 @@ def _broadcast(c: MoveContext, root: int) -> list[Instruction]:
     reads, writes = ([c.target], []) if mine else ([], [c.target])
     text = f"broadcast({c.target}, {root})"
     call = c.collective("broadcast", reads, writes, text, math.prod(c.target_shape))
-    return [*make_target(c), *copy, call, Wait(c.work)]
+    return [*_make_target(c), *copy, call, Wait(c.work)]
 
 
 def dense(box: Box, shape: Sequence[int]) -> bool:
@@ -217,7 +217,7 @@ def numel(boxes: Sequence[Sequence[Runs]]) -> int:
     return sum(map(count, boxes))
 
 
-def terms(c: MoveContext) -> list[Piece]:
+def _terms(c: MoveContext) -> list[Piece]:
     """The pieces of a reduce-scatter: from every rank of the group the terms of each rank's part."""
     wanted = {rank: c.move.wanted(c.type.shape, rank) for rank in c.group}
     return [Piece(source, target, wanted[target]) for source in c.group for target in c.group if all(wanted[target])]
@@ -250,31 +250,34 @@ def _swap(c: MoveContext, traffic: Traffic) -> list[Instruction]:
     received = [box for peer in traffic.received for box in peer]
     return [
         *_issue(c, traffic),
-        *([] if _is_target(c, received) else make_target(c)),
-        *keep(c, traffic.kept),
+        *begun(c, traffic.kept, arrives=_is_target(c, received)),
         Wait(c.work),
         *_unpack(c, _flat(c), received),
     ]
 
 
-def keep(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
-    return [
+def begun(c: MoveContext, kept: Sequence[Sequence[Runs]], arrives: bool = False) -> list[Instruction]:
+    """The target, unless it arrives as it lies in memory, with what the rank keeps."""
+    copies = [
         Put(c.target, local_box(c.wanted, box), c.target_shape, c.source,
             box_text(c.source_box(box), c.source_shape))
         for box in kept
     ]  # fmt: skip
+    return [*([] if arrives else _make_target(c)), *copies]
 
 
 def _unpack(c: MoveContext, flat: str, boxes: Sequence[Sequence[Runs]]) -> list[Instruction]:
     """The boxes that a flat buffer has, one behind the other, in their places; a view where they are the target."""
     if _is_target(c, boxes):
         return [Unflatten(c.target, flat, 0, numel(boxes), c.target_shape)]
-    out: list[Instruction] = []
-    for start, box in zip(_starts(boxes), boxes, strict=False):
-        shape = list(local_shape(box))
-        part = f"[{start}:{start + math.prod(shape)}].view({shape})"
-        out.append(Put(c.target, local_box(c.wanted, box), c.target_shape, flat, part))
-    return out
+    return [put(c, flat, start, box) for start, box in zip(starts(boxes), boxes, strict=False)]
+
+
+def put(c: MoveContext, flat: str, start: int, box: Sequence[Runs]) -> Put:
+    """A box that begins there in a flat buffer, in its place."""
+    shape = list(local_shape(box))
+    part = f"[{start}:{start + math.prod(shape)}].view({shape})"
+    return Put(c.target, local_box(c.wanted, box), c.target_shape, flat, part)
 
 
 def _is_target(c: MoveContext, boxes: Sequence[Sequence[Runs]]) -> bool:
@@ -284,11 +287,11 @@ def _is_target(c: MoveContext, boxes: Sequence[Sequence[Runs]]) -> bool:
     places = [local_box(c.wanted, box) for box in boxes]
     return all(
         dense(place, c.target_shape) and _first(place, c.target_shape) == start
-        for start, place in zip(_starts(boxes), places, strict=False)
+        for start, place in zip(starts(boxes), places, strict=False)
     )
 
 
-def _starts(boxes: Sequence[Sequence[Runs]]) -> Iterator[int]:
+def starts(boxes: Sequence[Sequence[Runs]]) -> Iterator[int]:
     """Where each box begins in a flat buffer of them, and at last where it ends."""
     return itertools.accumulate((count(box) for box in boxes), initial=0)
 
@@ -334,7 +337,7 @@ def _scatter_rows(c: MoveContext) -> list[Instruction]:
 
 def _exchange(c: MoveContext) -> list[Instruction]:
     traffic = exchanged(c)
-    return _swap(c, traffic) if traffic.any else stay(c, traffic.kept)
+    return _swap(c, traffic) if traffic.any else _stay(c, traffic.kept)
 
 
 def exchanged(c: MoveContext) -> Traffic:
@@ -345,14 +348,14 @@ def exchanged(c: MoveContext) -> Traffic:
 
 def scattered(c: MoveContext) -> Traffic:
     """What a reduce-scatter by an exchange is: a term of its part from every other rank."""
-    return Traffic.of(terms(c), c.rank, c.group)
+    return Traffic.of(_terms(c), c.rank, c.group)
 
 
-def stay(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
+def _stay(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
     """What each rank of the group wants it has, such as the parts of a dim that is split inside each of them."""
     if list(kept) == [c.wanted] and not c.placed:
         return [View(c.target, c.source, c.source_box(c.wanted), c.source_shape)]
-    return [*make_target(c), *keep(c, kept)]
+    return begun(c, kept)
 
 
 def _transfer(c: MoveContext) -> list[Instruction]:
@@ -380,7 +383,7 @@ def _transfer(c: MoveContext) -> list[Instruction]:
     there: list[Instruction] = []
     if c.rank in c.move.dst.mesh:
         arrives = any(_is_target(c, boxes) for boxes in traffic.received)
-        there = [*([] if arrives else make_target(c)), *keep(c, traffic.kept)]
+        there = begun(c, traffic.kept, arrives)
     messages = [ins for _, part in sorted(issued, key=lambda entry: entry[0]) for ins in part]
     return [*messages, *there, *waits]
 

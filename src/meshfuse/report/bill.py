@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -67,10 +66,6 @@ class Bill:
     def seconds(self) -> float:
         """Modelled time of all collectives, one after the other."""
         return sum(entry.seconds for entry in self.entries)
-
-    def to_json(self) -> str:
-        """`to_dict` as text."""
-        return json.dumps(self.to_dict(), indent=1)
 
     def to_dict(self) -> dict[str, object]:
         """The bill as JSON's types."""

@@ -119,11 +119,6 @@ class Sharding:
         return len(self.dims)
 
     @property
-    def is_replicated(self) -> bool:
-        """Whether every rank of the mesh has the whole tensor, reduced."""
-        return not self.partial and not any(self.dims)
-
-    @property
     def splits(self) -> tuple[Split, ...]:
         """Every bound split, dim by dim."""
         return tuple(split for layout in self.dims for split in layout if split.bound)
