@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
+from meshfuse.ops.base import REQUIRED, ParamKind
+from meshfuse.ops.binding import of_kind
 
 Build = Callable[[Any, Any], Any]
 X = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(1))
@@ -28,6 +30,7 @@ CASES: dict[str, tuple[Build, Callable[[torch.Tensor], torch.Tensor]]] = {
         lambda fd, x: fd.ops.logsumexp(x, [0, 2], True),
         lambda x: x.logsumexp((0, 2), True),
     ),
+    "logsumexp of all": (lambda fd, x: fd.ops.logsumexp(x, None), lambda x: x.logsumexp((0, 1, 2))),
     "mean": (lambda fd, x: fd.ops.mean(x), lambda x: x.mean()),
     "mean of a dim": (lambda fd, x: fd.ops.mean(x, -1, True), lambda x: x.mean(-1, keepdim=True)),
     "layer_norm": (lambda fd, x: fd.ops.layer_norm(x, [10]), lambda x: F.layer_norm(x, [10])),
@@ -160,6 +163,12 @@ def test_a_wrong_argument_is_said(build: Build, text: str) -> None:
     fd = mf.FusionDefinition()
     with pytest.raises(mf.DefinitionError, match=text):
         build(fd, fd.define_tensor([4, 6, 10]))
+
+
+@pytest.mark.parametrize("kind", ParamKind)
+def test_none_is_taken_where_it_is_said_to_be(kind: ParamKind) -> None:
+    taken = of_kind(kind, None, lambda value: value)
+    assert taken is (None if kind.value.endswith("or None") else REQUIRED)
 
 
 @pytest.mark.parametrize("n", [1, 5])

@@ -74,7 +74,7 @@ def signature(op: OpDef) -> str:
 def _checked(op: OpDef, param: Param, value: Any, resolve: Resolve) -> Any:
     if value is REQUIRED:
         raise user_error(f"{op.name}: argument {param.name!r} is missing", "", "", f"Call it as {signature(op)}.")
-    found = of_kind(param.kind, value, resolve) if value is not None else _none(param)
+    found = None if value is None and param.default is None else of_kind(param.kind, value, resolve)
     if found is REQUIRED:
         raise wrong_kind(op.name, param.name, param.kind, value, signature(op))
     return found
@@ -82,6 +82,8 @@ def _checked(op: OpDef, param: Param, value: Any, resolve: Resolve) -> Any:
 
 def of_kind(kind: ParamKind, value: Any, resolve: Resolve) -> Any:
     """The value in the form that ops have such parameters in; REQUIRED where it is nothing of the kind."""
+    if value is None:
+        return None if kind in _OPTIONAL else REQUIRED
     return _CHECKS[kind](resolve, value)
 
 
@@ -103,11 +105,6 @@ def described(value: Any) -> str:
 def _is_array(value: Any) -> bool:
     """Whether it is a torch tensor, a numpy array or the like, of more than a single number."""
     return hasattr(value, "__array__") and bool(getattr(value, "shape", ()))
-
-
-def _none(param: Param) -> Any:
-    allowed = (K.OPTIONAL_TENSOR, K.OPTIONAL_SCALAR, K.OPTIONAL_DIMS)
-    return None if param.kind in allowed or param.default is None else REQUIRED
 
 
 def _int(value: Any) -> Any:
@@ -178,6 +175,7 @@ def _check_dtype(_: Resolve, value: Any) -> Any:
         return REQUIRED
 
 
+_OPTIONAL = (K.OPTIONAL_TENSOR, K.OPTIONAL_SCALAR, K.OPTIONAL_DIMS)
 _CHECKS: dict[ParamKind, Callable[[Resolve, Any], Any]] = {
     K.TENSOR: _check_tensor,
     K.OPTIONAL_TENSOR: _check_tensor,
