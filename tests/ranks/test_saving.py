@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -288,6 +289,27 @@ def on_rank_lazy(path: str) -> list[str]:
 
 def test_views_whose_memory_is_not_their_numbers(ranks2, tmp_path):
     assert ranks2.run(on_rank_lazy, str(tmp_path)) == [[], []]
+
+
+class Broken(dict[str, Any]):
+    """A state that fails by an error of neither meshfuse's nor the system's."""
+
+    def items(self) -> Any:
+        raise KeyError("of the user's own")
+
+
+def on_rank_broken(path: str) -> str:
+    state = {"w": torch.zeros(2)}
+    try:
+        mf.save(path, Broken(state) if mf.World.current().rank else state)
+    except mf.CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_whatever_fails_on_one_rank_fails_on_all_at_once(ranks2, tmp_path):
+    for said in ranks2.run(on_rank_broken, str(tmp_path)):
+        assert "meshfuse.save failed while reading what to save: found on rank 1 KeyError: " in said, said
 
 
 DTYPES = (torch.bfloat16, torch.bool, torch.complex128, torch.int8)

@@ -104,7 +104,7 @@ class _Team:
         own: Exception | None = None
         try:
             worked, value = True, action()
-        except (MeshfuseError, OSError, RuntimeError) as error:
+        except Exception as error:  # Whatever it is: the other ranks wait for this one.
             own, worked, value = error, False, f"{type(error).__name__}: {error}"
         text = f"meshfuse.{self.what}, {doing}"
         mine = pickle.dumps((text, worked, value))
