@@ -2,7 +2,7 @@
 
 definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `moments_merged`
 → `searched` → `in_parts` → `in_place` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted`
-→ `overlap` → `segment` → `lower_to_host_ir` → executor.
+→ `postponed` → `overlap` → `segment` → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
 """
 
@@ -30,6 +30,7 @@ from .propagation.sharded import ShardedDefinition
 from .resharding.early import early
 from .resharding.insert import ReshardedDefinition, insert_resharding
 from .resharding.memory import fitted, peak
+from .resharding.postpone import postponed
 from .rewriting.apart import taken_apart
 from .rewriting.distribution import distribute
 from .rewriting.linked import with_links
@@ -155,14 +156,25 @@ def compile_sharded(
     sharded = written(planned)
     resharded = early(insert_resharding(sharded))
     resharded.verify()
-    in_flight = IN_FLIGHT
-    if max_memory is not None:
-        resharded = fitted(resharded, max_memory)
-        in_flight = int(min(in_flight, max(max_memory - peak(resharded).nbytes, 0)))
+    resharded, in_flight = _in_order(resharded, max_memory)
     overlapped = overlap(resharded)
     segmented = segment(overlapped)
     digest = digest_of(overlapped.fingerprint())
     return CompiledProgram(planned, sharded, resharded, segmented, digest, _ranks(resharded), in_flight, near)
+
+
+def _in_order(resharded: ReshardedDefinition, max_memory: float | None) -> tuple[ReshardedDefinition, int]:
+    """With moves that may be one call beside each other, as far as a rank has the memory; and how many bytes may be in
+    flight beside what it holds.
+    """
+    found = postponed(resharded)
+    if max_memory is None:
+        return found, IN_FLIGHT
+    if peak(found).nbytes > max_memory:
+        again = fitted(resharded, max_memory)
+        ways = (postponed(again, sparing=True), again)
+        found = min(ways, key=lambda way: max(peak(way).nbytes, max_memory))
+    return found, int(min(IN_FLIGHT, max(max_memory - peak(found).nbytes, 0)))
 
 
 def _ranks(resharded: ReshardedDefinition) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ of a layer, go with the first of them (as its FullyShardedDataParallel gathers a
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
@@ -40,9 +41,14 @@ def bucket_key(resharded: ReshardedDefinition, step: Step) -> object:
     return MoveKind.EXCHANGE if kind in _EXCHANGES else kind, src.mesh, step.move.axes, src.reduce, dtype
 
 
-def postponed(resharded: ReshardedDefinition) -> list[Step]:
-    """The steps in an order in which moves that may be one call are neighbours; the same on all ranks."""
-    return _sooner(resharded, _Order(resharded).run())
+def postponed(resharded: ReshardedDefinition, sparing: bool = False) -> ReshardedDefinition:
+    """The same steps in an order in which moves that may be one call are neighbours; the same on all ranks.
+
+    `sparing`: all-reduces alone, where what is put off takes no more memory than its result.
+    """
+    kinds = _REDUCTIONS[:1] if sparing else _REDUCTIONS
+    steps = _Order(resharded, kinds).run()
+    return dataclasses.replace(resharded, steps=tuple(steps if sparing else _sooner(resharded, steps)))
 
 
 def _sooner(resharded: ReshardedDefinition, steps: list[Step]) -> list[Step]:
@@ -83,8 +89,8 @@ def _is_gather(step: Step) -> bool:
 class _Order:
     """`held` reductions and the `waiting` steps that depend on them; all others are `done` in their order."""
 
-    def __init__(self, resharded: ReshardedDefinition):
-        self.resharded = resharded
+    def __init__(self, resharded: ReshardedDefinition, kinds: Sequence[MoveKind]):
+        self.resharded, self.kinds = resharded, kinds
         self.left: deque[Step] = deque(resharded.steps)
         self.done: list[Step] = []
         self.held: list[Set] = []
@@ -110,7 +116,7 @@ class _Order:
         if not self.missing.isdisjoint(step.inputs):
             self.waiting.append(step)
             self.missing.update(step.outputs)
-        elif isinstance(step, Set) and step.move.kind in _REDUCTIONS and self._key(step) is not None:
+        elif isinstance(step, Set) and step.move.kind in self.kinds and self._key(step) is not None:
             self.held.append(step)
             self.missing.add(step.target)
         else:

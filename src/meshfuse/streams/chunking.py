@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ..graph import Stream
 from ..mesh import STREAM, DeviceMesh
 from ..ops.base import FactorKind
 from ..resharding.insert import Compute, ReshardedDefinition, Set, Step
 from ..resharding.moves import MoveKind, count, restricted
-from ..resharding.postpone import postponed
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from .cuts import Cut, Refused, dim_cut, factor_cut, of_shards
@@ -23,8 +22,7 @@ _CHUNKED = (
 
 
 def overlap(resharded: ReshardedDefinition) -> OverlappedDefinition:
-    """Put what the graph's streams ask for into loops, and small all-reduces off until their results are needed."""
-    resharded = replace(resharded, steps=tuple(postponed(resharded)))
+    """Put what the graph's streams ask for into loops."""
     if not resharded.graph.streams:
         return OverlappedDefinition(resharded, resharded.steps, {})
     builder = _Builder(resharded)
