@@ -251,7 +251,7 @@ def _on_factors(rule: Rule, parts: Iterable[tuple[int, Split]]) -> Layouts | Non
     """Each part of an axis on its factor; None where one is not divided."""
     out = [WHOLE] * len(rule.factors)
     for place, axis in parts:
-        out[place] = (*out[place], axis)
+        out[place] = lay.canonical((*out[place], axis), rule.factors[place].size)
     return tuple(out) if _divides(rule, tuple(out)) else None
 
 

@@ -95,7 +95,8 @@ def reduces(rule: Rule) -> bool:
 @functools.lru_cache(maxsize=1 << 14)
 def moved(rule: Rule, layouts: Layouts, axis: Split, side: tuple[int, ...]) -> Layouts | None:
     """The layouts with an axis on the roomiest of some factors instead; None where it divides none of them."""
-    out = [tuple(split for split in layout if not (split.bound and overlap(split, axis))) for layout in layouts]
+    left = [tuple(split for split in layout if not (split.bound and overlap(split, axis))) for layout in layouts]
+    out = [lay.canonical(layout, factor.size) for layout, factor in zip(left, rule.factors, strict=True)]
     best, room = _roomiest(rule, side, out, axis.size or 1)
     if room % (axis.size or 1) or not room:
         return None

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
-from ..sharding.value import Sharding, boundaries, disjoint, nested, overlap
+from ..sharding.value import Sharding, canonical_partial, disjoint, nested, overlap
+from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping
 from .moves import Move, MoveKind
-from .prices import Price, held, is_even, price, received
+from .prices import held, is_even, price, received
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
         return _between_meshes(src, dst, shape, itemsize)
     if not set(dst.partial) <= set(src.partial) or (dst.partial and src.reduce != dst.reduce):
         return None
-    if not all(map(nested, _cut_points((src, dst)).values())):
+    if not all(map(nested, cuts_of((src, dst)).by_axis.values())):
         return _at_once(src, dst, shape, itemsize)
     sizes = _alike(src, dst, shape, itemsize)
     if sizes is None:
@@ -75,10 +76,13 @@ def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, ...] | None:
-    """The moves of the cheapest path for these sizes. Where nothing is reduced, dims that are whole stay so."""
+    """The moves of the cheapest path for these sizes, of a tensor so large that bytes alone decide.
+
+    Where nothing is reduced, dims that are whole stay so.
+    """
     ndim, cut = len(sizes), tuple([d for d, layouts in enumerate(zip(src.dims, dst.dims, strict=True)) if any(layouts)])
     if src.partial != dst.partial or len(cut) == ndim:
-        found = _Search(src, dst, sizes, 1, room=0).run()
+        found = _Search(src, dst, sizes, ROOM / math.prod(sizes), room=0).run()
         return None if found is None else found.moves
     ends = [end.with_dims([end.dims[d] for d in cut]) for end in (src, dst)]
     moves = _path(*ends, tuple([sizes[d] for d in cut]))
@@ -126,15 +130,6 @@ def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
     return _priced((*first.moves, Move(MoveKind.EXCHANGE, disjoint(axes), reduced, dst)), shape, itemsize)
 
 
-def _cut_points(shardings: Iterable[Sharding]) -> dict[str, tuple[int, ...]]:
-    """For every axis the sub-axis boundaries that any of the shardings uses."""
-    by_axis: dict[str, set[Split]] = {}
-    for split in (s for sharding in shardings for s in sharding.used()):
-        assert split.axis is not None
-        by_axis.setdefault(split.axis, set()).add(split)
-    return {axis: boundaries(found) for axis, found in by_axis.items()}
-
-
 def _speeds(mesh: DeviceMesh) -> tuple[frozenset[str], float, float]:
     """The axes with the fastest links; those links' bytes per second; and the seconds that a byte takes more over the
     next ones, in parts by all ranks that the fastest connect: 0 where all links are as fast.
@@ -154,11 +149,11 @@ class _Search:
     slower one, once for all these ranks.
     """
 
-    def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int, room: int):
+    def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: float, room: int):
         self.src, self.dst, self.shape, self.itemsize = src, dst, shape, itemsize
-        self.cuts = _cut_points((src, dst))
-        self.wanted = [self._atoms(layout) for layout in dst.dims]
-        self.kept_partial = frozenset(self._parts(dst.partial))
+        self.cuts = cuts_of((src, dst))
+        self.wanted = [atoms(self.cuts, layout) for layout in dst.dims]
+        self.kept_partial = frozenset(cut(self.cuts, dst.partial))
         self.room = room
         mesh = src.mesh
         self.axes = tuple([Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True) if n > 1])
@@ -171,14 +166,12 @@ class _Search:
         self._all = held(dst, shape)
         self._together = self._of_all_near(dst) if self._detour else dst
 
-    def _fits(self, state: Sharding) -> bool:
-        return not self.room or state.max_local_numel(self.shape) <= self.room
-
     def run(self) -> Path | None:
         order = itertools.count()
         queue: list[tuple[float, int, Sharding]] = [(0.0, next(order), self.src)]
         best: dict[Sharding, tuple[float, float, tuple[Move, ...]]] = {self.src: (0.0, 0.0, ())}
         done: set[Sharding] = set()
+        limit = math.inf
         while queue:
             _, _, state = heapq.heappop(queue)
             if state in done:
@@ -188,16 +181,22 @@ class _Search:
             if state == self.dst:
                 return Path(path, seconds, wire)
             for move in self._moves(state):
-                added = self._price(move)
+                added, then = price(move, self.shape, self.itemsize), move.dst
                 total = seconds + added.seconds
-                if (move.dst not in best or total < best[move.dst][0] - 1e-15) and self._fits(move.dst):
-                    best[move.dst] = (total, wire + added.wire, (*path, move))
-                    heapq.heappush(queue, (total + self._least(move.dst), next(order), move.dst))
+                if total >= limit or (then in best and total >= best[then][0] - 1e-15) or not self._fits(then):
+                    continue
+                best[then] = (total, wire + added.wire, (*path, move))
+                if then == self.dst:
+                    limit = total
+                heapq.heappush(queue, (total + self._least(then), next(order), then))
         return None
+
+    def _fits(self, state: Sharding) -> bool:
+        return not self.room or state.max_local_numel(self.shape) <= self.room
 
     def _least(self, state: Sharding) -> float:
         """Seconds that it takes at least to come from a state to the target."""
-        to_reduce = [p.axis for p in self._parts(state.partial) if p not in self.kept_partial]
+        to_reduce = [p.axis for p in self._to_reduce(state)]
         lacking = self._all if to_reduce else received(state, self.dst, self.shape)
         if not self._detour:
             return lacking * self._element
@@ -209,64 +208,44 @@ class _Search:
 
     def _of_all_near(self, state: Sharding) -> Sharding:
         """What all ranks have together that differ along the fastest axes alone."""
-        return state.with_dims([
-            self._keep(dim, layout, frozenset(a for a in self._atoms(layout) if a.axis not in self.near))
-            for dim, layout in enumerate(state.dims)
-        ])  # fmt: skip
+        far = [frozenset([a for a in atoms(self.cuts, layout) if a.axis not in self.near]) for layout in state.dims]
+        return state.with_dims([self._keep(dim, layout, far[dim]) for dim, layout in enumerate(state.dims)])
 
     # states ---------------------------------------------------------------------------------------------------
 
-    def _parts(self, splits: Iterable[Split]) -> list[Split]:
-        """Bound splits cut at every boundary that the search uses."""
-        out: list[Split] = []
-        for split in splits:
-            assert split.axis is not None and split.size is not None
-            inside = [c for c in self.cuts.get(split.axis, ()) if split.pre < c < split.pre * split.size]
-            bounds = [split.pre, *inside, split.pre * split.size]
-            out.extend(Split(b // a, split.axis, a) for a, b in itertools.pairwise(bounds))
-        return out
+    def _to_reduce(self, state: Sharding) -> list[Split]:
+        return [p for p in cut(self.cuts, state.partial) if p not in self.kept_partial]
 
-    def _atoms(self, layout: Layout) -> frozenset[Split]:
-        return frozenset(self._parts(lay.axes(layout)))
+    def _keep(self, dim: int, layout: Layout, keep: Atoms) -> Layout:
+        return keeping(self.cuts, layout, self.shape[dim], keep)
 
-    def _keep(self, dim: int, layout: Layout, keep: frozenset[Split]) -> Layout:
-        """The layout with the atoms outside `keep` unbound."""
-        n = self.shape[dim]
-        fine = [part for s in lay.padded(layout, n) for part in (self._parts([s]) if s.bound else [s])]
-        return lay.canonical(tuple(s if not s.bound or s in keep else Split(s.size) for s in fine), n)
+    def _grown(self, state: Sharding, dim: int, more: Atoms) -> Layout | None:
+        return growing(self.cuts, state.dims[dim], self.dst.dims[dim], self.shape[dim], more)
 
     def _with(self, state: Sharding, changes: dict[int, Layout], partial: Iterable[Split] | None = None) -> Sharding:
-        dims = [changes.get(d, layout) for d, layout in enumerate(state.dims)]
-        kept = state.partial if partial is None else tuple(partial)
-        return Sharding.make(state.mesh, dims, self.shape, kept, state.reduce)
-
-    def _grown(self, state: Sharding, dim: int, atoms: frozenset[Split]) -> Layout | None:
-        """The dim with these atoms bound as the target has them; None where it is not a part of the target's layout."""
-        target, bound = self.dst.dims[dim], self._atoms(state.dims[dim])
-        if self._keep(dim, target, bound) != state.dims[dim]:
-            return None
-        return self._keep(dim, target, bound | atoms)
+        dims = tuple([changes.get(d, layout) for d, layout in enumerate(state.dims)])
+        if partial is None:
+            return state.with_dims(dims)
+        terms = canonical_partial(partial)
+        return Sharding(state.mesh, dims, terms, state.reduce if terms else "")
 
     # moves ----------------------------------------------------------------------------------------------------
 
     def _moves(self, state: Sharding) -> Iterator[Move]:
-        to_reduce = [p for p in self._parts(state.partial) if p not in self.kept_partial]
+        to_reduce = self._to_reduce(state)
+        # First what arrives in any case: no path that takes longer is gone on with.
+        if not to_reduce:
+            yield self._exchange(state)
         yield from self._reductions(state, to_reduce)
         yield from self._slices(state)
         if to_reduce or self._detour:
             yield from self._sliced_for_a_while(state, bool(to_reduce))
-        arrives = False
-        for move in self._gathers(state):
-            arrives = arrives or move.dst == self.dst
-            yield move
-        # Between equal blocks one gather or all-to-all moves just what is lacking, and no exchange does it sooner.
-        if not to_reduce and not (arrives and is_even(state, self.dst, self.shape)):
-            yield self._exchange(state)
+        yield from self._gathers(state)
 
     def _reductions(self, state: Sharding, to_reduce: list[Split]) -> Iterator[Move]:
-        others = [p for p in self._parts(state.partial) if p in self.kept_partial]
         if not to_reduce:
             return
+        others = [p for p in cut(self.cuts, state.partial) if p in self.kept_partial]
         yield Move(MoveKind.ALL_REDUCE, tuple(to_reduce), state, self._with(state, {}, others))
         for atom in to_reduce:
             rest = [*others, *(p for p in to_reduce if p != atom)]
@@ -303,7 +282,7 @@ class _Search:
         for dim, layout in enumerate(state.dims):
             n = self.shape[dim]
             if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
-                yield {dim: (*layout, atom)}
+                yield {dim: lay.canonical((*layout, atom), n)}
 
     def _sliced_for_a_while(self, state: Sharding, reducing: bool) -> Iterator[Move]:
         """Replicas along an idle axis each reduce a part, or move one over a slower axis, and put them together after.
@@ -331,7 +310,7 @@ class _Search:
         for dim, layout in enumerate(state.dims):
             if layout == self.dst.dims[dim]:
                 continue
-            bound = self._atoms(layout)
+            bound = atoms(self.cuts, layout)
             for atom in sorted(bound):
                 left = self._keep(dim, layout, bound - {atom})
                 yield Move(MoveKind.ALL_GATHER, (atom,), state, self._with(state, {dim: left}))
@@ -352,8 +331,5 @@ class _Search:
 
     def _exchange(self, state: Sharding) -> Move:
         """Everything at once: each rank gets exactly what it lacks."""
-        axes = [s for s in self._parts([*state.splits, *self.dst.splits]) if s not in self.kept_partial]
+        axes = [s for s in cut(self.cuts, (*state.splits, *self.dst.splits)) if s not in self.kept_partial]
         return Move(MoveKind.EXCHANGE, tuple(sorted(set(axes))), state, self.dst)
-
-    def _price(self, move: Move) -> Price:
-        return price(move, self.shape, self.itemsize)

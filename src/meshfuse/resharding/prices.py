@@ -37,7 +37,7 @@ _IN_RINGS = {
 }
 
 
-def price(move: Move, shape: Sequence[int], itemsize: int) -> Price:
+def price(move: Move, shape: Sequence[int], itemsize: float) -> Price:
     """The price of a move of a tensor of this global shape."""
     if move.kind is MoveKind.SLICE:
         return FREE
