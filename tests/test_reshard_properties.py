@@ -18,6 +18,7 @@ import meshfuse as mf
 from meshfuse.costs import DEFAULT_LINK
 from meshfuse.executor import simulate
 from meshfuse.resharding import planner
+from meshfuse.resharding.atoms import cuts_of
 from meshfuse.resharding.insert import Set
 from meshfuse.resharding.moves import wire_elements
 from meshfuse.resharding.planner import plan
@@ -408,7 +409,7 @@ def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) ->
             if all(split.axis != name for split in ends[0].splits)]  # fmt: skip
     src = Sharding.make(mesh, ends[0].dims, shape, data.draw(st.sampled_from([(), tuple(free)])), "sum")
     # Between others there is one exchange, and no search.
-    assume(all(map(planner.nested, planner._cut_points((src, ends[1])).values())))
+    assume(all(map(planner.nested, cuts_of((src, ends[1])).by_axis.values())))
     bounded, plain = (planner._Search(src, ends[1], shape, 4, room=0) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner._Search, "_least", lambda self, state: 0.0)
@@ -416,6 +417,25 @@ def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) ->
     found = bounded.run()
     assert found is not None and least is not None
     assert found.seconds == pytest.approx(least.seconds, rel=1e-9, abs=1e-15)
+    assert planner.at_least(src, ends[1], shape, 4) <= least.seconds
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_sizes_that_stand_for_others_have_their_plan(data: st.DataObject) -> None:
+    """Of plans that move as much it is the one of fewer moves, too."""
+    mesh, ndim = data.draw(meshes(min_ranks=2)), data.draw(st.integers(1, 4))
+    shape = tuple([24 * data.draw(st.sampled_from([1, 5, 32])) * mesh.size for _ in range(ndim)])
+    src, dst = data.draw(shardings(shape, mesh)), data.draw(shardings(shape, mesh))
+    free = [Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True)
+            if all(split.axis != name for split in src.splits)]  # fmt: skip
+    src = Sharding.make(mesh, src.dims, shape, data.draw(st.sampled_from([(), tuple(free)])), "sum")
+    itemsize = max(1, (planner.ROOM >> 2) // math.prod(shape))
+    assume(planner._alike(src, dst, shape, itemsize) is not None)
+    assume(all(map(planner.nested, cuts_of((src, dst)).by_axis.values())))
+    found, searched = plan(src, dst, shape, itemsize), planner._Search(src, dst, shape, itemsize, room=0).run()
+    assert found is not None and searched is not None
+    assert found.seconds == pytest.approx(searched.seconds, rel=1e-12, abs=5e-14)
 
 
 def test_an_axis_moves_to_another_dim_without_replicating_the_tensor() -> None:

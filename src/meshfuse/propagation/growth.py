@@ -190,7 +190,7 @@ def _is_reached(growth: Growth, tables: Sequence[Table], kept: Iterable[Growth])
         room = limit - other.seconds
         for table, have, want in zip(tables, other.codes, wanted, strict=True):
             if have != want:
-                room -= table.cost(have, want)
+                room -= table.cost(have, want, room)
                 if room < 0.0:
                     break
         else:

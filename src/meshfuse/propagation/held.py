@@ -7,10 +7,12 @@ costs to come from one to another is looked up by these.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Sequence
 
 from ..ops.base import TensorType
+from ..resharding.planner import at_least
 from .choose import Available, reshards
 
 
@@ -19,19 +21,27 @@ def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
     return sum(map(reshards(held, kind).__getitem__, wanted))
 
 
+def conversion_at_least(held: Available, wanted: Available, kind: TensorType) -> float:
+    """What it takes at least, without a search for the ways there."""
+    size = kind.dtype.itemsize
+    lacking = [want for want in wanted if want not in held]
+    return sum([min([at_least(have, want, kind.shape, size) for have in held]) for want in lacking])
+
+
 _LOCK = threading.Lock()
 
 
 class Table:
     """The ways in which tensors of one type exist, by number. `costs[b][a]`: the seconds to way b from a, if known.
 
-    What a table has seen before changes numbers, but no costs.
+    `_least[b][a]`: what they are at least. What a table has seen before changes numbers, but no costs.
     """
 
     def __init__(self, kind: TensorType):
         self.kind = kind
         self.ways: list[Available] = []
         self.costs: list[dict[int, float]] = []
+        self._least: list[dict[int, float]] = []
         self._numbers: dict[Available, int] = {}
 
     def number(self, way: Available) -> int:
@@ -44,16 +54,27 @@ class Table:
         with _LOCK:
             if way not in self._numbers:
                 self.ways.append(way)
+                self._least.append({})
                 self.costs.append({len(self.costs): 0.0})
                 self._numbers[way] = len(self.ways) - 1
         return self._numbers[way]
 
-    def cost(self, have: int, want: int) -> float:
-        """The seconds from one way to another."""
+    def cost(self, have: int, want: int, most: float = math.inf) -> float:
+        """The seconds from one way to another, or what they are at least if that is more than `most`."""
         known = self.costs[want]
         found = known.get(have)
         if found is None:
+            least = self._at_least(have, want)
+            if least > most:
+                return least
             found = known[have] = conversion(self.ways[have], self.ways[want], self.kind)
+        return found
+
+    def _at_least(self, have: int, want: int) -> float:
+        known = self._least[want]
+        found = known.get(have)
+        if found is None:
+            found = known[have] = conversion_at_least(self.ways[have], self.ways[want], self.kind)
         return found
 
 
@@ -93,7 +114,7 @@ class JointTable:
         for place, (old, costs) in enumerate(zip(self._ways[have], self._costs[want], strict=True)):
             found = costs.get(old)
             if found is None:
-                found = self.tables[place].cost(old, self._ways[want][place])
+                found = self.tables[place].cost(old, self._ways[want][place], most - cost)
             if found:
                 cost += found
                 if cost > most:

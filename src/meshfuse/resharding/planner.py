@@ -15,7 +15,7 @@ from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, canonical_partial, disjoint, nested, overlap
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping
 from .moves import Move, MoveKind
-from .prices import held, is_even, price, received
+from .prices import held, is_even, lacking, price, received
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
         return NOTHING
     if src.mesh != dst.mesh:
         return _between_meshes(src, dst, shape, itemsize)
-    if not set(dst.partial) <= set(src.partial) or (dst.partial and src.reduce != dst.reduce):
+    if not _is_possible(src, dst):
         return None
     if not all(map(nested, cuts_of((src, dst)).by_axis.values())):
         return _at_once(src, dst, shape, itemsize)
@@ -57,6 +57,25 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
         return _Search(src, dst, shape, itemsize, _room(src, dst, shape, itemsize)).run()
     moves = _path(src, dst, sizes)
     return None if moves is None else _priced(moves, shape, itemsize)
+
+
+def _is_possible(src: Sharding, dst: Sharding) -> bool:
+    """Whether the target is reduced, or unreduced in the way that the source is."""
+    return not dst.partial or (set(dst.partial) <= set(src.partial) and src.reduce == dst.reduce)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def at_least(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
+    """Seconds that the cheapest path takes at least: what a rank lacks over the fastest link; inf where there is none.
+
+    That is soon told, where the path is searched.
+    """
+    if src.mesh != dst.mesh:
+        return 0.0
+    if not _is_possible(src, dst):
+        return math.inf
+    fastest = max([link.bandwidth for link in src.mesh.links])
+    return lacking(src, dst, shape) * itemsize / fastest * (1 - _ROUNDING)
 
 
 def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
@@ -144,9 +163,8 @@ def _speeds(mesh: DeviceMesh) -> tuple[frozenset[str], float, float]:
 class _Search:
     """A* from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms.
 
-    From a state on takes at least what brings a rank the elements that it lacks over the fastest link: all of them
-    while sums are to be reduced, as no rank has any. Those that no rank has to which the fastest links lead take a
-    slower one, once for all these ranks.
+    From a state on takes at least what brings a rank the elements that it lacks over the fastest link. Those that no
+    rank has to which the fastest links lead take a slower one, once for all these ranks.
     """
 
     def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: float, room: int):
@@ -163,7 +181,6 @@ class _Search:
         self._slowest = min(self._speed.values())
         self.near, fastest, self._detour = _speeds(mesh)
         self._element = itemsize / fastest * (1 - _ROUNDING)
-        self._all = held(dst, shape)
         self._together = self._of_all_near(dst) if self._detour else dst
 
     def run(self) -> Path | None:
@@ -196,15 +213,14 @@ class _Search:
 
     def _least(self, state: Sharding) -> float:
         """Seconds that it takes at least to come from a state to the target."""
-        to_reduce = [p.axis for p in self._to_reduce(state)]
-        lacking = self._all if to_reduce else received(state, self.dst, self.shape)
+        nearest = lacking(state, self.dst, self.shape) * self._element
         if not self._detour:
-            return lacking * self._element
-        if self.near.issuperset(to_reduce):
+            return nearest
+        if self.near.issuperset([p.axis for p in self._to_reduce(state)]):
             far = received(self._of_all_near(state), self._together, self.shape)
         else:
             far = held(self._together, self.shape)
-        return lacking * self._element + far * self.itemsize * self._detour * (1 - _ROUNDING)
+        return nearest + far * self.itemsize * self._detour * (1 - _ROUNDING)
 
     def _of_all_near(self, state: Sharding) -> Sharding:
         """What all ranks have together that differ along the fastest axes alone."""

@@ -96,6 +96,17 @@ def held(sharding: Sharding, shape: Sequence[int]) -> float:
     return _total(counts) / len(sampled_ranks(sharding.mesh)) if counts else 1.0
 
 
+def lacking(src: Sharding, dst: Sharding, shape: Sequence[int]) -> float:
+    """Elements that a rank gets at least on the way, as a mean.
+
+    A sum of p terms takes p - 1 messages until some rank has it, and one more to every other rank that needs it.
+    """
+    if src.partial == dst.partial:
+        return received(src, dst, shape)
+    left = ways(dst.partial)
+    return held(dst, shape) + math.prod(shape) * (ways(src.partial) - 2 * left) / dst.mesh.size
+
+
 def _total(counts: Iterable[tuple[int, ...]]) -> int:
     """Elements of all of some ranks together, of how many indices of each dim each holds."""
     return sum(map(math.prod, zip(*counts, strict=True)))
