@@ -420,22 +420,36 @@ def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) ->
     assert planner.at_least(src, ends[1], shape, 4) <= least.seconds
 
 
-@settings(max_examples=300)
-@given(st.data())
-def test_sizes_that_stand_for_others_have_their_plan(data: st.DataObject) -> None:
-    """Of plans that move as much it is the one of fewer moves, too."""
-    mesh, ndim = data.draw(meshes(min_ranks=2)), data.draw(st.integers(1, 4))
-    shape = tuple([24 * data.draw(st.sampled_from([1, 5, 32])) * mesh.size for _ in range(ndim)])
-    src, dst = data.draw(shardings(shape, mesh)), data.draw(shardings(shape, mesh))
-    free = [Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True)
-            if all(split.axis != name for split in src.splits)]  # fmt: skip
-    src = Sharding.make(mesh, src.dims, shape, data.draw(st.sampled_from([(), tuple(free)])), "sum")
+def plan_is_that_of_its_sizes(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> None:
+    """Where the plan is that of other sizes, it costs what the plan of its own does, to the preference for few moves."""
     itemsize = max(1, (planner.ROOM >> 2) // math.prod(shape))
     assume(planner._alike(src, dst, shape, itemsize) is not None)
     assume(all(map(planner.nested, cuts_of((src, dst)).by_axis.values())))
     found, searched = plan(src, dst, shape, itemsize), planner._Search(src, dst, shape, itemsize, room=0).run()
     assert found is not None and searched is not None
     assert found.seconds == pytest.approx(searched.seconds, rel=1e-12, abs=5e-14)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_sizes_that_stand_for_others_have_their_plan(data: st.DataObject) -> None:
+    mesh = data.draw(meshes(min_ranks=2))
+    shape = tuple([mesh.size * data.draw(st.sampled_from([1, 5, 16])) for _ in range(data.draw(st.integers(1, 4)))])
+    src, dst = data.draw(shardings(shape, mesh)), data.draw(shardings(shape, mesh))
+    free = [Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True)
+            if all(split.axis != name for split in src.splits)]  # fmt: skip
+    terms = data.draw(st.sampled_from([(), tuple(free)]))
+    plan_is_that_of_its_sizes(Sharding.make(mesh, src.dims, shape, terms, "sum"), dst, shape)
+
+
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize(("term", "axis"), [("x", "y"), ("y", "x")])
+def test_sizes_that_stand_for_large_ones_have_their_plan(term: str, axis: str, dim: int) -> None:
+    """Few moves still count beside what very large tensors take."""
+    mesh, shape = mf.DeviceMesh((2, 3), ("x", "y")), (12, 384, 12, 96)
+    dims = [(Split(mesh.axis_size(axis), axis),) if d == dim else () for d in range(4)]
+    terms = (Split(mesh.axis_size(term), term),)
+    plan_is_that_of_its_sizes(Sharding.make(mesh, dims, shape, terms, "sum"), Sharding.replicated(mesh, 4), shape)
 
 
 def test_an_axis_moves_to_another_dim_without_replicating_the_tensor() -> None:

@@ -14,6 +14,7 @@ from meshfuse.dtypes import DataType
 from meshfuse.graph import concretize
 from meshfuse.ops.base import TensorType
 from meshfuse.planning import starts
+from meshfuse.propagation import choose, factors
 from meshfuse.propagation.held import JointTable, Table, conversion
 from meshfuse.propagation.propagate import Propagation
 from meshfuse.sharding.layout import Split
@@ -101,6 +102,46 @@ def test_costs_are_those_of_the_reshards_however_ways_are_numbered() -> None:
         assert held.cost(*numbers, most=seconds) == seconds
         if seconds:
             assert seconds / 2 < held.cost(*numbers, most=seconds / 2) <= seconds
+
+
+def decoding(heads: int) -> mf.FusionDefinition:
+    """A token's attention on a cache that is split by its length; two heads of keys for each group of queries."""
+    mesh, groups, length, size = mf.DeviceMesh((2, 4), ("dp", "tp")), 2, 2048, 64
+    width = heads * size
+    with mf.FusionDefinition() as fd:
+        x, query, out = (fd.define_tensor(list(shape)) for shape in ((8, 1, width), (width, width), (width, width)))
+        keys, values = (fd.define_tensor([8, length, groups, size]) for _ in range(2))
+        fd.mesh_split(x, mesh, ["dp", None, None])
+        fd.mesh_split(query, mesh, [None, "tp"])
+        fd.mesh_split(out, mesh, ["tp", None])
+        for cached in (keys, values):
+            fd.mesh_split(cached, mesh, ["dp", "tp", None, None])
+        q = fd.ops.reshape(fd.ops.matmul(x, query), [8, 1, groups, heads // groups, size])
+        q = fd.ops.reshape(fd.ops.permute(q, [0, 2, 3, 1, 4]), [8, groups, heads // groups, size])
+        seen = fd.ops.softmax(fd.ops.matmul(q, fd.ops.permute(keys, [0, 2, 3, 1])), -1)
+        mixed = fd.ops.matmul(seen, fd.ops.permute(values, [0, 2, 1, 3]))
+        mixed = fd.ops.permute(fd.ops.reshape(mixed, [8, groups, heads // groups, 1, size]), [0, 3, 1, 2, 4])
+        fd.add_output(fd.ops.matmul(fd.ops.reshape(mixed, [8, 1, width]), out))
+    return fd
+
+
+@pytest.mark.parametrize("heads", [4, 16])
+def test_every_layout_that_is_tried_has_its_one_form(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is one place would be two, with an exchange of nothing between them."""
+    tried = list[tuple[Sharding, tuple[int, ...]]]()
+
+    def recorded(call: Any, *rest: Any) -> Any:
+        found = factors.placed(call, *rest)
+        if found is not None:
+            tried.extend(zip(found.operands, [t.shape for t in call.types], strict=True))
+            tried.extend(zip(found.results, [t.shape for t in call.results], strict=True))
+        return found
+
+    choose._candidates.cache_clear()
+    monkeypatch.setattr(choose, "placed", recorded)
+    decoding(heads).compile()
+    assert len(tried) > 1000
+    assert all(s == Sharding.make(s.mesh, s.dims, shape, s.partial, s.reduce) for s, shape in tried)
 
 
 # sums left on ranks -----------------------------------------------------------------------------------------------
