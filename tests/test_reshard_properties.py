@@ -421,7 +421,7 @@ def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) ->
 
 
 def plan_is_that_of_its_sizes(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> None:
-    """Where the plan is that of other sizes, it costs what the plan of its own does, to the preference for few moves."""
+    """Where the plan is that of other sizes, it costs what its own does, down to the number of moves."""
     itemsize = max(1, (planner.ROOM >> 2) // math.prod(shape))
     assume(planner._alike(src, dst, shape, itemsize) is not None)
     assume(all(map(planner.nested, cuts_of((src, dst)).by_axis.values())))

@@ -16,7 +16,7 @@ from meshfuse.ops.base import TensorType
 from meshfuse.planning import starts
 from meshfuse.propagation import choose, factors
 from meshfuse.propagation.held import JointTable, Table, conversion
-from meshfuse.propagation.propagate import Propagation
+from meshfuse.propagation.propagate import THOROUGH, Propagation
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
@@ -41,18 +41,18 @@ def propagation(width: int) -> Propagation:
 
 def test_what_is_asked_again_is_not_searched_again() -> None:
     searches = propagation(64)
-    found = searches.again(None, thorough=True)
-    assert searches.again(dict(searches.greedily), thorough=True) is found
-    assert searches.again(None, thorough=False) is searches.first()
+    found = searches.again(None, THOROUGH)
+    assert searches.again(dict(searches.greedily), THOROUGH) is found
+    assert searches.again(None) is searches.first()
 
 
 def test_a_plan_does_not_depend_on_what_was_searched_before() -> None:
-    alone = propagation(96).again(None, thorough=True)
+    alone = propagation(96).again(None, THOROUGH)
     searches = propagation(96)
     searches.first()
-    searches.again(alone.homes, thorough=True)
-    searches.again(alone.homes, thorough=False)
-    assert str(searches.again(None, thorough=True)) == str(alone)
+    searches.again(alone.homes, THOROUGH)
+    searches.again(alone.homes)
+    assert str(searches.again(None, THOROUGH)) == str(alone)
 
 
 @pytest.mark.parametrize("layers", [1, 4])

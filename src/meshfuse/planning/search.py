@@ -20,11 +20,12 @@ from ..costs import computation
 from ..errors import SourceLine, shown, user_error
 from ..graph import Graph
 from ..mesh import DeviceMesh
+from ..propagation.beam import Search
 from ..propagation.ends import followed
 from ..propagation.factors import Placement
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
-from ..propagation.propagate import Propagation, propagate
+from ..propagation.propagate import FAST, LATE, THOROUGH, WIDE, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import Set, insert_resharding
 from ..sharding.layout import is_prefix
@@ -34,6 +35,8 @@ from .starts import Starts, elsewhere, shared
 VARIABLE = "MESHFUSE_SEARCH"
 # The most ops of a program that is planned several times as it is, whatever it moves: about a second's work.
 MOST = 400
+# Of one for which the widest search is none too long.
+MOST_WIDE = 128
 # And of one that repeats nothing, or too little to be folded, where it is worth a search.
 MOST_WHOLE = 1200
 # The layers of a long program that are planned several times: one before and one after those that are left out.
@@ -173,21 +176,23 @@ class _Search:
 
     def run(self) -> None:
         likely = _followed(self.graph, self.best, {})
-        self._try(likely, thorough=False)
-        self._try(self._made(self.best), thorough=False)
+        self._try(likely)
+        self._try(self._made(self.best))
         for asked in (None, likely):
-            self._try(asked, thorough=True)
+            self._try(asked, THOROUGH)
         for plan in _on_equal_links(self.graph, self.world):
             self._keep(plan)
-            self._try(self._made(plan), thorough=True)
+            self._try(self._made(plan), THOROUGH)
         self._go_on()
         before = self.cost
         for starts in elsewhere(insert_resharding(self.best)):
             asked = _followed(self.graph, self.best, starts)
-            self._keep(self.propagation.again(asked, thorough=False, starts=starts))
+            self._keep(self.propagation.again(asked, starts=starts))
         for starts in shared(self.graph, self.best.homes):
-            for late in (False, True):
-                self._try(_followed(self.graph, self.best, starts), thorough=False, late=late)
+            for search in (FAST, LATE):
+                self._try(_followed(self.graph, self.best, starts), search)
+        for search in self._far():
+            self._try(self._made(self.best), search)
         if self.cost != before:
             self._go_on()
 
@@ -195,8 +200,8 @@ class _Search:
         """From the best plan, while that finds more."""
         for _ in range(ROUNDS):
             before = self.cost
-            self._try(self._made(self.best), thorough=True)
-            self._try(self._made(self.best), thorough=False)
+            self._try(self._made(self.best), THOROUGH)
+            self._try(self._made(self.best))
             if self.cost == before:
                 return
 
@@ -205,8 +210,13 @@ class _Search:
         inputs = set(self.graph.input_tensors)
         return {i: home for i, home in plan.homes.items() if i not in inputs}
 
-    def _try(self, asked: Mapping[int, Sharding] | None, thorough: bool, late: bool = False) -> None:
-        self._keep(self.propagation.again(asked, thorough, late))
+    def _far(self) -> tuple[Search, ...]:
+        """The searches that keep plans for longer, by the ops that this is worth its time for."""
+        several = (WIDE, LATE._replace(thorough=True), WIDE._replace(thorough=True))
+        return several if len(self.graph.nodes) <= MOST_WIDE else several[:2]
+
+    def _try(self, asked: Mapping[int, Sharding] | None, search: Search = FAST) -> None:
+        self._keep(self.propagation.again(asked, search))
 
     def _keep(self, found: ShardedDefinition) -> None:
         cost = self._spent(found)

@@ -23,11 +23,14 @@ from .meshes import node_meshes
 from .sharded import Choice, ShardedDefinition
 from .wishes import wishes
 
-_FAST = Search(24, 32)
+FAST = Search(24, 32)
+THOROUGH = FAST._replace(thorough=True)
 # Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
 _LONG = Search(32, 1 << 30)
 # What pays in the backward only is far behind for most of the forward.
-_LATE = Search(64, 1 << 30)
+LATE = Search(64, 1 << 30)
+# Many plans that are about as good hide a better one.
+WIDE = Search(96, 32)
 SMALL = 256
 _NOWHERE: Mapping[int, Sharding] = {}
 
@@ -76,24 +79,24 @@ class Propagation:
 
     def first(self, twice: bool = True) -> ShardedDefinition:
         """The best plan from what a greedy sweep makes."""
-        found = self._searched(_FAST, self.greedily)
-        if twice and _FAST.horizon < len(self.graph.nodes) <= SMALL:
+        found = self._searched(FAST, self.greedily)
+        if twice and FAST.horizon < len(self.graph.nodes) <= SMALL:
             other = self._searched(_LONG, self.greedily)
             found = min(found, other, key=lambda done: round(total_seconds(done), 12))
         return found
 
     def again(
-        self, asked: Mapping[int, Sharding] | None, thorough: bool, late: bool = False,
-        starts: Mapping[int, Sharding] = _NOWHERE,
-    ) -> ShardedDefinition:  # fmt: skip
+        self, asked: Mapping[int, Sharding] | None, search: Search = FAST, starts: Mapping[int, Sharding] = _NOWHERE
+    ) -> ShardedDefinition:
         """A plan with `asked` in the place of what the greedy sweep makes.
 
-        Where it is `thorough`, ops try more placements (`choose.reassigned`). `late`: no choice is final before the
-        end, however long ago it was made, in small programs. `starts`: where inputs lie, too, as if they had come for
+        Where the search is thorough, ops try more placements (`choose.reassigned`). One to whose end no choice is final
+        is for small programs, others are searched fast. `starts`: where inputs lie, too, as if they had come for
         nothing. What that saves may come long after the choice is final; whether it pays is for others to say.
         """
-        search = _LATE if late and len(self.graph.nodes) <= SMALL else _FAST
-        return self._searched(search._replace(thorough=thorough), self.greedily if asked is None else asked, starts)
+        if search.horizon > FAST.horizon and len(self.graph.nodes) > SMALL:
+            search = FAST._replace(thorough=search.thorough)
+        return self._searched(search, self.greedily if asked is None else asked, starts)
 
     @functools.cached_property
     def greedily(self) -> Mapping[int, Sharding]:

@@ -69,7 +69,7 @@ def is_even(src: Sharding, dst: Sharding, shape: Sequence[int]) -> bool:
 
 def ways(axes: Sequence[Split]) -> int:
     """How many ranks take part in a collective over these axes."""
-    return math.prod(split.size or 1 for split in axes)
+    return math.prod([split.size or 1 for split in axes])
 
 
 def link_over(mesh: DeviceMesh, axes: Sequence[Split]) -> Link:

@@ -45,7 +45,7 @@ WHOLE: Layout = ()
 
 def extent(layout: Layout) -> int:
     """The product of the sizes of a layout without a free size."""
-    return math.prod(split.size for split in layout if split.size is not None)
+    return math.prod([split.size for split in layout if split.size is not None])
 
 
 def resolve(layout: Layout, n: int) -> Layout:
@@ -125,7 +125,7 @@ def chunk_runs(layout: Layout, n: int, chunk: int) -> Runs:
 
 def axes(layout: Layout) -> tuple[Split, ...]:
     """The bound splits of a layout."""
-    return tuple(split for split in layout if split.bound)
+    return tuple([split for split in layout if split.bound]) if layout else WHOLE
 
 
 def is_prefix(coarse: Layout, fine: Layout) -> bool:

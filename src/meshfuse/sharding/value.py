@@ -121,7 +121,7 @@ class Sharding:
     @property
     def splits(self) -> tuple[Split, ...]:
         """Every bound split, dim by dim."""
-        return tuple(split for layout in self.dims for split in layout if split.bound)
+        return tuple([split for layout in self.dims if layout for split in layout if split.bound])
 
     def used(self) -> frozenset[Split]:
         """Every bound split and every partial axis."""
