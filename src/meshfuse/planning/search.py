@@ -52,10 +52,11 @@ NOTABLE = 0.98
 
 
 class Spent(NamedTuple):
-    """Modelled seconds of a plan's moves, and of what one rank computes."""
+    """Modelled seconds of a plan's moves, and of what one rank computes; and the bytes that it puts on the wire."""
 
     moving: float
     computing: float
+    wire: float
 
     @property
     def seconds(self) -> float:
@@ -67,17 +68,20 @@ class Spent(NamedTuple):
         limit = other.seconds * (1.0 if saved > EPSILON else NOTABLE if saved > -EPSILON else WORTH)
         return self.seconds < limit - EPSILON
 
+    def sends_less_than(self, other: Spent) -> bool:
+        """Whether fewer bytes are sent, or as many and less is computed: few collectives alone save less than modelled,
+        where small ones are one call.
+        """
+        return (round(self.wire), self.computing) < (round(other.wire), other.computing)
+
 
 def spent(sharded: ShardedDefinition) -> Spent:
     """What a plan takes."""
     resharded = insert_resharding(sharded)
-    moving = 0.0
-    for step in resharded.steps:
-        if isinstance(step, Set):
-            moving += resharded.seconds(step)
+    prices = [resharded.price(step) for step in resharded.steps if isinstance(step, Set)]
     placed = zip(sharded.graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
     work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.move]
-    return Spent(moving, sum(work))
+    return Spent(sum([p.seconds for p in prices]), sum(work), sum([p.wire for p in prices]))
 
 
 def better(found: ShardedDefinition, other: ShardedDefinition) -> ShardedDefinition:
@@ -192,7 +196,9 @@ class _Search:
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
         for search in self._far():
-            self._try(self._made(self.best), search)
+            found = self.propagation.again(self._made(self.best), search)
+            if self._spent(found).sends_less_than(self.cost):
+                self._keep(found)
         if self.cost != before:
             self._go_on()
 

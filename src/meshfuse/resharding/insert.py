@@ -15,7 +15,7 @@ from ..sharding.value import Sharding
 from .moves import Move, MoveKind, travels
 from .order import Before, before
 from .planner import Path, plan
-from .prices import price
+from .prices import Price, price
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,14 @@ class ReshardedDefinition:
         tensor, sharding = self.graph.tensors[self.values[value].tensor], self.values[value].sharding
         return sharding.max_local_numel(tensor.type.shape) * tensor.type.dtype.itemsize
 
+    def price(self, step: Set) -> Price:
+        """The modelled time of a move, and its bytes."""
+        kind = self.graph.tensors[self.values[step.source].tensor].type
+        return price(step.move, kind.shape, kind.dtype.itemsize)
+
     def seconds(self, step: Set) -> float:
         """The modelled time of a move."""
-        kind = self.graph.tensors[self.values[step.source].tensor].type
-        return price(step.move, kind.shape, kind.dtype.itemsize).seconds
+        return self.price(step).seconds
 
     def name_of(self, step: Step) -> str:
         """The op, or what kind of move it is."""
