@@ -378,7 +378,7 @@ def test_an_index_that_no_save_wrote(tmp_path, part):
     data.rename(kept)
     for forged in FORGED:
         shutil.copytree(kept, data, dirs_exist_ok=True)
-        folder.commit(tmp_path, dataclasses.replace(index, **{part: forged}))
+        folder.write_index(tmp_path, dataclasses.replace(index, **{part: forged}))
         shutil.copytree(kept, data, dirs_exist_ok=True)
         try:
             found = mf.load(tmp_path)

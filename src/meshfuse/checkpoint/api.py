@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -26,6 +27,8 @@ from .transfer import read, write
 
 # Disks are slower than networks: a checkpoint may take so many times MESHFUSE_TIMEOUT.
 _PATIENCE = 10
+# So often a load begins again where a save of another job's has replaced the checkpoint that it was reading.
+_OVERTAKEN = 10
 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: float | None = None) -> None:
@@ -69,15 +72,11 @@ def load(
         if not isinstance(wanted, (Mapping, type(None))):
             raise user_error("load: what is wanted", shown(wanted), "a dict by name, or None for all",
                              'Pass {"w": None} for the whole tensor "w".', cls=ArgumentError)  # fmt: skip
-        index = team.each("reading the index", lambda: files.read_index(home))
-        team.same(lambda: index.data, "the checkpoint that they load")
-        names = {name: None for name in (*index.tensors, *index.values)} if wanted is None else dict(wanted)
-        entries = team.each("comparing what is wanted", lambda: _targets(index, names, team.world.rank))
-        folder = home / index.data
-        team.each("checking files", lambda: _check_files(folder, index, team.world))
-        shards = _shards(team, entries, {name: index.tensors[name][1] for name in entries})
-        team.each("reading", lambda: read(folder, {name: s for name, s in shards.items() if s.numel and s.parts}))
-    return {name: _loaded(names[name], entries[name]) if name in entries else index.values[name] for name in names}
+        for last in (*[False] * _OVERTAKEN, True):
+            found = _load(team, home, wanted, last)
+            if found is not None:
+                return found
+    raise AssertionError("the last attempt raises")
 
 
 def _folder(path: Any) -> Path:
@@ -109,7 +108,7 @@ class _Team:
         text = f"meshfuse.{self.what}, {doing}"
         mine = pickle.dumps((text, worked, value))
         replies = [pickle.loads(data) for data in self.world.meetings.exchange(mine, text, self.limit)]
-        self._compare("what comes next", [text for text, _, _ in replies], SAME_PROGRAM)
+        self.compare("what comes next", [text for text, _, _ in replies])
         failed = {rank: value for rank, (_, worked, value) in enumerate(replies) if not worked}
         if isinstance(own, MeshfuseError):
             raise own
@@ -123,11 +122,12 @@ class _Team:
         self.all(doing, lambda: kept.append(action()))
         return kept[0]
 
-    def same(self, value: Callable[[], str], what: str, do: str = SAME_PROGRAM) -> None:
+    def same(self, value: Callable[[], str], what: str, do: str) -> None:
         """RankError where ranks differ."""
-        self._compare(what, self.all(f"comparing {what}", value), do)
+        self.compare(what, self.all(f"comparing {what}", value), do)
 
-    def _compare(self, what: str, told: list[str], do: str) -> None:
+    def compare(self, what: str, told: list[str], do: str = SAME_PROGRAM) -> None:
+        """RankError where what ranks have told differs."""
         if len(set(told)) > 1:
             raise disagreement(what, told, self.world.all_ranks, do)
 
@@ -216,23 +216,54 @@ def _save(
     team: _Team, path: Path, shards: Mapping[str, Shard], dtypes: Mapping[str, str], values: Mapping[str, Any]
 ) -> None:
     rank = team.world.rank
+    with contextlib.ExitStack() as held:
 
-    def begin() -> str:
-        if rank:
-            return ""
-        path.mkdir(parents=True, exist_ok=True)
-        return files.new_name(path)
+        def begin() -> str:
+            if rank:
+                return ""
+            path.mkdir(parents=True, exist_ok=True)
+            held.enter_context(files.locked(path))
+            return files.new_name(path)
 
-    data = team.all("making the folder", begin)[0]
-    try:
-        stored = write(path / data, {n: s for n, s in shards.items() if s.numel}, rank, team.all)
-        tensors = {name: (dtypes[name], tuple(s.shape)) for name, s in shards.items()}
-        index = files.Index(data, tensors, dict(values), stored)
-        team.each("completing", lambda: files.commit(path, index) if rank == 0 else None)
-    except BaseException:
-        if rank == 0:
-            files.abandon(path, data)
-        raise
+        data = team.all("making the folder", begin)[0]
+        try:
+            stored = write(path / data, {n: s for n, s in shards.items() if s.numel}, rank, team.all)
+            tensors = {name: (dtypes[name], tuple(s.shape)) for name, s in shards.items()}
+            index = files.Index(data, tensors, dict(values), stored)
+            team.each("completing", lambda: files.commit(path, index) if rank == 0 else None)
+        except BaseException:
+            if rank == 0:
+                files.abandon(path, data)
+            raise
+
+
+def _load(team: _Team, home: Path, wanted: Mapping[str, Any] | None, last: bool) -> dict[str, Any] | None:
+    """What is wanted; None where the checkpoint was replaced meanwhile, unless this is the last attempt."""
+    index = team.each("reading the index", lambda: files.read_index(home))
+    read_by = team.all("comparing the checkpoint that they load", lambda: index.data)
+    if not last and len(set(read_by)) > 1:
+        return None
+    team.compare("the checkpoint that they load", read_by)
+    names = {name: None for name in (*index.tensors, *index.values)} if wanted is None else dict(wanted)
+    entries = team.each("comparing what is wanted", lambda: _targets(index, names, team.world.rank))
+    shards = _shards(team, entries, {name: index.tensors[name][1] for name in entries})
+    folder = home / index.data
+
+    def untouched(action: Callable[[], object]) -> bool:
+        try:
+            action()
+        except OSError:
+            if last or files.read_index(home).data == index.data:
+                raise
+            return False
+        return True
+
+    held = {name: s for name, s in shards.items() if s.numel and s.parts}
+    if not all(team.all("checking files", lambda: untouched(lambda: _check_files(folder, index, team.world)))):
+        return None
+    if not all(team.all("reading", lambda: untouched(lambda: read(folder, held)))):
+        return None
+    return {name: _loaded(names[name], entries[name]) if name in entries else index.values[name] for name in names}
 
 
 def _targets(index: files.Index, names: Mapping[str, Any], rank: int) -> dict[str, Entry]:

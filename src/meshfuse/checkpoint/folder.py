@@ -9,7 +9,9 @@ them, and then the old ones go. Whatever ends a save before, the checkpoint of b
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +19,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,34 @@ class Index:
     values: dict[str, Any]
     files: dict[str, tuple[int, int]]
     format: int = FORMAT
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """The folder for one save, of whichever job: the end of another would remove what it has written so far.
+
+    CheckpointError where another save is at it. Where folders cannot be locked, as on NFS, `commit` looks again.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        _lock(handle, path)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # A process that was forked meanwhile has the handle, too.
+        os.close(handle)
+
+
+def _lock(handle: int, path: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise user_error(
+            f"another save into {path} is under way", "a process that has locked the folder", "one at a time",
+            "Wait for its end, or save into another folder.", cls=CheckpointError,
+        ) from None  # fmt: skip
+    except OSError:
+        pass  # This file system has no such locks.
 
 
 def new_name(path: Path) -> str:
@@ -115,6 +145,17 @@ def _check_kind(file: Path) -> None:
 
 def commit(path: Path, index: Index) -> None:
     """Make these data, which are all on the disk, the checkpoint; then remove those that it replaces."""
+    os.stat(path / index.data)  # Another save, where none can be kept out, may have removed them.
+    write_index(path, index)
+    for old in path.glob(f"{_PREFIX}*"):
+        if old.name != index.data:
+            shutil.rmtree(old, ignore_errors=True)
+    for old in path.glob(f"{_INDEX}.*.part"):
+        old.unlink(missing_ok=True)
+
+
+def write_index(path: Path, index: Index) -> None:
+    """Replace `checkpoint.json`, in one step."""
     body = json.dumps(asdict(index))
     part = path / f"{_INDEX}.{secrets.token_hex(4)}.part"
     try:
@@ -127,11 +168,6 @@ def commit(path: Path, index: Index) -> None:
         part.unlink(missing_ok=True)
         raise
     _sync_folder(path)
-    for old in path.glob(f"{_PREFIX}*"):
-        if old.name != index.data:
-            shutil.rmtree(old, ignore_errors=True)
-    for old in path.glob(f"{_INDEX}.*.part"):
-        old.unlink(missing_ok=True)
 
 
 def abandon(path: Path, data: str) -> None:
