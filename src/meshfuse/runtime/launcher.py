@@ -26,6 +26,7 @@ TIMED_OUT_CODE = 124  # As of `timeout`.
 _GRACE, _POLL, _LONGEST_PAUSE = 3.0, 0.02, 30.0
 _PATIENCE = 1.0  # Seconds that the pipe of an ended rank may be still before it is given up.
 _MOST_RANKS = 4096  # Processes of one machine: more is a mistake.
+_came: list[int] = []  # The signal that asked to stop, if one has.
 _KEEPER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper.py")
 
 
@@ -123,6 +124,8 @@ def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int
     """Wait for all ranks, or for the first failure; the job's exit code."""
     finished: set[int] = set()
     while True:
+        if _came:  # Python drops an exception that a handler raises in a callback of its own, such as one after a fork.
+            raise _Interrupted(_came[0])
         codes = {r.rank: r.process.poll() for r in started}
         for rank in [rank for rank, code in codes.items() if code == 0 and rank not in finished]:
             finished.add(rank)
@@ -219,6 +222,7 @@ def _signals() -> Iterator[None]:
         yield
         return
 
+    _came.clear()
     launcher = os.getpid()
     caught = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
 
@@ -227,6 +231,7 @@ def _signals() -> Iterator[None]:
             os._exit(128 + number)  # A rank that is no program of its own yet: what it ignored it would go on to.
         for other in caught:
             signal.signal(other, signal.SIG_IGN)  # Ending the ranks takes seconds and must not be cut short.
+        _came.append(number)
         raise _Interrupted(number)
 
     before = {number: signal.signal(number, stop) for number in caught}

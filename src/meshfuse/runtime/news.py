@@ -28,7 +28,8 @@ def make() -> int | None:
 def tell(fd: int | None, rank: int, text: str) -> None:
     """Let all readers know what became of a rank: "was killed by SIGKILL"."""
     if fd is not None:
-        os.write(fd, f"{rank} {text}\n".encode())  # All writers share one offset.
+        with contextlib.suppress(OSError):  # The page counts as a file for `ulimit -f`.
+            os.write(fd, f"{rank} {text}\n".encode())  # All writers share one offset.
 
 
 def read(fd: int | None) -> dict[int, str]:
