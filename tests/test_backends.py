@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import meshfuse as mf
+from meshfuse import disk_cache
 from meshfuse.backends import Task, Unsupported, inductor
 from meshfuse.backends.assignment import assigned, requested, saved_seconds
 from meshfuse.backends.inductor import Inductor, own_cache, trace
@@ -212,6 +213,23 @@ def test_with_the_disk_cache_off_nothing_is_left(monkeypatch, tmp_path):
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         folder.mkdir(parents=True)
     assert folder.is_absolute() and not folder.exists() and not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:meshfuse's cache of plans")
+@pytest.mark.parametrize("name", ["/proc/self", "/dev/null", "a file"])
+def test_a_cache_that_cannot_be_written_to_keeps_nothing_from_being_compiled(monkeypatch, tmp_path, name):
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr(disk_cache, "_warned", set())
+    monkeypatch.setenv("MESHFUSE_CACHE", str(tmp_path / name))
+    with own_cache(0):
+        os.makedirs(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def test_a_folder_of_plans_that_became_read_only_is_not_compiled_in(monkeypatch, tmp_path):
+    monkeypatch.setattr(disk_cache, "folder", lambda: Path("/proc/self/plans"))
+    monkeypatch.setattr(disk_cache, "_warned", set())
+    with pytest.warns(disk_cache.CacheWarning, match="meshfuse's cache of plans: /proc/self/plans: "), own_cache(0):
+        os.makedirs(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
 def test_instructions_are_tried_where_all_ranks_find_what_was_compiled_for_it(monkeypatch):

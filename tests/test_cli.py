@@ -270,7 +270,15 @@ def test_words_that_no_process_can_be_given(tmp_path: Path, capfd: pytest.Captur
     assert "meshfuse: rank 0 of 2 cannot be started: found Argument list too long" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("folder", ["/dev/null/traces", __file__])
+@pytest.mark.parametrize("folder", ["/dev/null/traces", __file__, "/proc/self"])
+def test_a_folder_that_no_trace_can_be_written_to(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "--ranks", "2", "--out", folder, write(tmp_path, "")]) == 1
+    assert f"meshfuse: cannot write traces to {folder}: found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/traces", __file__, "/proc/self"])
 def test_traces_that_cannot_be_written_are_told_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHFUSE_TRACE", folder)
     recorder.cache_clear()

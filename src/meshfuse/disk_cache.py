@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 import stat
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def root_folder() -> Path | None:
         return Path(setting).expanduser() if setting else _default()
     except RuntimeError as error:  # A user without an entry, as in containers, has no home where HOME is not set.
         return _broken(str(error).rstrip("."))
+
+
+def writable_root() -> Path | None:
+    """`root_folder`, where files can be made in it."""
+    place = folder()
+    if place is None:
+        return None
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return place.parent
+    except OSError as error:
+        return _broken(f"{place}: {error.strerror}")
 
 
 def _default() -> Path:

@@ -22,8 +22,9 @@ def name_of(task):
         return ""
 def say_what_is_left():
     names = map(name_of, os.listdir("/proc/self/task"))
-    print("gloo:", [name for name in names if "pt_gloo" in name], flush=True)  # Those that hold tensors.
-    print("Python:", sorted(thread.name for thread in threading.enumerate()), flush=True)
+    gloo = [name for name in names if "pt_gloo" in name]  # Those that hold tensors.
+    text = f"gloo: {gloo}\\nPython: {sorted(thread.name for thread in threading.enumerate())}\\n"
+    os.write(1, text.encode())  # In one piece: a thread may be printing its traceback.
 atexit.register(say_what_is_left)
 """
 IN_A_THREAD = "threading.Thread(target=lambda: fd.execute(shards), daemon=True).start()"

@@ -275,3 +275,30 @@ def test_a_pool_leaves_no_folder_behind():
     folder = pool.logs
     pool.close()
     assert not folder.exists()
+
+
+CUT = """
+import socket
+def cut():
+    port = int(os.environ["MASTER_PORT"])
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                ends = [found.getpeername(), found.getsockname()]
+                if any(end[1:2] == (port,) for end in ends):
+                    found.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # No socket, or one that listens.
+world.barrier()
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_connection_to_the_store_that_breaks(tmp_path, victim):
+    """The rank that serves it runs: the error says what is wrong, and nothing of a rank that does not answer."""
+    script = rank_pool.START + CUT + f"if world.rank == {victim}:\n    cut()\nworld.barrier()\n"
+    results = rank_pool.run_bare(script, tmp_path, 2, limit=5.0)
+    text = results[victim][1]
+    assert all(code == 1 for code, _ in results), results
+    assert "rank 0 runs, but the connection to the store of the job, which it serves, is lost" in text, text
+    assert not any("HUNG" in said or "its Python does not" in said for _, said in results), results

@@ -42,3 +42,17 @@ def test_every_rank_records_kernels_communications_and_waits(
         for kind, name in (("kernel", "loop_0"), ("communication", "all_reduce y"), ("wait", "all_reduce y")):
             assert sum(s.kind == kind and s.name.startswith(name) for s in spans) == 8, (kind, spans)
         assert all(s.end >= s.start for s in spans)
+
+
+def test_a_trace_that_the_disk_has_no_room_for(
+    job: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """As on a full disk, no file may grow beyond 20 bytes: the job ends as it would, with one line per rank."""
+    full = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    full += "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))\n"
+    out = tmp_path / "traces"
+    done = job(SCRIPT + full, "-m", "meshfuse", "trace", "--ranks", "2", "--out", str(out))
+    assert "Traceback" not in done.stderr and done.returncode == 1, done.stderr
+    for rank in range(2):
+        assert f"rank {rank}: a trace cannot be written: found {out}/rank{rank}.json (File too large)" in done.stderr
+    assert "meshfuse: no trace: found no rank that" in done.stderr and not list(out.iterdir())

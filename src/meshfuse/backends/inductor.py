@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..disk_cache import root_folder
+from ..disk_cache import writable_root
 from ..executor.buffers import use_pool
 from ..kernels.lookup import OUT_OF_RANGE
 from ..ops.factories import RANDOM_STATE
@@ -62,9 +62,9 @@ def _described(value: Any) -> Any:
 def own_cache(rank: int) -> Iterator[None]:
     """A folder for what Inductor keeps on disk that no other rank reads: their constants may differ.
 
-    With the disk cache off it lasts as long as the compilation.
+    With the disk cache off, or broken, it lasts as long as the compilation.
     """
-    root = root_folder()
+    root = writable_root()
     with tempfile.TemporaryDirectory() as passing, _folder_restored():
         os.environ[_FOLDER] = str(Path(root or passing) / "inductor" / torch.__version__ / f"rank_{rank}")
         yield

@@ -10,16 +10,17 @@ import atexit
 import contextlib
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, caller_line, user_error
+from ..errors import ArgumentError, DefinitionError, caller_line, user_error
 from ..host_ir.instructions import Collective, SendRecv, group_name
 from ..host_ir.program import HostProgram
-from .spans import Span, write_trace
+from .spans import Span, make_writable, write_trace
 
 # The folder that traces go to; nothing is recorded where it is not set.
 VARIABLE = "MESHFUSE_TRACE"
@@ -31,8 +32,15 @@ class Recorder:
     def __init__(self, rank: int, folder: str):
         self.spans: list[Span] = []
         self.begin = time.perf_counter()
-        path = os.path.join(folder, f"rank{rank}.json")
-        atexit.register(lambda: write_trace(path, rank, self.spans))
+        self._rank, self._path = rank, os.path.join(folder, f"rank{rank}.json")
+        atexit.register(self._write)
+
+    def _write(self) -> None:
+        """At the rank's end, which an error would not change any more."""
+        try:
+            write_trace(self._path, self._rank, self.spans)
+        except DefinitionError as error:
+            print(f"rank {self._rank}: {error}", file=sys.stderr)
 
     def now(self) -> float:
         """Seconds since the recorder was made."""
@@ -62,7 +70,7 @@ def recorder(rank: int) -> Recorder | None:
     if not folder:
         return None
     try:
-        os.makedirs(folder, exist_ok=True)
+        make_writable(folder)
     except OSError as error:
         raise user_error(VARIABLE, f"{folder!r} ({error.strerror})", "a folder that can be written to",
                          "Unset it, or name another.", caller_line(), ArgumentError) from None  # fmt: skip

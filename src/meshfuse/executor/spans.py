@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from ..errors import user_error
 
 KINDS = ("kernel", "communication", "wait")
 
@@ -66,9 +70,18 @@ def rank_text(rank: RankTime) -> str:
     )
 
 
+def make_writable(folder: str) -> None:
+    """Make a folder. Raises OSError where no file can be made in it."""
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def write_trace(path: str, rank: int, spans: Sequence[Span]) -> None:
-    """A rank's spans as Chrome's trace event format, which Perfetto opens: a row per kind, times in microseconds."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    """A rank's spans as Chrome's trace event format, which Perfetto opens: a row per kind, times in microseconds.
+
+    The file is there whole or not at all: DefinitionError where it cannot be written.
+    """
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
         *({"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": kind}}
@@ -76,8 +89,19 @@ def write_trace(path: str, rank: int, spans: Sequence[Span]) -> None:
         *({"ph": "X", "pid": rank, "tid": KINDS.index(s.kind), "cat": s.kind, "name": s.name,
            "ts": s.start * 1e6, "dur": s.seconds * 1e6} for s in spans),
     ]  # fmt: skip
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+    part = f"{path}.part"
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        raise user_error(
+            "a trace cannot be written", f"{path} ({error.strerror})", "a folder with room for it",
+            "Name another folder.",
+        ) from None  # fmt: skip
 
 
 def read_trace(path: str) -> tuple[int, list[Span]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..compiler import CompiledProgram
 from ..errors import user_error
-from ..executor.spans import RankTime, hidden_share, rank_text, read_trace, write_trace
+from ..executor.spans import RankTime, hidden_share, make_writable, rank_text, read_trace, write_trace
 from ..host_ir.cost import CostModel
 from .timeline import timeline
 
@@ -22,7 +22,7 @@ def empty_folder(path: str) -> str:
     """The folder, made if need be, without traces of earlier runs. Raises DefinitionError where it cannot be made."""
     folder = os.path.abspath(path)
     try:
-        os.makedirs(folder, exist_ok=True)
+        make_writable(folder)
         for name in filter(_OURS.fullmatch, os.listdir(folder)):
             os.remove(os.path.join(folder, name))
     except OSError as error:

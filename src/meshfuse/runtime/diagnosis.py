@@ -130,6 +130,8 @@ def _report(scene: Scene, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:
 def _no_store(scene: Scene) -> tuple[tuple[int, ...], str]:
     if scene.host is None:
         return (), "    the launcher's agent, which serves the store of the job, does not answer"
+    if scene.peers.runs(scene.host):
+        return (), f"    rank {scene.host} runs, but the connection to the store of the job, which it serves, is lost"
     fate = scene.peers.fate(scene.host)
     report = f"    rank {scene.host} {fate}, and with it the store through which the others would"
     return (scene.host,), report

@@ -82,6 +82,10 @@ class Peers:
         }
         return f"does not answer: {about.get(self._state(rank) or '', 'it is stopped or was killed')}"
 
+    def runs(self, rank: int) -> bool:
+        """Whether the rank's process, known and of this machine, is there and not stopped."""
+        return self._state(rank) == processes.RUNNING
+
     def silent_already(self, ranks: Iterable[int]) -> list[int]:
         """Ranks that cannot answer: ended, or stopped."""
         ranks = list(ranks)

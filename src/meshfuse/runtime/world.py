@@ -152,6 +152,7 @@ class World:
             others = [rank for rank in self.all_ranks if rank != self.rank]
             answers = within(1.5, lambda: roll_call(self.store, others, 0.5)) or {}
             told = {rank: self._peers.fate(rank) for rank, answer in answers.items() if answer is None}
+        told = {self.rank: told[self.rank]} if self.rank in told else told
         because = ", because " + "; ".join(f"rank {rank} {text}" for rank, text in told.items()) if told else ""
         return f"rank {self.rank}: ended by SIGTERM{because}. It {where}"
 
