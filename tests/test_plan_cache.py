@@ -270,12 +270,22 @@ def test_a_user_without_a_home(cache, planning, monkeypatch, setting):
 
 
 def checksummed(body: str) -> bytes:
-    return f"{disk_cache._head(body.encode())}\n{body}".encode()
+    data = body.encode("latin-1")
+    return f"{disk_cache._head(data)}\n".encode() + data
 
 
 @pytest.mark.parametrize(
     "body",
-    ["[]", "{}", "null", "[1, []]", '[["r", 7], []]', '[["t", ["t"], ["t"], ["t"]], []]', '[0, [["os.system", "x"]]]'],
+    [
+        "[]",
+        "{}",
+        "null",
+        "[1, []]",
+        '[["r", 7], []]',
+        '[["t", ["t"], ["t"], ["t"]], []]',
+        '[0, [["os.system", "x"]]]',
+        "\xff",
+    ],
 )
 def test_a_plan_of_another_form_is_planned_anew(cache, planning, body):
     """With the right checksum: a bug of ours, or someone else's file."""

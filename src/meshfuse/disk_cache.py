@@ -92,7 +92,7 @@ def read(place: Path, name: str) -> str | None:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # What was used last is removed last.
-    return body.decode()
+    return body.decode(errors="replace")
 
 
 def _bytes_of(path: Path) -> bytes:

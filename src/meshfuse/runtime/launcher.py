@@ -24,6 +24,7 @@ _OF_OTHERS = (FOLLOWER_CODE, WAITED_CODE)
 TIMED_OUT_CODE = 124  # As of `timeout`.
 # Seconds: from SIGTERM to SIGKILL, between two looks at the ranks, and at most before a restart.
 _GRACE, _POLL, _LONGEST_PAUSE = 3.0, 0.02, 30.0
+_REMIND = 60.0  # Seconds after which ranks that still run when others have ended are named.
 _PATIENCE = 1.0  # Seconds that the pipe of an ended rank may be still before it is given up.
 _MOST_RANKS = 4096  # Processes of one machine: more is a mistake.
 _came: list[int] = []  # The signal that asked to stop, if one has.
@@ -123,12 +124,14 @@ def _attempt(job: Job, attempt: int, page: int | None, register: Callable[[int],
 def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int:
     """Wait for all ranks, or for the first failure; the job's exit code."""
     finished: set[int] = set()
+    remind = math.inf
     while True:
         if _came:  # Python drops an exception that a handler raises in a callback of its own, such as one after a fork.
             raise _Interrupted(_came[0])
         codes = {r.rank: r.process.poll() for r in started}
         for rank in [rank for rank, code in codes.items() if code == 0 and rank not in finished]:
             finished.add(rank)
+            remind = time.monotonic() + _REMIND
             news.tell(page, rank, news.FINISHED)
         failed = {rank: code for rank, code in codes.items() if code}
         if failed:
@@ -142,7 +145,17 @@ def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int
             say(f"the time limit is over and ranks {running} still run")
             _tell_all(started, page, "is ended by the launcher, whose time limit is over")
             return TIMED_OUT_CODE
+        if time.monotonic() > remind:
+            say(_waited_for([r for r in started if codes[r.rank] is None]))
+            remind = math.inf
         time.sleep(_POLL)
+
+
+def _waited_for(running: list[Rank]) -> str:
+    """Which ranks a job waits for when the others have ended well: one that is stopped never ends by itself."""
+    states = {r.rank: state_of(identity_of(r.process.pid)) for r in running}
+    told = ", ".join(f"rank {rank} ({state or 'running'})" for rank, state in states.items())
+    return f"the other ranks have ended {_REMIND:g} s ago; waiting for {told}, for as long as --timeout allows"
 
 
 def _first_failure(started: list[Rank], failed: dict[int, int]) -> tuple[int, int]:
