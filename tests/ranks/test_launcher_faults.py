@@ -1,0 +1,49 @@
+"""What comes to the launcher itself: signals at bad moments, limits, and ranks that it would wait for without end."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+
+import pytest
+from test_launching import LAUNCHER, _launched
+
+pytestmark = pytest.mark.ranks
+
+
+def test_a_signal_that_comes_while_a_rank_is_being_forked_ends_the_job(tmp_path):
+    """In a callback after a fork, where Python drops what a handler raises."""
+    script, launch = tmp_path / "script.py", tmp_path / "launch.py"
+    script.write_text("import time\ntime.sleep(60)")
+    launch.write_text(f"""
+import os, signal
+from meshfuse.runtime import launcher
+left = [1]
+os.register_at_fork(after_in_parent=lambda: left and left.pop() and os.kill(os.getpid(), signal.SIGINT))
+raise SystemExit(launcher.run(1, [{str(script)!r}]))
+""")
+    with _launched(launch, stderr=subprocess.PIPE) as process:
+        said = process.communicate(timeout=30)[1].decode()
+    assert process.returncode == 130 and "meshfuse run: stopped by SIGINT" in said, said
+
+
+def test_a_job_that_may_write_no_file_ends_well(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # noqa: E731
+    with _launched(script, *LAUNCHER, "--ranks", "1", stderr=subprocess.PIPE, preexec_fn=limit) as process:
+        assert process.wait(30) == 0 and process.stderr.read() == b""
+
+
+def test_a_rank_that_is_stopped_when_the_others_have_ended_is_named(tmp_path):
+    script, launch = tmp_path / "script.py", tmp_path / "launch.py"
+    script.write_text("import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSTOP)")
+    launch.write_text(f"""
+from meshfuse.runtime import launcher
+launcher._REMIND = 0.5
+raise SystemExit(launcher.run(3, [{str(script)!r}], timeout=3))
+""")
+    with _launched(launch, stderr=subprocess.PIPE) as process:
+        said = process.communicate(timeout=30)[1].decode()
+    line = "meshfuse run: the other ranks have ended 0.5 s ago; waiting for rank 1 (stopped), for as long as --timeout"
+    assert process.returncode == 124 and said.count(line) == 1, said
