@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import layers
 from layers import Sizes, Tensor, floats
-from programs import TP8, Fd, gradients, split
+from programs import TP8, Fd, gradients, outputs, split
 
 import meshfuse as mf
 from bill_known import Classes, by_hand
@@ -104,6 +104,19 @@ def experts_and_their_gates_backward(fd: Fd, s: Sizes) -> None:
     split(fd, mesh, *((t, ["ep", None, "tp"]) for t in (w1, found[1])))
     split(fd, mesh, *((t, ["ep", "tp", None]) for t in (w2, found[2])))
     split(fd, mesh, (found[0], [None, None]))
+
+
+@known(16.78, 14.69)
+def clipped_gradients_of_an_mlp_on_two_axes(fd: Fd, s: Sizes) -> None:
+    """Rows over 2, the hidden over 4: 1 AR of y, and gradients stay where their RS brings them, norms and all."""
+    mesh, ops = mf.DeviceMesh((2, 4), ("dp", "tp")), fd.ops
+    x = floats(fd, s.batch, s.length, s.width)
+    w1, w2 = floats(fd, s.width, s.hidden // 2), floats(fd, s.hidden // 2, s.width)
+    y = layers.mlp(fd, x, w1, w2)
+    grads = fd.grad(ops.sum(y * y, [0, 1, 2]), [w1, w2])
+    square = ops.sum(grads[0] * grads[0], [0, 1]) + ops.sum(grads[1] * grads[1], [0, 1])
+    outputs(fd, *(g * ops.rsqrt(square + 1e-6) for g in grads))
+    split(fd, mesh, (x, ["dp", None, None]), (w1, [None, "tp"]), (w2, ["tp", None]))
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()
