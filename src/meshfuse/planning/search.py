@@ -36,8 +36,6 @@ from .starts import Starts, elsewhere, shared
 VARIABLE = "MESHFUSE_SEARCH"
 # The most ops of a program that is planned several times as it is, whatever it moves: about a second's work.
 MOST = 400
-# Of one for which the widest search is none too long.
-MOST_WIDE = 128
 # And of one that repeats nothing, or too little to be folded, where it is worth a search.
 MOST_WHOLE = 1200
 # The layers of a long program that are planned several times: one before and one after those that are left out.
@@ -50,6 +48,10 @@ ROUNDS = 4
 WORTH = 0.75
 # One that moves as much must take less than this part: an all-reduce in two halves saves next to no computation.
 NOTABLE = 0.98
+
+
+# The searches that keep more plans, and for longer: too slow to be asked more than once.
+_FAR = (WIDE, LATE._replace(thorough=True))
 
 
 class Spent(NamedTuple):
@@ -196,7 +198,7 @@ class _Search:
         for starts in shared(self.graph, self.best.homes):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
-        for search in self._far():
+        for search in _FAR:
             found = self.propagation.again(self._made(self.best), search)
             if self._spent(found).sends_less_than(self.cost):
                 self._keep(found)
@@ -216,11 +218,6 @@ class _Search:
         """What a plan makes."""
         inputs = set(self.graph.input_tensors)
         return {i: home for i, home in plan.homes.items() if i not in inputs}
-
-    def _far(self) -> tuple[Search, ...]:
-        """The searches that keep plans for longer, by the ops that this is worth its time for."""
-        several = (WIDE, LATE._replace(thorough=True), WIDE._replace(thorough=True))
-        return several if len(self.graph.nodes) <= MOST_WIDE else several[:2]
 
     def _try(self, asked: Mapping[int, Sharding] | None, search: Search = FAST) -> None:
         self._keep(self.propagation.again(asked, search))
