@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,35 +49,45 @@ def defined(
     last: Step,
     roots: int,
     out: bool,
+    turns: frozenset[int] = frozenset(),
 ) -> mf.FusionDefinition:
-    """A window of the sum of the taps, which are windows of windows of some products of x."""
+    """A window of the sum of the taps, which are windows of windows of some products of x.
+
+    `turns`: before which windows of each tap, and (3) before the last one of all, the dims change places.
+    """
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor(list(shape))
         fd.mesh_split(x, *place)
         made, total = [x * (i + 1.0) for i in range(roots)], None
         for i, steps in enumerate(taps):
             part = made[i % roots]
-            for step in steps:
+            for place_of_step, step in enumerate(steps):
+                part = turned(fd, part) if place_of_step in turns else part
                 part = window(fd, part, step)
+            part = turned(fd, part) if len(turns & set(range(len(steps)))) % 2 else part
             part = back(fd, part, shape)
             total = part if total is None else total + part
             if out:
                 fd.add_output(fd.ops.neg(part))
         assert total is not None
-        fd.add_output(window(fd, total, last))
+        fd.add_output(window(fd, turned(fd, total) if 3 in turns else total, last))
     return fd
+
+
+def turned(fd: mf.FusionDefinition, x: mf.TensorView) -> mf.TensorView:
+    return fd.ops.permute(x, [1, -2])
 
 
 @settings(max_examples=100)
 @given(
     st.tuples(st.integers(1, 17), st.integers(1, 9)), st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"])]),
-    TAPS, STEPS, st.integers(1, 2), st.booleans(),
+    TAPS, STEPS, st.integers(1, 2), st.booleans(), st.frozensets(st.integers(0, 3)),
 )  # fmt: skip
-def test_windows_written_otherwise_are_the_same(shape, place, taps, last, roots, out):
+def test_windows_written_otherwise_are_the_same(shape, place, taps, last, roots, out, turns):
     """Whatever it costs: with several fills, elements that a window hides from the next one, sums read once or not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shifts, "better", lambda found, other: other)
-        fd = defined(shape, place, taps, last[0], roots, out)
+        fd = defined(shape, place, taps, last[0], roots, out, turns)
         assert_same_as_unsharded(fd, inputs_for(fd))
 
 
@@ -110,6 +121,27 @@ def moved_rows(before: int, after: int, grad: bool = False) -> float:
 def test_a_convolution_moves_each_neighbours_row_once(before: int, after: int) -> None:
     assert moved_rows(before, after) == before + after
     assert moved_rows(before, after, grad=True) == 2 * (before + after)
+
+
+@pytest.mark.parametrize("order", [[0, 2, 3, 1], [2, 0, 3, 1]])
+def test_channels_that_go_last_after_the_pad_cost_nothing(order: list[int]) -> None:
+    """An image [b, c, h, w], padded, then permuted, then a slice per tap; and its gradient."""
+    back = [order.index(d) for d in range(4)]
+    with mf.FusionDefinition() as fd:
+        x, total = fd.define_tensor([2, 3, 32, 8], dtype=mf.DataType.Double), None
+        padded = fd.ops.permute(fd.ops.pad(x, [1, 1, 1, 1]), order)
+        for i, j in itertools.product(range(3), repeat=2):
+            at, sizes = [0, 0, i, j], [2, 3, 32, 8]
+            stops = [n + o for n, o in zip(sizes, at, strict=True)]
+            part = fd.ops.slice(padded, [at[d] for d in order], [stops[d] for d in order]) * (i + 2.0 * j)
+            total = part if total is None else total + part
+        assert total is not None
+        out = fd.ops.permute(total, back)
+        fd.mesh_split(x, ROWS, [None, None, "x", None])
+        fd.add_output(out)
+        fd.add_output(fd.grad(fd.ops.sum(out * out), x))
+    assert_same_as_unsharded(fd, inputs_for(fd))
+    assert fd.bill().total == 2 * (2 * 3 / 4 * (2 * 3 * 8 * 8))
 
 
 def convolved(fd: mf.FusionDefinition, x: mf.TensorView, w: mf.TensorView) -> mf.TensorView:

@@ -39,7 +39,8 @@ class Term(NamedTuple):
 class Shifted(NamedTuple):
     """A sum of terms, and its shape; `fill` is what stands where a term has no element, None where all have them all.
 
-    `changed` are the dims that some of the windows on the way change, `depth` tells of how many ops it is made.
+    `changed` are the dims that some of the windows on the way change, `depth` tells of how many ops it is made. All of
+    this is in the order of dims that the roots have; `order`, where it is another, is the one of the result.
     """
 
     terms: tuple[Term, ...]
@@ -47,6 +48,16 @@ class Shifted(NamedTuple):
     fill: Number | None
     changed: frozenset[int]
     depth: int = 1
+    order: tuple[int, ...] = ()
+
+    def permuted(self, dims: Sequence[int]) -> Shifted:
+        """With the dims of the result in another order."""
+        order = tuple(self.order[d] for d in dims) if self.order else tuple(dims)
+        return self._replace(order=order if order != tuple(sorted(order)) else ())
+
+    def in_roots(self, row: Sequence[int]) -> tuple[int, ...]:
+        """An entry per dim of the result, in the order of the roots."""
+        return tuple(entry for _, entry in sorted(zip(self.order, row, strict=True))) if self.order else tuple(row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +134,9 @@ class _Finder:
         """By node, what to write in its place; nothing where that would be what is there."""
         found: dict[int, Shifted] = {}
         for node in self.graph.nodes:
+            if node.name == "permute":
+                self._permute(node)
+                continue
             made = self._window(node) or self._sum(node)
             if made is not None and node.id not in self.graph.reductions and node.outputs[0] not in self.graph.streams:
                 self.known[node.outputs[0]] = made
@@ -137,12 +151,22 @@ class _Finder:
         if own is None:
             return None
         (operand,), shape = node.inputs, node.call.results[0].shape
-        before = self.known.get(operand) if operand not in self.kept else None
-        if before is not None and (len(before.terms) == 1 or self._read_once(operand)):
-            joined = _joined(self.graph, before, own, self.graph.shape(operand), shape)
-            if joined is not None:
-                return joined
+        before = self._before(operand)
+        joined = _joined(self.graph, before, own, shape) if before is not None else None
+        if joined is not None:
+            return joined
         return Shifted((Term(operand, own[0]),), shape, own[1], _changed(own[0], self.graph.shape(operand), shape))
+
+    def _permute(self, node: Node) -> None:
+        """Windows of what is permuted are those before it, permuted: so the rows of an image whose channels go last."""
+        before = self._before(node.inputs[0])
+        if before is not None:
+            self.known[node.outputs[0]] = before.permuted(_dims(node))
+
+    def _before(self, operand: int) -> Shifted | None:
+        """What an operand is made by, where it need not be there itself."""
+        before = self.known.get(operand) if operand not in self.kept else None
+        return before if before is not None and (len(before.terms) == 1 or self._read_once(operand)) else None
 
     def _sum(self, node: Node) -> Shifted | None:
         """What an addition makes of windows with zeros around them."""
@@ -151,10 +175,10 @@ class _Finder:
         if node.name != "add" or len(parts) != 2 or len(kinds) != 1 or not all(map(self._read_once, node.inputs)):
             return None
         first, second = parts
-        if first is None or second is None or first.fill or second.fill:
+        if first is None or second is None or first.fill or second.fill or first.order != second.order:
             return None
         terms, changed = (*first.terms, *second.terms), first.changed | second.changed
-        return Shifted(terms, first.shape, 0, changed, first.depth + second.depth)
+        return Shifted(terms, first.shape, 0, changed, first.depth + second.depth, first.order)
 
     def _read_once(self, tensor: int) -> bool:
         free = tensor not in self.kept and tensor not in self.graph.outputs
@@ -176,6 +200,11 @@ def own_window(node: Node) -> tuple[Offsets, Number | None] | None:
     return window[0], window[1] if _any_outside(window[0], source, target) else None
 
 
+def _dims(node: Node) -> list[int]:
+    """The dims of a permute, none counted from the end."""
+    return [int(d) % len(node.call["dims"]) for d in node.call["dims"]]
+
+
 def _any_outside(offsets: Offsets, source: Sequence[int], target: Sequence[int]) -> bool:
     return any(o < 0 or m + o > n for o, n, m in zip(offsets, source, target, strict=True))
 
@@ -186,21 +215,21 @@ def _changed(offsets: Sequence[int], source: Sequence[int], target: Sequence[int
 
 
 def _joined(
-    graph: Graph, before: Shifted, own: tuple[Offsets, Number | None], between: Sequence[int], shape: tuple[int, ...]
+    graph: Graph, before: Shifted, own: tuple[Offsets, Number | None], result: tuple[int, ...]
 ) -> Shifted | None:
     """A window of windows as one; None where it shows less of them than one window would, nothing, or two fills."""
     fills = {fill for fill in (before.fill, own[1]) if fill is not None}
     if len(fills) > 1:
         return None
-    terms = []
+    by, shape, terms = before.in_roots(own[0]), before.in_roots(result), []
     for root, offsets in before.terms:
-        rows = zip(graph.shape(root), offsets, between, own[0], shape, strict=True)
+        rows = zip(graph.shape(root), offsets, before.shape, by, shape, strict=True)
         if not all(_shows_all(*row) for row in rows):
             return None
-        terms.append(Term(root, tuple(a + b for a, b in zip(offsets, own[0], strict=True))))
+        terms.append(Term(root, tuple(a + b for a, b in zip(offsets, by, strict=True))))
     outside = any(_any_outside(term.offsets, graph.shape(term.root), shape) for term in terms)
-    changed = before.changed | _changed(own[0], between, shape)
-    return Shifted(tuple(terms), shape, fills.pop() if outside and fills else None, changed, before.depth + 1)
+    changed, fill = before.changed | _changed(by, before.shape, shape), fills.pop() if outside and fills else None
+    return Shifted(tuple(terms), shape, fill, changed, before.depth + 1, before.order)
 
 
 def _shows_all(n: int, first: int, between: int, second: int, m: int) -> bool:
@@ -273,6 +302,8 @@ class _Writer(Writer):
             result = self._total(found.terms, sorted({d for term in found.terms for d in self.cut[term.root]}))
         else:
             result = self._alone(found)
+        if found.order:
+            result = self.call("permute", result, list(found.order))
         if not any(result.id in new.outputs for new in self.nodes[start:]):
             result = self.call("set", result)
         # The result has the node's own number from now on.
