@@ -92,7 +92,8 @@ TORCH_S = {
     "torch.cat([x, x])": "Call fd.ops.cat(tensor, ...).",
     "torch.nn.functional.softmax(x, -1)": "Call fd.ops.softmax(tensor, ...).",
     "torch.nn.Linear(16, 4)(x)": "Call fd.ops.linear(tensor, ...).",
-    "torch.einsum('ab->a', x)": "What is computed with it is in dir(fd.ops).",
+    "torch.unsqueeze(x, 0)": "Write fd.ops.broadcast(x, [True, False, False]), True for each new dim.",
+    "torch.fft.fft(x)": "What is computed with it is in dir(fd.ops).",
     "torch.exp(x.size(0))": "Call fd.ops.exp(tensor, ...).",
 }
 

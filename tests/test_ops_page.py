@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 import meshfuse as mf
 from meshfuse.cli import main
 from meshfuse.ops import COMPOSITES, OPS, families
 from meshfuse.ops.base import Partial
+from meshfuse.ops.other_names import INSTEAD
 from meshfuse.ops.summary import CARRIES, FATES, examples, help_text
 from meshfuse.testing.calls import define_call
 from scripts import script
@@ -103,6 +106,61 @@ def test_sharding_another_dim_moves_what_the_page_says(name: str, make: Made, fa
     assert bill.entries and all(re.search(moved, entry.collective) for entry in bill.entries), str(bill)
     whole = 64 * 512 * 4 / 2  # on the wire per rank where all of x is gathered
     assert (bill.total < whole / 2) == (fate != "whole" and name != "slice"), str(bill)
+
+
+# What torch has under a name that is not here; x and y [4, 4], i [4] of four rows.
+TORCH: dict[str, Callable[..., torch.Tensor]] = {
+    "transpose": lambda x, y, i: x.T,
+    "concat": lambda x, y, i: torch.cat([x, y], 0),
+    "bmm": lambda x, y, i: x @ y,
+    "float": lambda x, y, i: x.float(),
+    "zeros_like": lambda x, y, i: torch.zeros_like(x),
+    "one_hot": lambda x, y, i: F.one_hot(i, 4).float(),
+    "index_add": lambda x, y, i: torch.zeros(4, 4).double().index_add(0, i, x),
+    "sort": lambda x, y, i: x.sort(0).values,
+    "flip": lambda x, y, i: x.flip(0),
+    "tril": lambda x, y, i: x.tril(),
+    "square": lambda x, y, i: x.square(),
+    "norm": lambda x, y, i: x.norm(dim=1),
+    "std": lambda x, y, i: x.std(1),
+    "amax": lambda x, y, i: x.amax(1),
+    "amin": lambda x, y, i: x.amin(1),
+    "clip": lambda x, y, i: x.clip(-0.5, 0.5),
+    "swish": lambda x, y, i: F.silu(x),
+    "leaky_relu": lambda x, y, i: F.leaky_relu(x),
+    "elu": lambda x, y, i: F.elu(x),
+    "softplus": lambda x, y, i: F.softplus(x),
+    "mse_loss": lambda x, y, i: F.mse_loss(x, y),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_what_is_to_be_written_for_torchs_name_is_that(name: str) -> None:
+    expression = INSTEAD[name].partition(", which")[0].partition(", with")[0]
+    with mf.FusionDefinition() as fd:
+        x, y = (fd.define_tensor([4, 4], dtype=mf.DataType.Double) for _ in range(2))
+        given = {"i": fd.define_tensor([4], dtype=mf.DataType.Int), "x": x, "y": y, "fd": fd, "mf": mf}
+        fd.add_output(eval(expression, given | {"n": 4, "dim": 0, "dims": [1], "low": -0.5, "high": 0.5}))
+    numbers = torch.randn(4, 4).double() * 3, torch.randn(4, 4).double(), torch.tensor([2, 0, 2, 1])
+    (found,) = fd(*numbers)
+    torch.testing.assert_close(found, TORCH[name](*numbers))
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_an_error_that_names_what_is_not_there_says_what_is(name: str) -> None:
+    for op in re.findall(r"fd\.ops\.(\w+)", INSTEAD[name]):
+        assert op in OPS or op in COMPOSITES, op
+    assert name not in OPS and name not in COMPOSITES
+    fd = mf.FusionDefinition()
+    with pytest.raises(mf.DefinitionError, match=re.escape(f"has no op '{name}'. Write {INSTEAD[name]}. ")):
+        getattr(fd.ops, name)
+
+
+def test_methods_and_functions_of_torch_are_told_of_too() -> None:
+    x = mf.FusionDefinition().define_tensor([4, 4])
+    for ask in (lambda: x.unsqueeze(0), lambda: torch.unsqueeze(x, 0)):
+        with pytest.raises(mf.DefinitionError, match=re.escape("Write fd.ops.broadcast(x, [True, False, False])")):
+            ask()
 
 
 def test_the_command_lists_all_and_tells_of_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from meshfuse.definition.namespaces import composite_help
 from meshfuse.ops import COMPOSITES, OPS, composite, families
 from meshfuse.ops.base import OpDef
 from meshfuse.ops.binding import signature
+from meshfuse.ops.other_names import rows
 from meshfuse.ops.summary import CARRIES, FATES, Example, examples
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
@@ -28,6 +29,11 @@ Python's operators on tensors are ops, too: `x @ w` is `fd.ops.matmul(x, w)`, an
 `mod`: on floating point numbers `//` divides and cuts nothing off. `==` asks whether two names are the same object;
 `fd.ops.eq` compares numbers.
 `x.size(d)` and `x.shape()` are scalars of the definition, to compute with.
+"""
+_NAMES = """\
+## Under another name
+
+What torch or numpy have under names that are not here. Errors that name these say the same.
 """
 _READING = """\
 ## How to read the tables
@@ -52,7 +58,12 @@ def page() -> str:
     fates = "\n".join(f"- **{word}**: {meaning};" for word, meaning in FATES.items())
     carries = "\n".join(f"- **{word}**: {rule.value};" for rule, word in CARRIES.items())
     reading = _READING.format(fates=f"{fates[:-1]}.", carries=f"{carries[:-1]}.")
-    return "\n".join([_HEAD, _index(), reading, *_sections()])
+    return "\n".join([_HEAD, _index(), _NAMES, _table(("torch", "here"), map(_name, rows())), reading, *_sections()])
+
+
+def _name(row: tuple[Sequence[str], str]) -> Sequence[str]:
+    names, text = row
+    return (" ".join(f"`{name}`" for name in names), text)
 
 
 def _index() -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import caller_line, line_in_script, user_error
 from ..ops import COMPOSITES
+from ..ops.other_names import INSTEAD
 from ..ops.registry import find
 
 if TYPE_CHECKING:
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 def op_instead(name: str) -> str:
     """What to call in place of a function or method of torch's."""
-    known = find(name) is not None or name in COMPOSITES
-    return f"Call fd.ops.{name}(tensor, ...)." if known else "What is computed with it is in dir(fd.ops)."
+    if find(name) is not None or name in COMPOSITES:
+        return f"Call fd.ops.{name}(tensor, ...)."
+    return f"Write {INSTEAD[name]}." if name in INSTEAD else "What is computed with it is in dir(fd.ops)."
 
 
 class Arithmetic:

@@ -12,6 +12,7 @@ from ..errors import DefinitionError, caller_line, shown, user_error
 from ..ops import COMPOSITES, OPS, families
 from ..ops.base import OpDef, TensorRef
 from ..ops.binding import signature
+from ..ops.other_names import INSTEAD
 from ..ops.registry import find, names
 from ..ops.summary import help_text
 from .checks import usage
@@ -29,10 +30,12 @@ def find_op(name: str | OpDef) -> OpDef:
     """The op of this name (an OpDef is its own). Raises UnknownOpError with the names near to it."""
     op = find(name)
     if op is None:
-        near = difflib.get_close_matches(name, [*names(), *COMPOSITES]) if isinstance(name, str) else []
+        instead = INSTEAD.get(name) if isinstance(name, str) else None
+        near = difflib.get_close_matches(name, [*names(), *COMPOSITES]) if isinstance(name, str) and not instead else []
         raise user_error(
             f"meshfuse has no op {shown(name)}", f"near to it {near}" if near else "", "",
-            "dir(fd.ops) lists all; mf.register_op adds one.", caller_line(), UnknownOpError,
+            f"{f'Write {instead}. ' if instead else ''}dir(fd.ops) lists all; mf.register_op adds one.",
+            caller_line(), UnknownOpError,
         )  # fmt: skip
     return op
 

@@ -1,0 +1,63 @@
+"""What torch and numpy call otherwise: what to write, for errors that name what there is not, and docs/ops.md.
+
+In the texts x, y, q, k and v are tensors, i is one of indices and n a number.
+"""
+
+from __future__ import annotations
+
+_ROWS = {
+    "fd.ops.broadcast(x, [True, False, False]), True for each new dim": "unsqueeze expand_dims",
+    "fd.ops.permute(x, [1, 0]), with the order of all dims": "transpose t mT swapaxes swapdims movedim moveaxis",
+    "fd.ops.reshape(x, shape)": "view flatten unflatten ravel view_as reshape_as",
+    "fd.ops.cat([x, y], dim)": "concat concatenate",
+    "fd.ops.cat, of tensors that fd.ops.broadcast gave a new dim": "stack",
+    "fd.ops.slice(x, starts, stops) for each part": "split chunk narrow unbind",
+    "fd.ops.expand(x, shape)": "broadcast_to expand_as",
+    "fd.ops.broadcast for a new dim, fd.ops.expand and fd.ops.reshape": "repeat tile repeat_interleave",
+    "fd.ops.matmul, fd.ops.linear or fd.ops.contract, on permuted and reshaped tensors": "einsum tensordot",
+    "fd.ops.matmul(x, y)": "bmm mm mv dot inner",
+    "fd.ops.cast(x, mf.DataType.Float)": "to type float double half bfloat16 int long astype type_as",
+    "fd.ops.full(shape, 0.0, mf.DataType.Float)": "zeros ones empty new_zeros new_ones",
+    "fd.ops.full(x.shape(), 0.0, x.dtype)": "zeros_like ones_like full_like empty_like",
+    "fd.ops.iota(length, start, step)": "arange range linspace",
+    "fd.ops.uniform(0.0, 1.0, shape)": "rand",
+    "fd.ops.normal(0.0, 1.0, shape)": "randn",
+    "fd.ops.cast(fd.ops.eq(fd.ops.broadcast(i, [False, True]), fd.ops.iota(n)), mf.DataType.Float)": "one_hot",
+    "fd.ops.embedding_fwd(i, weight)": "embedding",
+    "fd.ops.take_along_axis(x, i, dim)": "take_along_dim",
+    "fd.ops.embedding_bwd(x, i, n), which adds the rows of x where i names them, to n rows of zeros": "index_add "
+    "segment_sum scatter_sum",
+    "fd.ops.take_along_axis_bwd(x, i, dim, n), which adds x along dim where i names it, to n zeros": "scatter_add",
+    "fd.ops.where(mask, value, x)": "masked_fill",
+    "fd.ops.gather(x, fd.ops.argsort(x, dim), dim)": "sort",
+    "fd.ops.cat of two slices": "roll",
+    "fd.ops.index_select(x, fd.ops.iota(n, n - 1, -1), dim)": "flip",
+    "fd.ops.triu(x.T).T": "tril",
+    "x * x": "square",
+    "fd.ops.sqrt(fd.ops.sum(x * x, dims))": "norm",
+    "fd.ops.sqrt(fd.ops.var(x, dims))": "std",
+    "fd.ops.max(x, dims)": "amax",
+    "fd.ops.min(x, dims)": "amin",
+    "fd.ops.clamp(x, low, high)": "clip clamp_min clamp_max",
+    "fd.ops.silu(x)": "swish",
+    "fd.ops.where(fd.ops.gt(x, 0.0), x, 0.01 * x)": "leaky_relu",
+    "fd.ops.where(fd.ops.gt(x, 0.0), x, fd.ops.expm1(fd.ops.minimum(x, 0.0)))": "elu",
+    "fd.ops.maximum(x, 0.0) + fd.ops.log1p(fd.ops.exp(-fd.ops.abs(x)))": "softplus",
+    "fd.ops.mean((x - y) * (x - y))": "mse_loss",
+    "fd.ops.sdpfa_fwd(q, k, v, is_causal=True)[0]": "scaled_dot_product_attention attention",
+    "fd.ops.var_mean over the dims of the statistic, after fd.ops.reshape for groups": "batch_norm group_norm "
+    "instance_norm",
+    "a sum of fd.ops.linear over slices of fd.ops.pad, or an op of your own (docs/testing-an-op.md)": "conv1d conv2d "
+    "conv3d",
+    "fd.stop_gradient(fd.ops.set(x))": "detach",
+    "fd.ops.set(x)": "clone contiguous",
+    "fd.grad(loss, [x, y])": "backward",
+    "x.ndim": "dim",
+}
+# By torch's name.
+INSTEAD = {name: text for text, names in _ROWS.items() for name in names.split()}
+
+
+def rows() -> list[tuple[list[str], str]]:
+    """The names, and what to write for them."""
+    return [(names.split(), text) for text, names in _ROWS.items()]
