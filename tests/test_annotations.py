@@ -324,8 +324,56 @@ def test_shard_tensor_cuts_what_the_annotation_says(mesh: mf.DeviceMesh) -> None
             rows = value.tensor_split([-(-5 // mesh.shape[1]) * i for i in range(1, mesh.shape[1])])[minor]
             columns = [4 * major, 4 * major + 4]
             assert torch.equal(mf.shard_tensor(value, t, rank), rows[:, columns[0] : columns[1]])
+            layouts = [(mf.Split(mesh.shape[place], mesh.names[place]),) for place in (1, 0)]
+            sharding = mf.Sharding.make(mesh, layouts, [5, 7])
+            assert torch.equal(mf.shard_tensor(value, sharding, rank), mf.shard_tensor(value, t, rank))
     free = fd.define_tensor([3])
     assert mf.shard_tensor(torch.ones(3), free, 5).shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("split", "text"),
+    [
+        (mf.Split(3, "dp"), r"a split over axis 'dp' of .*: found 3 parts, needed as many as the axis is large \(2\)"),
+        (mf.Split(3, "tp"), r"a split over axis 'tp' of .*: found 3 parts, needed as many as the axis is large \(4\)"),
+        (mf.Split(2, "tp", 3), "found 2 parts after 3, needed"),
+        (mf.Split(2, "pp"), "no such axis"),
+        (mf.Split(None, "tp"), "found a split of no size over an axis, needed its size"),
+        *((mf.Split(size, "dp"), "Sharding") for size in (0, -1)),  # type: ignore[arg-type]
+    ],
+)
+def test_a_sharding_that_a_mesh_cannot_have_is_told_where_it_is_used(split: mf.Split, text: str) -> None:
+    uses: list[Callable[[], Any]] = [
+        lambda: mf.Sharding(MESH, ((split,), ())).local_shape((16, 6), 1),
+        lambda: mf.Sharding(MESH, ((split,), ())).runs((16, 6), 1),
+        lambda: mf.shard_tensor(torch.zeros(16, 6), mf.Sharding(MESH, ((split,), ())), 1),
+    ]
+    for use in uses:
+        with pytest.raises((mf.DefinitionError, mf.ArgumentError), match=text):
+            use()
+    if split.size == 0:
+        with pytest.raises(mf.DefinitionError, match=r"Sharding\.make: found"):
+            mf.Sharding.make(MESH, [(split,), ()], [16, 6])
+
+
+def test_shard_tensor_cuts_what_an_output_s_sharding_says() -> None:
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([8, 6]), fd.define_tensor([6, 12])
+        fd.add_output(fd.ops.matmul(x, w))
+        fd.mesh_split(x, MESH, ["dp", None])
+        fd.mesh_split(w, MESH, [None, "tp"])
+    (sharding,) = fd.output_shardings()
+    whole = torch.arange(96.0).reshape(8, 12)
+    for rank in MESH.ranks:
+        row, column = MESH.coordinate(rank)
+        found = mf.shard_tensor(whole, sharding, rank)
+        assert torch.equal(found, whole.chunk(MESH.shape[0])[row].chunk(MESH.shape[1], 1)[column])
+    assert mf.shard_tensor(whole, sharding, 99).shape == whole.shape
+    with pytest.raises(mf.ArgumentError, match="needed a dense tensor of 2 dims"):
+        mf.shard_tensor(torch.ones(3), sharding)
+    owed = mf.Sharding(MESH, ((), ()), (mf.Split(MESH.shape[0], "dp"),), "sum")
+    with pytest.raises(mf.ArgumentError, match="needed a tensor and a TensorView, or a Sharding of what is reduced"):
+        mf.shard_tensor(whole, owed)
 
 
 # plans

@@ -125,6 +125,7 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
     ("a mesh holds each rank once, none negative: found ranks [0, 1, 1]", lambda: mf.DeviceMesh([0, 1, 1])),
     ("Remove the negative ranks", lambda: mf.DeviceMesh([0, -1])),
     ("Remove the too large ranks", lambda: mf.DeviceMesh([0, 2**31])),
+    ("Remove the repeated ranks [2]; a shape needs a name for each of its axes", lambda: mf.DeviceMesh((2, 2))),
     ("Remove the repeated ranks [7]", lambda: mf.DeviceMesh([*range(10**6), 7])),
     ("one name per axis", lambda: mf.DeviceMesh((2, 4), ("dp", "dp"))),
     ("one name per axis", lambda: mf.DeviceMesh((2, 4), (1, 2))),  # type: ignore[arg-type]

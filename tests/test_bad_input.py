@@ -167,6 +167,13 @@ OPS: list[tuple[str, Ops]] = [
       for op in ("zigzag", "unzigzag") for v in (0, -1, 2**31, 10**40)],
     ("layer_norm: normalized_shape: found [3]", lambda fd, x, o: o.layer_norm(x, [3])),
     ("cross_entropy", lambda fd, x, o: o.cross_entropy(x, None)),
+    *[(f"cross_entropy: targets: found {found} for logits Float[8, 16], needed integers, one for each row",
+       lambda fd, x, o, shape=shape, kind=kind: o.cross_entropy(x, fd.define_tensor(shape, dtype=kind)))
+      for shape, kind, found in (([8, 16], DataType.Float, "Float[8, 16]"), ([8, 16], DataType.Int, "Int[8, 16]"),
+                                 ([8], DataType.Float, "Float[8]"), ([], DataType.Int, "Int[]"))],
+    *[("mul: argument 'b' is of the wrong kind: found tensor(2.) (Tensor), needed tensor or scalar. Call it as mul(a, "
+       "b). A tensor of one number comes in by define_tensor([]), a number that stays as it is by its item().", make)
+      for make in (lambda fd, x, o: o.mul(x, torch.tensor(2.0)), lambda fd, x, o: x * torch.tensor(2.0))],
     ("dropout: argument 'p' is of the wrong kind", lambda fd, x, o: o.dropout(x, "a")),
     ("dropout: an argument is of the wrong kind", lambda fd, x, o: o.dropout(x, 1j)),
     ("dropout: a value of a definition has no truth value", lambda fd, x, o: o.dropout(x, fd.define_scalar(0.5))),

@@ -233,6 +233,11 @@ OTHERS = {
     "types": ("cumsum", {"infer": _wider}, "the type rule is wrong about result 0"),
     "window": ("slice", {"window": _off_by_one}, "the window is not what the op computes"),
     "order of blocks": ("reorder_blocks", {"window": _backwards}, "the order of blocks is not what the op makes"),
+    "chance": (
+        "relu",
+        {"emit": lambda e: f"{e.operands[0]}.bernoulli(0.5)"},
+        "the lowering makes something else of the same operands each time",
+    ),
     "parts": ("triu", {"pieced": True}, "it is not the same on the parts of a dim"),
     "distributed form": ("cumsum", {"distributed": _unshifted}, "the distributed form is wrong"),
     "derivative": ("tanh", {"vjp": OPS["sigmoid"].vjp}, "the derivative is not that of the lowering"),

@@ -187,6 +187,28 @@ def test_run_hands_its_arguments_to_the_launcher(tmp_path: Path) -> None:
     assert done.stdout == "['--mesh', 'x'] 1\n"
 
 
+@pytest.mark.parametrize("words", [["ops"], ["explain", "SCRIPT"]])
+def test_who_stops_reading_gets_no_traceback(words: list[str], tmp_path: Path) -> None:
+    """As of `meshfuse ops | head`; a script's own broken pipe is told as any error of a script's."""
+    lines = "for _ in range(3000): y = fd.ops.neg(y)"
+    path = write(tmp_path, f"import meshfuse as mf\nfd = mf.FusionDefinition()\ny = fd.define_tensor([2])\n{lines}\n"
+                           "fd.add_output(y)\nfd.compile()\n")  # fmt: skip
+    source = str(Path(meshfuse.__file__).parents[1])
+    command = [sys.executable, "-m", "meshfuse", *[path if word == "SCRIPT" else word for word in words]]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": source}
+    ) as done:
+        assert done.stdout is not None and done.stderr is not None
+        done.stdout.close()
+        assert (done.stderr.read(), done.wait(60)) == ("", 141)
+    broken = write(tmp_path, "raise BrokenPipeError('mine')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "meshfuse", "explain", broken], capture_output=True, text=True, timeout=60,
+        env={"PYTHONPATH": source}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "BrokenPipeError: mine" in done.stderr
+
+
 def test_the_help_loads_no_torch() -> None:
     source = str(Path(meshfuse.__file__).parents[1])
     code = "import sys, meshfuse.cli as c\ntry:\n    c.main(['--help'])\n"

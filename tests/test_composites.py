@@ -100,6 +100,16 @@ def test_cross_entropy_leaves_ignored_targets_out(spec: str) -> None:
     torch.testing.assert_close(found, wanted.float(), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["mean", "logsumexp"])
+def test_dim_is_another_name_of_dims(name: str) -> None:
+    """As for the reductions of the table."""
+    (found, wanted) = (_run(lambda fd, x, k=k: getattr(fd.ops, name)(x, **k), "last dim", [X])
+                       for k in ({"dim": -1}, {"dims": [-1]}))  # fmt: skip
+    assert torch.equal(found, wanted)
+    with pytest.raises(mf.DefinitionError, match=f"{name}: .*'dims'"):
+        _run(lambda fd, x: getattr(fd.ops, name)(x, 0, dim=-1), "last dim", [X])
+
+
 def test_layer_norm_takes_weight_and_bias() -> None:
     weight, bias = torch.randn(10), torch.randn(10)
     found = _run(lambda fd, x, w, b: fd.ops.layer_norm(x, [10], w, b), "last dim", [X, weight, bias])

@@ -57,6 +57,19 @@ def test_a_registered_op_is_one_of_fd_ops() -> None:
     torch.testing.assert_close(again.simulate(tensors)[0], expected[0])
 
 
+@pytest.mark.usefixtures("registered")
+def test_registered_ops_are_drawn_by_their_names() -> None:
+    names, seen = [op.name for op in USERS], set[str]()
+
+    @settings(max_examples=20, deadline=None, database=None)
+    @given(definitions(ops=names, max_ops=3))
+    def drawn(fd: mf.FusionDefinition) -> None:
+        seen.update(re.findall(r"fd\.ops\.(\w+)", repr(fd)))
+
+    drawn()
+    assert seen.intersection(names)
+
+
 def _split(x: torch.Tensor, _: int = 3) -> torch.Tensor:
     return x.reshape(x.shape[0] // 3, 3, x.shape[1])
 

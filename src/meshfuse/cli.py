@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -42,10 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if script_args is not None:
         args.script_args = script_args
     try:
-        return args.command(args)
+        code = args.command(args)
+        sys.stdout.flush()
+        return code
     except MeshfuseError as error:
         print(f"meshfuse: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # Nobody reads our output any more, as of `head`; a script's own errors do not come here.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what is left goes when Python ends
+        return 128 + signal.SIGPIPE
 
 
 def _parts(argv: list[str]) -> tuple[list[str], list[str] | None]:

@@ -191,11 +191,18 @@ class DeviceMesh:
         """The place of a rank along a sub-axis: `size` steps, after `pre` more major ones, of a mesh axis."""
         try:
             place = self.names.index(axis)
-            return self._coordinates[rank][place] // (self.shape[place] // (pre * size)) % size
+            step, left = divmod(self.shape[place], pre * size)
+            if not left:
+                return self._coordinates[rank][place] // step % size
         except (ValueError, KeyError, TypeError):
             self.axis_size(axis)  # which raises for an axis that is not there, as the next does for a rank
             self.coordinate(rank)
             raise
+        raise user_error(
+            f"a split over axis {axis!r} of {self}", f"{size} parts{f' after {pre}' if pre != 1 else ''}",
+            f"as many as the axis is large ({self.shape[place]}), or a divisor", f"Write Split({self.shape[place]}, "
+            f"{axis!r}).", caller_line(),
+        )  # fmt: skip
 
     def parallel_axis(self, kind: ParallelType) -> str:
         """The name of the axis that nvFuser's DIDx, DIDy or DIDz means."""
@@ -307,5 +314,7 @@ def _check_ranks(ranks: tuple[int, ...]) -> None:
             "a mesh holds each rank once, none negative",
             f"ranks {shown(list(ranks))}",
             "different ranks >= 0, of 32 bits",
-            f"Remove the repeated ranks {shown(repeated)}." if repeated else f"Remove the {odd} ranks.",
+            f"Remove the repeated ranks {shown(repeated)}; a shape needs a name for each of its axes."
+            if repeated
+            else f"Remove the {odd} ranks.",
         )

@@ -195,6 +195,8 @@ def composite_call(
 ) -> Any:
     """Call a composite. Raises DefinitionError for arguments that it does not have or cannot work with."""
     called, call_as = inspect.signature(function), usage(name, function)
+    if "dim" in kwargs and "dims" in called.parameters and "dims" not in kwargs:  # as the ops of the table take it
+        kwargs = {"dims" if key == "dim" else key: value for key, value in kwargs.items()}
     try:
         bound = called.bind(fd, *args, **kwargs)
     except TypeError as error:

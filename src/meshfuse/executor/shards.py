@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from ..ops.base import TensorType
 from ..ops.shapes import UNKNOWN
 from ..runtime.world import World
 from ..sharding.data import shard
+from ..sharding.value import Sharding
 from ..user_values import as_int
 
 
-def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) -> torch.Tensor:
+def shard_tensor(tensor: torch.Tensor, tv: TensorView | Sharding, rank: int | None = None) -> torch.Tensor:
     """The shard of a global tensor that a rank (this process' by default) holds of an annotated tensor view.
+
+    In place of the view there may be a Sharding, such as those that `fd.output_shardings()` gives.
 
     The whole tensor where `tv` has no mesh. On a rank outside the mesh one element that stands for a tensor of the
     global shape: the rank takes no part in it, and knows the sizes that the definition leaves open. Raises
@@ -27,27 +31,42 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, rank: int | None = None) 
     if place is None or place < 0:
         raise user_error("shard_tensor: rank", shown(rank), "an int of 0 or more, or None for this process' own",
                          "Pass a rank.", line, ArgumentError)  # fmt: skip
-    annotation = tv.fd.placed(tv.id)
-    if annotation is None:
+    shape = tuple(tensor.shape)
+    sharding = _sharding(tv, shape)
+    if sharding is None:
         return tensor
-    assert annotation.mesh is not None
-    if place not in annotation.mesh:
-        return tensor.new_zeros(()).expand(tensor.shape)
-    return shard(tensor, annotation.sharding(tv.name, tuple(tensor.shape)).placement(tuple(tensor.shape)), place)
+    if place not in sharding.mesh:
+        return tensor.new_zeros(()).expand(shape)
+    return shard(tensor, sharding.placement(shape), place)
+
+
+def _sharding(tv: TensorView | Sharding, shape: tuple[int, ...]) -> Sharding | None:
+    if isinstance(tv, Sharding):
+        return tv
+    annotation = tv.fd.placed(tv.id)
+    return annotation.sharding(tv.name, shape) if annotation is not None else None
 
 
 def _check_whole(tensor: Any, tv: Any, line: SourceLine) -> None:
     """Raises ArgumentError for what is no dense tensor of the sizes that a TensorView has, where these are known."""
-    view = isinstance(tv, TensorView)
-    needed = f"a dense tensor of shape {_sizes(tv.type)} for {tv.label}" if view else "a tensor and a TensorView"
+    wanted, needed = _wanted(tv)
     whole = isinstance(tensor, torch.Tensor)
     dense = whole and not tensor.is_nested and tensor.layout == torch.strided and not hasattr(tensor, "placements")
-    pairs = zip(tv.type.shape, tensor.shape, strict=False) if view and dense else ()
-    if view and dense and len(tensor.shape) == tv.ndim and all(n in (UNKNOWN, m) for n, m in pairs):
+    pairs = zip(wanted, tensor.shape, strict=False) if wanted is not None and dense else ()
+    if wanted is not None and dense and len(tensor.shape) == len(wanted) and all(n in (UNKNOWN, m) for n, m in pairs):
         return
     found = f"shape {list(tensor.shape)}" if dense else type(tensor).__name__
     found = f"a {tensor.layout} tensor" if whole and not dense and not hasattr(tensor, "placements") else found
     raise user_error("shard_tensor", f"{found}, {shown(tv)}", needed, "Pass the global tensor.", line, ArgumentError)
+
+
+def _wanted(tv: Any) -> tuple[Sequence[int] | None, str]:
+    """The sizes that a tensor must have, as far as they are known, and that in words; None where nothing fits."""
+    if isinstance(tv, TensorView):
+        return tv.type.shape, f"a dense tensor of shape {_sizes(tv.type)} for {tv.label}"
+    if isinstance(tv, Sharding) and not tv.partial:
+        return [UNKNOWN] * len(tv.dims), f"a dense tensor of {len(tv.dims)} dims"
+    return None, "a tensor and a TensorView, or a Sharding of what is reduced"
 
 
 def _sizes(kind: TensorType) -> str:

@@ -89,11 +89,12 @@ def of_kind(kind: ParamKind, value: Any, resolve: Resolve) -> Any:
 
 def wrong_kind(op: str, param: str, kind: ParamKind, value: Any, call_as: str) -> MeshfuseError:
     """The error of an argument that is nothing of its parameter's kind."""
-    do = f"Call it as {call_as}.{NUMBERS_COME_IN if _is_array(value) else ''}"
+    do = f"Call it as {call_as}.{NUMBERS_COME_IN if _is_array(value) else _ONE_NUMBER if _is_one(value) else ''}"
     return user_error(f"{op}: argument {param!r} is of the wrong kind", described(value), kind.value, do)
 
 
 NUMBERS_COME_IN = " Tensors of numbers come in by define_tensor, as arguments of the definition."
+_ONE_NUMBER = " A tensor of one number comes in by define_tensor([]), a number that stays as it is by its item()."
 
 
 def described(value: Any) -> str:
@@ -105,6 +106,11 @@ def described(value: Any) -> str:
 def _is_array(value: Any) -> bool:
     """Whether it is a torch tensor, a numpy array or the like, of more than a single number."""
     return hasattr(value, "__array__") and bool(getattr(value, "shape", ()))
+
+
+def _is_one(value: Any) -> bool:
+    """Whether it is a torch tensor, or another array, of no dims."""
+    return hasattr(value, "__array__") and hasattr(value, "item")
 
 
 def _int(value: Any) -> Any:

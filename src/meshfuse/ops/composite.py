@@ -181,6 +181,11 @@ def cross_entropy(
     """
     if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise user_error("cross_entropy: reduction", shown(reduction), "'mean', 'sum' or 'none'", "")
+    if targets.ndim != logits.ndim - 1 or targets.dtype.category is not Category.INTEGER:
+        raise user_error("cross_entropy: targets", f"{targets.type} for logits {logits.type}",
+                         "integers, one for each row of the logits, whose last dim is the classes",
+                         "Permute the logits where their classes are another dim; targets that are probabilities p "
+                         "have the loss -fd.ops.sum(p * fd.ops.log_softmax(logits), -1).")  # fmt: skip
     ops, wide, last = fd.ops, _wide(fd, logits), logits.ndim - 1
     valid = None if ignore_index is None else ops.ne(targets, ignore_index)
     index = targets if valid is None else ops.where(valid, targets, 0)

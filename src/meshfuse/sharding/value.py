@@ -19,9 +19,13 @@ _REDUCTIONS = ("", "sum", "prod", "max", "min")
 
 
 def _are_parts(mesh: object, dims: tuple[object, ...], partial: tuple[object, ...], reduce: object) -> bool:
-    layouts = all(isinstance(d, tuple) and all(isinstance(s, Split) for s in d) for d in dims)
-    terms = all(isinstance(s, Split) for s in partial)
+    layouts = all(isinstance(d, tuple) and all(map(_is_split, d)) for d in dims)
+    terms = all(map(_is_split, partial))
     return isinstance(mesh, DeviceMesh) and layouts and terms and reduce in _REDUCTIONS
+
+
+def _is_split(part: object) -> bool:
+    return isinstance(part, Split) and (part.size is None or (type(part.size) is int and part.size > 0))
 
 
 def _no_sharding(parts: tuple[object, ...]) -> MeshfuseError:
@@ -35,6 +39,9 @@ def _misfit(sharding: Sharding, shape: object, error: Exception) -> Exception:
     """The error of a shape that the sharding cannot be of; the error itself, where that tells of something else."""
     if isinstance(error, MeshfuseError):
         return error
+    if any(split.size is None for split in sharding.splits):
+        return user_error(f"the parts of a tensor in {sharding}", "a split of no size over an axis", "its size",
+                          "Write Split(4, 'tp'), with the size of the axis.", caller_line())  # fmt: skip
     return user_error(
         f"the shape of a tensor in {sharding}", shown(shape), f"{sharding.ndim} sizes of 0 or more, one per dim",
         "Pass the tensor's global shape.", caller_line(),
@@ -106,7 +113,7 @@ class Sharding:
         try:
             terms = canonical_partial(partial)
             layouts = tuple(lay.canonical(tuple(d), n) for d, n in zip(dims, shape, strict=True))
-        except (TypeError, ValueError, AttributeError, RuntimeError):
+        except (TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError):
             raise user_error(
                 "Sharding.make", f"{shown(dims)} for shape {shown(shape)}",
                 "a layout of Splits, and a size, for every dim",

@@ -130,7 +130,18 @@ def type_problem(op: OpDef, sample: Sample) -> str | None:
                      ("expected", f"{kind.dtype.value}{list(kind.shape)} by infer")]  # fmt: skip
             return report(op, call, f"the type rule is wrong about result {place}", facts,
                           "Correct infer (of a torch_op: its rule, sizes or dtype) or the lowering.")  # fmt: skip
-    return rule_problem(op, call) or open_problem(op, call) or stride_problem(op, sample, call)
+    problems = (rule_problem(op, call), open_problem(op, call), chance_problem(op, sample, call))
+    return next(filter(None, problems), None) or stride_problem(op, sample, call)
+
+
+def chance_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
+    """The lowering makes the same of the same operands each time."""
+    operands = operands_of(call, sample)
+    wrong = wrong_results(whole(call, operands), whole(call, operands), tolerance(call))
+    if wrong is None:
+        return None
+    return report(op, call, "the lowering makes something else of the same operands each time", [("wrong", wrong[2])],
+                  "Ranks would disagree: take random numbers as an operand, from fd.ops.uniform.")  # fmt: skip
 
 
 def stride_problem(op: OpDef, sample: Sample, call: Call) -> str | None:

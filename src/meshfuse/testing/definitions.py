@@ -11,8 +11,8 @@ from ..dtypes import DataType
 from ..errors import caller_line
 from ..fusion_definition import FusionDefinition
 from ..mesh import DeviceMesh, ParallelType
-from ..ops import OPS
 from ..ops.base import OpDef, TensorRef
+from ..ops.registry import names
 from ..sharding.value import Sharding
 from ..user_values import check_flags
 from .asked import check_entries, check_int, check_names, check_sizes, check_type
@@ -42,15 +42,15 @@ def definitions(
 
     They shrink to few ops, small sizes and simple ops.
 
-    `ops` are ops of the table by name, or OpDefs of your own, which then make about half of each program, called as
-    their samples call them. `families` (of `blocks.FAMILIES`) narrow the other ops, or `blocks` name them. Inputs are
-    made of `sizes` and `dtypes` (one with many places comes often); with `open_sizes` one program in four leaves some
-    open (-1). No tensor has more than `max_numel` elements. What nothing reads is an output, and so are a few
-    intermediate tensors. `inputs_for` gives inputs that fit. Raises ArgumentError for what there is none of.
+    `ops` are ops of the table, or registered ones, by name, or OpDefs, which then make about half of each program,
+    called as their samples call them. `families` (of `blocks.FAMILIES`) narrow the other ops, or `blocks` name them.
+    Inputs are made of `sizes` and `dtypes` (one with many places comes often); with `open_sizes` one program in four
+    leaves some open (-1). No tensor has more than `max_numel` elements. What nothing reads is an output, and so are a
+    few intermediate tensors. `inputs_for` gives inputs that fit. Raises ArgumentError for what there is none of.
     """
     check_names("definitions: families", families, FAMILIES)
     check_entries("definitions: ops", ops, (str, OpDef), "a list of names of ops, or OpDefs")
-    check_names("definitions: ops", [op for op in ops if isinstance(op, str)], OPS)
+    check_names("definitions: ops", [op for op in ops if isinstance(op, str)], names())
     check_int("definitions: max_ops", max_ops, 1, _MOST_OPS)
     check_int("definitions: min_ops", min_ops, 0, max_ops)
     check_int("definitions: max_numel", max_numel, 1)

@@ -12,6 +12,7 @@ from ..ops import OPS, pointwise
 from ..ops.base import OpDef, ParamKind, Sample, TensorType
 from ..ops.binding import make_call
 from ..ops.products import needs_nvidia
+from ..ops.registry import find
 from .examples import Example
 from .writer import KINDS, Block, Var, Writer, joint
 
@@ -30,8 +31,9 @@ _POINTWISE = tuple(
 
 
 def op_block(op: OpDef | str) -> Block:
-    """A piece that calls this op (or the op of the table of this name) as one of its samples does."""
-    found = OPS[op] if isinstance(op, str) else op
+    """A piece that calls this op (or the one of this name) as one of its samples does."""
+    found = find(op)
+    assert found is not None, op
     return lambda w: _call_sample(w, found, w.choose(list(found.samples())))
 
 
