@@ -53,8 +53,9 @@ class DeviceMesh:
 
     `DeviceMesh((2, 4), ("dp", "tp"))` is ranks 0..7 in that shape; `DeviceMesh(array)` and
     `DeviceMesh(array, names)` take the ranks themselves from a list, a range or a torch tensor (nvFuser's
-    form): a shape needs a name for each of its axes, and `DeviceMesh((2, 4))` is the ranks 2 and 4. Unnamed axes
-    are called x (the last), y, z. A name is a word without any of `,:=()[]`. Raises DefinitionError for other names,
+    form): a shape needs a name for each of its axes, and `DeviceMesh((2, 4))` is the ranks 2 and 4. As many numbers
+    as names are a shape, in a list too: rank 1 alone is `DeviceMesh((1,), ("s",), ranks=[1])`. Unnamed axes are
+    called x (the last), y, z. A name is a word without any of `,:=()[]`. Raises DefinitionError for other names,
     and for ranks or names that occur twice.
 
     `links` says how fast each axis is, and so which of several plans is the fastest: one `Link` for all axes, one
