@@ -31,7 +31,7 @@ from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import Set, insert_resharding
 from ..sharding.layout import is_prefix
 from ..sharding.value import Sharding
-from .starts import Starts, elsewhere, shared
+from .starts import Starts, elsewhere, in_rounds, shared
 
 VARIABLE = "MESHFUSE_SEARCH"
 # The most ops of a program that is planned several times as it is, whatever it moves: about a second's work.
@@ -198,7 +198,7 @@ class _Search:
         for starts in shared(self.graph, self.best.homes):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
-        for search in _FAR:
+        for search in () if in_rounds(self.graph) else _FAR:
             found = self.propagation.again(self._made(self.best), search)
             if self._spent(found).sends_less_than(self.cost):
                 self._keep(found)

@@ -67,16 +67,22 @@ def shared(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
     """Inputs that are whole over axes on which others lie, as if each rank took its part of a dim: of those dims that
     most of what is computed follows.
 
-    Where weights alone are split, nobody asks for that; it moves nothing. Not where the user asks for rounds: what they
-    cost is not counted, and ranks are to keep to their own rows, whatever that costs elsewhere.
+    Where weights alone are split, nobody asks for that; it moves nothing. Not where the user asks for rounds.
     """
-    if any(node.call.op.rounds for node in graph.nodes):
+    if in_rounds(graph):
         return []
     used = {(home.mesh, split.axis) for home in homes.values() for split in home.splits}
     alike = {(graph.tensors[i].type, homes[i]): i for i in reversed(_read_inputs(graph))}
     parts = {(i, dim): part for i in alike.values() for dim, part in _parts(homes[i], graph.shape(i), used)}
     reach = _reach(graph, parts)
     return [{place[0]: parts[place]} for place in sorted(parts, key=lambda p: (-reach[p], p))[:MOST_SHARED]]
+
+
+def in_rounds(graph: Graph) -> bool:
+    """Whether the user asks for ops in rounds: what they cost is not counted, and ranks are to keep to their own rows,
+    whatever that costs elsewhere.
+    """
+    return any(node.call.op.rounds for node in graph.nodes)
 
 
 def _reach(graph: Graph, places: Iterable[_Place]) -> dict[_Place, int]:
