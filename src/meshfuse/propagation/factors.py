@@ -120,7 +120,8 @@ def merged(votes: Sequence[Layouts], taken: Sequence[Split] = (), beyond: bool =
     used = list(taken)
     for vote in votes:
         for factor, layout in enumerate(vote):
-            if layout and layout != (old := out[factor]) and lay.is_prefix(old, layout):
+            old = out[factor]
+            if layout and layout != old and lay.is_prefix(old, layout):
                 added = (_unused_beyond if beyond else _unused)(layout[len(old) :], used)
                 out[factor] = (*old, *added)
                 used.extend(lay.axes(added))
@@ -131,7 +132,7 @@ def _unused(layout: Layout, used: Sequence[Split]) -> Layout:
     """The most major splits of a layout that use no used part of an axis, and what is left of the first that does."""
     out: list[Split] = []
     for split in layout:
-        clashes = [u for u in used if overlap(split, u)] if used and split.bound else None
+        clashes = [u for u in used if split.bound and overlap(split, u)]
         if clashes:
             out.append(_free_part(split, clashes))
             break

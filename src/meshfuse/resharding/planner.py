@@ -74,7 +74,7 @@ def at_least(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
         return 0.0
     if not _is_possible(src, dst):
         return math.inf
-    fastest = max([link.bandwidth for link in src.mesh.links])
+    _, fastest, _ = _speeds(src.mesh)
     return lacking(src, dst, shape) * itemsize / fastest * (1 - _ROUNDING)
 
 
@@ -99,13 +99,13 @@ def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, .
 
     Where nothing is reduced, dims that are whole stay so.
     """
-    ndim, cut = len(sizes), tuple([d for d, layouts in enumerate(zip(src.dims, dst.dims, strict=True)) if any(layouts)])
-    if src.partial != dst.partial or len(cut) == ndim:
+    places = tuple([d for d, layouts in enumerate(zip(src.dims, dst.dims, strict=True)) if any(layouts)])
+    if src.partial != dst.partial or len(places) == len(sizes):
         found = _Search(src, dst, sizes, ROOM / math.prod(sizes), room=0).run()
         return None if found is None else found.moves
-    ends = [end.with_dims([end.dims[d] for d in cut]) for end in (src, dst)]
-    moves = _path(*ends, tuple([sizes[d] for d in cut]))
-    return None if moves is None else tuple([_among_whole(move, cut, ndim) for move in moves])
+    ends = [end.with_dims([end.dims[d] for d in places]) for end in (src, dst)]
+    moves = _path(*ends, tuple([sizes[d] for d in places]))
+    return None if moves is None else tuple([_among_whole(move, places, len(sizes)) for move in moves])
 
 
 def _among_whole(move: Move, places: Sequence[int], ndim: int) -> Move:
@@ -149,6 +149,7 @@ def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
     return _priced((*first.moves, Move(MoveKind.EXCHANGE, disjoint(axes), reduced, dst)), shape, itemsize)
 
 
+@functools.lru_cache(maxsize=1 << 10)
 def _speeds(mesh: DeviceMesh) -> tuple[frozenset[str], float, float]:
     """The axes with the fastest links; those links' bytes per second; and the seconds that a byte takes more over the
     next ones, in parts by all ranks that the fastest connect: 0 where all links are as fast.
