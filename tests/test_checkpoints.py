@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -309,6 +311,47 @@ mf.save({str(tmp_path)!r}, {{"t": torch.zeros(5)}})
     assert mf.load(tmp_path)["t"].tolist() == [1, 1, 1]
     mf.save(tmp_path, {"t": torch.full((2,), 7)})  # It also clears away what the killed one left.
     assert mf.load(tmp_path)["t"].tolist() == [7, 7] and len(list(tmp_path.iterdir())) == 2
+
+
+@contextlib.contextmanager
+def interrupted(count: int):
+    """KeyboardInterrupt at so many calls within the checkpoints' own code, or where one of C's functions returns."""
+    left = itertools.count(count, -1)
+
+    def look(frame, event, arg):
+        code = frame.f_code  # What is raised in a generator's last moment is lost.
+        watched = "/checkpoint/" in code.co_filename and code.co_name != "<genexpr>"
+        if event in ("call", "c_return") and watched and not next(left):
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_save_that_ends_at_any_moment_leaves_a_whole_checkpoint(tmp_path, first):
+    """That of before or, from where it has replaced it, its own: the data of neither may go."""
+    seen = set[int]()
+    for count in itertools.count(1):
+        path = tmp_path / str(count)
+        if not first:
+            mf.save(path, {"t": torch.ones(3)})
+        ended = False
+        # Within torch's writer an interrupt becomes another error.
+        with contextlib.suppress(KeyboardInterrupt, CheckpointError), interrupted(count):
+            mf.save(path, {"t": torch.full((3,), 2.0)})
+            ended = sys.getprofile() is not None
+        if ended:
+            break
+        if (path / "checkpoint.json").exists():
+            seen.add(int(mf.load(path)["t"].sum()))
+        mf.save(path, {"t": torch.full((3,), 5.0)})
+        assert mf.load(path)["t"].tolist() == [5, 5, 5] and len(list(path.iterdir())) == 2
+    assert seen == ({6} if first else {3, 6})
 
 
 def test_one_rank_that_fails_fails_all(tmp_path, worlds, monkeypatch):

@@ -57,9 +57,11 @@ def locked(path: Path) -> Iterator[None]:
         _lock(handle, path)
         yield
     finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # A process that was forked meanwhile has the handle, too.
-        os.close(handle)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # A process that was forked meanwhile has the handle, too.
+        finally:
+            os.close(handle)
 
 
 def _lock(handle: int, path: Path) -> None:
@@ -171,8 +173,20 @@ def write_index(path: Path, index: Index) -> None:
 
 
 def abandon(path: Path, data: str) -> None:
-    """Remove the data of a save that failed."""
-    shutil.rmtree(path / data, ignore_errors=True)
+    """Remove the data of a save that failed; not those of one that failed after they became the checkpoint, as where
+    another rank ends before it is told.
+    """
+    if not _may_name(path, data):
+        shutil.rmtree(path / data, ignore_errors=True)
+
+
+def _may_name(path: Path, data: str) -> bool:
+    try:
+        return data in (path / _INDEX).read_text(errors="replace")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def sum_of(file: Path) -> tuple[int, int]:
