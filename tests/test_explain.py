@@ -171,3 +171,42 @@ def test_a_collective_names_the_other_annotation_that_it_is_for() -> None:
     assert any(
         line.startswith("for x (t0), annotated at") and 'fd.mesh_split(x, MESH, ["tp", None])' in line for line in found
     )
+
+
+def moved_in_pieces() -> tuple[mf.FusionDefinition, dict[str, mf.TensorView]]:
+    """Ops that are the move of exact pieces of a sharded dim."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([1600, 2])
+        made = {
+            "slice": fd.ops.slice(x, [3, 0], [1203, 2]),
+            "pad": fd.ops.pad(x, [0, 0, 7, 9]),
+            "reorder_blocks": fd.ops.reorder_blocks(x, 0, [2, 0, 3, 1]),
+        }
+        for tensor in made.values():
+            result = fd.ops.relu(tensor)
+            fd.add_output(result)
+            fd.mesh_split(result, MESH, ["tp", None])
+        fd.mesh_split(x, MESH, ["tp", None])
+    return fd, made
+
+
+def test_what_is_moved_in_exact_pieces_is_not_said_to_be_whole() -> None:
+    fd, made = moved_in_pieces()
+    planned = fd.compile().planned
+    sources = {node.name: c.source for node, c in zip(planned.graph.nodes, planned.choices, strict=True)}
+    for name, tensor in made.items():
+        assert sources[name].kind == "pieces"
+        found = lines(fd.explain(tensor))
+        assert any(line.startswith(f"{name} is computed by moving the pieces of x (t0) ") for line in found), found
+        assert any(line.startswith("tp on dim 0: follows x (t0), annotated at ") for line in found), found
+
+
+def test_an_unannotated_result_of_moved_pieces_follows_what_is_moved() -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([1600, 2])
+        y = fd.ops.slice(x, [3, 0], [1203, 2])
+        z = fd.ops.sum(fd.ops.exp(y))
+        fd.add_output(z)
+        fd.mesh_split(x, MESH, ["tp", None])
+    found = lines(fd.explain(y))
+    assert any(line.startswith("tp on dim 0: follows x (t0), annotated at ") for line in found), found

@@ -173,6 +173,9 @@ class Explainer:
             return f"as {self._label(node.outputs[source.place])} is wanted{whole}"
         if source.kind == "carry":
             return f"on the unreduced terms of {self._label(node.inputs[source.place])}"
+        if source.kind == "pieces":
+            return f"by moving the pieces of {self._label(node.inputs[0])} that ranks lack"
+        assert source.kind == "whole", source
         return "whole on every rank"
 
     # chunks

@@ -110,7 +110,10 @@ class Provenance:
         node = self.producer(tensor)
         if node is None:
             return []
-        carry = self._choice(node).placement.carry
+        placement = self._choice(node).placement
+        if placement.move is not None:
+            return [(node.inputs[0], d) for d in _dims_split(placement.move.src, split)]
+        carry = placement.carry
         if dim is None and any(overlap(split, s) for s in carry.axes):
             return [(node.inputs[carry.operands[0]], None)]
         factors = self._factors(node, tensor, dim, split)
@@ -149,7 +152,10 @@ class Provenance:
     def _results(self, tensor: int, dim: int, split: Split) -> Iterator[tuple[int, int]]:
         for number in self._readers.get(tensor, ()):
             node = self.graph.nodes[number]
-            layouts = self._choice(node).placement.layouts
+            placement = self._choice(node).placement
+            if placement.move is not None:
+                yield from ((node.outputs[0], d) for d in _dims_split(placement.move.dst, split))
+            layouts = placement.layouts
             factors = [f for i, dims in zip(node.inputs, node.rule.operands, strict=True) if i == tensor
                        for f in dims[dim] if _has(layouts[f], split)]  # fmt: skip
             for factor in factors:
@@ -169,6 +175,10 @@ def _path(before: dict[int, int], end: int) -> list[int]:
 @functools.lru_cache(maxsize=1 << 14)
 def _has(layout: Layout, split: Split) -> bool:
     return any(overlap(split, s) for s in lay.axes(layout))
+
+
+def _dims_split(sharding: Sharding, split: Split) -> list[int]:
+    return [d for d, layout in enumerate(sharding.dims) if _has(layout, split)]
 
 
 def _dims_with(dims: DimFactors, factor: int) -> list[int]:
