@@ -38,8 +38,8 @@ class DefinitionBuilder(AnnotatedDefinition):
     def __init__(self) -> None:
         super().__init__()
         self.scalars: dict[int, ScalarDef] = {}
-        self.ops = OpNamespace(self)  # type: ignore[arg-type]
-        self.fusion = Fusion(self)  # type: ignore[arg-type]
+        self.ops = OpNamespace(self)
+        self.fusion = Fusion(self)
         self.history: list[TensorRef | ScalarRef | OpNode] = []
 
     def __enter__(self) -> DefinitionBuilder:
@@ -250,14 +250,14 @@ class DefinitionBuilder(AnnotatedDefinition):
     def _new_tensor(self, kind: TensorType, line: SourceLine, order: tuple[int, ...] | None = None) -> TensorView:
         ref = TensorRef(len(self.tensors))
         self.tensors.append(TensorDef(kind, f"t{ref.id}", line, order))
-        return TensorView(self, ref)  # type: ignore[arg-type]
+        return TensorView(self, ref)
 
     def new_scalar(self, made: ScalarDef) -> Val:
         """A scalar; an input must be put among the inputs, too."""
         ref = ScalarRef(len(self.scalars), made.dtype)
         self.scalars[ref.id] = made
         self.history.append(ref)
-        return Val(self, ref)  # type: ignore[arg-type]
+        return Val(self, ref)
 
 
 def _are_strides(contiguity: Any) -> bool:

@@ -72,7 +72,7 @@ def _lines(ops: Iterable[tuple[str, str]]) -> str:
 # An op or composite of a definition as a function. Its `__doc__`, for help(fd.ops.sum), is that of this one.
 class OpFunction(functools.partial[Any]):
     @property
-    def __doc__(self) -> str:  # type: ignore[override]
+    def __doc__(self) -> str:
         return help_of(self.args[0])
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from .. import kernels
 
-_use_count = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+_use_count = torch._C._storage_Use_Count
 # Another tensor on the same memory: nothing that a user does to it (a name, a wish for gradients) stays.
 _alias = torch._C._dynamo.guards._reinterpret_tensor  # pyright: ignore[reportAttributeAccessIssue]
 Shape = tuple[int, ...]

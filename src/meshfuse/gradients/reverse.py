@@ -176,7 +176,7 @@ class _Sweep:
                 "Leave what depends on it out of the outputs, or cut it off with fd.stop_gradient(t).", node.line,
             )  # fmt: skip
         arguments = {param.name: self._value(arg) for param, arg in zip(node.op.params, node.args, strict=True)}
-        results = tuple(TensorView(self.fd, TensorRef(i)) for i in node.outputs)  # type: ignore[arg-type]
+        results = tuple(TensorView(self.fd, TensorRef(i)) for i in node.outputs)
         made = self._applied(node, Backward(node.op.name, self.ops, arguments, results, grads, self.active))
         passed = {grad.id for grad in grads if grad is not None}
         for name, grad in made.items():
@@ -189,9 +189,9 @@ class _Sweep:
 
     def _value(self, arg: Any) -> Any:
         if isinstance(arg, TensorRef):
-            return TensorView(self.fd, arg)  # type: ignore[arg-type]
+            return TensorView(self.fd, arg)
         if isinstance(arg, ScalarRef):
-            return Val(self.fd, arg)  # type: ignore[arg-type]
+            return Val(self.fd, arg)
         return tuple(map(self._value, arg)) if isinstance(arg, tuple) else arg
 
     def _add(self, operand: Any, grad: Any, passed: set[int]) -> None:

@@ -47,4 +47,4 @@ class _Finder:
 def install() -> None:
     """Put the finder first: the one for files would find a submodule's file."""
     if _Finder not in sys.meta_path:
-        sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder)

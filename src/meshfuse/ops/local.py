@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..sharding.layout import Runs
+from ..sharding.layout import Runs, digits
 from ..sharding.value import Sharding
 from .base import Call, ScalarRef, TensorRef
 
@@ -61,9 +61,8 @@ class LocalCall:
         return self.number
 
     def leads(self) -> bool:
-        mesh = self.result_shardings[0].mesh
-        partial = self.result_shardings[0].partial
-        return all(mesh.digit(self.rank, s.axis, s.pre, s.size) == 0 for s in partial)  # type: ignore[arg-type]
+        made = self.result_shardings[0]
+        return not any(digits(made.partial, made.mesh, self.rank))
 
     def into(self, target: str) -> list[str] | None:
         """Python statements that write the result into an existing tensor; None for ops that make their own."""

@@ -94,7 +94,7 @@ def _fields(value: Any) -> tuple[Any, ...]:
         return tuple(value)
     if dataclasses.is_dataclass(value):
         return tuple(getattr(value, field.name) for field in dataclasses.fields(value))
-    return value.__reduce__()[1]  # type: ignore[return-value]
+    return value.__reduce__()[1]
 
 
 def _made(row: list[Any], values: list[Any]) -> Any:

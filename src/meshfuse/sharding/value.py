@@ -178,7 +178,7 @@ class Sharding:
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """The rank's place along every bound split: ranks of equal coordinates hold replicas."""
-        return tuple(self.mesh.digit(rank, s.axis, s.pre, s.size) for s in self.splits)  # type: ignore[arg-type]
+        return lay.digits(self.splits, self.mesh, rank)
 
     def __str__(self) -> str:
         dims = ", ".join(lay.text(layout, self.mesh) for layout in self.dims)

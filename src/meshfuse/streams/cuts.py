@@ -73,7 +73,7 @@ def dim_cut(rule: Rule, dims: DimFactors, shape: tuple[int, ...], factor: int, c
         if factor in factors:
             parts = tuple(cut.layout if f == factor else lay.WHOLE for f in factors)
             sizes = tuple(rule.factors[f].size for f in factors)
-            joined = None if cut.layout is None else lay.concat(parts, sizes, shape[dim])  # type: ignore[arg-type]
+            joined = None if cut.layout is None else lay.concat(parts, sizes, shape[dim])
             if joined is None:
                 raise Refused("as a merged dim cannot be cut so")
             return Cut.of(dim, joined, shape[dim])
