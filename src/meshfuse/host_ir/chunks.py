@@ -68,8 +68,7 @@ class _Loop:
     def run(self) -> list[Instruction]:
         for v in self.loop.outputs:
             if v in self.whole and not self._is_scattered(v):
-                kind = self.graph.tensors[self._value(v).tensor].type
-                self.out.append(Allocate(self.low.name(v), local_shape(self._held(v)), kind.dtype))
+                self.out.append(Allocate(self.low.name(v), local_shape(self._held(v)), self._dtype(v)))
         if self.loop.ring == "gather":
             self._gather_ring()
         elif self.loop.ring == "scatter":
@@ -82,6 +81,9 @@ class _Loop:
 
     def _value(self, v: int) -> Value:
         return self.low.values[v]
+
+    def _dtype(self, v: int) -> DataType:
+        return self.low.segmented.resharded.type_of(v).dtype
 
     def _held(self, v: int, chunk: int | None = None) -> tuple[Runs, ...]:
         """The global indices of the value's elements on this rank, all or a chunk's."""
@@ -118,18 +120,17 @@ class _Loop:
         """
         step = self.loop.moves[-1]
         maker = next((s for s in self.loop.computes if step.source in s.outputs), None)
-        kind = self.graph.tensors[self._value(step.source).tensor].type.dtype
+        dtype = self._dtype(step.source)
         if maker is None or step.source in self.whole or step.move.src.reduce != "sum":
             return None
-        if kind not in (DataType.BFloat16, DataType.Half) or not self.graph.nodes[maker.node].call.op.widens:
+        if dtype not in (DataType.BFloat16, DataType.Half) or not self.graph.nodes[maker.node].call.op.widens:
             return None
         sizes = [count(self._held(v, c)) for v in (*maker.inputs, step.source) for c in self.loop.filled]
         return maker if max(sizes) * DataType.Float.itemsize <= _SHORT else None
 
     def _sum_type(self, step: Set) -> DataType:
         """The type of the sums that travel in a ring."""
-        kind = self.graph.tensors[self._value(step.source).tensor].type.dtype
-        return DataType.Float if self.wide is not None else kind
+        return DataType.Float if self.wide is not None else self._dtype(step.source)
 
     def _is_scattered(self, v: int) -> bool:
         """The result of a ring that scatters, of which this rank makes one chunk: the whole is that chunk."""
@@ -270,11 +271,11 @@ class _Loop:
 
     def _message(self, step: Set, kind: str, peer: int, name: str, chunk: int, size: int) -> SendRecv:
         context = self.low.move_context(step, "", "", False)
-        kind_of = self._sum_type(step)
-        wire = float(size * kind_of.itemsize) if kind == "send" else 0.0
+        dtype = self._sum_type(step)
+        wire = float(size * dtype.itemsize) if kind == "send" else 0.0
         about = replace(context.about, wire=wire, why=f"{step.why}, {self._note(chunk)}")
         work = f"w{step.target}_{chunk}_{'to' if kind == 'send' else 'from'}"
-        return SendRecv(work, step.move.group(self.rank), kind, peer, name, about, (size, kind_of.value))
+        return SendRecv(work, step.move.group(self.rank), kind, peer, name, about, (size, dtype.value))
 
     def _gather_ring(self) -> None:
         """Each shard goes to the rank before; a rank works on its own, then on that of the rank after it, and so on."""
@@ -335,9 +336,9 @@ class _Loop:
         if got:
             name, placed = self._target(step.target, there)
             shape = local_shape(self._held(step.target, there))
-            dtype = self.graph.tensors[self._value(step.target).tensor].type.dtype
             call = self._message(step, "recv", ring.after, name, there, got)
-            messages.append(((ring.index + 1) % ring.size, [call] if placed else [Allocate(name, shape, dtype), call]))
+            buffer = [] if placed else [Allocate(name, shape, self._dtype(step.target))]
+            messages.append(((ring.index + 1) % ring.size, [*buffer, call]))
             waits.insert(0, Wait(call.work))
         for _, part in sorted(messages, key=lambda entry: entry[0]):
             self.out.extend(part)

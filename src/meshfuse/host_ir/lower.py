@@ -155,7 +155,7 @@ class RankLowering:
 
     def wire(self, move: Move, source: int) -> float:
         """Bytes that this rank puts on the wire for a move of a value."""
-        kind = self.graph.tensors[self.values[source].tensor].type
+        kind = self.segmented.resharded.type_of(source)
         return wire_elements(move, kind.shape, self.rank) * kind.dtype.itemsize
 
     def is_fresh(self, value: int) -> bool:

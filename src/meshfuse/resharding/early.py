@@ -36,8 +36,8 @@ class Seconds:
     """Modelled seconds of a graph's steps; equal ops are looked up."""
 
     def __init__(self, resharded: ReshardedDefinition):
+        self.resharded = resharded
         self.graph: Graph = resharded.graph
-        self.values = resharded.values
         self._known: dict[object, float] = {}
 
     def of(self, step: Step) -> float:
@@ -49,7 +49,7 @@ class Seconds:
                 flops, nbytes = local_cost(call, step.placement)
                 self._known[key] = max(flops / DEVICE_FLOPS, nbytes / DEVICE_MEMORY)
             return self._known[key]
-        kind = self.graph.tensors[self.values[step.source].tensor].type
+        kind = self.resharded.type_of(step.source)
         key = (step.move, kind)
         if key not in self._known:
             self._known[key] = _moved(step.move, kind.shape) * kind.dtype.itemsize / DEVICE_LINK.bandwidth

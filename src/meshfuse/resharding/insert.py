@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import SourceLine
 from ..graph import Graph
 from ..mesh import DeviceMesh
+from ..ops.base import TensorType
 from ..propagation.ends import ends
 from ..propagation.factors import Placement
 from ..propagation.sharded import ShardedDefinition
@@ -83,14 +84,18 @@ class ReshardedDefinition:
     def graph(self) -> Graph:
         return self.sharded.graph
 
+    def type_of(self, value: int) -> TensorType:
+        """The type of the tensor that a value is: its shape is the global one."""
+        return self.graph.tensors[self.values[value].tensor].type
+
     def nbytes(self, value: int) -> int:
         """Of a rank's largest shard of a value."""
-        tensor, sharding = self.graph.tensors[self.values[value].tensor], self.values[value].sharding
-        return sharding.max_local_numel(tensor.type.shape) * tensor.type.dtype.itemsize
+        kind = self.type_of(value)
+        return self.values[value].sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
 
     def price(self, step: Set) -> Price:
         """The modelled time of a move, and its bytes."""
-        kind = self.graph.tensors[self.values[step.source].tensor].type
+        kind = self.type_of(step.source)
         return price(step.move, kind.shape, kind.dtype.itemsize)
 
     def seconds(self, step: Set) -> float:
@@ -161,7 +166,7 @@ class ReshardedDefinition:
         """What the step takes and makes, what it works on, and how."""
         if isinstance(step, Compute):
             return f"{step.inputs}{step.outputs}", self.graph.nodes[step.node].call, step.placement
-        return f"{step.source}>{step.target}", self.graph.tensors[self.values[step.source].tensor].type, step.move
+        return f"{step.source}>{step.target}", self.type_of(step.source), step.move
 
 
 @dataclass(slots=True)

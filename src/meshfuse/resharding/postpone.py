@@ -37,7 +37,7 @@ def bucket_key(resharded: ReshardedDefinition, step: Step) -> object:
     sizes = resharded.nbytes(step.source), resharded.nbytes(step.target)
     if sizes[0] > LARGEST if kind is MoveKind.ALL_REDUCE else max(sizes) > LARGEST_COPIED:
         return None
-    dtype = resharded.graph.tensors[resharded.values[step.source].tensor].type.dtype
+    dtype = resharded.type_of(step.source).dtype
     return MoveKind.EXCHANGE if kind in _EXCHANGES else kind, src.mesh, step.move.axes, src.reduce, dtype
 
 
