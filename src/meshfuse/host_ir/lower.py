@@ -16,12 +16,12 @@ from ..segmentation import Segment, SegmentedDefinition
 from ..sharding import layout as lay
 from ..streams.overlap import ChunkLoop
 from .bucket import buckets, lower_bucket
-from .chunks import lower_loop
 from .communicate import MoveContext, lower_move
 from .cost import CostModel
 from .instructions import Communication, Instruction, Kernel, Launch
 from .kernel_text import dying, functions, scalar_params, scalar_text
 from .liveness import with_frees
+from .loops import lower_loop
 from .op_text import OpText
 from .program import HostProgram
 from .schedule import IN_FLIGHT, schedule

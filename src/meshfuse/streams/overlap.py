@@ -25,7 +25,7 @@ class ChunkLoop:
     """Steps done chunk by chunk. `cuts` says of every tensor that is cut how.
 
     `ring` is "" for collectives per chunk, "gather" where shards of an operand travel round, and "scatter" where sums
-    do. `asked` is the tensor that the user named, at `line`.
+    do. `asked` is the tensor that the user named, at the line of `stream`.
     """
 
     id: int

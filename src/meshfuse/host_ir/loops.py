@@ -1,0 +1,254 @@
+"""A loop over chunks on one rank, written out chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..dtypes import DataType
+from ..resharding.insert import Compute, Set
+from ..resharding.moves import MoveKind, count
+from ..sharding.layout import Runs
+from ..streams.overlap import ChunkLoop
+from .chunks import Chunks
+from .communicate import local_shape
+from .instructions import Allocate, Fold, Instruction, Pack, Put, SendRecv, View, Wait, whole_box
+
+if TYPE_CHECKING:
+    from .lower import RankLowering
+
+
+# Sending a message of so many bytes takes less than starting it, on all links of `costs.MACHINES`.
+_SHORT = 64 * 1024
+
+
+def lower_loop(low: RankLowering, loop: ChunkLoop) -> list[Instruction]:
+    """The instructions of a loop on the lowering's rank; none outside of its mesh."""
+    if low.rank not in loop.mesh:
+        return []
+    return _WRITERS[loop.ring](low, loop).run()
+
+
+class _InTurn(Chunks):
+    """One chunk after the other, with a collective for each."""
+
+    def __init__(self, low: RankLowering, loop: ChunkLoop):
+        super().__init__(low, loop)
+        self.into = {s.source: s.target for s in loop.moves if self._in_place(s)}
+
+    def _in_place(self, step: Set) -> bool:
+        """An all-reduce whose source nothing else reads: its source is written where its target will be."""
+        if step.move.kind is not MoveKind.ALL_REDUCE or step.target not in self.parts:
+            return False
+        return step.source in self.made and step.source not in self.whole and self.low.readers[step.source] == 1
+
+    def _write(self) -> None:
+        """What comes before the first op that reads a moved value (before the first op, where none does) is done for
+        the next chunk before the rest is done for this one.
+        """
+        steps = self.loop.steps
+        first = self._first_reader() or next(i for i, s in enumerate(steps) if isinstance(s, Compute))
+        chunks = self.loop.filled
+        for place in range(len(chunks) + 1):
+            for step in steps[:first] if place < len(chunks) else ():
+                self._step(step, chunks[place])
+            for step in steps[first:] if place else ():
+                self._step(step, chunks[place - 1])
+
+    def _first_reader(self) -> int:
+        """The place of the first op that reads what a move of the loop brings; 0 where there is none."""
+        moved = {s.target for s in self.loop.moves}
+        readers = (i for i, s in enumerate(self.loop.steps) if isinstance(s, Compute) and moved.intersection(s.inputs))
+        return next(readers, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A rank's place among the ranks of a ring, and how many chunks each shard is cut into."""
+
+    group: tuple[int, ...]
+    index: int
+    inner: int
+
+    @property
+    def size(self) -> int:
+        return len(self.group)
+
+    @property
+    def before(self) -> int:
+        return self.group[self.index - 1]
+
+    @property
+    def after(self) -> int:
+        return self.group[(self.index + 1) % self.size]
+
+    def block(self, place: int) -> range:
+        """The chunks of the shard of the rank at this place, counted round."""
+        start = place % self.size * self.inner
+        return range(start, start + self.inner)
+
+
+class _InRing(Chunks):
+    """Shards, or sums of them, on their way from rank to rank."""
+
+    def _ring(self, step: Set) -> Ring:
+        group = step.move.group(self.rank)
+        return Ring(group, group.index(self.rank), self.loop.chunks // len(group))
+
+    def _sum_type(self, step: Set) -> DataType:
+        """The type of the sums that travel in a ring."""
+        return DataType.Float if self.wide is not None else self._dtype(step.source)
+
+    def _message(self, step: Set, kind: str, peer: int, name: str, chunk: int, size: int) -> SendRecv:
+        context = self.low.move_context(step, "", "", False)
+        dtype = self._sum_type(step)
+        wire = float(size * dtype.itemsize) if kind == "send" else 0.0
+        about = replace(context.about, wire=wire, why=f"{step.why}, {self._note(chunk)}")
+        work = f"w{step.target}_{chunk}_{'to' if kind == 'send' else 'from'}"
+        return SendRecv(work, step.move.group(self.rank), kind, peer, name, about, (size, dtype.value))
+
+
+class _GatherRing(_InRing):
+    """Each shard goes to the rank before; a rank works on its own, then on that of the rank after it, and so on."""
+
+    def _write(self) -> None:
+        step = self.loop.moves[0]
+        ring, makers = self._ring(step), self._makers(step.source)
+        rest = [s for s in self.loop.steps if s is not step and s not in makers]
+        for chunk in ring.block(ring.index):
+            for maker in makers if count(self._global(step, chunk)) else ():
+                self._step(maker, chunk)
+            self._own_shard(step, chunk)
+        for turn in range(ring.size):
+            last = turn == ring.size - 1
+            for here, there in zip(ring.block(ring.index + turn), ring.block(ring.index + turn + 1), strict=True):
+                if not last:
+                    self._pass_on(step, ring, here, there)
+                if count(self._global(step, here)):
+                    for other in rest:
+                        self._step(other, here)
+
+    def _makers(self, value: int) -> list[Compute | Set]:
+        """The loop's steps that a value comes of, in order."""
+        found: list[Compute | Set] = []
+        wanted = {value}
+        for step in reversed(self.loop.steps):
+            if wanted.intersection(step.outputs):
+                found.insert(0, step)
+                wanted.update(step.inputs)
+        return found
+
+    def _global(self, step: Set, chunk: int) -> tuple[Runs, ...]:
+        return self._held(step.target, chunk)
+
+    def _own_shard(self, step: Set, chunk: int) -> None:
+        """The rank's own shard as a chunk of the gathered tensor."""
+        if not count(self._global(step, chunk)):
+            return
+        source = self._read(step.source, chunk)
+        if step.target in self.parts:
+            name, _ = self._target(step.target, chunk)
+            shape = local_shape(self._held(step.target, chunk))
+            self.out.append(Put(name, whole_box(shape), shape, source))
+        else:
+            self.known[step.target, chunk] = source
+            self._store(step.target, chunk)
+
+    def _pass_on(self, step: Set, ring: Ring, here: int, there: int) -> None:
+        """Send the shard at hand to the rank before and get the next one from the rank after."""
+        messages: list[tuple[int, list[Instruction]]] = []
+        sent, got = count(self._global(step, here)), count(self._global(step, there))
+        waits: list[Instruction] = []
+        if sent:
+            name = f"v{step.target}_{here}_sent"
+            shape = local_shape(self._held(step.target, here))
+            pack = Pack(name, self.known[step.target, here], (whole_box(shape),), shape)
+            call = self._message(step, "send", ring.before, name, here, sent)
+            messages.append((ring.index, [pack, call]))
+            waits.append(Wait(call.work))
+        if got:
+            name, placed = self._target(step.target, there)
+            shape = local_shape(self._held(step.target, there))
+            call = self._message(step, "recv", ring.after, name, there, got)
+            buffer = [] if placed else [Allocate(name, shape, self._dtype(step.target))]
+            messages.append(((ring.index + 1) % ring.size, [*buffer, call]))
+            waits.insert(0, Wait(call.work))
+        for _, part in sorted(messages, key=lambda entry: entry[0]):
+            self.out.extend(part)
+        self.out.extend(waits)
+        if got:
+            self._store(step.target, there)
+
+
+class _ScatterRing(_InRing):
+    """The sum of each chunk goes round by way of all ranks, each adding its term, and ends where it belongs."""
+
+    def __init__(self, low: RankLowering, loop: ChunkLoop):
+        super().__init__(low, loop)
+        self.wide = self._wide_term()
+
+    def _wide_term(self) -> Compute | None:
+        """The op whose terms, of 16-bit floats, are made, sent and added in float32: rounded once, like a collective's.
+
+        One whose tensors are so small that a ring takes no longer for it.
+        """
+        step = self.loop.moves[-1]
+        maker = next((s for s in self.loop.computes if step.source in s.outputs), None)
+        dtype = self._dtype(step.source)
+        if maker is None or step.source in self.whole or step.move.src.reduce != "sum":
+            return None
+        if dtype not in (DataType.BFloat16, DataType.Half) or not self.graph.nodes[maker.node].call.op.widens:
+            return None
+        sizes = [count(self._held(v, c)) for v in (*maker.inputs, step.source) for c in self.loop.filled]
+        return maker if max(sizes) * DataType.Float.itemsize <= _SHORT else None
+
+    def _is_only_chunk(self, v: int) -> bool:
+        if v != self.loop.moves[-1].target or self.wide is not None:
+            return False
+        return self._ring(self.loop.moves[-1]).inner == 1 and bool(count(self._held(v)))
+
+    def _write(self) -> None:
+        step = self.loop.moves[-1]
+        ring, rest = self._ring(step), [s for s in self.loop.steps if s is not step]
+        for turn in range(ring.size):
+            here, there = ring.block(ring.index - 1 - turn), ring.block(ring.index - 2 - turn)
+            for chunk, following in zip(here, there, strict=True):
+                last = turn == ring.size - 1
+                coming = [] if last else self._coming(step, ring, following)
+                # Both ends of every message issue it at the same place in one order of all messages.
+                self.out += coming if ring.index else []
+                if count(self._held(step.source, chunk)):
+                    self._add_term(step, ring, turn, chunk, rest)
+                self.out += [] if ring.index else coming
+
+    def _coming(self, step: Set, ring: Ring, chunk: int) -> list[Instruction]:
+        """Ask for the sum so far of a chunk, which the rank before sends after this turn."""
+        shape, size = local_shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
+        name = f"v{step.target}_{chunk}_sum"
+        call = self._message(step, "recv", ring.before, name, chunk, size)
+        return [Allocate(name, shape, self._sum_type(step)), call] if size else []
+
+    def _add_term(self, step: Set, ring: Ring, turn: int, chunk: int, rest: Sequence[Compute | Set]) -> None:
+        """Compute the rank's term of a chunk, add it to the sum that came, and send that on or keep it."""
+        shape, size = local_shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
+        whole = whole_box(shape)
+        for other in rest:
+            self._step(other, chunk)
+        mine = self.known[step.source, chunk]
+        if turn:
+            come, term, mine = f"v{step.target}_{chunk}_sum", mine, f"v{step.target}_{chunk}_sums"
+            self.out.append(Wait(f"w{step.target}_{chunk}_from"))
+            self.out.append(Fold(mine, come, 1, shape, step.move.src.reduce, term))
+        if turn < ring.size - 1:
+            sent = f"v{step.target}_{chunk}_sent"
+            call = self._message(step, "send", ring.after, sent, chunk, size)
+            self.out += [Pack(sent, mine, (whole,), shape), call, Wait(call.work)]
+        elif self._is_only_chunk(step.target):
+            self.out.append(View(self.low.name(step.target), mine, whole, shape))
+        elif step.target in self.whole:
+            box = self._box(step.target, chunk)
+            self.out.append(Put(self.low.name(step.target), box, local_shape(self._held(step.target)), mine))
+
+
+_WRITERS: dict[str, type[Chunks]] = {"": _InTurn, "gather": _GatherRing, "scatter": _ScatterRing}
