@@ -81,11 +81,14 @@ class FusionDefinition(PlannedDefinition):
             raise user_error("FusionDefinition: seed", shown(seed), needed, do, caller_line())
         super().__init__(max_wire, max_memory, search)
         self.seed = seed
-        self._constants: set[int] = set()
-        self._steps: dict[str, int] = {}
+        self._constants: set[int] = set()  # Tensors that no gradient passes.
+        self._steps: dict[str, int] = {}  # Runs so far, on real ranks and on simulated ones.
+        # Programs by `_key`: shapes, scalars that sizes follow, device and options.
         self._simulated: dict[Any, _Simulated] = {}
         self._bound: dict[Any, RankProgram] = {}
+        # Those of `execute` by what `outline` tells of arguments, too: such arguments are not checked again.
         self._ready: dict[Any, RankProgram] = {}
+        # The stride orders of outputs, once they are asked for, and whether any is not row-major.
         self._orders: list[tuple[int, ...] | None] | None = None
         self._ordered = False
         for observe in observers:
@@ -176,15 +179,15 @@ class FusionDefinition(PlannedDefinition):
         check_count(self, inputs, line)
         name = requested(backend, line)
         locals_, dtensors = local_parts(inputs), dtensor_shapes(self, inputs, line)
-        found = split_arguments(self, locals_, line)
-        key = self._key(found, idle_ranks, name, cuda_graph, *dtensors.items())
+        given = split_arguments(self, locals_, line)
+        key = self._key(given, idle_ranks, name, cuda_graph, *dtensors.items())
         program = self._bound.get(key)
         if program is None:
-            program = self._bound[key] = self._bind_rank(found, dtensors, idle_ranks, line, False, name, cuda_graph)
-        if known[0] is not None and not any(self.tensors[i].stride_order for i in found.tensors):
+            program = self._bound[key] = self._bind_rank(given, dtensors, idle_ranks, line, False, name, cuda_graph)
+        if known[0] is not None and not any(self.tensors[i].stride_order for i in given.tensors):
             self._ready[known] = program
         homes = output_homes(program.compiled, inputs, line) if dtensors else None
-        values, self._latest = found.in_order(self.inputs), program
+        values, self._latest = given.in_order(self.inputs), program
         outputs = self._laid_out(program.run(values, self.seed, self._next_step("ranks")))
         return outputs if homes is None else wrap_outputs(outputs, homes)
 
@@ -200,18 +203,18 @@ class FusionDefinition(PlannedDefinition):
         """
         line = caller_line()
         check_flags(line, check_replicas=check_replicas, check_streams=check_streams)
-        found = split_arguments(self, inputs, line)
+        given = split_arguments(self, inputs, line)
         name = requested(None, line)
-        key = self._key(found, name, check_streams)
+        key = self._key(given, name, check_streams)
         if key not in self._simulated:
-            compiled = self._compile(found, check_global_shapes(self, found, line), DeviceMesh([0]), line)
+            compiled = self._compile(given, check_global_shapes(self, given, line), DeviceMesh([0]), line)
             programs = [compiled.host_program(rank) for rank in compiled.ranks]
             compiled.verify()
-            simulation = Simulation(programs, found.device, compiled.segmented, name, check_streams)
+            simulation = Simulation(programs, given.device, compiled.segmented, name, check_streams)
             self._simulated[key] = _Simulated(compiled, simulation)
         self._latest = self._simulated[key]
         with torch.no_grad():
-            return self._run_simulation(self._simulated[key], found, check_replicas)
+            return self._run_simulation(self._simulated[key], given, check_replicas)
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
         """Global tensors in and out, on the ranks that there are: simulated ones unless a launcher started several.
@@ -223,16 +226,16 @@ class FusionDefinition(PlannedDefinition):
         if world.size == 1:
             return self.simulate(inputs)
         line = caller_line()
-        found = split_arguments(self, inputs, line)
-        shapes = check_global_shapes(self, found, line)
+        given = split_arguments(self, inputs, line)
+        shapes = check_global_shapes(self, given, line)
         shardings = self._input_shardings(shapes)
-        values = zip(self.inputs, found.in_order(self.inputs), strict=True)
+        values = zip(self.inputs, given.in_order(self.inputs), strict=True)
         with torch.no_grad():
             args = [self._local(ref, value, shardings, world.rank) for ref, value in values]
-        key = (self._key(found), "global")
+        key = (self._key(given), "global")
         if key not in self._bound:
-            program = self._bind_rank(found, shapes, False, line, whole=True)
-            check_same_arguments(self, found, world)
+            program = self._bind_rank(given, shapes, False, line, whole=True)
+            check_same_arguments(self, given, world)
             self._bound[key] = program
         self._latest = program = self._bound[key]
         outputs = program.run(args, self.seed, self._next_step("ranks"))
@@ -248,9 +251,9 @@ class FusionDefinition(PlannedDefinition):
         return {i: annotated[i].sharding(self.tensors[i].name, shape).placement(shape)
                 for i, shape in shapes.items() if i in annotated}  # fmt: skip
 
-    def _run_simulation(self, made: _Simulated, found: Inputs, check: bool) -> list[torch.Tensor]:
+    def _run_simulation(self, made: _Simulated, given: Inputs, check: bool) -> list[torch.Tensor]:
         compiled = made.compiled
-        arguments = {rank: self._simulated_arguments(compiled, found, rank) for rank in compiled.ranks}
+        arguments = {rank: self._simulated_arguments(compiled, given, rank) for rank in compiled.ranks}
         results = made.simulation.run(arguments, self.seed, self._next_step("simulated"))
         graph = compiled.graph
         out = []
@@ -274,16 +277,16 @@ class FusionDefinition(PlannedDefinition):
             for out, order in zip(outputs, self._orders, strict=True)
         ]
 
-    def _simulated_arguments(self, compiled: CompiledProgram, found: Inputs, rank: int) -> list[Any]:
+    def _simulated_arguments(self, compiled: CompiledProgram, given: Inputs, rank: int) -> list[Any]:
         homes = compiled.sharded.homes
         out: list[Any] = []
         for ref in self.inputs:
             if not isinstance(ref, TensorRef):
-                out.append(found.scalars[ref.id])
+                out.append(given.scalars[ref.id])
             elif self.placed(ref.id) is not None and rank in homes[ref.id].mesh:
-                out.append(shard(found.tensors[ref.id], homes[ref.id], rank))
+                out.append(shard(given.tensors[ref.id], homes[ref.id], rank))
             else:
-                out.append(found.tensors[ref.id])
+                out.append(given.tensors[ref.id])
         return out
 
     def _next_step(self, where: str) -> int:
@@ -292,13 +295,13 @@ class FusionDefinition(PlannedDefinition):
         self._steps[where] = step + 1
         return step
 
-    def _key(self, found: Inputs, *more: Any) -> Any:
-        sizes = tuple(found.scalars[i] for i in sorted(self.sized_by()))
-        return (tuple(t.shape for t in found.tensors.values()), sizes, found.device, more)
+    def _key(self, given: Inputs, *more: Any) -> Any:
+        sizes = tuple(given.scalars[i] for i in sorted(self.sized_by()))
+        return (tuple(t.shape for t in given.tensors.values()), sizes, given.device, more)
 
     def _bind_rank(
         self,
-        found: Inputs,
+        given: Inputs,
         known: Mapping[int, tuple[int, ...]],
         idle_ranks: bool,
         line: SourceLine,
@@ -309,8 +312,8 @@ class FusionDefinition(PlannedDefinition):
         """`known` are the global shapes that the arguments tell; `whole` arguments are not shards but global."""
         world = World.current()
         check_world(self, world.size, idle_ranks, line)
-        shapes = dict(known) if whole else global_shapes(self, found, world.rank, known, line)
-        mesh, sizes = DeviceMesh(list(range(world.size))), Inputs({}, found.scalars, found.device)
+        shapes = dict(known) if whole else global_shapes(self, given, world.rank, known, line)
+        mesh, sizes = DeviceMesh(list(range(world.size))), Inputs({}, given.scalars, given.device)
         compiled = self._compile(sizes, shapes, mesh, line, nearness(line))
 
         def renewed() -> CompiledProgram:
@@ -322,7 +325,7 @@ class FusionDefinition(PlannedDefinition):
             return Captured(main, lambda: check_groups(groups, line))
 
         capture = captured if cuda_graph else None
-        return RankProgram(compiled, world, found.device, repr(self), requested(backend, line), renewed, capture)
+        return RankProgram(compiled, world, given.device, repr(self), requested(backend, line), renewed, capture)
 
     def backends(self, *shapes: Sequence[int]) -> str:
         """What computes each segment, and why: as it is bound to a rank, or as MESHFUSE_BACKEND would have it."""

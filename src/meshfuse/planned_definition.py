@@ -42,8 +42,8 @@ class PlannedDefinition(DefinitionBuilder):
         self.max_wire = bound(MAX_WIRE, max_wire, caller_line())
         self.max_memory = bound(MAX_MEMORY, max_memory, caller_line())
         self.effort = effort_of(search, caller_line())
-        self._compiled: dict[Any, CompiledProgram] = {}
-        self._latest: Holder | None = None
+        self._compiled: dict[Any, CompiledProgram] = {}  # By `_program_key`.
+        self._latest: Holder | None = None  # What ran last, unless something was compiled since.
         self._shape_scalars: frozenset[int] | None = None
 
     def sized_by(self) -> frozenset[int]:
@@ -54,10 +54,10 @@ class PlannedDefinition(DefinitionBuilder):
         return self._shape_scalars
 
     def _compile(
-        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float = 1.0
+        self, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float = 1.0
     ) -> CompiledProgram:
         """The program for these shapes; with a factor `near` it may be that of a plan which was taken over."""
-        missing = [f"s{i}" for i in sorted(self.sized_by()) if i not in found.scalars]
+        missing = [f"s{i}" for i in sorted(self.sized_by()) if i not in given.scalars]
         if missing:
             raise user_error(
                 "compile needs the scalars that sizes depend on", "none", ", ".join(missing),
@@ -66,14 +66,14 @@ class PlannedDefinition(DefinitionBuilder):
             )  # fmt: skip
         try:
             with located(line):
-                return self._compile_sizes(found, shapes, world, line, near)
+                return self._compile_sizes(given, shapes, world, line, near)
         except DefinitionError as error:
             raise with_open_sizes(self, shapes, error) from None
 
     def _compile_sizes(
-        self, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float
+        self, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float
     ) -> CompiledProgram:
-        key = self._program_key(found, shapes, world)
+        key = self._program_key(given, shapes, world)
         if key not in self._compiled:
             self._compiled[key] = self._planned(shapes, key, world, near)
             self._latest = None
@@ -86,15 +86,15 @@ class PlannedDefinition(DefinitionBuilder):
     ) -> CompiledProgram:
         return compile_definition(self, shapes, dict(key[1]), world, self.max_memory, near, self.effort)
 
-    def _program_key(self, found: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> Any:
-        scalars = {i: found.scalars[i] for i in self.sized_by()}
+    def _program_key(self, given: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> Any:
+        scalars = {i: given.scalars[i] for i in self.sized_by()}
         return (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
 
     def _renewed(
-        self, old: CompiledProgram, found: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh
+        self, old: CompiledProgram, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh
     ) -> CompiledProgram:
         """The program by a plan of its own in the place of one taken over, if its outputs lie as they did."""
-        key = self._program_key(found, shapes, world)
+        key = self._program_key(given, shapes, world)
         new = self._compiled[key] = self._planned(shapes, key, world)
         if new.output_shardings() != old.output_shardings():
             self._compiled[key] = old
@@ -106,8 +106,8 @@ class PlannedDefinition(DefinitionBuilder):
         Raises DefinitionError where a shape is left open.
         """
         line = caller_line()
-        found = Inputs({}, scalar_values(self, scalars, line), torch.device("cpu"))
-        return self._compile(found, compile_shapes(self, shapes, line), DeviceMesh([0]), line)
+        given = Inputs({}, scalar_values(self, scalars, line), torch.device("cpu"))
+        return self._compile(given, compile_shapes(self, shapes, line), DeviceMesh([0]), line)
 
     # asking
 

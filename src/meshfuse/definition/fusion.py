@@ -1,4 +1,4 @@
-"""`FusionDefinition`: the builder that user code fills with ops and annotations."""
+"""`DefinitionBuilder`: what user code fills with inputs, ops and outputs. `fusion_definition` makes it run."""
 
 from __future__ import annotations
 

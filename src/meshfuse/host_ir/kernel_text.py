@@ -44,8 +44,9 @@ def functions(graph: Graph, computes: Sequence[Compute]) -> tuple[tuple[str, Cal
 def dying(part: Segment) -> list[list[str]]:
     """For each op of a segment the names that no later op of it reads, and nobody else."""
     last = {v: place for place, compute in enumerate(part.computes) for v in (*compute.inputs, *compute.outputs)}
-    dying: list[list[str]] = [[] for _ in part.computes]
+    kept = {*part.inputs, *part.outputs}
+    dead: list[list[str]] = [[] for _ in part.computes]
     for v, place in last.items():
-        dying[place].append(f"v{v}")
-    kept = {f"v{v}" for v in (*part.inputs, *part.outputs)}
-    return [[name for name in names if name not in kept] for names in dying]
+        if v not in kept:
+            dead[place].append(f"v{v}")
+    return dead

@@ -33,7 +33,13 @@ def schedule(
 
 
 class _Scheduler:
-    """Places in the body stand for instructions. A place is done once its instruction is in `out`."""
+    """Places in the body stand for instructions. A place is done once its instruction is in `out`.
+
+    What is known of the body: `depends` has for every place those that it must stay behind, `after_launch` the last
+    kernel of them (-1 for none); `follow` the writes that go right behind a place, and `ending` those behind a wait.
+    What is modelled: `clock` is the time on the rank, `free` when each direction of its link is, and `finish` when each
+    work is over; `holding` and `held` are the bytes of the works in flight.
+    """
 
     def __init__(self, body: Sequence[Instruction], model: CostModel, in_flight: int):
         self.body, self.model, self.limit = body, model, in_flight
