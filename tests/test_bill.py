@@ -247,6 +247,19 @@ def test_without_a_bound_only_what_another_annotation_would_halve_is_warned_of()
         assert fd.bill().total > watch.NOTABLE
 
 
+def test_a_move_of_pieces_is_needed_by_what_its_result_follows():
+    mesh = mf.DeviceMesh((4,), ("tp",))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([1600, 2])
+        y = fd.ops.relu(fd.ops.slice(x, [3, 0], [1203, 2]))
+        fd.add_output(y)
+        fd.mesh_split(x, mesh, ["tp", None])
+        fd.mesh_split(y, mesh, ["tp", None])
+    (entry,) = fd.bill().entries
+    assert entry.collective == "window"
+    assert entry.held_by == entry.needed_by and entry.held_by[0].startswith("x (t0), annotated at ")
+
+
 def test_a_sum_is_held_by_what_its_operands_follow():
     """Not by the annotation of the result, which asks for the move."""
     mesh = mf.DeviceMesh((4,), ("tp",))

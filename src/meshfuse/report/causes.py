@@ -86,7 +86,7 @@ class Causes:
         followed: list[int] = []
         if source.kind in ("operand", "carry"):
             followed.append(reader.inputs[source.place])
-        elif source.kind == "result":
+        elif source.kind in ("result", "pieces"):
             followed.append(reader.outputs[source.place])
         followed += self._with_splits_of(reader, tensor, target)
         return tuple(dict.fromkeys(a for i in followed for a in self._behind(i)))
