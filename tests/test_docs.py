@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent / "ranks"))
 import forked
 from rank_pool import base_environment
 
+import meshfuse as mf
+
 ROOT = Path(__file__).parent.parent
 GPT = ROOT / "examples/gpt/run.py"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -55,6 +57,16 @@ def test_files_and_folders_that_pages_name_are_there() -> None:
     for page in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"`(\w[\w/]*(?:\.py|/))`", page.read_text()):
             assert any(path.endswith(f"/{target}") for path in there), f"{page.name}: {target}"
+
+
+def test_public_names_and_variables_are_on_a_page() -> None:
+    pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    assert not [name for name in mf.__all__ if not re.search(rf"\b{name}\b", pages)]
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    # The launcher gives these to the ranks that it starts.
+    passed_on = {f"MESHFUSE_{name}" for name in ("FOLLOWER_CODE", "NEWS_FD", "STORE_FD", "STORE_PORT")}
+    table = re.findall(r"^\| `(MESHFUSE_\w+)`", (ROOT / "docs/running.md").read_text(), re.MULTILINE)
+    assert set(table) == set(re.findall(r"MESHFUSE_[A-Z_]+", source)) - passed_on
 
 
 def test_the_tutorial_runs(tmp_path: Path) -> None:
