@@ -142,6 +142,22 @@ def test_a_result_over_two_axes_is_cut_within_its_shards() -> None:
     assert [ran(fd, rank) for rank in range(4)] == ["krkr"] * 4
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("chunks", [2, 6])
+def test_chunks_that_are_gathered_along_another_dim_are_parts_of_the_result(ranks: int, chunks: int) -> None:
+    """Of one row they come as they lie there; of more, rows have to be put together of the ranks' columns."""
+
+    def notes(fd: Any, x: Any, y: Any) -> None:
+        fd.mesh_split(x, line(ranks), [None, "tp"])
+        fd.mesh_split(y, line(ranks), [None, None])
+        fd.overlap(y, chunks)
+
+    fd = defined([(6, 4 * ranks)], lambda fd, x: fd.ops.exp(x), notes)
+    check(fd, torch.exp)
+    assert ran(fd) == "kg" * chunks
+    assert ("movedim" in str(fd.host_program(0))) == (chunks == 2)
+
+
 def test_gather_product_and_scatter_in_one_loop() -> None:
     """The rows of the next chunk are gathered before those of this one are reduced."""
 
