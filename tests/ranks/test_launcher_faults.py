@@ -6,7 +6,7 @@ import resource
 import subprocess
 
 import pytest
-from test_launching import LAUNCHER, _launched
+from test_launching import LAUNCHER, launched
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +22,7 @@ left = [1]
 os.register_at_fork(after_in_parent=lambda: left and left.pop() and os.kill(os.getpid(), signal.SIGINT))
 raise SystemExit(launcher.run(1, [{str(script)!r}]))
 """)
-    with _launched(launch, stderr=subprocess.PIPE) as process:
+    with launched(launch, stderr=subprocess.PIPE) as process:
         said = process.communicate(timeout=30)[1].decode()
     assert process.returncode == 130 and "meshfuse run: stopped by SIGINT" in said, said
 
@@ -31,7 +31,7 @@ def test_a_job_that_may_write_no_file_ends_well(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("")
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # noqa: E731
-    with _launched(script, *LAUNCHER, "--ranks", "1", stderr=subprocess.PIPE, preexec_fn=limit) as process:
+    with launched(script, *LAUNCHER, "--ranks", "1", stderr=subprocess.PIPE, preexec_fn=limit) as process:
         assert process.wait(30) == 0 and process.stderr.read() == b""
 
 
@@ -43,7 +43,7 @@ from meshfuse.runtime import launcher
 launcher._REMIND = 0.5
 raise SystemExit(launcher.run(3, [{str(script)!r}], timeout=3))
 """)
-    with _launched(launch, stderr=subprocess.PIPE) as process:
+    with launched(launch, stderr=subprocess.PIPE) as process:
         said = process.communicate(timeout=30)[1].decode()
     line = "meshfuse run: the other ranks have ended 0.5 s ago; waiting for rank 1 (stopped), for as long as --timeout"
     assert process.returncode == 124 and said.count(line) == 1, said

@@ -192,7 +192,7 @@ def test_a_slow_reader_gets_all_lines(tmp_path):
 def test_a_launcher_whose_reader_is_stopped_can_be_ended(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(CHATTER)
-    with _launched(script, *ALL_OUTPUT, stdout=subprocess.PIPE) as process:  # Which nobody reads.
+    with launched(script, *ALL_OUTPUT, stdout=subprocess.PIPE) as process:  # Which nobody reads.
         time.sleep(2)
         process.send_signal(signal.SIGTERM)
         time.sleep(6)
@@ -218,7 +218,7 @@ time.sleep(600)
 def test_a_signal_while_ranks_are_being_ended_leaves_none_of_them(tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(STUBBORN)
-    with _launched(script, *LAUNCHER, "--ranks", "2", args=[str(tmp_path)], stderr=subprocess.PIPE) as process:
+    with launched(script, *LAUNCHER, "--ranks", "2", args=[str(tmp_path)], stderr=subprocess.PIPE) as process:
         assert b"rank 1 exited with code 3" in process.stderr.readline()
         process.send_signal(number)
         assert process.wait(30) == 128 + number
@@ -233,7 +233,7 @@ def test_signals_that_the_launcher_is_to_ignore_end_nothing(tmp_path, number):
     script.write_text("import pathlib, sys, time\npathlib.Path(sys.argv[1], 'there').touch()\ntime.sleep(2)")
     ignore = lambda: signal.signal(number, signal.SIG_IGN)  # noqa: E731
     words = [*LAUNCHER, "--ranks", "1"]
-    with _launched(script, *words, args=[str(tmp_path)], preexec_fn=ignore) as process:
+    with launched(script, *words, args=[str(tmp_path)], preexec_fn=ignore) as process:
         assert wait_until((tmp_path / "there").exists)
         process.send_signal(number)
         assert process.wait(30) == 0
@@ -243,7 +243,7 @@ def test_a_job_outlives_its_keeper(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import pathlib, sys, time\npathlib.Path(sys.argv[1], 'there').touch()\ntime.sleep(1)")
     words = [*LAUNCHER, "--ranks", "1"]
-    with _launched(script, *words, args=[str(tmp_path)], stderr=subprocess.PIPE) as process:
+    with launched(script, *words, args=[str(tmp_path)], stderr=subprocess.PIPE) as process:
         assert wait_until((tmp_path / "there").exists)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         (keeper,) = [pid for pid in children if "keeper.py" in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -256,7 +256,7 @@ def test_a_launcher_that_may_open_few_files_says_so(tmp_path, files):
     script = tmp_path / "script.py"
     script.write_text("")
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # noqa: E731
-    with _launched(script, *ALL_OUTPUT, stderr=subprocess.PIPE, preexec_fn=limit) as process:
+    with launched(script, *ALL_OUTPUT, stderr=subprocess.PIPE, preexec_fn=limit) as process:
         said = process.communicate(timeout=30)[1].decode()
     found = re.search(
         r"ArgumentError: (a job|a job of 2 ranks|rank \d of 2) cannot be started: found Too many op", said
@@ -265,7 +265,7 @@ def test_a_launcher_that_may_open_few_files_says_so(tmp_path, files):
 
 
 @contextlib.contextmanager
-def _launched(script, *words, args=(), **options):
+def launched(script, *words, args=(), **options):
     process = subprocess.Popen([sys.executable, *words, str(script), *args], env=base_environment(), **options)
     try:
         yield process

@@ -178,7 +178,7 @@ def distributed_scan(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
     """Scan each block, then combine with the total of all blocks before it (Blelloch 1990, prefix sums), and `init`."""
-    if not blocks or call.types[0].dtype.category in (0, 3):
+    if not blocks or call.types[0].dtype.category in (Category.BOOL, Category.COMPLEX):
         return None
     (x,), name = operands, call.op.name
     size = r.type(x).shape[dim]

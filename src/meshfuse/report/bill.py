@@ -154,8 +154,8 @@ def _op(compiled: CompiledProgram, cause: Cause) -> str:
 
 
 def _said(causes: Causes, tensors: tuple[int, ...]) -> tuple[str, ...]:
-    tables = causes.graph.tensors
-    return tuple(f"{tables[i].label}, annotated at {quoted(causes.line(i))}" for i in tensors)
+    found = ((causes.graph.tensors[i].label, causes.line(i)) for i in tensors)
+    return tuple(f"{label}, annotated at {quoted(line)}" for label, line in found)
 
 
 def _instead(causes: Causes, other: Alternative) -> Instead:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..compiler import CompiledProgram
 from ..graph import Node
-from ..resharding.insert import Compute, Set
+from ..resharding.insert import Compute
 from ..sharding import layout as lay
 from ..sharding.value import Sharding
 from .bill import Bill, bill_of, micro, number
@@ -148,7 +148,7 @@ def _readers(compiled: CompiledProgram) -> dict[int, int]:
             found.update(dict.fromkeys(step.inputs, step.node))
         elif step.node is not None:
             found[step.source] = step.node
-        elif isinstance(step, Set) and step.target in found:
+        elif step.target in found:
             found[step.source] = found[step.target]
     return found
 

@@ -64,8 +64,7 @@ def watch(compiled: CompiledProgram, max_wire: float | None, line: SourceLine) -
 
 def _notable(compiled: CompiledProgram, moves: Sequence[Set]) -> bool:
     """True for a program that is small enough to be planned anew, and gathers a large tensor somewhere."""
-    types = compiled.graph.tensors
-    large = (types[compiled.resharded.values[s.source].tensor].type.nbytes >= NOTABLE for s in moves)
+    large = (compiled.resharded.type_of(s.source).nbytes >= NOTABLE for s in moves)
     return len(compiled.graph.nodes) <= OPS and any(large)
 
 
