@@ -30,8 +30,8 @@ class Peak:
 def peak(resharded: ReshardedDefinition) -> Peak:
     """The most that a rank holds: arguments all the time, results to the end, all else until it is read last.
 
-    What ops need inside (a scratch buffer of a library) is not known, and what a kernel fuses is counted as if it were
-    in memory.
+    A view, as a slice is, keeps what it is of. What ops need inside (a scratch buffer of a library) is not known, and
+    what a kernel fuses is counted as if it were in memory.
     """
     return _Usage(resharded).peak()
 
@@ -119,7 +119,9 @@ class _Usage:
         self._arguments = {v: self.lives[root] for v, root in roots.items() if root in inputs}
 
     def _is_view(self, step: Step) -> bool:
-        return isinstance(step, Compute) and self.resharded.graph.nodes[step.node].call.op.is_view
+        if isinstance(step, Set):
+            return step.move.kind is MoveKind.SLICE
+        return self.resharded.graph.nodes[step.node].call.op.is_view
 
     def _read(self, value: int, place: int) -> None:
         self.lives[value][-1].reads.append(place)
