@@ -12,10 +12,11 @@ from ..ops.binding import bind
 from ..ops.registry import find
 
 
-class Rewriter:
-    """What an op's form is written with: `call` appends an op of the table; `type` tells what a tensor is.
+class Writer:
+    """Writes ops of a graph in other forms: `form`, which a subclass has, says in which, as an op's own forms do.
 
-    `operand` is the place of the operand whose dim a distributed form is for.
+    It is what these are written with (`ops.base.Writing`): `call` appends an op of the table, and `type` tells what a
+    tensor is. `operand` is the place of the operand whose dim a distributed form is for.
     """
 
     def __init__(self, graph: Graph):
@@ -50,10 +51,6 @@ class Rewriter:
         tensor = Tensor(len(self.tensors), kind, dataclasses.replace(self._origin.line, given=""))
         self.tensors.append(tensor)
         return TensorRef(tensor.id)
-
-
-class Writer(Rewriter):
-    """Writes ops of a graph in other forms: `form` says in which."""
 
     def run(self, chosen: Collection[int]) -> Graph:
         """The graph with these ops, by number, in their forms. Its tensors keep their numbers; new ones come after."""
