@@ -41,6 +41,7 @@ from .rewriting.rounds import written
 from .rewriting.shifts import shifted
 from .rewriting.sums import regrouped
 from .segmentation import SegmentedDefinition, segment
+from .sharding.value import Sharding
 from .streams.chunking import overlap
 
 
@@ -80,7 +81,7 @@ class CompiledProgram:
         """Check all ranks' programs against each other."""
         verify_together([self.host_program(rank) for rank in self.ranks])
 
-    def output_shardings(self) -> list[Any]:
+    def output_shardings(self) -> list[Sharding]:
         """The sharding of every output."""
         return [self.resharded.values[v].sharding for v in self.resharded.outputs]
 

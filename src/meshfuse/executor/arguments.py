@@ -354,7 +354,7 @@ def global_shapes(
     inputs: Inputs,
     rank: int,
     globals_: Mapping[int, tuple[int, ...]],
-    line: Any = None,
+    line: SourceLine | None = None,
 ) -> dict[int, tuple[int, ...]]:
     """The global shapes that local arguments mean: fixed sizes as defined, open ones as even shards make them up.
 

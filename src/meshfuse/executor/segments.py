@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Segments:
         self._left = [kernel for kernel, chosen in self.chosen.items() if chosen.backend != "eager"]
         self._makers: dict[str, Backend] = {}
 
-    def _planned(self, kernel: str, chosen: Any) -> Chosen:
+    def _planned(self, kernel: str, chosen: Mapping[int, Chosen]) -> Chosen:
         segment = self._segments.get(kernel)
         return Chosen("eager", "a part of a segment, in a loop") if segment is None else chosen[segment.id]
 

@@ -281,7 +281,7 @@ def _same_infer(call: Call) -> tuple[TensorType, ...]:
 
 _ARG = Param("arg", K.TENSOR)
 _EXAMPLE = TensorType((6, 8), DataType.Float)
-MOVES = (
+COPIES = (
     OpDef(
         "cast",
         (_ARG, Param("dtype", K.DTYPE)),
@@ -311,4 +311,4 @@ MOVES = (
         for name in ("set", "segment_set")
     ),
 )
-OPS = (*UNARY, *BINARY, *TERNARY, *MOVES)
+OPS = (*UNARY, *BINARY, *TERNARY, *COPIES)

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import DefinitionError
 from ..mesh import DeviceMesh
-from ..ops.base import BlockOrder, Call, FactorKind, OpDef, Sample, TensorRef, TensorType, letter
+from ..ops.base import BlockOrder, Call, FactorKind, OpDef, Rule, Sample, TensorRef, TensorType, letter
 from ..ops.binding import make_call
 from ..ops.local import LocalCall
 from ..propagation.factors import carries
@@ -246,7 +246,7 @@ def _factor_report(op: OpDef, call: Call, sharded: Sharded, what: str, rank: int
     return report(op, call, "the factor rule does not hold", facts, _advice(rule, cut))
 
 
-def _where(call: Call, rule: Any, factor: int) -> str:
+def _where(call: Call, rule: Rule, factor: int) -> str:
     """A factor by the dims that it stands in."""
     names = [n for p, arg in zip(call.op.params, call.args, strict=True) for n in _operand_names(p.name, arg)]
     places = [f"dim {d} of {name}" for name, dims in zip(names, rule.operands, strict=True)
@@ -264,7 +264,7 @@ def _operand_names(name: str, arg: Any) -> list[str]:
     return [f"{name}[{i}]" for i, one in enumerate(arg) if isinstance(one, TensorRef)] if type(arg) is tuple else []
 
 
-def _advice(rule: Any, cut: Sequence[int]) -> str:
+def _advice(rule: Rule, cut: Sequence[int]) -> str:
     names = ", ".join(map(letter, cut))
     if any(rule.factors[i].kind is FactorKind.REDUCE for i in cut):
         reduce = next(rule.factors[i].reduce for i in cut if rule.factors[i].kind is FactorKind.REDUCE)

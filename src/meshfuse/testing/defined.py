@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..compiler import CompiledProgram, compile_graph
 from ..errors import SourceLine
+from ..executor.arguments import Inputs
 from ..fusion_definition import FusionDefinition
 from ..graph import concretize
 from ..mesh import DeviceMesh
@@ -37,7 +37,9 @@ class _Formed(FusionDefinition):
 
     form: Blocked
 
-    def _compile(self, found: Any, shapes: Any, world: DeviceMesh, line: SourceLine) -> CompiledProgram:
+    def _compile(
+        self, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float = 1.0
+    ) -> CompiledProgram:
         return compile_graph(with_forms(concretize(self, shapes, {}), {0: self.form}), world)
 
 

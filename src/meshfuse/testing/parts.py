@@ -187,7 +187,9 @@ class Sharded:
                 self._collect(results, rank)
         return [one.assembled() for one in self.collected]
 
-    def _local(self, operands: Sequence[torch.Tensor], shardings: Any, rank: int, salt: int) -> list[torch.Tensor]:
+    def _local(
+        self, operands: Sequence[torch.Tensor], shardings: tuple[list[Sharding], list[Sharding]], rank: int, salt: int
+    ) -> list[torch.Tensor]:
         local = LocalCall(self.call, names_of(self.call), shardings[0], shardings[1], rank, number=salt)
         cut = self._cut(operands, rank)
         for place, tensor in enumerate(cut):
