@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from meshfuse.costs import DEFAULT_LINK
 from meshfuse.executor import simulate
-from meshfuse.resharding import planner
+from meshfuse.resharding import bounds, planner
 from meshfuse.resharding.atoms import cuts_of
 from meshfuse.resharding.insert import Set
 from meshfuse.resharding.moves import wire_elements
@@ -393,15 +393,17 @@ def test_any_sharding_to_any_other_with_no_room(data: st.DataObject) -> None:
     plan.cache_clear()
 
 
-_BANDWIDTHS = st.sampled_from([25e9, 50e9, 450e9])
+_LINKS = st.builds(mf.Link, st.sampled_from([25e9, 50e9, 450e9]), st.sampled_from([0.0, 2e-12, 5e-6, 20e-6]))
 
 
 @settings(max_examples=600)
 @given(st.data())
 def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) -> None:
-    """A search without a bound finds nothing cheaper: on links of any speed, of sums, blocks even or not."""
+    """A search without a bound finds nothing cheaper: on links of any speed, of sums, blocks even or not. Paths that
+    differ by less than a part of a move count as one.
+    """
     grid = data.draw(meshes(min_ranks=2))
-    links = {name: mf.Link(data.draw(_BANDWIDTHS), 0.0) for name in grid.names}
+    links = {name: data.draw(_LINKS) for name in grid.names}
     mesh = mf.DeviceMesh(grid.shape, grid.names, ranks=grid.ranks, links=links)
     shape = tuple(data.draw(st.lists(st.sampled_from([1, 3, 8, 12, 64, 100, 4096]), min_size=1, max_size=3)))
     ends = [data.draw(shardings(shape, mesh)) for _ in range(2)]
@@ -412,12 +414,12 @@ def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) ->
     assume(all(map(planner.nested, cuts_of((src, ends[1])).by_axis.values())))
     bounded, plain = (planner._Search(src, ends[1], shape, 4, room=0) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner._Search, "_least", lambda self, state: 0.0)
+        patch.setattr(bounds.Bound, "seconds", lambda self, state: 0.0)
         least = plain.run()
     found = bounded.run()
     assert found is not None and least is not None
-    assert found.seconds == pytest.approx(least.seconds, rel=1e-9, abs=1e-15)
-    assert planner.at_least(src, ends[1], shape, 4) <= least.seconds
+    assert found.seconds == pytest.approx(least.seconds, rel=1e-12, abs=2e-14)
+    assert bounds.at_least(src, ends[1], shape, 4) <= least.seconds
 
 
 def plan_is_that_of_its_sizes(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from ..costs import computation
 from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, Rule, TensorType
+from ..resharding.bounds import at_least
 from ..resharding.moves import Reordering, Window
 from ..resharding.planner import plan
 from ..resharding.prices import price
@@ -91,7 +93,7 @@ def options(setting: Setting, available: tuple[Available, ...], places: Sequence
     found = wire.options([*_carried(setting, available), *asked])
     assert found, f"no placement for {setting.call.op}"
     for others in more:
-        found += sorted(wire.options(others), key=_seconds)[:MOST_MORE]
+        found += wire.cheapest(others, MOST_MORE)
     return tuple(sorted(found, key=_seconds))
 
 
@@ -356,12 +358,27 @@ class _Wire:
         found = [Option(placement, source, own + self.seconds(placement)) for placement, source, own in candidates]
         return [option for option in found if math.isfinite(option.seconds)]
 
+    def cheapest(self, candidates: Sequence[_Candidate], count: int) -> list[Option]:
+        """So many of the candidates that can be had, cheapest first. What takes longer than these is not searched."""
+        bounds = [own + sum([self._reshards[i].at_least(need) for i, need in self._needs(placement)])
+                  for placement, _, own in candidates]  # fmt: skip
+        found: list[tuple[float, int, Option]] = []
+        for i in sorted(range(len(candidates)), key=bounds.__getitem__):
+            if bounds[i] == math.inf or (len(found) >= count and bounds[i] > found[count - 1][0]):
+                break
+            for option in self.options([candidates[i]]):
+                bisect.insort(found, (option.seconds, i, option))
+        return [option for _, _, option in found[:count]]
+
     def seconds(self, placement: Placement) -> float:
-        """Of all operands; a tensor that is two of them comes once, if they need the same."""
+        """Of all operands."""
         if self._apart:
             return sum([known[need] for known, need in zip(self._reshards, placement.operands, strict=False)])
-        needs = dict.fromkeys(zip(self._first, placement.operands, strict=False))
-        return sum([self._reshards[first][need] for first, need in needs])
+        return sum([self._reshards[i][need] for i, need in self._needs(placement)])
+
+    def _needs(self, placement: Placement) -> Iterable[tuple[int, Sharding]]:
+        """What is needed of each operand; a tensor that is two of them comes once, if they need the same."""
+        return dict.fromkeys(zip(self._first, placement.operands, strict=False))
 
 
 def _window_candidates(setting: Setting) -> Iterator[_Candidate]:
@@ -421,6 +438,14 @@ class Reshards(dict[Sharding, float]):
     def __missing__(self, needed: Sharding) -> float:
         found = self[needed] = cheapest(self.available, needed, self.kind.shape, self.kind.dtype.itemsize)
         return found
+
+    def at_least(self, needed: Sharding) -> float:
+        """What it takes at least, without a search for the ways there; what it takes, if that is known."""
+        found = self.get(needed)
+        if found is not None:
+            return found
+        size = self.kind.dtype.itemsize
+        return min([at_least(have, needed, self.kind.shape, size) for have in self.available])
 
 
 reshards = functools.lru_cache(maxsize=1 << 15)(Reshards)

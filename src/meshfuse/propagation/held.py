@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 
 from ..ops.base import TensorType
-from ..resharding.planner import at_least
+from ..resharding.bounds import at_least
 from .choose import Available, reshards
 
 

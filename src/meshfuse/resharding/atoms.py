@@ -68,3 +68,14 @@ def growing(cuts: Cuts, layout: Layout, target: Layout, n: int, more: Atoms) -> 
     """The layout with these atoms bound as the target has them; None where it is not a part of the target."""
     bound = atoms(cuts, layout)
     return keeping(cuts, target, n, bound | more) if keeping(cuts, target, n, bound) == layout else None
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def crossed(cuts: Cuts, layout: Layout, target: Layout, n: int) -> Atoms:
+    """The atoms that a dim of size n has in a layout and not where the target has them: ranks that differ in one of
+    these must come to speak to each other. Of blocks of several sizes nothing is told.
+    """
+    if layout == target or n % lay.extent(layout) or n % lay.extent(target):
+        return frozenset()
+    bound = [(atom, frozenset((atom,))) for atom in atoms(cuts, layout)]
+    return frozenset([a for a, only in bound if keeping(cuts, layout, n, only) != keeping(cuts, target, n, only)])

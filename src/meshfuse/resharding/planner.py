@@ -9,13 +9,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, canonical_partial, disjoint, nested, overlap
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping
+from .bounds import Bound, is_possible
 from .moves import Move, MoveKind
-from .prices import held, is_even, lacking, price, received
+from .prices import MOVE_SECONDS, is_even, price
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ NOTHING = Path((), 0.0, 0.0)
 ROOM = 64 << 20
 # Bytes alone decide where the least part of them that two paths may differ by weighs so many steps.
 _OUTWEIGH = 1000
-# Part of a bound on the time that is left, lest rounding make it more than the time is.
-_ROUNDING = 1e-9
+# Paths that take as long but for a part of a move are gone on with from the one that has come farthest.
+_ALIKE = MOVE_SECONDS / 20
 # They stand for what is left of a size without the divisors that matter.
 _PRIMES = (1009, 1013)
 
@@ -48,7 +48,7 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
         return NOTHING
     if src.mesh != dst.mesh:
         return _between_meshes(src, dst, shape, itemsize)
-    if not _is_possible(src, dst):
+    if not is_possible(src, dst):
         return None
     if not all(map(nested, cuts_of((src, dst)).by_axis.values())):
         return _at_once(src, dst, shape, itemsize)
@@ -57,25 +57,6 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
         return _Search(src, dst, shape, itemsize, _room(src, dst, shape, itemsize)).run()
     moves = _path(src, dst, sizes)
     return None if moves is None else _priced(moves, shape, itemsize)
-
-
-def _is_possible(src: Sharding, dst: Sharding) -> bool:
-    """Whether the target is reduced, or unreduced in the way that the source is."""
-    return not dst.partial or (set(dst.partial) <= set(src.partial) and src.reduce == dst.reduce)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def at_least(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
-    """Seconds that the cheapest path takes at least: what a rank lacks over the fastest link; inf where there is none.
-
-    That is soon told, where the path is searched.
-    """
-    if src.mesh != dst.mesh:
-        return 0.0
-    if not _is_possible(src, dst):
-        return math.inf
-    _, fastest, _ = _speeds(src.mesh)
-    return lacking(src, dst, shape) * itemsize / fastest * (1 - _ROUNDING)
 
 
 def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
@@ -149,24 +130,8 @@ def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
     return _priced((*first.moves, Move(MoveKind.EXCHANGE, disjoint(axes), reduced, dst)), shape, itemsize)
 
 
-@functools.lru_cache(maxsize=1 << 10)
-def _speeds(mesh: DeviceMesh) -> tuple[frozenset[str], float, float]:
-    """The axes with the fastest links; those links' bytes per second; and the seconds that a byte takes more over the
-    next ones, in parts by all ranks that the fastest connect: 0 where all links are as fast.
-    """
-    axes = [row for row in zip(mesh.names, mesh.shape, mesh.links, strict=True) if row[1] > 1]
-    speeds = sorted({link.bandwidth for _, _, link in axes or [("", 1, mesh.links[0])]})
-    near = {name: size for name, size, link in axes if link.bandwidth == speeds[-1]}
-    more = 1 / speeds[-2] - 1 / speeds[-1] if len(speeds) > 1 else 0.0
-    return frozenset(near), speeds[-1], more / math.prod(near.values())
-
-
 class _Search:
-    """A* from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms.
-
-    From a state on takes at least what brings a rank the elements that it lacks over the fastest link. Those that no
-    rank has to which the fastest links lead take a slower one, once for all these ranks.
-    """
+    """A* from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms."""
 
     def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: float, room: int):
         self.src, self.dst, self.shape, self.itemsize = src, dst, shape, itemsize
@@ -174,24 +139,23 @@ class _Search:
         self.wanted = [atoms(self.cuts, layout) for layout in dst.dims]
         self.kept_partial = frozenset(cut(self.cuts, dst.partial))
         self.room = room
+        self.bound = Bound(self.cuts, dst, shape, itemsize)
         mesh = src.mesh
         self.axes = tuple([Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True) if n > 1])
         self._speed: dict[str | None, float] = {
             name: link.bandwidth for name, link in zip(mesh.names, mesh.links, strict=True)
         }
         self._slowest = min(self._speed.values())
-        self.near, fastest, self._detour = _speeds(mesh)
-        self._element = itemsize / fastest * (1 - _ROUNDING)
-        self._together = self._of_all_near(dst) if self._detour else dst
+        self._unequal = bool(self.bound.speeds.levels)
 
     def run(self) -> Path | None:
         order = itertools.count()
-        queue: list[tuple[float, int, Sharding]] = [(0.0, next(order), self.src)]
+        queue: list[tuple[int, int, int, Sharding]] = [(0, 0, next(order), self.src)]
         best: dict[Sharding, tuple[float, float, tuple[Move, ...]]] = {self.src: (0.0, 0.0, ())}
         done: set[Sharding] = set()
         limit = math.inf
         while queue:
-            _, _, state = heapq.heappop(queue)
+            *_, state = heapq.heappop(queue)
             if state in done:
                 continue
             done.add(state)
@@ -203,35 +167,19 @@ class _Search:
                 total = seconds + added.seconds
                 if total >= limit or (then in best and total >= best[then][0] - 1e-15) or not self._fits(then):
                     continue
+                at_least = total + self.bound.seconds(then)
+                if at_least >= limit:
+                    continue
                 best[then] = (total, wire + added.wire, (*path, move))
                 if then == self.dst:
                     limit = total
-                heapq.heappush(queue, (total + self._least(then), next(order), then))
+                heapq.heappush(queue, (round(at_least / _ALIKE), -len(path), next(order), then))
         return None
 
     def _fits(self, state: Sharding) -> bool:
         return not self.room or state.max_local_numel(self.shape) <= self.room
 
-    def _least(self, state: Sharding) -> float:
-        """Seconds that it takes at least to come from a state to the target."""
-        nearest = lacking(state, self.dst, self.shape) * self._element
-        if not self._detour:
-            return nearest
-        if self.near.issuperset([p.axis for p in self._to_reduce(state)]):
-            far = received(self._of_all_near(state), self._together, self.shape)
-        else:
-            far = held(self._together, self.shape)
-        return nearest + far * self.itemsize * self._detour * (1 - _ROUNDING)
-
-    def _of_all_near(self, state: Sharding) -> Sharding:
-        """What all ranks have together that differ along the fastest axes alone."""
-        far = [frozenset([a for a in atoms(self.cuts, layout) if a.axis not in self.near]) for layout in state.dims]
-        return state.with_dims([self._keep(dim, layout, far[dim]) for dim, layout in enumerate(state.dims)])
-
     # states ---------------------------------------------------------------------------------------------------
-
-    def _to_reduce(self, state: Sharding) -> list[Split]:
-        return [p for p in cut(self.cuts, state.partial) if p not in self.kept_partial]
 
     def _keep(self, dim: int, layout: Layout, keep: Atoms) -> Layout:
         return keeping(self.cuts, layout, self.shape[dim], keep)
@@ -249,13 +197,13 @@ class _Search:
     # moves ----------------------------------------------------------------------------------------------------
 
     def _moves(self, state: Sharding) -> Iterator[Move]:
-        to_reduce = self._to_reduce(state)
+        to_reduce = self.bound.to_reduce(state)
         # First what arrives in any case: no path that takes longer is gone on with.
         if not to_reduce:
             yield self._exchange(state)
         yield from self._reductions(state, to_reduce)
         yield from self._slices(state)
-        if to_reduce or self._detour:
+        if to_reduce or self._unequal:
             yield from self._sliced_for_a_while(state, bool(to_reduce))
         yield from self._gathers(state)
 
@@ -290,7 +238,7 @@ class _Search:
 
         The gather that undoes it comes last (as hierarchical all-reduces do, in NCCL and Horovod).
         """
-        if self._detour and rest:
+        if self._unequal and rest:
             for parts in self._minor(state, atom):
                 yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
 

@@ -1,0 +1,111 @@
+"""What a reshard takes at least, told without a search for its moves."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+from ..mesh import DeviceMesh
+from ..sharding.layout import Split
+from ..sharding.value import Sharding
+from .atoms import Cuts, atoms, crossed, cut, cuts_of, keeping
+from .prices import MOVE_SECONDS, held, lacking, received
+
+# Part of a bound on the time that is left, lest rounding make it more than the time is.
+_ROUNDING = 1e-12
+
+
+class Level(NamedTuple):
+    """The axes with links of this bandwidth or a greater one, and the seconds that a byte takes more over the next
+    slower links, in parts by all ranks that these axes connect.
+    """
+
+    axes: frozenset[str]
+    detour: float
+
+
+class Speeds(NamedTuple):
+    """The greatest bandwidth of a mesh's links, its levels but the slowest, and each axis' latency."""
+
+    fastest: float
+    levels: tuple[Level, ...]
+    latency: dict[str | None, float]
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def speeds(mesh: DeviceMesh) -> Speeds:
+    """How fast the links of a mesh are; axes of one rank have none."""
+    axes = [row for row in zip(mesh.names, mesh.shape, mesh.links, strict=True) if row[1] > 1]
+    found = sorted({link.bandwidth for _, _, link in axes or [("", 1, mesh.links[0])]}, reverse=True)
+    levels = list[Level]()
+    for here, slower in itertools.pairwise(found):
+        near = {name: size for name, size, link in axes if link.bandwidth >= here}
+        levels.append(Level(frozenset(near), (1 / slower - 1 / here) / math.prod(near.values())))
+    return Speeds(found[0], tuple(levels), {name: link.latency for name, _, link in axes})
+
+
+class Bound:
+    """What it takes at least to come to one sharding from others of its mesh, which are in terms of these atoms.
+
+    What a rank lacks comes over the fastest links. What none of the ranks has to which the fastest lead takes a slower
+    one, once for all these ranks; and so on to the slowest. Before it, n parts of an axis come together in log n
+    messages, one after the other.
+    """
+
+    def __init__(self, cuts: Cuts, dst: Sharding, shape: tuple[int, ...], itemsize: float):
+        self.cuts, self.dst, self.shape = cuts, dst, shape
+        self.speeds = speeds(dst.mesh)
+        self._kept = frozenset(cut(cuts, dst.partial))
+        self._element = itemsize * (1 - _ROUNDING)
+        self._levels = [(level, self._together(dst, level)) for level in self.speeds.levels]
+
+    def seconds(self, state: Sharding) -> float:
+        """Seconds from a state to the target."""
+        to_reduce = self.to_reduce(state)
+        per_element = lacking(state, self.dst, self.shape) / self.speeds.fastest
+        for level, wanted in self._levels:
+            if level.axes.issuperset([split.axis for split in to_reduce]):
+                far = received(self._together(state, level), wanted, self.shape)
+            else:
+                far = held(wanted, self.shape)
+            per_element += far * level.detour
+        return self._starts(state, to_reduce) + per_element * self._element
+
+    def to_reduce(self, state: Sharding) -> list[Split]:
+        """What is left to reduce of a state."""
+        return [split for split in cut(self.cuts, state.partial) if split not in self._kept]
+
+    def _together(self, state: Sharding, level: Level) -> Sharding:
+        """What all ranks have together that differ along a level's axes alone."""
+        dims = []
+        for layout, n in zip(state.dims, self.shape, strict=True):
+            far = frozenset([atom for atom in atoms(self.cuts, layout) if atom.axis not in level.axes])
+            dims.append(keeping(self.cuts, layout, n, far))
+        return state.with_dims(dims)
+
+    def _starts(self, state: Sharding, to_reduce: list[Split]) -> float:
+        """Seconds that messages take to start, and what moves count: an exchange as two, whatever is left to do."""
+        rows = zip(state.dims, self.dst.dims, self.shape, strict=True)
+        found = [to_reduce, *(crossed(self.cuts, old, new, n) for old, new, n in rows if old != new)]
+        latency = self.speeds.latency
+        steps = [math.log2(split.size or 1) * latency[split.axis] for side in found for split in side]
+        return (sum(steps) + min(sum(map(bool, found)), 2) * MOVE_SECONDS) * (1 - _ROUNDING)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def at_least(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
+    """Seconds that the cheapest path takes at least; inf where there is none. It is soon told, where the path is
+    searched.
+    """
+    if src.mesh != dst.mesh:
+        return 0.0
+    if not is_possible(src, dst):
+        return math.inf
+    return Bound(cuts_of((src, dst)), dst, shape, itemsize).seconds(src)
+
+
+def is_possible(src: Sharding, dst: Sharding) -> bool:
+    """Whether the target is reduced, or unreduced in the way that the source is."""
+    return not dst.partial or (set(dst.partial) <= set(src.partial) and src.reduce == dst.reduce)
