@@ -64,6 +64,12 @@ def keeping(cuts: Cuts, layout: Layout, n: int, keep: Atoms) -> Layout:
 
 
 @functools.lru_cache(maxsize=1 << 16)
+def outside(cuts: Cuts, layout: Layout, n: int, axes: frozenset[str]) -> Layout:
+    """The layout of a dim of size n with the atoms of these axes unbound."""
+    return keeping(cuts, layout, n, frozenset([atom for atom in atoms(cuts, layout) if atom.axis not in axes]))
+
+
+@functools.lru_cache(maxsize=1 << 16)
 def growing(cuts: Cuts, layout: Layout, target: Layout, n: int, more: Atoms) -> Layout | None:
     """The layout with these atoms bound as the target has them; None where it is not a part of the target."""
     bound = atoms(cuts, layout)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..mesh import DeviceMesh
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
-from .atoms import Cuts, atoms, crossed, cut, cuts_of, keeping
+from .atoms import Cuts, crossed, cut, cuts_of, outside
 from .prices import MOVE_SECONDS, held, lacking, received
 
 # Part of a bound on the time that is left, lest rounding make it more than the time is.
@@ -60,9 +60,16 @@ class Bound:
         self._kept = frozenset(cut(cuts, dst.partial))
         self._element = itemsize * (1 - _ROUNDING)
         self._levels = [(level, self._together(dst, level)) for level in self.speeds.levels]
+        self._known: dict[Sharding, float] = {}
 
     def seconds(self, state: Sharding) -> float:
         """Seconds from a state to the target."""
+        found = self._known.get(state)
+        if found is None:
+            found = self._known[state] = self._seconds(state)
+        return found
+
+    def _seconds(self, state: Sharding) -> float:
         to_reduce = self.to_reduce(state)
         per_element = lacking(state, self.dst, self.shape) / self.speeds.fastest
         for level, wanted in self._levels:
@@ -79,11 +86,8 @@ class Bound:
 
     def _together(self, state: Sharding, level: Level) -> Sharding:
         """What all ranks have together that differ along a level's axes alone."""
-        dims = []
-        for layout, n in zip(state.dims, self.shape, strict=True):
-            far = frozenset([atom for atom in atoms(self.cuts, layout) if atom.axis not in level.axes])
-            dims.append(keeping(self.cuts, layout, n, far))
-        return state.with_dims(dims)
+        rows = zip(state.dims, self.shape, strict=True)
+        return state.with_dims([outside(self.cuts, layout, n, level.axes) for layout, n in rows])
 
     def _starts(self, state: Sharding, to_reduce: list[Split]) -> float:
         """Seconds that messages take to start, and what moves count: an exchange as two, whatever is left to do."""
