@@ -37,7 +37,7 @@ _IN_RINGS = {
 }
 
 
-def price(move: Move, shape: Sequence[int], itemsize: float) -> Price:
+def price(move: Move, shape: tuple[int, ...], itemsize: float) -> Price:
     """The price of a move of a tensor of this global shape."""
     if move.kind is MoveKind.SLICE:
         return FREE
@@ -82,21 +82,26 @@ def between(a: DeviceMesh, b: DeviceMesh) -> Link:
     return costs.slowest((a.link(()), b.link(())))
 
 
-def received(src: Sharding, dst: Sharding, shape: Sequence[int]) -> float:
+def received(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
     """Elements that a rank gets from others when everything moves at once: the mean over some ranks."""
-    sides = list(zip(src.dims, dst.dims, shape, strict=True))
-    wanted = _total([_counts(new, n, dst.mesh) for _, new, n in sides])
-    there = _total([_shared(old, new, n, dst.mesh) for old, new, n in sides])
-    return (wanted - there) / len(sampled_ranks(dst.mesh)) if sides else 0.0
+    if not shape:
+        return 0.0
+    there = _total([_shared(old, new, n, dst.mesh) for old, new, n in zip(src.dims, dst.dims, shape, strict=True)])
+    return (_held(dst, shape) - there) / len(sampled_ranks(dst.mesh))
 
 
-def held(sharding: Sharding, shape: Sequence[int]) -> float:
+def held(sharding: Sharding, shape: tuple[int, ...]) -> float:
     """Elements that a rank has: the mean over some ranks."""
-    counts = [_counts(layout, n, sharding.mesh) for layout, n in zip(sharding.dims, shape, strict=True)]
-    return _total(counts) / len(sampled_ranks(sharding.mesh)) if counts else 1.0
+    return _held(sharding, shape) / len(sampled_ranks(sharding.mesh)) if shape else 1.0
 
 
-def lacking(src: Sharding, dst: Sharding, shape: Sequence[int]) -> float:
+@functools.lru_cache(maxsize=1 << 16)
+def _held(sharding: Sharding, shape: tuple[int, ...]) -> int:
+    """Elements of some ranks together."""
+    return _total([_shared(layout, layout, n, sharding.mesh) for layout, n in zip(sharding.dims, shape, strict=True)])
+
+
+def lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
     """Elements that a rank gets at least on the way, as a mean.
 
     A sum of p terms takes p - 1 messages until some rank has it, and one more to every other rank that needs it.
@@ -110,12 +115,6 @@ def lacking(src: Sharding, dst: Sharding, shape: Sequence[int]) -> float:
 def _total(counts: Iterable[tuple[int, ...]]) -> int:
     """Elements of all of some ranks together, of how many indices of each dim each holds."""
     return sum(map(math.prod, zip(*counts, strict=True)))
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _counts(layout: Layout, n: int, mesh: DeviceMesh) -> tuple[int, ...]:
-    """How many indices of a dim each of some ranks holds."""
-    return _shared(layout, layout, n, mesh)
 
 
 @functools.lru_cache(maxsize=1 << 16)
