@@ -24,7 +24,8 @@ from .host_ir.verify import verify, verify_together
 from .mesh import DeviceMesh
 from .plan_store.cache import planned
 from .plan_store.nearby import PLANS
-from .planning.search import Effort, searched
+from .planning.search import Effort, better, searched, spent
+from .propagation.growth import EPSILON
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.early import early
@@ -40,6 +41,7 @@ from .rewriting.places import in_place
 from .rewriting.rounds import written
 from .rewriting.shifts import shifted
 from .rewriting.sums import regrouped
+from .rewriting.surrounds import Surrounded
 from .segmentation import SegmentedDefinition, segment
 from .sharding.value import Sharding
 from .streams.chunking import overlap
@@ -125,7 +127,14 @@ def _graph(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars
 
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """What propagation decides: in which forms ops are written, and where each is computed."""
+    found = _decided(graph, world, effort)
+    if spent(found).moving <= EPSILON or not effort.rewrites(graph):
+        return found
+    other = Surrounded()(graph)
+    return found if other is graph else better(found, _decided(other, world, effort))
 
+
+def _decided(graph: Graph, world: DeviceMesh, effort: Effort) -> ShardedDefinition:
     def plan(graph: Graph) -> ShardedDefinition:
         return searched(moments_merged(distribute(graph, world), world), world, effort)
 

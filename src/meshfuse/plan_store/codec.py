@@ -22,14 +22,17 @@ from ..rewriting.distribution import Blocked, Distributed
 from ..rewriting.merging import Merged, Moments
 from ..rewriting.parts import Parted
 from ..rewriting.places import Placed, Span, Spans
-from ..rewriting.shifts import Joined, Shifted, Term
+from ..rewriting.shifts import Joined
 from ..rewriting.sums import Regrouped
+from ..rewriting.surrounds import Surrounded
+from ..rewriting.views import Shifted, Term
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 
 _CLASSES: tuple[type, ...] = (
     Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Placed, Placement,
-    Regrouped, Reordering, ScalarRef, Sharding, Shifted, Source, Span, Spans, Split, TensorRef, Term, Window,
+    Regrouped, Reordering, ScalarRef, Sharding, Shifted, Source, Span, Spans, Split, Surrounded, TensorRef, Term,
+    Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
 _BY_NAME: dict[str, type] = {kind.__name__: kind for kind in (*_CLASSES, *_ENUMS)}

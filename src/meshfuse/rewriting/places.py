@@ -22,7 +22,7 @@ from ..propagation.sharded import ShardedDefinition
 from ..sharding.layout import axes
 from .graphs import Writer, without_unread
 from .parts import Planner, joined_dim, moves_along
-from .shifts import dims_after, own_window, placed_dims
+from .views import dims_after, own_window, placed_dims
 
 Number = int | float
 # The ops that may put a slice back.
@@ -110,11 +110,11 @@ class _Finder:
             for i, dims in zip(node.outputs, self._dims_after(node, found), strict=True):
                 self.cut.setdefault(i, dims)
 
-    def _dims_after(self, node: Node, found: Spans | None) -> Iterable[tuple[int, ...]]:
+    def _dims_after(self, node: Node, found: Spans | None) -> Iterable[Mapping[int, int]]:
         if found is None:
             return dims_after(node, self.cut)
         staying = [self.cut[int(span.value)] for span in found.spans if span.stays]
-        return [tuple(sorted({d for dims in staying for d in dims}))]
+        return [{d: dims[d] for dims in staying for d in sorted(dims)}]
 
     def _spans(self, node: Node) -> Spans | None:
         """What stands along a dim of the op's result, if some of it stays in its place and lies over ranks."""

@@ -1,10 +1,11 @@
-"""Windows of windows as one, and shifts of one tensor in a chain: what neighbours hold comes once.
+"""Windows of windows as one, and all of one tensor together: what neighbours hold comes once.
 
 A convolution by hand is a pad and a slice of it for every tap, and its gradient a slice of a sum of pads. A padded dim
-that lies over ranks has other blocks than the tensor, so each slice moves more than the rows it lacks. As one op, a
-slice of a pad is a shift, and moves those alone; a shift by two of a tensor that is shifted by one, too, goes on from
-that, and moves one row, not two. In a sum of shifts the terms that go furthest go a part of the way together with the
-others (as in Horner's rule). It is done where it pays: unsharded, a slice is no work at all.
+that lies over ranks has other blocks than the tensor, so each slice moves more than the rows it lacks; one in steps
+moves most of it. As one op, a slice of a pad is a window of the tensor, and each is a part of a rank's own rows and the
+edges of its neighbours' (`halos`). Those that reach further are shifts: one by two of a tensor that is shifted by one,
+too, goes on from that, and moves one row, not two. In a sum of shifts the terms that go furthest go a part of the way
+together with the others (as in Horner's rule). It is done where it pays: unsharded, a slice is no work at all.
 """
 
 from __future__ import annotations
@@ -12,52 +13,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from ..graph import Graph, Node, users
+from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..ops.base import TensorRef
 from ..planning.search import Effort, better, searched
 from ..propagation.propagate import propagate
 from ..propagation.sharded import ShardedDefinition
-from ..sharding.layout import axes
-from ..sharding.value import Sharding
 from .graphs import Writer, without_unread
-
-Number = float | int
-Offsets = tuple[int, ...]
-Cut = Mapping[int, tuple[int, ...]]  # by tensor the dims that lie over ranks
-
-
-class Term(NamedTuple):
-    """A tensor whose element i + offset is what stands at i."""
-
-    root: int
-    offsets: Offsets
-
-
-class Shifted(NamedTuple):
-    """A sum of terms, and its shape; `fill` is what stands where a term has no element, None where all have them all.
-
-    `changed` are the dims that some of the windows on the way change, `depth` tells of how many ops it is made. All of
-    this is in the order of dims that the roots have; `order`, where it is another, is the one of the result.
-    """
-
-    terms: tuple[Term, ...]
-    shape: tuple[int, ...]
-    fill: Number | None
-    changed: frozenset[int]
-    depth: int = 1
-    order: tuple[int, ...] = ()
-
-    def permuted(self, dims: Sequence[int]) -> Shifted:
-        """With the dims of the result in another order."""
-        order = tuple(self.order[d] for d in dims) if self.order else tuple(dims)
-        return self._replace(order=order if order != tuple(sorted(order)) else ())
-
-    def in_roots(self, row: Sequence[int]) -> tuple[int, ...]:
-        """An entry per dim of the result, in the order of the roots."""
-        return tuple(entry for _, entry in sorted(zip(self.order, row, strict=True))) if self.order else tuple(row)
+from .halos import Frame, Group, folded, framed, frames_of, group_of, room, sum_frames, taken, term_in_frames
+from .views import Cut, Finder, Number, Offsets, Shifted, Term, cut_of, dims_after, placed_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +31,12 @@ class Joined:
     """The rewriting of ops, by number, as the windows that they make; `cut`: by root the dims that lie over ranks."""
 
     windows: tuple[tuple[int, Shifted], ...]
-    cut: tuple[tuple[int, tuple[int, ...]], ...]
+    cut: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     sized: ClassVar[bool] = True
 
     def __call__(self, graph: Graph) -> Graph:
         found = dict(self.windows)
-        written = without_unread(_Writer(graph, dict(self.cut), found).run(found))
+        written = without_unread(_Writer(graph, {i: dict(dims) for i, dims in self.cut}, found).run(found))
         return written.noting(self)
 
 
@@ -83,9 +49,9 @@ def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effo
     graph = sharded.graph
     if not any(node.call.op.window is not None for node in graph.nodes):
         return sharded
-    cuts = {i: _cut(home) for i, home in sharded.homes.items()}, _followed(sharded)
-    best = sharded
-    for rewriting in dict.fromkeys(filter(None, [_Finder(graph, cut).rewriting() for cut in cuts])):
+    cuts = {i: cut_of(home) for i, home in sharded.homes.items()}, _followed(sharded)
+    best, found = sharded, Finder(graph).run()
+    for rewriting in dict.fromkeys(filter(None, [_joined(graph, cut, found) for cut in cuts])):
         best = better(best, searched(propagate(rewriting(graph), world), world, effort))
     return best
 
@@ -99,148 +65,46 @@ def _followed(sharded: ShardedDefinition) -> Cut:
     return cut
 
 
-def placed_dims(sharded: ShardedDefinition) -> dict[int, tuple[int, ...]]:
-    """The dims of inputs, and of what is annotated, that lie over ranks."""
-    return {i: _cut(sharded.homes[i]) for i in (*sharded.graph.input_tensors, *sharded.graph.annotations)}
+def _joined(graph: Graph, cut: Cut, found: Mapping[int, Shifted]) -> Joined | None:
+    """What writes those of the windows as one that move less so; None where there are none."""
+    ways = _Ways(graph, cut, found.values())
+    paying = {number: made for number, made in found.items() if ways.pays(made)}
+    roots = {term.root: tuple(cut[term.root].items()) for made in paying.values() for term in made.terms}
+    return Joined(tuple(paying.items()), tuple(roots.items())) if paying else None
 
 
-def dims_after(node: Node, cut: Cut) -> Iterator[tuple[int, ...]]:
-    """The dims of an op's results that are those dims of its operands: a window's own, or of the same factor."""
-    if own_window(node) is not None:
-        yield cut[node.inputs[0]]
-        return
-    rows = zip(node.inputs, node.rule.operands, strict=True)
-    factors = {f for i, dims in rows for d in cut[i] for f in dims[d]}
-    for made in node.rule.results:
-        yield tuple(d for d, own in enumerate(made) if factors.intersection(own))
+class _Ways:
+    """How each window is written: of blocks with their neighbours' edges, or in shifts of the whole tensor."""
 
-
-class _Finder:
-    """Looks for windows, and sums of windows, that move what lies over ranks."""
-
-    def __init__(self, graph: Graph, cut: Cut):
+    def __init__(self, graph: Graph, cut: Cut, found: Iterable[Shifted]):
         self.graph, self.cut = graph, cut
-        self.readers = users(self.graph.nodes)
-        self.kept = {*self.graph.annotations, *self.graph.streams}
-        self.known: dict[int, Shifted] = {}
+        self.members: dict[Group, list[Shifted]] = {}
+        members = list(found)
+        for made in members:
+            group = group_of(made, cut)
+            if group is not None:
+                self.members.setdefault(group, []).append(made)
+        shape = graph.shape
+        self.frames = {group: frames_of(group, rows, shape(group.root)) for group, rows in self.members.items()}
+        self.steps = _Steps(graph, cut, [made for made in members if made.is_plain])
 
-    def rewriting(self) -> Joined | None:
-        """What writes the windows that it finds as one; None where there is nothing to write."""
-        found = self._found()
-        roots = {term.root: self.cut[term.root] for made in found.values() for term in made.terms}
-        return Joined(tuple(found.items()), tuple(roots.items())) if found else None
+    def of(self, made: Shifted) -> tuple[Frame, ...]:
+        """The frames that a window, or a sum of windows, is written with; none where it is written in shifts."""
+        if len(made.terms) > 1 or max(made.ups) > 1:
+            return sum_frames(made, self.graph, self.cut) or ()
+        group = group_of(made, self.cut)
+        return (self.frames[group] or ()) if group is not None else ()
 
-    def _found(self) -> dict[int, Shifted]:
-        """By node, what to write in its place; nothing where that would be what is there."""
-        found: dict[int, Shifted] = {}
-        for node in self.graph.nodes:
-            if node.name == "permute":
-                self._permute(node)
-                continue
-            made = self._window(node) or self._sum(node)
-            if made is not None and node.id not in self.graph.reductions and node.outputs[0] not in self.graph.streams:
-                self.known[node.outputs[0]] = made
-                if len(made.terms) == 1 or all(self.graph.shape(term.root) == made.shape for term in made.terms):
-                    found[node.id] = made
-        steps = _Steps(self.graph, self.cut, found.values())
-        return {number: made for number, made in found.items() if self._pays(made, steps)}
-
-    def _window(self, node: Node) -> Shifted | None:
-        """What a slice or pad makes, from before the windows that its operand is made by."""
-        own = own_window(node)
-        if own is None:
-            return None
-        (operand,), shape = node.inputs, node.call.results[0].shape
-        before = self._before(operand)
-        joined = _joined(self.graph, before, own, shape) if before is not None else None
-        if joined is not None:
-            return joined
-        return Shifted((Term(operand, own[0]),), shape, own[1], _changed(own[0], self.graph.shape(operand), shape))
-
-    def _permute(self, node: Node) -> None:
-        """Windows of what is permuted are those before it, permuted: so the rows of an image whose channels go last."""
-        before = self._before(node.inputs[0])
-        if before is not None:
-            self.known[node.outputs[0]] = before.permuted(_dims(node))
-
-    def _before(self, operand: int) -> Shifted | None:
-        """What an operand is made by, where it need not be there itself."""
-        before = self.known.get(operand) if operand not in self.kept else None
-        return before if before is not None and (len(before.terms) == 1 or self._read_once(operand)) else None
-
-    def _sum(self, node: Node) -> Shifted | None:
-        """What an addition makes of windows with zeros around them."""
-        parts = [self.known.get(i) for i in node.inputs]
-        kinds = {*node.call.types, *node.call.results}
-        if node.name != "add" or len(parts) != 2 or len(kinds) != 1 or not all(map(self._read_once, node.inputs)):
-            return None
-        first, second = parts
-        if first is None or second is None or first.fill or second.fill or first.order != second.order:
-            return None
-        terms, changed = (*first.terms, *second.terms), first.changed | second.changed
-        return Shifted(terms, first.shape, 0, changed, first.depth + second.depth, first.order)
-
-    def _read_once(self, tensor: int) -> bool:
-        free = tensor not in self.kept and tensor not in self.graph.outputs
-        return free and len(self.readers.get(tensor, ())) == 1
-
-    def _pays(self, made: Shifted, steps: _Steps) -> bool:
-        """Whether a sharded dim is changed by ops that can be one, or shifted by several amounts."""
-        if made.depth > 1:
-            return any(d in made.changed for term in made.terms for d in self.cut[term.root])
-        return any(steps.are_many(way, offset) for way, offset in steps.ways(made))
-
-
-def own_window(node: Node) -> tuple[Offsets, Number | None] | None:
-    """The offsets and the fill of a slice without steps, or of a pad with a number."""
-    window = node.call.op.window(node.call) if node.call.op.window is not None else None
-    if type(window) is not tuple or not isinstance(window[1], int | float):
-        return None
-    source, target = node.call.types[0].shape, node.call.results[0].shape
-    return window[0], window[1] if _any_outside(window[0], source, target) else None
-
-
-def _dims(node: Node) -> list[int]:
-    """The dims of a permute, none counted from the end."""
-    return [int(d) % len(node.call["dims"]) for d in node.call["dims"]]
-
-
-def _any_outside(offsets: Offsets, source: Sequence[int], target: Sequence[int]) -> bool:
-    return any(o < 0 or m + o > n for o, n, m in zip(offsets, source, target, strict=True))
-
-
-def _changed(offsets: Sequence[int], source: Sequence[int], target: Sequence[int]) -> frozenset[int]:
-    rows = enumerate(zip(offsets, source, target, strict=True))
-    return frozenset(d for d, (o, n, m) in rows if o != 0 or n != m)
-
-
-def _joined(
-    graph: Graph, before: Shifted, own: tuple[Offsets, Number | None], result: tuple[int, ...]
-) -> Shifted | None:
-    """A window of windows as one; None where it shows less of them than one window would, nothing, or two fills."""
-    fills = {fill for fill in (before.fill, own[1]) if fill is not None}
-    if len(fills) > 1:
-        return None
-    by, shape, terms = before.in_roots(own[0]), before.in_roots(result), []
-    for root, offsets in before.terms:
-        rows = zip(graph.shape(root), offsets, before.shape, by, shape, strict=True)
-        if not all(_shows_all(*row) for row in rows):
-            return None
-        terms.append(Term(root, tuple(a + b for a, b in zip(offsets, by, strict=True))))
-    outside = any(_any_outside(term.offsets, graph.shape(term.root), shape) for term in terms)
-    changed, fill = before.changed | _changed(by, before.shape, shape), fills.pop() if outside and fills else None
-    return Shifted(tuple(terms), shape, fill, changed, before.depth + 1, before.order)
-
-
-def _shows_all(n: int, first: int, between: int, second: int, m: int) -> bool:
-    """Whether what the second window fills in has no element in the dim of size n that the first is of; some have."""
-    some = max(first + second, 0) < min(n, m + first + second)
-    return some and (second >= 0 or first <= 0) and (m + second <= between or between + first >= n)
-
-
-def _cut(home: Sharding) -> tuple[int, ...]:
-    """The dims that lie over ranks."""
-    return tuple(d for d, layout in enumerate(home.dims) if axes(layout))
+    def pays(self, made: Shifted) -> bool:
+        """Whether a sharded dim is changed by ops that can be one, or seen from several places."""
+        if not any(d in made.changed for term in made.terms for d in self.cut[term.root]):
+            return False
+        if self.of(made):
+            group = group_of(made, self.cut)
+            return made.depth > 1 or group is None or len(set(self.members[group])) > 1
+        alike = len(made.terms) == 1 or all(self.graph.shape(term.root) == made.shape for term in made.terms)
+        many = any(self.steps.are_many(way, offset) for way, offset in self.steps.ways(made))
+        return made.is_plain and alike and (made.depth > 1 or many)
 
 
 # Moves a tensor along a dim by so much, with what comes in.
@@ -287,18 +151,28 @@ class _Steps:
         return chain
 
 
+def _changed(offsets: Sequence[int], source: Sequence[int], target: Sequence[int]) -> bool:
+    return any(offsets) or tuple(source) != tuple(target)
+
+
 class _Writer(Writer):
     """Writes shifts, each once."""
 
     def __init__(self, graph: Graph, cut: Cut, found: Mapping[int, Shifted]):
         super().__init__(graph)
-        self.cut, self.found = cut, found
-        self.steps = _Steps(graph, cut, found.values())
+        self.cut = cut
+        self.found = found
+        self.ways = _Ways(graph, cut, found.values())
+        self.steps = self.ways.steps
+        self._framed: dict[Group, int] = {}
         self._made: dict[tuple[int, Offsets, Offsets, Number], int] = {}
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
         start, found = len(self.nodes), self.found[node.id]
-        if len(found.terms) > 1:
+        frames = self.ways.of(found)
+        if frames:
+            result = self._in_frames(found, frames)
+        elif len(found.terms) > 1:
             result = self._total(found.terms, sorted({d for term in found.terms for d in self.cut[term.root]}))
         else:
             result = self._alone(found)
@@ -309,6 +183,20 @@ class _Writer(Writer):
         # The result has the node's own number from now on.
         self._made = {key: node.outputs[0] if made == result.id else made for key, made in self._made.items()}
         return [result]
+
+    def _in_frames(self, made: Shifted, frames: Sequence[Frame]) -> TensorRef:
+        """Of blocks with their neighbours' edges."""
+        group = group_of(made, self.cut)
+        if group is None:
+            terms = [term_in_frames(self, term, frames, made) for term in made.terms]
+            return folded(self, self._added(terms), frames, made.shape)
+        root, fill, _ = group
+        if made.shape == self.graph.shape(root) and not any(made.terms[0].offsets) and set(made.steps) == {1}:
+            return TensorRef(root)
+        rest = room(self.ways.members[group], self.graph.shape(root))
+        if group not in self._framed:
+            self._framed[group] = framed(self, TensorRef(root), frames, fill, rest).id
+        return taken(self, TensorRef(self._framed[group]), frames, made, rest)
 
     def _alone(self, made: Shifted) -> TensorRef:
         """Shifted along one sharded dim after the other, in steps, then cut along the others."""

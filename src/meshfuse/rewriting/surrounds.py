@@ -1,0 +1,190 @@
+"""Numbers around a tensor are put there late, and cut off early: op(pad(x)) is pad(op(x)), slice(op(x)) op(slice(x)).
+
+Of a convolution by hand of relu(pad(x)) each tap is then a slice of a pad, as `shifts` looks for, and in its gradient
+the slice is one of the sum of pads that it meets behind the relu's. Numbers that a `cat` puts before and after a tensor
+are a pad.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .. import kernels
+from ..graph import Graph, Kinds, Node, users
+from ..mesh import DeviceMesh
+from ..ops.base import Call, FactorKind, ParamKind, ScalarRef, TensorRef
+from ..ops.local import LocalCall
+from ..ops.shapes import one_dim_widths
+from ..ops.windows import pad_widths
+from ..sharding.value import Sharding
+from .graphs import Writer, without_unread
+from .parts import joined_dim
+from .views import Finder, Number, Shifted, own_window
+
+_NUMBERS = (ParamKind.SCALAR, ParamKind.OPTIONAL_SCALAR, ParamKind.TENSOR, ParamKind.TENSOR_OR_SCALAR, ParamKind.DTYPE)
+
+
+class Padded(NamedTuple):
+    """A tensor with a number around it: how many before and after, as `pad` takes them."""
+
+    inner: TensorRef
+    widths: tuple[int, ...]
+    fill: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Surrounded:
+    """The rewriting of pads as late, and of slices as early as they may come."""
+
+    sized: ClassVar[bool] = True
+
+    def __call__(self, graph: Graph) -> Graph:
+        """The graph itself where there is nothing to change."""
+        writer = _Writer(graph)
+        made = writer.run(range(len(graph.nodes)))
+        return without_unread(made).noting(self) if writer.count else graph
+
+
+class _Writer(Writer):
+    """Writes every op that may change places with a pad or a slice beside it."""
+
+    def __init__(self, graph: Graph):
+        super().__init__(graph)
+        self.makers = {i: node for node in graph.nodes for i in node.outputs}
+        self.readers = users(graph.nodes)
+        self.kept = {*graph.annotations, *graph.streams, *graph.outputs}
+        self.known = Finder(graph).known_all()
+        self.pads: dict[int, Padded] = {}
+        self._slices: dict[Any, TensorRef] = {}
+        self.count = 0
+
+    def form(self, node: Node) -> Sequence[TensorRef] | None:
+        padded = self._of_cat(node) or self._of_op(node)
+        if padded is not None:
+            self.pads[node.outputs[0]] = padded
+            result = self.call("pad", padded.inner, list(padded.widths), padded.fill)
+        elif node.name == "slice" and self._goes_up(node.inputs[0]):
+            result = self._sliced(node, node.inputs[0])
+        else:
+            self._note(node)
+            return None
+        self.count += 1
+        return [result]
+
+    def _note(self, node: Node) -> None:
+        """A pad as it is written."""
+        window = own_window(node) if node.name == "pad" else None
+        if window is not None and window[1] is not None and min(map(min, pad_widths(node.call).values())) >= 0:
+            self.pads[node.outputs[0]] = Padded(TensorRef(node.inputs[0]), tuple(node.call["pad_widths"]), window[1])
+
+    def _of_cat(self, node: Node) -> Padded | None:
+        """What stands between two tensors of one number."""
+        if node.name != "cat":
+            return None
+        fills, dim = [self._number(i) for i in node.inputs], joined_dim(node)
+        there = [place for place, fill in enumerate(fills) if fill is None]
+        if not there or len(there) == len(fills):
+            return None
+        first, last = there[0], there[-1] + 1
+        outside = {fill for fill in (*fills[:first], *fills[last:])}
+        if len(outside) != 1:
+            return None
+        inner = [TensorRef(i) for i in node.inputs[first:last]]
+        ref = inner[0] if len(inner) == 1 else self.call("cat", tuple(inner), dim)
+        sizes = [kind.shape[dim] for kind in node.call.types]
+        widths = one_dim_widths(node.call.results[0].ndim, dim, sum(sizes[:first]), sum(sizes[last:]))
+        return Padded(ref, tuple(widths), outside.pop() or 0)
+
+    def _number(self, tensor: int) -> Number | None:
+        """What a tensor is all over."""
+        node = self.makers.get(tensor)
+        value = node.call["fill_value"] if node is not None and node.name == "full" else None
+        return value if isinstance(value, int | float) and _is_plain(value) else None
+
+    def _of_op(self, node: Node) -> Padded | None:
+        """What a pointwise op makes of pads alike, and of numbers."""
+        found = [self.pads.get(i) for i in node.inputs]
+        if not found or None in found or not _is_pointwise(node) or node.id in self.graph.reductions:
+            return None
+        pads = [pad for pad in found if pad is not None]
+        inner = {(pad.widths, self.type(pad.inner).shape) for pad in pads}
+        if len(inner) != 1:
+            return None
+        fill = _value(node.call, [pad.fill for pad in pads])
+        return (
+            Padded(self._again(node, [pad.inner for pad in pads]), pads[0].widths, fill) if fill is not None else None
+        )
+
+    def _again(self, node: Node, operands: Sequence[TensorRef]) -> TensorRef:
+        """The op on other operands."""
+        given = iter(operands)
+        return self.call(node.call.op, *_with_tensors(node.call.args, given))
+
+    def _goes_up(self, tensor: int) -> bool:
+        """Whether slices of a tensor are what an op makes of slices, one of them of something that is padded."""
+        node = self.makers.get(tensor)
+        if node is None or not self._may_go_up(node):
+            return False
+        return any(self._is_padded(i) or self._goes_up(i) for i in node.inputs)
+
+    def _may_go_up(self, node: Node) -> bool:
+        alone = node.outputs[0] not in self.kept and len(self.readers.get(node.outputs[0], ())) == 1
+        return (
+            alone and _is_pointwise(node) and node.outputs[0] not in self.known and node.id not in self.graph.reductions
+        )
+
+    def _is_padded(self, tensor: int) -> bool:
+        known = self.known.get(tensor)
+        return tensor in self.pads or (isinstance(known, Shifted) and known.fill is not None)
+
+    def _sliced(self, cut: Node, tensor: int) -> TensorRef:
+        """The slice of a tensor, by way of what the tensor is made of."""
+        if self._goes_up(tensor):
+            node = self.makers[tensor]
+            return self._again(node, [self._sliced(cut, i) for i in node.inputs])
+        key = tensor, cut.call.args[1:]
+        if key not in self._slices:
+            self._slices[key] = self.call("slice", TensorRef(tensor), *key[1])
+        return self._slices[key]
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Whether an op computes each element from those in the same place of operands of one shape, and from numbers."""
+    (made, *more), rule = node.rule.results, node.rule
+    alike = bool(node.inputs) and not more and all(dims == made for dims in rule.operands)
+    kinds = {param.kind for param in node.call.op.params}
+    passes = all(factor.kind is FactorKind.PASS for factor in rule.factors)
+    return alike and passes and node.call.op.pieced and kinds <= {*_NUMBERS}
+
+
+def _with_tensors(args: Sequence[Any], given: Iterator[Any]) -> list[Any]:
+    return [next(given) if isinstance(arg, TensorRef) else arg for arg in args]
+
+
+def _value(call: Call, fills: Sequence[Number]) -> Number | None:
+    """What a pointwise op makes of numbers; None for what is no number that a pad takes."""
+    if any(isinstance(arg, ScalarRef) for arg in call.args):
+        return None
+    small = Kinds().get(call.op, call.args, tuple(kind._replace(shape=(1,)) for kind in call.types))[0]
+    one = Sharding.replicated(DeviceMesh((1,), ("x",)), 1)
+    names = [f"a{i}" for i in range(len(fills))]
+    local = LocalCall(small, names, [one] * len(fills), [one], 0)
+    scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels}
+    scope["OP"] = SimpleNamespace(**{call.op.name: call.op.compute})
+    for name, fill, kind in zip(names, fills, call.types, strict=True):
+        scope[name] = torch.full((1,), fill, dtype=getattr(torch, kind.dtype.value))
+    exec("\n".join(local.statements(["out"])), scope)
+    value = scope["out"].item()
+    return value if _is_plain(value) else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a number is itself again after it was added to zero, or filled in."""
+    return isinstance(value, int | float) and math.isfinite(value) and (value != 0 or math.copysign(1, value) > 0)
