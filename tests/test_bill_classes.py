@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import layers
 import programs
@@ -426,14 +426,63 @@ def two_convolutions_over_split_rows(fd: Fd, s: Sizes) -> None:
     outputs(fd, y)
 
 
-def convolved(fd: Fd, x: Tensor, w: Tensor) -> Tensor:
-    """A convolution by hand of 3 by 3: x [B, H, W, C] with w [9, C, C]."""
-    size, c, padded = x.type.shape, x.type.shape[3], fd.ops.pad(x, [0, 0, 1, 1, 1, 1])
-    places = itertools.product(range(3), repeat=2)
-    at = [[0, i, j, 0] for i, j in places]
-    taps = [fd.ops.slice(padded, o, [a + b for a, b in zip(o, size, strict=True)]) for o in at]
-    weights = [fd.ops.reshape(fd.ops.slice(w, [i, 0, 0], [i + 1, c, c]), [c, c]) for i in range(9)]
+@known(7.07, 0.115)
+def strided_convolution_of_what_is_padded_before_its_relu(fd: Fd, s: Sizes) -> None:
+    """The row above each rank's own."""
+    x, w = floats(fd, s.batch, 64, 64, 64), floats(fd, 9, 64, 128)
+    outputs(fd, convolved(fd, x, w, 2, fd.ops.relu))
+    split(fd, SP8, (x, [None, "sp", None, None]))
+
+
+@known(10.02, 0.745)
+def its_backward(fd: Fd, s: Sizes) -> None:
+    """That row, one of x's gradient back, and an AR of the weights' gradient."""
+    x, w = floats(fd, s.batch, 64, 64, 64), floats(fd, 9, 64, 128)
+    gradients(fd, convolved(fd, x, w, 2, fd.ops.relu), [x, w])
+    split(fd, SP8, (x, [None, "sp", None, None]))
+
+
+@known(1.26, 0.134)
+def convolution_of_images_split_both_ways(fd: Fd, s: Sizes) -> None:
+    """Rows from above and below, then columns with their corners: once for the nine weights."""
+    x = floats(fd, s.batch, 64, 64, 64)
+    outputs(fd, convolved(fd, x, floats(fd, 9, 64, 64)))
+    split(fd, X4_Y2, (x, [None, "x", "y", None]))
+
+
+@known(7.07, 0.115)
+def overlapping_maxima_of_images(fd: Fd, s: Sizes) -> None:
+    """Max pooling, 3 by 3 in steps of 2: the row above."""
+    x = floats(fd, s.batch, 64, 64, 64)
+    outputs(fd, functools.reduce(fd.ops.maximum, image_taps(fd, fd.ops.pad(x, [0, 0, 1, 1, 1, 1], -1e30), 2)))
+    split(fd, SP8, (x, [None, "sp", None, None]))
+
+
+@known(4.81, 0.137)
+def convolution_behind_zeros_in_a_row_backward(fd: Fd, s: Sizes) -> None:
+    """Two rows forward and two of the gradient back, whose zeros a `cat` put before it; an AR of the weights'."""
+    x, w = floats(fd, s.batch, s.length, s.width), floats(fd, 3, s.width)
+    padded = fd.ops.cat([fd.ops.full([s.batch, 2, s.width], 0.0, mf.DataType.Float), x], 1)
+    at = [([0, i, 0], [s.batch, i + s.length, s.width]) for i in range(3)]
+    rows = [fd.ops.reshape(fd.ops.slice(w, [i, 0], [i + 1, s.width]), [s.width]) for i in range(3)]
+    made = [fd.ops.slice(padded, a, b) * row for (a, b), row in zip(at, rows, strict=True)]
+    gradients(fd, added(made), [x, w])
+    split(fd, SP8, (x, [None, "sp", None]))
+
+
+def convolved(fd: Fd, x: Tensor, w: Tensor, step: int = 1, between: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """A convolution by hand of 3 by 3: x [B, H, W, C] with w [9, C, D]."""
+    _, c, d = w.type.shape
+    taps = image_taps(fd, between(fd.ops.pad(x, [0, 0, 1, 1, 1, 1])), step)
+    weights = [fd.ops.reshape(fd.ops.slice(w, [i, 0, 0], [i + 1, c, d]), [c, d]) for i in range(9)]
     return functools.reduce(fd.ops.add, map(fd.ops.matmul, taps, weights))
+
+
+def image_taps(fd: Fd, padded: Tensor, step: int) -> list[Tensor]:
+    """Nine slices in steps of [B, H + 2, W + 2, C]."""
+    b, h, w, c = padded.type.shape
+    at = [(i, j) for i, j in itertools.product(range(3), repeat=2)]
+    return [fd.ops.slice(padded, [0, i, j, 0], [b, i + h - 2, j + w - 2, c], [1, step, step, 1]) for i, j in at]
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

@@ -81,14 +81,15 @@ WIDTHS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.i
 @settings(max_examples=100)
 @given(
     st.tuples(st.integers(1, 21), st.integers(1, 9)), PLACES, WIDTHS, st.sampled_from([0.0, 0.0, -1.5]),
-    st.sampled_from([*BETWEEN]), TAPS, st.booleans(),
+    st.sampled_from([*BETWEEN]), TAPS, st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_taps_are_the_same_however_they_are_written(shape, place, widths, fill, between, taps, by_cat):
+def test_taps_are_the_same_however_they_are_written(shape, place, widths, fill, between, taps, by_cat, turned):
     """And their gradients, which have zeros between."""
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor(list(shape), dtype=DOUBLE)
         padded = cat_zeros(fd, x, 0, 2, fill) if by_cat else fd.ops.pad(x, list(widths), fill)
-        made = taps.of(fd, BETWEEN[between](fd, padded))
+        changed = BETWEEN[between](fd, padded)
+        made = taps.of(fd, fd.ops.permute(changed, [1, 0]) if turned else changed)
         if made is None:
             return
         fd.mesh_split(x, *place)
@@ -218,3 +219,18 @@ def test_numbers_known_at_run_time_only_stay_where_they_are() -> None:
         fd.mesh_split(x, ROWS, ["x", None])
     inputs: list[Any] = inputs_for(fd)
     assert_same_as_unsharded(fd, inputs)
+
+
+def test_what_is_annotated_is_there() -> None:
+    """A padded tensor that the user places, the op behind it, and the zeros of a `cat`."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([16, 4], dtype=DOUBLE)
+        zeros = fd.ops.full([1, 4], 0.0, DOUBLE)
+        padded = fd.ops.relu(fd.ops.cat([zeros, x, zeros], 0))
+        again = fd.ops.sin(fd.ops.pad(padded, [0, 0, 1, 1]))
+        fd.add_output(convolved(fd, again, 3, 2))
+        fd.mesh_split(x, ROWS, ["x", None])
+        for tensor in (zeros, padded, again):
+            fd.mesh_split(tensor, ROWS, [None, "x"])
+    assert "[-, x]" in fd.explain(padded) and "[-, x]" in fd.explain(again)
+    assert_same_as_unsharded(fd, inputs_for(fd))

@@ -59,7 +59,8 @@ class _Writer(Writer):
         super().__init__(graph)
         self.makers = {i: node for node in graph.nodes for i in node.outputs}
         self.readers = users(graph.nodes)
-        self.kept = {*graph.annotations, *graph.streams, *graph.outputs}
+        self.noted = {*graph.annotations, *graph.streams}
+        self.kept = {*self.noted, *graph.outputs}
         self.known = Finder(graph).known_all()
         self.pads: dict[int, Padded] = {}
         self._slices: dict[Any, TensorRef] = {}
@@ -68,21 +69,20 @@ class _Writer(Writer):
     def form(self, node: Node) -> Sequence[TensorRef] | None:
         padded = self._of_cat(node) or self._of_op(node)
         if padded is not None:
-            self.pads[node.outputs[0]] = padded
+            self._note(node, padded)
             result = self.call("pad", padded.inner, list(padded.widths), padded.fill)
         elif node.name == "slice" and self._goes_up(node.inputs[0]):
             result = self._sliced(node, node.inputs[0])
         else:
-            self._note(node)
+            self._note(node, _pad_of(node))
             return None
         self.count += 1
         return [result]
 
-    def _note(self, node: Node) -> None:
-        """A pad as it is written."""
-        window = own_window(node) if node.name == "pad" else None
-        if window is not None and window[1] is not None and min(map(min, pad_widths(node.call).values())) >= 0:
-            self.pads[node.outputs[0]] = Padded(TensorRef(node.inputs[0]), tuple(node.call["pad_widths"]), window[1])
+    def _note(self, node: Node, padded: Padded | None) -> None:
+        """What an op makes, unless it is to be there as the user says."""
+        if padded is not None and node.outputs[0] not in self.noted:
+            self.pads[node.outputs[0]] = padded
 
     def _of_cat(self, node: Node) -> Padded | None:
         """What stands between two tensors of one number."""
@@ -105,7 +105,8 @@ class _Writer(Writer):
     def _number(self, tensor: int) -> Number | None:
         """What a tensor is all over."""
         node = self.makers.get(tensor)
-        value = node.call["fill_value"] if node is not None and node.name == "full" else None
+        told = node is not None and node.name == "full" and tensor not in self.noted
+        value = node.call["fill_value"] if node is not None and told else None
         return value if isinstance(value, int | float) and _is_plain(value) else None
 
     def _of_op(self, node: Node) -> Padded | None:
@@ -135,10 +136,9 @@ class _Writer(Writer):
         return any(self._is_padded(i) or self._goes_up(i) for i in node.inputs)
 
     def _may_go_up(self, node: Node) -> bool:
-        alone = node.outputs[0] not in self.kept and len(self.readers.get(node.outputs[0], ())) == 1
-        return (
-            alone and _is_pointwise(node) and node.outputs[0] not in self.known and node.id not in self.graph.reductions
-        )
+        made, *_ = node.outputs
+        alone = made not in self.kept and made not in self.known and len(self.readers.get(made, ())) == 1
+        return alone and node.id not in self.graph.reductions and _is_pointwise(node)
 
     def _is_padded(self, tensor: int) -> bool:
         known = self.known.get(tensor)
@@ -153,6 +153,14 @@ class _Writer(Writer):
         if key not in self._slices:
             self._slices[key] = self.call("slice", TensorRef(tensor), *key[1])
         return self._slices[key]
+
+
+def _pad_of(node: Node) -> Padded | None:
+    """A pad that cuts nothing off."""
+    window = own_window(node) if node.name == "pad" else None
+    if window is None or window[1] is None or min(map(min, pad_widths(node.call).values())) < 0:
+        return None
+    return Padded(TensorRef(node.inputs[0]), tuple(node.call["pad_widths"]), window[1])
 
 
 def _is_pointwise(node: Node) -> bool:

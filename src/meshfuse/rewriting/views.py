@@ -222,15 +222,14 @@ class Finder:
         return node.inputs[0] if node.call.types[0].shape == (*shape[:dim], *shape[dim + 1 :]) else None
 
     def _between_zeros(self, root: int, dim: int, up: int, inside: int) -> Shifted:
-        before = self._before(root)
-        if before is None or before.fill or not before.is_true or set(before.steps) != {1}:
-            before = self._fresh(root)
-        dim = before.order[dim] if before.order else dim
-        if before.ups[dim] != 1:
-            before = self._fresh(root)
-        terms = tuple(Term(t.root, _with(t.offsets, dim, up * t.offsets[dim] - inside)) for t in before.terms)
-        shape, ups = _with(before.shape, dim, up * before.shape[dim]), _with(before.ups, dim, up)
-        spans, changed = tuple((0, n) for n in shape), before.changed | {dim}
+        before, place = self._before(root), dim
+        if before is not None:
+            place = before.order[dim] if before.order else dim
+        if before is None or not before.is_true or before.fill or {*before.steps, before.ups[place]} != {1}:
+            before, place = self._fresh(root), dim
+        terms = tuple(Term(t.root, _with(t.offsets, place, up * t.offsets[place] - inside)) for t in before.terms)
+        shape, ups = _with(before.shape, place, up * before.shape[place]), _with(before.ups, place, up)
+        spans, changed = tuple((0, n) for n in shape), before.changed | {place}
         depth = before.depth + 1
         return before._replace(terms=terms, shape=shape, fill=0, ups=ups, valid=spans, changed=changed, depth=depth)
 
