@@ -56,54 +56,77 @@ class Frame(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A tensor that windows are of, what stands around it, and how many elements each block of a dim has for them."""
+    """A tensor that windows are of, what stands around it, how many elements each block of a dim has for them, and the
+    dims along which some of them reach beyond their blocks at once.
+    """
 
     root: int
     fill: Number
     sizes: tuple[tuple[int, int, int], ...]
+    dims: frozenset[int]
 
 
-def group_of(made: Shifted, cut: Cut) -> Group | None:
-    """The windows that this one of a tensor goes with; None for sums, and where dims lie otherwise than in blocks."""
-    (root, _), *more = made.terms
-    if more or not {*made.ups} <= {1} or not all(cut[root].values()):
+def groups(found: Iterable[Shifted], graph: Graph, cut: Cut) -> dict[Shifted, Group]:
+    """The group of each window of one tensor whose dims lie over ranks in blocks: where one reaches beyond its blocks
+    along several dims, those that do so along one of these go with it.
+    """
+    alone = {made: group for made in found if (group := _group_of(made, graph, cut)) is not None}
+    largest = sorted(dict.fromkeys(alone.values()), key=lambda group: (-len(group.dims), sorted(group.dims)))
+    return {made: next(g for g in largest if _holds(g, group)) for made, group in alone.items()}
+
+
+def _group_of(made: Shifted, graph: Graph, cut: Cut) -> Group | None:
+    (root, offsets), *more = made.terms
+    if more or max(made.ups, default=1) > 1 or not all(cut[root].values()):
         return None
-    sizes = ((d, blocks, made.steps[d] * -(-made.shape[d] // blocks)) for d, blocks in cut[root].items())
-    return Group(root, made.fill or 0, tuple(sizes))
+    sizes = tuple((d, blocks, made.steps[d] * -(-made.shape[d] // blocks)) for d, blocks in cut[root].items())
+    shape = graph.shape(root)
+    dims = frozenset(d for d in cut[root] if (offsets[d], made.steps[d], made.shape[d]) != (0, 1, shape[d]))
+    return Group(root, made.fill or 0, sizes, dims)
 
 
-def frames_of(group: Group, members: Iterable[Shifted], shape: Offsets) -> tuple[Frame, ...] | None:
-    """The frames of a group's windows; None where they reach further than the next block, or go on beyond the last."""
-    rows, found = list(members), []
+def _holds(group: Group, other: Group) -> bool:
+    return group[:3] == other[:3] and group.dims >= other.dims
+
+
+def frames_of(group: Group, members: Sequence[Shifted], shape: Offsets) -> tuple[Frame, ...]:
+    """The frames of a group's windows; none where they reach further than the next block, or go on beyond the last, and
+    where shifts by their offsets move as much.
+    """
+    found = []
     for d, blocks, size in group.sizes:
-        spans = [(m.terms[0].offsets[d], m.steps[d], m.shape[d]) for m in rows]
+        spans = [(m.terms[0].offsets[d], m.steps[d], m.shape[d]) for m in members]
         reach = max(-o for o, _, _ in spans), max(o - s + 1 for o, s, _ in spans)
         frame = Frame.of((d, blocks, size), reach, max(o + s * (m - 1) for o, s, m in spans), shape[d])
         if frame is None:
-            return None
-        if any(span != (0, 1, shape[d]) for span in spans):
+            return ()
+        if d in group.dims:
             found.append(frame)
-    return tuple(found)
+    as_good = all(made.is_plain and made.shape[frame.dim] == shape[frame.dim] for made in members for frame in found)
+    return () if as_good and len(found) == 1 else tuple(found)
 
 
-def sum_frames(made: Shifted, graph: Graph, cut: Cut) -> tuple[Frame, ...] | None:
-    """The frames of a sum; None where its terms' blocks are not alike, or reach further than the next block."""
+def sum_frames(made: Shifted, graph: Graph, cut: Cut) -> tuple[Frame, ...]:
+    """The frames of a sum; none where its terms' blocks are not alike, or reach further than the next block, and where
+    shifts by their offsets move as much.
+    """
     if set(made.steps) != {1} or made.fill or any(cut[t.root] != cut[made.terms[0].root] for t in made.terms):
-        return None
+        return ()
     found = []
     for d, blocks in cut[made.terms[0].root].items():
         up, sizes = made.ups[d], {graph.shape(term.root)[d] for term in made.terms}
         parts = {-(-n // blocks) for n in sizes} if blocks else set()
         if len(parts) != 1:
-            return None
+            return ()
         size, offsets = up * parts.pop(), [term.offsets[d] for term in made.terms]
         reach, last = (max(offsets), 1 - up - min(offsets)), up * (max(sizes) - 1) - min(offsets)
         frame = Frame.of((d, blocks, size), reach, last, made.shape[d])
         if frame is None:
-            return None
+            return ()
         if any(offsets) or up > 1 or sizes != {made.shape[d]}:
             found.append(frame)
-    return tuple(found)
+    as_good = made.is_plain and {graph.shape(term.root) for term in made.terms} == {made.shape}
+    return () if as_good and len(found) == 1 else tuple(found)
 
 
 def framed(

@@ -11,7 +11,7 @@ together with the others (as in Horner's rule). It is done where it pays: unshar
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from ..planning.search import Effort, better, searched
 from ..propagation.propagate import propagate
 from ..propagation.sharded import ShardedDefinition
 from .graphs import Writer, without_unread
-from .halos import Frame, Group, folded, framed, frames_of, group_of, room, sum_frames, taken, term_in_frames
+from .halos import Frame, Group, folded, framed, frames_of, groups, room, sum_frames, taken, term_in_frames
 from .views import Cut, Finder, Number, Offsets, Shifted, Term, cut_of, dims_after, placed_dims
 
 
@@ -76,32 +76,28 @@ def _joined(graph: Graph, cut: Cut, found: Mapping[int, Shifted]) -> Joined | No
 class _Ways:
     """How each window is written: of blocks with their neighbours' edges, or in shifts of the whole tensor."""
 
-    def __init__(self, graph: Graph, cut: Cut, found: Iterable[Shifted]):
+    def __init__(self, graph: Graph, cut: Cut, found: Collection[Shifted]):
         self.graph, self.cut = graph, cut
+        self.groups = groups(found, graph, cut)
         self.members: dict[Group, list[Shifted]] = {}
-        members = list(found)
-        for made in members:
-            group = group_of(made, cut)
-            if group is not None:
-                self.members.setdefault(group, []).append(made)
+        for made, group in self.groups.items():
+            self.members.setdefault(group, []).append(made)
         shape = graph.shape
         self.frames = {group: frames_of(group, rows, shape(group.root)) for group, rows in self.members.items()}
-        self.steps = _Steps(graph, cut, [made for made in members if made.is_plain])
+        self.steps = _Steps(graph, cut, [made for made in found if made.is_plain])
 
     def of(self, made: Shifted) -> tuple[Frame, ...]:
         """The frames that a window, or a sum of windows, is written with; none where it is written in shifts."""
-        if len(made.terms) > 1 or max(made.ups) > 1:
-            return sum_frames(made, self.graph, self.cut) or ()
-        group = group_of(made, self.cut)
-        return (self.frames[group] or ()) if group is not None else ()
+        if len(made.terms) > 1 or max(made.ups, default=1) > 1:
+            return sum_frames(made, self.graph, self.cut)
+        return self.frames[self.groups[made]] if made in self.groups else ()
 
     def pays(self, made: Shifted) -> bool:
         """Whether a sharded dim is changed by ops that can be one, or seen from several places."""
         if not any(d in made.changed for term in made.terms for d in self.cut[term.root]):
             return False
         if self.of(made):
-            group = group_of(made, self.cut)
-            return made.depth > 1 or group is None or len(set(self.members[group])) > 1
+            return made.depth > 1 or len(self.members[self.groups[made]]) > 1
         alike = len(made.terms) == 1 or all(self.graph.shape(term.root) == made.shape for term in made.terms)
         many = any(self.steps.are_many(way, offset) for way, offset in self.steps.ways(made))
         return made.is_plain and alike and (made.depth > 1 or many)
@@ -186,11 +182,11 @@ class _Writer(Writer):
 
     def _in_frames(self, made: Shifted, frames: Sequence[Frame]) -> TensorRef:
         """Of blocks with their neighbours' edges."""
-        group = group_of(made, self.cut)
+        group = self.ways.groups.get(made)
         if group is None:
             terms = [term_in_frames(self, term, frames, made) for term in made.terms]
             return folded(self, self._added(terms), frames, made.shape)
-        root, fill, _ = group
+        root, fill = group.root, group.fill
         if made.shape == self.graph.shape(root) and not any(made.terms[0].offsets) and set(made.steps) == {1}:
             return TensorRef(root)
         rest = room(self.ways.members[group], self.graph.shape(root))
