@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
+from interrupts import interrupted
 from meshfuse.checkpoint import api, folder
 from meshfuse.checkpoint.pieces import boxes
 from meshfuse.errors import CheckpointError
@@ -313,25 +314,6 @@ mf.save({str(tmp_path)!r}, {{"t": torch.zeros(5)}})
     assert mf.load(tmp_path)["t"].tolist() == [7, 7] and len(list(tmp_path.iterdir())) == 2
 
 
-@contextlib.contextmanager
-def interrupted(count: int):
-    """KeyboardInterrupt at so many calls within the checkpoints' own code, or where one of C's functions returns."""
-    left = itertools.count(count, -1)
-
-    def look(frame, event, arg):
-        code = frame.f_code  # What is raised in a generator's last moment is lost.
-        watched = "/checkpoint/" in code.co_filename and code.co_name != "<genexpr>"
-        if event in ("call", "c_return") and watched and not next(left):
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    sys.setprofile(look)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
 @pytest.mark.parametrize("first", [False, True])
 def test_a_save_that_ends_at_any_moment_leaves_a_whole_checkpoint(tmp_path, first):
     """That of before or, from where it has replaced it, its own: the data of neither may go."""
@@ -342,7 +324,7 @@ def test_a_save_that_ends_at_any_moment_leaves_a_whole_checkpoint(tmp_path, firs
             mf.save(path, {"t": torch.ones(3)})
         ended = False
         # Within torch's writer an interrupt becomes another error.
-        with contextlib.suppress(KeyboardInterrupt, CheckpointError), interrupted(count):
+        with contextlib.suppress(KeyboardInterrupt, CheckpointError), interrupted(count, "/checkpoint/"):
             mf.save(path, {"t": torch.full((3,), 2.0)})
             ended = sys.getprofile() is not None
         if ended:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import meshfuse
+from interrupts import interrupted, places
 from meshfuse.cli import main
 from meshfuse.executor.record import recorder
 
@@ -87,6 +90,42 @@ def test_bill_written_to_files(script: str, tmp_path: Path, capsys: pytest.Captu
     assert entry["instead"]["total_wire"] >= 0 and entry["held_by"][0].endswith('fd.mesh_split(x, mesh, [None, "tp"])')
     assert entry["needed_by"][0].endswith("fd.mesh_split(y, mesh, [None, None])")
     assert "<title>script.py</title>" in files[1].read_text()
+
+
+WRITERS = ("/cli.py", "/whole_files.py", "/spans.py", "/report/trace.py")
+
+
+@pytest.mark.parametrize("command", ["bill", "trace"])
+def test_files_are_whole_or_as_before_wherever_ctrl_c_comes(command: str, script: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    words = [command, script, "--out", str(folder)]
+    if command == "bill":
+        words = [command, script, "--json", str(folder / "bill.json"), "--html", str(folder / "bill.html")]
+    assert main(words) == 0
+    whole = {path.name: path.read_text() for path in folder.iterdir()}
+    seen = set[str]()
+    for count in places(lambda: main(words), *WRITERS):
+        for name in whole if command == "bill" else ():
+            (folder / name).write_text("of before")
+        with contextlib.suppress(KeyboardInterrupt), interrupted(count, *WRITERS):
+            main(words)
+        found = {path.name: path.read_text() for path in folder.iterdir()}
+        assert found.keys() <= whole.keys(), count
+        assert all(text in (whole[name], "of before") for name, text in found.items()), count
+        seen.update(found.values())
+    assert seen == {*whole.values(), "of before"} if command == "bill" else seen == {*whole.values()}
+
+
+@pytest.mark.parametrize("to", ["pipe", "link"])
+def test_a_page_goes_where_a_file_leads(to: str, script: str, tmp_path: Path) -> None:
+    """What is no file, such as a shell's pipe, is written to, not replaced; nor is a link."""
+    path = tmp_path / "there"
+    (os.mkfifo if to == "pipe" else lambda path: path.symlink_to("page"))(path)
+    reader = subprocess.Popen(["cat", str(path)], stdout=subprocess.PIPE) if to == "pipe" else None
+    assert main(["bill", script, "--html", str(path)]) == 0
+    page = reader.communicate()[0].decode() if reader else (tmp_path / "page").read_text()
+    assert "<title>script.py</title>" in page and (path.is_fifo() or path.is_symlink())
 
 
 @pytest.mark.parametrize("option", ["--json", "--html"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import os
 import resource
 import shutil
@@ -17,6 +19,7 @@ import torch
 from hypothesis import given, settings
 
 import meshfuse as mf
+from interrupts import forget, interrupted, places
 from meshfuse import compiler, disk_cache
 from meshfuse.fusion_definition import FusionDefinition
 from meshfuse.plan_store import cache as plan_cache
@@ -379,6 +382,35 @@ def test_a_killed_writer_leaves_nothing_that_is_read(cache, planning):
     planning.clear()
     decided(scans())
     assert planning
+
+
+KEPT = ("/held.py", "/disk_cache.py", "/whole_files.py", "/compiler.py", "/plan_store/", "/planned_definition.py")
+
+
+def product() -> FusionDefinition:
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([8, 4]), fd.define_tensor([6, 4])
+        fd.add_output(fd.ops.linear(fd.ops.relu(x), w))
+        fd.mesh_split(x, mf.DeviceMesh((2,), ("a",)), [None, "a"])
+    return fd
+
+
+def test_planning_that_ends_at_any_moment_leaves_nothing_half_done(cache):
+    """The same definition plans and runs right afterwards, and so does another; nothing stays on the disk but plans."""
+    forget()
+    first = decided(product())
+    shutil.rmtree(cache)
+    forget()
+    counts = places(product().compile, *KEPT)
+    assert len(counts) > 50
+    for count in counts:
+        forget()
+        shutil.rmtree(cache)
+        fd = product()
+        with contextlib.suppress(KeyboardInterrupt), interrupted(count, *KEPT):
+            fd.compile()
+        assert gc.isenabled() and not [*cache.glob("*.part")], count
+        assert decided(fd) == first == decided(product()), count
 
 
 SCRIPT = """

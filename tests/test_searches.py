@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import meshfuse as mf
 from defining import graph_of
+from interrupts import interrupted, places
 from laws import renaming_axes_commutes
 from meshfuse.dtypes import DataType
 from meshfuse.graph import concretize
@@ -37,6 +39,22 @@ def propagation(width: int) -> Propagation:
         fd.mesh_split(v, MESH, ["y", "x"])
         fd.add_output(fd.ops.matmul(fd.ops.relu(fd.ops.matmul(x, w)), v))
     return Propagation(concretize(fd, dict.fromkeys(range(3), (width, width)), {}), MESH)
+
+
+def test_a_table_goes_on_numbering_wherever_it_was_interrupted() -> None:
+    """Tables outlive the compilation that Ctrl-C ends."""
+
+    def numbered(table: Table) -> list[float]:
+        numbers = [table.number(way) for way in WAYS]
+        assert sorted(numbers) == list(range(len(WAYS)))
+        return [table.cost(a, b) for a in numbers for b in numbers]
+
+    costs = numbered(Table(KIND))
+    for count in places(lambda: numbered(Table(KIND)), "/held.py"):
+        table = Table(KIND)
+        with contextlib.suppress(KeyboardInterrupt), interrupted(count, "/held.py"):
+            numbered(table)
+        assert numbered(table) == costs
 
 
 def test_what_is_asked_again_is_not_searched_again() -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DefinitionError, MeshfuseError, user_error
 from .mesh import DeviceMesh, mesh_of_text
 from .runtime import doctor, launcher
+from .whole_files import write_whole
 
 if TYPE_CHECKING:
     from .compiler import CompiledProgram
@@ -202,8 +203,11 @@ def _trace(args: argparse.Namespace) -> int:
 def _write(path: str, text: str) -> None:
     """Raises DefinitionError where the file cannot be written."""
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        if os.path.isfile(path) or not os.path.exists(path):
+            write_whole(os.path.realpath(path), text.encode())
+        else:  # A pipe, or a terminal.
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
     except OSError as error:
         raise user_error(f"cannot write {path}", error.strerror or str(error), "a path that can be written") from None
 

@@ -146,8 +146,8 @@ def _decided(graph: Graph, world: DeviceMesh, effort: Effort) -> ShardedDefiniti
 def _no_collection() -> Iterator[None]:
     """Compilation makes many objects and no cycles of them: looking for some takes up to a third of its time."""
     was_on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_on:

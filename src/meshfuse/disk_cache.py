@@ -10,11 +10,12 @@ import contextlib
 import errno
 import hashlib
 import os
-import secrets
 import stat
 import tempfile
 import warnings
 from pathlib import Path
+
+from .whole_files import write_whole
 
 VARIABLE = "MESHFUSE_CACHE"
 MOST_BYTES = 256 << 20  # Of all files together: those used last are kept.
@@ -111,14 +112,9 @@ def _open_at_once(path: str, flags: int) -> int:
 def write(place: Path, name: str, text: str) -> None:
     """Have a text in the folder, whole or not at all. A full disk is a warning."""
     body = text.encode()
-    part = place / f"{name}.{secrets.token_hex(4)}.part"
     try:
-        with open(part, "xb") as file:
-            file.write(f"{_head(body)}\n".encode() + body)
-        os.replace(part, place / name)
+        write_whole(place / name, f"{_head(body)}\n".encode() + body)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         warn(f"{place / name} cannot be written: {error.strerror}")
         return
     _evict(place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import tempfile
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import user_error
+from ..whole_files import write_whole
 
 KINDS = ("kernel", "communication", "wait")
 
@@ -89,15 +89,10 @@ def write_trace(path: str, rank: int, spans: Sequence[Span]) -> None:
         *({"ph": "X", "pid": rank, "tid": KINDS.index(s.kind), "cat": s.kind, "name": s.name,
            "ts": s.start * 1e6, "dur": s.seconds * 1e6} for s in spans),
     ]  # fmt: skip
-    part = f"{path}.part"
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-        os.replace(part, path)
+        write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.remove(part)
         raise user_error(
             "a trace cannot be written", f"{path} ({error.strerror})", "a folder with room for it",
             "Name another folder.",

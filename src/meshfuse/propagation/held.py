@@ -50,13 +50,14 @@ class Table:
         return self._new(way) if found is None else found
 
     def _new(self, way: Available) -> int:
-        """Threads share tables: a number is found only after all that it stands for."""
+        """Threads share tables: a number is found only after all that it stands for. What an interrupt left half done,
+        as Ctrl-C does, is written over.
+        """
         with _LOCK:
             if way not in self._numbers:
-                self.ways.append(way)
-                self._least.append({})
-                self.costs.append({len(self.costs): 0.0})
-                self._numbers[way] = len(self.ways) - 1
+                number = len(self._numbers)
+                self.ways[number:], self._least[number:], self.costs[number:] = [way], [{}], [{number: 0.0}]
+                self._numbers[way] = number
         return self._numbers[way]
 
     def cost(self, have: int, want: int, most: float = math.inf) -> float:
