@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
 import torch
 
 import meshfuse as mf
+from interrupts import interrupted, places
 from meshfuse.definition.annotated import AnnotatedDefinition
+from meshfuse.executor import simulate
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 TABLE = torch.randn(16, 4)
 PARTS = torch.randn(8, 4)
+OURS = ("/src/meshfuse/", "<meshfuse")
 
 
 def looked_up() -> mf.FusionDefinition:
@@ -42,6 +46,23 @@ def test_a_call_after_one_that_failed_starts_anew(place: int) -> None:
         with pytest.raises(mf.KernelError, match="out of range"):
             fd.simulate([PARTS, bad, TABLE])
         torch.testing.assert_close(fd.simulate([PARTS * 2, good, TABLE])[0], wanted(good, PARTS * 2))
+
+
+def test_a_call_after_one_that_was_interrupted_anywhere_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it binds, as the interrupted one has lost something, it binds for all calls to come."""
+    fd, ids = looked_up(), torch.arange(8)
+    fd.simulate([PARTS, ids, TABLE])
+    bound, bind = [], simulate.bind_program
+    monkeypatch.setattr(simulate, "bind_program", lambda *args: (bound.append(args), bind(*args))[1])
+    counts = places(lambda: fd.simulate([PARTS, ids, TABLE]), *OURS)
+    assert len(counts) > 100
+    for count in counts:
+        with contextlib.suppress(KeyboardInterrupt), interrupted(count, *OURS):
+            fd.simulate([PARTS, ids, TABLE])
+        for factor in (2, 3):
+            bound.clear()
+            torch.testing.assert_close(fd.simulate([PARTS * factor, ids, TABLE])[0], wanted(ids, PARTS * factor))
+        assert not bound and torch.is_grad_enabled(), count
 
 
 def test_threads_may_share_a_definition() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -179,7 +178,8 @@ class Simulation:
         backend: str = "eager",
         check_streams: bool = False,
     ):
-        self.hub, self._free = Hub(), threading.Lock()
+        self.hub = Hub()
+        self._idle: list[Simulation] = [self]
         self.device, self.programs = device, {program.rank: program for program in programs}
         self._again = lambda: Simulation(programs, device, definition, backend, check_streams)
         self.streams = {rank: Streams(rank) for rank in self.programs} if check_streams else {}
@@ -193,15 +193,21 @@ class Simulation:
 
     def run(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
         """Every rank's results from every rank's arguments. RankError where they wait for each other."""
-        if not self._free.acquire(blocking=False):
-            return self._again().run(arguments, seed, offset)
+        try:
+            free = self._idle.pop()
+        except IndexError:  # Or an interrupt came before the next line: then the one that is made now stays.
+            free = self._again()
         try:
             with without_modes(self.device):
-                if any(segments.due == 0 for segments in self.segments):
-                    self._compile(arguments, seed, offset)
-                return self._run(arguments, seed, offset)
+                return free._run_compiled(arguments, seed, offset)
         finally:
-            self._free.release()
+            if free is self or not self._idle:
+                self._idle[:] = [free]
+
+    def _run_compiled(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
+        if any(segments.due == 0 for segments in self.segments):
+            self._compile(arguments, seed, offset)
+        return self._run(arguments, seed, offset)
 
     def _compile(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> None:
         with contextlib.ExitStack() as stack:
