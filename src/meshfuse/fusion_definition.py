@@ -12,7 +12,7 @@ import torch
 from .backends.assignment import assigned, requested
 from .compiler import CompiledProgram
 from .definition.tensor_view import TensorView
-from .errors import SourceLine, caller_line, shown, user_error
+from .errors import RankError, SourceLine, caller_line, shown, user_error
 from .executor.arguments import (
     Inputs,
     check_count,
@@ -82,7 +82,8 @@ class FusionDefinition(PlannedDefinition):
         super().__init__(max_wire, max_memory, search)
         self.seed = seed
         self._constants: set[int] = set()  # Tensors that no gradient passes.
-        self._steps: dict[str, int] = {}  # Runs so far, on real ranks and on simulated ones.
+        # Runs so far. Apart, as a simulation on one rank must not change its random numbers.
+        self._steps = {"ranks": 0, "simulated": 0}
         # Programs by `_key`: shapes, scalars that sizes follow, device and options.
         self._simulated: dict[Any, _Simulated] = {}
         self._bound: dict[Any, RankProgram] = {}
@@ -165,16 +166,33 @@ class FusionDefinition(PlannedDefinition):
         "nvfuser", or "auto" (eager, and compiled once that pays); for None MESHFUSE_BACKEND, else "auto". With
         `cuda_graph` a step on a GPU is captured once and replayed: for programs of tensors that draw no random numbers.
         """
-        # What once was found to fit is told by these facts alone.
-        known = (outline(inputs), idle_ranks, backend, cuda_graph)
+        program, homes, step = None, None, self._steps["ranks"]
         try:
-            ready = self._ready.get(known)
+            # What once was found to fit is told by these facts alone.
+            known = (outline(inputs), idle_ranks, backend, cuda_graph)
+            program = self._known_to_fit(known)
+            if program is None:
+                program, inputs, homes = self._fitted(known, inputs)
+            self._latest, self._steps["ranks"] = program, step + 1
+            outputs = program.run(inputs, self.seed, step)
+        except BaseException as error:
+            self._leave_out(program, step, error)
+            raise
+        outputs = self._laid_out(outputs)
+        return outputs if homes is None else wrap_outputs(outputs, homes)
+
+    def _known_to_fit(self, known: Any) -> RankProgram | None:
+        try:
+            return self._ready.get(known)
         except TypeError:  # no name of a backend, or no bool
-            ready = None
-        if ready is not None:
-            self._latest = ready
-            return self._laid_out(ready.run(inputs, self.seed, self._next_step("ranks")))
-        line = caller_line()
+            return None
+
+    def _fitted(self, known: Any, inputs: Sequence[Any]) -> tuple[RankProgram, list[Any], Any]:
+        """The program for arguments of which nothing is known, these as it takes them, and what makes DTensors of its
+        outputs if they are to be some.
+        """
+        line, (_, idle_ranks, backend, cuda_graph) = caller_line(), known
+        World.current()  # What is wrong with the arguments of one rank its peers learn.
         check_flags(line, idle_ranks=idle_ranks, cuda_graph=cuda_graph)
         check_count(self, inputs, line)
         name = requested(backend, line)
@@ -187,9 +205,16 @@ class FusionDefinition(PlannedDefinition):
         if known[0] is not None and not any(self.tensors[i].stride_order for i in given.tensors):
             self._ready[known] = program
         homes = output_homes(program.compiled, inputs, line) if dtensors else None
-        values, self._latest = given.in_order(self.inputs), program
-        outputs = self._laid_out(program.run(values, self.seed, self._next_step("ranks")))
-        return outputs if homes is None else wrap_outputs(outputs, homes)
+        return program, given.in_order(self.inputs), homes
+
+    def _leave_out(self, program: RankProgram | None, step: int, error: BaseException) -> None:
+        """Tell the world of an error that came before this rank's program ran at a step, which others may have begun.
+
+        What is wrong with other ranks is told to all, where they meet.
+        """
+        if (program is None or program.step <= step) and not isinstance(error, RankError):
+            begins = f" that begins at {self.tensors[0].line}" if self.tensors else ""
+            World.leave_off(f"step {step + 1} of the definition{begins}, before its program", error)
 
     def simulate(
         self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
@@ -225,6 +250,18 @@ class FusionDefinition(PlannedDefinition):
         world = World.current()
         if world.size == 1:
             return self.simulate(inputs)
+        program, step = None, self._steps["ranks"]
+        try:
+            program, args = self._fitted_whole(inputs, world)
+            self._latest, self._steps["ranks"] = program, step + 1
+            outputs = program.run(args, self.seed, step, whole=True)
+        except BaseException as error:
+            self._leave_out(program, step, error)
+            raise
+        return self._laid_out(outputs)
+
+    def _fitted_whole(self, inputs: Sequence[Any], world: World) -> tuple[RankProgram, list[Any]]:
+        """The program for global tensors, and this rank's parts of them."""
         line = caller_line()
         given = split_arguments(self, inputs, line)
         shapes = check_global_shapes(self, given, line)
@@ -237,9 +274,7 @@ class FusionDefinition(PlannedDefinition):
             program = self._bind_rank(given, shapes, False, line, whole=True)
             check_same_arguments(self, given, world)
             self._bound[key] = program
-        self._latest = program = self._bound[key]
-        outputs = program.run(args, self.seed, self._next_step("ranks"))
-        return self._laid_out(program.gather(outputs))
+        return self._bound[key], args
 
     def _local(self, ref: Any, value: Any, shardings: Mapping[int, Sharding], rank: int) -> Any:
         if not isinstance(ref, TensorRef) or ref.id not in shardings or rank not in shardings[ref.id].mesh:
@@ -254,7 +289,9 @@ class FusionDefinition(PlannedDefinition):
     def _run_simulation(self, made: _Simulated, given: Inputs, check: bool) -> list[torch.Tensor]:
         compiled = made.compiled
         arguments = {rank: self._simulated_arguments(compiled, given, rank) for rank in compiled.ranks}
-        results = made.simulation.run(arguments, self.seed, self._next_step("simulated"))
+        step = self._steps["simulated"]
+        self._steps["simulated"] = step + 1
+        results = made.simulation.run(arguments, self.seed, step)
         graph = compiled.graph
         out = []
         for place, sharding in enumerate(compiled.output_shardings()):
@@ -288,12 +325,6 @@ class FusionDefinition(PlannedDefinition):
             else:
                 out.append(given.tensors[ref.id])
         return out
-
-    def _next_step(self, where: str) -> int:
-        """Counted apart for real and simulated ranks: a simulation on one rank must not change its random numbers."""
-        step = self._steps.get(where, 0)
-        self._steps[where] = step + 1
-        return step
 
     def _key(self, given: Inputs, *more: Any) -> Any:
         sizes = tuple(given.scalars[i] for i in sorted(self.sized_by()))

@@ -95,9 +95,8 @@ class PlannedDefinition(DefinitionBuilder):
     ) -> CompiledProgram:
         """The program by a plan of its own in the place of one taken over, if its outputs lie as they did."""
         key = self._program_key(given, shapes, world)
-        new = self._compiled[key] = self._planned(shapes, key, world)
-        if new.output_shardings() != old.output_shardings():
-            self._compiled[key] = old
+        new = self._planned(shapes, key, world)
+        self._compiled[key] = new if new.output_shardings() == old.output_shardings() else old
         return self._compiled[key]
 
     def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:

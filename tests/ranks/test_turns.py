@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from rank_pool import START, run_bare
 
 pytestmark = pytest.mark.ranks
+
+TESTS = str(Path(__file__).parents[1])
 
 CAUGHT = """
 import sys
@@ -51,6 +54,62 @@ def test_an_error_that_one_rank_catches_mixes_no_steps_up(tmp_path):
 def test_an_error_that_all_ranks_catch_lets_them_go_on(tmp_path):
     for code, text in run_bare(CAUGHT.format(failing=[0, 1], limit=20), tmp_path, 2):
         assert code == 0 and "step 4: y (index_select): an index is out of range" in text and "all steps" in text
+
+
+SKIPPED = """
+import contextlib, sys
+import torch
+import meshfuse as mf
+from meshfuse.executor import spmd
+sys.path.insert(0, {tests!r})
+from interrupts import interrupted
+rank, size = mf.World.current().rank, mf.World.current().size
+with mf.FusionDefinition() as fd:
+    x = fd.define_tensor([2 * size])
+    y = fd.ops.sum(x, [0])
+    fd.add_output(y)
+    fd.mesh_split(x, mf.DeviceMesh((size,), ("tp",)), ["tp"])
+whole, count = {whole}, {count}
+mf.World.current().limit = {limit}
+for step in range(8):
+    given = torch.full((2 * size if whole else 2,), float(step))
+    fails = step == 5 and rank in {failing}
+    try:
+        with interrupted(count, {file!r}) if fails and count else contextlib.nullcontext():
+            (found,) = fd(given) if whole else fd.execute([given.int() if fails and not count else given])
+        assert found == step * 2 * size, (step, found)
+    except (ValueError, KeyboardInterrupt) as error:
+        print(f"step {{step}}: {{type(error).__name__}}: {{error}}", flush=True)
+print("all steps")
+"""
+# Whole tensors are passed; after so many calls in a file comes Ctrl-C: as arguments are looked at, before ranks may
+# compare their calls, before the program and where whole outputs are gathered. Or else an argument is wrong.
+WHERE = {
+    "argument": (False, 0, ""), "arguments": (False, 1, "/executor/arguments.py"), "turn": (False, 1, "/turns.py"),
+    "begin": (False, 1, "/world.py"), "program": (False, 1, "/refusals.py"), "whole argument": (True, 1, "/value.py"),
+    "whole output": (True, 5, "/group.py"),
+}  # fmt: skip
+
+
+def skipped(tmp_path, place, failing, limit):
+    whole, count, file = WHERE[place]
+    script = SKIPPED.format(whole=whole, count=count, file=file, failing=failing, limit=limit, tests=TESTS)
+    return run_bare(script, tmp_path, 2)
+
+
+@pytest.mark.parametrize("place", WHERE)
+def test_a_step_that_one_rank_leaves_out_meets_no_other(tmp_path, place):
+    """Wherever an error kept it from its part, as a wrong batch does, or Ctrl-C: others would take the next for it."""
+    (code, waiting), (other, caught) = skipped(tmp_path, place, [1], 1.5)
+    assert code == other == 1 and "AssertionError" not in waiting + caught, (waiting, caught)
+    kind = "KeyboardInterrupt" if WHERE[place][1] else "ArgumentError"
+    assert f"step 5: {kind}" in caught and f"comparing where executions ended: {kind} in step 6" in caught, caught
+
+
+@pytest.mark.parametrize("place", ["argument", "program"])
+def test_a_step_that_all_ranks_leave_out_is_over(tmp_path, place):
+    for code, text in skipped(tmp_path, place, [0, 1], 20):
+        assert code == 0 and text.count("step ") == 1 and "all steps" in text, text
 
 
 def test_no_execution_follows_one_that_failed_for_another_rank(tmp_path):

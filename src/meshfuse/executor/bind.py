@@ -64,6 +64,16 @@ def instruction_at(bound: BoundProgram, trace: TracebackType | None) -> Instruct
     return found
 
 
+def line_in_main(bound: BoundProgram, trace: TracebackType | None) -> int:
+    """The line of the program's main function in which an error was raised; 0 where it was not raised in there."""
+    found = 0
+    while trace is not None:
+        if trace.tb_frame.f_code is bound.main.__code__:
+            found = trace.tb_lineno
+        trace = trace.tb_next
+    return found
+
+
 def instruction_of(bound: BoundProgram, frame: FrameType | None) -> Instruction | None:
     """The instruction of the program that a thread with this innermost frame is in."""
     while frame is not None and frame.f_code.co_filename != bound.file:

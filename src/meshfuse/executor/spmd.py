@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from enum import Enum
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from ..segmentation import Segment
 from ..sharding.data import INTEGERS, unshard
 from ..sharding.value import Sharding
 from .arguments import Inputs
-from .bind import bind_program, communication_of, instruction_at, instruction_of
+from .bind import bind_program, communication_of, instruction_at, instruction_of, line_in_main
 from .graphs import Main
 from .modes import modes_are_on, without_modes
 from .record import recorder
@@ -84,6 +85,14 @@ _AT_ONCE = 1 << 20
 _SPREAD = 0x5851F42D4C957F2D
 
 
+class _Phase(Enum):
+    """How far a call has come: before its program runs (other than to be compiled), where ranks compile it together,
+    in it, where whole outputs are gathered, or after all that ranks do together.
+    """
+
+    BEFORE, COMPILING, RUNNING, GATHERING, OVER = range(5)
+
+
 class RankProgram:
     """A compiled program bound to this rank's process groups.
 
@@ -99,7 +108,7 @@ class RankProgram:
         renew: Callable[[], CompiledProgram] | None = None, capture: Callable[[HostProgram, Main], Main] | None = None,
     ):  # fmt: skip
         self.world, self.device, self._source, self._backend = world, device, source, backend
-        self.step, self.running = 0, False
+        self.step, self.running, self._phase, self._gathered = 0, False, _Phase.OVER, 0
         self._capture = capture
         self._renew, self._renewal = renew, RENEWED if compiled.near is not None else None
         with world.turns:
@@ -108,42 +117,57 @@ class RankProgram:
     def _bind(self, compiled: CompiledProgram) -> None:
         """Make this the program that runs, if all ranks have the same."""
         world, graph = self.world, compiled.graph
-        self.compiled, self.active = compiled, world.rank in compiled.ranks
+        text = agreed_text(compiled, self._source, self._backend)
+        world.meetings.check_same(digest_of(text), "the program", world.all_ranks, lambda: text)
+        active = world.rank in compiled.ranks
+        if active:
+            self._bind_program(compiled)
+        self.compiled, self.active = compiled, active
         made = graph.tensors[graph.outputs[0]]
         self.line = made.line
         self.name = f"the definition of {made.label} at {made.line} (plan {compiled.digest})"
-        self._calls, self._due = 0, None
-        text = agreed_text(compiled, self._source, self._backend)
-        world.meetings.check_same(digest_of(text), "the program", world.all_ranks, lambda: text)
-        if self.active:
-            self.program = compiled.host_program(world.rank)
-            labels = group_labels(self.program)
-            self.bound = bind_program(self.program, lambda ranks: world.group(ranks, labels[ranks]), self.device)
-            self._main = self._run = self.bound.main
-            self.segments = Segments(self.bound, self.program, compiled.segmented, self.device, self._backend)
-            self._due = self.segments.due
-            self._recorder = recorder(world.rank)
-            if self._capture is not None:
-                # What no graph can do is refused here, also where segments are compiled before the capture.
-                captured = self._capture(self.program, self._main)
-                self._run = captured if self._due is None else self._main
+        self._calls, self._due = 0, self.segments.due if active else None
 
-    def run(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
-        """The rank's results. A failing collective's error names its tensor, the step and the user's line.
+    def _bind_program(self, compiled: CompiledProgram) -> None:
+        program = compiled.host_program(self.world.rank)
+        labels = group_labels(program)
+        bound = bind_program(program, lambda ranks: self.world.group(ranks, labels[ranks]), self.device)
+        segments = Segments(bound, program, compiled.segmented, self.device, self._backend)
+        self._recorder = recorder(self.world.rank)
+        run = bound.main
+        if self._capture is not None:
+            # What no graph can do is refused here, also where segments are compiled before the capture.
+            captured = self._capture(program, run)
+            run = captured if segments.due is None else run
+        self.program, self.bound, self.segments, self._main, self._run = program, bound, segments, bound.main, run
+
+    def run(self, arguments: Sequence[Any], seed: int, offset: int, whole: bool = False) -> list[Any]:
+        """The rank's results, or the `whole` outputs. A failing collective's error names its tensor, the step and the
+        user's line.
 
         No gradients are recorded: those of a definition are `fd.grad`'s.
         """
-        with self.world.turns:
-            if not modes_are_on():
-                return self._run_step(arguments, seed, offset)
-            with without_modes(self.device):
-                return self._run_step(arguments, seed, offset)
+        self.step, outer = offset + 1, self._phase  # An op's function may call the definition that it is in.
+        try:
+            self._phase = _Phase.BEFORE
+            with self.world.turns:
+                if not modes_are_on():
+                    out = self._run_step(arguments, seed, offset)
+                else:
+                    with without_modes(self.device):
+                        out = self._run_step(arguments, seed, offset)
+                self._phase = _Phase.GATHERING if whole else _Phase.OVER
+                return self._gather(out) if whole else out
+        except BaseException as error:
+            self._leave_off(error)
+            raise
+        finally:
+            self._phase = outer
 
     def _run_step(self, arguments: Sequence[Any], seed: int, offset: int) -> list[Any]:
-        self.step, self.running = offset + 1, True
-        recording = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        self.running, recording = True, torch.is_grad_enabled()
         try:
+            torch._C._set_grad_enabled(False)
             if self._calls == self._renewal:
                 self._plan_anew()
             before = self._calls
@@ -155,15 +179,13 @@ class RankProgram:
                 self._compile(arguments, seed, offset)
             if self._recorder is not None:
                 self._recorder.watch(self.bound.scope, self.program)
+            self._phase = _Phase.RUNNING
             with kernel_errors(self.bound, self.program):
                 out = list(self._run(*arguments, seed, offset))
+            self._phase = _Phase.OVER
             return self._told(out)
         except RankError as error:
             self._locate(error)
-            self._leave_off(error)
-            raise
-        except BaseException as error:
-            self._leave_off(error)
             raise
         finally:
             self.running = False
@@ -192,6 +214,7 @@ class RankProgram:
         """
         with self.segments.recorded(), kernel_errors(self.bound, self.program):
             self._main(*arguments, seed, offset)
+        self._phase = _Phase.COMPILING
         waits = any(not isinstance(part, Segment) for part in self.compiled.segmented.parts)
         ranks = self.compiled.ranks if waits else ()
         while self.world.meetings.any(self.segments.compile_next, "compiling segments", ranks):
@@ -211,17 +234,21 @@ class RankProgram:
 
     def _leave_off(self, error: BaseException) -> None:
         """Tell the world of an error that came before this rank had issued all that others wait for."""
-        if not self.active or self.world.size == 1:
+        phase, turns = self._phase, self.world.turns
+        if self.world.size == 1 or phase is _Phase.OVER:
             return
-        traces = (error.__traceback__, getattr(error.__cause__, "__traceback__", None))  # a KernelError has a cause
-        found = next((i for trace in traces if (i := instruction_at(self.bound, trace)) is not None), None)
-        if found is None:
-            return
-        sent = [isinstance(i, (Collective, SendRecv)) for i in self.program.instructions]
-        before = next(place for place, i in enumerate(self.program.instructions) if i is found)
-        if any(sent[before:]) or isinstance(error, RankError):
-            where = f"step {self.step} of {self.name}, after {sum(sent[:before])} of {sum(sent)} communications"
-            self.world.turns.leave_off(where, self.compiled.ranks, error)
+        if phase is _Phase.GATHERING:
+            turns.leave_off(f"step {self.step} of {self.name}, output {self._gathered}", self.world.all_ranks, error)
+        elif self.active:
+            traces = (error.__traceback__, getattr(error.__cause__, "__traceback__", None))  # a KernelError has a cause
+            line = max(line_in_main(self.bound, trace) for trace in traces)
+            if not line and isinstance(error, Exception if phase is _Phase.COMPILING else RankError):
+                return  # It came to all ranks, where they meet.
+            sent = [place for place, i in self.bound.where.items() if isinstance(i, (Collective, SendRecv))]
+            before = sum(place < line for place in sent) if phase is _Phase.RUNNING else 0
+            if before < len(sent) or isinstance(error, RankError):
+                where = f"step {self.step} of {self.name}, after {before} of {len(sent)} communications"
+                turns.leave_off(where, self.compiled.ranks, error)
 
     def place(self, frame: FrameType | None) -> str:
         """Where in the program a thread is whose innermost frame is given: for other ranks, and for last words."""
@@ -229,13 +256,14 @@ class RankProgram:
         when = f"{'in' if self.running else 'after'} step {self.step}"
         return when if about is None else f"{_said(about)} {when} at {about.line}"
 
-    def gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
+    def _gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
         """The global outputs on every rank, from every rank's shards."""
         graph, out = self.compiled.graph, []
-        for tensor, sharding, local in zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True):
+        rows = zip(graph.outputs, self.compiled.output_shardings(), outputs, strict=True)
+        for self._gathered, (tensor, sharding, local) in enumerate(rows):
             kind = graph.tensors[tensor].type
             dtype = getattr(torch, kind.dtype.value)
-            with self.world.turns, torch.no_grad():
+            with torch.no_grad():
                 out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
         return out
 

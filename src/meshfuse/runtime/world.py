@@ -102,6 +102,14 @@ class World:
             cls._current = World(place, limit)
         return cls._current
 
+    @classmethod
+    def leave_off(cls, where: str, error: BaseException) -> None:
+        """Note that an error kept this rank from what all do together at this place, so that its next execution waits
+        until they have come to it, too.
+        """
+        if cls._current is not None and cls._current.size > 1:
+            cls._current.turns.leave_off(where, cls._current.all_ranks, error)
+
     @property
     def store(self) -> dist.Store:
         """The store of the job; a world of one rank has none."""
