@@ -47,3 +47,26 @@ raise SystemExit(launcher.run(3, [{str(script)!r}], timeout=3))
         said = process.communicate(timeout=30)[1].decode()
     line = "meshfuse run: the other ranks have ended 0.5 s ago; waiting for rank 1 (stopped), for as long as --timeout"
     assert process.returncode == 124 and said.count(line) == 1, said
+
+
+@pytest.mark.parametrize("calls", [2, 3, 4])
+def test_a_signal_as_the_launcher_takes_signals_or_gives_them_back(tmp_path, calls):
+    """Of three: SIGTERM comes when so many have been taken, or been given back."""
+    script, launch = tmp_path / "script.py", tmp_path / "launch.py"
+    script.write_text("")
+    launch.write_text(f"""
+import os, signal
+from meshfuse.runtime import launcher
+real, left = signal.signal, list(range({calls}))
+def handle(number, handler):
+    real(number, handler)
+    if left and not left.pop():
+        os.kill(os.getpid(), signal.SIGTERM)
+signal.signal = handle
+code = launcher.run(1, [{str(script)!r}])
+assert signal.SIG_IGN not in map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+raise SystemExit(code)
+""")
+    with _launched(launch, stderr=subprocess.PIPE) as process:
+        said = process.communicate(timeout=30)[1].decode()
+    assert (process.returncode, said) == (143, "meshfuse run: stopped by SIGTERM\n")

@@ -65,13 +65,12 @@ def run(
     deadline = None if timeout is None else time.monotonic() + timeout
     job = Job(ranks, list(argv), max_restarts, deadline, all_output)
     complete_standard_files()
-    with _signals():
-        try:
-            with _keeper() as register:
-                return _run_attempts(job, register, pause)
-        except _Interrupted as stop:
-            say(f"stopped by {_name(stop.number)}")
-            return 128 + stop.number
+    try:
+        with _signals(), _keeper() as register:
+            return _run_attempts(job, register, pause)
+    except _Interrupted as stop:
+        say(f"stopped by {_name(stop.number)}")
+        return 128 + stop.number
 
 
 def _run_attempts(job: Job, register: Callable[[int], None], pause: float) -> int:
@@ -247,12 +246,22 @@ def _signals() -> Iterator[None]:
         _came.append(number)
         raise _Interrupted(number)
 
-    before = {number: signal.signal(number, stop) for number in caught}
-    try:
-        yield
-    finally:
+    before = {number: signal.getsignal(number) for number in caught}
+
+    def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+    try:
+        for number in caught:
+            signal.signal(number, stop)
+        yield
+    finally:
+        try:
+            restore()
+        except _Interrupted:  # The first of them has the others ignored.
+            restore()
+            raise
 
 
 @contextmanager
