@@ -166,7 +166,7 @@ class FusionDefinition(PlannedDefinition):
         "nvfuser", or "auto" (eager, and compiled once that pays); for None MESHFUSE_BACKEND, else "auto". With
         `cuda_graph` a step on a GPU is captured once and replayed: for programs of tensors that draw no random numbers.
         """
-        program, homes, step = None, None, self._steps["ranks"]
+        program, outputs, homes, step = None, None, None, self._steps["ranks"]
         try:
             # What once was found to fit is told by these facts alone.
             known = (outline(inputs), idle_ranks, backend, cuda_graph)
@@ -175,11 +175,11 @@ class FusionDefinition(PlannedDefinition):
                 program, inputs, homes = self._fitted(known, inputs)
             self._latest, self._steps["ranks"] = program, step + 1
             outputs = program.run(inputs, self.seed, step)
+            laid_out = self._laid_out(outputs)
+            return laid_out if homes is None else wrap_outputs(laid_out, homes)
         except BaseException as error:
-            self._leave_out(program, step, error)
+            self._leave_off(program, step, outputs, error)
             raise
-        outputs = self._laid_out(outputs)
-        return outputs if homes is None else wrap_outputs(outputs, homes)
 
     def _known_to_fit(self, known: Any) -> RankProgram | None:
         try:
@@ -207,14 +207,17 @@ class FusionDefinition(PlannedDefinition):
         homes = output_homes(program.compiled, inputs, line) if dtensors else None
         return program, given.in_order(self.inputs), homes
 
-    def _leave_out(self, program: RankProgram | None, step: int, error: BaseException) -> None:
-        """Tell the world of an error that came before this rank's program ran at a step, which others may have begun.
+    def _leave_off(self, program: RankProgram | None, step: int, outputs: Any, error: BaseException) -> None:
+        """Tell the world of an error that came before this rank's program ran at a step, or after it: others may not
+        have got it.
 
         What is wrong with other ranks is told to all, where they meet.
         """
-        if (program is None or program.step <= step) and not isinstance(error, RankError):
+        before = program is None or program.step <= step
+        if (before or outputs is not None) and not isinstance(error, RankError):
             begins = f" that begins at {self.tensors[0].line}" if self.tensors else ""
-            World.leave_off(f"step {step + 1} of the definition{begins}, before its program", error)
+            when = "before" if before else "after"
+            World.leave_off(f"step {step + 1} of the definition{begins}, {when} its program", error)
 
     def simulate(
         self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
@@ -250,15 +253,15 @@ class FusionDefinition(PlannedDefinition):
         world = World.current()
         if world.size == 1:
             return self.simulate(inputs)
-        program, step = None, self._steps["ranks"]
+        program, outputs, step = None, None, self._steps["ranks"]
         try:
             program, args = self._fitted_whole(inputs, world)
             self._latest, self._steps["ranks"] = program, step + 1
             outputs = program.run(args, self.seed, step, whole=True)
+            return self._laid_out(outputs)
         except BaseException as error:
-            self._leave_out(program, step, error)
+            self._leave_off(program, step, outputs, error)
             raise
-        return self._laid_out(outputs)
 
     def _fitted_whole(self, inputs: Sequence[Any], world: World) -> tuple[RankProgram, list[Any]]:
         """The program for global tensors, and this rank's parts of them."""

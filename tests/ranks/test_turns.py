@@ -71,42 +71,46 @@ with mf.FusionDefinition() as fd:
     fd.mesh_split(x, mf.DeviceMesh((size,), ("tp",)), ["tp"])
 whole, count = {whole}, {count}
 mf.World.current().limit = {limit}
-for step in range(8):
+def call(step, wrong=False):
     given = torch.full((2 * size if whole else 2,), float(step))
+    (found,) = fd(given) if whole else fd.execute([given.int() if wrong else given])
+    assert found == step * 2 * size, (step, found)
+for step in range(8):
     fails = step == 5 and rank in {failing}
     try:
         with interrupted(count, {file!r}) if fails and count else contextlib.nullcontext():
-            (found,) = fd(given) if whole else fd.execute([given.int() if fails and not count else given])
-        assert found == step * 2 * size, (step, found)
+            call(step, fails and not count)
     except (ValueError, KeyboardInterrupt) as error:
         print(f"step {{step}}: {{type(error).__name__}}: {{error}}", flush=True)
+        {again} and call(step)
 print("all steps")
 """
 # Whole tensors are passed; after so many calls in a file comes Ctrl-C: as arguments are looked at, before ranks may
-# compare their calls, before the program and where whole outputs are gathered. Or else an argument is wrong.
+# compare their calls, before the program, in it, after it, and where whole outputs are gathered. Or else an argument is
+# wrong.
 WHERE = {
     "argument": (False, 0, ""), "arguments": (False, 1, "/executor/arguments.py"), "turn": (False, 1, "/turns.py"),
-    "begin": (False, 1, "/world.py"), "program": (False, 1, "/refusals.py"), "whole argument": (True, 1, "/value.py"),
-    "whole output": (True, 5, "/group.py"),
+    "begin": (False, 1, "/world.py"), "program": (False, 1, "/refusals.py"), "wait": (False, 4, "/work.py"),
+    "end": (False, 5, "/turns.py"), "whole argument": (True, 1, "/value.py"), "whole output": (True, 5, "/group.py"),
 }  # fmt: skip
 
 
-def skipped(tmp_path, place, failing, limit):
+def skipped(tmp_path, place, failing, limit, again=False):
     whole, count, file = WHERE[place]
-    script = SKIPPED.format(whole=whole, count=count, file=file, failing=failing, limit=limit, tests=TESTS)
-    return run_bare(script, tmp_path, 2)
+    words = {"whole": whole, "count": count, "file": file, "failing": failing, "limit": limit, "again": again}
+    return run_bare(SKIPPED.format(**words, tests=TESTS), tmp_path, 2)
 
 
-@pytest.mark.parametrize("place", WHERE)
-def test_a_step_that_one_rank_leaves_out_meets_no_other(tmp_path, place):
-    """Wherever an error kept it from its part, as a wrong batch does, or Ctrl-C: others would take the next for it."""
-    (code, waiting), (other, caught) = skipped(tmp_path, place, [1], 1.5)
+@pytest.mark.parametrize(("place", "again"), [*((place, False) for place in WHERE), ("wait", True), ("end", True)])
+def test_a_step_that_one_rank_leaves_out_or_repeats_meets_no_other(tmp_path, place, again):
+    """Wherever an error came, as of a wrong batch, or Ctrl-C: others would take its next step for another one."""
+    (code, waiting), (other, caught) = skipped(tmp_path, place, [1], 1.5, again)
     assert code == other == 1 and "AssertionError" not in waiting + caught, (waiting, caught)
     kind = "KeyboardInterrupt" if WHERE[place][1] else "ArgumentError"
     assert f"step 5: {kind}" in caught and f"comparing where executions ended: {kind} in step 6" in caught, caught
 
 
-@pytest.mark.parametrize("place", ["argument", "program"])
+@pytest.mark.parametrize("place", ["argument", "program", "wait", "end"])
 def test_a_step_that_all_ranks_leave_out_is_over(tmp_path, place):
     for code, text in skipped(tmp_path, place, [0, 1], 20):
         assert code == 0 and text.count("step ") == 1 and "all steps" in text, text

@@ -233,9 +233,9 @@ class RankProgram:
             error.args = (f"{what} in step {self.step}: {error.args[0]}", *error.args[1:])
 
     def _leave_off(self, error: BaseException) -> None:
-        """Tell the world of an error that came before this rank had issued all that others wait for."""
+        """Tell the world of an error that ended a call: the script may go on with this step or with the next."""
         phase, turns = self._phase, self.world.turns
-        if self.world.size == 1 or phase is _Phase.OVER:
+        if self.world.size == 1:
             return
         if phase is _Phase.GATHERING:
             turns.leave_off(f"step {self.step} of {self.name}, output {self._gathered}", self.world.all_ranks, error)
@@ -245,8 +245,9 @@ class RankProgram:
             if not line and isinstance(error, Exception if phase is _Phase.COMPILING else RankError):
                 return  # It came to all ranks, where they meet.
             sent = [place for place, i in self.bound.where.items() if isinstance(i, (Collective, SendRecv))]
-            before = sum(place < line for place in sent) if phase is _Phase.RUNNING else 0
-            if before < len(sent) or isinstance(error, RankError):
+            end = {_Phase.RUNNING: line, _Phase.OVER: math.inf}.get(phase, 0)
+            if sent:
+                before = sum(place < end for place in sent)
                 where = f"step {self.step} of {self.name}, after {before} of {len(sent)} communications"
                 turns.leave_off(where, self.compiled.ranks, error)
 
