@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+from typing import Any
 
 import pytest
 import torch
 
 import meshfuse as mf
 from interrupts import interrupted, places
+from meshfuse.backends import Task
 from meshfuse.definition.annotated import AnnotatedDefinition
-from meshfuse.executor import simulate
+from meshfuse.executor import segments, simulate
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 TABLE = torch.randn(16, 4)
@@ -63,6 +66,32 @@ def test_a_call_after_one_that_was_interrupted_anywhere_starts_anew(monkeypatch:
             bound.clear()
             torch.testing.assert_close(fd.simulate([PARTS * factor, ids, TABLE])[0], wanted(ids, PARTS * factor))
         assert not bound and torch.is_grad_enabled(), count
+
+
+class Compiled:
+    """A backend whose code is the text."""
+
+    name = "inductor"
+
+    def prepare(self, task: Task) -> Any:
+        assert not isinstance(task.eager, functools.partial), "compiled already"
+        return functools.partial(self._run, task.eager)
+
+    def _run(self, text: Any, *arguments: Any) -> Any:
+        return text(*arguments)
+
+
+def test_compiling_that_ends_at_any_moment_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the text, at the next call."""
+    monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
+    monkeypatch.setitem(segments.MAKERS, "inductor", Compiled)
+    ids = torch.arange(8)
+    for count in places(lambda: looked_up().simulate([PARTS, ids, TABLE]), "/executor/segments.py"):
+        fd = looked_up()
+        with contextlib.suppress(KeyboardInterrupt), interrupted(count, "/executor/segments.py"):
+            fd.simulate([PARTS, ids, TABLE])
+        torch.testing.assert_close(fd.simulate([PARTS * 2, ids, TABLE])[0], wanted(ids, PARTS * 2))
+        assert fd.backends().count("compiled") == len(fd.backends().splitlines()) - 1, count
 
 
 def test_threads_may_share_a_definition() -> None:

@@ -41,6 +41,7 @@ class Segments:
         self.due = made.due
         self.chosen: dict[str, Chosen] = {kernel: self._planned(kernel, made.chosen) for kernel in self._kernels}
         self._left = [kernel for kernel, chosen in self.chosen.items() if chosen.backend != "eager"]
+        self._texts = {kernel: bound.scope[kernel] for kernel in self._left}
         self._makers: dict[str, Backend] = {}
 
     def _planned(self, kernel: str, chosen: Mapping[int, Chosen]) -> Chosen:
@@ -50,7 +51,7 @@ class Segments:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Note what the kernels to be compiled are called with meanwhile."""
-        texts = {name: self._scope[name] for name in self._left}
+        texts = {name: self._texts[name] for name in self._left}
         self._seen = {}
         self._scope.update({name: self._recorder(name, text) for name, text in texts.items()})
         try:
@@ -94,7 +95,7 @@ class Segments:
             raise Unsupported(f"one execution calls it with {len(seen)} kinds of arguments")
         arguments = tuple(v.empty() if isinstance(v, _Outline) else v for v in next(iter(seen)))
         segment = self._segments.get(kernel.name)
-        text = self._scope[kernel.name]
+        text = self._texts[kernel.name]  # What runs may be compiled already, where Ctrl-C came just after that.
         return Task(kernel, segment, self._definition, self.rank, self._device, text, arguments)
 
 
