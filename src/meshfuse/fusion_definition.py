@@ -173,7 +173,7 @@ class FusionDefinition(PlannedDefinition):
             program = self._known_to_fit(known)
             if program is None:
                 program, inputs, homes = self._fitted(known, inputs)
-            self._latest, self._steps["ranks"] = program, step + 1
+            self._latest, step = program, self._next_step("ranks")
             outputs = program.run(inputs, self.seed, step)
             laid_out = self._laid_out(outputs)
             return laid_out if homes is None else wrap_outputs(laid_out, homes)
@@ -256,7 +256,7 @@ class FusionDefinition(PlannedDefinition):
         program, outputs, step = None, None, self._steps["ranks"]
         try:
             program, args = self._fitted_whole(inputs, world)
-            self._latest, self._steps["ranks"] = program, step + 1
+            self._latest, step = program, self._next_step("ranks")
             outputs = program.run(args, self.seed, step, whole=True)
             return self._laid_out(outputs)
         except BaseException as error:
@@ -292,9 +292,7 @@ class FusionDefinition(PlannedDefinition):
     def _run_simulation(self, made: _Simulated, given: Inputs, check: bool) -> list[torch.Tensor]:
         compiled = made.compiled
         arguments = {rank: self._simulated_arguments(compiled, given, rank) for rank in compiled.ranks}
-        step = self._steps["simulated"]
-        self._steps["simulated"] = step + 1
-        results = made.simulation.run(arguments, self.seed, step)
+        results = made.simulation.run(arguments, self.seed, self._next_step("simulated"))
         graph = compiled.graph
         out = []
         for place, sharding in enumerate(compiled.output_shardings()):
@@ -328,6 +326,11 @@ class FusionDefinition(PlannedDefinition):
             else:
                 out.append(given.tensors[ref.id])
         return out
+
+    def _next_step(self, where: str) -> int:
+        step = self._steps[where]
+        self._steps[where] = step + 1
+        return step
 
     def _key(self, given: Inputs, *more: Any) -> Any:
         sizes = tuple(given.scalars[i] for i in sorted(self.sized_by()))

@@ -67,6 +67,6 @@ code = launcher.run(1, [{str(script)!r}])
 assert signal.SIG_IGN not in map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 raise SystemExit(code)
 """)
-    with _launched(launch, stderr=subprocess.PIPE) as process:
+    with launched(launch, stderr=subprocess.PIPE) as process:
         said = process.communicate(timeout=30)[1].decode()
     assert (process.returncode, said) == (143, "meshfuse run: stopped by SIGTERM\n")
