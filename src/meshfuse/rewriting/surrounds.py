@@ -47,6 +47,8 @@ class Surrounded:
 
     def __call__(self, graph: Graph) -> Graph:
         """The graph itself where there is nothing to change."""
+        if not any(node.name in ("pad", "cat") for node in graph.nodes):
+            return graph
         writer = _Writer(graph)
         made = writer.run(range(len(graph.nodes)))
         return without_unread(made).noting(self) if writer.count else graph
