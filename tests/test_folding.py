@@ -296,6 +296,16 @@ def test_effort_decides_whether_long_programs_are_searched(monkeypatch: pytest.M
     assert tried[-1] < len(graph.nodes) / 2
 
 
+def test_short_programs_are_searched_unless_asked_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are they planned as they may be written otherwise."""
+    graph = graph_of(STACKS["axes that clash"]())
+    monkeypatch.setattr(planning_search, "MOST", len(graph.nodes))
+    for effort in Effort:
+        tried = searched_programs(monkeypatch)
+        decided(graph, GRID, effort)
+        assert bool(tried) == (effort is not Effort.FAST)
+
+
 @pytest.mark.parametrize("count", [30, 90])
 def test_long_programs_that_repeat_nothing_are_searched_up_to_a_size(
     monkeypatch: pytest.MonkeyPatch, count: int

@@ -128,7 +128,7 @@ def _graph(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """What propagation decides: in which forms ops are written, and where each is computed."""
     found = _decided(graph, world, effort)
-    if spent(found).moving <= EPSILON or not effort.rewrites(graph):
+    if spent(found).moving <= EPSILON or not effort.rewrites:
         return found
     other = Surrounded()(graph)
     return found if other is graph else better(found, _decided(other, world, effort))

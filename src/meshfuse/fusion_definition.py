@@ -67,9 +67,9 @@ class FusionDefinition(PlannedDefinition):
     Where a rank would hold more than `max_memory` bytes (MESHFUSE_MAX_MEMORY), what was gathered is dropped after one
     use and gathered again for the next; where that is not enough, a PlanWarning says what takes the memory.
 
-    `search` (MESHFUSE_SEARCH): programs of more than 400 ops are planned once ("fast"), several times by few of their
-    layers ("thorough", seconds), or so where that takes about a second ("auto", the default): on one mesh axis, or
-    of few different ops; and as they may be written otherwise ("auto" and "thorough"). Shorter ones always are.
+    `search` (MESHFUSE_SEARCH): "fast" plans every program once; "auto", the default, those of up to 400 ops several
+    times, which takes a tenth of a second to some seconds, and longer ones by few of their layers where that takes
+    about a second: on one mesh axis, or of few different ops; "thorough" all of them, in seconds.
     """
 
     def __init__(

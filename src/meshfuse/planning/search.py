@@ -93,17 +93,18 @@ def better(found: ShardedDefinition, other: ShardedDefinition) -> ShardedDefinit
 
 
 class Effort(Enum):
-    """How long programs of more than `MOST` ops are planned: once, several times where `searches` says so, or in any
-    case.
+    """How long programs are planned: once; several times up to `MOST` ops, and longer ones where `searches` says so; or
+    several times in any case.
     """
 
     FAST = "fast"
     AUTO = "auto"
     THOROUGH = "thorough"
 
-    def rewrites(self, graph: Graph) -> bool:
-        """Whether the program is planned once more where it may be written otherwise."""
-        return self is not Effort.FAST or len(graph.nodes) <= MOST
+    @property
+    def rewrites(self) -> bool:
+        """Whether a program is planned once more where it may be written otherwise."""
+        return self is not Effort.FAST
 
     def searches(self, plan: ShardedDefinition) -> bool:
         """Whether a long program with this plan is planned several times. On several axes that takes several seconds,
@@ -151,9 +152,9 @@ def effort_of(given: Any, line: SourceLine | None) -> Effort:
 
 
 def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The plan, or a better one; the plan itself for programs that move nothing, and long ones on less effort."""
+    """The plan, or a better one; the plan itself for programs that move nothing, and on less effort."""
     graph = sharded.graph
-    if not graph.annotations:
+    if not graph.annotations or effort is Effort.FAST:
         return sharded
     if len(graph.nodes) <= MOST:
         return _best(sharded, world)

@@ -62,7 +62,7 @@ class Parted:
 def in_parts(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The plan of a graph, or, if that is better, one of the graph with what lies over ranks left in parts."""
     found = plan(graph)
-    if not effort.rewrites(graph):
+    if not effort.rewrites:
         return found
     cats = list(_over_ranks(found, graph))
     rewriting = Parted(tuple([node.id for node in cats]))

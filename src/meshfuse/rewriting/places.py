@@ -77,7 +77,7 @@ class Placed:
 def in_place(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The plan of a graph, or, if that is better, of one where what is sliced and put back stays where it is."""
     plain = plan(graph)
-    if not effort.rewrites(graph) or not any(node.name in _PUT for node in graph.nodes):
+    if not effort.rewrites or not any(node.name in _PUT for node in graph.nodes):
         return plain
     finder = _Finder(graph, plain)
     found = tuple(finder.run())

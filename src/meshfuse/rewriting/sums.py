@@ -58,7 +58,7 @@ class _Writer(Writer):
 def regrouped(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The definition with sums over ranks added before other terms, if that plan is better."""
     graph = sharded.graph
-    if not graph.annotations or not effort.rewrites(graph):
+    if not graph.annotations or not effort.rewrites:
         return sharded
     found = tuple(_Finder(graph).run())
     if not found:
