@@ -128,10 +128,10 @@ def _graph(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """What propagation decides: in which forms ops are written, and where each is computed."""
     found = _decided(graph, world, effort)
-    if spent(found).moving <= EPSILON or not effort.rewrites:
+    other = Surrounded()(graph) if effort.rewrites else graph
+    if other is graph or spent(found).moving <= EPSILON:
         return found
-    other = Surrounded()(graph)
-    return found if other is graph else better(found, _decided(other, world, effort))
+    return better(found, _decided(other, world, effort))
 
 
 def _decided(graph: Graph, world: DeviceMesh, effort: Effort) -> ShardedDefinition:
