@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.resharding.prices import price
+from meshfuse.moves.prices import price
 from meshfuse.sharding import Sharding
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "bills"

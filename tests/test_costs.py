@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from defining import rebuilt
 from meshfuse import costs
-from meshfuse.resharding.moves import MoveKind
-from meshfuse.resharding.planner import plan
-from meshfuse.resharding.prices import link_over, price
+from meshfuse.moves.move import MoveKind
+from meshfuse.moves.planner import plan
+from meshfuse.moves.prices import link_over, price
 from meshfuse.sharding import Sharding, Split
 from meshfuse.testing import meshes, shardings
 

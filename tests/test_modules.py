@@ -13,9 +13,8 @@ ROOT = Path(meshfuse.__file__).parent
 # A backend is loaded when it is chosen: nvFuser may be missing, and Inductor takes a second.
 LATE = {("backends.assignment", "backends.inductor"), ("backends.assignment", "backends.nvfuser.backend")}
 
-# Beside the order of docs/architecture.md; and what it says in brackets.
+# Beside the order of docs/architecture.md.
 BESIDE = {"", "__main__", "backends", "checkpoint", "gradients", "nvfuser_direct", "runtime", "testing"}
-PRICED = ("propagation", "resharding")
 
 
 def name_of(path: Path) -> str:
@@ -69,9 +68,8 @@ def test_modules_import_from_the_left_of_the_order_that_the_page_gives() -> None
     for module, path in MODULES.items():
         found = imports(ast.parse(path.read_text()).body)
         for target in (target for node in found for target in targets(module, node)):
-            ends = (tops[module], tops[target])
-            allowed = BESIDE.intersection(ends) or ends == PRICED
-            assert allowed or place[ends[1]] <= place[ends[0]], f"{module} imports {target}"
+            here, there = tops[module], tops[target]
+            assert BESIDE & {here, there} or place[there] <= place[here], f"{module} imports {target}"
 
 
 def test_the_runtime_knows_ranks_and_meshes_but_no_definition() -> None:

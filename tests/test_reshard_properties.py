@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from meshfuse.costs import DEFAULT_LINK
 from meshfuse.executor import simulate
-from meshfuse.resharding import bounds, planner
-from meshfuse.resharding.atoms import cuts_of
+from meshfuse.moves import bounds, planner
+from meshfuse.moves.atoms import cuts_of
+from meshfuse.moves.move import wire_elements
+from meshfuse.moves.planner import plan
 from meshfuse.resharding.insert import Set
-from meshfuse.resharding.moves import wire_elements
-from meshfuse.resharding.planner import plan
 from meshfuse.sharding import Sharding, Split
 from meshfuse.sharding.layout import Layout
 from meshfuse.testing import dim_layouts, meshes, shardings

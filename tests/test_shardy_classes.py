@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import meshfuse as mf
-from meshfuse.resharding.planner import plan
+from meshfuse.moves.planner import plan
 from meshfuse.sharding import Sharding, Split
 
 

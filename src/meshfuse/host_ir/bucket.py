@@ -7,8 +7,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from ..moves.move import MoveKind
 from ..resharding.insert import ReshardedDefinition, Set
-from ..resharding.moves import MoveKind
 from ..resharding.postpone import bucket_key
 from ..segmentation import Segment
 from ..streams.overlap import ChunkLoop

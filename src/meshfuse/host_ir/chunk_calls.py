@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..moves.move import restricted
 from ..ops.local import LocalCall
-from ..resharding.moves import restricted
 from ..sharding.layout import Runs
 from .communicate import local_shape
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ..dtypes import DataType
 from ..graph import Graph
+from ..moves.move import count, restricted
 from ..resharding.insert import Compute, Set, Value
-from ..resharding.moves import count, restricted
 from ..sharding.layout import Runs
 from ..streams.overlap import ChunkLoop
 from .chunk_calls import ChunkCall

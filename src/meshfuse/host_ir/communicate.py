@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..moves.move import Move, MoveKind, Piece, count, pieces
 from ..ops.base import TensorType
-from ..resharding.moves import Move, MoveKind, Piece, count, pieces
 from ..sharding import layout as lay
 from ..sharding.layout import Runs
 from .instructions import (

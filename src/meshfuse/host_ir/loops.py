@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..dtypes import DataType
+from ..moves.move import MoveKind, count
 from ..resharding.insert import Compute, Set
-from ..resharding.moves import MoveKind, count
 from ..sharding.layout import Runs
 from ..streams.overlap import ChunkLoop
 from .chunks import Chunks

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..errors import SourceLine
 from ..graph import Graph
+from ..moves.move import Move, wire_elements
 from ..ops.base import FactorKind, ScalarRef
 from ..resharding.early import local_cost
 from ..resharding.insert import Compute, Set, Value
-from ..resharding.moves import Move, wire_elements
 from ..segmentation import Segment, SegmentedDefinition
 from ..sharding import layout as lay
 from ..streams.overlap import ChunkLoop

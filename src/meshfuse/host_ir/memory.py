@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..resharding.moves import count
+from ..moves.move import count
 from .effects import Effects, effects
 from .instructions import Allocate, Box, Collective, Instruction, Own, Part, Put, SendRecv
 

@@ -13,11 +13,11 @@ from typing import Any
 from ..costs import Link
 from ..dtypes import DataType
 from ..mesh import DeviceMesh
+from ..moves.move import Move, MoveKind, Reordering, Window
 from ..ops.base import ScalarRef, TensorRef
 from ..propagation.choose import Source
 from ..propagation.factors import Carry, Placement
 from ..propagation.sharded import Choice
-from ..resharding.moves import Move, MoveKind, Reordering, Window
 from ..rewriting.distribution import Blocked, Distributed
 from ..rewriting.merging import Merged, Moments
 from ..rewriting.parts import Parted

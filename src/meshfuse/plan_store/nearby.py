@@ -22,11 +22,11 @@ from ..costs import computation
 from ..errors import SourceLine, user_error
 from ..graph import Graph, Node, rewritten
 from ..mesh import DeviceMesh
+from ..moves.windows import window_move, window_of
 from ..ops.base import Call, ParamKind, Rule, TensorType
 from ..propagation.choose import cheapest, work
 from ..propagation.factors import NO_CARRY, Placement, carries, placed
 from ..propagation.sharded import Choice, ShardedDefinition
-from ..resharding.windows import window_move, window_of
 from ..sharding.layout import WHOLE, extent
 from ..sharding.value import Sharding
 

@@ -14,11 +14,11 @@ from typing import NamedTuple, TypeVar
 
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
+from ..moves.move import MoveKind
+from ..moves.planner import plan
 from ..ops.base import FactorKind
 from ..propagation.growth import EPSILON
 from ..resharding.insert import ReshardedDefinition, Set
-from ..resharding.moves import MoveKind
-from ..resharding.planner import plan
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Axis, Sharding

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from ..costs import computation
 from ..mesh import DeviceMesh
+from ..moves.bounds import at_least
+from ..moves.move import Reordering, Window
+from ..moves.planner import plan
+from ..moves.prices import price
+from ..moves.windows import window_move, window_of
 from ..ops.base import Call, FactorKind, Rule, TensorType
-from ..resharding.bounds import at_least
-from ..resharding.moves import Reordering, Window
-from ..resharding.planner import plan
-from ..resharding.prices import price
-from ..resharding.windows import window_move, window_of
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding, overlap

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..graph import Node
-from ..resharding.planner import plan
+from ..moves.planner import plan
 from ..sharding.value import Sharding
 from .factors import following
 from .sharded import ShardedDefinition

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ..dtypes import Category
 from ..mesh import DeviceMesh
+from ..moves.move import Move
 from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
-from ..resharding.moves import Move
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding, canonical_partial, overlap

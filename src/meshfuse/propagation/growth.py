@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
+from ..moves.planner import plan
 from ..ops.base import Call, Rule, TensorType
-from ..resharding.planner import plan
 from ..sharding.layout import Layout
 from ..sharding.value import Sharding
 from .choose import Available, Option, Setting, options

@@ -11,8 +11,8 @@ import math
 import threading
 from collections.abc import Sequence
 
+from ..moves.bounds import at_least
 from ..ops.base import TensorType
-from ..resharding.bounds import at_least
 from .choose import Available, reshards
 
 

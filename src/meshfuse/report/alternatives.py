@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from ..compiler import CompiledProgram
 from ..graph import Graph
+from ..moves.move import Move, wire_elements
 from ..propagation.propagate import propagate
 from ..resharding.insert import ReshardedDefinition, insert_resharding
-from ..resharding.moves import Move, wire_elements
 from ..rewriting.rounds import written
 from ..sharding.layout import WHOLE, Layout, axes, extent
 from ..sharding.value import Sharding

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from ..compiler import CompiledProgram
 from ..errors import user_error
 from ..graph import Graph, Node
+from ..moves.move import MoveKind
 from ..propagation.choose import Source
 from ..resharding.insert import Set
-from ..resharding.moves import MoveKind
 from .alternatives import wire_bytes
 from .bill import micro, number, table
 from .causes import Causes, quoted

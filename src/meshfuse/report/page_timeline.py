@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from .. import costs
 from ..compiler import CompiledProgram
+from ..moves.move import MoveKind
 from ..resharding.insert import Compute, Set
-from ..resharding.moves import MoveKind
 
 
 @dataclass(frozen=True, slots=True)

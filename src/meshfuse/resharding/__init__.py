@@ -1,1 +1,4 @@
-"""From one sharding to another: the moves, their costs and the cheapest path."""
+"""The moves of a whole program: a `Set` for each, and where in the program it stands.
+
+What the moves of one reshard are is told by `moves`.
+"""

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from ..costs import DEVICE_FLOPS, DEVICE_LINK, DEVICE_MEMORY
 from ..graph import Graph
+from ..moves.move import Move, MoveKind
 from ..ops.base import Call
 from ..propagation.factors import Placement
 from .insert import Compute, ReshardedDefinition, Set, Step
-from .moves import Move, MoveKind
 
 # Modelled seconds of a move, and of the work beside it, that are worth a launch more.
 WORTH = 20e-6

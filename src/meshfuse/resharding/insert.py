@@ -8,15 +8,15 @@ from typing import Any
 from ..errors import SourceLine
 from ..graph import Graph
 from ..mesh import DeviceMesh
+from ..moves.move import Move, MoveKind, travels
+from ..moves.planner import Path, plan
+from ..moves.prices import Price, price
 from ..ops.base import TensorType
 from ..propagation.ends import ends
 from ..propagation.factors import Placement
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
-from .moves import Move, MoveKind, travels
 from .order import Before, before
-from .planner import Path, plan
-from .prices import Price, price
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from ..errors import SourceLine
 from ..mesh import DeviceMesh
+from ..moves.move import MoveKind
 from .insert import Compute, ReshardedDefinition, Set, Step
-from .moves import MoveKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
+from ..moves.move import MoveKind
 from .insert import Compute, ReshardedDefinition, Set, Step
-from .moves import MoveKind
 
 # A larger all-reduce goes where it stands, and one of at most the second size also goes with one that is not its own.
 LARGEST, _SMALL = 4 << 20, 64 << 10

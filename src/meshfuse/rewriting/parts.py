@@ -15,11 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..dtypes import Category
 from ..graph import Graph, Node
+from ..moves.move import Move
 from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef, cast_to
 from ..planning.search import Effort, better
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
-from ..resharding.moves import Move
 from ..sharding.layout import axes
 from .graphs import Writer, without_unread
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from ..graph import Stream
 from ..mesh import STREAM, DeviceMesh
+from ..moves.move import MoveKind, count, restricted
 from ..ops.base import FactorKind
 from ..resharding.insert import Compute, ReshardedDefinition, Set, Step
-from ..resharding.moves import MoveKind, count, restricted
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from .cuts import Cut, Refused, dim_cut, factor_cut, of_shards

@@ -13,7 +13,7 @@ from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
-from .moves import Move, MoveKind, sampled_ranks
+from .move import Move, MoveKind, sampled_ranks
 from .windows import window_peers, window_wire
 
 # Of plans that take as long the one of fewer moves is the better one: a slice, which moves nothing, counts half, and an

@@ -8,7 +8,7 @@ from ..ops.base import BlockOrder, Call, ScalarRef
 from ..ops.local import plain_text
 from ..sharding import layout as lay
 from ..sharding.value import Sharding, disjoint
-from .moves import Move, MoveKind, Reordering, Window, lacking, sampled_ranks
+from .move import Move, MoveKind, Reordering, Window, lacking, sampled_ranks
 
 
 def window_of(call: Call) -> Window | Reordering | None:

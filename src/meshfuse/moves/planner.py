@@ -14,7 +14,7 @@ from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, canonical_partial, disjoint, nested, overlap
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping
 from .bounds import Bound, is_possible
-from .moves import Move, MoveKind
+from .move import Move, MoveKind
 from .prices import MOVE_SECONDS, is_even, price
 
 
