@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import meshfuse as mf
 from meshfuse import compiler
-from meshfuse.resharding.insert import ReshardedDefinition
 from meshfuse.resharding.postpone import postponed
+from meshfuse.resharding.resharded import ReshardedDefinition
 from meshfuse.testing import annotations, definitions, shapes_for
 
 MESH = mf.DeviceMesh((2, 2), ("dp", "tp"))

@@ -19,8 +19,8 @@ from meshfuse import compiler
 from meshfuse.executor.bind import bind_program
 from meshfuse.ops import OPS
 from meshfuse.ops.binding import make_call
-from meshfuse.resharding.insert import ReshardedDefinition, Set
 from meshfuse.resharding.memory import Peak, _Usage, fitted, peak
+from meshfuse.resharding.resharded import ReshardedDefinition, Set
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for, meshes, shapes_for
 from meshfuse.testing.calls import operands_of, whole
 from op_harness import sample_ids

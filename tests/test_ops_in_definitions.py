@@ -17,7 +17,7 @@ from meshfuse.ops import OPS
 from meshfuse.ops.base import Call
 from meshfuse.ops.local import LocalCall
 from meshfuse.propagation.factors import Placement
-from meshfuse.resharding.insert import Compute
+from meshfuse.resharding.resharded import Compute
 from meshfuse.testing.calls import define_call
 from op_harness import make_call, operands_of, sample_ids, whole
 

@@ -21,7 +21,7 @@ from meshfuse.moves import bounds, planner
 from meshfuse.moves.atoms import cuts_of
 from meshfuse.moves.move import wire_elements
 from meshfuse.moves.planner import plan
-from meshfuse.resharding.insert import Set
+from meshfuse.resharding.resharded import Set
 from meshfuse.sharding import Sharding, Split
 from meshfuse.sharding.layout import Layout
 from meshfuse.testing import dim_layouts, meshes, shardings

@@ -29,9 +29,10 @@ from .propagation.growth import EPSILON
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.early import early
-from .resharding.insert import ReshardedDefinition, insert_resharding
+from .resharding.insert import insert_resharding
 from .resharding.memory import fitted, peak
 from .resharding.postpone import postponed
+from .resharding.resharded import ReshardedDefinition
 from .rewriting.apart import taken_apart
 from .rewriting.distribution import distribute
 from .rewriting.linked import with_links

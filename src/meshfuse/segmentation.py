@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .resharding.early import WORTH, Seconds
-from .resharding.insert import Compute, ReshardedDefinition, Set
+from .resharding.resharded import Compute, ReshardedDefinition, Set
 from .streams.overlap import ChunkLoop, OverlappedDefinition
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..errors import ArgumentError, SourceLine, shown, user_error
 from ..ops.base import Call
-from ..resharding.insert import ReshardedDefinition
+from ..resharding.resharded import ReshardedDefinition
 from ..segmentation import Segment, SegmentedDefinition
 from . import Backend, Unsupported
 from .eager import Eager

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ..moves.move import MoveKind
-from ..resharding.insert import ReshardedDefinition, Set
 from ..resharding.postpone import bucket_key
+from ..resharding.resharded import ReshardedDefinition, Set
 from ..segmentation import Segment
 from ..streams.overlap import ChunkLoop
 from .communicate import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..dtypes import DataType
 from ..graph import Graph
 from ..moves.move import count, restricted
-from ..resharding.insert import Compute, Set, Value
+from ..resharding.resharded import Compute, Set, Value
 from ..sharding.layout import Runs
 from ..streams.overlap import ChunkLoop
 from .chunk_calls import ChunkCall

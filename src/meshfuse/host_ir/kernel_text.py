@@ -10,7 +10,7 @@ from ..graph import Graph
 from ..ops.base import ScalarRef
 from ..ops.factories import RANDOM_STATE
 from ..ops.local import plain_text
-from ..resharding.insert import Compute
+from ..resharding.resharded import Compute
 from ..segmentation import Segment
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..dtypes import DataType
 from ..moves.move import MoveKind, count
-from ..resharding.insert import Compute, Set
+from ..resharding.resharded import Compute, Set
 from ..sharding.layout import Runs
 from ..streams.overlap import ChunkLoop
 from .chunks import Chunks

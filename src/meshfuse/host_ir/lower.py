@@ -11,7 +11,7 @@ from ..graph import Graph
 from ..moves.move import Move, wire_elements
 from ..ops.base import FactorKind, ScalarRef
 from ..resharding.early import local_cost
-from ..resharding.insert import Compute, Set, Value
+from ..resharding.resharded import Compute, Set, Value
 from ..segmentation import Segment, SegmentedDefinition
 from ..sharding import layout as lay
 from ..streams.overlap import ChunkLoop

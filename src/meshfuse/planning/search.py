@@ -28,7 +28,8 @@ from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
 from ..propagation.propagate import FAST, LATE, THOROUGH, WIDE, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
-from ..resharding.insert import Set, insert_resharding
+from ..resharding.insert import insert_resharding
+from ..resharding.resharded import Set
 from ..sharding.layout import is_prefix
 from ..sharding.value import Sharding
 from .starts import Starts, elsewhere, in_rounds, shared

@@ -18,7 +18,7 @@ from ..moves.move import MoveKind
 from ..moves.planner import plan
 from ..ops.base import FactorKind
 from ..propagation.growth import EPSILON
-from ..resharding.insert import ReshardedDefinition, Set
+from ..resharding.resharded import ReshardedDefinition, Set
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Axis, Sharding

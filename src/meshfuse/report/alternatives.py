@@ -18,7 +18,8 @@ from ..compiler import CompiledProgram
 from ..graph import Graph
 from ..moves.move import Move, wire_elements
 from ..propagation.propagate import propagate
-from ..resharding.insert import ReshardedDefinition, insert_resharding
+from ..resharding.insert import insert_resharding
+from ..resharding.resharded import ReshardedDefinition
 from ..rewriting.rounds import written
 from ..sharding.layout import WHOLE, Layout, axes, extent
 from ..sharding.value import Sharding

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..compiler import CompiledProgram
-from ..resharding.insert import Set
+from ..resharding.resharded import Set
 from .alternatives import Alternative, Alternatives, Total, wire_bytes
 from .causes import Cause, Causes, quoted
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..compiler import CompiledProgram
 from ..errors import SourceLine
 from ..graph import Node
-from ..resharding.insert import Compute, Set
+from ..resharding.resharded import Compute, Set
 from ..sharding.value import Sharding, overlap
 from .provenance import Provenance
 

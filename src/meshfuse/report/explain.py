@@ -10,7 +10,7 @@ from ..errors import user_error
 from ..graph import Graph, Node
 from ..moves.move import MoveKind
 from ..propagation.choose import Source
-from ..resharding.insert import Set
+from ..resharding.resharded import Set
 from .alternatives import wire_bytes
 from .bill import micro, number, table
 from .causes import Causes, quoted

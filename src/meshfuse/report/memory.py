@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..compiler import CompiledProgram
 from ..errors import SourceLine
-from ..resharding.insert import Compute, ReshardedDefinition
 from ..resharding.memory import peak
+from ..resharding.resharded import Compute, ReshardedDefinition
 from .bill import number, table
 from .watch import PlanWarning
 

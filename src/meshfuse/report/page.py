@@ -15,7 +15,7 @@ from typing import Any
 
 from ..compiler import CompiledProgram
 from ..graph import Node
-from ..resharding.insert import Compute
+from ..resharding.resharded import Compute
 from ..sharding import layout as lay
 from ..sharding.value import Sharding
 from .bill import Bill, bill_of, micro, number

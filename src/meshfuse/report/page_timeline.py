@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .. import costs
 from ..compiler import CompiledProgram
 from ..moves.move import MoveKind
-from ..resharding.insert import Compute, Set
+from ..resharding.resharded import Compute, Set
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..compiler import CompiledProgram
 from ..errors import SourceLine, shown, user_error
-from ..resharding.insert import Set
+from ..resharding.resharded import Set
 from .alternatives import Alternative, Alternatives, Total, total, wire_bytes
 from .bill import number
 from .causes import Causes

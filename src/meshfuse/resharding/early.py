@@ -17,7 +17,7 @@ from ..graph import Graph
 from ..moves.move import Move, MoveKind
 from ..ops.base import Call
 from ..propagation.factors import Placement
-from .insert import Compute, ReshardedDefinition, Set, Step
+from .resharded import Compute, ReshardedDefinition, Set, Step
 
 # Modelled seconds of a move, and of the work beside it, that are worth a launch more.
 WORTH = 20e-6

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ..errors import SourceLine
 from ..mesh import DeviceMesh
 from ..moves.move import MoveKind
-from .insert import Compute, ReshardedDefinition, Set, Step
+from .resharded import Compute, ReshardedDefinition, Set, Step
 
 
 @dataclass(frozen=True, slots=True)

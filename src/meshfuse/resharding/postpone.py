@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..moves.move import MoveKind
-from .insert import Compute, ReshardedDefinition, Set, Step
+from .resharded import Compute, ReshardedDefinition, Set, Step
 
 # A larger all-reduce goes where it stands, and one of at most the second size also goes with one that is not its own.
 LARGEST, _SMALL = 4 << 20, 64 << 10

@@ -10,7 +10,7 @@ from ..graph import Stream
 from ..mesh import STREAM, DeviceMesh
 from ..moves.move import MoveKind, count, restricted
 from ..ops.base import FactorKind
-from ..resharding.insert import Compute, ReshardedDefinition, Set, Step
+from ..resharding.resharded import Compute, ReshardedDefinition, Set, Step
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from .cuts import Cut, Refused, dim_cut, factor_cut, of_shards

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..graph import Stream
 from ..mesh import DeviceMesh
-from ..resharding.insert import Compute, ReshardedDefinition, Set, Step
+from ..resharding.resharded import Compute, ReshardedDefinition, Set, Step
 from ..sharding import layout as lay
 from .cuts import Cut
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...ops.native import ToTorch
-from ...resharding.insert import Compute
+from ...resharding.resharded import Compute
 from ...segmentation import Segment, SegmentedDefinition
 from .segment import build_segment
 

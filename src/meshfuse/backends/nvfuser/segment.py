@@ -14,7 +14,7 @@ from ...host_ir.kernel_text import scalar_inputs
 from ...ops.base import ScalarRef, TensorType
 from ...ops.local import LocalCall
 from ...ops.native import ToTorch
-from ...resharding.insert import Compute
+from ...resharding.resharded import Compute
 from ...scalars import ScalarDef
 from ...segmentation import Segment, SegmentedDefinition
 from .load import load

@@ -1,0 +1,165 @@
+"""What resharding gives: ops in their placements, and a `Set` for each move between them, on values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SourceLine
+from ..graph import Graph
+from ..moves.move import Move, MoveKind, travels
+from ..moves.prices import Price, price
+from ..ops.base import TensorType
+from ..propagation.factors import Placement
+from ..propagation.sharded import ShardedDefinition
+from ..sharding.value import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor in one of the shardings that it exists in."""
+
+    id: int
+    tensor: int
+    sharding: Sharding
+
+    @property
+    def name(self) -> str:
+        return f"v{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """One op in its placement: takes and makes values by number."""
+
+    node: int
+    placement: Placement
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """One move of a reshard, from a value to a value of the same tensor. `why` says who asked for it, and where.
+
+    `node` is the op that the move does the work of (a slice or pad of a sharded dim): its target is the op's result.
+    """
+
+    source: int
+    target: int
+    move: Move
+    why: str
+    line: SourceLine
+    node: int | None = None
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The value that is moved, as of any step."""
+        return (self.source,)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The value that is made, as of any step."""
+        return (self.target,)
+
+
+Step = Compute | Set
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardedDefinition:
+    """Ops and moves in order; every op reads and makes values in exactly the shardings of its placement."""
+
+    sharded: ShardedDefinition
+    values: tuple[Value, ...]
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def graph(self) -> Graph:
+        return self.sharded.graph
+
+    def type_of(self, value: int) -> TensorType:
+        """The type of the tensor that a value is: its shape is the global one."""
+        return self.graph.tensors[self.values[value].tensor].type
+
+    def nbytes(self, value: int) -> int:
+        """Of a rank's largest shard of a value."""
+        kind = self.type_of(value)
+        return self.values[value].sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
+
+    def price(self, step: Set) -> Price:
+        """The modelled time of a move, and its bytes."""
+        kind = self.type_of(step.source)
+        return price(step.move, kind.shape, kind.dtype.itemsize)
+
+    def seconds(self, step: Set) -> float:
+        """The modelled time of a move."""
+        return self.price(step).seconds
+
+    def name_of(self, step: Step) -> str:
+        """The op, or what kind of move it is."""
+        return self.graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value
+
+    @property
+    def moves(self) -> tuple[Set, ...]:
+        """All moves but slices, in order: those that may put bytes on the wire."""
+        return tuple(s for s in self.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE)
+
+    @property
+    def collectives(self) -> tuple[Set, ...]:
+        """The moves of which something travels between ranks, in order."""
+        return tuple(s for s in self.moves if travels(s.move, self.graph.shape(self.values[s.source].tensor)))
+
+    def verify(self) -> None:
+        """Every value is made once, before it is read; moves start from and end in the shardings of their values."""
+        known = set(self.inputs)
+        for step in self.steps:
+            assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
+            known.update(step.outputs)
+            self._verify_shardings(step)
+        assert known.issuperset(self.outputs)
+        assert not any(self.values[v].sharding.partial for v in self.outputs)
+
+    def _verify_shardings(self, step: Step) -> None:
+        if isinstance(step, Set):
+            assert self.values[step.source].sharding == step.move.src
+            assert self.values[step.target].sharding == step.move.dst
+            return
+        assert tuple([self.values[v].sharding for v in step.inputs]) == step.placement.operands
+        assert tuple([self.values[v].sharding for v in step.outputs]) == step.placement.results
+
+    def __str__(self) -> str:
+        graph, lines = self.graph, []
+        for step in self.steps:
+            if isinstance(step, Set):
+                tensor = graph.tensors[self.values[step.source].tensor]
+                text = f"v{step.target} = set v{step.source} {tensor.label}: {step.move}"
+                lines.append(f"{text}  # {step.why} {step.line}")
+            else:
+                made = ", ".join(f"v{v} {self.values[v].sharding}" for v in step.outputs)
+                node = graph.nodes[step.node]
+                lines.append(f"{made} = {node.name}({', '.join(f'v{v}' for v in step.inputs)})  # {node.line}")
+        return "\n".join([*lines, "return " + ", ".join(f"v{v}" for v in self.outputs)])
+
+    def fingerprint(self) -> str:
+        """A text that is equal for equal definitions only; an op or a move that comes again is numbered, not repeated.
+
+        (`str` of a large definition takes as long as a fifth of its compilation.)
+        """
+        texts: dict[tuple[int, int], str] = {}
+        numbers: dict[str, int] = {}
+        lines = []
+        for step in self.steps:
+            ids, *kind = self._parts(step)
+            key = (id(kind[0]), id(kind[1]))
+            text = texts.get(key) or texts.setdefault(key, f"{kind[0]} {kind[1]}")
+            lines.append(f"{ids} {numbers.setdefault(text, len(numbers))}")
+        return "\n".join([*lines, *numbers, f"{self.inputs} {self.outputs}"])
+
+    def _parts(self, step: Step) -> tuple[str, Any, Any]:
+        """What the step takes and makes, what it works on, and how."""
+        if isinstance(step, Compute):
+            return f"{step.inputs}{step.outputs}", self.graph.nodes[step.node].call, step.placement
+        return f"{step.source}>{step.target}", self.type_of(step.source), step.move
