@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import meshfuse as mf
-from meshfuse.host_ir.instructions import Collective, Launch, SendRecv
+from meshfuse.host_ir.instructions import CommunicationCall, Launch
 from meshfuse.testing import assert_same_as_unsharded
 
 DOUBLE, X = mf.DataType.Double, mf.ParallelType.mesh_x
@@ -96,5 +96,5 @@ def ran(fd: mf.FusionDefinition, rank: int = 0) -> str:
     kinds = {"all_reduce": "r", "all_gather": "g", "all_to_all": "a", "broadcast": "b", "send": "s", "recv": "v"}
     out = ""
     for ins in fd.compile().host_program(rank).instructions:
-        out += "k" if isinstance(ins, Launch) else kinds[ins.kind] if isinstance(ins, (Collective, SendRecv)) else ""
+        out += "k" if isinstance(ins, Launch) else kinds[ins.kind] if isinstance(ins, CommunicationCall) else ""
     return out

@@ -10,9 +10,9 @@ import torch
 from meshfuse.ops import OPS
 from meshfuse.ops.base import TensorRef
 from meshfuse.ops.binding import make_call
-from meshfuse.testing.calls import SALT, evaluate, operands_of, whole
+from meshfuse.testing.calls import SALT, operands_of, run_lowering, whole
 
-__all__ = ["SALT", "argument", "evaluate", "make_call", "operands_of", "sample_ids", "whole"]
+__all__ = ["SALT", "argument", "make_call", "operands_of", "run_lowering", "sample_ids", "whole"]
 
 
 def sample_ids() -> list[tuple[str, int]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import meshfuse as mf
 from meshfuse.host_ir.effects import mentioned
-from meshfuse.host_ir.instructions import Collective, Free, Instruction, Launch, Part, SendRecv, Wait
+from meshfuse.host_ir.instructions import BufferPart, Collective, Free, Instruction, Launch, SendRecv, Wait
 from meshfuse.host_ir.program import HostProgram
 from meshfuse.host_ir.verify import verify, verify_together
 from meshfuse.testing import annotations, definitions
@@ -160,8 +160,8 @@ def test_a_broken_program_is_refused(mutation: Callable[[HostProgram], HostProgr
 
 
 def parts_that_overlap(program: HostProgram) -> HostProgram:
-    body, place = list(program.instructions), place_of(program, Part, 1)
-    first = body[place_of(program, Part)]
+    body, place = list(program.instructions), place_of(program, BufferPart, 1)
+    first = body[place_of(program, BufferPart)]
     body[place] = dataclasses.replace(body[place], box=first.box)
     return with_body(program, body)
 

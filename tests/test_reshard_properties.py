@@ -412,7 +412,7 @@ def test_what_is_left_takes_no_less_than_the_bound_on_it(data: st.DataObject) ->
     src = Sharding.make(mesh, ends[0].dims, shape, data.draw(st.sampled_from([(), tuple(free)])), "sum")
     # Between others there is one exchange, and no search.
     assume(all(map(planner.nested, cuts_of((src, ends[1])).by_axis.values())))
-    bounded, plain = (planner._Search(src, ends[1], shape, 4, room=0) for _ in range(2))
+    bounded, plain = (planner._PathSearch(src, ends[1], shape, 4, room=0) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounds.Bound, "seconds", lambda self, state: 0.0)
         least = plain.run()
@@ -427,7 +427,7 @@ def plan_is_that_of_its_sizes(src: Sharding, dst: Sharding, shape: tuple[int, ..
     itemsize = max(1, (planner.ROOM >> 2) // math.prod(shape))
     assume(planner._alike(src, dst, shape, itemsize) is not None)
     assume(all(map(planner.nested, cuts_of((src, dst)).by_axis.values())))
-    found, searched = plan(src, dst, shape, itemsize), planner._Search(src, dst, shape, itemsize, room=0).run()
+    found, searched = plan(src, dst, shape, itemsize), planner._PathSearch(src, dst, shape, itemsize, room=0).run()
     assert found is not None and searched is not None
     assert found.seconds == pytest.approx(searched.seconds, rel=1e-12, abs=5e-14)
 

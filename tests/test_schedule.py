@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import meshfuse as mf
 from meshfuse.host_ir.cost import CostModel, payload_bytes
-from meshfuse.host_ir.instructions import Collective, Free, Instruction, Launch, SendRecv, Wait
+from meshfuse.host_ir.instructions import Collective, CommunicationCall, Free, Instruction, Launch, Wait
 from meshfuse.host_ir.liveness import with_frees
 from meshfuse.host_ir.program import HostProgram
 from meshfuse.host_ir.schedule import schedule
@@ -41,7 +41,7 @@ def in_order(program: HostProgram) -> list[Instruction]:
     out: list[Instruction] = []
     for ins in body:
         out.append(ins)
-        if isinstance(ins, (Collective, SendRecv)):
+        if isinstance(ins, CommunicationCall):
             out.append(Wait(ins.work))
     return out
 
@@ -60,7 +60,7 @@ def test_any_program_is_as_good_in_another_order(fd: mf.FusionDefinition, bound:
         before = in_order(program)
         after = schedule(before, in_flight=bound)
         assert sorted(map(id, before)) == sorted(map(id, after))
-        for kinds in (Launch, (Collective, SendRecv)):
+        for kinds in (Launch, CommunicationCall):
             assert [i for i in before if isinstance(i, kinds)] == [i for i in after if isinstance(i, kinds)]
         verify(with_body(program, after))
     verify_together(made)
@@ -88,7 +88,7 @@ def most_in_flight(body: list[Instruction]) -> int:
     """How many communications are in flight at most."""
     flying = most = 0
     for ins in body:
-        flying += isinstance(ins, (Collective, SendRecv)) - isinstance(ins, Wait)
+        flying += isinstance(ins, CommunicationCall) - isinstance(ins, Wait)
         most = max(most, flying)
     return most
 

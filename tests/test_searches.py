@@ -89,7 +89,7 @@ def test_what_ranks_may_share_is_first_what_most_follows(layers: int) -> None:
         fd.add_output(rows)
     graph = graph_of(fd)
     plan = Propagation(graph, MESH).first()
-    found = [next(iter(start.items())) for start in starts.shared(graph, plan.homes)]
+    found = [next(iter(start.items())) for start in starts.shared_starts(graph, plan.homes)]
     assert found[0] == (x.id, Sharding(MESH, (X, Y, ())))
     assert {i for i, _ in found} <= {x.id, weights[0][0].id, weights[0][1].id}
 

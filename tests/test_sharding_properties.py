@@ -17,7 +17,7 @@ from meshfuse.sharding import Sharding, Split
 from meshfuse.sharding import layout as lay
 from meshfuse.sharding.data import shard, unshard
 from meshfuse.sharding.layout import Layout
-from meshfuse.sharding.value import disjoint, overlap
+from meshfuse.sharding.value import conflicting, disjoint
 from meshfuse.testing import dim_layouts, layouts, meshes, shardings
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 24])
@@ -134,7 +134,7 @@ def test_parts_of_an_axis_that_hold_others_share_nothing(size: int) -> None:
     parts = [Split(n, "x", pre) for pre in numbers for n in numbers[1:] if size % (pre * n) == 0]
     for some in itertools.chain(*(itertools.combinations(parts, count) for count in (1, 2, 3))):
         found = disjoint(some)
-        assert not any(overlap(a, b) for a, b in itertools.combinations(found, 2))
+        assert not any(conflicting(a, b) for a, b in itertools.combinations(found, 2))
         group = set(mesh.group(0, axis_keys(found)))
         assert all(group.issuperset(mesh.group(rank, axis_keys([part]))) for rank in group for part in some)
 

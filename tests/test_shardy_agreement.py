@@ -23,7 +23,7 @@ from meshfuse.testing import blocks as b
 from meshfuse.testing import definitions, meshes
 from meshfuse.testing.examples import shape_of
 from meshfuse.testing.layouts import drawn_place
-from meshfuse.testing.writer import Block, Writer
+from meshfuse.testing.writer import Block, DefinitionWriter
 from shardy_passes import Partitioned, Unsaid, partitioned
 from shardy_text import Untranslatable, stablehlo_of
 
@@ -33,7 +33,7 @@ DTYPES = (mf.DataType.Double, mf.DataType.Int, mf.DataType.Bool)
 WORK = 1.002
 
 
-def product(w: Writer) -> None:
+def product(w: DefinitionWriter) -> None:
     """A linear without a bias: Shardy adds one after the product, we within it."""
     x = w.float(lambda v: 0 < v.ndim < 4)
     n = w.size()
@@ -42,7 +42,7 @@ def product(w: Writer) -> None:
         w.like(x, "linear", w.input([n, x.shape[-1]], dtype=x.tv.dtype).tv, shape=shape, bound=4.0)
 
 
-def whole_slice(w: Writer) -> None:
+def whole_slice(w: DefinitionWriter) -> None:
     """A slice without steps."""
     x = w.float(lambda v: v.ndim > 0)
     dim = w.dim(x)

@@ -12,7 +12,7 @@ from meshfuse.ops import COMPOSITES, OPS, composite, families
 from meshfuse.ops.base import OpDef
 from meshfuse.ops.binding import signature
 from meshfuse.ops.other_names import rows
-from meshfuse.ops.summary import CARRIES, FATES, Example, examples
+from meshfuse.ops.summary import CARRIES, FATES, ExampleCall, examples
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 _OWN = [name for name in COMPOSITES if name not in OPS]
@@ -92,7 +92,7 @@ def _row(op: OpDef) -> Sequence[str]:
     return (call, about, dims, CARRIES[op.partial], "yes" if op.vjp else "no")
 
 
-def _dims(example: Example) -> str:
+def _dims(example: ExampleCall) -> str:
     """The call and what its dims do; the latter alone where all tensors are alike and all dims pass."""
     alike = len(set(re.findall(r"\[[^][]*\]", example.text))) == 1
     return example.told if alike and example.told == "all pass" else f"`{example.text}`: {example.told}"

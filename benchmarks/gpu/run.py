@@ -26,7 +26,7 @@ import gpu_times
 import torch
 from pieces import Lines, Piece, Section, run_section, work
 
-from meshfuse.backends.nvfuser import NvfuserMissing, load
+from meshfuse.backends.nvfuser import NvfuserMissing, load_nvfuser
 
 HERE = Path(__file__).parent
 # What is checked takes processors to compile; what is timed has the GPU for itself. The seconds are shares of --limit;
@@ -43,7 +43,7 @@ def refusal() -> str | None:
     if not torch.cuda.is_available():
         return f"benchmarks/gpu needs a CUDA device: found none (torch {torch.__version__}); nothing is written."
     try:
-        load()
+        load_nvfuser()
     except NvfuserMissing as error:
         return f"{error}; nothing is written."
     return None
@@ -74,7 +74,7 @@ def measure(names: list[str], limit: float, write: Callable[[Mapping[str, Any]],
     chosen = [section for section in SECTIONS if section.name in names]
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "date": f"{now:%Y-%m-%d}", "torch": torch.__version__,
-        "nvfuser": load().__version__, "failed": {}, "seconds": {}, **{section.name: [] for section in chosen},
+        "nvfuser": load_nvfuser().__version__, "failed": {}, "seconds": {}, **{section.name: [] for section in chosen},
     }  # fmt: skip
     share, spent = limit / sum(section.seconds for section in chosen), 0.0
     for section in chosen:

@@ -176,7 +176,7 @@ def _bill(args: argparse.Namespace) -> int:
         parts = [f"{b}\n\n{b.details()}" if args.why and b.entries else str(b) for b in bills]
         if args.memory:
             memory = importlib.import_module("meshfuse.report.memory")
-            parts = [f"{p}\n\n{memory.memory_of(compiled)}" for p, compiled in zip(parts, programs, strict=True)]
+            parts = [f"{p}\n\n{memory.modelled_memory(compiled)}" for p, compiled in zip(parts, programs, strict=True)]
         if args.html is not None:
             parts.append(f"page: {os.path.abspath(args.html)}")
         return "\n\n".join(parts)

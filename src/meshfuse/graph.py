@@ -299,7 +299,7 @@ class _Calls:
         return self._made[key]
 
     def _worked_out(self, node: OpNode, types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
-        given = _Arguments(self.fd, node.op, self.types, self.scalars)
+        given = _KnownArguments(self.fd, node.op, self.types, self.scalars)
         args = tuple(given.concrete(param.kind, arg) for param, arg in zip(node.op.params, node.args, strict=True))
         call, rule = self._kinds.get(node.op, args, types)
         _check_sizes(call)
@@ -315,7 +315,7 @@ def _check_sizes(call: Call) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arguments:
+class _KnownArguments:
     """The arguments of an op: sizes as ints, scalar constants as numbers; scalars that follow inputs stay references.
 
     Each raises DefinitionError where there is no such number.

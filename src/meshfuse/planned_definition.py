@@ -18,7 +18,7 @@ from .mesh import DeviceMesh
 from .planning.search import effort_of
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
-from .report.memory import Memory, memory_of, watch_memory
+from .report.memory import Memory, modelled_memory, watch_memory
 from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
 from .sharding.value import Sharding
 from .user_values import as_int, check_flags
@@ -144,7 +144,7 @@ class PlannedDefinition(DefinitionBuilder):
 
     def memory(self, *shapes: Sequence[int]) -> Memory:
         """The most bytes that a rank holds at once, as modelled, and what they are; `print(fd.memory())` shows it."""
-        return memory_of(self.latest(shapes))
+        return modelled_memory(self.latest(shapes))
 
     def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
         """The program of a rank for the latest (or the given) shapes."""

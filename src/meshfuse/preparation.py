@@ -11,7 +11,7 @@ from .errors import SourceLine, user_error
 from .mesh import DeviceMesh
 from .planned_definition import PlannedDefinition
 from .planning.halves import write_halves
-from .planning.once import Cut, cut
+from .planning.once import HalvedPlan, halved
 from .planning.search import Spent, spent
 
 Definition = TypeVar("Definition", bound=PlannedDefinition)
@@ -28,7 +28,7 @@ def prepared(
     """
     _check(fd, inputs, line)
     compiled = fd.latest(shapes)
-    found = cut(compiled.planned, tuple(inputs))
+    found = halved(compiled.planned, tuple(inputs))
     if not found.handed_on:
         read = ", ".join(fd.tensors[i].label for i in inputs)
         raise user_error("prepared: nothing follows", f"no reader of {read}", "inputs that are read", "", line)
@@ -51,15 +51,15 @@ def _check(fd: PlannedDefinition, inputs: Sequence[int], line: SourceLine) -> No
         raise user_error("prepared: sizes are fixed", f"some that follow {sized}", needed, "Pass ints.", line)
 
 
-def _freed(fd: PlannedDefinition, compiled: CompiledProgram, found: Cut) -> Cut | None:
+def _freed(fd: PlannedDefinition, compiled: CompiledProgram, found: HalvedPlan) -> HalvedPlan | None:
     """The cut of the plan in which nothing is said of the inputs, if there is one."""
     shapes = {i: compiled.graph.shape(i) for i in fd.input_tensors()}
     world = compiled.resharded.values[0].sharding.mesh
     free = decided_without(fd, shapes, world, found.inputs, fd.effort)
-    return None if free is None else cut(free, found.inputs)
+    return None if free is None else halved(free, found.inputs)
 
 
-def _each(fd: PlannedDefinition, found: Cut) -> Spent:
+def _each(fd: PlannedDefinition, found: HalvedPlan) -> Spent:
     """What the second part takes. These two are of a class that tells nobody of its plans: others may be taken."""
     first, rest = DefinitionBuilder(), DefinitionBuilder()
     write_halves(fd, found, first, rest)

@@ -161,7 +161,7 @@ SCOPE: dict[str, Callable[..., Any]] = {**FUNCTIONS, "bool": bool, "int": int, "
 _LONGEST = 24
 
 
-def text(
+def scalar_text(
     ref: ScalarRef, scalars: Mapping[int, ScalarDef], size: Callable[[TensorRef, int], int], plain: Callable[[Any], str]
 ) -> str:
     """Python text of a scalar: a number, an input's name, an expression of them, or steps where that would be long."""

@@ -149,6 +149,6 @@ def test_a_rank_ends_as_it_should() -> None:
         **os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511",
     }  # fmt: skip
-    text = "from meshfuse.backends.nvfuser import load; load()"
+    text = "from meshfuse.backends.nvfuser import load_nvfuser; load_nvfuser()"
     done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

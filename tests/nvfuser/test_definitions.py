@@ -8,7 +8,7 @@ import re
 import pytest
 from native_calls import DTYPES, differences, make_call, on_one_rank, samples
 
-from meshfuse.backends.nvfuser import build_call, load
+from meshfuse.backends.nvfuser import build_call, load_nvfuser
 from meshfuse.dtypes import DataType
 from meshfuse.errors import DefinitionError
 from meshfuse.ops import OPS
@@ -36,7 +36,7 @@ def reason(name: str, place: int, dtype: DataType | None) -> str | None:
 
 def test_only_random_numbers_are_left_to_torch_on_purpose() -> None:
     named = {name for name in OPS if isinstance(OPS[name].nvfuser, str)}
-    assert named & set(dir(load().ops)) == RANDOM_OPS
+    assert named & set(dir(load_nvfuser().ops)) == RANDOM_OPS
 
 
 @pytest.mark.parametrize(("name", "place"), list(samples()))

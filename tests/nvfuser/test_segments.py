@@ -16,7 +16,7 @@ from native_calls import differences
 
 import meshfuse as mf
 from meshfuse import compiler
-from meshfuse.backends.nvfuser import NativeKernel, build_segment, cut
+from meshfuse.backends.nvfuser import NativeKernel, build_segment, partitioned
 from meshfuse.compiler import CompiledProgram
 from meshfuse.dtypes import DataType, from_torch
 from meshfuse.executor.simulate import Simulation
@@ -191,7 +191,7 @@ def test_what_is_torchs_is_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:
     (segment,) = (p for p in compiled.segmented.parts if isinstance(p, Segment))
     with pytest.raises(ToTorch, match=r"rand_like \(test_segments.py:\d+\): nvFuser's random numbers"):
         build_segment(compiled.segmented, segment, 0)
-    before, random, after = cut(compiled.segmented, segment, 0)
+    before, random, after = partitioned(compiled.segmented, segment, 0)
     assert "random numbers" in random.reason and not before.reason and not after.reason
     assert [c for part in (before, random, after) for c in part.segment.computes] == list(segment.computes)
     taken, given = launched[0, segment.name]

@@ -21,7 +21,7 @@ from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
 from ..user_values import is_text
 from . import folder as files
-from .entries import Entry, check_local, global_shape, is_plain, to_load, to_save, wrong
+from .entries import CheckpointEntry, check_local, global_shape, is_plain, to_load, to_save, wrong
 from .pieces import Shard, boxes
 from .transfer import read, write
 
@@ -139,7 +139,7 @@ def _failure(what: str, doing: str, failed: Mapping[int, str]) -> MeshfuseError:
     return user_error(f"meshfuse.{what} failed while {doing}", found, needed, kept, cls=CheckpointError)
 
 
-def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, Any]]:
+def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, CheckpointEntry], dict[str, Any]]:
     if not isinstance(state, Mapping):
         raise user_error("save: what to save", shown(state), "a dict of values by name",
                          'Pass {"w": tensor, "step": 7}.', cls=ArgumentError)  # fmt: skip
@@ -152,7 +152,9 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, A
     return {name: replace(entry, local=settled(entry.local)) for name, entry in given.items()}, values
 
 
-def _compared(team: _Team, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _compared(
+    team: _Team, entries: Mapping[str, CheckpointEntry], values: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
     """The global shapes, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
 
     def said() -> str:
@@ -166,7 +168,7 @@ def _compared(team: _Team, entries: Mapping[str, Entry], values: Mapping[str, An
     everyone = team.all("comparing shards", lambda: own) if open_ else []
     dtypes = {name: {e[name][0] for e in everyone if e[name] is not None} for name in open_}
 
-    def shape_of(name: str, entry: Entry) -> tuple[int, ...]:
+    def shape_of(name: str, entry: CheckpointEntry) -> tuple[int, ...]:
         if entry.shape is not None:
             shape = entry.shape
         else:
@@ -179,7 +181,7 @@ def _compared(team: _Team, entries: Mapping[str, Entry], values: Mapping[str, An
     return team.each("comparing shards", lambda: {name: shape_of(name, entry) for name, entry in entries.items()})
 
 
-def _kind(entry: Entry, world: World) -> str:
+def _kind(entry: CheckpointEntry, world: World) -> str:
     """What must be equal on all ranks: of whole tensors, of which one rank's is stored, all. A rank without a shard
     does not know the dtype.
     """
@@ -189,14 +191,16 @@ def _kind(entry: Entry, world: World) -> str:
     return f"whole {entry.shape} {entry.local.dtype}{bits}"
 
 
-def _held(entry: Entry) -> tuple[torch.dtype, tuple[int, ...]] | None:
+def _held(entry: CheckpointEntry) -> tuple[torch.dtype, tuple[int, ...]] | None:
     return None if entry.local is None else (entry.local.dtype, tuple(entry.local.shape))
 
 
-def _shards(team: _Team, entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
+def _shards(
+    team: _Team, entries: Mapping[str, CheckpointEntry], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Shard]:
     rank = team.world.rank
 
-    def shard(entry: Entry, shape: tuple[int, ...]) -> Shard:
+    def shard(entry: CheckpointEntry, shape: tuple[int, ...]) -> Shard:
         sharding = entry.placed(shape)
         if entry.local is None:
             return Shard(torch.empty(0), shape, ())
@@ -205,7 +209,7 @@ def _shards(team: _Team, entries: Mapping[str, Entry], shapes: Mapping[str, tupl
     return {name: shard(entry, shapes[name]) for name, entry in entries.items()}
 
 
-def _dtypes(team: _Team, entries: Mapping[str, Entry]) -> dict[str, str]:
+def _dtypes(team: _Team, entries: Mapping[str, CheckpointEntry]) -> dict[str, str]:
     """Every tensor's dtype, as the first rank that holds a shard has it, be it an empty one."""
     own = {name: str(e.local.dtype).removeprefix("torch.") for name, e in entries.items() if e.local is not None}
     everyone = team.all("comparing dtypes", lambda: own)
@@ -266,7 +270,7 @@ def _load(team: _Team, home: Path, wanted: Mapping[str, Any] | None, last: bool)
     return {name: _loaded(names[name], entries[name]) if name in entries else index.values[name] for name in names}
 
 
-def _targets(index: files.Index, names: Mapping[str, Any], rank: int) -> dict[str, Entry]:
+def _targets(index: files.Index, names: Mapping[str, Any], rank: int) -> dict[str, CheckpointEntry]:
     missing = [name for name in names if name not in index.tensors and name not in index.values]
     if missing:
         there = sorted([*index.tensors, *index.values])
@@ -291,6 +295,6 @@ def _check_files(folder: Path, index: files.Index, world: World) -> None:
         files.check_file(folder, name, index.files[name])
 
 
-def _loaded(wanted: Any, entry: Entry) -> Any:
+def _loaded(wanted: Any, entry: CheckpointEntry) -> Any:
     """The object to fill where one was passed, else the tensor that was made."""
     return wanted if isinstance(wanted, torch.Tensor) else entry.local

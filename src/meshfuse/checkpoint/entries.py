@@ -20,7 +20,7 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CheckpointEntry:
     """A tensor of a checkpoint on this rank. `sharding` of None: every rank holds all of it. `local` of None: the rank
     has no part of it. `shape` is the global one, None until the ranks have compared their shards'.
     """
@@ -51,16 +51,16 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def to_save(name: str, value: Any) -> Entry:
+def to_save(name: str, value: Any) -> CheckpointEntry:
     """What the user passes to `save` under a name, plain values aside."""
     if is_dtensor(value):
         return _of_dtensor(name, value)
     if isinstance(value, torch.Tensor):
-        return Entry(name, _dense(name, value), None, tuple(value.shape))
+        return CheckpointEntry(name, _dense(name, value), None, tuple(value.shape))
     if _is_pair(value):
         local, sharding, *shape = value
         given = _sizes(name, shape[0]) if shape else None
-        return Entry(name, None if local is None else _dense(name, local), sharding, given)
+        return CheckpointEntry(name, None if local is None else _dense(name, local), sharding, given)
     raise wrong(
         name, type(value).__name__, "a tensor, a DTensor, (shard, sharding), (shard, sharding, global shape), or a "
         "number, text or None", "Pass one of these.",
@@ -91,25 +91,25 @@ def _is_pair(value: Any) -> bool:
     return (local is None or isinstance(local, torch.Tensor)) and isinstance(sharding, (Sharding, TensorView))
 
 
-def _of_dtensor(name: str, value: Any) -> Entry:
+def _of_dtensor(name: str, value: Any) -> CheckpointEntry:
     shape = tuple(value.shape)
     sharding = sharding_of(mesh_of_torch(value.device_mesh), tuple(value.placements), shape)
     if sharding is None or sharding.partial:
         raise wrong(
             name, f"a DTensor with placements {tuple(value.placements)}", "Shard and Replicate", "Redistribute it."
         )
-    return Entry(name, value.to_local().detach(), sharding, shape)
+    return CheckpointEntry(name, value.to_local().detach(), sharding, shape)
 
 
-def to_load(name: str, wanted: Any, dtype: torch.dtype, shape: tuple[int, ...], rank: int) -> Entry:
+def to_load(name: str, wanted: Any, dtype: torch.dtype, shape: tuple[int, ...], rank: int) -> CheckpointEntry:
     """What the user asks `load` for under a name, with memory to load to; `dtype` and `shape` are the stored ones."""
     if wanted is None or isinstance(wanted, (Sharding, TensorView)):
-        entry = Entry(name, None, wanted, shape)
+        entry = CheckpointEntry(name, None, wanted, shape)
         sharding = entry.placed(shape)
         if sharding is not None and rank not in sharding.mesh:
             return entry
         local = shape if sharding is None else sharding.local_shape(shape, rank)
-        return Entry(name, torch.empty(local, dtype=dtype), wanted, shape)
+        return CheckpointEntry(name, torch.empty(local, dtype=dtype), wanted, shape)
     entry = to_save(name, wanted)
     if entry.local is not None and entry.local.dtype != dtype:
         raise wrong(
@@ -122,10 +122,10 @@ def to_load(name: str, wanted: Any, dtype: torch.dtype, shape: tuple[int, ...], 
         raise wrong(
             name, f"shape {list(shape)} in the checkpoint", f"{list(entry.shape or ())}, as the tensor to load to"
         )
-    return Entry(name, entry.local, entry.sharding, shape)
+    return CheckpointEntry(name, entry.local, entry.sharding, shape)
 
 
-def check_local(entry: Entry, shape: tuple[int, ...], rank: int) -> None:
+def check_local(entry: CheckpointEntry, shape: tuple[int, ...], rank: int) -> None:
     """ArgumentError where this rank's shard has not the shape that its sharding gives it."""
     sharding = entry.placed(shape)
     needed = shape if sharding is None else sharding.local_shape(shape, rank)
@@ -138,7 +138,7 @@ def check_local(entry: Entry, shape: tuple[int, ...], rank: int) -> None:
                 f"{list(needed)}: {what}", "Pass this rank's shard.")  # fmt: skip
 
 
-def global_shape(entry: Entry, shards: Mapping[int, Sequence[int] | None]) -> tuple[int, ...]:
+def global_shape(entry: CheckpointEntry, shards: Mapping[int, Sequence[int] | None]) -> tuple[int, ...]:
     """The global shape of a tensor from the shapes of its shards on every rank: each index lies in one chunk."""
     mesh, dims = _layouts(entry)
     held = {rank: s for rank, s in shards.items() if s is not None and (mesh is None or rank in mesh)}
@@ -151,7 +151,7 @@ def global_shape(entry: Entry, shards: Mapping[int, Sequence[int] | None]) -> tu
     return tuple(sum(sizes.values()) for sizes in chunks)
 
 
-def _layouts(entry: Entry) -> tuple[DeviceMesh | None, Sequence[lay.Layout]]:
+def _layouts(entry: CheckpointEntry) -> tuple[DeviceMesh | None, Sequence[lay.Layout]]:
     if isinstance(entry.sharding, Sharding):
         return entry.sharding.mesh, entry.sharding.dims
     assert entry.sharding is not None

@@ -21,7 +21,7 @@ from ..sharding.value import Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Hyperslab:
     """Neighbouring elements: where they begin in the global tensor and in the shard, and how many along each dim."""
 
     offsets: tuple[int, ...]
@@ -29,7 +29,7 @@ class Box:
     sizes: tuple[int, ...]
 
 
-def boxes(sharding: Sharding | None, shape: Sequence[int], rank: int) -> tuple[Box, ...]:
+def boxes(sharding: Sharding | None, shape: Sequence[int], rank: int) -> tuple[Hyperslab, ...]:
     """The rank's shard as boxes, the whole tensor where there is no sharding; none of them empty.
 
     A dim that is split inside gives several runs of indices, and each combination of runs is a box.
@@ -49,15 +49,15 @@ def _placed(runs: Runs) -> list[tuple[int, int, int]]:
     return [(start, local, stop - start) for (start, stop), local in zip(runs, starts, strict=False)]
 
 
-def _box(parts: Sequence[tuple[int, int, int]]) -> Box:
+def _box(parts: Sequence[tuple[int, int, int]]) -> Hyperslab:
     offsets, local, sizes = zip(*parts, strict=True) if parts else ((), (), ())
-    return Box(tuple(offsets), tuple(local), tuple(sizes))
+    return Hyperslab(tuple(offsets), tuple(local), tuple(sizes))
 
 
 class Shard:
     """A rank's shard in the form that torch's planners ask for (their `_Checkpointable` protocol)."""
 
-    def __init__(self, local: torch.Tensor, shape: Sequence[int], parts: tuple[Box, ...]):
+    def __init__(self, local: torch.Tensor, shape: Sequence[int], parts: tuple[Hyperslab, ...]):
         self.local, self.shape, self.parts = local, torch.Size(shape), parts
         self._places = {part.offsets: part for part in parts}
 
@@ -88,5 +88,5 @@ class Shard:
         return found
 
 
-def _chunk(part: Box) -> ChunkStorageMetadata:
+def _chunk(part: Hyperslab) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=torch.Size(part.sizes))

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import MeshfuseError, SourceLine, located, shown, user_error
 from ..mesh import STREAM, DeviceMesh
 from ..sharding.layout import Layout, Split, canonical, resolve, stream_count, text
-from ..sharding.value import Sharding, overlap, shared
+from ..sharding.value import Sharding, conflicting, intersecting
 from ..user_values import as_int
 from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain
 
@@ -177,9 +177,9 @@ def check_axes(name: str, dims: Sequence[Layout], mesh: DeviceMesh, line: Source
     bound = [(d, split) for d, layout in enumerate(dims) for split in layout if split.bound]
     for i, (d, split) in enumerate(bound):
         for e, other in bound[:i]:
-            if overlap(split, other):
+            if conflicting(split, other):
                 where = f"on dims {e} and {d}" if d != e else f"twice on dim {d}"
-                if not shared(split, other):
+                if not intersecting(split, other):
                     raise _parts_apart(name, (other, split), where, mesh, line)
                 raise user_error(
                     f"tensor {name}: mesh axis {split.axis!r} is used twice",

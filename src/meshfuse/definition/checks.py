@@ -155,13 +155,13 @@ def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLi
     number = plain_number(value)
     if not isinstance(number, (bool, int, float, complex)):
         raise user_error(what, f"{shown(value)} ({type(value).__name__})", "a number", "Pass a Python number.", line)
-    if not fits(number, dtype):
+    if not number_fits(number, dtype):
         assert dtype is not None
         raise user_error(what, repr(number), f"a number that {dtype.name} holds", "Pass a wider dtype.", line)
     return number
 
 
-def fits(number: Any, dtype: DataType | None) -> bool:
+def number_fits(number: Any, dtype: DataType | None) -> bool:
     """True where a scalar of the dtype can be this number, perhaps rounded (a bool counts as an int)."""
     if dtype is None:
         return True

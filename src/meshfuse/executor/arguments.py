@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..definition.checks import fits, plain_number
+from ..definition.checks import number_fits, plain_number
 from ..definition.fusion import DefinitionBuilder
 from ..definition.records import TensorDef
 from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, shown, user_error
@@ -219,7 +219,7 @@ def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, 
         with contextlib.suppress(RuntimeError):  # of one without a number, as on the meta device
             value = value.item()
     value, dtype = plain_number(value), fd.scalars[number].dtype
-    if not isinstance(value, (bool, int, float, complex)) or not fits(value, dtype):
+    if not isinstance(value, (bool, int, float, complex)) or not number_fits(value, dtype):
         found = repr(value) if isinstance(value, (bool, int, float, complex)) else f"a {type(value).__name__}"
         raise user_error(
             f"argument {place}, scalar s{number}",

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from .. import kernels
-from ..host_ir.instructions import Collective, Communication, Instruction, SendRecv, Wait, group_name
+from ..host_ir.instructions import Communication, CommunicationCall, Instruction, Wait, group_name
 from ..host_ir.program import HostProgram
 from ..scalars import SCOPE
-from .buffers import memory_of
+from .buffers import device_memory
 
 GroupOf = Callable[[tuple[int, ...]], Any]
 
@@ -41,7 +41,7 @@ def bind_program(
     file = f"<meshfuse rank {program.rank} {program.digest}{' simulated' if simulated else ''}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     scope = text_scope(program.functions, device)
-    scope["M"] = memory_of(device, simulated)
+    scope["M"] = device_memory(device, simulated)
     scope.update({group_name(group): group_of(group) for group in program.groups})
     exec(compile(text, file, "exec"), scope)
     return BoundProgram(scope["main"], where, file, scope)
@@ -83,7 +83,7 @@ def instruction_of(bound: BoundProgram, frame: FrameType | None) -> Instruction 
 
 def communication_of(program: HostProgram, instruction: Instruction | None) -> Communication | None:
     """What a communication, or the wait for one, is about; None for any other instruction."""
-    works = [i for i in program.instructions if isinstance(i, (Collective, SendRecv))]
+    works = [i for i in program.instructions if isinstance(i, CommunicationCall)]
     if isinstance(instruction, Wait):
         instruction = next(work for work in works if work.work == instruction.work)
-    return instruction.about if isinstance(instruction, (Collective, SendRecv)) else None
+    return instruction.about if isinstance(instruction, CommunicationCall) else None

@@ -154,7 +154,7 @@ class Pooled(Plain, threading.local):
 _POOL = Pooled()
 
 
-def memory_of(device: torch.device, simulated: bool = False) -> Plain:
+def device_memory(device: torch.device, simulated: bool = False) -> Plain:
     """The memory that programs on a device take from."""
     return _POOL if device.type == "cpu" and not simulated else Plain(device)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, DefinitionError, caller_line, user_error
-from ..host_ir.instructions import Collective, SendRecv, group_name
+from ..host_ir.instructions import CommunicationCall, group_name
 from ..host_ir.program import HostProgram
 from .spans import Span, make_writable, write_trace
 
@@ -53,14 +53,14 @@ class Recorder:
     def watch(self, scope: dict[str, Any], program: HostProgram) -> None:
         """Put recording kernels and groups in the place of a bound program's own, where they are not there yet."""
         for kernel in program.kernels:
-            if not isinstance(scope[kernel.name], _Kernel):
-                scope[kernel.name] = _Kernel(self, kernel.name, scope[kernel.name])
-        calls = [i for i in program.instructions if isinstance(i, (Collective, SendRecv))]
+            if not isinstance(scope[kernel.name], _RecordedKernel):
+                scope[kernel.name] = _RecordedKernel(self, kernel.name, scope[kernel.name])
+        calls = [i for i in program.instructions if isinstance(i, CommunicationCall)]
         for group in program.groups:
             name = group_name(group)
-            if not isinstance(scope[name], _Group):
+            if not isinstance(scope[name], _RecordedGroup):
                 names = [f"{c.kind} {c.about.tensor} ({c.work})" for c in calls if c.group == group]
-                scope[name] = _Group(self, scope[name], names)
+                scope[name] = _RecordedGroup(self, scope[name], names)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def recorder(rank: int) -> Recorder | None:
     return Recorder(rank, folder)
 
 
-class _Kernel:
+class _RecordedKernel:
     """A kernel's function that records its calls."""
 
     def __init__(self, owner: Recorder, name: str, function: Callable[..., Any]):
@@ -91,7 +91,7 @@ class _Kernel:
         return made
 
 
-class _Group:
+class _RecordedGroup:
     """A group that records its communications under the names that the program has for them, in turn."""
 
     def __init__(self, owner: Recorder, group: Any, names: list[str]):
@@ -101,14 +101,14 @@ class _Group:
     def __getattr__(self, kind: str) -> Any:
         return functools.partial(self._issue, getattr(self.group, kind))
 
-    def _issue(self, method: Callable[..., Any], *arguments: Any) -> _Work:
+    def _issue(self, method: Callable[..., Any], *arguments: Any) -> _RecordedWork:
         name = self.names[self.issued % len(self.names)]
         self.issued += 1
         start = self.owner.now()
-        return _Work(self.owner, name, start, method(*arguments))
+        return _RecordedWork(self.owner, name, start, method(*arguments))
 
 
-class _Work:
+class _RecordedWork:
     """A work that records when it is over, as its backend says where it does, and how long the rank waits for it."""
 
     def __init__(self, owner: Recorder, name: str, start: float, work: Any):

@@ -15,7 +15,7 @@ from ..host_ir.program import HostProgram
 from ..segmentation import Segment, SegmentedDefinition
 from .bind import BoundProgram
 
-Arguments = tuple[Any, ...]
+KernelArguments = tuple[Any, ...]
 
 
 class Segments:
@@ -37,7 +37,7 @@ class Segments:
         self._scope, self._definition, self._device, self.rank = bound.scope, definition, device, program.rank
         self._segments = {part.name: part for part in definition.parts if isinstance(part, Segment)}
         self._kernels = {kernel.name: kernel for kernel in program.kernels}
-        self._seen: dict[str, set[Arguments]] = {}
+        self._seen: dict[str, set[KernelArguments]] = {}
         self.due = made.due
         self.chosen: dict[str, Chosen] = {kernel: self._planned(kernel, made.chosen) for kernel in self._kernels}
         self._left = [kernel for kernel, chosen in self.chosen.items() if chosen.backend != "eager"]

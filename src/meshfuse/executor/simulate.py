@@ -31,7 +31,7 @@ class SimulatedWork:
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _Arrivals:
     """The calls of one collective that have arrived, by rank."""
 
     size: int
@@ -47,7 +47,7 @@ class Hub:
     def clear(self) -> None:
         """Forget what was issued and never met."""
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
-        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self._meetings: dict[tuple[tuple[int, ...], int], _Arrivals] = {}
         self._sent: dict[tuple[tuple[int, ...], int, int], list[torch.Tensor]] = {}
         self._expected: dict[tuple[tuple[int, ...], int, int], list[tuple[torch.Tensor, SimulatedWork]]] = {}
 
@@ -60,7 +60,7 @@ class Hub:
     def arrive(self, group: SimulatedGroup, number: int, kind: str, arguments: tuple[Any, ...]) -> SimulatedWork:
         """A rank's part in a collective, which is done when the last rank of the group has come."""
         work = SimulatedWork(f"{kind} #{number} of ranks {group.ranks}")
-        meeting = self._meetings.setdefault((group.ranks, number), _Meeting(group.size))
+        meeting = self._meetings.setdefault((group.ranks, number), _Arrivals(group.size))
         meeting.calls[group.index] = (kind, arguments, work)
         if len(meeting.calls) == meeting.size:
             del self._meetings[group.ranks, number]
@@ -157,7 +157,7 @@ class SimulatedGroup:
         return self.hub.receive(self, tensor, source)
 
 
-Arguments = Sequence[Any]
+RankArguments = Sequence[Any]
 
 
 class Simulation:
@@ -191,7 +191,7 @@ class Simulation:
     def _bind(self, program: HostProgram, device: torch.device) -> BoundProgram:
         return bind_program(program, lambda ranks: SimulatedGroup(self.hub, ranks, program.rank), device, True)
 
-    def run(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
+    def run(self, arguments: Mapping[int, RankArguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
         """Every rank's results from every rank's arguments. RankError where they wait for each other."""
         try:
             free = self._idle.pop()
@@ -204,12 +204,14 @@ class Simulation:
             if free is self or not self._idle:
                 self._idle[:] = [free]
 
-    def _run_compiled(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
+    def _run_compiled(
+        self, arguments: Mapping[int, RankArguments], seed: int, offset: int
+    ) -> dict[int, tuple[Any, ...]]:
         if any(segments.due == 0 for segments in self.segments):
             self._compile(arguments, seed, offset)
         return self._run(arguments, seed, offset)
 
-    def _compile(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> None:
+    def _compile(self, arguments: Mapping[int, RankArguments], seed: int, offset: int) -> None:
         with contextlib.ExitStack() as stack:
             for segments in self.segments:
                 stack.enter_context(segments.recorded())
@@ -218,7 +220,7 @@ class Simulation:
             while segments.compile_next():
                 pass
 
-    def _run(self, arguments: Mapping[int, Arguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
+    def _run(self, arguments: Mapping[int, RankArguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
         self.hub.clear()  # of a call that an error ended
         for rank, streams in self.streams.items():
             streams.clear()

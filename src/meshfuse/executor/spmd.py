@@ -12,7 +12,7 @@ import torch
 
 from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
-from ..host_ir.instructions import Collective, Communication, SendRecv
+from ..host_ir.instructions import Communication, CommunicationCall
 from ..host_ir.program import HostProgram, digest_of
 from ..plan_store.nearby import RENEWED
 from ..runtime.reductions import dense
@@ -244,7 +244,7 @@ class RankProgram:
             line = max(line_in_main(self.bound, trace) for trace in traces)
             if not line and isinstance(error, Exception if phase is _Phase.COMPILING else RankError):
                 return  # It came to all ranks, where they meet.
-            sent = [place for place, i in self.bound.where.items() if isinstance(i, (Collective, SendRecv))]
+            sent = [place for place, i in self.bound.where.items() if isinstance(i, CommunicationCall)]
             end = {_Phase.RUNNING: line, _Phase.OVER: math.inf}.get(phase, 0)
             if sent:
                 before = sum(place < end for place in sent)
@@ -284,7 +284,7 @@ def group_labels(program: HostProgram) -> dict[tuple[int, ...], str]:
     """For each group of a program the mesh axes that its first communication is over."""
     labels: dict[tuple[int, ...], str] = {}
     for instruction in program.instructions:
-        if isinstance(instruction, (Collective, SendRecv)):
+        if isinstance(instruction, CommunicationCall):
             labels.setdefault(instruction.group, instruction.about.axes or "of two meshes")
     return labels
 

@@ -29,7 +29,7 @@ Clock = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
+class _TouchedStorage:
     """A storage while it is there: for each stream and byte the number of the last launch that reads or writes it."""
 
     alive: StorageWeakRef
@@ -75,16 +75,16 @@ class Streams(TorchDispatchMode):
         self._inside = False
         self._clocks: dict[str, Clock] = {}
         self._ends: dict[Any, Clock] = {}
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int, _TouchedStorage] = {}
 
     def watch(self, scope: dict[str, Any], program: HostProgram) -> None:
         """Record the launches of a bound program's kernels and communications from now on."""
         for kernel in program.kernels:
-            if not isinstance(scope[kernel.name], _Kernel):
-                scope[kernel.name] = _Kernel(self, kernel.name, kernel.written, scope[kernel.name])
+            if not isinstance(scope[kernel.name], _OrderedKernel):
+                scope[kernel.name] = _OrderedKernel(self, kernel.name, kernel.written, scope[kernel.name])
         for group in program.groups:
-            if not isinstance(scope[group_name(group)], _Group):
-                scope[group_name(group)] = _Group(self, group_name(group), scope[group_name(group)])
+            if not isinstance(scope[group_name(group)], _OrderedGroup):
+                scope[group_name(group)] = _OrderedGroup(self, group_name(group), scope[group_name(group)])
 
     @contextlib.contextmanager
     def going_on(self, work: Any) -> Iterator[None]:
@@ -154,7 +154,7 @@ class Streams(TorchDispatchMode):
         storage, clock = tensor.untyped_storage(), self._clock(stream)
         memory = self._memory.get(storage._cdata)
         if memory is None:
-            memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), what, storage.nbytes())
+            memory = self._memory[storage._cdata] = _TouchedStorage(StorageWeakRef(storage), what, storage.nbytes())
         if tensor.numel():
             self._check(memory, memory.late(clock, tensor, write), what, stream)
             memory.touch(stream, clock[stream], tensor, write)
@@ -167,14 +167,14 @@ class Streams(TorchDispatchMode):
                 self._check(memory, late, f"what takes it once it is freed (before {what})", COMPUTE)
                 del self._memory[place]
 
-    def _check(self, memory: _Memory, late: Iterator[str], what: str, stream: str) -> None:
+    def _check(self, memory: _TouchedStorage, late: Iterator[str], what: str, stream: str) -> None:
         self._races += [
             f"{what} on {stream} uses memory of {memory.maker} that {other} uses, and no event orders them"
             for other in late if other != stream
         ]  # fmt: skip
 
 
-class _Kernel:
+class _OrderedKernel:
     """A kernel's function that tells its rank's streams of its launches."""
 
     def __init__(self, streams: Streams, name: str, written: Sequence[int], run: Callable[..., Any]):
@@ -184,7 +184,7 @@ class _Kernel:
         return self._streams.kernel(self._name, self._written, self._run, arguments)
 
 
-class _Group:
+class _OrderedGroup:
     """A simulated group that tells its rank's streams of its communications."""
 
     def __init__(self, streams: Streams, stream: str, group: Any):

@@ -1,8 +1,8 @@
 """What VJPs (vector-Jacobian products) are written with: one use of an op, and the gradients of its results.
 
-A VJP gives, by parameter, the gradients (or a `Piece` of one) of the tensors that need one. Of complex numbers the
-gradient is that of the real and imaginary parts, as in torch: a holomorphic op multiplies by the conjugate of its
-derivative.
+A VJP gives, by parameter, the gradients (or the `WindowGradient` of one) of the tensors that need one. Of complex
+numbers the gradient is that of the real and imaginary parts, as in torch: a holomorphic op multiplies by the conjugate
+of its derivative.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Backward:
 
 
 Vjp = Callable[[Backward], Mapping[str, Any]]
-Part = Callable[[Backward], Tensor]
+OperandGradient = Callable[[Backward], Tensor]
 
 
 def is_tensor(value: Any) -> bool:
@@ -77,12 +77,12 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "ndim") and hasattr(value, "fd")
 
 
-def each(**parts: Part) -> Vjp:
+def each(**parts: OperandGradient) -> Vjp:
     """A VJP from one function per parameter; those of parameters that need no gradient are not called."""
     return lambda b: {name: part(b) for name, part in parts.items() if b.needs(name)}
 
 
-def elementwise(**parts: Part) -> Vjp:
+def elementwise(**parts: OperandGradient) -> Vjp:
     """As `each`, with every gradient summed over the dims in which the operand was broadcast."""
     return lambda b: {name: sum_to(b, part(b), b[name]) for name, part in parts.items() if b.needs(name)}
 
@@ -123,7 +123,7 @@ def _known_sum(b: Backward, grad: Tensor, like: Tensor) -> Tensor:
     return b.ops.squeeze(kept, outer) if outer else kept
 
 
-def count(t: Tensor, dims: Sequence[int]) -> Any:
+def numel_along(t: Tensor, dims: Sequence[int]) -> Any:
     """The number of elements along dims: a number where the sizes are known, else a Val."""
     found: Any = 1
     for d in dims:

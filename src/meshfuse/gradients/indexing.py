@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..errors import user_error
 from .context import Backward, Tensor, Vjp, each, sizes, sum_to
-from .pieces import Piece, padded
+from .windows import WindowGradient, zero_padded
 
 
 def _dim(b: Backward) -> int:
@@ -28,7 +28,7 @@ def _gather(b: Backward) -> Tensor:
     x, index, dim = b["arg"], b["index"], _dim(b)
     pairs = zip(sizes(x), sizes(index), strict=True)
     after = [0 if d == dim else n - m for d, (n, m) in enumerate(pairs)]
-    return padded(b.ops, _written(b, index), [0] * x.ndim, after)
+    return zero_padded(b.ops, _written(b, index), [0] * x.ndim, after)
 
 
 def _index_select(b: Backward) -> Tensor:
@@ -37,13 +37,13 @@ def _index_select(b: Backward) -> Tensor:
     return _written(b, b.ops.broadcast(index, flags if index.ndim else [True] * ndim))
 
 
-def _select(b: Backward) -> Tensor | Piece:
+def _select(b: Backward) -> Tensor | WindowGradient:
     """Zeros around what was selected; by comparing where the index is a scalar of the definition."""
     x, dim, index = b["arg"], _dim(b), b["index"]
     n = sizes(x)[dim]
     grad = b.ops.broadcast(b.grad, [d == dim for d in range(x.ndim)])
     if isinstance(index, int) and isinstance(n, int):
-        return Piece(grad, tuple(index % n if d == dim else 0 for d in range(x.ndim)))
+        return WindowGradient(grad, tuple(index % n if d == dim else 0 for d in range(x.ndim)))
     place = b.ops.where(b.ops.lt(index, 0), b.ops.add(index, n), index)
     here = b.ops.broadcast(b.ops.eq(b.ops.iota(n), place), [d != dim for d in range(x.ndim)])
     return b.ops.where(here, grad, 0.0)
@@ -88,7 +88,7 @@ def _scattered(b: Backward) -> Tensor:
     source, index = b["src"], b["index"]
     found = b.ops.gather(b.grad, index, b["dim"])
     after = [n - m for n, m in zip(sizes(source), sizes(index), strict=True)]
-    return padded(b.ops, found, [0] * source.ndim, after)
+    return zero_padded(b.ops, found, [0] * source.ndim, after)
 
 
 def _topk(b: Backward) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dtypes import DataType
-from .context import Backward, Tensor, Vjp, count, each, kept, listed_dims, restored, sizes
+from .context import Backward, Tensor, Vjp, each, kept, listed_dims, numel_along, restored, sizes
 
 
 def _dims(b: Backward) -> list[int]:
@@ -49,12 +49,12 @@ def _deviation(b: Backward, mean: Tensor, grad: Tensor, n: Any) -> Tensor:
 
 def _degrees(b: Backward) -> Any:
     """What a variance divides by: n - correction."""
-    return count(b["arg"], _dims(b)) - b["correction"]
+    return numel_along(b["arg"], _dims(b)) - b["correction"]
 
 
 def _var(b: Backward) -> Tensor:
     x, dims = b["arg"], _dims(b)
-    mean = b.ops.truediv(b.ops.sum(x, dims, True), count(x, dims))
+    mean = b.ops.truediv(b.ops.sum(x, dims, True), numel_along(x, dims))
     return _deviation(b, mean, kept(b, b.grad, x, dims, b["keepdim"]), _degrees(b))
 
 
@@ -66,7 +66,7 @@ def _moments(b: Backward, spread: int, mean: int, n: Any, keepdim: bool) -> Tens
         grad = kept(b, b.grads[spread], x, dims, keepdim)
         parts.append(_deviation(b, kept(b, b.results[mean], x, dims, keepdim), grad, n))
     if b.grads[mean] is not None:
-        share = _over(b, kept(b, b.grads[mean], x, dims, keepdim), 1.0, count(x, dims))
+        share = _over(b, kept(b, b.grads[mean], x, dims, keepdim), 1.0, numel_along(x, dims))
         parts.append(share if parts else restored(b, share, x, dims, True))
     return parts[0] if len(parts) == 1 else b.ops.add(*parts)
 

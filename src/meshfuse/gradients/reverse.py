@@ -18,7 +18,7 @@ from ..errors import SourceLine, located, user_error
 from ..ops.base import ScalarRef, TensorRef
 from ..scalars import FUNCTIONS
 from .context import Backward, sizes
-from .pieces import Piece, joined
+from .windows import WindowGradient, joined_windows
 
 if TYPE_CHECKING:
     from ..definition.fusion import DefinitionBuilder
@@ -57,7 +57,7 @@ def _check_differentiable(tensor: TensorView, what: str, line: SourceLine) -> No
         )  # fmt: skip
 
 
-class _Ops:
+class _GradientOps:
     """Ops of the table as functions, appended at a given line; an op of the same arguments is made once.
 
     Of numbers alone the result is a number.
@@ -103,9 +103,9 @@ class _Sweep:
         self.fd, self.line = fd, line
         self.nodes = tuple(fd.nodes)
         self.first_new = len(fd.tensors)
-        self.ops = _Ops(fd, line)
+        self.ops = _GradientOps(fd, line)
         self.active = self._reached(wrt, constants)
-        self._parts: dict[int, list[tuple[bool, TensorView | Piece]]] = {}
+        self._parts: dict[int, list[tuple[bool, TensorView | WindowGradient]]] = {}
         self._lines: dict[SourceLine, SourceLine] = {}
 
     def _reached(self, wrt: Sequence[int], constants: frozenset[int]) -> set[int]:
@@ -157,9 +157,11 @@ class _Sweep:
         if not parts:
             return None
         shape, dtype = self.fd.tensors[tensor].type
-        pieces = [part for _, part in parts if isinstance(part, Piece)]
-        others = sorted((entry for entry in parts if not isinstance(entry[1], Piece)), key=lambda entry: entry[0])
-        added = [*joined(self.ops, pieces, shape), *(part for _, part in others)]
+        pieces = [part for _, part in parts if isinstance(part, WindowGradient)]
+        others = sorted(
+            (entry for entry in parts if not isinstance(entry[1], WindowGradient)), key=lambda entry: entry[0]
+        )
+        added = [*joined_windows(self.ops, pieces, shape), *(part for _, part in others)]
         total = self._as_type(functools.reduce(self.ops.add, added), dtype)
         self._parts[tensor] = [(True, total)]
         return total
@@ -199,7 +201,7 @@ class _Sweep:
             for one, part in zip(operand, grad, strict=True):
                 self._add(one, part, passed)
         elif grad is not None and operand.id in self.active:
-            is_piece = isinstance(grad, Piece)
+            is_piece = isinstance(grad, WindowGradient)
             assert is_piece or _fits(grad, operand), f"{operand.type} has a gradient {grad.type}"
             self._parts.setdefault(operand.id, []).append((not is_piece and grad.id in passed, grad))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .context import Backward, Tensor, Vjp, each, sizes, sum_to
-from .pieces import Piece, padded
+from .windows import WindowGradient, zero_padded
 
 
 def _reshape(b: Backward) -> Tensor:
@@ -51,7 +51,7 @@ def _squeeze(b: Backward) -> Tensor:
     dims = {d % x.ndim for d in given}
     grad = b.ops.broadcast(b.grad, [d in dims for d in range(x.ndim)]) if dims else b.grad
     after = [n - 1 if d in dims else 0 for d, n in enumerate(sizes(x))]
-    return padded(b.ops, grad, [0] * x.ndim, after)
+    return zero_padded(b.ops, grad, [0] * x.ndim, after)
 
 
 def _reorder(b: Backward) -> Tensor:
@@ -63,7 +63,7 @@ def _bound(n: int, index: int) -> int:
     return min(max(index + n if index < 0 else index, 0), n)
 
 
-def _slice(b: Backward) -> Tensor | Piece:
+def _slice(b: Backward) -> Tensor | WindowGradient:
     """Put back to where it was cut from, with zeros between where it was cut in steps."""
     x, grad = b["arg"], b.grad
     steps = b["strides"] or (1,) * x.ndim
@@ -74,8 +74,8 @@ def _slice(b: Backward) -> Tensor | Piece:
             grad, starts[d] = _spread(b, grad, d, step, inside), starts[d] - inside
     ends = [a + m for a, m in zip(starts, sizes(grad), strict=True)]
     if all(isinstance(n, int) for n in (*ends, *sizes(x))) and all(e <= n for e, n in zip(ends, sizes(x), strict=True)):
-        return Piece(grad, tuple(starts))
-    return padded(b.ops, grad, starts, [n - end for n, end in zip(sizes(x), ends, strict=True)])
+        return WindowGradient(grad, tuple(starts))
+    return zero_padded(b.ops, grad, starts, [n - end for n, end in zip(sizes(x), ends, strict=True)])
 
 
 def _spread(b: Backward, grad: Tensor, dim: int, step: int, inside: int) -> Tensor:
@@ -83,7 +83,9 @@ def _spread(b: Backward, grad: Tensor, dim: int, step: int, inside: int) -> Tens
     shape = sizes(grad)
     single = b.ops.broadcast(grad, [d == dim + 1 for d in range(grad.ndim + 1)])
     before, after = ([n if d == dim + 1 else 0 for d in range(grad.ndim + 1)] for n in (inside, step - 1 - inside))
-    return b.ops.reshape(padded(b.ops, single, before, after), [*shape[:dim], shape[dim] * step, *shape[dim + 1 :]])
+    return b.ops.reshape(
+        zero_padded(b.ops, single, before, after), [*shape[:dim], shape[dim] * step, *shape[dim + 1 :]]
+    )
 
 
 def _start(ops: Any, n: Any, start: Any) -> Any:

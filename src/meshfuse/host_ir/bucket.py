@@ -17,7 +17,7 @@ from .communicate import (
     Traffic,
     begun,
     exchanged,
-    joined_dim,
+    gathered_dim,
     lower_move,
     numel,
     own_term,
@@ -79,7 +79,7 @@ def lower_bucket(moves: Sequence[MoveContext]) -> list[Instruction]:
     if kind is MoveKind.ALL_REDUCE:
         return _reduced(moves)
     if kind is MoveKind.ALL_GATHER:
-        dims = [joined_dim(c) for c in moves]
+        dims = [gathered_dim(c) for c in moves]
         together = [(c, dim) for c, dim in zip(moves, dims, strict=True) if dim is not None]
         made = _gathered(together) if len(together) > 1 else []
     else:
@@ -167,10 +167,10 @@ def _folds(moves: Sequence[MoveContext], flat: str) -> Iterator[Instruction]:
 def _call(moves: Sequence[MoveContext], kind: str, read: str, written: str, text: str, size: int) -> Collective:
     first = moves[0]
     call = first.collective(kind, [read], [written], text, size)
-    return dataclasses.replace(call, about=joined([c.about for c in moves]))
+    return dataclasses.replace(call, about=joined_communication([c.about for c in moves]))
 
 
-def joined(parts: Sequence[Communication]) -> Communication:
+def joined_communication(parts: Sequence[Communication]) -> Communication:
     """What a call that does the work of several is about."""
     names = ", ".join(part.tensor for part in parts)
     return dataclasses.replace(parts[0], tensor=names, wire=sum(part.wire for part in parts), parts=tuple(parts))

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from ..dtypes import DataType
 from ..graph import Graph
-from ..moves.move import count, restricted
+from ..moves.move import box_numel, restricted
 from ..resharding.resharded import Compute, Set, Value
 from ..sharding.layout import Runs
 from ..streams.overlap import ChunkLoop
 from .chunk_calls import ChunkCall
-from .communicate import dense, local_box, local_shape, lower_move
-from .instructions import Allocate, Box, Instruction, Kernel, Launch, Part, Put, View, box_text
+from .communicate import is_dense, local_box, local_shape, lower_move
+from .instructions import Allocate, Box, BufferPart, Instruction, Kernel, Launch, Put, Slice, box_text
 from .kernel_text import functions, scalar_params
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Chunks:
         shape, boxes = local_shape(self._held(v)), [self._box(v, c) for c in range(self.loop.chunks)]
         if any(v in s.outputs for s in self.loop.computes):
             return all("K." not in box_text(box, shape) for box in boxes)
-        return all(dense(box, shape) for box in boxes)
+        return all(is_dense(box, shape) for box in boxes)
 
     def _is_fresh(self, v: int) -> bool:
         """Whether chunks of a value lie in memory that nothing else reads, so that they may be written to."""
@@ -107,7 +107,7 @@ class Chunks:
             return self.low.name(v)
         assert v not in self.made
         name = self.known[v, chunk] = self.low.new_name(f"v{v}_{chunk}", self.loop.id)
-        self.out.append(View(name, self.low.name(v), self._box(v, chunk), local_shape(self._held(v))))
+        self.out.append(Slice(name, self.low.name(v), self._box(v, chunk), local_shape(self._held(v))))
         return name
 
     def _target(self, v: int, chunk: int) -> tuple[str, bool]:
@@ -120,7 +120,7 @@ class Chunks:
             name, placed = self.low.new_name(f"v{v}_{chunk}", self.loop.id), v in self.parts
             if placed:
                 box, shape = self._box(v, chunk), local_shape(self._held(v))
-                self.out.append(Part(name, self.low.name(v), box, shape, self._note(chunk)))
+                self.out.append(BufferPart(name, self.low.name(v), box, shape, self._note(chunk)))
         self.known[v, chunk] = name
         return name, placed
 
@@ -172,8 +172,8 @@ class Chunks:
 
     def _share(self, step: Compute, chunk: int) -> float:
         """The part of an op's work that is in a chunk."""
-        whole = count(self._held(step.outputs[0]))
-        return count(self._held(step.outputs[0], chunk)) / whole if whole else 0.0
+        whole = box_numel(self._held(step.outputs[0]))
+        return box_numel(self._held(step.outputs[0], chunk)) / whole if whole else 0.0
 
     def _call(self, step: Compute, chunk: int) -> ChunkCall:
         node, wide = self.graph.nodes[step.node], ".float()" if step is self.wide else ""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..moves.move import Move, MoveKind, Piece, count, pieces
+from ..moves.move import Move, MoveKind, Piece, box_numel, pieces
 from ..ops.base import TensorType
 from ..sharding import layout as lay
 from ..sharding.layout import Runs
@@ -24,8 +24,8 @@ from .instructions import (
     Pack,
     Put,
     SendRecv,
+    Slice,
     Unflatten,
-    View,
     Wait,
     box_text,
     whole_box,
@@ -87,25 +87,25 @@ def lower_move(c: MoveContext) -> list[Instruction]:
     if kind is MoveKind.WINDOW:
         return _exchange(c)
     if kind is MoveKind.SLICE or len(c.group) == 1:
-        return [View(c.target, c.source, local_box(c.held, c.wanted), c.source_shape)]
+        return [Slice(c.target, c.source, local_box(c.held, c.wanted), c.source_shape)]
     if c.move.only is not None and kind is not MoveKind.ALL_REDUCE and (found := _simple(c)) is not None:
         return found
     if kind is MoveKind.ALL_REDUCE:
         return _all_reduce(c)
     if kind is MoveKind.REDUCE_SCATTER:
         return _reduce_scatter(c)
-    if kind is MoveKind.ALL_GATHER and (dim := joined_dim(c)) is not None:
+    if kind is MoveKind.ALL_GATHER and (dim := gathered_dim(c)) is not None:
         return _all_gather(c, dim)
     return _exchange(c)
 
 
 def _simple(c: MoveContext) -> list[Instruction] | None:
     """A chunk that no rank of the group has elements of, or that one rank has for all; None for all others."""
-    if not any(count(c.move.wanted(c.type.shape, rank)) for rank in c.group):
+    if not any(box_numel(c.move.wanted(c.type.shape, rank)) for rank in c.group):
         return _make_target(c)
     if c.move.kind is MoveKind.REDUCE_SCATTER:
         return None
-    owners = [rank for rank in c.group if count(c.move.held(c.type.shape, rank))]
+    owners = [rank for rank in c.group if box_numel(c.move.held(c.type.shape, rank))]
     if len(owners) > 1 or any(c.move.wanted(c.type.shape, r) != c.move.held(c.type.shape, owners[0]) for r in c.group):
         return None
     return _broadcast(c, c.group.index(owners[0]))
@@ -126,7 +126,7 @@ def _broadcast(c: MoveContext, root: int) -> list[Instruction]:
     return [*_make_target(c), *copy, call, Wait(c.work)]
 
 
-def dense(box: Box, shape: Sequence[int]) -> bool:
+def is_dense(box: Box, shape: Sequence[int]) -> bool:
     """Whether a box of a contiguous tensor is one piece of memory."""
     counts = [lay.count(runs) for runs in box]
     if not all(counts):
@@ -157,7 +157,7 @@ def _all_reduce(c: MoveContext) -> list[Instruction]:
     return [*first, call, Wait(c.work)]
 
 
-def joined_dim(c: MoveContext) -> int | None:
+def gathered_dim(c: MoveContext) -> int | None:
     """The dim along which the equal blocks of the group, in order, make up the gathered tensor; None if none does."""
     held = [c.move.held(c.type.shape, rank) for rank in c.group]
     shapes = {local_shape(index) for index in held}
@@ -214,7 +214,7 @@ class Traffic:
 
 def numel(boxes: Sequence[Sequence[Runs]]) -> int:
     """Elements in some boxes."""
-    return sum(map(count, boxes))
+    return sum(map(box_numel, boxes))
 
 
 def _terms(c: MoveContext) -> list[Piece]:
@@ -286,14 +286,14 @@ def _is_target(c: MoveContext, boxes: Sequence[Sequence[Runs]]) -> bool:
         return False
     places = [local_box(c.wanted, box) for box in boxes]
     return all(
-        dense(place, c.target_shape) and _first(place, c.target_shape) == start
+        is_dense(place, c.target_shape) and _first(place, c.target_shape) == start
         for start, place in zip(starts(boxes), places, strict=False)
     )
 
 
 def starts(boxes: Sequence[Sequence[Runs]]) -> Iterator[int]:
     """Where each box begins in a flat buffer of them, and at last where it ends."""
-    return itertools.accumulate((count(box) for box in boxes), initial=0)
+    return itertools.accumulate((box_numel(box) for box in boxes), initial=0)
 
 
 def _first(box: Box, shape: Sequence[int]) -> int:
@@ -354,7 +354,7 @@ def scattered(c: MoveContext) -> Traffic:
 def _stay(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
     """What each rank of the group wants it has, such as the parts of a dim that is split inside each of them."""
     if list(kept) == [c.wanted] and not c.placed:
-        return [View(c.target, c.source, c.source_box(c.wanted), c.source_shape)]
+        return [Slice(c.target, c.source, c.source_box(c.wanted), c.source_shape)]
     return begun(c, kept)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..costs import DEVICE_FLOPS, DEVICE_LINK, DEVICE_MEMORY, Link, slowest
 from ..dtypes import DataType
 from ..mesh import DeviceMesh
-from .instructions import Collective, Kernel, SendRecv
+from .instructions import CommunicationCall, Kernel, SendRecv
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class CostModel:
         """Seconds of one launch."""
         return self.start + sum(max(flops / self.flops, nbytes / self.memory) for flops, nbytes in kernel.work)
 
-    def communication(self, call: Collective | SendRecv) -> float:
+    def communication(self, call: CommunicationCall) -> float:
         """Seconds from the moment that all have issued it to its end."""
         speed = self.speed(call.about.axes)
         if isinstance(call, SendRecv):
@@ -55,7 +55,7 @@ class CostModel:
         return slowest(found) if found else self.network
 
 
-def directions(call: Collective | SendRecv) -> tuple[str, ...]:
+def directions(call: CommunicationCall) -> tuple[str, ...]:
     """The ways of a rank's link that a communication takes: messages one, collectives both."""
     if isinstance(call, SendRecv):
         return ("out",) if call.kind == "send" else ("in",)
@@ -67,7 +67,7 @@ def axis_names(axes: str) -> list[str]:
     return [part.partition(":")[0] for part in axes.split(",") if part]
 
 
-def payload_bytes(call: Collective | SendRecv) -> int:
+def payload_bytes(call: CommunicationCall) -> int:
     """The bytes that a rank gives to a communication."""
     count, dtype = call.payload
     return count * _ITEMSIZE[dtype]

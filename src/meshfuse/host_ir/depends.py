@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .effects import Effects, effects
-from .instructions import Collective, Instruction, Part, SendRecv, Wait
+from .instructions import BufferPart, CommunicationCall, Instruction, Wait
 
 
-class _Memory:
+class _BufferAccesses:
     """The accesses to one buffer (or to one part of it) so far: the last write and the reads since."""
 
     __slots__ = ("parts", "reads", "whole", "write")
 
-    def __init__(self, whole: _Memory | None = None):
+    def __init__(self, whole: _BufferAccesses | None = None):
         self.write = -1
         self.reads: list[int] = []
         self.whole = whole
-        self.parts: list[_Memory] = []
+        self.parts: list[_BufferAccesses] = []
 
-    def related(self) -> list[_Memory]:
+    def related(self) -> list[_BufferAccesses]:
         """What shares elements with it."""
         return [self, *self.parts] if self.whole is None else [self, self.whole]
 
@@ -33,7 +33,7 @@ class _Dependences:
     def __init__(self, body: Sequence[Instruction]):
         self.body = body
         self.maker: dict[str, int] = {}
-        self.memory: dict[str, _Memory] = {}
+        self.memory: dict[str, _BufferAccesses] = {}
         self.works: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
     def run(self) -> list[tuple[int, ...]]:
@@ -48,7 +48,7 @@ class _Dependences:
             self._read(name, place, before)
         for name in found.writes:
             self._write(name, place, before)
-        if isinstance(ins, (Collective, SendRecv)):
+        if isinstance(ins, CommunicationCall):
             self.works[ins.work] = found.reads, found.writes
         else:
             self._share(ins, found)
@@ -62,16 +62,16 @@ class _Dependences:
         if not found.shares or not found.makes:
             return
         source = self._of(found.shares)
-        if isinstance(ins, Part):
-            memory = _Memory(source)
+        if isinstance(ins, BufferPart):
+            memory = _BufferAccesses(source)
             source.parts.append(memory)
             source = memory
         self.memory[found.makes[0]] = source
 
-    def _of(self, name: str) -> _Memory:
+    def _of(self, name: str) -> _BufferAccesses:
         found = self.memory.get(name)
         if found is None:
-            found = self.memory[name] = _Memory()
+            found = self.memory[name] = _BufferAccesses()
         return found
 
     def _read(self, name: str, place: int, before: set[int]) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from .instructions import (
     Allocate,
+    BufferPart,
     Collective,
     Flatten,
     Fold,
@@ -16,11 +17,10 @@ from .instructions import (
     Launch,
     Own,
     Pack,
-    Part,
     Put,
     SendRecv,
+    Slice,
     Unflatten,
-    View,
     Wait,
 )
 
@@ -57,7 +57,7 @@ def _send_recv(i: SendRecv) -> Effects:
     return Effects(buffer, (), (i.work,)) if i.kind == "send" else Effects((), buffer, (i.work,))
 
 
-def _from_source(i: View | Pack | Join | Unflatten) -> Effects:
+def _from_source(i: Slice | Pack | Join | Unflatten) -> Effects:
     return Effects((i.source_name,), (), (i.target,), i.source_name)
 
 
@@ -67,12 +67,12 @@ def _own(i: Own) -> Effects:
 
 _EFFECTS: dict[type, Callable[[Any], Effects]] = {
     Launch: _launch,
-    View: _from_source,
+    Slice: _from_source,
     Own: _own,
     Pack: _from_source,
     Join: _from_source,
     # A part is a name for memory: nothing is read yet.
-    Part: lambda i: Effects((), (), (i.target,), i.source_name),
+    BufferPart: lambda i: Effects((), (), (i.target,), i.source_name),
     Allocate: lambda i: Effects((), (), (i.target,)),
     Put: lambda i: Effects((i.source_name,), (i.target,)),
     Fold: lambda i: Effects((i.source_name, i.own) if i.own else (i.source_name,), (), (i.target,)),

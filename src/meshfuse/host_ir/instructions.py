@@ -71,7 +71,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class Slice:
     """A part of a tensor: what a rank keeps when a replicated dim becomes sharded."""
 
     target: str
@@ -84,7 +84,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BufferPart:
     """A name for a part of a buffer that one chunk of a loop writes: parts of one buffer share no element."""
 
     target: str
@@ -300,6 +300,12 @@ class SendRecv:
         return f"{self.work} = {group_name(self.group)}.{self.kind}({self.buffer}, {self.group.index(self.peer)})"
 
 
+# What issues a communication, which a `Wait` ends.
+CommunicationCall = Collective | SendRecv
+# The n-th collective of a group, or the n-th message from one rank to another.
+Meeting = tuple[object, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Until the work is done, what it writes must not be read, nor what it reads be written."""
@@ -322,8 +328,8 @@ class Free:
 
 Instruction = (
     Launch
-    | View
-    | Part
+    | Slice
+    | BufferPart
     | Allocate
     | Own
     | Pack
@@ -332,8 +338,7 @@ Instruction = (
     | Join
     | Flatten
     | Unflatten
-    | Collective
-    | SendRecv
+    | CommunicationCall
     | Wait
     | Free
 )

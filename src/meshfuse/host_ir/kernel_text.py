@@ -18,7 +18,7 @@ def scalar_text(graph: Graph, value: Any) -> str:
     """Python text of a scalar: a number, an input's name or an expression of them."""
     if not isinstance(value, ScalarRef):
         return plain_text(value)
-    return scalars.text(value, graph.scalars, lambda tensor, dim: graph.shape(tensor.id)[dim], plain_text)
+    return scalars.scalar_text(value, graph.scalars, lambda tensor, dim: graph.shape(tensor.id)[dim], plain_text)
 
 
 def scalar_inputs(graph: Graph, computes: Sequence[Compute]) -> list[int]:

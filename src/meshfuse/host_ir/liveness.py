@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .effects import effects
-from .instructions import Collective, Free, Instruction, SendRecv, Wait
+from .instructions import CommunicationCall, Free, Instruction, Wait
 
 
 def with_frees(body: Sequence[Instruction], keep: Iterable[str]) -> list[Instruction]:
@@ -28,7 +28,7 @@ def _last_uses(body: Sequence[Instruction], kept: set[str]) -> dict[str, int]:
     for place, instruction in enumerate(body):
         found = effects(instruction)
         names = found.names
-        if isinstance(instruction, (Collective, SendRecv)):
+        if isinstance(instruction, CommunicationCall):
             held_by_work[instruction.work] = names
         elif isinstance(instruction, Wait):
             names = (*names, *held_by_work[instruction.work])

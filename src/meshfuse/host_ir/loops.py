@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..dtypes import DataType
-from ..moves.move import MoveKind, count
+from ..moves.move import MoveKind, box_numel
 from ..resharding.resharded import Compute, Set
 from ..sharding.layout import Runs
 from ..streams.overlap import ChunkLoop
 from .chunks import Chunks
 from .communicate import local_shape
-from .instructions import Allocate, Fold, Instruction, Pack, Put, SendRecv, View, Wait, whole_box
+from .instructions import Allocate, Fold, Instruction, Pack, Put, SendRecv, Slice, Wait, whole_box
 
 if TYPE_CHECKING:
     from .lower import RankLowering
@@ -117,7 +117,7 @@ class _GatherRing(_InRing):
         ring, makers = self._ring(step), self._makers(step.source)
         rest = [s for s in self.loop.steps if s is not step and s not in makers]
         for chunk in ring.block(ring.index):
-            for maker in makers if count(self._global(step, chunk)) else ():
+            for maker in makers if box_numel(self._global(step, chunk)) else ():
                 self._step(maker, chunk)
             self._own_shard(step, chunk)
         for turn in range(ring.size):
@@ -125,7 +125,7 @@ class _GatherRing(_InRing):
             for here, there in zip(ring.block(ring.index + turn), ring.block(ring.index + turn + 1), strict=True):
                 if not last:
                     self._pass_on(step, ring, here, there)
-                if count(self._global(step, here)):
+                if box_numel(self._global(step, here)):
                     for other in rest:
                         self._step(other, here)
 
@@ -144,7 +144,7 @@ class _GatherRing(_InRing):
 
     def _own_shard(self, step: Set, chunk: int) -> None:
         """The rank's own shard as a chunk of the gathered tensor."""
-        if not count(self._global(step, chunk)):
+        if not box_numel(self._global(step, chunk)):
             return
         source = self._read(step.source, chunk)
         if step.target in self.parts:
@@ -158,7 +158,7 @@ class _GatherRing(_InRing):
     def _pass_on(self, step: Set, ring: Ring, here: int, there: int) -> None:
         """Send the shard at hand to the rank before and get the next one from the rank after."""
         messages: list[tuple[int, list[Instruction]]] = []
-        sent, got = count(self._global(step, here)), count(self._global(step, there))
+        sent, got = box_numel(self._global(step, here)), box_numel(self._global(step, there))
         waits: list[Instruction] = []
         if sent:
             name = f"v{step.target}_{here}_sent"
@@ -200,13 +200,13 @@ class _ScatterRing(_InRing):
             return None
         if dtype not in (DataType.BFloat16, DataType.Half) or not self.graph.nodes[maker.node].call.op.widens:
             return None
-        sizes = [count(self._held(v, c)) for v in (*maker.inputs, step.source) for c in self.loop.filled]
+        sizes = [box_numel(self._held(v, c)) for v in (*maker.inputs, step.source) for c in self.loop.filled]
         return maker if max(sizes) * DataType.Float.itemsize <= _SHORT else None
 
     def _is_only_chunk(self, v: int) -> bool:
         if v != self.loop.moves[-1].target or self.wide is not None:
             return False
-        return self._ring(self.loop.moves[-1]).inner == 1 and bool(count(self._held(v)))
+        return self._ring(self.loop.moves[-1]).inner == 1 and bool(box_numel(self._held(v)))
 
     def _write(self) -> None:
         step = self.loop.moves[-1]
@@ -218,20 +218,20 @@ class _ScatterRing(_InRing):
                 coming = [] if last else self._coming(step, ring, following)
                 # Both ends of every message issue it at the same place in one order of all messages.
                 self.out += coming if ring.index else []
-                if count(self._held(step.source, chunk)):
+                if box_numel(self._held(step.source, chunk)):
                     self._add_term(step, ring, turn, chunk, rest)
                 self.out += [] if ring.index else coming
 
     def _coming(self, step: Set, ring: Ring, chunk: int) -> list[Instruction]:
         """Ask for the sum so far of a chunk, which the rank before sends after this turn."""
-        shape, size = local_shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
+        shape, size = local_shape(self._held(step.source, chunk)), box_numel(self._held(step.source, chunk))
         name = f"v{step.target}_{chunk}_sum"
         call = self._message(step, "recv", ring.before, name, chunk, size)
         return [Allocate(name, shape, self._sum_type(step)), call] if size else []
 
     def _add_term(self, step: Set, ring: Ring, turn: int, chunk: int, rest: Sequence[Compute | Set]) -> None:
         """Compute the rank's term of a chunk, add it to the sum that came, and send that on or keep it."""
-        shape, size = local_shape(self._held(step.source, chunk)), count(self._held(step.source, chunk))
+        shape, size = local_shape(self._held(step.source, chunk)), box_numel(self._held(step.source, chunk))
         whole = whole_box(shape)
         for other in rest:
             self._step(other, chunk)
@@ -245,7 +245,7 @@ class _ScatterRing(_InRing):
             call = self._message(step, "send", ring.after, sent, chunk, size)
             self.out += [Pack(sent, mine, (whole,), shape), call, Wait(call.work)]
         elif self._is_only_chunk(step.target):
-            self.out.append(View(self.low.name(step.target), mine, whole, shape))
+            self.out.append(Slice(self.low.name(step.target), mine, whole, shape))
         elif step.target in self.whole:
             box = self._box(step.target, chunk)
             self.out.append(Put(self.low.name(step.target), box, local_shape(self._held(step.target)), mine))

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..moves.move import count
+from ..moves.move import box_numel
 from .effects import Effects, effects
-from .instructions import Allocate, Box, Collective, Instruction, Own, Part, Put, SendRecv
+from .instructions import Allocate, Box, BufferPart, Collective, CommunicationCall, Instruction, Own, Put
 
 # Of memory that some instruction made whole: nothing of it is missing.
 _WHOLE = 0
@@ -52,7 +52,7 @@ class Book:
         if isinstance(instruction, Collective):
             in_place = [n for n in instruction.reads if n in instruction.writes and self._buffers[n].missing]
             assert not in_place, f"{in_place} are reduced before they are written: {instruction}"
-        if isinstance(instruction, (Collective, SendRecv)):
+        if isinstance(instruction, CommunicationCall):
             self._hold(instruction.work, found)
         else:
             self._make(instruction, found)
@@ -80,7 +80,7 @@ class Book:
         buffer = self._buffers[name]
         assert not any(b.writing or b.reading for b in self._related(name)), f"writes before the wait: {instruction}"
         assert not buffer.sealed, f"{name} is written after it was read: {instruction}"
-        if not isinstance(instruction, (Collective, SendRecv)):
+        if not isinstance(instruction, CommunicationCall):
             self._fill(buffer, _written(instruction, buffer))
 
     def _fill(self, buffer: _Buffer, more: int) -> None:
@@ -131,7 +131,7 @@ class Book:
     # making
 
     def _make(self, instruction: Instruction, found: Effects) -> None:
-        if isinstance(instruction, Part):
+        if isinstance(instruction, BufferPart):
             self._cut(instruction)
             return
         if isinstance(instruction, Allocate):
@@ -144,9 +144,9 @@ class Book:
         for name in found.makes:
             self._buffers[name] = _Buffer(_WHOLE, name)
 
-    def _cut(self, part: Part) -> None:
+    def _cut(self, part: BufferPart) -> None:
         """A part must share no element with the other parts of its buffer."""
-        whole, size = self._buffers[part.source_name], count(part.box)
+        whole, size = self._buffers[part.source_name], box_numel(part.box)
         for interval in part.box[_cut_dim(part.box, part.shape)] if size else ():
             at = bisect.bisect(whole.intervals, interval)
             before, after = whole.intervals[max(at - 1, 0) : at], whole.intervals[at : at + 1]
@@ -167,5 +167,5 @@ def _cut_dim(box: Box, shape: tuple[int, ...]) -> int:
 def _written(instruction: Instruction, buffer: _Buffer) -> int:
     """Elements that an instruction writes for the first time, if it is the first to write them."""
     if isinstance(instruction, Put):
-        return count(instruction.box)
+        return box_numel(instruction.box)
     return buffer.size

@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .instructions import Collective, Communication, Instruction, Kernel, Launch, Part, SendRecv, Wait, group_name
+from .instructions import (
+    BufferPart,
+    Communication,
+    CommunicationCall,
+    Instruction,
+    Kernel,
+    Launch,
+    Wait,
+    group_name,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +49,13 @@ class HostProgram:
     @property
     def communications(self) -> tuple[Communication, ...]:
         """What this rank takes part in, in order: each message of a transfer, and each part of what one call does."""
-        calls = [i.about for i in self.instructions if isinstance(i, (Collective, SendRecv))]
+        calls = [i.about for i in self.instructions if isinstance(i, CommunicationCall)]
         return tuple(part for about in calls for part in about.parts or (about,))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The groups that the program communicates in, in the order of their first use."""
-        return tuple(dict.fromkeys(i.group for i in self.instructions if isinstance(i, (Collective, SendRecv))))
+        return tuple(dict.fromkeys(i.group for i in self.instructions if isinstance(i, CommunicationCall)))
 
     def source(self, simulated: bool = False) -> str:
         """Python text of a function `main`; with `simulated`, a generator that yields at every wait."""
@@ -69,7 +78,7 @@ class HostProgram:
 
     def __str__(self) -> str:
         out = [f"# rank {self.rank}", "import torch", "import torch.nn.functional as F", "import meshfuse.kernels as K"]
-        out.append("M = meshfuse.executor.buffers.memory_of(device)")
+        out.append("M = meshfuse.executor.buffers.device_memory(device)")
         for group in self.groups:
             out.append(f"{group_name(group)} = world.group({group})")
         out += [f"# OP.{name}: {_where(function)}" for name, function in self.functions.items()]
@@ -89,9 +98,9 @@ def _text(instruction: Instruction, simulated: bool) -> str:
 
 
 def _comment(instruction: Instruction | None) -> str:
-    if isinstance(instruction, (Launch, Part)) and instruction.note:
+    if isinstance(instruction, (Launch, BufferPart)) and instruction.note:
         return f"  # {instruction.note}"
-    if not isinstance(instruction, (Collective, SendRecv)):
+    if not isinstance(instruction, CommunicationCall):
         return ""
     about = instruction.about
     return f"  # {about.tensor}: {about.move}; {about.wire:.0f} bytes; {about.why} {about.line}"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from .cost import CostModel, directions, payload_bytes
 from .depends import dependences
-from .instructions import Allocate, Collective, Instruction, Launch, Put, SendRecv, Wait
+from .instructions import Allocate, Collective, CommunicationCall, Instruction, Launch, Put, SendRecv, Wait
 
 # Bytes of buffers that communications in flight may hold before another one is issued ahead of its need.
 IN_FLIGHT = 1 << 30
@@ -47,7 +47,7 @@ class _Scheduler:
         self.done = bytearray(len(body))
         self.out: list[Instruction] = []
         self.launches = [i for i, ins in enumerate(body) if isinstance(ins, Launch)]
-        self.calls = [i for i, ins in enumerate(body) if isinstance(ins, (Collective, SendRecv))]
+        self.calls = [i for i, ins in enumerate(body) if isinstance(ins, CommunicationCall)]
         self.next_call = 0
         self.after_launch: list[int] = []
         self.follow: dict[int, list[int]] = {}
@@ -69,7 +69,7 @@ class _Scheduler:
     def _cost(self, ins: Instruction) -> float:
         if isinstance(ins, Launch):
             return self.model.kernel(ins.kernel)
-        assert isinstance(ins, (Collective, SendRecv))
+        assert isinstance(ins, CommunicationCall)
         return self.model.communication(ins)
 
     def _classify(self) -> None:
@@ -80,7 +80,7 @@ class _Scheduler:
             before = self.depends[place]
             launch = isinstance(ins, Launch)
             self.after_launch.append(place if launch else max((self.after_launch[d] for d in before), default=-1))
-            if launch or isinstance(ins, (Collective, SendRecv)):
+            if launch or isinstance(ins, CommunicationCall):
                 driver = place
             elif isinstance(ins, Wait):
                 self.wait_of[ins.work] = late[place] = place
@@ -131,7 +131,7 @@ class _Scheduler:
 
     def _emit(self, place: int) -> None:
         ins = self.body[place]
-        if isinstance(ins, (Collective, SendRecv)) and self.calls[self.next_call] != place:
+        if isinstance(ins, CommunicationCall) and self.calls[self.next_call] != place:
             while self.calls[self.next_call] != place:
                 self._issue_next()
         self.done[place] = 1
@@ -140,7 +140,7 @@ class _Scheduler:
             self.next_launch += 1
             self.clock += self.costs[place]
             self.work_left -= self.costs[place]
-        elif isinstance(ins, (Collective, SendRecv)):
+        elif isinstance(ins, CommunicationCall):
             self.next_call += 1
             self.wire_left -= self.costs[place]
             self._issued(ins, self.costs[place])
@@ -200,7 +200,7 @@ class _Scheduler:
             self._end(work)
         return True
 
-    def _issued(self, call: Collective | SendRecv, seconds: float) -> None:
+    def _issued(self, call: CommunicationCall, seconds: float) -> None:
         ways = directions(call)
         end = max(self.clock, *(self.free[way] for way in ways)) + seconds
         self.free.update(dict.fromkeys(ways, end))
@@ -221,10 +221,10 @@ class _Scheduler:
 
     def _bytes(self, place: int) -> int:
         call = self.body[place]
-        assert isinstance(call, (Collective, SendRecv))
+        assert isinstance(call, CommunicationCall)
         return self._call_bytes(call)
 
-    def _call_bytes(self, call: Collective | SendRecv) -> int:
+    def _call_bytes(self, call: CommunicationCall) -> int:
         buffers = {*call.reads, *call.writes} if isinstance(call, Collective) else {call.buffer}
         default = payload_bytes(call)
         return sum(self.sizes.get(name, default) for name in buffers)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .effects import effects, mentioned
-from .instructions import Collective, Free, Instruction, SendRecv, Wait
+from .instructions import Collective, CommunicationCall, Free, Instruction, Meeting, SendRecv, Wait
 from .memory import Book
 from .program import HostProgram
 
@@ -87,21 +87,19 @@ def _verify_members(orders: Mapping[tuple[int, ...], object], programs: Sequence
         assert all(group in groups_of.get(rank, ()) for rank in group), f"a rank is missing in {group}"
 
 
-# A meeting is the n-th collective of a group, or the n-th message from one rank to another, before the first of which
-# in a group all of it connect; and how many come to it.
-_Meeting = tuple[tuple[object, object], int]
+def _meetings(program: HostProgram) -> list[tuple[Meeting, int]]:
+    """All that a rank takes part in, in order, and how many come to each.
 
-
-def _meetings(program: HostProgram) -> list[_Meeting]:
-    """All that a rank takes part in, in order."""
+    Before the first message in a group all of it connect, which is a meeting, too.
+    """
     numbers: Counter[object] = Counter()
     known: set[tuple[int, ...]] = set()
-    found: list[_Meeting] = []
+    found: list[tuple[Meeting, int]] = []
     for i in program.instructions:
-        if isinstance(i, (Collective, SendRecv)):
+        if isinstance(i, CommunicationCall):
             place = i.group if isinstance(i, Collective) else (i.group, _ends(program.rank, i))
             if i.group not in known and isinstance(i, SendRecv):
-                found.append((("connecting", i.group), len(i.group)))
+                found.append(((("connecting", i.group), 1), len(i.group)))
             known.add(i.group)
             numbers[place] += 1
             found.append(((place, numbers[place]), len(i.group) if isinstance(i, Collective) else 2))

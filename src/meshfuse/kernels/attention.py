@@ -16,7 +16,7 @@ from .indices import Runs, global_index, linear_index
 from .random import RandomStream, fractions
 
 
-class Place(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Which part of the scores [*b, h, s, s_k] is computed: runs and global sizes of all dims."""
 
     runs: Sequence[Runs]
@@ -53,13 +53,13 @@ def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     return found.reshape(*q.shape[:-1], k.shape[-2])
 
 
-def _mask_causal(scores: torch.Tensor, place: Place) -> torch.Tensor:
+def _mask_causal(scores: torch.Tensor, place: ScoreBlock) -> torch.Tensor:
     """Row i sees the columns up to i, both counted in the whole sequence."""
     row, column = (global_index(runs, scores.device) for runs in place.runs[-2:])
     return scores.masked_fill(column > row[:, None], float("-inf"))
 
 
-def _masked(scores: torch.Tensor, bias: Any, mask: Any, options: Options, place: Place) -> torch.Tensor:
+def _masked(scores: torch.Tensor, bias: Any, mask: Any, options: Options, place: ScoreBlock) -> torch.Tensor:
     if bias is not None:
         scores = scores + bias
     if mask is not None:
@@ -73,14 +73,14 @@ def _probabilities(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tenso
     return torch.exp(scores - shift.unsqueeze(-1))
 
 
-def _kept(probabilities: torch.Tensor, options: Options, place: Place, stream: tuple[int, ...]) -> torch.Tensor:
+def _kept(probabilities: torch.Tensor, options: Options, place: ScoreBlock, stream: tuple[int, ...]) -> torch.Tensor:
     """Dropout's factor for every probability: 0, or 1 / (1 - p). Drawn by global index."""
     index = linear_index(place.runs, place.shape, probabilities.device)
     keep = fractions(index, RandomStream(*stream), torch.float32) >= options.dropout_p
     return keep.to(probabilities.dtype) / (1.0 - options.dropout_p)
 
 
-def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, place: Place) -> bool:
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, place: ScoreBlock) -> bool:
     """Whether torch's fused CPU kernel does exactly this."""
     same = q.dtype == k.dtype == v.dtype and q.shape[-3] == k.shape[-3] and q.shape[-1] == v.shape[-1]
     whole = not options.is_causal or (q.shape[-2], k.shape[-2]) == tuple(place.shape[-2:])
@@ -111,7 +111,7 @@ def _attend(
     bias: Any,
     mask: Any,
     options: Options,
-    place: Place,
+    place: ScoreBlock,
     stream: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) over the columns of the place, in the precision of the computation."""
@@ -143,7 +143,7 @@ def sdpfa_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp, seed [2], offset []): the last two let the backward pass drop the same."""
     options = _options(q, dropout_p, is_causal, scale)
-    out, logsumexp = _attend(q, k, v, bias, mask, options, Place(*place), stream)
+    out, logsumexp = _attend(q, k, v, bias, mask, options, ScoreBlock(*place), stream)
     return out.to(q.dtype), logsumexp.float(), *_state(stream, q.device)
 
 
@@ -159,7 +159,7 @@ def ring_attention(
     """(output, log-sum-exp) on a rank that has all columns; with chunks, all rows, in zig-zag order of so many."""
     options = _options(q, 0.0, is_causal, scale)
     q, k, v = (_in_sequence(x, chunks) for x in (q, k, v))
-    out, logsumexp = _attend(q, k, v, None, None, options, Place(*place), ())
+    out, logsumexp = _attend(q, k, v, None, None, options, ScoreBlock(*place), ())
     logsumexp = logsumexp if q.dtype == torch.float64 else logsumexp.float()
     return _in_zigzag(out.to(q.dtype), chunks, -2), _in_zigzag(logsumexp, chunks, -1)
 
@@ -224,7 +224,7 @@ def block_attention(
     for number in global_index(numbers).tolist():
         first, last = (min(edge * block, shape[-1]) for edge in (number, number + 1))
         here, start = slice(start, start + last - first), start + last - first
-        part = Place((*runs[:-1], ((first, last),) if last > first else ()), shape)
+        part = ScoreBlock((*runs[:-1], ((first, last),) if last > first else ()), shape)
         added = [_columns(x, here) for x in (bias, mask)]
         out, logsumexp = _attend(q, k[..., here, :], v[..., here, :], *added, options, part, stream)
         outs.append(out)
@@ -281,8 +281,8 @@ class _Saved(NamedTuple):
         return _options(self.q, self.dropout_p, self.is_causal, self.scale)
 
     @property
-    def place(self) -> Place:
-        return Place(*self.scores)
+    def place(self) -> ScoreBlock:
+        return ScoreBlock(*self.scores)
 
 
 def sdpfa_bwd(*saved: Any) -> Gradients:

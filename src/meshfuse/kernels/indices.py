@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-Runs = tuple[tuple[int, int], ...]
+from ..sharding.layout import Runs
 
 
 def global_index(index: Runs, device: Any = None) -> torch.Tensor:

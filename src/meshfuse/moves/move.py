@@ -183,12 +183,12 @@ def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
     if move.kind is MoveKind.SLICE or n == 1:
         return 0.0
     if move.kind is MoveKind.ALL_REDUCE:
-        return 2.0 * (n - 1) / n * count(move.held(shape, rank))
+        return 2.0 * (n - 1) / n * box_numel(move.held(shape, rank))
     if move.kind is MoveKind.REDUCE_SCATTER:
-        kept = count(move.wanted(shape, rank))
-        return float(count(move.held(shape, rank)) - kept)
+        kept = box_numel(move.wanted(shape, rank))
+        return float(box_numel(move.held(shape, rank)) - kept)
     if move.kind is MoveKind.ALL_GATHER:
-        return float((n - 1) * count(move.held(shape, rank)))
+        return float((n - 1) * box_numel(move.held(shape, rank)))
     return float(_sent(move, tuple(shape)).get(rank, 0))
 
 
@@ -209,14 +209,14 @@ def _sent(move: Move, shape: tuple[int, ...]) -> Mapping[int, int]:
     return found
 
 
-def count(index: Sequence[lay.Runs]) -> int:
+def box_numel(index: Sequence[lay.Runs]) -> int:
     """Elements of a box of indices."""
     return math.prod(map(lay.count, index))
 
 
-def lacking(held: Sequence[lay.Runs], wanted: Sequence[lay.Runs]) -> int:
+def lacking_numel(held: Sequence[lay.Runs], wanted: Sequence[lay.Runs]) -> int:
     """Elements of one box of indices that another has not."""
-    return count(wanted) - count([lay.intersect(a, b) for a, b in zip(held, wanted, strict=True)])
+    return box_numel(wanted) - box_numel([lay.intersect(a, b) for a, b in zip(held, wanted, strict=True)])
 
 
 # So many ranks stand for all of a mesh in what a plan is priced by.

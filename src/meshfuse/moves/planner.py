@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
-from ..sharding.value import Sharding, canonical_partial, disjoint, nested, overlap
+from ..sharding.value import Sharding, canonical_partial, conflicting, disjoint, nested
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping
 from .bounds import Bound, is_possible
 from .move import Move, MoveKind
@@ -54,7 +54,7 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
         return _at_once(src, dst, shape, itemsize)
     sizes = _alike(src, dst, shape, itemsize)
     if sizes is None:
-        return _Search(src, dst, shape, itemsize, _room(src, dst, shape, itemsize)).run()
+        return _PathSearch(src, dst, shape, itemsize, _room(src, dst, shape, itemsize)).run()
     moves = _path(src, dst, sizes)
     return None if moves is None else _priced(moves, shape, itemsize)
 
@@ -82,7 +82,7 @@ def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, .
     """
     places = tuple([d for d, layouts in enumerate(zip(src.dims, dst.dims, strict=True)) if any(layouts)])
     if src.partial != dst.partial or len(places) == len(sizes):
-        found = _Search(src, dst, sizes, ROOM / math.prod(sizes), room=0).run()
+        found = _PathSearch(src, dst, sizes, ROOM / math.prod(sizes), room=0).run()
         return None if found is None else found.moves
     ends = [end.with_dims([end.dims[d] for d in places]) for end in (src, dst)]
     moves = _path(*ends, tuple([sizes[d] for d in places]))
@@ -130,7 +130,7 @@ def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
     return _priced((*first.moves, Move(MoveKind.EXCHANGE, disjoint(axes), reduced, dst)), shape, itemsize)
 
 
-class _Search:
+class _PathSearch:
     """A* from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms."""
 
     def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: float, room: int):
@@ -266,7 +266,7 @@ class _Search:
     def _slices(self, state: Sharding) -> Iterator[Move]:
         used = [*state.splits, *state.partial]
         for dim, wanted in enumerate(self.wanted):
-            free = frozenset(a for a in wanted if not any(overlap(a, u) for u in used))
+            free = frozenset(a for a in wanted if not any(conflicting(a, u) for u in used))
             grown = self._grown(state, dim, free) if free else None
             if grown is not None:
                 yield Move(MoveKind.SLICE, tuple(sorted(free)), state, self._with(state, {dim: grown}))

@@ -45,7 +45,7 @@ def price(move: Move, shape: tuple[int, ...], itemsize: float) -> Price:
     if move.kind is MoveKind.TRANSFER:
         wire = itemsize * max(move.dst.max_local_numel(shape), 1)
         return Price(costs.permute(between(mesh, move.dst.mesh), wire), wire)
-    n, link = ways(move.axes), link_over(mesh, move.axes)
+    n, link = group_size(move.axes), link_over(mesh, move.axes)
     ring = _IN_RINGS.get(move.kind)
     if ring is not None:
         form, passes = ring
@@ -67,7 +67,7 @@ def is_even(src: Sharding, dst: Sharding, shape: Sequence[int]) -> bool:
     return all(n % lay.extent(layout) == 0 for layout, n in layouts)
 
 
-def ways(axes: Sequence[Split]) -> int:
+def group_size(axes: Sequence[Split]) -> int:
     """How many ranks take part in a collective over these axes."""
     return math.prod([split.size or 1 for split in axes])
 
@@ -108,8 +108,8 @@ def lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
     """
     if src.partial == dst.partial:
         return received(src, dst, shape)
-    left = ways(dst.partial)
-    return held(dst, shape) + math.prod(shape) * (ways(src.partial) - 2 * left) / dst.mesh.size
+    left = group_size(dst.partial)
+    return held(dst, shape) + math.prod(shape) * (group_size(src.partial) - 2 * left) / dst.mesh.size
 
 
 def _total(counts: Iterable[tuple[int, ...]]) -> int:

@@ -8,7 +8,7 @@ from ..ops.base import BlockOrder, Call, ScalarRef
 from ..ops.local import plain_text
 from ..sharding import layout as lay
 from ..sharding.value import Sharding, disjoint
-from .move import Move, MoveKind, Reordering, Window, lacking, sampled_ranks
+from .move import Move, MoveKind, Reordering, Window, lacking_numel, sampled_ranks
 
 
 def window_of(call: Call) -> Window | Reordering | None:
@@ -52,4 +52,4 @@ def window_peers(move: Move) -> int:
 def window_wire(move: Move) -> float:
     """Elements that a rank gets from others: the mean over some ranks."""
     ranks = sampled_ranks(move.src.mesh)
-    return sum(lacking(*_indices(move, rank)) for rank in ranks) / len(ranks)
+    return sum(lacking_numel(*_indices(move, rank)) for rank in ranks) / len(ranks)

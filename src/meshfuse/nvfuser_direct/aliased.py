@@ -29,7 +29,7 @@ class _Loader:
         module.__spec__ = self.spec
 
 
-class _Finder:
+class _SubmoduleFinder:
     """Finds the submodules of the package under any other name that it has in sys.modules."""
 
     @staticmethod
@@ -46,5 +46,5 @@ class _Finder:
 
 def install() -> None:
     """Put the finder first: the one for files would find a submodule's file."""
-    if _Finder not in sys.meta_path:
-        sys.meta_path.insert(0, _Finder)
+    if _SubmoduleFinder not in sys.meta_path:
+        sys.meta_path.insert(0, _SubmoduleFinder)

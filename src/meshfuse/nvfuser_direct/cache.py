@@ -16,7 +16,7 @@ from .executors import FusionExecutorCache
 
 
 @dataclass(slots=True)
-class _Entry:
+class _CachedFusion:
     definition: FusionDefinition
     visits: int = 0
 
@@ -31,7 +31,7 @@ class LRUCache:
                 caller_line(),
             )  # fmt: skip
         self.max_fusions, self.compiled, self.lookups, self.hits = max_fusions, 0, 0, 0
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[str, _CachedFusion] = OrderedDict()
 
     def cache_compile(self, fusion: Fusion) -> FusionExecutorCache:
         """What runs a fusion, with the programs of an equal one where there has been one."""
@@ -54,7 +54,7 @@ class LRUCache:
     def _insert(self, key: str, made: FusionDefinition) -> None:
         if len(self._entries) == self.max_fusions:
             self._entries.popitem(last=False)
-        self._entries[key] = _Entry(made)
+        self._entries[key] = _CachedFusion(made)
         self.compiled += 1
 
     def num_fusions(self) -> int:

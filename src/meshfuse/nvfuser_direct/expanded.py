@@ -12,12 +12,12 @@ from ..errors import SourceLine
 from ..ops.base import OpDef
 from ..ops.pointwise import pointwise_rule
 
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def fitting(
     fd: DefinitionBuilder, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], at: SourceLine
-) -> Arguments:
+) -> CallArguments:
     """The arguments of an elementwise op, operands that were expanded to another size than a real dim has expanded
     to that one instead.
     """

@@ -21,7 +21,7 @@ from ..ops.base import FactorKind
 
 # For a tensor: the dim that each mesh axis cuts in chunks, or the dims that it cuts otherwise. None where that is not
 # all there is to say.
-Bound = dict[str, int | frozenset[int]]
+BoundDims = dict[str, int | frozenset[int]]
 Shapes = Mapping[int, tuple[int, ...]]
 
 # Ops whose results follow the weight and the bias before the activation, whichever is the more sharded.
@@ -49,7 +49,7 @@ def followed_outputs(
     return [_sayable(found.get(tensor, {})) for tensor in fd.outputs]
 
 
-def _sayable(bound: Bound | None) -> dict[str, int] | None:
+def _sayable(bound: BoundDims | None) -> dict[str, int] | None:
     chunks = {axis: dim for axis, dim in (bound or {}).items() if isinstance(dim, int)}
     return chunks if bound is not None and len(chunks) == len(bound) else None
 
@@ -74,9 +74,9 @@ def follow_meshes(fd: DefinitionBuilder) -> None:
         found.append(meshes if annotation is None or annotation.mesh is None else {annotation.mesh})
 
 
-def _bound(annotation: Annotation) -> Bound | None:
+def _bound(annotation: Annotation) -> BoundDims | None:
     assert annotation.mesh is not None
-    found: Bound = {}
+    found: BoundDims = {}
     for dim, layout in enumerate(annotation.named()):
         for place, split in enumerate(layout):
             if split.bound:
@@ -88,7 +88,7 @@ def _bound(annotation: Annotation) -> Bound | None:
 
 
 def _graph(
-    fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any], bound: Mapping[int, Bound | None]
+    fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any], bound: Mapping[int, BoundDims | None]
 ) -> Graph:
     """The graph, with 2 for bound dims of size 1 where possible: there is no factor to follow in 1."""
     wide = {i: _widened(shape, bound.get(i) or {}) for i, shape in shapes.items()}
@@ -98,11 +98,11 @@ def _graph(
         return concretize(fd, shapes, scalars)
 
 
-def _widened(shape: tuple[int, ...], bound: Bound) -> tuple[int, ...]:
+def _widened(shape: tuple[int, ...], bound: BoundDims) -> tuple[int, ...]:
     return tuple(2 if n == 1 and d in bound.values() else n for d, n in enumerate(shape))
 
 
-def _of_result(node: Node, place: int, found: Mapping[int, Bound | None]) -> Bound | None:
+def _of_result(node: Node, place: int, found: Mapping[int, BoundDims | None]) -> BoundDims | None:
     operands = [(found.get(tensor, {}), dims) for tensor, dims in zip(node.inputs, node.rule.operands, strict=True)]
     if any(bound is None for bound, _ in operands):
         return None
@@ -110,8 +110,8 @@ def _of_result(node: Node, place: int, found: Mapping[int, Bound | None]) -> Bou
         operands = [*operands[1:], operands[0]]
     else:
         operands.sort(key=lambda operand: -len(operand[0] or {}))
-    result: Bound = {}
-    loose: Bound = {}
+    result: BoundDims = {}
+    loose: BoundDims = {}
     for bound, dims in operands:
         taken = set(result.values())
         for axis, dim in (bound or {}).items():
@@ -135,14 +135,14 @@ def _target(node: Node, place: int, factors: Sequence[int], chunks: bool) -> int
     return frozenset(d for d, dim in enumerate(dims) if not left.isdisjoint(dim))
 
 
-def _of_operand(node: Node, place: int, found: Mapping[int, Bound | None], mesh: DeviceMesh) -> Bound | None:
+def _of_operand(node: Node, place: int, found: Mapping[int, BoundDims | None], mesh: DeviceMesh) -> BoundDims | None:
     """What the operand has, and the axes that it lacks where the op's most sharded result has them."""
     before, made = found[node.inputs[place]], [found[i] for i in node.outputs]
     mine = _sayable(before)
     if mine is None or None in made:
         return before
     result, most = max(enumerate(_sayable(bound) or {} for bound in made), key=lambda entry: len(entry[1]))
-    taken: Bound = {**mine}
+    taken: BoundDims = {**mine}
     for axis, dim in most.items():
         target = _source(node, place, node.rule.results[result][dim])
         if axis not in mine and target is not None and target not in mine.values():

@@ -12,7 +12,7 @@ import torch
 
 from ..compiler import CompiledProgram
 from ..errors import user_error
-from ..host_ir.instructions import Collective, Instruction, Launch, SendRecv
+from ..host_ir.instructions import Collective, CommunicationCall, Instruction, Launch, SendRecv
 from ..host_ir.program import HostProgram
 from ..ops.base import FactorKind
 from ..segmentation import Segment
@@ -67,7 +67,7 @@ class FusionProfile:
         return self.percentage_peak_bandwidth
 
 
-class _Recorder:
+class _LastProfile:
     """What the profilers that are switched on have seen last."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _Recorder:
         self.last = ran
 
 
-_recorder = _Recorder()
+_recorder = _LastProfile()
 
 
 def profiling() -> bool:
@@ -120,7 +120,7 @@ def _kernel(place: int, instruction: Instruction, schedulers: dict[str, str]) ->
     if isinstance(instruction, Launch):
         name = instruction.kernel.name
         return KernelProfile(name, place, schedulers.get(name, "expr_eval"))
-    assert isinstance(instruction, (Collective, SendRecv))
+    assert isinstance(instruction, CommunicationCall)
     about = instruction.about
     return KernelProfile(about.kind, place, "communication", output_bytes=round(about.wire))
 

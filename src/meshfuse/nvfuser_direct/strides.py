@@ -6,16 +6,16 @@ from ..definition.fusion import DefinitionBuilder
 from ..definition.records import OpNode
 from ..ops.pointwise import pointwise_rule
 
-Order = tuple[int, ...]  # The place of each dim in memory, 0 the fastest.
+StrideOrder = tuple[int, ...]  # The place of each dim in memory, 0 the fastest.
 # The operand (by place) that a result (by place) is laid out like.
 _ATTENTION = {"sdpfa_fwd": {0: 0}, "sdpfa_bwd": {0: 1, 1: 2, 2: 3}}
 
 
-def row_major(ndim: int) -> Order:
+def row_major(ndim: int) -> StrideOrder:
     return tuple(reversed(range(ndim)))
 
 
-def inferred_orders(fd: DefinitionBuilder) -> list[Order]:
+def inferred_orders(fd: DefinitionBuilder) -> list[StrideOrder]:
     """For every tensor the order that it takes over from the inputs: elementwise ops and attention pass it on."""
     orders = [made.stride_order or row_major(made.type.ndim) for made in fd.tensors]
     for node in fd.nodes:

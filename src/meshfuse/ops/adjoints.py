@@ -14,7 +14,7 @@ from ..errors import user_error
 from ..gradients import indexing, products, shapes
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .native import Native
-from .promotion import torch_dtype
+from .promotion import dtype_text
 from .reductions import kept_factors
 from .shape import same_rule
 from .shapes import (
@@ -136,7 +136,7 @@ def _sum_to_rule(call: Call) -> Rule:
 
 
 def _sum_to_emit(e: Emit) -> str:
-    dims, dtype = list(_summed_dims(e.call)), torch_dtype(e.call.results[0].dtype)
+    dims, dtype = list(_summed_dims(e.call)), dtype_text(e.call.results[0].dtype)
     return f"torch.sum({e.operands[0]}, {dims}, keepdim=True, dtype={dtype})" if dims else e.operands[0]
 
 

@@ -19,20 +19,29 @@ from .attention_blocks import (
     distributed_fwd,
     qkv_types,
 )
-from .attention_rules import STATE, Dims, checked, operands_text, options_text, scale_text, score_flops, scores_text
+from .attention_rules import (
+    STATE,
+    AttentionDims,
+    checked_types,
+    operands_text,
+    options_text,
+    scale_text,
+    score_flops,
+    scores_text,
+)
 from .base import Call, Emit, FactorKind, OpDef, Rule, Sample, TensorType
 from .factories import stream_text
 
 
 def _fwd_infer(call: Call) -> tuple[TensorType, ...]:
-    q, _, v = checked(call)
+    q, _, v = checked_types(call)
     return (TensorType((*q.shape[:-1], v.shape[-1]), q.dtype), TensorType(q.shape[:-1], DataType.Float), *STATE)
 
 
 def _fwd_rule(call: Call) -> Rule:
     """Batch, heads and rows pass through; keys, values and the embedding are needed whole."""
-    columns = (checked(call)[1].shape[-2], FactorKind.BLOCK)
-    dims = Dims(call, FactorKind.PASS, FactorKind.PASS, [columns])
+    columns = (checked_types(call)[1].shape[-2], FactorKind.BLOCK)
+    dims = AttentionDims(call, FactorKind.PASS, FactorKind.PASS, [columns])
     operands = [dims.q, dims.k, dims.v, *dims.added(call)]
     return dims.builder.build(operands, [dims.out, dims.out[:-1], *dims.state()])
 
@@ -78,7 +87,7 @@ OPS = (
     OpDef(
         "sdpfa_bwd",
         BACKWARD_PARAMS,
-        checked,
+        checked_types,
         _bwd_rule,
         lambda e: backward_text(e, "sdpfa_bwd"),
         flops=lambda call: score_flops(call, 5),

@@ -8,8 +8,8 @@ from typing import Any
 from ..dtypes import DataType
 from .attention_rules import (
     STATE,
-    Dims,
-    checked,
+    AttentionDims,
+    checked_types,
     operands_text,
     options_text,
     scale_text,
@@ -40,7 +40,7 @@ _NOT_NATIVE = "nvFuser's attention needs keys and values whole"
 
 
 def _block_infer(call: Call) -> tuple[TensorType, ...]:
-    q, _, v = checked(call)
+    q, _, v = checked_types(call)
     check_positive(call.op.name, "blocks", call["blocks"])
     dtype = DataType.Double if q.dtype is DataType.Double else DataType.Float
     rows = (call["blocks"], *q.shape[:-1])
@@ -49,7 +49,7 @@ def _block_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _block(call: Call) -> int:
     """The columns of a block: none where there are none."""
-    columns = checked(call)[1].shape[-2]
+    columns = checked_types(call)[1].shape[-2]
     return min(columns, block_size(columns, call["blocks"]))
 
 
@@ -57,7 +57,7 @@ def _block_rule(call: Call) -> Rule:
     """As sdpfa_fwd, with the columns' blocks a dim of the results."""
     blocks, passes = call["blocks"], FactorKind.PASS
     block = _block(call)
-    dims = Dims(call, passes, passes, [(blocks, passes), (block, FactorKind.BLOCK)])
+    dims = AttentionDims(call, passes, passes, [(blocks, passes), (block, FactorKind.BLOCK)])
     outer = dims.columns[:-1]
     operands = [dims.q, dims.k, dims.v, *dims.added(call)]
     return dims.builder.build(operands, [(outer, *dims.out), (outer, *dims.out[:-1]), *dims.state()])
@@ -120,7 +120,7 @@ def distributed_bwd(
 
 def backward_rule(call: Call, group: FactorKind, rows: FactorKind, columns: FactorKind, of: str) -> Rule:
     """The rule of a backward pass that gives the gradients of the tensors in `of`: some of q, k and v."""
-    dims = Dims(call, group, rows, [(checked(call)[1].shape[-2], columns)])
+    dims = AttentionDims(call, group, rows, [(checked_types(call)[1].shape[-2], columns)])
     saved = [dims.out, dims.q, dims.k, dims.v, dims.out, dims.out[:-1]]
     state = [tuple(dims.builder.blocked(n) for n in t.shape) for t in call.types[6:8]]
     more = [dims.out[:-1]] * len(call.types[8:])
@@ -222,7 +222,7 @@ OPS = (
     OpDef(
         "sdpfa_bwd_q",
         SPLIT_PARAMS,
-        lambda call: checked(call)[:1],
+        lambda call: checked_types(call)[:1],
         _q_rule,
         lambda e: backward_text(e, "sdpfa_bwd_q"),
         flops=lambda call: score_flops(call, 3),
@@ -233,7 +233,7 @@ OPS = (
     OpDef(
         "sdpfa_bwd_kv",
         SPLIT_PARAMS,
-        lambda call: checked(call)[1:],
+        lambda call: checked_types(call)[1:],
         _kv_rule,
         lambda e: backward_text(e, "sdpfa_bwd_kv"),
         flops=lambda call: score_flops(call, 4),

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from ..dtypes import DataType
 from ..errors import user_error
 from .base import Call, DimFactors, Emit, FactorKind, RuleBuilder, TensorRef, TensorType
-from .shapes import UNKNOWN, broadcasts_to, check_ndim, check_same_size, fits
+from .shapes import UNKNOWN, agree, broadcasts_to, check_ndim, check_same_size
 
 # The random state that attention gives: seed and offset.
 STATE = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
 
 
-def checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
+def checked_types(call: Call) -> tuple[TensorType, TensorType, TensorType]:
     """(q, k, v). Raises DefinitionError where they do not fit together."""
     types = [call.type_of(name) for name in ("query", "key", "value")]
     q, k, v = (t for t in types if t is not None)
@@ -56,7 +56,7 @@ def _check_state(call: Call) -> None:
 
 
 def _check_shape(name: str, what: str, t: TensorType, shape: tuple[int, ...]) -> None:
-    if not fits(t.shape, shape):
+    if not agree(t.shape, shape):
         raise user_error(f"{name}: shape of {what}", str(list(t.shape)), str(list(shape)),
                          "Pass what the forward gives, and a gradient of that shape.")  # fmt: skip
 
@@ -72,7 +72,7 @@ def _check_heads(name: str, q: TensorType, k: TensorType) -> None:
         )
 
 
-class Dims:
+class AttentionDims:
     """The factors of attention's dims: lead* (kv heads, group) rows, columns (major to minor), inner and value.
 
     Each group of heads of q shares one head of k and v. `columns` are the sizes and kinds of the factors of
@@ -87,7 +87,7 @@ class Dims:
         columns: Sequence[tuple[int, FactorKind]],
         ring: int = 1,
     ):
-        q, k, v = checked(call)
+        q, k, v = checked_types(call)
         self.builder = builder = RuleBuilder()
         self.lead = builder.dims(q.shape[:-3])
         shared, count = k.shape[-3], q.shape[-3] // max(k.shape[-3], 1)
@@ -120,7 +120,7 @@ class Dims:
 
 def scores_text(e: Emit, rows: Sequence[object], key: int) -> str:
     """(runs, global sizes) of the rank's part of the scores; operand `key` has their columns."""
-    q, k, _ = checked(e.call)
+    q, k, _ = checked_types(e.call)
     runs = (*rows, e.operand_runs(key)[-2])
     return f"({runs}, {[*q.shape[:-1], k.shape[-2]]})"
 
@@ -142,7 +142,7 @@ def scale_text(e: Emit) -> str:
 
 def score_flops(call: Call, products: int) -> float:
     """Operations of so many matrix products with the scores."""
-    q, k, v = checked(call)
+    q, k, v = checked_types(call)
     return 2.0 * products * math.prod(q.shape[:-1]) * k.shape[-2] * v.shape[-1]
 
 

@@ -266,7 +266,7 @@ Lowering = Callable[[Emit], "str | tuple[str, ...]"]
 
 
 class Writing(Protocol):
-    """What an op's forms (`distributed`, `apart`, `rounds`) are written with: `rewriting.graphs.Writer` is one.
+    """What an op's forms (`distributed`, `apart`, `rounds`) are written with: `rewriting.graphs.GraphWriter` is one.
 
     `operand` is the place of the operand whose dim a distributed form is for.
     """

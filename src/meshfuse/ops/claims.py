@@ -22,7 +22,7 @@ def check_halos(notation: Notation, marks: set[tuple[str, ...]]) -> None:
                              "Reduce over it in an op of its own.")  # fmt: skip
 
 
-def check_results(notation: Notation, blocked: Any) -> None:
+def check_result_factors(notation: Notation, blocked: Any) -> None:
     """Raises DefinitionError for a factor that some results have and others would be summed over on a rank alone."""
     whole = set(blocked.split()) if isinstance(blocked, str) else set()
     made = [{f for dim in dims for f in dim.factors} for dims in notation.results]

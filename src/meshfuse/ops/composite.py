@@ -15,7 +15,7 @@ from ..errors import shown, user_error
 from ..user_values import as_int
 from .shapes import check_dim, check_order, check_reduced
 
-Dims = int | Sequence[int] | None
+DimsArgument = int | Sequence[int] | None
 # The annotations of parameters say what is checked of a call: definition/checks.py.
 Tensor = Any
 _MOST_BLOCKS = 1 << 16  # Of a ring: more is a mistake, and takes seconds to number.
@@ -61,7 +61,7 @@ def gelu(fd: Any, x: Any, approximate: str = "none") -> Any:
     return _back(fd, ops.mul(ops.mul(wide, 0.5), ops.add(gate, 1.0)), x)
 
 
-def _max(fd: Any, x: Any, dims: Dims) -> Any:
+def _max(fd: Any, x: Any, dims: DimsArgument) -> Any:
     """The maximum: what is taken off before exp. The result does not depend on it, so gradients leave it out.
 
     Where it is infinite, x less it is NaN, as a softmax of such numbers is.
@@ -69,7 +69,7 @@ def _max(fd: Any, x: Any, dims: Dims) -> Any:
     return fd.stop_gradient(fd.ops.max(x, dims, True))
 
 
-def _finite_max(fd: Any, x: Any, dims: Dims) -> Any:
+def _finite_max(fd: Any, x: Any, dims: DimsArgument) -> Any:
     """The maximum, 0 where it is infinite: so the logarithm of a sum of exp is infinite there, and not NaN."""
     top = fd.ops.max(x, dims, True)
     return fd.stop_gradient(fd.ops.where(fd.ops.isfinite(top), top, 0.0))
@@ -90,7 +90,7 @@ def log_softmax(fd: Any, x: Any, dim: int = -1, dtype: DataType | None = None) -
     return _back(fd, fd.ops.sub(shifted, fd.ops.log(fd.ops.sum(fd.ops.exp(shifted), dim, True))), x)
 
 
-def logsumexp(fd: Any, x: Any, dims: Dims, keepdim: bool = False) -> Any:
+def logsumexp(fd: Any, x: Any, dims: DimsArgument, keepdim: bool = False) -> Any:
     """The logarithm of the sum of exp(x) over dims."""
     reduced, wide = list(check_reduced("logsumexp", dims, x.ndim)), _wide(fd, x)
     top = _finite_max(fd, wide, reduced)
@@ -106,7 +106,7 @@ def _count(x: Any, dims: Sequence[int]) -> Any:
     return found
 
 
-def mean(fd: Any, x: Any, dims: Dims = None, keepdim: bool = False, dtype: DataType | None = None) -> Any:
+def mean(fd: Any, x: Any, dims: DimsArgument = None, keepdim: bool = False, dtype: DataType | None = None) -> Any:
     """The mean over dims (all of them for None)."""
     x = _as_type(fd, x, dtype)
     found = check_reduced("mean", dims, x.ndim)

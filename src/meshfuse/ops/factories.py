@@ -13,8 +13,8 @@ from ..gradients.context import nothing
 from ..gradients.shapes import TRIU
 from . import native_forms
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, ScalarRef, TensorType
-from .native import local_shape
-from .promotion import torch_dtype
+from .native import with_local_shape
+from .promotion import dtype_text
 from .shape import same_rule
 from .shapes import check_ndim, check_number, known_size
 
@@ -42,7 +42,7 @@ def _full_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _full_emit(e: Emit) -> str:
-    dtype = torch_dtype(e.call["dtype"])
+    dtype = dtype_text(e.call["dtype"])
     return f"torch.full({list(e.result_shapes[0])}, {e.scalar('fill_value')}, dtype={dtype}, device={DEVICE})"
 
 
@@ -55,7 +55,7 @@ def _iota_infer(call: Call) -> tuple[TensorType, ...]:
 def _iota_emit(e: Emit) -> str:
     start = "0" if e.call["start"] is None else e.scalar("start")
     step = "1" if e.call["step"] is None else e.scalar("step")
-    return f"K.iota({e.result_runs(0)[0]}, {start}, {step}, {torch_dtype(e.call['dtype'])}, {DEVICE})"
+    return f"K.iota({e.result_runs(0)[0]}, {start}, {step}, {dtype_text(e.call['dtype'])}, {DEVICE})"
 
 
 def _check_real(call: Call, dtype: DataType) -> DataType:
@@ -95,7 +95,7 @@ def _draw(e: Emit, name: str, a: str, b: str, device: str) -> str:
     made = e.call.results[0]
     return (
         f"K.{name}({a}, {b}, {e.result_runs(0)}, {list(made.shape)}, {stream_text(e)}, "
-        f"{torch_dtype(made.dtype)}, {device})"
+        f"{dtype_text(made.dtype)}, {device})"
     )
 
 
@@ -156,7 +156,7 @@ OPS = (
         made_rule,
         _full_emit,
         samples=lambda: [Sample(([4, 6], 1.5, DataType.Float)), Sample(([6], 3, DataType.Int))],
-        nvfuser=local_shape("shape"),
+        nvfuser=with_local_shape("shape"),
         pieced=True,
         about="a tensor of one number",
     ),

@@ -77,7 +77,7 @@ class Native(Protocol):
         ...
 
 
-def local_shape(name: str) -> Callable[[Native], Any]:
+def with_local_shape(name: str) -> Callable[[Native], Any]:
     """The lowering of an op whose shape argument becomes the local shape of the result."""
     return lambda n: n.plain(**{name: list(n.result_shapes[0])})
 

@@ -17,7 +17,8 @@ from .native import Native
 from .promotion import (
     Promotion,
     cast_text,
-    complex_of,
+    complex_dtype,
+    dtype_text,
     floating,
     keep,
     operand_dtypes,
@@ -25,7 +26,6 @@ from .promotion import (
     promoted,
     scalar_type,
     single_or_double,
-    torch_dtype,
     typed_operands,
 )
 from .shapes import broadcast_shapes, pointwise_rule_dims
@@ -70,7 +70,7 @@ def pointwise_rule(call: Call) -> Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Emit:
+class _TemplateEmit:
     """Fills a template of torch code with the operands, cast to the type that the op computes in."""
 
     template: str
@@ -82,7 +82,7 @@ class _Emit:
         texts = {param.name: _operand_text(e, param.name, wanted) for param in e.call.op.params}
         text, result = self.template.format(**texts), e.call.results[0].dtype
         if _raised(e.call, wanted):
-            return f"({text}).to({torch_dtype(result)})"
+            return f"({text}).to({dtype_text(result)})"
         return text if self.changes_type or result is wanted else cast_text(f"({text})", wanted, result)
 
 
@@ -98,7 +98,7 @@ def _operand_text(e: Emit, name: str, wanted: DataType) -> str:
     tensor, found = e.operand(name), e.call.type_of(name)
     if tensor is None or found is None:
         typed = name in typed_operands(e.call.op) and not any(e.call.type_of(n) for n in typed_operands(e.call.op))
-        return f"torch.tensor({e.scalar(name)}, dtype={torch_dtype(wanted)})" if typed else e.scalar(name)
+        return f"torch.tensor({e.scalar(name)}, dtype={dtype_text(wanted)})" if typed else e.scalar(name)
     return tensor if name == "condition" else cast_text(tensor, found.dtype, wanted)
 
 
@@ -156,7 +156,7 @@ def _op(
         table,
         _Infer(promotion, real, accepts),
         pointwise_rule,
-        _Emit(template, compute, changes_type=promotion in (predicate, complex_of) or real),
+        _TemplateEmit(template, compute, changes_type=promotion in (predicate, complex_dtype) or real),
         partial,
         samples=functools.partial(_samples, table, numbers, dtype),
         nvfuser=nvfuser,
@@ -245,7 +245,7 @@ BINARY = (
     _binary(
         "complex",
         "K.complex({a}, {b})",
-        complex_of,
+        complex_dtype,
         dtype=DataType.Double,
         compute=keep,
         accepts=(Category.FLOAT,),

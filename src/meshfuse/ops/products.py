@@ -23,7 +23,7 @@ from .base import (
     TensorType,
 )
 from .native import Native
-from .promotion import torch_dtype
+from .promotion import dtype_text
 from .shapes import UNKNOWN, broadcasts_to, check_dtypes, check_ndim, check_positive, check_same_size
 
 K = ParamKind
@@ -198,7 +198,7 @@ def _scaled_emit(e: Emit) -> str:
     if not _runs_on_cpu(e.call):
         return _missing_emit(e)
     names = [str(e.operand(name)) for name in ("mat1", "mat2", "scale1", "scale2", "alpha", "bias", "beta")]
-    return f"K.scaled_mm({', '.join(names)}, {torch_dtype(e.call['dtype'])})"
+    return f"K.scaled_mm({', '.join(names)}, {dtype_text(e.call['dtype'])})"
 
 
 def _scaled_samples() -> list[Sample]:
@@ -224,7 +224,7 @@ def whole_rule(call: Call) -> Rule:
     return builder.build(tensors[: len(call.types)], tensors[len(call.types) :])
 
 
-def needs_nvidia(op: OpDef) -> bool:
+def is_nvidia_only(op: OpDef) -> bool:
     """True for an op that is typed and propagated here and cannot run on a CPU."""
     return op.emit is _missing_emit
 

@@ -40,7 +40,7 @@ def predicate(_: Sequence[DataType]) -> DataType:
     return DataType.Bool
 
 
-def complex_of(dtypes: Sequence[DataType]) -> DataType:
+def complex_dtype(dtypes: Sequence[DataType]) -> DataType:
     """The complex type of two real parts."""
     return DataType.ComplexDouble if promoted(dtypes) is DataType.Double else DataType.ComplexFloat
 
@@ -84,11 +84,11 @@ def _beside(dtype: DataType, others: Sequence[DataType]) -> DataType:
     return DataType.ComplexFloat if dtype is DataType.ComplexDouble and single else dtype
 
 
-def torch_dtype(dtype: DataType) -> str:
+def dtype_text(dtype: DataType) -> str:
     """Python text of the torch dtype."""
     return f"torch.{dtype.value}"
 
 
 def cast_text(name: str, found: DataType, wanted: DataType) -> str:
     """Python text of a tensor in another type; the name itself where it has that type."""
-    return name if found is wanted else f"{name}.to({torch_dtype(wanted)})"
+    return name if found is wanted else f"{name}.to({dtype_text(wanted)})"

@@ -22,7 +22,7 @@ from .base import (
     TensorType,
 )
 from .native import Native
-from .promotion import cast_text, torch_dtype
+from .promotion import cast_text, dtype_text
 from .shapes import check_order, check_reduced
 
 K = ParamKind
@@ -85,7 +85,7 @@ def _emit_sum(e: Emit) -> str:
     result, dims = e.call.results[0].dtype, list(reduced_dims(e.call))
     if not dims:
         return cast_text(e.operands[0], e.call.types[0].dtype, result)
-    return f"torch.sum({e.operands[0]}, {dims}, keepdim={e.call['keepdim']}, dtype={torch_dtype(result)})"
+    return f"torch.sum({e.operands[0]}, {dims}, keepdim={e.call['keepdim']}, dtype={dtype_text(result)})"
 
 
 def _emit_reduce(e: Emit) -> str:

@@ -21,7 +21,7 @@ from .base import (
     ScalarRef,
     TensorType,
 )
-from .native import local_shape
+from .native import with_local_shape
 from .shapes import UNKNOWN, known_size
 
 K = ParamKind
@@ -147,6 +147,6 @@ def _samples() -> list[Sample]:
 
 OPS = (
     OpDef("reshape", (Param("arg", K.TENSOR), Param("new_shape", K.SHAPE)), _infer, reshape_rule, _emit,
-          Partial.MOVE, samples=_samples, nvfuser=local_shape("new_shape"), vjp=RESHAPE, pieced=True, is_view=True,
+          Partial.MOVE, samples=_samples, nvfuser=with_local_shape("new_shape"), vjp=RESHAPE, pieced=True, is_view=True,
           about="the same elements in row-major order under another shape; a -1 is worked out"),
 )  # fmt: skip

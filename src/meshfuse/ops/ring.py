@@ -8,7 +8,7 @@ from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients.attention import RING_ATTENTION
 from .attention_blocks import QKV, qkv_types
-from .attention_rules import Dims, checked, scale_text, score_flops, scores_text
+from .attention_rules import AttentionDims, checked_types, scale_text, score_flops, scores_text
 from .base import (
     Call,
     Emit,
@@ -25,7 +25,7 @@ from .base import (
 )
 from .native import Native
 from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
-from .shapes import UNKNOWN, check_ndim, fits
+from .shapes import UNKNOWN, agree, check_ndim
 
 K = ParamKind
 _NOT_NATIVE = "its steps are nvFuser's where they are written out"
@@ -33,7 +33,7 @@ _NOT_NATIVE = "its steps are nvFuser's where they are written out"
 
 def _checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
     """(q, k, v). Raises DefinitionError where they do not fit together or into the ring."""
-    q, k, v = checked(call)
+    q, k, v = checked_types(call)
     name, ring = call.op.name, call["ring"]
     if q.ndim != 4:
         raise user_error(f"{name}: query", str(q), "4 dims: batch, heads, rows, width", "Merge the batch dims.")
@@ -62,18 +62,20 @@ def _rows_kind(call: Call) -> FactorKind:
 
 def _rule(call: Call) -> Rule:
     """On its own the op is as sdpfa_fwd; rows in zig-zag order are put into their own first, so all are needed."""
-    dims = Dims(call, FactorKind.PASS, _rows_kind(call), [(checked(call)[1].shape[-2], FactorKind.BLOCK)])
+    dims = AttentionDims(
+        call, FactorKind.PASS, _rows_kind(call), [(checked_types(call)[1].shape[-2], FactorKind.BLOCK)]
+    )
     return dims.builder.build([dims.q, dims.k, dims.v], [dims.out, dims.out[:-1]])
 
 
 def _together(call: Call) -> Rule:
     """In a ring block r of the rows lies with block r of the columns."""
-    dims = Dims(call, FactorKind.PASS, _rows_kind(call), _column_blocks(call), call["ring"])
+    dims = AttentionDims(call, FactorKind.PASS, _rows_kind(call), _column_blocks(call), call["ring"])
     return dims.builder.build([dims.q, dims.k, dims.v], [dims.out, dims.out[:-1]])
 
 
 def _column_blocks(call: Call) -> list[tuple[int, FactorKind]]:
-    return [(checked(call)[1].shape[-2] // call["ring"], FactorKind.BLOCK)]
+    return [(checked_types(call)[1].shape[-2] // call["ring"], FactorKind.BLOCK)]
 
 
 def _emit(e: Emit) -> str:
@@ -93,17 +95,17 @@ def _bwd_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _bwd_rule(call: Call) -> Rule:
     """Batch and heads of k and v pass through: gradients of these sum over rows and a group's heads."""
-    columns = (checked(call)[1].shape[-2], FactorKind.BLOCK)
-    return _bwd_dims(call, Dims(call, FactorKind.BLOCK, FactorKind.BLOCK, [columns]))
+    columns = (checked_types(call)[1].shape[-2], FactorKind.BLOCK)
+    return _bwd_dims(call, AttentionDims(call, FactorKind.BLOCK, FactorKind.BLOCK, [columns]))
 
 
 def _bwd_together(call: Call) -> Rule:
     """Heads of a group may be apart: gradients of k and v are unreduced then, until they are home."""
     blocks = _column_blocks(call)
-    return _bwd_dims(call, Dims(call, FactorKind.PASS, FactorKind.BLOCK, blocks, call["ring"]))
+    return _bwd_dims(call, AttentionDims(call, FactorKind.PASS, FactorKind.BLOCK, blocks, call["ring"]))
 
 
-def _bwd_dims(call: Call, dims: Dims) -> Rule:
+def _bwd_dims(call: Call, dims: AttentionDims) -> Rule:
     rows = [dims.out[:-1]] * (len(call.types) - 5)
     return dims.builder.build([dims.out, dims.q, dims.k, dims.v, dims.out, *rows], [dims.q, dims.k, dims.v])
 
@@ -119,7 +121,7 @@ def _merge_infer(call: Call) -> tuple[TensorType, ...]:
     """In float32, or in float64 where any operand is."""
     (out, _), wide = call.types[:2], DataType.Float
     for t, wanted in zip(call.types, (out.shape, out.shape[:-1]) * 2, strict=True):
-        if t.dtype.category is not Category.FLOAT or not fits(t.shape, wanted):
+        if t.dtype.category is not Category.FLOAT or not agree(t.shape, wanted):
             raise user_error("attention_merge: operands", " and ".join(map(str, call.types)),
                              "two outputs [.., e] and their log-sum-exps [..], floating point", "")  # fmt: skip
         wide = DataType.Double if t.dtype is DataType.Double else wide

@@ -38,7 +38,7 @@ def state_type(dtype: DataType) -> DataType:
     return DataType.Double if dtype is DataType.Double else DataType.Float
 
 
-class _Ring:
+class _RingOps:
     """The ops that both directions are written with, on tensors [n, b, h, rows, e] and [n, b, h, rows]."""
 
     def __init__(self, r: Writing, call: Call):
@@ -103,12 +103,12 @@ class _State(NamedTuple):
 
 def attention_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorRef]:
     """(output, log-sum-exp)."""
-    ring = _Forward(r, call)
+    ring = _RingForward(r, call)
     made = ring.zigzag(*map(ring.split, operands)) if is_zigzag(call) else ring.in_order(*map(ring.split, operands))
     return [ring.whole(x, kind.dtype) for x, kind in zip(made, call.results, strict=True)]
 
 
-class _Forward(_Ring):
+class _RingForward(_RingOps):
     def in_order(self, q: TensorRef, k: TensorRef, v: TensorRef) -> _State:
         """Blocks in the order of the sequence."""
         state = None
@@ -171,13 +171,13 @@ class _Rows(NamedTuple):
 
 def gradient_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorRef]:
     """The gradients of q, k and v."""
-    ring = _Backward(r, call)
+    ring = _RingBackward(r, call)
     grad, q, k, v, *saved = map(ring.split, operands)
     made = ring.run(_Rows(grad, q, *saved), k, v)
     return [ring.whole(x, kind.dtype) for x, kind in zip(made, call.results, strict=True)]
 
 
-class _Backward(_Ring):
+class _RingBackward(_RingOps):
     def run(self, rows: _Rows, k: TensorRef, v: TensorRef) -> Refs:
         """The gradients of q, where it is; and of k and v, which come home after a round."""
         grads_of = self._chunks if is_zigzag(self.call) else self._block

@@ -23,7 +23,7 @@ from .base import (
     Sample,
     TensorType,
 )
-from .native import local_shape
+from .native import with_local_shape
 from .shapes import (
     UNKNOWN,
     broadcast_shapes,
@@ -198,10 +198,10 @@ OPS = (
     OpDef("broadcast_in_dim", (_ARG, Param("shape", K.SHAPE), Param("broadcast_dims", K.INTS)),
           _in_dim_infer, _in_dim_rule, _in_dim_emit, Partial.MOVE,
           samples=lambda: [_sample((6,), [4, 6], [1]), _sample((4,), [4, 6, 2], [0]), _sample((1, 6), [4, 6], [0, 1])],
-          nvfuser=local_shape("shape"), vjp=SHAPES["broadcast_in_dim"], pieced=True, is_view=True,
+          nvfuser=with_local_shape("shape"), vjp=SHAPES["broadcast_in_dim"], pieced=True, is_view=True,
           about="to `shape`: dim i of the operand is dim `broadcast_dims[i]` of the result, the others repeat"),
     OpDef("expand", (_ARG, Param("shape", K.SHAPE)), _expand_infer, _expand_rule, _expand_emit, Partial.MOVE,
-          samples=lambda: [_sample((4, 1), [4, 6]), _sample((1, 6), [4, -1])], nvfuser=local_shape("shape"),
+          samples=lambda: [_sample((4, 1), [4, 6]), _sample((1, 6), [4, -1])], nvfuser=with_local_shape("shape"),
           vjp=SHAPES["expand"], pieced=True, is_view=True,
           about="dims of size 1, and new ones in front, repeated to `shape`; -1 leaves a dim as it is"),
     OpDef("squeeze", (_ARG, Param("dims", K.DIMS), Param("squeeze_expanded", K.BOOL, False)),

@@ -44,7 +44,7 @@ def broadcast_shapes(op: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...
     return tuple(out)
 
 
-def fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+def agree(shape: Sequence[int], wanted: Sequence[int]) -> bool:
     """Whether two shapes are the same, as far as they are known."""
     return len(shape) == len(wanted) and all(n == m or UNKNOWN in (n, m) for n, m in zip(shape, wanted, strict=True))
 

@@ -27,7 +27,7 @@ from .base import (
     cast_to,
 )
 from .native import Native
-from .promotion import cast_text, torch_dtype, widen
+from .promotion import cast_text, dtype_text, widen
 from .reductions import keeps_dims, kept_factors, reduced_dims, reduced_shape
 
 K = ParamKind
@@ -122,7 +122,7 @@ def _nothing(e: Emit) -> tuple[str, ...] | None:
     if math.prod(e.result_shapes[0]):
         return None
     pairs = zip(e.result_shapes, e.call.results, strict=True)
-    return tuple(f"{e.operands[0]}.new_empty({list(n)}, dtype={torch_dtype(t.dtype)})" for n, t in pairs)
+    return tuple(f"{e.operands[0]}.new_empty({list(n)}, dtype={dtype_text(t.dtype)})" for n, t in pairs)
 
 
 def _unless_empty(emit: Lowering) -> Lowering:

@@ -37,7 +37,7 @@ CARRIES: Mapping[Partial, str] = {
 assert {*CARRIES} == {*Partial}
 
 
-class Example(NamedTuple):
+class ExampleCall(NamedTuple):
     """A call with its tensors' dims as letters, and for each fate of `FATES` the letters of the dims that have it."""
 
     text: str
@@ -70,16 +70,16 @@ def _word(fate: str) -> str:
     return fate.split(" by ")[0]
 
 
-def examples(op: OpDef) -> list[Example]:
+def examples(op: OpDef) -> list[ExampleCall]:
     """The op's samples, those left out whose dims have the fates of one before them."""
-    found: dict[tuple[str, ...], Example] = {}
+    found: dict[tuple[str, ...], ExampleCall] = {}
     for sample in op.samples():
         example = _example(op, sample)
         found.setdefault(tuple(example.fates), example)
     return [*found.values()]
 
 
-def _example(op: OpDef, sample: Sample) -> Example:
+def _example(op: OpDef, sample: Sample) -> ExampleCall:
     call = make_call(op, sample)
     rule = op.rule(call)
     letters = _letters(rule)
@@ -89,7 +89,7 @@ def _example(op: OpDef, sample: Sample) -> Example:
         fates.setdefault(_fate(call, rule, factor), []).append(letters[factor])
     order = [*FATES]
     in_order = dict(sorted(fates.items(), key=lambda entry: order.index(_word(entry[0]))))
-    return Example(f"{op.name}({_arguments(sample, rule, letters)}) -> {results}", in_order)
+    return ExampleCall(f"{op.name}({_arguments(sample, rule, letters)}) -> {results}", in_order)
 
 
 def _letters(rule: Rule) -> dict[int, str]:

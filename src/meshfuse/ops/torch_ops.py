@@ -18,7 +18,7 @@ from .claims import (
     check_claims,
     check_halos,
     check_options,
-    check_results,
+    check_result_factors,
     check_told,
     check_widths,
     is_function,
@@ -70,7 +70,7 @@ def torch_op(
         notation = parse(rule)
         marks = {dim.factors for dims in notation.operands for dim in dims if dim.halo}
         check_halos(notation, marks)
-        check_results(notation, blocked)
+        check_result_factors(notation, blocked)
         check_claims(notation, blocked, reduce, partial, samples)
         check_told(notation, marks, halo, sizes)
         check_options(notation, fill, dtype, flops, domain, differentiable)

@@ -71,10 +71,10 @@ def _slice_infer(call: Call) -> tuple[TensorType, ...]:
     return (TensorType(sizes, call.types[0].dtype),)
 
 
-Window = tuple[int, int]
+WindowIndex = tuple[int, int]
 
 
-def windows_of(whole: int, start: int, size: int) -> Window | None:
+def windows_of(whole: int, start: int, size: int) -> WindowIndex | None:
     """(how many windows of this size the dim has, which one begins at `start`); None where they do not line up."""
     return (whole // size, start // size) if size > 0 and whole % size == 0 and start % size == 0 else None
 

@@ -21,7 +21,7 @@ from ..propagation.sharded import Choice
 from ..rewriting.distribution import Blocked, Distributed
 from ..rewriting.merging import Merged, Moments
 from ..rewriting.parts import Parted
-from ..rewriting.places import Placed, Span, Spans
+from ..rewriting.places import DimSpan, DimSpans, Placed
 from ..rewriting.shifts import Joined
 from ..rewriting.sums import Regrouped
 from ..rewriting.surrounds import Surrounded
@@ -31,7 +31,7 @@ from ..sharding.value import Sharding
 
 _CLASSES: tuple[type, ...] = (
     Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Placed, Placement,
-    Regrouped, Reordering, ScalarRef, Sharding, Shifted, Source, Span, Spans, Split, Surrounded, TensorRef, Term,
+    Regrouped, Reordering, ScalarRef, Sharding, Shifted, Source, DimSpan, DimSpans, Split, Surrounded, TensorRef, Term,
     Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
@@ -45,7 +45,7 @@ class NotStorable(ValueError):
 
 def dump(value: Any) -> str:
     """The value as text. NotStorable for what `load` could not read."""
-    writer = _Writer()
+    writer = _RowWriter()
     root = writer.write(value)
     return json.dumps([root, writer.rows])
 
@@ -62,7 +62,7 @@ def load(text: str) -> Any:
         raise NotStorable(f"no plan: {error}") from error
 
 
-class _Writer:
+class _RowWriter:
     """Rows of [class, field, ...]; a field is a plain value, ["t", ...] for a tuple, or ["r", row]."""
 
     def __init__(self) -> None:

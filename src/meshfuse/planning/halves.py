@@ -12,10 +12,10 @@ from ..ops.base import ScalarRef, TensorRef, count_tensors
 from ..ops.registry import find
 from ..scalars import ScalarDef
 from ..sharding.value import Sharding
-from .once import Cut, Need
+from .once import HalvedPlan, Need
 
 
-def write_halves(fd: DefinitionBuilder, cut: Cut, first: DefinitionBuilder, rest: DefinitionBuilder) -> None:
+def write_halves(fd: DefinitionBuilder, cut: HalvedPlan, first: DefinitionBuilder, rest: DefinitionBuilder) -> None:
     """Fill two empty definitions. The first makes what `cut.handed_on` names, in that order; the rest takes the inputs
     that are left, in theirs, and then that.
     """

@@ -23,7 +23,7 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class HalvedPlan:
     """A plan in two. `before` numbers the ops that are done once; `free` those that need no inputs, for either part.
 
     `needs[node][place]` is what another op reads of what is there before as this operand; `ends[i]` where output i ends
@@ -58,7 +58,7 @@ class Cut:
         return need.sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
 
 
-def cut(plan: ShardedDefinition, inputs: tuple[int, ...]) -> Cut:
+def halved(plan: ShardedDefinition, inputs: tuple[int, ...]) -> HalvedPlan:
     """The plan in what follows from these inputs alone, and the rest.
 
     (Partial evaluation of what is known early, as in Jones, Gomard and Sestoft's book; but what is larger than what it
@@ -72,7 +72,7 @@ def cut(plan: ShardedDefinition, inputs: tuple[int, ...]) -> Cut:
         if operands and node.id not in found.before:
             needs[node.id] = operands
     left = {i: need for i, need in found.ends.items() if i in there}
-    return Cut(plan, inputs, frozenset(found.before), frozenset(found.free), needs, left)
+    return HalvedPlan(plan, inputs, frozenset(found.before), frozenset(found.free), needs, left)
 
 
 class _Following:

@@ -21,7 +21,7 @@ from ..costs import computation
 from ..errors import SourceLine, shown, user_error
 from ..graph import Graph
 from ..mesh import DeviceMesh
-from ..propagation.beam import Search
+from ..propagation.beam import BeamSettings
 from ..propagation.ends import followed
 from ..propagation.factors import Placement
 from ..propagation.folding import folded
@@ -32,7 +32,7 @@ from ..resharding.insert import insert_resharding
 from ..resharding.resharded import Set
 from ..sharding.layout import is_prefix
 from ..sharding.value import Sharding
-from .starts import Starts, elsewhere, in_rounds, shared
+from .starts import Starts, elsewhere, in_rounds, shared_starts
 
 VARIABLE = "MESHFUSE_SEARCH"
 # The most ops of a program that is planned several times as it is, whatever it moves: about a second's work.
@@ -168,13 +168,13 @@ def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Eff
 
 
 def _best(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
-    search = _Search(sharded.graph, world, sharded)
+    search = _PlanSearch(sharded.graph, world, sharded)
     if search.cost.moving > EPSILON:
         search.run()
     return search.best
 
 
-class _Search:
+class _PlanSearch:
     """The plans of one graph, the best kept."""
 
     def __init__(self, graph: Graph, world: DeviceMesh, first: ShardedDefinition):
@@ -197,7 +197,7 @@ class _Search:
         for starts in elsewhere(insert_resharding(self.best)):
             asked = _followed(self.graph, self.best, starts)
             self._keep(self.propagation.again(asked, starts=starts))
-        for starts in shared(self.graph, self.best.homes):
+        for starts in shared_starts(self.graph, self.best.homes):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
         for search in () if in_rounds(self.graph) else _FAR:
@@ -221,7 +221,7 @@ class _Search:
         inputs = set(self.graph.input_tensors)
         return {i: home for i, home in plan.homes.items() if i not in inputs}
 
-    def _try(self, asked: Mapping[int, Sharding] | None, search: Search = FAST) -> None:
+    def _try(self, asked: Mapping[int, Sharding] | None, search: BeamSettings = FAST) -> None:
         self._keep(self.propagation.again(asked, search))
 
     def _keep(self, found: ShardedDefinition) -> None:

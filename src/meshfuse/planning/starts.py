@@ -24,13 +24,13 @@ from ..sharding.layout import Layout, Split
 from ..sharding.value import Axis, Sharding
 
 Starts = Mapping[int, Sharding]
-_Place = tuple[int, int]  # an input and a dim of it
+_InputDim = tuple[int, int]  # an input and a dim of it
 _T = TypeVar("_T")
 # Each is a search: no more are tried, and of inputs that are whole.
 MOST, MOST_SHARED = 6, 3
 
 
-class _Origin(NamedTuple):
+class _InputGroup(NamedTuple):
     """Inputs of so many dims on a mesh that lie alike on one of them."""
 
     mesh: DeviceMesh
@@ -42,8 +42,8 @@ class _Origin(NamedTuple):
 class _Origins(NamedTuple):
     """Of each dim of a tensor, the inputs that it is split after; of a sum, those after which its terms are."""
 
-    dims: tuple[frozenset[_Origin], ...]
-    terms: frozenset[_Origin] = frozenset()
+    dims: tuple[frozenset[_InputGroup], ...]
+    terms: frozenset[_InputGroup] = frozenset()
 
 
 def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
@@ -53,7 +53,7 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
     """
     homes, graph = resharded.sharded.homes, resharded.graph
     spent = _spent(resharded)
-    found: dict[tuple[_Origin, int, int], dict[int, Sharding]] = {}
+    found: dict[tuple[_InputGroup, int, int], dict[int, Sharding]] = {}
     for i in _read_inputs(graph):
         for origin in _own_origins(homes[i]):
             for dim, start in _moved(homes[i], origin, graph.shape(i)) if origin in spent else ():
@@ -63,7 +63,7 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
     return [starts for _, starts in worth[:MOST]]
 
 
-def shared(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
+def shared_starts(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
     """Inputs that are whole over axes on which others lie, as if each rank took its part of a dim: of those dims that
     most of what is computed follows.
 
@@ -85,9 +85,9 @@ def in_rounds(graph: Graph) -> bool:
     return any(node.call.op.rounds for node in graph.nodes)
 
 
-def _reach(graph: Graph, places: Iterable[_Place]) -> dict[_Place, int]:
+def _reach(graph: Graph, places: Iterable[_InputDim]) -> dict[_InputDim, int]:
     """For these dims of inputs, the elements of all that is computed with a dim that follows one."""
-    reach, none = dict.fromkeys(places, 0), frozenset[_Place]()
+    reach, none = dict.fromkeys(places, 0), frozenset[_InputDim]()
     follow = {i: tuple([frozenset({(i, dim)} & reach.keys()) for dim in range(len(graph.shape(i)))])
               for i in graph.input_tensors}  # fmt: skip
     for node in graph.nodes:
@@ -114,13 +114,13 @@ def _read_inputs(graph: Graph) -> list[int]:
     return [i for i in graph.input_tensors if i in read]
 
 
-def _own_origins(home: Sharding) -> Iterator[_Origin]:
+def _own_origins(home: Sharding) -> Iterator[_InputGroup]:
     for dim, layout in enumerate(home.dims):
         if lay.axes(layout):
-            yield _Origin(home.mesh, home.ndim, dim, layout)
+            yield _InputGroup(home.mesh, home.ndim, dim, layout)
 
 
-def _moved(home: Sharding, origin: _Origin, shape: tuple[int, ...]) -> Iterator[tuple[int, Sharding]]:
+def _moved(home: Sharding, origin: _InputGroup, shape: tuple[int, ...]) -> Iterator[tuple[int, Sharding]]:
     """The sharding with the axes of the origin as the minor ones of another dim, for each that they divide."""
     yield from _with_minor(home, shape, lay.axes(origin.layout), origin.dim)
 
@@ -142,16 +142,16 @@ def _price(resharded: ReshardedDefinition, starts: Starts) -> float:
     return sum(math.inf if found is None else found.seconds for found in plans)
 
 
-def _spent(resharded: ReshardedDefinition) -> dict[_Origin, float]:
+def _spent(resharded: ReshardedDefinition) -> dict[_InputGroup, float]:
     """Modelled time of the moves by which dims lose a split, or sums their terms, by where these come from."""
-    origins, found = _origins(resharded.graph, resharded.sharded.homes), dict[_Origin, float]()
+    origins, found = _origins(resharded.graph, resharded.sharded.homes), dict[_InputGroup, float]()
     for step in resharded.moves:
         for origin in _left(step, origins[resharded.values[step.source].tensor]):
             found[origin] = found.get(origin, 0.0) + resharded.seconds(step)
     return found
 
 
-def _left(step: Set, origins: _Origins) -> set[_Origin]:
+def _left(step: Set, origins: _Origins) -> set[_InputGroup]:
     """The origins of the dims that a move changes, and of the terms that it adds."""
     src, dst = step.move.src, step.move.dst
     window = step.move.kind is MoveKind.WINDOW
@@ -195,13 +195,13 @@ def _of_factors(node: Node, dims: Mapping[int, Sequence[frozenset[_T]]]) -> list
 
 
 def _of_dim(
-    mesh: DeviceMesh, layout: Layout, known: Iterable[frozenset[_Origin]], anywhere: frozenset[_Origin]
-) -> frozenset[_Origin]:
+    mesh: DeviceMesh, layout: Layout, known: Iterable[frozenset[_InputGroup]], anywhere: frozenset[_InputGroup]
+) -> frozenset[_InputGroup]:
     over = {(mesh, split.axis) for split in lay.axes(layout)}
     sharing = [_sharing(origins, over) for origins in (frozenset().union(*known), anywhere)] if over else []
     return next(filter(None, sharing), frozenset())
 
 
-def _sharing(origins: frozenset[_Origin], over: Container[Axis]) -> frozenset[_Origin]:
+def _sharing(origins: frozenset[_InputGroup], over: Container[Axis]) -> frozenset[_InputGroup]:
     """Those that lie over one of the axes."""
     return frozenset([o for o in origins if any((o.mesh, split.axis) in over for split in lay.axes(o.layout))])

@@ -66,9 +66,9 @@ class Child(NamedTuple):
 
 
 # Where a tensor of the next front comes from: the number of an open tensor, or (as ~k) of one of the op's.
-Origin = int
+FrontRef = int
 # How an operand exists in all plans and in which shardings it is known; or the number of the open tensor that it is.
-Entry = tuple[Available, Available] | int
+OperandState = tuple[Available, Available] | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class Stride:
     """
 
     children: tuple[Child, ...]
-    settled: tuple[tuple[Origin, Available, Available], ...]
-    open: tuple[Origin, ...]
+    settled: tuple[tuple[FrontRef, Available, Available], ...]
+    open: tuple[FrontRef, ...]
     front: Front
 
 
@@ -89,7 +89,7 @@ class Stride:
 _front = functools.lru_cache(maxsize=1 << 13)(Front)
 
 
-class Search(NamedTuple):
+class BeamSettings(NamedTuple):
     """How many plans are kept, after how many ops a choice is final, and whether ops try more placements."""
 
     width: int
@@ -97,7 +97,7 @@ class Search(NamedTuple):
     thorough: bool = False
 
 
-def _has_terms(front: Front, entry: Sequence[Entry]) -> bool:
+def _has_terms(front: Front, entry: Sequence[OperandState]) -> bool:
     """Whether an operand is unreduced in some plan."""
     return any(s.partial for e in entry for s in (front.known[e] if isinstance(e, int) else e[1]))
 
@@ -105,7 +105,9 @@ def _has_terms(front: Front, entry: Sequence[Entry]) -> bool:
 class Beam:
     """The search over one graph. `inputs` tells how its inputs exist."""
 
-    def __init__(self, roles: Roles, wanted: Mapping[int, Available], inputs: Mapping[int, Available], search: Search):
+    def __init__(
+        self, roles: Roles, wanted: Mapping[int, Available], inputs: Mapping[int, Available], search: BeamSettings
+    ):
         self.roles, self.wanted, self.search = roles, wanted, search
         self.agreed: dict[int, tuple[Available, Available]] = {i: (found, found) for i, found in inputs.items()}
         self.open: list[int] = []
@@ -126,7 +128,7 @@ class Beam:
             front = stride.front
         return _decisions(strides)
 
-    def _entry(self, tensor: int) -> Entry:
+    def _entry(self, tensor: int) -> OperandState:
         return self.open.index(tensor) if tensor in self.open else self.agreed[tensor]
 
     def _old(self, now: int) -> int:
@@ -142,7 +144,13 @@ class Beam:
 
 @functools.lru_cache(maxsize=1 << 13)
 def _stride(
-    front: Front, role: Role, near: tuple[bool, ...], entry: tuple[Entry, ...], old: int, width: int, thorough: bool
+    front: Front,
+    role: Role,
+    near: tuple[bool, ...],
+    entry: tuple[OperandState, ...],
+    old: int,
+    width: int,
+    thorough: bool,
 ) -> Stride:
     """`near[i]`: the op's tensor i is read again before the horizon. `entry` tells of the distinct operands; what the
     first `old` open tensors are is decided now.
@@ -166,7 +174,13 @@ class _Striding:
     """The work of one stride."""
 
     def __init__(
-        self, front: Front, role: Role, near: tuple[bool, ...], entry: tuple[Entry, ...], width: int, thorough: bool
+        self,
+        front: Front,
+        role: Role,
+        near: tuple[bool, ...],
+        entry: tuple[OperandState, ...],
+        width: int,
+        thorough: bool,
     ):
         self.front, self.role, self.entry, self.width, self.thorough = front, role, entry, width, thorough
         touched = {e for e in entry if isinstance(e, int)}

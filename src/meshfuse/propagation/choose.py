@@ -20,7 +20,7 @@ from ..moves.windows import window_move, window_of
 from ..ops.base import Call, FactorKind, Rule, TensorType
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
-from ..sharding.value import Sharding, overlap
+from ..sharding.value import Sharding, conflicting
 from .factors import (
     Layouts,
     Placement,
@@ -201,7 +201,7 @@ def _axes_of(votes: Iterable[_Vote]) -> dict[Split, set[int]]:
     """The axes of the votes, the first of those that overlap, and the factors that they are asked for on."""
     on: dict[Split, set[int]] = {}
     for factor, axis in ((f, axis) for _, vote in votes for f, layout in enumerate(vote) for axis in lay.axes(layout)):
-        if axis in on or not any(overlap(axis, other) for other in on):
+        if axis in on or not any(conflicting(axis, other) for other in on):
             on.setdefault(axis, set()).add(factor)
     return on
 

@@ -13,7 +13,7 @@ from ..moves.move import Move
 from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
-from ..sharding.value import Sharding, canonical_partial, overlap
+from ..sharding.value import Sharding, canonical_partial, conflicting
 
 Layouts = tuple[Layout, ...]
 
@@ -73,7 +73,7 @@ def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Lay
     """
     out = list(layouts_of(rule, dims, shape, layouts))
     kept = [axis for layout in out for axis in lay.axes(layout)]
-    lost = [a for layout in layouts for a in lay.axes(layout) if not any(overlap(a, k) for k in kept)]
+    lost = [a for layout in layouts for a in lay.axes(layout) if not any(conflicting(a, k) for k in kept)]
     free = [f for factors in dims for f in factors if rule.factors[f].kind is FactorKind.PASS]
     before = tuple(out)
     for axis in lost if free else ():
@@ -95,7 +95,7 @@ def reduces(rule: Rule) -> bool:
 @functools.lru_cache(maxsize=1 << 14)
 def moved(rule: Rule, layouts: Layouts, axis: Split, side: tuple[int, ...]) -> Layouts | None:
     """The layouts with an axis on the roomiest of some factors instead; None where it divides none of them."""
-    left = [tuple(split for split in layout if not (split.bound and overlap(split, axis))) for layout in layouts]
+    left = [tuple(split for split in layout if not (split.bound and conflicting(split, axis))) for layout in layouts]
     out = [lay.canonical(layout, factor.size) for layout, factor in zip(left, rule.factors, strict=True)]
     best, room = _roomiest(rule, side, out, axis.size or 1)
     if room % (axis.size or 1) or not room:
@@ -132,7 +132,7 @@ def _unused(layout: Layout, used: Sequence[Split]) -> Layout:
     """The most major splits of a layout that use no used part of an axis, and what is left of the first that does."""
     out: list[Split] = []
     for split in layout:
-        clashes = [u for u in used if split.bound and overlap(split, u)]
+        clashes = [u for u in used if split.bound and conflicting(split, u)]
         if clashes:
             out.append(_free_part(split, clashes))
             break
@@ -144,7 +144,7 @@ def _unused_beyond(layout: Layout, used: Sequence[Split]) -> Layout:
     """The layout with nothing bound where it uses a used part of an axis."""
     out: list[Split] = []
     for split in layout:
-        free = not split.bound or any(overlap(split, u) for u in used)
+        free = not split.bound or any(conflicting(split, u) for u in used)
         if free and out and not out[-1].bound:
             out[-1] = Split((out[-1].size or 1) * (split.size or 1))
         else:

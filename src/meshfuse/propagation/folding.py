@@ -71,7 +71,7 @@ class _Stretch(NamedTuple):
         return (self.end - self.start) // self.period
 
 
-class _Cut(NamedTuple):
+class _Gap(NamedTuple):
     """So many `layers` of a stretch left out, from op `start` on; `backward`: the first of them is the last layer's."""
 
     stretch: _Stretch
@@ -117,7 +117,7 @@ def folded(graph: Graph, kept: int = KEPT) -> Folded | None:
     return _without(graph, producers, out, cuts)
 
 
-def _shares_much(graph: Graph, producers: Mapping[int, int], cuts: Sequence[_Cut]) -> bool:
+def _shares_much(graph: Graph, producers: Mapping[int, int], cuts: Sequence[_Gap]) -> bool:
     """Whether layers read one large tensor from outside, such as weights that they share: to bring it where it is read
     is worth more for many of them than for few.
     """
@@ -197,19 +197,19 @@ def _extended(kinds: Sequence[int], start: int, period: int) -> _Stretch:
 # what is left out --------------------------------------------------------------------------------------------------
 
 
-def _cuts(graph: Graph, producers: Mapping[int, int], kept: int) -> Iterator[_Cut]:
+def _cuts(graph: Graph, producers: Mapping[int, int], kept: int) -> Iterator[_Gap]:
     """What to leave out of each stretch: of one that reads another layer by layer, the same layers."""
-    found: list[_Cut] = []
+    found: list[_Gap] = []
     for stretch in _stretches(_kinds(graph), kept):
         cut = next(_following(graph, producers, stretch, found), None)
         if cut is None:
-            cut = _Cut(stretch, stretch.start + (kept + 1) // 2 * stretch.period, stretch.count - kept)
+            cut = _Gap(stretch, stretch.start + (kept + 1) // 2 * stretch.period, stretch.count - kept)
         if stretch.start + stretch.period <= cut.start and cut.end + stretch.period <= stretch.end:
             found.append(cut)
             yield cut
 
 
-def _following(graph: Graph, producers: Mapping[int, int], stretch: _Stretch, cuts: Sequence[_Cut]) -> Iterator[_Cut]:
+def _following(graph: Graph, producers: Mapping[int, int], stretch: _Stretch, cuts: Sequence[_Gap]) -> Iterator[_Gap]:
     """The cuts of a stretch that leave out what reads the layers which an earlier cut leaves out."""
     start, period, _ = stretch
     middle = start + stretch.count // 2 * period
@@ -222,18 +222,18 @@ def _following(graph: Graph, producers: Mapping[int, int], stretch: _Stretch, cu
                     yield _alongside(stretch, op, now, now < before, cut)
 
 
-def _alongside(stretch: _Stretch, op: int, reads: int, backward: bool, cut: _Cut) -> _Cut:
+def _alongside(stretch: _Stretch, op: int, reads: int, backward: bool, cut: _Gap) -> _Gap:
     """The cut of a stretch whose `op` reads the op `reads` of another's: from the first op like it that reads what is
     left out there.
     """
     step = cut.stretch.period
     layer = (reads - cut.start) // step  # of those left out, counted from the first
     ahead = layer - (cut.layers - 1) if backward else -layer
-    return _Cut(stretch, op + ahead * stretch.period, cut.layers, backward != cut.backward)
+    return _Gap(stretch, op + ahead * stretch.period, cut.layers, backward != cut.backward)
 
 
 def _without(
-    graph: Graph, producers: Mapping[int, int], out: Mapping[int, _Cut], cuts: Sequence[_Cut]
+    graph: Graph, producers: Mapping[int, int], out: Mapping[int, _Gap], cuts: Sequence[_Gap]
 ) -> Folded | None:
     """The program without these ops; None where what is left reads one that nothing kept stands for."""
     kept = [node.id for node in graph.nodes if node.id not in out]
@@ -261,7 +261,7 @@ def _without(
     return Folded(graph, short, tuple([place for place in stand_ins if place is not None]), tuple(joints))
 
 
-def _instead(graph: Graph, producers: Mapping[int, int], out: Mapping[int, _Cut], tensor: int) -> int:
+def _instead(graph: Graph, producers: Mapping[int, int], out: Mapping[int, _Gap], tensor: int) -> int:
     """The tensor of a layer that is kept, in the place of one of those left out."""
     op = producers.get(tensor, -1)
     if op not in out:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from ..graph import Graph, depth_first, reordered
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
-from .beam import Beam, Decision, Search, greedy
+from .beam import Beam, BeamSettings, Decision, greedy
 from .choose import Available, cheapest
 from .ends import ends
 from .folding import folded
@@ -23,14 +23,14 @@ from .meshes import node_meshes
 from .sharded import Choice, ShardedDefinition
 from .wishes import wishes
 
-FAST = Search(24, 32)
+FAST = BeamSettings(24, 32)
 THOROUGH = FAST._replace(thorough=True)
 # Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
-_LONG = Search(32, 1 << 30)
+_LONG = BeamSettings(32, 1 << 30)
 # What pays in the backward only is far behind for most of the forward.
-LATE = Search(64, 1 << 30)
+LATE = BeamSettings(64, 1 << 30)
 # Many plans that are about as good hide a better one.
-WIDE = Search(96, 32)
+WIDE = BeamSettings(96, 32)
 SMALL = 256
 _NOWHERE: Mapping[int, Sharding] = {}
 
@@ -70,7 +70,7 @@ class Propagation:
         self.roles = Roles(ordered, self.meshes.nodes)
         self.inputs: dict[int, Available] = {i: (self._input_home(i),) for i in graph.input_tensors}
         self.placed: dict[int, Available] = {i: (sharding,) for i, sharding in graph.annotations.items()}
-        self._done: list[tuple[Search, dict[int, Available], Mapping[int, Sharding], ShardedDefinition]] = []
+        self._done: list[tuple[BeamSettings, dict[int, Available], Mapping[int, Sharding], ShardedDefinition]] = []
 
     def _input_home(self, tensor: int) -> Sharding:
         """Inputs that no annotation places are whole on every rank."""
@@ -86,7 +86,10 @@ class Propagation:
         return found
 
     def again(
-        self, asked: Mapping[int, Sharding] | None, search: Search = FAST, starts: Mapping[int, Sharding] = _NOWHERE
+        self,
+        asked: Mapping[int, Sharding] | None,
+        search: BeamSettings = FAST,
+        starts: Mapping[int, Sharding] = _NOWHERE,
     ) -> ShardedDefinition:
         """A plan with `asked` in the place of what the greedy sweep makes.
 
@@ -104,7 +107,7 @@ class Propagation:
         return greedy(self.roles, self.placed, self.inputs)
 
     def _searched(
-        self, search: Search, asked: Mapping[int, Sharding], starts: Mapping[int, Sharding] = _NOWHERE
+        self, search: BeamSettings, asked: Mapping[int, Sharding], starts: Mapping[int, Sharding] = _NOWHERE
     ) -> ShardedDefinition:
         """The plan that a search finds, which follows from what is wanted before it and where inputs lie."""
         key = (search, self._wanted(asked), starts)

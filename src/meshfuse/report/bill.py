@@ -27,7 +27,7 @@ class Instead:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BillEntry:
     """One collective: `wire` is the bytes per rank, counted as a ring; the mean over the starting ranks.
 
     `seconds` is its modelled time, `source` and `target` the shardings it moves the tensor between. `op` is the op
@@ -55,7 +55,7 @@ class Entry:
 class Bill:
     """All collectives of a program in order."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BillEntry, ...]
 
     @property
     def total(self) -> float:
@@ -88,7 +88,7 @@ class Bill:
         """For every collective its shardings, the annotations behind them, and its runner-up."""
         return "\n".join(line for entry in self.entries for line in self._details(entry)) or str(self)
 
-    def _details(self, entry: Entry) -> list[str]:
+    def _details(self, entry: BillEntry) -> list[str]:
         over = f" over {entry.axes}" if entry.axes else ""
         for_op = f" ({entry.op})" if entry.op else ""
         lines = [f"{entry.collective}{over} of {entry.tensor}, {number(entry.wire)} bytes, {micro(entry.seconds)} us"]
@@ -133,11 +133,11 @@ def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
     return Bill(tuple(_entry(compiled, causes, others, step) for step in compiled.resharded.collectives))
 
 
-def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | None, step: Set) -> Entry:
+def _entry(compiled: CompiledProgram, causes: Causes, others: Alternatives | None, step: Set) -> BillEntry:
     graph, move, cause = compiled.graph, step.move, causes.of(step)
     tensor = compiled.resharded.values[step.source].tensor
     other = others.best(cause.annotated) if others is not None else None
-    return Entry(
+    return BillEntry(
         move.kind.value, ", ".join(map(str, move.axes)), graph.tensors[tensor].label,
         wire_bytes(graph, tensor, move), step.why, str(step.line), str(move),
         compiled.resharded.seconds(step), str(move.src), str(move.dst), _op(compiled, cause),

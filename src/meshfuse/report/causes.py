@@ -9,7 +9,7 @@ from ..compiler import CompiledProgram
 from ..errors import SourceLine
 from ..graph import Node
 from ..resharding.resharded import Compute, Set
-from ..sharding.value import Sharding, overlap
+from ..sharding.value import Sharding, conflicting
 from .provenance import Provenance
 
 
@@ -95,7 +95,7 @@ class Causes:
         homes = self.provenance.sharded.homes
         for other in reader.inputs:
             splits = homes[other].splits if other in homes and other != tensor else ()
-            if any(overlap(a, b) for a in splits for b in target.splits):
+            if any(conflicting(a, b) for a in splits for b in target.splits):
                 yield other
 
     def line(self, tensor: int) -> SourceLine:

@@ -47,7 +47,7 @@ class Memory:
         return f"at most {number(self.peak)} bytes per rank, {self.step}\n{table(rows, right=(0,))}"
 
 
-def memory_of(compiled: CompiledProgram) -> Memory:
+def modelled_memory(compiled: CompiledProgram) -> Memory:
     """The memory of a compiled program, as modelled: what ops need inside is not known."""
     resharded = compiled.resharded
     found = peak(resharded)
@@ -72,7 +72,7 @@ def watch_memory(compiled: CompiledProgram, limit: float | None, line: SourceLin
     """Warn (PlanWarning, at the user's line) of a plan that needs more than its bound whatever is gathered again."""
     if limit is None or not compiled.graph.nodes:
         return
-    found = memory_of(compiled)
+    found = modelled_memory(compiled)
     if found.peak > limit:
         most = "; ".join(f"{h.tensor} {h.sharding} at {h.line}, {number(h.nbytes)}" for h in found.held[:3])
         text = (

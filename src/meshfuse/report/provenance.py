@@ -12,7 +12,7 @@ from ..ops.base import DimFactors
 from ..propagation.sharded import Choice, ShardedDefinition
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
-from ..sharding.value import Sharding, overlap
+from ..sharding.value import Sharding, conflicting
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Provenance:
 
     def _is_annotated(self, tensor: int, split: Split) -> bool:
         sharding = self.graph.annotations.get(tensor)
-        return sharding is not None and any(overlap(split, s) for s in sharding.splits)
+        return sharding is not None and any(conflicting(split, s) for s in sharding.splits)
 
     # towards the inputs
 
@@ -114,7 +114,7 @@ class Provenance:
         if placement.move is not None:
             return [(node.inputs[0], d) for d in _dims_split(placement.move.src, split)]
         carry = placement.carry
-        if dim is None and any(overlap(split, s) for s in carry.axes):
+        if dim is None and any(conflicting(split, s) for s in carry.axes):
             return [(node.inputs[carry.operands[0]], None)]
         factors = self._factors(node, tensor, dim, split)
         return [place for factor in factors for place in self._operands(node, factor, split)]
@@ -174,7 +174,7 @@ def _path(before: dict[int, int], end: int) -> list[int]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _has(layout: Layout, split: Split) -> bool:
-    return any(overlap(split, s) for s in lay.axes(layout))
+    return any(conflicting(split, s) for s in lay.axes(layout))
 
 
 def _dims_split(sharding: Sharding, split: Split) -> list[int]:

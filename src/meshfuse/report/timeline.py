@@ -15,12 +15,8 @@ from dataclasses import dataclass, field
 
 from ..executor.spans import RankTime, Span, hidden_share, microseconds, rank_text
 from ..host_ir.cost import CostModel, axis_names, directions
-from ..host_ir.instructions import Collective, Instruction, Launch, SendRecv, Wait
+from ..host_ir.instructions import CommunicationCall, Instruction, Launch, Meeting, SendRecv, Wait
 from ..host_ir.program import HostProgram
-
-Call = Collective | SendRecv
-# The n-th collective of a group, or the n-th message from one rank to another.
-Meeting = tuple[object, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ def timeline(
 
 
 @dataclass(slots=True)
-class _Rank:
+class _PlayedRank:
     """One rank on its way: the instructions left (the next last), its clock, and when its links are free."""
 
     number: int
@@ -80,10 +76,10 @@ class _Rank:
 class _Play:
     def __init__(self, programs: Sequence[HostProgram], model: CostModel, overlapped: bool, traced: set[int]):
         self.model, self.overlapped, self.traced = model, overlapped, traced
-        self.ranks = {p.rank: _Rank(p.rank, list(_played(p, overlapped))[::-1]) for p in programs}
-        self.arrived: dict[Meeting, list[tuple[_Rank, Call, float]]] = {}
+        self.ranks = {p.rank: _PlayedRank(p.rank, list(_played(p, overlapped))[::-1]) for p in programs}
+        self.arrived: dict[Meeting, list[tuple[_PlayedRank, CommunicationCall, float]]] = {}
         self.ends: dict[Meeting, float] = {}
-        self.sleeping: dict[Meeting, list[_Rank]] = {}
+        self.sleeping: dict[Meeting, list[_PlayedRank]] = {}
         self.spans: dict[int, list[Span]] = {rank: [] for rank in sorted(traced)}
 
     def run(self) -> Timeline:
@@ -99,12 +95,12 @@ class _Play:
         done = [RankTime(r.number, r.clock, r.computing, r.communicating, r.exposed) for r in self.ranks.values()]
         return Timeline(tuple(done), self.spans)
 
-    def _advance(self, rank: _Rank, until: float) -> list[_Rank]:
+    def _advance(self, rank: _PlayedRank, until: float) -> list[_PlayedRank]:
         """Go on until another rank is behind, or a wait for what has not happened; the ranks that may go on then.
 
         So communications are met in the order of time, as they take their turns on the links.
         """
-        woken: list[_Rank] = []
+        woken: list[_PlayedRank] = []
         while rank.left:
             if rank.clock > until:
                 return [*woken, rank]
@@ -119,18 +115,18 @@ class _Play:
                 self._span(rank, "kernel", ins.kernel.name, rank.clock, rank.clock + self.model.kernel(ins.kernel))
                 rank.computing += self.model.kernel(ins.kernel)
                 rank.clock += self.model.kernel(ins.kernel)
-            elif isinstance(ins, (Collective, SendRecv)):
+            elif isinstance(ins, CommunicationCall):
                 woken += self._issue(rank, ins)
             rank.left.pop()
         return woken
 
-    def _wait(self, rank: _Rank, wait: Wait, end: float) -> None:
+    def _wait(self, rank: _PlayedRank, wait: Wait, end: float) -> None:
         if end > rank.clock:
             self._span(rank, "wait", wait.work, rank.clock, end)
             rank.exposed += end - rank.clock
             rank.clock = end
 
-    def _issue(self, rank: _Rank, call: Call) -> list[_Rank]:
+    def _issue(self, rank: _PlayedRank, call: CommunicationCall) -> list[_PlayedRank]:
         place: object = call.group
         size = len(call.group)
         if isinstance(call, SendRecv):
@@ -145,7 +141,7 @@ class _Play:
         self._complete(meeting, self.arrived.pop(meeting))
         return self.sleeping.pop(meeting, [])
 
-    def _complete(self, meeting: Meeting, there: list[tuple[_Rank, Call, float]]) -> None:
+    def _complete(self, meeting: Meeting, there: list[tuple[_PlayedRank, CommunicationCall, float]]) -> None:
         """All have come: it begins when the last has issued it and every link that it takes is free."""
         start = max(max(issued, *(r.free.get(way, 0.0) for way in _ways(call))) for r, call, issued in there)
         seconds = max(self.model.communication(call) for _, call, _ in there)
@@ -155,12 +151,12 @@ class _Play:
             rank.communicating += seconds
             self._span(rank, "communication", f"{call.kind} {call.about.tensor} {call.work}", start, start + seconds)
 
-    def _span(self, rank: _Rank, kind: str, name: str, start: float, end: float) -> None:
+    def _span(self, rank: _PlayedRank, kind: str, name: str, start: float, end: float) -> None:
         if rank.number in self.traced:
             self.spans[rank.number].append(Span(kind, name, start, end))
 
 
-def _ways(call: Call) -> list[tuple[str, str]]:
+def _ways(call: CommunicationCall) -> list[tuple[str, str]]:
     """The links of a rank that a communication takes: of every axis, in one direction or both."""
     return [(axis, way) for axis in axis_names(call.about.axes) or [""] for way in directions(call)]
 
@@ -170,7 +166,7 @@ def _played(program: HostProgram, overlapped: bool) -> Iterator[Instruction]:
     for ins in program.instructions:
         if isinstance(ins, Launch) or (isinstance(ins, Wait) and overlapped):
             yield ins
-        elif isinstance(ins, (Collective, SendRecv)):
+        elif isinstance(ins, CommunicationCall):
             yield ins
             if not overlapped:
                 yield Wait(ins.work)

@@ -31,7 +31,7 @@ class Asked(NamedTuple):
 
 # By tensor and sharding what of the same tensor is to be there before.
 Before = Mapping[tuple[int, Sharding], Asked]
-_Asked = dict[int, dict[Sharding, Asked]]
+_AskedOf = dict[int, dict[Sharding, Asked]]
 
 
 def before(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> Before:
@@ -45,9 +45,9 @@ def before(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> Before:
     return found
 
 
-def _asked(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> tuple[dict[int, Sharding], _Asked]:
+def _asked(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> tuple[dict[int, Sharding], _AskedOf]:
     """In which sharding every tensor is made, and the others that are needed of it, in the order of who needs them."""
-    graph, asked = sharded.graph, _Asked()
+    graph, asked = sharded.graph, _AskedOf()
     origins = {i: sharded.homes[i] for i in graph.input_tensors}
     for node, choice in zip(graph.nodes, sharded.choices, strict=True):
         placement = choice.placement

@@ -47,7 +47,7 @@ def postponed(resharded: ReshardedDefinition, sparing: bool = False) -> Resharde
     `sparing`: all-reduces alone, where what is put off takes no more memory than its result.
     """
     kinds = _REDUCTIONS[:1] if sparing else _REDUCTIONS
-    steps = _Order(resharded, kinds).run()
+    steps = _Postponer(resharded, kinds).run()
     return dataclasses.replace(resharded, steps=tuple(steps if sparing else _sooner(resharded, steps)))
 
 
@@ -86,7 +86,7 @@ def _is_gather(step: Step) -> bool:
     return isinstance(step, Set) and step.move.kind is MoveKind.ALL_GATHER
 
 
-class _Order:
+class _Postponer:
     """`held` reductions and the `waiting` steps that depend on them; all others are `done` in their order."""
 
     def __init__(self, resharded: ReshardedDefinition, kinds: Sequence[MoveKind]):

@@ -13,13 +13,13 @@ from ..graph import Graph, Node
 from ..ops.base import FactorKind, TensorRef
 from ..sharding.layout import axes
 from ..sharding.value import Axis
-from .graphs import Writer
+from .graphs import GraphWriter
 
 
 def taken_apart(graph: Graph) -> Graph:
     """The graph with such ops in two; itself where the annotations of the inputs leave none."""
     chosen = {node.id for node in graph.nodes if node.call.op.apart is not None and _clashes(graph, node)}
-    return _Writer(graph).run(chosen) if chosen else graph
+    return _ApartWriter(graph).run(chosen) if chosen else graph
 
 
 def _clashes(graph: Graph, node: Node) -> bool:
@@ -43,7 +43,7 @@ def _axes(graph: Graph, node: Node, operand: int, dim: int) -> set[Axis]:
     return set() if known is None else {(known.mesh, split.axis) for split in axes(known.dims[dim])}
 
 
-class _Writer(Writer):
+class _ApartWriter(GraphWriter):
     def form(self, node: Node) -> Sequence[TensorRef] | None:
         assert node.call.op.apart is not None
         return node.call.op.apart(self, node.call, tuple(map(TensorRef, node.inputs)))

@@ -20,7 +20,7 @@ from ..propagation.propagate import SMALL, propagate, total_seconds
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.layout import axes, extent
 from ..sharding.value import Sharding
-from .graphs import Writer
+from .graphs import GraphWriter
 
 
 class Blocked(NamedTuple):
@@ -194,7 +194,7 @@ def _blocked(node: Node, homes: Sequence[Sharding]) -> Iterator[Blocked]:
                 yield Blocked(operand, dim, extent(home.dims[dim]) if whole_blocks else 0)
 
 
-class _FormWriter(Writer):
+class _FormWriter(GraphWriter):
     """Writes ops in their forms for sharded dims."""
 
     def __init__(self, graph: Graph, forms: Forms):

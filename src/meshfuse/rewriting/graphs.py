@@ -12,7 +12,7 @@ from ..ops.binding import bind
 from ..ops.registry import find
 
 
-class Writer:
+class GraphWriter:
     """Writes ops of a graph in other forms: `form`, which a subclass has, says in which, as an op's own forms do.
 
     It is what these are written with (`ops.base.Writing`): `call` appends an op of the table, and `type` tells what a

@@ -12,7 +12,7 @@ from ..graph import Graph
 from ..ops.base import TensorRef, Writing
 from ..ops.halo import in_blocks, whole_again
 from ..ops.shapes import one_dim_widths
-from .views import Cut, Number, Offsets, Shifted, Term
+from .views import CutDims, Number, Offsets, Shifted, Term
 
 # How far windows reach beyond the ends of each dim.
 Room = Mapping[int, tuple[int, int]]
@@ -55,7 +55,7 @@ class Frame(NamedTuple):
         return (0, self.before + self.after) if self.early else (self.before, self.after)
 
 
-class Group(NamedTuple):
+class HaloGroup(NamedTuple):
     """A tensor that windows are of, what stands around it, how many elements each block of a dim has for them, and the
     dims along which some of them reach beyond their blocks at once.
     """
@@ -66,7 +66,7 @@ class Group(NamedTuple):
     dims: frozenset[int]
 
 
-def groups(found: Iterable[Shifted], graph: Graph, cut: Cut) -> dict[Shifted, Group]:
+def groups(found: Iterable[Shifted], graph: Graph, cut: CutDims) -> dict[Shifted, HaloGroup]:
     """The group of each window of one tensor whose dims lie over ranks in blocks: where one reaches beyond its blocks
     along several dims, those that do so along one of these go with it.
     """
@@ -75,21 +75,21 @@ def groups(found: Iterable[Shifted], graph: Graph, cut: Cut) -> dict[Shifted, Gr
     return {made: next(g for g in largest if _holds(g, group)) for made, group in alone.items()}
 
 
-def _group_of(made: Shifted, graph: Graph, cut: Cut) -> Group | None:
+def _group_of(made: Shifted, graph: Graph, cut: CutDims) -> HaloGroup | None:
     (root, offsets), *more = made.terms
     if more or max(made.ups, default=1) > 1 or not all(cut[root].values()):
         return None
     sizes = tuple((d, blocks, made.steps[d] * -(-made.shape[d] // blocks)) for d, blocks in cut[root].items())
     shape = graph.shape(root)
     dims = frozenset(d for d in cut[root] if (offsets[d], made.steps[d], made.shape[d]) != (0, 1, shape[d]))
-    return Group(root, made.fill or 0, sizes, dims)
+    return HaloGroup(root, made.fill or 0, sizes, dims)
 
 
-def _holds(group: Group, other: Group) -> bool:
+def _holds(group: HaloGroup, other: HaloGroup) -> bool:
     return group[:3] == other[:3] and group.dims >= other.dims
 
 
-def frames_of(group: Group, members: Sequence[Shifted], shape: Offsets) -> tuple[Frame, ...]:
+def frames_of(group: HaloGroup, members: Sequence[Shifted], shape: Offsets) -> tuple[Frame, ...]:
     """The frames of a group's windows; none where they reach further than the next block, or go on beyond the last, and
     where shifts by their offsets move as much.
     """
@@ -106,7 +106,7 @@ def frames_of(group: Group, members: Sequence[Shifted], shape: Offsets) -> tuple
     return () if as_good and len(found) == 1 else tuple(found)
 
 
-def sum_frames(made: Shifted, graph: Graph, cut: Cut) -> tuple[Frame, ...]:
+def sum_frames(made: Shifted, graph: Graph, cut: CutDims) -> tuple[Frame, ...]:
     """The frames of a sum; none where its terms' blocks are not alike, or reach further than the next block, and where
     shifts by their offsets move as much.
     """
@@ -206,7 +206,7 @@ def _spread(r: Writing, x: TensorRef, dim: int, up: int) -> TensorRef:
     return r.call("reshape", x, (*shape[:dim], shape[dim] * up, *shape[dim + 1 :]))
 
 
-def folded(r: Writing, x: TensorRef, frames: Sequence[Frame], shape: Offsets) -> TensorRef:
+def edges_added(r: Writing, x: TensorRef, frames: Sequence[Frame], shape: Offsets) -> TensorRef:
     """The tensor of which each block has terms for its neighbours' edges, too: these are sent there and added."""
     for place, frame in reversed(list(enumerate(frames))):
         x = _fold(r, x, frame.dim + place, frame)

@@ -59,7 +59,7 @@ class Merged:
 
 def moments_merged(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
     """The definition with its moments over sharded dims from one collective each, if that plan takes less time."""
-    found = tuple(_Finder(sharded).run())
+    found = tuple(_MomentsFinder(sharded).run())
     if not found:
         return sharded
     other = propagate(Merged(found)(sharded.graph), world)
@@ -72,7 +72,7 @@ def _by_gathers(sharded: ShardedDefinition) -> bool:
     return all(c.placement.operands[0].dims[2:] == sharded.homes[n.inputs[0]].dims[2:] for n, c in merges)
 
 
-class _Finder:
+class _MomentsFinder:
     """Looks for moments in a graph by its unreduced sums."""
 
     def __init__(self, sharded: ShardedDefinition):

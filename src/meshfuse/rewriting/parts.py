@@ -21,7 +21,7 @@ from ..planning.search import Effort, better
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..sharding.layout import axes
-from .graphs import Writer, without_unread
+from .graphs import GraphWriter, without_unread
 
 # Makes a plan of a graph.
 Planner = Callable[[Graph], ShardedDefinition]
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
     refs: tuple[TensorRef, ...]
 
 
-class _Cut(NamedTuple):
+class _FactorParts(NamedTuple):
     """A factor of an op, and the sizes of its parts."""
 
     factor: int
@@ -55,7 +55,7 @@ class Parted:
     sized: ClassVar[bool] = False
 
     def __call__(self, graph: Graph) -> Graph:
-        written = _Writer(graph, self.cats).run(range(len(graph.nodes)))
+        written = _PartsWriter(graph, self.cats).run(range(len(graph.nodes)))
         return without_unread(written).noting(self)
 
 
@@ -67,7 +67,7 @@ def in_parts(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> Shard
     cats = list(_over_ranks(found, graph))
     rewriting = Parted(tuple([node.id for node in cats]))
     dims = {node.origin: joined_dim(node) for node in cats}
-    if not cats or not moves_along(found, dims) or not _Writer(graph, rewriting.cats).pays():
+    if not cats or not moves_along(found, dims) or not _PartsWriter(graph, rewriting.cats).pays():
         return found
     return better(found, plan(rewriting(graph)))
 
@@ -111,7 +111,7 @@ def _changes(move: Move, dim: int) -> bool:
     return dim < len(src) and (src[dim] != dst[dim] or move.window is not None)
 
 
-class _Writer(Writer):
+class _PartsWriter(GraphWriter):
     """Writes ops on parts. What nobody reads as a whole is dropped afterwards."""
 
     def __init__(self, graph: Graph, cats: Iterable[int]):
@@ -174,13 +174,13 @@ class _Writer(Writer):
     def _slice(self, ref: TensorRef, starts: Sequence[int], shape: Sequence[int]) -> TensorRef:
         return self.call("slice", ref, tuple(starts), tuple(map(operator.add, starts, shape)))
 
-    def _cut(self, node: Node) -> _Cut | None:
+    def _cut(self, node: Node) -> _FactorParts | None:
         """The factor that an operand has in parts; None where the op cannot be computed on them."""
         if not node.call.op.pieced or len(node.outputs) > 1 or node.id in self.graph.reductions:
             return None
         rows = zip(node.inputs, node.rule.operands, strict=True)
         parted = [(parts, dims[parts.dim]) for i, dims in rows if (parts := self.parts.get(i)) is not None]
-        found = [_Cut(factors[0], self._sizes(parts)) for parts, factors in parted if len(factors) == 1]
+        found = [_FactorParts(factors[0], self._sizes(parts)) for parts, factors in parted if len(factors) == 1]
         return found[0] if found and self._can_be_parted(node, found[0].factor) else None
 
     def _can_be_parted(self, node: Node, factor: int) -> bool:
@@ -194,7 +194,7 @@ class _Writer(Writer):
         sums = kind is FactorKind.REDUCE and node.call.results[0].dtype.category >= Category.FLOAT
         return alone and everywhere and sums and made not in self.graph.streams
 
-    def _on_parts(self, node: Node, cut: _Cut) -> Sequence[TensorRef]:
+    def _on_parts(self, node: Node, cut: _FactorParts) -> Sequence[TensorRef]:
         made = tuple(self._on_part(node, cut, place) for place in range(len(cut.sizes)))
         factor = node.rule.factors[cut.factor]
         if factor.kind is FactorKind.PASS:
@@ -208,11 +208,11 @@ class _Writer(Writer):
             folded = self.call(_FOLD[factor.reduce], folded, more)
         return [cast_to(self, folded, node.call.results[0].dtype)]
 
-    def _on_part(self, node: Node, cut: _Cut, place: int) -> TensorRef:
+    def _on_part(self, node: Node, cut: _FactorParts, place: int) -> TensorRef:
         rows = zip(node.inputs, node.rule.operands, strict=True)
         return self._again(node, cut.factor, cut.sizes[place], [self._part(i, dims, cut, place) for i, dims in rows])
 
-    def _part(self, tensor: int, dims: DimFactors, cut: _Cut, place: int) -> TensorRef:
+    def _part(self, tensor: int, dims: DimFactors, cut: _FactorParts, place: int) -> TensorRef:
         """An operand's part: one that it is put together of, if it is so; what is alike all over; else a slice."""
         dim, parts, size = _dim_of(dims, cut.factor), self.parts.get(tensor), cut.sizes[place]
         if dim is None:

@@ -20,18 +20,17 @@ from ..ops.shapes import one_dim_widths, shape_along
 from ..planning.search import Effort, better
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.layout import axes
-from .graphs import Writer, without_unread
+from .graphs import GraphWriter, without_unread
 from .parts import Planner, joined_dim, moves_along
-from .views import dims_after, own_window, placed_dims
+from .views import Number, dims_after, own_window, placed_dims
 
-Number = int | float
 # The ops that may put a slice back.
 _PUT = ("cat", "pad")
 # More are as many choices for every element.
 _MOST = 8
 
 
-class Span(NamedTuple):
+class DimSpan(NamedTuple):
     """What stands in a dim from `start` on: a tensor, or a number.
 
     `stays`: the tensor is as long as the result, and stands there as it does in itself, but `shift` further on.
@@ -46,11 +45,11 @@ class Span(NamedTuple):
     is_tensor: bool = True
 
 
-class Spans(NamedTuple):
+class DimSpans(NamedTuple):
     """A dim of a result, and what stands along it."""
 
     dim: int
-    spans: tuple[Span, ...]
+    spans: tuple[DimSpan, ...]
 
 
 class Turn(NamedTuple):
@@ -65,12 +64,12 @@ class Turn(NamedTuple):
 class Placed:
     """The rewriting of ops, by number, as choices among what stands along a dim of theirs."""
 
-    ops: tuple[tuple[int, Spans], ...]
+    ops: tuple[tuple[int, DimSpans], ...]
     sized: ClassVar[bool] = True
 
     def __call__(self, graph: Graph) -> Graph:
         found = dict(self.ops)
-        written = without_unread(_Writer(graph, found).run(found))
+        written = without_unread(_PlacesWriter(graph, found).run(found))
         return written.noting(self)
 
 
@@ -79,14 +78,14 @@ def in_place(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> Shard
     plain = plan(graph)
     if not effort.rewrites or not any(node.name in _PUT for node in graph.nodes):
         return plain
-    finder = _Finder(graph, plain)
+    finder = _PlacesFinder(graph, plain)
     found = tuple(finder.run())
     if not found or not moves_along(plain, finder.dims):
         return plain
     return better(plain, plan(Placed(found)(graph)))
 
 
-class _Finder:
+class _PlacesFinder:
     """Looks for what is put together of slices that stay in their place, along a dim that lies over ranks.
 
     `dims`: by number the dims of the ops that do so, and of the slices.
@@ -100,7 +99,7 @@ class _Finder:
         self.cut = placed_dims(plan)
         self.dims: dict[int, int] = {}
 
-    def run(self) -> Iterator[tuple[int, Spans]]:
+    def run(self) -> Iterator[tuple[int, DimSpans]]:
         for node in self.graph.nodes:
             found = self._spans(node)
             if found is not None:
@@ -110,22 +109,22 @@ class _Finder:
             for i, dims in zip(node.outputs, self._dims_after(node, found), strict=True):
                 self.cut.setdefault(i, dims)
 
-    def _dims_after(self, node: Node, found: Spans | None) -> Iterable[Mapping[int, int]]:
+    def _dims_after(self, node: Node, found: DimSpans | None) -> Iterable[Mapping[int, int]]:
         if found is None:
             return dims_after(node, self.cut)
         staying = [self.cut[int(span.value)] for span in found.spans if span.stays]
         return [{d: dims[d] for dims in staying for d in sorted(dims)}]
 
-    def _spans(self, node: Node) -> Spans | None:
+    def _spans(self, node: Node) -> DimSpans | None:
         """What stands along a dim of the op's result, if some of it stays in its place and lies over ranks."""
         found = _cat_spans(node) if node.name == "cat" else _pad_spans(node) if node.name == "pad" else None
         if found is None or len(found.spans) > _MOST:
             return None
         spans = tuple([self._told(node, found.dim, span) for span in found.spans])
         kept = any(span.stays and found.dim in self.cut[int(span.value)] for span in spans)
-        return Spans(found.dim, spans) if kept else None
+        return DimSpans(found.dim, spans) if kept else None
 
-    def _told(self, node: Node, dim: int, span: Span) -> Span:
+    def _told(self, node: Node, dim: int, span: DimSpan) -> DimSpan:
         """The span, of the tensor that it is a slice of where that stays in its place, or in another."""
         if not span.is_tensor:
             return span
@@ -134,7 +133,7 @@ class _Finder:
             return root
         return span._replace(split=home is not None and bool(axes(home.dims[dim])))
 
-    def _root(self, node: Node, dim: int, span: Span) -> Span | None:
+    def _root(self, node: Node, dim: int, span: DimSpan) -> DimSpan | None:
         """The tensor of the result's size that the span is a slice of; what a pad shifts is one window (`shifts`)."""
         maker, shape = self.makers.get(int(span.value)), node.call.results[0].shape
         window = own_window(maker) if maker is not None and maker.name == "slice" else None
@@ -142,20 +141,20 @@ class _Finder:
             return None
         (root,), shift = maker.inputs, span.start - window[0][dim]
         along = self.graph.shape(root) == shape and not any(o for d, o in enumerate(window[0]) if d != dim)
-        return Span(root, span.start, True, shift) if along and (not shift or node.name == "cat") else None
+        return DimSpan(root, span.start, True, shift) if along and (not shift or node.name == "cat") else None
 
 
-def _cat_spans(node: Node) -> Spans | None:
+def _cat_spans(node: Node) -> DimSpans | None:
     """The operands of a `cat` that are not empty."""
-    dim, start, spans = joined_dim(node), 0, list[Span]()
+    dim, start, spans = joined_dim(node), 0, list[DimSpan]()
     for i, kind in zip(node.inputs, node.call.types, strict=True):
         if kind.shape[dim]:
-            spans.append(Span(i, start))
+            spans.append(DimSpan(i, start))
         start += kind.shape[dim]
-    return Spans(dim, tuple(spans)) if len(spans) > 1 else None
+    return DimSpans(dim, tuple(spans)) if len(spans) > 1 else None
 
 
-def _pad_spans(node: Node) -> Spans | None:
+def _pad_spans(node: Node) -> DimSpans | None:
     """The operand of a `pad` of one dim by numbers, and these."""
     window, (source, target) = own_window(node), (node.call.types[0].shape, node.call.results[0].shape)
     padded = [d for d, (n, m) in enumerate(zip(source, target, strict=True)) if n != m]
@@ -166,9 +165,9 @@ def _pad_spans(node: Node) -> Spans | None:
     after = target[dim] - before - source[dim]
     if fill is None or min(before, after) < 0 or any(window[0][d] for d in range(len(target)) if d != dim):
         return None
-    ends = [Span(fill, start, is_tensor=False) for start, n in ((0, before), (target[dim] - after, after)) if n]
-    spans = sorted([Span(node.inputs[0], before), *ends], key=lambda span: span.start)
-    return Spans(dim, tuple(spans))
+    ends = [DimSpan(fill, start, is_tensor=False) for start, n in ((0, before), (target[dim] - after, after)) if n]
+    spans = sorted([DimSpan(node.inputs[0], before), *ends], key=lambda span: span.start)
+    return DimSpans(dim, tuple(spans))
 
 
 def _is_on_the_way(turn: Turn, further: Turn) -> bool:
@@ -177,7 +176,7 @@ def _is_on_the_way(turn: Turn, further: Turn) -> bool:
     return alike and turn.by * further.by > 0 and abs(turn.by) <= abs(further.by)
 
 
-def _turn(node: Node, found: Spans) -> Turn | None:
+def _turn(node: Node, found: DimSpans) -> Turn | None:
     """The turn that the spans are: the end of a tensor, then what was before it."""
     (first, *others), size = found.spans, node.call.results[0].shape[found.dim]
     if len(others) != 1 or first.value != others[0].value or not first.stays:
@@ -188,10 +187,10 @@ def _turn(node: Node, found: Spans) -> Turn | None:
     return Turn(int(first.value), found.dim, by) if is_turned else None
 
 
-class _Writer(Writer):
+class _PlacesWriter(GraphWriter):
     """Writes what is put together as choices by index. Turns of one tensor go on from one another, each made once."""
 
-    def __init__(self, graph: Graph, found: Mapping[int, Spans]):
+    def __init__(self, graph: Graph, found: Mapping[int, DimSpans]):
         super().__init__(graph)
         self.found = found
         turns = {number: _turn(graph.nodes[number], spans) for number, spans in found.items()}
@@ -213,14 +212,14 @@ class _Writer(Writer):
             step = turn._replace(by=by)
             if step not in self._made:
                 start, size = (by - done) % shape[turn.dim], shape[turn.dim]
-                spans = Span(root, 0, True, start - size), Span(root, start, True, start)
-                self._made[step] = self._choice(Spans(turn.dim, spans), shape).id
+                spans = DimSpan(root, 0, True, start - size), DimSpan(root, start, True, start)
+                self._made[step] = self._choice(DimSpans(turn.dim, spans), shape).id
             root, done = self._made[step], by
         # The result has the node's own number from now on.
         self._made[turn] = node.outputs[0]
         return TensorRef(root)
 
-    def _choice(self, found: Spans, shape: Sequence[int]) -> TensorRef:
+    def _choice(self, found: DimSpans, shape: Sequence[int]) -> TensorRef:
         dim, (first, *others) = found
         size, ndim = shape[dim], len(shape)
         index = self.call("reshape", self.call("iota", size), shape_along(ndim, dim, size))
@@ -229,7 +228,7 @@ class _Writer(Writer):
             made = self.call("where", self.call("lt", index, span.start), made, self._value(span, dim, size))
         return made
 
-    def _value(self, span: Span, dim: int, size: int) -> Any:
+    def _value(self, span: DimSpan, dim: int, size: int) -> Any:
         """What stands there, as long as the dim or of size 1: elsewhere it is not read."""
         if not span.is_tensor:
             return span.value

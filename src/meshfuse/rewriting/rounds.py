@@ -19,7 +19,7 @@ from ..propagation.factors import NO_CARRY, Carry, Placement, carries, layouts_o
 from ..propagation.sharded import Choice, ShardedDefinition
 from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
-from .graphs import Writer
+from .graphs import GraphWriter
 
 
 def written(sharded: ShardedDefinition) -> ShardedDefinition:
@@ -59,7 +59,7 @@ def _following(call: Call, rule: Rule, operands: Sequence[Sharding], carry: Carr
     return placed(call, rule, operands[0].mesh, representable(rule, merged(votes, carry.axes)), carry)
 
 
-class _RoundsWriter(Writer):
+class _RoundsWriter(GraphWriter):
     def form(self, node: Node) -> Sequence[TensorRef]:
         assert node.call.op.rounds is not None
         return node.call.op.rounds.write(self, node.call, tuple(map(TensorRef, node.inputs)))

@@ -21,9 +21,9 @@ from ..ops.base import TensorRef
 from ..planning.search import Effort, better, searched
 from ..propagation.propagate import propagate
 from ..propagation.sharded import ShardedDefinition
-from .graphs import Writer, without_unread
-from .halos import Frame, Group, folded, framed, frames_of, groups, room, sum_frames, taken, term_in_frames
-from .views import Cut, Finder, Number, Offsets, Shifted, Term, cut_of, dims_after, placed_dims
+from .graphs import GraphWriter, without_unread
+from .halos import Frame, HaloGroup, edges_added, framed, frames_of, groups, room, sum_frames, taken, term_in_frames
+from .views import CutDims, Number, Offsets, Shifted, Term, WindowFinder, cut_dims, dims_after, placed_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Joined:
 
     def __call__(self, graph: Graph) -> Graph:
         found = dict(self.windows)
-        written = without_unread(_Writer(graph, {i: dict(dims) for i, dims in self.cut}, found).run(found))
+        written = without_unread(_ShiftWriter(graph, {i: dict(dims) for i, dims in self.cut}, found).run(found))
         return written.noting(self)
 
 
@@ -49,14 +49,14 @@ def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effo
     graph = sharded.graph
     if not any(node.call.op.window is not None for node in graph.nodes):
         return sharded
-    cuts = {i: cut_of(home) for i, home in sharded.homes.items()}, _followed(sharded)
-    best, found = sharded, Finder(graph).run()
+    cuts = {i: cut_dims(home) for i, home in sharded.homes.items()}, _followed(sharded)
+    best, found = sharded, WindowFinder(graph).run()
     for rewriting in dict.fromkeys(filter(None, [_joined(graph, cut, found) for cut in cuts])):
         best = better(best, searched(propagate(rewriting(graph), world), world, effort))
     return best
 
 
-def _followed(sharded: ShardedDefinition) -> Cut:
+def _followed(sharded: ShardedDefinition) -> CutDims:
     """The dims that would lie over ranks if those of inputs did all the way, through windows, too."""
     cut = placed_dims(sharded)
     for node in sharded.graph.nodes:
@@ -65,21 +65,21 @@ def _followed(sharded: ShardedDefinition) -> Cut:
     return cut
 
 
-def _joined(graph: Graph, cut: Cut, found: Mapping[int, Shifted]) -> Joined | None:
+def _joined(graph: Graph, cut: CutDims, found: Mapping[int, Shifted]) -> Joined | None:
     """What writes those of the windows as one that move less so; None where there are none."""
-    ways = _Ways(graph, cut, found.values())
+    ways = _WindowForms(graph, cut, found.values())
     paying = {number: made for number, made in found.items() if ways.pays(made)}
     roots = {term.root: tuple(cut[term.root].items()) for made in paying.values() for term in made.terms}
     return Joined(tuple(paying.items()), tuple(roots.items())) if paying else None
 
 
-class _Ways:
+class _WindowForms:
     """How each window is written: of blocks with their neighbours' edges, or in shifts of the whole tensor."""
 
-    def __init__(self, graph: Graph, cut: Cut, found: Collection[Shifted]):
+    def __init__(self, graph: Graph, cut: CutDims, found: Collection[Shifted]):
         self.graph, self.cut = graph, cut
         self.groups = groups(found, graph, cut)
-        self.members: dict[Group, list[Shifted]] = {}
+        self.members: dict[HaloGroup, list[Shifted]] = {}
         for made, group in self.groups.items():
             self.members.setdefault(group, []).append(made)
         shape = graph.shape
@@ -112,7 +112,7 @@ _Way = tuple[int, tuple[tuple[int, int], ...], int, Number | None]
 class _Steps:
     """The shifts of sharded dims, one tensor's by what they shift: each may go on from one that goes less far."""
 
-    def __init__(self, graph: Graph, cut: Cut, found: Iterable[Shifted]):
+    def __init__(self, graph: Graph, cut: CutDims, found: Iterable[Shifted]):
         self.graph, self.cut = graph, cut
         self._offsets: dict[_Way, set[int]] = {}
         for made in found:
@@ -151,16 +151,16 @@ def _changed(offsets: Sequence[int], source: Sequence[int], target: Sequence[int
     return any(offsets) or tuple(source) != tuple(target)
 
 
-class _Writer(Writer):
+class _ShiftWriter(GraphWriter):
     """Writes shifts, each once."""
 
-    def __init__(self, graph: Graph, cut: Cut, found: Mapping[int, Shifted]):
+    def __init__(self, graph: Graph, cut: CutDims, found: Mapping[int, Shifted]):
         super().__init__(graph)
         self.cut = cut
         self.found = found
-        self.ways = _Ways(graph, cut, found.values())
+        self.ways = _WindowForms(graph, cut, found.values())
         self.steps = self.ways.steps
-        self._framed: dict[Group, int] = {}
+        self._framed: dict[HaloGroup, int] = {}
         self._made: dict[tuple[int, Offsets, Offsets, Number], int] = {}
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
@@ -185,7 +185,7 @@ class _Writer(Writer):
         group = self.ways.groups.get(made)
         if group is None:
             terms = [term_in_frames(self, term, frames, made) for term in made.terms]
-            return folded(self, self._added(terms), frames, made.shape)
+            return edges_added(self, self._added(terms), frames, made.shape)
         root, fill = group.root, group.fill
         if made.shape == self.graph.shape(root) and not any(made.terms[0].offsets) and set(made.steps) == {1}:
             return TensorRef(root)

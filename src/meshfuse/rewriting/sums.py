@@ -22,7 +22,7 @@ from ..planning.search import Effort, better, searched
 from ..propagation.factors import reduces
 from ..propagation.propagate import propagate
 from ..propagation.sharded import ShardedDefinition
-from .graphs import Writer, without_unread
+from .graphs import GraphWriter, without_unread
 
 # The most ops between a sum over ranks and the sum that it is a term of.
 _BETWEEN = 8
@@ -37,11 +37,11 @@ class Regrouped:
 
     def __call__(self, graph: Graph) -> Graph:
         found = dict(self.sums)
-        written = without_unread(_Writer(graph, found).run(found))
+        written = without_unread(_SumWriter(graph, found).run(found))
         return written.noting(self)
 
 
-class _Writer(Writer):
+class _SumWriter(GraphWriter):
     """Writes sums in another order."""
 
     def __init__(self, graph: Graph, sums: dict[int, tuple[int, ...]]):
@@ -60,13 +60,13 @@ def regrouped(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Ef
     graph = sharded.graph
     if not graph.annotations or not effort.rewrites:
         return sharded
-    found = tuple(_Finder(graph).run())
+    found = tuple(_SumFinder(graph).run())
     if not found:
         return sharded
     return better(sharded, searched(propagate(Regrouped(found)(graph), world), world, effort))
 
 
-class _Finder:
+class _SumFinder:
     """Looks for sums of which some terms may be sums over ranks and others not."""
 
     def __init__(self, graph: Graph):

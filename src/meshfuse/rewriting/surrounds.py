@@ -24,9 +24,9 @@ from ..ops.local import LocalCall
 from ..ops.shapes import one_dim_widths
 from ..ops.windows import pad_widths
 from ..sharding.value import Sharding
-from .graphs import Writer, without_unread
+from .graphs import GraphWriter, without_unread
 from .parts import joined_dim
-from .views import Finder, Number, Shifted, own_window
+from .views import Number, Shifted, WindowFinder, own_window
 
 _NUMBERS = (ParamKind.SCALAR, ParamKind.OPTIONAL_SCALAR, ParamKind.TENSOR, ParamKind.TENSOR_OR_SCALAR, ParamKind.DTYPE)
 
@@ -49,12 +49,12 @@ class Surrounded:
         """The graph itself where there is nothing to change."""
         if not any(node.name in ("pad", "cat") for node in graph.nodes):
             return graph
-        writer = _Writer(graph)
+        writer = _SurroundsWriter(graph)
         made = writer.run(range(len(graph.nodes)))
         return without_unread(made).noting(self) if writer.count else graph
 
 
-class _Writer(Writer):
+class _SurroundsWriter(GraphWriter):
     """Writes every op that may change places with a pad or a slice beside it."""
 
     def __init__(self, graph: Graph):
@@ -63,7 +63,7 @@ class _Writer(Writer):
         self.readers = users(graph.nodes)
         self.noted = {*graph.annotations, *graph.streams}
         self.kept = {*self.noted, *graph.outputs}
-        self.known = Finder(graph).known_all()
+        self.known = WindowFinder(graph).known_all()
         self.pads: dict[int, Padded] = {}
         self._slices: dict[Any, TensorRef] = {}
         self.count = 0

@@ -16,7 +16,7 @@ from ..sharding.value import Sharding
 Number = float | int
 Offsets = tuple[int, ...]
 # By tensor the dims that lie over ranks, and in how many blocks each does; 0 where these are no blocks.
-Cut = Mapping[int, Mapping[int, int]]
+CutDims = Mapping[int, Mapping[int, int]]
 
 
 class Term(NamedTuple):
@@ -28,7 +28,7 @@ class Term(NamedTuple):
     offsets: Offsets
 
 
-class View(NamedTuple):
+class OpWindow(NamedTuple):
     """What an op takes of its operand: element i of a dim is its element i * step + offset, else `fill`."""
 
     offsets: Offsets
@@ -74,15 +74,15 @@ class Shifted(NamedTuple):
         return tuple(entry for _, entry in sorted(zip(self.order, row, strict=True))) if self.order else tuple(row)
 
 
-def view_of(node: Node) -> View | None:
+def view_of(node: Node) -> OpWindow | None:
     """What a slice or a pad with a number takes; None for other ops."""
     window = own_window(node)
     if window is not None:
-        return View(window[0], (1,) * len(window[0]), window[1])
+        return OpWindow(window[0], (1,) * len(window[0]), window[1])
     if node.name != "slice":
         return None
     starts, stops, steps = zip(*slice_bounds(node.call), strict=True)
-    return View(starts, steps, None) if min(*starts, *stops) >= 0 else None
+    return OpWindow(starts, steps, None) if min(*starts, *stops) >= 0 else None
 
 
 def own_window(node: Node) -> tuple[Offsets, Number | None] | None:
@@ -97,16 +97,16 @@ def own_window(node: Node) -> tuple[Offsets, Number | None] | None:
 
 def placed_dims(sharded: ShardedDefinition) -> dict[int, Mapping[int, int]]:
     """The dims of inputs, and of what is annotated, that lie over ranks."""
-    return {i: cut_of(sharded.homes[i]) for i in (*sharded.graph.input_tensors, *sharded.graph.annotations)}
+    return {i: cut_dims(sharded.homes[i]) for i in (*sharded.graph.input_tensors, *sharded.graph.annotations)}
 
 
-def cut_of(home: Sharding) -> Mapping[int, int]:
+def cut_dims(home: Sharding) -> Mapping[int, int]:
     """The dims that lie over ranks, and in how many blocks."""
     there = {d: layout for d, layout in enumerate(home.dims) if axes(layout)}
     return {d: extent(layout) if all(split.bound for split in layout) else 0 for d, layout in there.items()}
 
 
-def dims_after(node: Node, cut: Cut) -> Iterator[Mapping[int, int]]:
+def dims_after(node: Node, cut: CutDims) -> Iterator[Mapping[int, int]]:
     """The dims of an op's results that are those dims of its operands: a window's own, or of the same factor."""
     if view_of(node) is not None:
         yield cut[node.inputs[0]]
@@ -121,7 +121,7 @@ def dims_after(node: Node, cut: Cut) -> Iterator[Mapping[int, int]]:
         yield {d: 0 if own[0][0] else factors[own[0][1]] for d, own in found.items() if own}
 
 
-class Finder:
+class WindowFinder:
     """Looks for windows, and sums of windows."""
 
     def __init__(self, graph: Graph):
@@ -243,7 +243,7 @@ def _dims(node: Node) -> list[int]:
     return [int(d) % len(node.call["dims"]) for d in node.call["dims"]]
 
 
-def _joined(graph: Graph, before: Shifted, own: View, result: Offsets) -> Shifted | None:
+def _joined(graph: Graph, before: Shifted, own: OpWindow, result: Offsets) -> Shifted | None:
     """A view of windows as one; None where nothing of a root is to be seen, or it steps through several.
 
     It is not true of what the second shows where the first has cut something off, or another number stands.

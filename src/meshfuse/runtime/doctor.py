@@ -29,7 +29,7 @@ class Finding:
 
 def report() -> str:
     """A table of Python, torch, CUDA, gloo, NCCL, nvFuser, Thunder and the launcher."""
-    return table(findings())
+    return findings_table(findings())
 
 
 def findings() -> list[Finding]:
@@ -41,7 +41,7 @@ def findings() -> list[Finding]:
     return [*rows, _thunder(), _launched(), _limit()]
 
 
-def table(rows: list[Finding]) -> str:
+def findings_table(rows: list[Finding]) -> str:
     """Three aligned columns under a heading."""
     cells = [("what", "found", "what that means"), *((row.name, row.state, row.meaning) for row in rows)]
     first, second = (max(len(line[column]) for line in cells) for column in (0, 1))

@@ -28,7 +28,7 @@ from ..errors import ArgumentError, RankError, caller_line, user_error
 from ..kernels import fold
 from .bounds import COLLECTIVES, within
 from .environment import LOOPBACK
-from .reductions import REDUCE_OPS, check_reducible, movable, move_scale, native_form
+from .reductions import REDUCE_OPS, check_reducible, gloo_form, movable, move_scale
 from .scratch import Scratch
 from .work import Work
 
@@ -57,7 +57,7 @@ class Gloo:
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         """In place. Small tensors and ops that gloo lacks are gathered and folded in the ranks' order."""
         check_reducible(tensor.dtype, op)
-        native = None if tensor.nbytes <= self._exchanged_bytes else native_form(tensor, op)
+        native = None if tensor.nbytes <= self._exchanged_bytes else gloo_form(tensor, op)
         if native is None:
             return self._gather_and_fold(tensor, op)
         return self._issue(

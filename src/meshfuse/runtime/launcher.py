@@ -18,7 +18,7 @@ from ..errors import ArgumentError, user_error
 from . import news
 from .output import complete_standard_files, say
 from .processes import STOPPED, identity_of, state_of
-from .starting import FOLLOWER_CODE, WAITED_CODE, Job, Rank, job_variables, listening, start, startable
+from .starting import FOLLOWER_CODE, WAITED_CODE, Job, RankProcess, job_variables, listening, start, startable
 
 _OF_OTHERS = (FOLLOWER_CODE, WAITED_CODE)
 TIMED_OUT_CODE = 124  # As of `timeout`.
@@ -79,7 +79,7 @@ def _run_attempts(job: Job, register: Callable[[int], None], pause: float) -> in
         page = news.make()
         try:
             code = _attempt(job, attempt, page, register)
-            final = news.user_error(page)
+            final = news.first_user_error(page)
         finally:
             if page is not None:
                 os.close(page)
@@ -102,7 +102,7 @@ def _run_attempts(job: Job, register: Callable[[int], None], pause: float) -> in
 
 def _attempt(job: Job, attempt: int, page: int | None, register: Callable[[int], None]) -> int:
     """Start all ranks, wait, and end them all; the exit code."""
-    started: list[Rank] = []
+    started: list[RankProcess] = []
     try:
         with startable(f"a job of {job.ranks} ranks"), listening() as listener:
             base = job_variables(job, attempt, listener.getsockname()[1], page)
@@ -120,7 +120,7 @@ def _attempt(job: Job, attempt: int, page: int | None, register: Callable[[int],
         raise
 
 
-def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int:
+def _watch(started: list[RankProcess], deadline: float | None, page: int | None) -> int:
     """Wait for all ranks, or for the first failure; the job's exit code."""
     finished: set[int] = set()
     remind = math.inf
@@ -150,14 +150,14 @@ def _watch(started: list[Rank], deadline: float | None, page: int | None) -> int
         time.sleep(_POLL)
 
 
-def _waited_for(running: list[Rank]) -> str:
+def _waited_for(running: list[RankProcess]) -> str:
     """Which ranks a job waits for when the others have ended well: one that is stopped never ends by itself."""
     states = {r.rank: state_of(identity_of(r.process.pid)) for r in running}
     told = ", ".join(f"rank {rank} ({state or 'running'})" for rank, state in states.items())
     return f"the other ranks have ended {_REMIND:g} s ago; waiting for {told}, for as long as --timeout allows"
 
 
-def _first_failure(started: list[Rank], failed: dict[int, int]) -> tuple[int, int]:
+def _first_failure(started: list[RankProcess], failed: dict[int, int]) -> tuple[int, int]:
     """The rank that failed by itself; those that follow a peer's failure may have ended before it."""
     until = time.monotonic() + _GRACE
     codes: dict[int, int | None] = {r.rank: failed.get(r.rank) for r in started}
@@ -194,12 +194,12 @@ def _report(rank: int, code: int, stopped: list[int]) -> int:
     return 128 - code if code < 0 else code
 
 
-def _tell_all(started: list[Rank], page: int | None, text: str) -> None:
+def _tell_all(started: list[RankProcess], page: int | None, text: str) -> None:
     for r in started:
         news.tell(page, r.rank, text)
 
 
-def _end(started: list[Rank], limit: float = math.inf) -> None:
+def _end(started: list[RankProcess], limit: float = math.inf) -> None:
     """SIGTERM to every rank's process group, SIGKILL after a grace period; then the rest of their output.
 
     That takes as long as its reader does, or `limit` seconds.
@@ -216,7 +216,7 @@ def _end(started: list[Rank], limit: float = math.inf) -> None:
         reader.drain(_PATIENCE, until)
 
 
-def _signal_all(started: list[Rank], number: signal.Signals) -> None:
+def _signal_all(started: list[RankProcess], number: signal.Signals) -> None:
     for r in started:
         try:
             os.killpg(r.process.pid, number)

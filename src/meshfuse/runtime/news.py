@@ -37,7 +37,7 @@ def read(fd: int | None) -> dict[int, str]:
     return {rank: text for rank, text in reversed(_lines(fd)) if not text.startswith(_USER_ERROR)}
 
 
-def user_error(fd: int | None) -> tuple[int, str] | None:
+def first_user_error(fd: int | None) -> tuple[int, str] | None:
     """The first rank that raised an error of the user's, and its kind: every attempt would raise it again."""
     found = [(rank, text.split(" ")[1]) for rank, text in _lines(fd) if text.startswith(_USER_ERROR)]
     return found[0] if found else None

@@ -67,7 +67,7 @@ def check_reducible(dtype: torch.dtype, op: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Native:
+class GlooReduction:
     """An all-reduce as the backend gets it right: tensor, op, and how to take the result back."""
 
     tensor: torch.Tensor
@@ -75,33 +75,33 @@ class Native:
     finish: Callable[[], object] | None = None
 
 
-def native_form(tensor: torch.Tensor, op: str) -> Native | None:
+def gloo_form(tensor: torch.Tensor, op: str) -> GlooReduction | None:
     """How gloo can reduce `tensor` in place; None where it has no way."""
     make = _WAYS.get((tensor.dtype, op))
     return None if make is None else make(tensor, op)
 
 
-def _same(tensor: torch.Tensor, op: str) -> Native:
-    return Native(tensor, op)
+def _same(tensor: torch.Tensor, op: str) -> GlooReduction:
+    return GlooReduction(tensor, op)
 
 
-def _logical(tensor: torch.Tensor, op: str) -> Native:
-    return Native(tensor.view(torch.uint8), "max" if op in ("sum", "max") else "min")
+def _logical(tensor: torch.Tensor, op: str) -> GlooReduction:
+    return GlooReduction(tensor.view(torch.uint8), "max" if op in ("sum", "max") else "min")
 
 
-def _as_real(tensor: torch.Tensor, op: str) -> Native:
-    return Native(torch.view_as_real(tensor), op)
+def _as_real(tensor: torch.Tensor, op: str) -> GlooReduction:
+    return GlooReduction(torch.view_as_real(tensor), op)
 
 
-def _widened(tensor: torch.Tensor, op: str) -> Native:
+def _widened(tensor: torch.Tensor, op: str) -> GlooReduction:
     wide = tensor.to(torch.int32)
-    return Native(wide, op, lambda: tensor.copy_(wide))
+    return GlooReduction(wide, op, lambda: tensor.copy_(wide))
 
 
-def _ordered(tensor: torch.Tensor, op: str) -> Native:
+def _ordered(tensor: torch.Tensor, op: str) -> GlooReduction:
     # gloo compares floats with std::max, which loses a NaN depending on the ranks' order. Integers do not.
     keys = order_keys(tensor, op)
-    return Native(keys, op, lambda: tensor.copy_(from_order_keys(keys)))
+    return GlooReduction(keys, op, lambda: tensor.copy_(from_order_keys(keys)))
 
 
 def order_keys(tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -121,7 +121,7 @@ def from_order_keys(keys: torch.Tensor) -> torch.Tensor:
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOAT = (*_HALF, torch.float32, torch.float64)
-_WAYS: dict[tuple[torch.dtype, str], Callable[[torch.Tensor, str], Native]] = (
+_WAYS: dict[tuple[torch.dtype, str], Callable[[torch.Tensor, str], GlooReduction]] = (
     {(d, op): _same for d in (torch.uint8, torch.int8, torch.int32, torch.int64) for op in REDUCE_OPS}
     | {(d, op): _same for d in _FLOAT for op in ("sum", "prod")}
     | {(d, op): _ordered for d in _FLOAT for op in ("max", "min")}

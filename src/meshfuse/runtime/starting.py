@@ -25,7 +25,7 @@ FOLLOWER_CODE, WAITED_CODE = 117, 118
 
 
 @dataclass(slots=True)
-class Rank:
+class RankProcess:
     """A started rank; its pid is also its process group's."""
 
     rank: int
@@ -90,7 +90,7 @@ def job_variables(job: Job, attempt: int, store_port: int, page: int | None) -> 
 
 
 def start(
-    rank: int, job: Job, base: Mapping[str, str], listener: socket.socket, page: int | None, started: list[Rank]
+    rank: int, job: Job, base: Mapping[str, str], listener: socket.socket, page: int | None, started: list[RankProcess]
 ) -> None:
     """Add a rank to those that are started."""
     variables = dict(base) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -111,7 +111,7 @@ def start(
             start_new_session=True,
             preexec_fn=_bound_to_launcher(),
         )
-        started.append(Rank(rank, process))
+        started.append(RankProcess(rank, process))
         for pipe, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             if pipe is not None and out is not None:
                 started[-1].readers.append(Forwarder(rank, pipe, out, functools.partial(_refused, rank)))

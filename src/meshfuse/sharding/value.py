@@ -211,7 +211,9 @@ def disjoint(splits: Iterable[Split]) -> tuple[Split, ...]:
     for axis, found in sorted(by_axis.items()):
         cuts = boundaries(found)
         atoms = [Split(b // a, axis, a) for a, b in itertools.pairwise(cuts)]
-        out += [atom for atom in atoms if any(overlap(atom, s) for s in found)] if nested(cuts) else _covering(found)
+        out += (
+            [atom for atom in atoms if any(conflicting(atom, s) for s in found)] if nested(cuts) else _covering(found)
+        )
     return tuple(out)
 
 
@@ -229,7 +231,7 @@ def _covering(found: Iterable[Split]) -> list[Split]:
     """The smallest parts of an axis that hold these parts and overlap no others."""
     out: list[Split] = []
     for part in sorted(found, key=lambda s: s.pre):
-        while met := [other for other in out if overlap(part, other)]:
+        while met := [other for other in out if conflicting(part, other)]:
             out = [other for other in out if other not in met]
             part = _hull([part, *met])
         out.append(part)
@@ -242,7 +244,7 @@ def _hull(parts: Sequence[Split]) -> Split:
     return Split(end // first, parts[0].axis, first)
 
 
-def overlap(a: Split, b: Split) -> bool:
+def conflicting(a: Split, b: Split) -> bool:
     """True where two bound splits cannot be of one tensor: they share a part of a mesh axis, or are parts that do not
     nest. The halves of 6 ranks and their even ones share nothing, yet half of a group of even ranks is no group.
     """
@@ -251,6 +253,6 @@ def overlap(a: Split, b: Split) -> bool:
     return b.pre % (a.pre * (a.size or 1)) != 0 and a.pre % (b.pre * (b.size or 1)) != 0
 
 
-def shared(a: Split, b: Split) -> bool:
+def intersecting(a: Split, b: Split) -> bool:
     """True where two bound splits share a part of a mesh axis."""
     return a.axis == b.axis and a.pre < b.pre * (b.size or 1) and b.pre < a.pre * (a.size or 1)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from ..graph import Stream
 from ..mesh import STREAM, DeviceMesh
-from ..moves.move import MoveKind, count, restricted
+from ..moves.move import MoveKind, box_numel, restricted
 from ..ops.base import FactorKind
 from ..resharding.resharded import Compute, ReshardedDefinition, Set, Step
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
-from .cuts import Cut, Refused, dim_cut, factor_cut, of_shards
+from .chunked_dims import ChunkedDim, Refused, chunked_dim, chunked_factor, of_shards
 from .overlap import ChunkLoop, OverlappedDefinition, step_mesh
 
 _CHUNKED = (
@@ -25,7 +25,7 @@ def overlap(resharded: ReshardedDefinition) -> OverlappedDefinition:
     """Put what the graph's streams ask for into loops."""
     if not resharded.graph.streams:
         return OverlappedDefinition(resharded, resharded.steps, {})
-    builder = _Builder(resharded)
+    builder = _LoopBuilder(resharded)
     builder.build()
     parts = builder.ordered()
     done = OverlappedDefinition(resharded, parts, builder.refused)
@@ -40,11 +40,11 @@ class _Draft:
     tensor: int
     stream: Stream
     steps: set[int] = field(default_factory=set)
-    cuts: dict[int, Cut] = field(default_factory=dict)
+    cuts: dict[int, ChunkedDim] = field(default_factory=dict)
     ring: str = ""
 
 
-class _Builder:
+class _LoopBuilder:
     def __init__(self, resharded: ReshardedDefinition):
         self.resharded, self.graph = resharded, resharded.graph
         self.steps = resharded.steps
@@ -148,7 +148,7 @@ class _Builder:
 
     # where a tensor is cut
 
-    def _cut(self, draft: _Draft, tensor: int, cut: Cut) -> None:
+    def _cut(self, draft: _Draft, tensor: int, cut: ChunkedDim) -> None:
         """Cut a tensor, and with it all that the loop's ops make of it or make it of."""
         draft.cuts[tensor] = cut
         self._cut_ops(draft)
@@ -175,9 +175,9 @@ class _Builder:
         known = next((p for p, t in enumerate(tensors) if t in draft.cuts), None)
         if known is None:
             return
-        factor, part = factor_cut(rule, dims[known], shapes[known], draft.cuts[tensors[known]], node.name)
+        factor, part = chunked_factor(rule, dims[known], shapes[known], draft.cuts[tensors[known]], node.name)
         for place, tensor in enumerate(tensors):
-            found = dim_cut(rule, dims[place], shapes[place], factor, part)
+            found = chunked_dim(rule, dims[place], shapes[place], factor, part)
             if found is None:
                 if tensor in draft.cuts:
                     raise Refused(f"as {node.name} needs {self.graph.tensors[tensor].label} as a whole")
@@ -263,7 +263,7 @@ class _Builder:
         draft.steps, draft.cuts = draft.steps | found, trial.cuts
         return True
 
-    def _is_asked_otherwise(self, tensor: int, cut: Cut | None) -> bool:
+    def _is_asked_otherwise(self, tensor: int, cut: ChunkedDim | None) -> bool:
         asked = self.graph.streams.get(tensor)
         return asked is not None and (cut is None or (asked.dim, asked.chunks) != (cut.dim, len(cut.chunks)))
 
@@ -302,21 +302,21 @@ class _Builder:
             for chunk in range(n):
                 only = cut.dim, cut.chunks[chunk]
                 owner = chunk // (n // len(group))
-                held = [count(restricted(side.runs(shape, member), only)) for member in group]
+                held = [box_numel(restricted(side.runs(shape, member), only)) for member in group]
                 if any(c for place, c in enumerate(held) if place != owner):
                     return False
         return True
 
     # chunks
 
-    def _chosen(self, draft: _Draft, tensor: int, stream: Stream) -> Cut:
+    def _chosen(self, draft: _Draft, tensor: int, stream: Stream) -> ChunkedDim:
         """As the user says; else chunks that take a part of every rank's shard, and in a ring of one shard each."""
         dim, n = stream.dim, self.graph.shape(tensor)[stream.dim]
         if stream.layout is not None:
-            return Cut.of(dim, stream.layout, n)
+            return ChunkedDim.of(dim, stream.layout, n)
         for cut in self._neighbours(draft, tensor, stream):
             return cut
-        anyhow = Cut.of(dim, (Split(stream.chunks, STREAM),), n)
+        anyhow = ChunkedDim.of(dim, (Split(stream.chunks, STREAM),), n)
         trial = _Draft(tensor, stream, set(draft.steps))
         self._cut(trial, tensor, anyhow)
         for shards in self._shards(trial):
@@ -326,7 +326,7 @@ class _Builder:
             return of_shards(dim, n, ways, stream.chunks, False)
         return anyhow
 
-    def _neighbours(self, draft: _Draft, tensor: int, stream: Stream) -> Iterator[Cut]:
+    def _neighbours(self, draft: _Draft, tensor: int, stream: Stream) -> Iterator[ChunkedDim]:
         """How loops that make what this one reads cut it, in terms of the tensor."""
         read = {t for place in draft.steps for t in self._tensors_read(place)}
         for other in self.drafts:

@@ -15,9 +15,9 @@ from ..graph import Stream
 from ..mesh import DeviceMesh
 from ..resharding.resharded import Compute, ReshardedDefinition, Set, Step
 from ..sharding import layout as lay
-from .cuts import Cut
+from .chunked_dims import ChunkedDim
 
-Cuts = Mapping[int, Cut]
+ChunkedDims = Mapping[int, ChunkedDim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ChunkLoop:
 
     id: int
     steps: tuple[Step, ...]
-    cuts: Cuts
+    cuts: ChunkedDims
     chunks: int
     ring: str
     asked: int

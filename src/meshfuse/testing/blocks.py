@@ -39,7 +39,7 @@ from .shape_blocks import (
     squeeze,
     triu,
 )
-from .writer import Block, Var, Writer, joint
+from .writer import Block, DefinitionWriter, Var, joint
 
 SMOOTH = ("tanh", "sigmoid", "sin", "cos", "erf", "erfc", "atan", "asinh", "silu")
 KEEPING = ("relu", "abs", "neg", "set", "segment_set", "real")
@@ -59,14 +59,14 @@ def _exact(x: Var) -> bool:
 # pointwise --------------------------------------------------------------------------------------------------
 
 
-def unary(w: Writer) -> None:
+def unary(w: DefinitionWriter) -> None:
     x, name = w.float(), w.choose((*SMOOTH, *KEEPING, *KEEPING))
     keeps = name in KEEPING
     bound = x.bound if keeps or name in ("silu", "asinh") else 2.0
     w.like(x, name, bound=bound, exact=x.exact and keeps)
 
 
-def unary_in_domain(w: Writer) -> None:
+def unary_in_domain(w: DefinitionWriter) -> None:
     name = w.choose((*WITHIN_ONE, *POSITIVE, *FRACTION))
     if name in POSITIVE:
         inside = w.like(w.float(), "sigmoid", bound=1.0, exact=False)
@@ -78,15 +78,15 @@ def unary_in_domain(w: Writer) -> None:
     w.like(inside, name, bound=4.0, exact=False)
 
 
-def step(w: Writer) -> None:
+def step(w: DefinitionWriter) -> None:
     w.like(w.float(_exact), w.choose(STEPS))
 
 
-def test_of(w: Writer) -> None:
+def test_of(w: DefinitionWriter) -> None:
     w.like(w.float(_exact), w.choose(TESTS), kind="bool", bound=1.0)
 
 
-def binary(w: Writer) -> None:
+def binary(w: DefinitionWriter) -> None:
     a = w.float()
     b = w.broadcastable(a)
     name = w.choose(("add", "sub", "mul", "maximum", "minimum"))
@@ -96,7 +96,7 @@ def binary(w: Writer) -> None:
     w.like(pair[0], name, pair[1].tv, shape=joint(a.shape, b.shape), bound=bound, exact=exact)
 
 
-def with_number(w: Writer) -> None:
+def with_number(w: DefinitionWriter) -> None:
     x, name = w.float(), w.choose(("add", "sub", "mul", "div", "rsub", "maximum", "clamp", "pow"))
     if name == "rsub":
         w.add(w.fd.ops.sub(2.0, x.tv), x.shape, x.kind, x.bound + 2, x.exact)
@@ -108,12 +108,12 @@ def with_number(w: Writer) -> None:
         w.like(x, name, w.number(2.0), bound=2 * x.bound + 2)
 
 
-def with_scalar_input(w: Writer) -> None:
+def with_scalar_input(w: DefinitionWriter) -> None:
     x, scalar = w.float(), w.fd.define_scalar(dtype=DataType.Double)
     w.like(x, w.choose(("mul", "add")), scalar, bound=4 * x.bound, exact=False)
 
 
-def quotient(w: Writer) -> None:
+def quotient(w: DefinitionWriter) -> None:
     a = w.float()
     b = w.broadcastable(a)
     below = w.like(w.like(b, "mul", b.tv, bound=b.bound**2, exact=False), "add", 1.0)
@@ -121,7 +121,7 @@ def quotient(w: Writer) -> None:
     w.like(a, name, below.tv, shape=joint(a.shape, b.shape), exact=False)
 
 
-def comparison(w: Writer) -> None:
+def comparison(w: DefinitionWriter) -> None:
     a = w.float(_exact)
     b = w.broadcastable(a)
     b = b if b.exact else w.input(b.shape)
@@ -129,7 +129,7 @@ def comparison(w: Writer) -> None:
     w.like(a, w.choose(COMPARISONS), b.tv, shape=shape, kind="bool", bound=1.0, exact=True)
 
 
-def where(w: Writer) -> None:
+def where(w: DefinitionWriter) -> None:
     condition = w.pick(lambda v: v.kind == "bool") or w.input([w.size(), w.size()], "bool")
     a = w.broadcastable(condition)
     wide = joint(condition.shape, a.shape)
@@ -145,7 +145,7 @@ def joint_or_none(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...] | None:
     return joint(a, b) if fit else None
 
 
-def ternary(w: Writer) -> None:
+def ternary(w: DefinitionWriter) -> None:
     a = w.float()
     b = w.broadcastable(a)
     b = w.tamed(b, 10.0)
@@ -157,19 +157,19 @@ def ternary(w: Writer) -> None:
         w.like(a, "addcmul", b.tv, a.tv, 2.0, shape=shape, bound=bound, exact=False)
 
 
-def integers(w: Writer) -> None:
+def integers(w: DefinitionWriter) -> None:
     a = w.pick(lambda v: v.kind == "int") or w.input([w.size(), w.size()], "int")
     b = w.broadcastable(a, "int")
     w.like(a, w.choose((*BITWISE, "add", "maximum", "gcd")), b.tv, shape=joint(a.shape, b.shape), bound=64.0)
 
 
-def logic(w: Writer) -> None:
+def logic(w: DefinitionWriter) -> None:
     a = w.pick(lambda v: v.kind == "bool") or w.input([w.size(), w.size()], "bool")
     b = w.broadcastable(a, "bool")
     w.like(a, w.choose(("logical_and", "logical_or", "bitwise_xor")), b.tv, shape=joint(a.shape, b.shape))
 
 
-def cast(w: Writer) -> None:
+def cast(w: DefinitionWriter) -> None:
     x = w.pick(lambda v: v.exact and v.bound < 1e5) or w.input([w.size(), w.size()])
     kind = w.choose(("float", "int", "float32"))
     types = {"float": DataType.Double, "int": DataType.Int, "float32": DataType.Float}
@@ -179,7 +179,7 @@ def cast(w: Writer) -> None:
 # reductions and scans ---------------------------------------------------------------------------------------
 
 
-def _dims(w: Writer, x: Var) -> list[int]:
+def _dims(w: DefinitionWriter, x: Var) -> list[int]:
     flags = [w.flag() for _ in x.shape]
     return [d for d, flag in enumerate(flags) if flag] or [w.dim(x)]
 
@@ -188,7 +188,7 @@ def _reduced(x: Var, dims: Sequence[int], keep: bool) -> list[int]:
     return [1 if d in dims else n for d, n in enumerate(x.shape) if keep or d not in dims]
 
 
-def reduction(w: Writer) -> None:
+def reduction(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0)
     name, dims, keep = w.choose(("sum", "sum", "sum", "max", "min", "prod")), _dims(w, x), w.flag()
     count = math.prod(x.shape[d] for d in dims)
@@ -198,14 +198,14 @@ def reduction(w: Writer) -> None:
     w.like(x, name, dims, keep, shape=_reduced(x, dims, keep), bound=bound, exact=exact)
 
 
-def count_of(w: Writer) -> None:
+def count_of(w: DefinitionWriter) -> None:
     x = w.pick(lambda v: v.kind in ("int", "bool") and v.ndim > 0) or w.input([w.size(), w.size()], "int")
     dims, keep = _dims(w, x), w.flag()
     shape, name = _reduced(x, dims, keep), w.choose(("sum", "max", "min")) if x.kind == "int" else "sum"
     w.like(x, name, dims, keep, shape=shape, kind="int", bound=x.bound * math.prod(x.shape))
 
 
-def statistics(w: Writer) -> None:
+def statistics(w: DefinitionWriter) -> None:
     x = w.tamed(w.float(lambda v: v.ndim > 0), 100.0)
     dims, keep = _dims(w, x), w.flag()
     shape = _reduced(x, dims, keep)
@@ -217,7 +217,7 @@ def statistics(w: Writer) -> None:
     w.add(mean, shape, "float", x.bound, False)
 
 
-def scan(w: Writer) -> None:
+def scan(w: DefinitionWriter) -> None:
     x, name = w.float(lambda v: v.ndim > 0), w.choose(("cumsum", "cummax", "cummin", "cumprod"))
     x = w.tamed(x, 1.0) if name == "cumprod" else x
     dim, init = w.dim(x), [0.5] if w.draw(st.integers(0, 3)) == 3 else []
@@ -225,7 +225,7 @@ def scan(w: Writer) -> None:
     w.like(x, name, dim, *init, bound=bound, exact=x.exact and name != "cumprod")
 
 
-def softmax(w: Writer) -> None:
+def softmax(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0)
     dim = w.dim(x)
     peak = w.like(x, "max", [dim], True, shape=_reduced(x, [dim], True))
@@ -237,7 +237,7 @@ def softmax(w: Writer) -> None:
 # products ---------------------------------------------------------------------------------------------------
 
 
-def matmul(w: Writer) -> None:
+def matmul(w: DefinitionWriter) -> None:
     a = w.tamed(w.float(lambda v: 1 < v.ndim < 4), 50.0)
     *batch, _, k = a.shape
     b = w.pick(
@@ -258,7 +258,7 @@ def matmul(w: Writer) -> None:
         w.like(a, "matmul", b.tv, shape=shape, bound=a.bound * b.bound * k)
 
 
-def linear(w: Writer) -> None:
+def linear(w: DefinitionWriter) -> None:
     x = w.tamed(w.float(lambda v: 0 < v.ndim < 4), 50.0)
     n = w.size()
     weight = w.input([n, x.shape[-1]], dtype=x.tv.dtype)
@@ -268,7 +268,7 @@ def linear(w: Writer) -> None:
         w.like(x, "linear", weight.tv, *more, shape=shape, bound=bound)
 
 
-def gram(w: Writer) -> None:
+def gram(w: DefinitionWriter) -> None:
     x = w.tamed(w.float(lambda v: v.ndim == 2), 50.0)
     m, k = x.shape
     other = w.like(x, "permute", [1, 0], shape=(k, m))
@@ -278,11 +278,11 @@ def gram(w: Writer) -> None:
 # lookups ----------------------------------------------------------------------------------------------------
 
 
-def _index(w: Writer, shape: Sequence[int]) -> Var:
+def _index(w: DefinitionWriter, shape: Sequence[int]) -> Var:
     return w.input(shape, "int", 1.0)
 
 
-def index_select(w: Writer) -> None:
+def index_select(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0)
     dim, n = w.dim(x), w.size()
     shape = (*x.shape[:dim], n, *x.shape[dim + 1 :])
@@ -290,7 +290,7 @@ def index_select(w: Writer) -> None:
         w.like(x, "index_select", _index(w, [n]).tv, dim, shape=shape)
 
 
-def take_along(w: Writer) -> None:
+def take_along(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0)
     dim, n = w.dim(x), w.choose((1, 2, 3, 5))
     shape = (*x.shape[:dim], n, *x.shape[dim + 1 :])
@@ -298,28 +298,28 @@ def take_along(w: Writer) -> None:
         w.like(x, w.choose(("take_along_axis", "gather")), _index(w, shape).tv, dim, shape=shape)
 
 
-def embedding(w: Writer) -> None:
+def embedding(w: DefinitionWriter) -> None:
     table, index = w.float(lambda v: v.ndim == 2), _index(w, [w.choose((1, 2, 3, 4)), w.choose((1, 2, 5))])
     shape = (*index.shape, table.shape[1])
     if table.ndim == 2 and math.prod(shape) <= w.max_numel:
         w.add(w.fd.ops.embedding_fwd(index.tv, table.tv), shape, "float", table.bound, table.exact)
 
 
-def select(w: Writer) -> None:
+def select(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 1)
     dim = w.dim(x)
     place = w.draw(st.integers(0, x.shape[dim] - 1))
     w.like(x, "select", place, dim, shape=(*x.shape[:dim], *x.shape[dim + 1 :]))
 
 
-def scatter(w: Writer) -> None:
+def scatter(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0)
     dim = w.dim(x)
     shape = [min(n, 2) for n in x.shape]
     w.like(x, "scatter", _index(w, shape).tv, 3.0, dim, bound=x.bound + 3)
 
 
-def order(w: Writer) -> None:
+def order(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0 and v.exact)
     dim = w.dim(x)
     if w.flag():
@@ -333,7 +333,7 @@ def order(w: Writer) -> None:
 # factories --------------------------------------------------------------------------------------------------
 
 
-def factory(w: Writer) -> None:
+def factory(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0)
     if w.flag():
         line = w.add(w.fd.ops.iota(x.shape[-1], 1, 2, DataType.Int), (x.shape[-1],), "int", 32.0, True)

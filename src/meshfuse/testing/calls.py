@@ -55,7 +55,7 @@ def names_of(call: Call) -> list[str]:
     return [f"a{i}" for i in range(len(call.types))]
 
 
-def evaluate(local: LocalCall, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def run_lowering(local: LocalCall, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results of the op's lowering on one rank's operands."""
     scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "seed": SEED, "offset": OFFSET, "device": "cpu"}
     scope["OP"] = SimpleNamespace(**{local.call.op.name: local.call.op.compute})
@@ -69,7 +69,7 @@ def whole(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results on one rank."""
     mesh = DeviceMesh((1,), ("x",))
     taken, made = ([Sharding.replicated(mesh, t.ndim) for t in side] for side in (call.types, call.results))
-    return evaluate(LocalCall(call, names_of(call), taken, made, 0, number=SALT), operands)
+    return run_lowering(LocalCall(call, names_of(call), taken, made, 0, number=SALT), operands)
 
 
 def define_call(fd: DefinitionBuilder, op: OpDef, sample: Sample) -> tuple[list[TensorView], list[TensorView]]:

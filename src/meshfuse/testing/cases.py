@@ -19,7 +19,7 @@ from ..ops.local import LocalCall
 from ..propagation.factors import carries
 from ..sharding.layout import Layout, Split, axes, text
 from ..sharding.value import Sharding
-from .calls import SALT, evaluate, names_of, operands_of, torch_dtype, whole
+from .calls import SALT, names_of, operands_of, run_lowering, torch_dtype, whole
 from .parts import Sharded, Wrong, ways
 
 REDUCTIONS = ("sum", "prod", "max", "min")
@@ -303,7 +303,9 @@ def unreduced_problem(op: OpDef, case: Unreduced) -> str | None:
     taken, made = _unreduced(call.types, case.operands, case.reduce), _unreduced(
         call.results, range(len(call.results)), case.reduce
     )  # fmt: skip
-    parts = [evaluate(LocalCall(call, names_of(call), taken, made, rank, number=SALT), terms[rank]) for rank in (0, 1)]
+    parts = [
+        run_lowering(LocalCall(call, names_of(call), taken, made, rank, number=SALT), terms[rank]) for rank in (0, 1)
+    ]
     reduced = [_combined(a, b, case.reduce) if i in case.operands else a
                for i, (a, b) in enumerate(zip(*terms, strict=True))]  # fmt: skip
     found = [_combined(a, b, case.reduce) for a, b in zip(*parts, strict=True)]

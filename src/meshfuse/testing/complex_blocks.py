@@ -6,21 +6,21 @@ import math
 
 from hypothesis import strategies as st
 
-from .writer import Var, Writer, joint
+from .writer import DefinitionWriter, Var, joint
 
 
-def _complex(w: Writer, ndim: int = 0, limit: float = 1e3) -> Var:
+def _complex(w: DefinitionWriter, ndim: int = 0, limit: float = 1e3) -> Var:
     """A complex tensor of at least so many dims and no large numbers, or a new input."""
     found = w.pick(lambda v: v.kind == "complex" and v.ndim >= ndim and v.bound <= limit)
     return found or w.input([w.size() for _ in range(max(ndim, 2))], "complex", 6.0)
 
 
-def complex_of(w: Writer) -> None:
+def complex_of(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.tv.dtype.itemsize > 2)
     w.like(x, "complex", x.tv, kind="complex", bound=2 * x.bound)
 
 
-def complex_pointwise(w: Writer) -> None:
+def complex_pointwise(w: DefinitionWriter) -> None:
     x = _complex(w)
     name = w.choose(("add", "sub", "mul", "neg", "truediv", "abs"))
     if name in ("neg", "abs"):
@@ -36,7 +36,7 @@ def complex_pointwise(w: Writer) -> None:
     w.like(x, name, other.tv, shape=joint(x.shape, other.shape), bound=bound, exact=exact)
 
 
-def complex_product(w: Writer) -> None:
+def complex_product(w: DefinitionWriter) -> None:
     x = _complex(w, 2, 50.0)
     n = w.size()
     if x.ndim < 4 and math.prod(x.shape[:-1]) * n <= w.max_numel:
@@ -44,7 +44,7 @@ def complex_product(w: Writer) -> None:
         w.like(x, "matmul", other.tv, shape=(*x.shape[:-1], n), bound=2 * x.bound * 6 * x.shape[-1])
 
 
-def complex_reduction(w: Writer) -> None:
+def complex_reduction(w: DefinitionWriter) -> None:
     x = _complex(w, 1)
     dim, keep = w.dim(x), w.flag()
     shape = [1 if d == dim else n for d, n in enumerate(x.shape) if keep or d != dim]
@@ -54,7 +54,7 @@ def complex_reduction(w: Writer) -> None:
         w.like(x, "cumsum", dim, bound=x.bound * x.shape[dim])
 
 
-def complex_shape(w: Writer) -> None:
+def complex_shape(w: DefinitionWriter) -> None:
     x = _complex(w, 1)
     how = w.choose(("permute", "reshape", "slice"))
     if how == "permute":
@@ -67,5 +67,5 @@ def complex_shape(w: Writer) -> None:
         w.like(x, how, [0] * x.ndim, [max(1, n - 1) for n in x.shape], shape=[max(1, n - 1) for n in x.shape])
 
 
-def parts_of(w: Writer) -> None:
+def parts_of(w: DefinitionWriter) -> None:
     w.like(_complex(w), w.choose(("real", "imag")), kind="float")

@@ -20,7 +20,7 @@ from .blocks import FAMILIES
 from .examples import shape_of
 from .layouts import MOST_RANKS, dim_layouts, drawn_place, meshes
 from .op_blocks import op_block
-from .writer import DTYPES, MAX_NUMEL, SIZES, Block, Writer
+from .writer import DTYPES, MAX_NUMEL, SIZES, Block, DefinitionWriter
 
 _MOST_OPS = 10_000
 _KINDS = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
@@ -69,7 +69,7 @@ def _definitions(
         chosen = tuple(families) or (("pointwise", "shapes") if ops else tuple(FAMILIES))
         found = [b for name in chosen for b in FAMILIES[name]]
         blocks = [*found, *[op_block(op) for op in ops] * max(1, len(found) // max(1, len(ops)))]
-    w = Writer(
+    w = DefinitionWriter(
         draw, sizes=tuple(draw(st.lists(st.sampled_from(sizes), min_size=2, max_size=3))), max_numel=max_numel,
         dtypes=tuple(dtypes), open_sizes=open_sizes and draw(st.integers(0, 3)) == 3,
     )  # fmt: skip
@@ -87,7 +87,7 @@ def _lengths(low: int, high: int) -> list[int]:
     return [*range(low, high + 1), *[*range((low + high) // 2, high + 1)] * 4]
 
 
-def _add_outputs(draw: st.DrawFn, w: Writer) -> None:
+def _add_outputs(draw: st.DrawFn, w: DefinitionWriter) -> None:
     fd, read = w.fd, {i for node in w.fd.nodes for i in node.inputs}
     made = [v.tv.id for v in w.vars]
     unread = [i for node in fd.nodes if not read.intersection(node.outputs) for i in node.outputs[:1]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ..dtypes import Category, DataType
 from .examples import Example
-from .writer import Var, Writer
+from .writer import DefinitionWriter, Var
 
 REAL = (DataType.Double, DataType.Double, DataType.Float)
 
@@ -16,7 +16,7 @@ REAL = (DataType.Double, DataType.Double, DataType.Float)
 # random numbers ---------------------------------------------------------------------------------------------
 
 
-def uniform(w: Writer) -> None:
+def uniform(w: DefinitionWriter) -> None:
     x = w.float()
     name, dtype = w.choose(("uniform", "normal")), w.choose((*REAL, DataType.Half))
     own = {"rng_seed": 7, "rng_offset": 3} if w.flag() else {}
@@ -26,12 +26,12 @@ def uniform(w: Writer) -> None:
     w.like(x, "mul", drawn.tv, bound=16 * x.bound, exact=False)
 
 
-def random_like(w: Writer) -> None:
+def random_like(w: DefinitionWriter) -> None:
     x, name = w.float(), w.choose(("rand_like", "randn_like"))
     w.like(x, name, bound=8.0, exact=False)
 
 
-def dropout(w: Writer) -> None:
+def dropout(w: DefinitionWriter) -> None:
     x = w.float()
     w.add(w.fd.ops.dropout(x.tv, w.choose((0.0, 0.25, 0.5))), x.shape, "float", 2 * x.bound, False)
 
@@ -39,7 +39,7 @@ def dropout(w: Writer) -> None:
 # products ---------------------------------------------------------------------------------------------------
 
 
-def attention(w: Writer, dropout_p: float = 0.0) -> None:
+def attention(w: DefinitionWriter, dropout_p: float = 0.0) -> None:
     """Attention, and half of the time its gradients."""
     heads, groups, length = w.choose((1, 2, 4)), w.choose((1, 2)), w.choose((2, 3, 5))
     dtype = w.choose([d for d in w.dtypes if d.category is Category.FLOAT] or [DataType.Double])
@@ -55,11 +55,11 @@ def attention(w: Writer, dropout_p: float = 0.0) -> None:
             w.add(one, like.shape, "float", 100.0, False)
 
 
-def attention_with_dropout(w: Writer) -> None:
+def attention_with_dropout(w: DefinitionWriter) -> None:
     attention(w, w.choose((0.25, 0.5)))
 
 
-def ring_attention(w: Writer) -> None:
+def ring_attention(w: DefinitionWriter) -> None:
     """Attention in a ring of any size, and half of the time its gradients."""
     ring, heads, groups, is_causal = w.choose((1, 2, 3, 4)), w.choose((1, 2)), w.choose((1, 2)), w.flag()
     options = (ring, is_causal, None, w.flag())
@@ -76,7 +76,7 @@ def ring_attention(w: Writer) -> None:
             w.add(one, like.shape, "float", 100.0, False)
 
 
-def grouped(w: Writer) -> None:
+def grouped(w: DefinitionWriter) -> None:
     """A product in groups of one size, of rows, columns or inner indices."""
     groups, size, m, n = w.choose((1, 2, 3)), w.choose((1, 2, 3)), w.size(), w.size()
     ends = w.add(w.fd.ops.iota(groups, size, size, DataType.Int32), (groups,), "int", 16.0, True)
@@ -92,7 +92,7 @@ def grouped(w: Writer) -> None:
     w.add(made, shapes[2], "float", 16.0 * max(m, n, total), True)
 
 
-def scaled(w: Writer) -> None:
+def scaled(w: DefinitionWriter) -> None:
     m, k, n = w.size(), 2 * w.choose((1, 2, 3)), w.size()
     scales = w.choose((((m, 1), (1, n)), ((), ()), ((m, 2), (2, n))))
     a, b, *factors = (w.input(s, dtype=DataType.Float) for s in ((m, k), (k, n), *scales))
@@ -104,13 +104,13 @@ def scaled(w: Writer) -> None:
 # composites -------------------------------------------------------------------------------------------------
 
 
-def _normalized(w: Writer, x: Var, name: str) -> None:
+def _normalized(w: DefinitionWriter, x: Var, name: str) -> None:
     shape = (x.shape[-1],)
     weight = w.input(shape, dtype=x.tv.dtype).tv if w.flag() else None
     w.add(getattr(w.fd.ops, name)(x.tv, list(shape), weight), x.shape, "float", 16.0, False)
 
 
-def composite(w: Writer) -> None:
+def composite(w: DefinitionWriter) -> None:
     x = w.tamed(w.float(lambda v: v.ndim > 0 and math.prod(v.shape) > 0), 100.0)
     name, dim, ops = w.choose(_COMPOSITES), w.dim(x), w.fd.ops
     without = (*x.shape[:dim], *x.shape[dim + 1 :])
@@ -131,7 +131,7 @@ def composite(w: Writer) -> None:
         w.add(getattr(ops, name)(x.tv, dim), x.shape, "float", x.bound, False)
 
 
-def _cross_entropy(w: Writer) -> None:
+def _cross_entropy(w: DefinitionWriter) -> None:
     rows, classes = w.size(), w.size()
     logits = w.input((rows, classes))
     values = tuple(w.draw(st.integers(0, classes - 1)) for _ in range(3))

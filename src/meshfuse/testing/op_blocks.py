@@ -11,12 +11,12 @@ from ..dtypes import Category, DataType
 from ..ops import OPS, pointwise
 from ..ops.base import OpDef, ParamKind, Sample, TensorType
 from ..ops.binding import make_call
-from ..ops.products import needs_nvidia
+from ..ops.products import is_nvidia_only
 from ..ops.registry import find
 from .examples import Example
-from .writer import KINDS, Block, Var, Writer, joint
+from .writer import KINDS, Block, DefinitionWriter, Var, joint
 
-RUNNABLE = tuple(name for name, op in OPS.items() if not needs_nvidia(op))
+RUNNABLE = tuple(name for name, op in OPS.items() if not is_nvidia_only(op))
 # Pointwise ops that jump: of the same operands alone are their results the same.
 _JUMPING = (
     "ceil floor round sign trunc frac logical_not isfinite isinf isnan isneginf isposinf isreal signbit remainder fmod "
@@ -37,11 +37,11 @@ def op_block(op: OpDef | str) -> Block:
     return lambda w: _call_sample(w, found, w.choose(list(found.samples())))
 
 
-def any_op(w: Writer) -> None:
+def any_op(w: DefinitionWriter) -> None:
     op_block(w.choose(RUNNABLE))(w)
 
 
-def _call_sample(w: Writer, op: OpDef, sample: Sample) -> None:
+def _call_sample(w: DefinitionWriter, op: OpDef, sample: Sample) -> None:
     call, place = make_call(op, sample), iter(range(99))
 
     def operand(arg: Any) -> Any:
@@ -56,7 +56,7 @@ def _call_sample(w: Writer, op: OpDef, sample: Sample) -> None:
         add_result(w, tv, kind)
 
 
-def _operand(w: Writer, op: OpDef, kind: TensorType, sample: Sample, place: int) -> TensorView:
+def _operand(w: DefinitionWriter, op: OpDef, kind: TensorType, sample: Sample, place: int) -> TensorView:
     """A tensor of the program that is the same on every mesh to the last digit, or a new input."""
     values = sample.values.get(place)
     free = values is None and op.domain is None
@@ -67,7 +67,7 @@ def _operand(w: Writer, op: OpDef, kind: TensorType, sample: Sample, place: int)
     return w.input(kind.shape, KINDS[kind.dtype.category], dtype=kind.dtype, example=example).tv
 
 
-def add_result(w: Writer, tv: TensorView, kind: TensorType) -> None:
+def add_result(w: DefinitionWriter, tv: TensorView, kind: TensorType) -> None:
     """A result of any size: real ones are squashed, and complex ones are left to be outputs."""
     if kind.dtype is DataType.UInt64 or kind.dtype.category is Category.COMPLEX:
         return
@@ -80,7 +80,7 @@ def add_result(w: Writer, tv: TensorView, kind: TensorType) -> None:
 # pointwise ops on what the program has ----------------------------------------------------------------------
 
 
-def any_pointwise(w: Writer) -> None:
+def any_pointwise(w: DefinitionWriter) -> None:
     """A pointwise op in one of its overloads, its numbers plain, constants or inputs, on tensors of any shape."""
     op = OPS[w.choose(_POINTWISE)]
     sample = w.choose(list(op.samples()))
@@ -95,7 +95,7 @@ def any_pointwise(w: Writer) -> None:
 
 
 def _pointwise_argument(
-    w: Writer, op: OpDef, kind: ParamKind, arg: Any, lead: Var, shapes: list[tuple[int, ...]], wide: bool
+    w: DefinitionWriter, op: OpDef, kind: ParamKind, arg: Any, lead: Var, shapes: list[tuple[int, ...]], wide: bool
 ) -> Any:
     if not isinstance(arg, TensorType):
         return arg if kind is ParamKind.INT else _number(w, arg)
@@ -115,7 +115,7 @@ def _pointwise_argument(
     return x.tv if x.tv.dtype is wanted else w.like(x, "cast", wanted, exact=False).tv
 
 
-def _number(w: Writer, value: Any) -> Any:
+def _number(w: DefinitionWriter, value: Any) -> Any:
     """Itself, a constant, or an input, which is 2 or 1.5."""
     how = w.draw(st.integers(0, 3))
     if how < 2 or value is None or isinstance(value, bool):

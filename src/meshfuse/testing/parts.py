@@ -19,7 +19,7 @@ from ..ops.local import LocalCall
 from ..propagation.factors import tensor_layouts
 from ..sharding.layout import Layout, Split, axes, canonical
 from ..sharding.value import Sharding
-from .calls import SALT, evaluate, names_of, torch_dtype
+from .calls import SALT, names_of, run_lowering, torch_dtype
 
 _COMBINE = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}
 
@@ -195,7 +195,7 @@ class Sharded:
         for place, tensor in enumerate(cut):
             assert tuple(tensor.shape) == local.operand_shapes[place]
         try:
-            return evaluate(local, cut)
+            return run_lowering(local, cut)
         except Exception as error:
             shapes = ", ".join(str(list(t.shape)) for t in cut)
             raise Wrong(f"the lowering fails on shards of shapes {shapes}: {_first_line(error)}", rank) from error

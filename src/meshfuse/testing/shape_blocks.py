@@ -6,10 +6,10 @@ import math
 
 from hypothesis import strategies as st
 
-from .writer import Var, Writer
+from .writer import DefinitionWriter, Var
 
 
-def merge(w: Writer) -> None:
+def merge(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 1)
     first = w.draw(st.integers(0, x.ndim - 2))
     last = w.draw(st.integers(first + 1, x.ndim - 1))
@@ -17,7 +17,7 @@ def merge(w: Writer) -> None:
     w.like(x, "reshape", w.sizes_of(shape), shape=shape)
 
 
-def split(w: Writer) -> None:
+def split(w: DefinitionWriter) -> None:
     x = w.float(lambda v: 0 < v.ndim < 4 and max(v.shape) > 3)
     dim = max(range(x.ndim), key=lambda d: x.shape[d])
     n = x.shape[dim]
@@ -26,7 +26,7 @@ def split(w: Writer) -> None:
     w.like(x, "reshape", w.sizes_of(shape), shape=shape)
 
 
-def reshape(w: Writer) -> None:
+def reshape(w: DefinitionWriter) -> None:
     """To any other shape of as many elements."""
     x = w.float()
     rest, shape = math.prod(x.shape), []
@@ -37,13 +37,13 @@ def reshape(w: Writer) -> None:
     w.like(x, "reshape", w.sizes_of(shape), shape=shape)
 
 
-def permute(w: Writer) -> None:
+def permute(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 1)
     order = w.draw(st.permutations(range(x.ndim)))
     w.like(x, "permute", list(order), shape=[x.shape[d] for d in order])
 
 
-def slice_(w: Writer) -> None:
+def slice_(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0)
     dim, stride = w.dim(x), w.choose((1, 1, 2))
     start = w.draw(st.integers(0, x.shape[dim] - 1))
@@ -55,20 +55,20 @@ def slice_(w: Writer) -> None:
     w.like(x, "slice", starts, stops, strides, shape=shape)
 
 
-def pad(w: Writer) -> None:
+def pad(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0 and math.prod(v.shape) < w.max_numel // 2)
     before, after, value = w.draw(st.integers(0, 2)), w.draw(st.integers(0, 2)), w.choose((0.0, 1.0))
     w.like(x, "pad", [before, after], value, shape=(*x.shape[:-1], x.shape[-1] + before + after))
 
 
-def reorder(w: Writer) -> None:
+def reorder(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0 and math.prod(v.shape) > 0)
     dim = w.dim(x)
     blocks = w.choose([n for n in range(1, x.shape[dim] + 1) if x.shape[dim] % n == 0])
     w.like(x, "reorder_blocks", dim, w.draw(st.permutations(range(blocks))))
 
 
-def cat(w: Writer) -> None:
+def cat(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim > 0 and math.prod(v.shape) < w.max_numel // 3)
     dim = w.dim(x)
     y = w.pick(lambda v: _cat_fits(v, x, dim, w.max_numel // 3)) or x
@@ -82,7 +82,7 @@ def _cat_fits(v: Var, x: Var, dim: int, limit: int) -> bool:
     return all(a == b for d, (a, b) in enumerate(zip(v.shape, x.shape, strict=True)) if d != dim)
 
 
-def broadcast(w: Writer) -> None:
+def broadcast(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim < 4)
     place = w.draw(st.integers(0, x.ndim))
     flags = [d == place for d in range(x.ndim + 1)]
@@ -94,14 +94,14 @@ def broadcast(w: Writer) -> None:
         w.like(y, "expand", w.sizes_of(wide), shape=wide)
 
 
-def broadcast_in_dim(w: Writer) -> None:
+def broadcast_in_dim(w: DefinitionWriter) -> None:
     x = w.float(lambda v: v.ndim < 3 and math.prod(v.shape) < w.max_numel // 8)
     place, n = w.draw(st.integers(0, x.ndim)), w.choose((1, 2, 3, 5))
     shape = [*x.shape[:place], n, *x.shape[place:]]
     w.like(x, "broadcast_in_dim", shape, [d for d in range(x.ndim + 1) if d != place], shape=shape)
 
 
-def squeeze(w: Writer) -> None:
+def squeeze(w: DefinitionWriter) -> None:
     x = w.pick(lambda v: v.kind == "float" and 1 in v.shape and v.ndim > 1)
     if x is None:
         y = w.float(lambda v: v.ndim > 0)
@@ -110,5 +110,5 @@ def squeeze(w: Writer) -> None:
     w.like(x, "squeeze", [dim], shape=(*x.shape[:dim], *x.shape[dim + 1 :]))
 
 
-def triu(w: Writer) -> None:
+def triu(w: DefinitionWriter) -> None:
     w.like(w.float(lambda v: v.ndim > 1), "triu", w.draw(st.integers(-2, 2)))

@@ -51,7 +51,7 @@ _WIDEST = {
 
 
 @dataclass(slots=True)
-class Writer:
+class DefinitionWriter:
     """Draws operands and appends ops. `vars` are the tensors so far, `sizes` and `dtypes` those of inputs.
 
     No tensor is made of more than `max_numel` elements. With `open_sizes` some sizes of inputs are left open (-1).
@@ -154,4 +154,4 @@ def joint(*shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(max(sizes) for sizes in zip(*full, strict=True))
 
 
-Block = Callable[[Writer], None]
+Block = Callable[[DefinitionWriter], None]

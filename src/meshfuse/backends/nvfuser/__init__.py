@@ -1,23 +1,23 @@
 """Segments as nvFuser definitions of local tensors.
 
-nvFuser itself is imported by `load` alone, when a definition is built: importing this package needs none.
+nvFuser itself is imported by `load_nvfuser` alone, when a definition is built: importing this package needs none.
 """
 
 from __future__ import annotations
 
-from .cut import Part, cut, torch_reason
-from .load import NvfuserMissing, load
+from .load import NvfuserMissing, load_nvfuser
 from .native_call import NativeCall
+from .partition import Partition, partitioned, torch_reason
 from .segment import NativeKernel, build_call, build_segment
 
 __all__ = [
     "NativeCall",
     "NativeKernel",
     "NvfuserMissing",
-    "Part",
+    "Partition",
     "build_call",
     "build_segment",
-    "cut",
-    "load",
+    "load_nvfuser",
+    "partitioned",
     "torch_reason",
 ]

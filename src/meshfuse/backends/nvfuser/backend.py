@@ -11,16 +11,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ops.base import TensorType
 from .. import Prepared, Task, Unsupported
-from .cut import Part, cut, refusal
 from .launch import CudaLauncher, Launcher, NativePart, Run, laid_out, lies_so
-from .load import load
+from .load import load_nvfuser
 from .memory_layout import dense_strides, memory_layout
+from .partition import Partition, partitioned, refusal
 from .segment import MemoryLayouts, build_segment, value_types
 from .text import bind_kernel, part_kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PreparedPartition:
     """A part of a segment that is ready to run: which names it takes and gives, and why it is left to torch."""
 
     run: Run
@@ -39,7 +39,7 @@ class NvFuser:
     name = "nvfuser"
 
     def __init__(self, launcher: Launcher | None = None) -> None:
-        load()
+        load_nvfuser()
         self.launcher: Launcher = CudaLauncher() if launcher is None else launcher
 
     def prepare(self, task: Task) -> Prepared:
@@ -47,14 +47,14 @@ class NvFuser:
         self.launcher.check(task.device)
         if task.segment is None:
             raise Unsupported("the kernel is a part of a segment, in a loop")
-        parts = [part for part in cut(task.definition, task.segment, task.rank) if part.segment.outputs]
-        memory = _Memory(task)
+        parts = [part for part in partitioned(task.definition, task.segment, task.rank) if part.segment.outputs]
+        memory = _FakeValues(task)
         steps = [self._step(task, part, place, memory) for place, part in enumerate(parts)]
         if all(step.reason for step in steps):
             raise Unsupported("; ".join(dict.fromkeys(step.reason for step in steps)))
         return _Compiled(task, steps)
 
-    def _step(self, task: Task, part: Part, place: int, memory: _Memory) -> Step:
+    def _step(self, task: Task, part: Partition, place: int, memory: _FakeValues) -> PreparedPartition:
         """The part compiled, or in torch with the reason."""
         kernel = part_kernel(task.definition, part.segment, task.rank, f"{task.kernel.name}_part_{place}")
         text = bind_kernel(kernel, task.device)
@@ -71,9 +71,11 @@ class NvFuser:
             except Unsupported as error:
                 reason = str(error)
         memory.values.update(zip(kernel.results, made, strict=True))
-        return Step(run, kernel.params, kernel.results, reason, len(part.segment.computes))
+        return PreparedPartition(run, kernel.params, kernel.results, reason, len(part.segment.computes))
 
-    def _native(self, task: Task, part: Part, text: Run, taken: Sequence[Any], made: Sequence[torch.Tensor]) -> Run:
+    def _native(
+        self, task: Task, part: Partition, text: Run, taken: Sequence[Any], made: Sequence[torch.Tensor]
+    ) -> Run:
         given = [t for t in taken if isinstance(t, torch.Tensor)]
         layouts = MemoryLayouts(tuple(map(memory_layout, given)), tuple(map(memory_layout, made)))
         try:
@@ -85,7 +87,7 @@ class NvFuser:
         return self.launcher.prepare(NativePart(kernel, text, examples, strides, _owned(given, made)), task.device)
 
 
-class _Memory:
+class _FakeValues:
     """How the values of a segment lie in memory, found by running its parts on fake tensors."""
 
     def __init__(self, task: Task):
@@ -155,8 +157,8 @@ class _Compiled:
     Definitions are made for the order of their inputs' dims in memory: inputs that lie otherwise run the text.
     """
 
-    def __init__(self, task: Task, steps: Sequence[Step]):
-        self.note, self.steps = described(steps), tuple(steps)
+    def __init__(self, task: Task, steps: Sequence[PreparedPartition]):
+        self.note, self.steps = partitions_text(steps), tuple(steps)
         assert task.segment is not None
         self._eager, self._params = task.eager, parameters(task)
         self._results = tuple(f"v{v}" for v in task.segment.outputs)
@@ -190,7 +192,7 @@ class _Compiled:
         return fits
 
 
-def described(steps: Sequence[Step]) -> str:
+def partitions_text(steps: Sequence[PreparedPartition]) -> str:
     """How many of a segment's ops are nvFuser's, and why the others are not."""
     left = [step for step in steps if step.reason]
     if not left:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import Unsupported
-from .cut import refusal
+from .partition import refusal
 from .segment import NativeKernel
 
 # Called with the tensors and then the numbers that a definition takes; gives its outputs in order.

@@ -28,7 +28,7 @@ class NvfuserMissing(MeshfuseError, ImportError):
 
 
 @functools.cache
-def load() -> ModuleType:
+def load_nvfuser() -> ModuleType:
     """The module `nvfuser_direct`. Raises NvfuserMissing with the name of the wheel that fits."""
     torch_version = _torch_version()
     _check_environment(torch_version)

@@ -17,7 +17,7 @@ from ...ops.native import ToTorch
 from ...resharding.resharded import Compute
 from ...scalars import ScalarDef
 from ...segmentation import Segment, SegmentedDefinition
-from .load import load
+from .load import load_nvfuser
 from .memory_layout import MemoryLayout
 from .native_call import NativeCall
 
@@ -38,7 +38,7 @@ class NativeKernel:
         return str(self.definition.fusion)
 
 
-class _Builder:
+class _NativeBuilder:
     """An open nvFuser definition, with the scalars of ours that it has met."""
 
     def __init__(self, fd: Any, types: Any, scalars: Mapping[int, ScalarDef], size: SizeOf):
@@ -101,10 +101,10 @@ def build_call(local: LocalCall) -> NativeKernel:
 
     Raises ToTorch with the reason where nvFuser cannot compute it, NvfuserMissing without nvFuser.
     """
-    nvfuser = load()
+    nvfuser = load_nvfuser()
     inputs, outputs = local_types(local)
     with _definition(nvfuser) as fd:
-        builder = _Builder(fd, nvfuser.DataType, {}, _no_size)
+        builder = _NativeBuilder(fd, nvfuser.DataType, {}, _no_size)
         for made in builder.call(local, [builder.define(t) for t in inputs]):
             fd.add_output(made)
     return NativeKernel(local.call.op.name, fd, inputs, (), outputs)
@@ -139,11 +139,11 @@ def build_segment(
     Raises ToTorch with the op and the reason where an op of the segment is left to torch, NvfuserMissing
     without nvFuser.
     """
-    nvfuser = load()
+    nvfuser = load_nvfuser()
     graph = segmented.resharded.graph
     inputs, outputs = (value_types(segmented, values, rank) for values in (segment.inputs, segment.outputs))
     with _definition(nvfuser) as fd:
-        builder = _Builder(fd, nvfuser.DataType, graph.scalars, lambda t, dim: graph.shape(t.id)[dim])
+        builder = _NativeBuilder(fd, nvfuser.DataType, graph.scalars, lambda t, dim: graph.shape(t.id)[dim])
         given = layouts.inputs if layouts is not None else (None,) * len(inputs)
         values = {v: builder.define(t, lies) for v, t, lies in zip(segment.inputs, inputs, given, strict=True)}
         scalars = tuple(builder.scalar_input(i) for i in scalar_inputs(graph, segment.computes))
@@ -169,7 +169,7 @@ def local_call(graph: Graph, compute: Compute, rank: int) -> LocalCall:
 
 
 def _compute(
-    builder: _Builder, graph: Graph, compute: Compute, values: Mapping[int, Any], rank: int
+    builder: _NativeBuilder, graph: Graph, compute: Compute, values: Mapping[int, Any], rank: int
 ) -> tuple[Any, ...]:
     node = graph.nodes[compute.node]
     try:

@@ -11,7 +11,7 @@ from ..sharding.layout import Layout, Split
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ChunkedDim:
     """A dim of a tensor in chunks: the indices of each. `layout` says the same in factors; None where none can."""
 
     dim: int
@@ -19,7 +19,7 @@ class Cut:
     layout: Layout | None
 
     @classmethod
-    def of(cls, dim: int, layout: Layout, n: int) -> Cut:
+    def of(cls, dim: int, layout: Layout, n: int) -> ChunkedDim:
         """The chunks that a layout, with its stream, cuts a dim of size n into."""
         layout = lay.canonical(layout, n)
         chunks = tuple(lay.chunk_runs(layout, n, c) for c in range(lay.stream_count(layout)))
@@ -33,20 +33,22 @@ class Refused(Exception):
     """Why a stream cannot be used."""
 
 
-def of_shards(dim: int, n: int, ways: int, inner: int, ring: bool) -> Cut:
+def of_shards(dim: int, n: int, ways: int, inner: int, ring: bool) -> ChunkedDim:
     """Chunks of a dim in `ways` shards, each cut into `inner` parts: of all shards a part, or in a ring of one."""
     if n % (ways * inner) == 0:
         outer = Split(ways, STREAM if ring else None)
-        return Cut.of(dim, (outer, Split(inner, STREAM)) if ways > 1 else (Split(inner, STREAM),), n)
+        return ChunkedDim.of(dim, (outer, Split(inner, STREAM)) if ways > 1 else (Split(inner, STREAM),), n)
     size = -(-n // ways)
     shards = [(min(i * size, n), min((i + 1) * size, n)) for i in range(ways)]
     parts = [[(a + (b - a) * j // inner, a + (b - a) * (j + 1) // inner) for j in range(inner)] for a, b in shards]
     if ring:
-        return Cut(dim, tuple(((a, b),) if a < b else () for shard in parts for a, b in shard), None)
-    return Cut(dim, tuple(lay.as_runs([shard[j] for shard in parts]) for j in range(inner)), None)
+        return ChunkedDim(dim, tuple(((a, b),) if a < b else () for shard in parts for a, b in shard), None)
+    return ChunkedDim(dim, tuple(lay.as_runs([shard[j] for shard in parts]) for j in range(inner)), None)
 
 
-def factor_cut(rule: Rule, dims: DimFactors, shape: tuple[int, ...], cut: Cut, name: str) -> tuple[int, Cut]:
+def chunked_factor(
+    rule: Rule, dims: DimFactors, shape: tuple[int, ...], cut: ChunkedDim, name: str
+) -> tuple[int, ChunkedDim]:
     """The factor that a dim's chunks cut, and how (as if it were a dim of its own)."""
     factors, n = dims[cut.dim], shape[cut.dim]
     if not factors:
@@ -59,22 +61,24 @@ def factor_cut(rule: Rule, dims: DimFactors, shape: tuple[int, ...], cut: Cut, n
         if parts is None or len(found) != 1:
             raise Refused(f"as the chunks do not fall on one factor of dim {cut.dim} of {name}")
         factor = factors[found[0]]
-        part = Cut.of(cut.dim, parts[found[0]], rule.factors[factor].size)
+        part = ChunkedDim.of(cut.dim, parts[found[0]], rule.factors[factor].size)
     if rule.factors[factor].kind is not FactorKind.PASS:
         raise Refused(f"as {name} needs dim {cut.dim} whole ({rule.factors[factor].kind.value})")
     return factor, part
 
 
-def dim_cut(rule: Rule, dims: DimFactors, shape: tuple[int, ...], factor: int, cut: Cut) -> Cut | None:
+def chunked_dim(
+    rule: Rule, dims: DimFactors, shape: tuple[int, ...], factor: int, cut: ChunkedDim
+) -> ChunkedDim | None:
     """How the dim of a tensor that a factor is in is cut; None where it is in none."""
     for dim, factors in enumerate(dims):
         if factors == (factor,):
-            return Cut(dim, cut.chunks, cut.layout)
+            return ChunkedDim(dim, cut.chunks, cut.layout)
         if factor in factors:
             parts = tuple(cut.layout if f == factor else lay.WHOLE for f in factors)
             sizes = tuple(rule.factors[f].size for f in factors)
             joined = None if cut.layout is None else lay.concat(parts, sizes, shape[dim])
             if joined is None:
                 raise Refused("as a merged dim cannot be cut so")
-            return Cut.of(dim, joined, shape[dim])
+            return ChunkedDim.of(dim, joined, shape[dim])
     return None

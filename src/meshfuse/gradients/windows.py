@@ -14,7 +14,7 @@ from .context import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WindowGradient:
     """The gradient of the window of a tensor that begins at these indices. It cuts no dim whose size is open."""
 
     grad: Tensor
@@ -25,7 +25,7 @@ class Piece:
         return self.grad.type.shape
 
 
-def padded(ops: Any, x: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
+def zero_padded(ops: Any, x: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
     """Zeros around a tensor: how many before and after, by dim. Itself where it is known that there are none."""
     if all(isinstance(n, int) and n == 0 for n in (*before, *after)):
         return x
@@ -33,7 +33,7 @@ def padded(ops: Any, x: Tensor, before: Sequence[Any], after: Sequence[Any]) -> 
     return ops.pad(x, widths)
 
 
-def joined(ops: Any, pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[Tensor]:
+def joined_windows(ops: Any, pieces: Sequence[WindowGradient], shape: tuple[int, ...]) -> list[Tensor]:
     """Gradients of the whole tensor whose sum is that of the pieces."""
     dim = _tiled_dim(pieces, shape)
     if dim is None:
@@ -42,7 +42,7 @@ def joined(ops: Any, pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[Te
     return [ops.cat([piece.grad for piece in ordered], dim)]
 
 
-def _tiled_dim(pieces: Sequence[Piece], shape: tuple[int, ...]) -> int | None:
+def _tiled_dim(pieces: Sequence[WindowGradient], shape: tuple[int, ...]) -> int | None:
     """The one dim that the pieces cut, if they are the whole tensor, each element once."""
     cut = {d for piece in pieces for d, left in enumerate(_left(piece, shape)) if left}
     if len(cut) != 1:
@@ -53,11 +53,11 @@ def _tiled_dim(pieces: Sequence[Piece], shape: tuple[int, ...]) -> int | None:
     return dim if whole and all(a[1] == b[0] for a, b in itertools.pairwise(spans)) else None
 
 
-def _left(piece: Piece, shape: tuple[int, ...]) -> list[int]:
+def _left(piece: WindowGradient, shape: tuple[int, ...]) -> list[int]:
     """How much of each dim the window leaves out."""
     return [0 if -1 in (n, m) else n - m for n, m in zip(shape, piece.shape, strict=True)]
 
 
-def _alone(ops: Any, piece: Piece, shape: tuple[int, ...]) -> Tensor:
+def _alone(ops: Any, piece: WindowGradient, shape: tuple[int, ...]) -> Tensor:
     after = [left - start for left, start in zip(_left(piece, shape), piece.starts, strict=True)]
-    return padded(ops, piece.grad, piece.starts, after)
+    return zero_padded(ops, piece.grad, piece.starts, after)

@@ -13,7 +13,7 @@ from .segment import build_segment
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Partition:
     """Ops of a segment in a row. `reason` says why they are left to torch; empty for nvFuser's."""
 
     segment: Segment
@@ -23,7 +23,7 @@ class Part:
         return f"torch: {self.reason}" if self.reason else "nvFuser"
 
 
-def cut(segmented: SegmentedDefinition, segment: Segment, rank: int) -> tuple[Part, ...]:
+def partitioned(segmented: SegmentedDefinition, segment: Segment, rank: int) -> tuple[Partition, ...]:
     """The segment's ops in their order, cut wherever the ops change between nvFuser and torch.
 
     Raises NvfuserMissing without nvFuser.
@@ -33,7 +33,7 @@ def cut(segmented: SegmentedDefinition, segment: Segment, rank: int) -> tuple[Pa
     pairs = zip(segment.computes, reasons, strict=True)
     runs = [list(run) for _, run in itertools.groupby(pairs, key=lambda pair: pair[1] is None)]
     if len(runs) == 1:
-        return (Part(segment, _text(reasons)),)
+        return (Partition(segment, _text(reasons)),)
     return tuple(_part(segment, [c for c, _ in run], _text([r for _, r in run])) for run in runs)
 
 
@@ -59,7 +59,7 @@ def _text(reasons: Sequence[str | None]) -> str:
     return "; ".join(dict.fromkeys(r for r in reasons if r is not None))
 
 
-def _part(segment: Segment, computes: Sequence[Compute], reason: str) -> Part:
+def _part(segment: Segment, computes: Sequence[Compute], reason: str) -> Partition:
     inside = {c.node for c in computes}
     read = {v for c in segment.computes if c.node not in inside for v in c.inputs} | set(segment.outputs)
-    return Part(Segment.of(segment.id, computes, read.__contains__), reason)
+    return Partition(Segment.of(segment.id, computes, read.__contains__), reason)
