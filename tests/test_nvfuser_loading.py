@@ -35,13 +35,13 @@ def fitting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(loading, "_torch_version", lambda: "2.10.0+cu128")
     monkeypatch.setattr(loading, "_torch_cuda", lambda: "12.8")
-    loading.load.cache_clear()
+    loading.load_nvfuser.cache_clear()
     return monkeypatch
 
 
 def _refusal() -> str:
     with pytest.raises(NvfuserMissing) as caught:
-        loading.load()
+        loading.load_nvfuser()
     return str(caught.value)
 
 
@@ -89,7 +89,7 @@ def test_the_next_torch_with_the_wheel_before_its_own(fitting: pytest.MonkeyPatc
     fitting.setitem(sys.modules, "nvfuser_direct", module := type(sys)("nvfuser_direct"))
     module.__version__ = "0.2.36+git7e04d26"  # type: ignore[attr-defined]
     if cuda == "13.0":
-        assert loading.load() is module
+        assert loading.load_nvfuser() is module
     else:
         assert refused in _refusal()
 

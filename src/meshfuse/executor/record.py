@@ -20,7 +20,7 @@ import torch
 from ..errors import ArgumentError, DefinitionError, caller_line, user_error
 from ..host_ir.instructions import CommunicationCall, group_name
 from ..host_ir.program import HostProgram
-from .spans import Span, make_writable, write_trace
+from .spans import Span, SpanKind, make_writable, write_trace
 
 # The folder that traces go to; nothing is recorded where it is not set.
 VARIABLE = "MESHFUSE_TRACE"
@@ -46,7 +46,7 @@ class Recorder:
         """Seconds since the recorder was made."""
         return time.perf_counter() - self.begin
 
-    def add(self, kind: str, name: str, start: float) -> None:
+    def add(self, kind: SpanKind, name: str, start: float) -> None:
         """Something that began at `start` and ends now."""
         self.spans.append(Span(kind, name, start, self.now()))
 

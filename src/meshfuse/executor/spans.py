@@ -7,18 +7,20 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ..errors import user_error
 from ..whole_files import write_whole
 
-KINDS = ("kernel", "communication", "wait")
+SpanKind = Literal["kernel", "communication", "wait"]
+KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """What a rank does from one moment to another, in seconds: a "kernel", a "communication" or a "wait"."""
 
-    kind: str
+    kind: SpanKind
     name: str
     start: float
     end: float

@@ -28,6 +28,7 @@ from .communicate import (
 from .instructions import (
     Allocate,
     Collective,
+    CollectiveKind,
     Communication,
     Flatten,
     Fold,
@@ -164,7 +165,9 @@ def _folds(moves: Sequence[MoveContext], flat: str) -> Iterator[Instruction]:
         yield Fold(c.target, flat, n, c.target_shape, c.move.src.reduce, c.source, own_term(c), among)
 
 
-def _call(moves: Sequence[MoveContext], kind: str, read: str, written: str, text: str, size: int) -> Collective:
+def _call(
+    moves: Sequence[MoveContext], kind: CollectiveKind, read: str, written: str, text: str, size: int
+) -> Collective:
     first = moves[0]
     call = first.collective(kind, [read], [written], text, size)
     return dataclasses.replace(call, about=joined_communication([c.about for c in moves]))

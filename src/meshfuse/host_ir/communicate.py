@@ -16,10 +16,12 @@ from .instructions import (
     Allocate,
     Box,
     Collective,
+    CollectiveKind,
     Communication,
     Fold,
     Instruction,
     Join,
+    MessageKind,
     Own,
     Pack,
     Put,
@@ -74,7 +76,9 @@ class MoveContext:
         window = self.move.window
         return local_box(self.held, window.to_source(tuple(box)) if window else box)
 
-    def collective(self, kind: str, reads: Sequence[str], writes: Sequence[str], text: str, size: int) -> Collective:
+    def collective(
+        self, kind: CollectiveKind, reads: Sequence[str], writes: Sequence[str], text: str, size: int
+    ) -> Collective:
         payload = (size, self.type.dtype.value)
         return Collective(self.work, self.group, kind, tuple(reads), tuple(writes), text, self.about, payload)
 
@@ -395,5 +399,5 @@ def _talking(found: Sequence[Piece]) -> tuple[int, ...]:
     return tuple(sorted({rank for p in found if p.source != p.target for rank in (p.source, p.target)}))
 
 
-def _message(c: MoveContext, members: tuple[int, ...], kind: str, peer: int, name: str, size: int) -> SendRecv:
+def _message(c: MoveContext, members: tuple[int, ...], kind: MessageKind, peer: int, name: str, size: int) -> SendRecv:
     return SendRecv(f"{name}_work", members, kind, peer, name, c.about, (size, c.type.dtype.value))

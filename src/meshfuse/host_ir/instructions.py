@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..dtypes import DataType
 from ..errors import SourceLine
@@ -267,13 +267,18 @@ class Communication:
     parts: tuple[Communication, ...] = ()
 
 
+# As the methods of groups are called.
+CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+MessageKind = Literal["send", "recv"]
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A collective of a group, issued; its Wait comes later. `text` is the call on the group."""
 
     work: str
     group: tuple[int, ...]
-    kind: str
+    kind: CollectiveKind
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     text: str
@@ -290,7 +295,7 @@ class SendRecv:
 
     work: str
     group: tuple[int, ...]
-    kind: str
+    kind: MessageKind
     peer: int
     buffer: str
     about: Communication

@@ -10,10 +10,10 @@ from ..dtypes import DataType
 from ..moves.move import MoveKind, box_numel
 from ..resharding.resharded import Compute, Set
 from ..sharding.layout import Runs
-from ..streams.overlap import ChunkLoop
+from ..streams.overlap import ChunkLoop, RingKind
 from .chunks import Chunks
 from .communicate import local_shape
-from .instructions import Allocate, Fold, Instruction, Pack, Put, SendRecv, Slice, Wait, whole_box
+from .instructions import Allocate, Fold, Instruction, MessageKind, Pack, Put, SendRecv, Slice, Wait, whole_box
 
 if TYPE_CHECKING:
     from .lower import RankLowering
@@ -100,7 +100,7 @@ class _InRing(Chunks):
         """The type of the sums that travel in a ring."""
         return DataType.Float if self.wide is not None else self._dtype(step.source)
 
-    def _message(self, step: Set, kind: str, peer: int, name: str, chunk: int, size: int) -> SendRecv:
+    def _message(self, step: Set, kind: MessageKind, peer: int, name: str, chunk: int, size: int) -> SendRecv:
         context = self.low.move_context(step, "", "", False)
         dtype = self._sum_type(step)
         wire = float(size * dtype.itemsize) if kind == "send" else 0.0
@@ -251,4 +251,4 @@ class _ScatterRing(_InRing):
             self.out.append(Put(self.low.name(step.target), box, local_shape(self._held(step.target)), mine))
 
 
-_WRITERS: dict[str, type[Chunks]] = {"": _InTurn, "gather": _GatherRing, "scatter": _ScatterRing}
+_WRITERS: dict[RingKind | None, type[Chunks]] = {None: _InTurn, "gather": _GatherRing, "scatter": _ScatterRing}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ..dtypes import DataType
 from ..errors import user_error
@@ -24,23 +24,26 @@ from .base import (
 )
 from .native import Native
 from .promotion import dtype_text
-from .shapes import UNKNOWN, broadcasts_to, check_dtypes, check_ndim, check_positive, check_same_size
+from .shape_arithmetic import UNKNOWN, broadcasts_to, check_dtypes, check_ndim, check_positive, check_same_size
 
 K = ParamKind
 
+# The indices that grouped_mm may group: the rows of a 2-D @ 3-D, the columns of a 3-D @ 2-D, inner ones of 2-D @ 2-D.
+_Grouped = Literal["rows", "columns", "inner"]
+_GROUPED: dict[tuple[int, ...], _Grouped] = {(2, 3): "rows", (3, 2): "columns", (2, 2): "inner"}
 
-def _kind(call: Call) -> str:
-    """Which of rows (2-D @ 3-D), columns (3-D @ 2-D) and inner indices (2-D @ 2-D) are grouped."""
+
+def _kind(call: Call) -> _Grouped:
+    """Which indices are grouped."""
     dims = tuple(t.ndim for t in call.types[:2])
-    kinds = {(2, 3): "rows", (3, 2): "columns", (2, 2): "inner"}
-    if dims not in kinds:
+    if dims not in _GROUPED:
         raise user_error(
             "grouped_mm: operands",
             f"{call.types[0]} and {call.types[1]}",
             "2-D and 3-D, 3-D and 2-D, or two 2-D",
             "Use matmul for a product without groups.",
         )
-    return kinds[dims]  # type: ignore[index]
+    return _GROUPED[dims]
 
 
 def _grouped_infer(call: Call) -> tuple[TensorType, ...]:

@@ -8,7 +8,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..costs import computation
 from ..mesh import DeviceMesh
@@ -57,10 +57,15 @@ class Setting(NamedTuple):
     thorough: bool = False
 
 
-class Source(NamedTuple):
-    """What a placement follows: ("operand" or "result", which), ("carry", operand), ("whole", 0) or ("pieces", 0)."""
+# What a placement follows: the sharding of an operand, what a result is wanted as, an operand's unreduced terms; or
+# nothing, whole on every rank; or it is a move of exact pieces.
+SourceKind = Literal["operand", "result", "carry", "whole", "pieces"]
 
-    kind: str
+
+class Source(NamedTuple):
+    """What a placement follows, and of operands or results which."""
+
+    kind: SourceKind
     place: int = 0
     split_reduction: bool = True
 

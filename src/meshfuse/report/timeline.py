@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..executor.spans import RankTime, Span, hidden_share, microseconds, rank_text
+from ..executor.spans import RankTime, Span, SpanKind, hidden_share, microseconds, rank_text
 from ..host_ir.cost import CostModel, axis_names, directions
 from ..host_ir.instructions import CommunicationCall, Instruction, Launch, Meeting, SendRecv, Wait
 from ..host_ir.program import HostProgram
@@ -151,7 +151,7 @@ class _Play:
             rank.communicating += seconds
             self._span(rank, "communication", f"{call.kind} {call.about.tensor} {call.work}", start, start + seconds)
 
-    def _span(self, rank: _PlayedRank, kind: str, name: str, start: float, end: float) -> None:
+    def _span(self, rank: _PlayedRank, kind: SpanKind, name: str, start: float, end: float) -> None:
         if rank.number in self.traced:
             self.spans[rank.number].append(Span(kind, name, start, end))
 

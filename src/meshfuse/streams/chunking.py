@@ -14,7 +14,7 @@ from ..resharding.resharded import Compute, ReshardedDefinition, Set, Step
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from .chunked_dims import ChunkedDim, Refused, chunked_dim, chunked_factor, of_shards
-from .overlap import ChunkLoop, OverlappedDefinition, step_mesh
+from .overlap import ChunkLoop, OverlappedDefinition, RingKind, step_mesh
 
 _CHUNKED = (
     MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.ALL_GATHER, MoveKind.ALL_TO_ALL, MoveKind.EXCHANGE,
@@ -41,7 +41,7 @@ class _Draft:
     stream: Stream
     steps: set[int] = field(default_factory=set)
     cuts: dict[int, ChunkedDim] = field(default_factory=dict)
-    ring: str = ""
+    ring: RingKind | None = None
 
 
 class _LoopBuilder:
@@ -271,12 +271,9 @@ class _LoopBuilder:
 
     def _in_ring(self, draft: _Draft, before: Sequence[int], after: Sequence[int]) -> bool:
         """Make the loop a ring; False (and a note why) where it cannot be one."""
-        scatter, gather = MoveKind.REDUCE_SCATTER, MoveKind.ALL_GATHER
-        for kind, places, wanted in (
-            ("scatter", after, scatter),
-            ("gather", before, gather),
-            ("gather", after, gather),
-        ):
+        tried: tuple[tuple[RingKind, Sequence[int]], ...] = (("scatter", after), ("gather", before), ("gather", after))
+        for kind, places in tried:
+            wanted = MoveKind.REDUCE_SCATTER if kind == "scatter" else MoveKind.ALL_GATHER
             for place in places[:1]:
                 step = self.steps[place]
                 assert isinstance(step, Set)
@@ -288,7 +285,7 @@ class _LoopBuilder:
         self.refused[draft.tensor] = "in no ring, as its chunks are not parts of one rank's shard each"
         return False
 
-    def _travels(self, draft: _Draft, step: Set, kind: str) -> bool:
+    def _travels(self, draft: _Draft, step: Set, kind: RingKind) -> bool:
         """Whether each chunk is (a part of) the shard of one rank of each group, in the group's order."""
         tensor = self._tensor(step.source)
         shape, cut = self.graph.shape(tensor), draft.cuts[tensor]

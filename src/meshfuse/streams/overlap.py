@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ..graph import Stream
 from ..mesh import DeviceMesh
@@ -18,13 +19,15 @@ from ..sharding import layout as lay
 from .chunked_dims import ChunkedDim
 
 ChunkedDims = Mapping[int, ChunkedDim]
+# What travels round: the shards of an operand, or sums.
+RingKind = Literal["gather", "scatter"]
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLoop:
     """Steps done chunk by chunk. `cuts` says of every tensor that is cut how.
 
-    `ring` is "" for collectives per chunk, "gather" where shards of an operand travel round, and "scatter" where sums
+    `ring` is None for collectives per chunk, "gather" where shards of an operand travel round, and "scatter" where sums
     do. `asked` is the tensor that the user named, at the line of `stream`.
     """
 
@@ -32,7 +35,7 @@ class ChunkLoop:
     steps: tuple[Step, ...]
     cuts: ChunkedDims
     chunks: int
-    ring: str
+    ring: RingKind | None
     asked: int
     stream: Stream
 
