@@ -11,7 +11,7 @@ import warnings
 import pytest
 
 import meshfuse as mf
-from meshfuse.report import watch
+from meshfuse.report import plan_warning
 
 HERE = os.path.basename(__file__)
 
@@ -244,7 +244,7 @@ def test_without_a_bound_only_what_another_annotation_would_halve_is_warned_of()
             fd.add_output(fd.ops.matmul(x, w))
             fd.mesh_split(x, mesh, ["dp", None])
             fd.mesh_split(w, mesh, ["dp", None])
-        assert fd.bill().total > watch.NOTABLE
+        assert fd.bill().total > plan_warning.NOTABLE
 
 
 def test_a_move_of_pieces_is_needed_by_what_its_result_follows():

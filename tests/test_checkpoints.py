@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from interrupts import interrupted
 from meshfuse.checkpoint import api, folder
-from meshfuse.checkpoint.pieces import boxes
+from meshfuse.checkpoint.hyperslabs import boxes
 from meshfuse.errors import CheckpointError
 from meshfuse.runtime.environment import Environment
 from meshfuse.runtime.meetings import Meetings

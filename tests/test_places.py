@@ -14,7 +14,7 @@ import meshfuse as mf
 from meshfuse.dtypes import Category
 from meshfuse.graph import concretize
 from meshfuse.plan_store import cache as plan_cache
-from meshfuse.rewriting import places
+from meshfuse.rewriting import in_place
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 ROWS = mf.DeviceMesh((4,), ("x",))
@@ -79,8 +79,8 @@ def put_together(spans: list[tuple[int, str]], place: tuple[mf.DeviceMesh, list[
 def test_choices_are_what_is_put_together(spans, place, dtype, fill) -> None:
     """Whatever it costs: one row and several, whole and split, ends and the middle, rows that stand elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "better", lambda found, other: other)
-        patch.setattr(places, "moves_along", lambda found, dims: True)
+        patch.setattr(in_place, "better", lambda found, other: other)
+        patch.setattr(in_place, "moves_along", lambda found, dims: True)
         fd = put_together(spans, place, dtype, fill)
         tensors = inputs_for(fd)
         assert_same_as_unsharded(fd, tensors)
@@ -178,6 +178,6 @@ def test_such_a_plan_is_stored_and_made_again() -> None:
         fd.add_output(made)
     shapes = {i: fd.tensors[i].type.shape for i in fd.input_tensors()}
     plan = fd.compile().planned
-    assert [type(rewriting) for rewriting in plan.graph.rewritings] == [places.Placed]
+    assert [type(rewriting) for rewriting in plan.graph.rewritings] == [in_place.Placed]
     again = plan_cache.unpacked(plan_cache.packed(plan), concretize(fd, shapes, {}))
     assert str(again) == str(plan)

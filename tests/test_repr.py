@@ -10,7 +10,7 @@ import pytest
 import meshfuse as mf
 from defining import rebuilt
 from meshfuse.definition.annotation import Annotation
-from meshfuse.definition.fusion import DefinitionBuilder
+from meshfuse.definition.builder import DefinitionBuilder
 from meshfuse.definition.loop import LoopDomain
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Sample, TensorType

@@ -16,7 +16,7 @@ from programs import TP8, X4_Y2, Fd, gradients, outputs, split
 
 import meshfuse as mf
 from bill_known import Classes
-from meshfuse.rewriting import places, shifts
+from meshfuse.rewriting import in_place, shifts
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 CLASSES = Classes()
@@ -53,9 +53,9 @@ PLACES = st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"]), (BOTH, [("x",
 def test_rolls_written_otherwise_are_the_same(shape, place, amounts, times, backward) -> None:
     """By more than a block, the long way round, by the same twice, of rolls, along both dims, and the gradients."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (places, shifts):
+        for module in (in_place, shifts):
             patch.setattr(module, "better", lambda found, other: other)
-        patch.setattr(places, "moves_along", lambda found, dims: True)
+        patch.setattr(in_place, "moves_along", lambda found, dims: True)
         with mf.FusionDefinition() as fd:
             x, w = (fd.define_tensor(list(shape), dtype=mf.DataType.Double) for _ in range(2))
             fd.mesh_split(x, *place)

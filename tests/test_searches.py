@@ -17,7 +17,7 @@ from meshfuse.graph import concretize
 from meshfuse.ops.base import TensorType
 from meshfuse.planning import starts
 from meshfuse.propagation import choose, factors
-from meshfuse.propagation.held import JointTable, Table, conversion
+from meshfuse.propagation.dominance import JointTable, Table, conversion
 from meshfuse.propagation.propagate import THOROUGH, Propagation
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding

@@ -32,7 +32,7 @@ _HOME = {
     "torch_op": "ops.torch_ops",
     "unregister_op": "ops.registry",
     "MeshfuseError": "errors",
-    "PlanWarning": "report.watch",
+    "PlanWarning": "report.plan_warning",
     "DefinitionError": "errors",
     "ArgumentError": "errors",
     "RankError": "errors",
@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     from .ops.base import OpDef, Partial, Sample, TensorType
     from .ops.registry import register_op, unregister_op
     from .ops.torch_ops import torch_op
-    from .report.watch import PlanWarning
+    from .report.plan_warning import PlanWarning
     from .runtime.world import World
     from .sharding.layout import Split
     from .sharding.value import Sharding

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .definition.fusion import DefinitionBuilder
+from .definition.builder import DefinitionBuilder
 from .graph import Graph, concretize
 from .host_ir.lower import lower_to_host_ir
 from .host_ir.program import HostProgram, digest_of
@@ -35,10 +35,10 @@ from .resharding.postpone import postponed
 from .resharding.resharded import ReshardedDefinition
 from .rewriting.apart import taken_apart
 from .rewriting.distribution import distribute
-from .rewriting.linked import with_links
-from .rewriting.merging import moments_merged
+from .rewriting.in_place import in_place
+from .rewriting.mesh_links import with_links
+from .rewriting.moments import moments_merged
 from .rewriting.parts import in_parts
-from .rewriting.places import in_place
 from .rewriting.rounds import written
 from .rewriting.shifts import shifted
 from .rewriting.sums import regrouped

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from .dtypes import DataType, scalar_dtype
 from .errors import SourceLine, located, user_error
 from .ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorRef, TensorType, count_tensors
-from .ops.shapes import check_rule
+from .ops.shape_arithmetic import check_rule
 from .scalars import ScalarDef, evaluate, inputs_of, python_cast
 from .sharding.layout import Layout, stream_count
 from .sharding.value import Sharding
 
 if TYPE_CHECKING:
     from .definition.annotation import Annotation
-    from .definition.fusion import DefinitionBuilder
+    from .definition.builder import DefinitionBuilder
     from .definition.records import OpNode
 
 _SIZES = (ParamKind.SIZE, ParamKind.SHAPE)

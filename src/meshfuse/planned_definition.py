@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from .compiler import CompiledProgram, compile_definition
-from .definition.fusion import DefinitionBuilder
+from .definition.builder import DefinitionBuilder
 from .definition.tensor_view import TensorView
 from .errors import DefinitionError, SourceLine, caller_line, located, shown, user_error
 from .executor.arguments import Inputs, compile_shapes, scalar_values, with_open_sizes
@@ -19,7 +19,7 @@ from .planning.search import effort_of
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
 from .report.memory import Memory, modelled_memory, watch_memory
-from .report.watch import MAX_MEMORY, MAX_WIRE, bound, watch
+from .report.plan_warning import MAX_MEMORY, MAX_WIRE, bound, watch
 from .sharding.value import Sharding
 from .user_values import as_int, check_flags
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from .compiler import CompiledProgram, compile_definition, decided_without
-from .definition.fusion import DefinitionBuilder
+from .definition.builder import DefinitionBuilder
 from .errors import SourceLine, user_error
 from .mesh import DeviceMesh
 from .planned_definition import PlannedDefinition
+from .planning.binding_times import HalvedPlan, halved
 from .planning.halves import write_halves
-from .planning.once import HalvedPlan, halved
 from .planning.search import Spent, spent
 
 Definition = TypeVar("Definition", bound=PlannedDefinition)

@@ -18,7 +18,7 @@ import rank_pool
 from rank_pool import RankFailed, RankPool, base_environment
 
 import meshfuse as mf
-from meshfuse.runtime.bounds import bounded
+from meshfuse.runtime.deadlines import bounded
 from meshfuse.runtime.liveness import line_of, main_thread_frame
 from meshfuse.runtime.work import Work
 

@@ -15,14 +15,14 @@ import torch
 
 from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, shown, user_error
 from ..executor.spmd import sum_of_bits
-from ..kernels.told import settled
+from ..kernels.user_functions import settled
 from ..runtime.diagnosis import SAME_PROGRAM, disagreement
 from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
 from ..user_values import is_text
 from . import folder as files
 from .entries import CheckpointEntry, check_local, global_shape, is_plain, to_load, to_save, wrong
-from .pieces import Shard, boxes
+from .hyperslabs import Shard, boxes
 from .transfer import read, write
 
 # Disks are slower than networks: a checkpoint may take so many times MESHFUSE_TIMEOUT.

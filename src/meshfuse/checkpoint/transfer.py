@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from .folder import sum_of, sync_file
-from .pieces import Shard
+from .hyperslabs import Shard
 
 _METADATA = ".metadata"
 # (what is done, the doing) -> what every rank got by doing it.

@@ -12,7 +12,7 @@ from ..ops.other_names import INSTEAD
 from ..ops.registry import find
 
 if TYPE_CHECKING:
-    from .fusion import DefinitionBuilder
+    from .builder import DefinitionBuilder
 
 
 def op_instead(name: str) -> str:

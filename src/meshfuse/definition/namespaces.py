@@ -19,7 +19,7 @@ from .checks import usage
 from .tensor_view import TensorView, Val
 
 if TYPE_CHECKING:
-    from .fusion import DefinitionBuilder
+    from .builder import DefinitionBuilder
 
 
 class UnknownOpError(DefinitionError, AttributeError):

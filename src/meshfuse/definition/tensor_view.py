@@ -16,7 +16,7 @@ from .loop import AxisView, Leaf, LoopDomain
 from .text import Extents, TensorDomain, tensor_text
 
 if TYPE_CHECKING:
-    from .fusion import DefinitionBuilder
+    from .builder import DefinitionBuilder
 
 
 _NO_MOVES: Mapping[int, int] = MappingProxyType({})

@@ -12,7 +12,7 @@ from ..mesh import STREAM, DeviceMesh
 from .loop import Leaf, LoopDomain
 
 if TYPE_CHECKING:
-    from .fusion import DefinitionBuilder
+    from .builder import DefinitionBuilder
 
 _TYPES = {
     DataType.Double: "double", DataType.Float: "float", DataType.Half: "__half", DataType.BFloat16: "__bfloat",

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from ..definition.builder import DefinitionBuilder
 from ..definition.checks import number_fits, plain_number
-from ..definition.fusion import DefinitionBuilder
 from ..definition.records import TensorDef
 from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, shown, user_error
 from ..kernels import settled
 from ..ops.base import ScalarRef, TensorRef
-from ..ops.shapes import UNKNOWN
+from ..ops.shape_arithmetic import UNKNOWN
 from ..sharding.layout import Layout, extent
 from ..sharding.value import Sharding
 from ..user_values import as_int

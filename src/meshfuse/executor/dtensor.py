@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..compiler import CompiledProgram
+from ..definition.builder import DefinitionBuilder
 from ..definition.checks import mesh_of_torch
-from ..definition.fusion import DefinitionBuilder
 from ..errors import ArgumentError, SourceLine, user_error
 from ..mesh import DeviceMesh
 from ..ops.base import TensorRef

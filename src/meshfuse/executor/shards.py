@@ -10,7 +10,7 @@ import torch
 from ..definition.tensor_view import TensorView
 from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
 from ..ops.base import TensorType
-from ..ops.shapes import UNKNOWN
+from ..ops.shape_arithmetic import UNKNOWN
 from ..runtime.world import World
 from ..sharding.data import shard
 from ..sharding.value import Sharding

@@ -16,8 +16,8 @@ from ..host_ir.program import HostProgram
 from ..segmentation import SegmentedDefinition
 from ..sharding.value import Sharding
 from .bind import BoundProgram, bind_program
+from .kernel_errors import kernel_errors
 from .modes import without_modes
-from .refusals import kernel_errors
 from .segments import Segments
 from .stream_order import Streams
 

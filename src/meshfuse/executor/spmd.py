@@ -23,13 +23,13 @@ from ..sharding.value import Sharding
 from .arguments import Inputs
 from .bind import bind_program, communication_of, instruction_at, instruction_of, line_in_main
 from .graphs import Main
+from .kernel_errors import kernel_errors
 from .modes import modes_are_on, without_modes
 from .record import recorder
-from .refusals import kernel_errors
 from .segments import Segments
 
 if TYPE_CHECKING:
-    from ..definition.fusion import DefinitionBuilder
+    from ..definition.builder import DefinitionBuilder
 
 # Called with every program that has run on this rank: how profilers hear of it.
 finished: list[Callable[[RankProgram], None]] = []

@@ -21,7 +21,7 @@ from .context import Backward, sizes
 from .windows import WindowGradient, joined_windows
 
 if TYPE_CHECKING:
-    from ..definition.fusion import DefinitionBuilder
+    from ..definition.builder import DefinitionBuilder
     from ..definition.records import OpNode
     from ..ops.base import OpDef
 

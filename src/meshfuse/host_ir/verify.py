@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from .buffer_book import Book
 from .effects import effects, mentioned
 from .instructions import Collective, CommunicationCall, Free, Instruction, Meeting, SendRecv, Wait
-from .memory import Book
 from .program import HostProgram
 
 

@@ -64,4 +64,4 @@ from .reductions import (
     topk,
     welford,
 )
-from .told import as_told, settled, watched
+from .user_functions import as_told, settled, watched

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..definition.fusion import DefinitionBuilder
+from ..definition.builder import DefinitionBuilder
 from ..definition.tensor_view import TensorView
 from ..errors import ArgumentError, SourceLine, shown, user_error
 from ..ops.base import TensorRef

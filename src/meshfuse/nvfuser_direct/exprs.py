@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..definition.fusion import DefinitionBuilder
+from ..definition.builder import DefinitionBuilder
 from ..definition.records import OpNode
 from ..definition.tensor_view import TensorView
 from ..errors import caller_line, user_error

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..definition.annotation import Annotation
-from ..definition.fusion import DefinitionBuilder
+from ..definition.builder import DefinitionBuilder
 from ..errors import DefinitionError
 from ..graph import Graph, Node, concretize
 from ..mesh import DeviceMesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..definition.fusion import DefinitionBuilder
+from ..definition.builder import DefinitionBuilder
 from ..report.reprint import definition_source
 
 _HEADER = "def nvfuser_fusion(fd : FusionDefinition) -> None :"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..definition.fusion import DefinitionBuilder
+from ..definition.builder import DefinitionBuilder
 from ..definition.records import OpNode
 from ..ops.pointwise import pointwise_rule
 

@@ -17,7 +17,7 @@ from .native import Native
 from .promotion import dtype_text
 from .reductions import kept_factors
 from .shape import same_rule
-from .shapes import (
+from .shape_arithmetic import (
     aligned_dims,
     broadcast_shapes,
     check_dim,

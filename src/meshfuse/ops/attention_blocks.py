@@ -33,7 +33,7 @@ from .base import (
 )
 from .blocks import block_size
 from .factories import stream_text
-from .shapes import check_positive
+from .shape_arithmetic import check_positive
 
 K = ParamKind
 _NOT_NATIVE = "nvFuser's attention needs keys and values whole"

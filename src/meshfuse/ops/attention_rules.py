@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..dtypes import DataType
 from ..errors import user_error
 from .base import Call, DimFactors, Emit, FactorKind, RuleBuilder, TensorRef, TensorType
-from .shapes import UNKNOWN, agree, broadcasts_to, check_ndim, check_same_size
+from .shape_arithmetic import UNKNOWN, agree, broadcasts_to, check_ndim, check_same_size
 
 # The random state that attention gives: seed and offset.
 STATE = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))

@@ -18,7 +18,7 @@ from .base import (
     Sample,
     TensorType,
 )
-from .shapes import UNKNOWN, check_dim
+from .shape_arithmetic import UNKNOWN, check_dim
 
 K = ParamKind
 

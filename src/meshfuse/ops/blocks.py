@@ -25,7 +25,7 @@ from .base import (
     Writing,
     cast_to,
 )
-from .shapes import (
+from .shape_arithmetic import (
     UNKNOWN,
     check_dim,
     check_dims,

@@ -13,7 +13,7 @@ from typing import Any
 from ..dtypes import Category, DataType
 from ..errors import shown, user_error
 from ..user_values import as_int
-from .shapes import check_dim, check_order, check_reduced
+from .shape_arithmetic import check_dim, check_order, check_reduced
 
 DimsArgument = int | Sequence[int] | None
 # The annotations of parameters say what is checked of a call: definition/checks.py.
@@ -149,7 +149,7 @@ def layer_norm(
 ) -> Any:
     """(x - mean) / sqrt(variance + eps) over the last dims, times weight, plus bias (Ba et al. 2016).
 
-    Two small reductions, so that a sharded hidden dim needs two small collectives, or one (`rewriting.merging`).
+    Two small reductions, so that a sharded hidden dim needs two small collectives, or one (`rewriting.moments`).
     """
     ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
     centred = ops.sub(wide, mean(fd, wide, dims, True))

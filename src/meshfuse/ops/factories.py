@@ -16,7 +16,7 @@ from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilde
 from .native import with_local_shape
 from .promotion import dtype_text
 from .shape import same_rule
-from .shapes import check_ndim, check_number, known_size
+from .shape_arithmetic import check_ndim, check_number, known_size
 
 K = ParamKind
 # What generated programs have in scope: the run's random state, which is another one at every execution, and the device

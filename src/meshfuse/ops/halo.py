@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .base import TensorRef, Writing
-from .shapes import one_dim_widths
+from .shape_arithmetic import one_dim_widths
 
 
 def in_blocks(

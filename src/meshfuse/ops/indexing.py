@@ -29,7 +29,7 @@ from .base import (
     TensorType,
     Writing,
 )
-from .shapes import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_index, check_ndim
+from .shape_arithmetic import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_index, check_ndim
 
 K = ParamKind
 

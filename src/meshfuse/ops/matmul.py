@@ -24,7 +24,7 @@ from .base import (
     Writing,
     cast_to,
 )
-from .shapes import aligned_dims, broadcast_shapes, check_dtypes, check_ndim, check_same_size
+from .shape_arithmetic import aligned_dims, broadcast_shapes, check_dtypes, check_ndim, check_same_size
 
 K = ParamKind
 

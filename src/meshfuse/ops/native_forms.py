@@ -9,7 +9,7 @@ from ..dtypes import Category, DataType
 from ..sharding.layout import Runs
 from .base import TensorRef
 from .native import Native, ToTorch, along, cast, global_index, is_whole, local_places, zero_where_not, zeros
-from .shapes import one_dim_widths
+from .shape_arithmetic import one_dim_widths
 
 # Ours are a function of the seed and the global index, the same on every mesh (see `kernels.random`).
 RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..errors import user_error
 from .base import Rule, RuleBuilder, TensorType
-from .shapes import UNKNOWN
+from .shape_arithmetic import UNKNOWN
 
 _TOKEN = re.compile(r"\(([^()]*)\)|(\w+)([*~]?)|(\S)")
 _STAR = "*"

@@ -28,7 +28,7 @@ from .promotion import (
     single_or_double,
     typed_operands,
 )
-from .shapes import broadcast_shapes, pointwise_rule_dims
+from .shape_arithmetic import broadcast_shapes, pointwise_rule_dims
 
 K = ParamKind
 

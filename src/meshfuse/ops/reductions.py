@@ -23,7 +23,7 @@ from .base import (
 )
 from .native import Native
 from .promotion import cast_text, dtype_text
-from .shapes import check_order, check_reduced
+from .shape_arithmetic import check_order, check_reduced
 
 K = ParamKind
 

@@ -22,7 +22,7 @@ from .base import (
     TensorType,
 )
 from .native import with_local_shape
-from .shapes import UNKNOWN, known_size
+from .shape_arithmetic import UNKNOWN, known_size
 
 K = ParamKind
 

@@ -25,7 +25,7 @@ from .base import (
 )
 from .native import Native
 from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
-from .shapes import UNKNOWN, agree, check_ndim
+from .shape_arithmetic import UNKNOWN, agree, check_ndim
 
 K = ParamKind
 _NOT_NATIVE = "its steps are nvFuser's where they are written out"

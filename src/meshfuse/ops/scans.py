@@ -7,7 +7,7 @@ from ..gradients.reductions import CUMSUM_BWD, SCANS
 from . import native_forms
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .blocks import distributed_scan, distributed_sum_after
-from .shapes import check_dim, check_number, check_order
+from .shape_arithmetic import check_dim, check_number, check_order
 
 K = ParamKind
 

@@ -24,7 +24,7 @@ from .base import (
     TensorType,
 )
 from .native import with_local_shape
-from .shapes import (
+from .shape_arithmetic import (
     UNKNOWN,
     broadcast_shapes,
     check_dim,

@@ -24,7 +24,7 @@ from .base import (
 )
 from .blocks import block_size
 from .scans import whole_dim_rule
-from .shapes import UNKNOWN, check_dim, check_order, known_size
+from .shape_arithmetic import UNKNOWN, check_dim, check_order, known_size
 
 K = ParamKind
 

@@ -30,7 +30,7 @@ from .base import (
     Writing,
 )
 from .native import Native, step_index
-from .shapes import (
+from .shape_arithmetic import (
     UNKNOWN,
     check_dim,
     check_dtypes,

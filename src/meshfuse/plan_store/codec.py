@@ -19,9 +19,9 @@ from ..propagation.choose import Source
 from ..propagation.factors import Carry, Placement
 from ..propagation.sharded import Choice
 from ..rewriting.distribution import Blocked, Distributed
-from ..rewriting.merging import Merged, Moments
+from ..rewriting.in_place import DimSpan, DimSpans, Placed
+from ..rewriting.moments import Merged, Moments
 from ..rewriting.parts import Parted
-from ..rewriting.places import DimSpan, DimSpans, Placed
 from ..rewriting.shifts import Joined
 from ..rewriting.sums import Regrouped
 from ..rewriting.surrounds import Surrounded

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..definition.fusion import DefinitionBuilder
+from ..definition.builder import DefinitionBuilder
 from ..definition.tensor_view import TensorView
 from ..graph import Graph, Node
 from ..ops.base import ScalarRef, TensorRef, count_tensors
 from ..ops.registry import find
 from ..scalars import ScalarDef
 from ..sharding.value import Sharding
-from .once import HalvedPlan, Need
+from .binding_times import HalvedPlan, Need
 
 
 def write_halves(fd: DefinitionBuilder, cut: HalvedPlan, first: DefinitionBuilder, rest: DefinitionBuilder) -> None:

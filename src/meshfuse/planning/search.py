@@ -22,10 +22,10 @@ from ..errors import SourceLine, shown, user_error
 from ..graph import Graph
 from ..mesh import DeviceMesh
 from ..propagation.beam import BeamSettings
-from ..propagation.ends import followed
 from ..propagation.factors import Placement
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
+from ..propagation.outputs import followed
 from ..propagation.propagate import FAST, LATE, THOROUGH, WIDE, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding

@@ -14,8 +14,8 @@ from ..ops.base import Call, Rule, TensorType
 from ..sharding.layout import Layout
 from ..sharding.value import Sharding
 from .choose import Available, Option, Setting, options
+from .dominance import Table, table_of
 from .factors import reduces
-from .held import Table, table_of
 from .owing import Owing
 
 # Costs that differ by less than this many seconds (half a byte on the wire) are equal.

@@ -16,10 +16,10 @@ from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from .beam import Beam, BeamSettings, Decision, greedy
 from .choose import Available, cheapest
-from .ends import ends
 from .folding import folded
 from .growth import Roles
 from .meshes import node_meshes
+from .outputs import ends
 from .sharded import Choice, ShardedDefinition
 from .wishes import wishes
 

@@ -10,7 +10,7 @@ from ..errors import SourceLine
 from ..resharding.memory import peak
 from ..resharding.resharded import Compute, ReshardedDefinition
 from .bill import number, table
-from .watch import PlanWarning
+from .plan_warning import PlanWarning
 
 # How many of the values at the peak are told.
 _TOLD = 12

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..definition.annotation import Annotation
-from ..definition.fusion import DefinitionBuilder
+from ..definition.builder import DefinitionBuilder
 from ..definition.loop import KIND_OF_NAME, Leaf, LoopDomain
 from ..definition.records import OpNode
 from ..dtypes import DataType

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from ..errors import SourceLine
 from ..mesh import DeviceMesh
 from ..moves.planner import Path, plan
-from ..propagation.ends import ends
 from ..propagation.factors import Placement
+from ..propagation.outputs import ends
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
 from .order import Before, before

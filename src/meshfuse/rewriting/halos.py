@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..graph import Graph
 from ..ops.base import TensorRef, Writing
 from ..ops.halo import in_blocks, whole_again
-from ..ops.shapes import one_dim_widths
+from ..ops.shape_arithmetic import one_dim_widths
 from .views import CutDims, Number, Offsets, Shifted, Term
 
 # How far windows reach beyond the ends of each dim.

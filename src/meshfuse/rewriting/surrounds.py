@@ -21,7 +21,7 @@ from ..graph import Graph, Kinds, Node, users
 from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, ParamKind, ScalarRef, TensorRef
 from ..ops.local import LocalCall
-from ..ops.shapes import one_dim_widths
+from ..ops.shape_arithmetic import one_dim_widths
 from ..ops.windows import pad_widths
 from ..sharding.value import Sharding
 from .graphs import GraphWriter, without_unread

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..errors import MeshfuseError, RankError, RankTimeout, user_error
 from . import processes
-from .bounds import within
+from .deadlines import within
 from .liveness import Failure, goodbye, look_for_failure, published, roll_call
 from .peers import Peers
 

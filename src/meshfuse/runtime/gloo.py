@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, caller_line, user_error
 from ..kernels import fold
-from .bounds import COLLECTIVES, within
+from .deadlines import COLLECTIVES, within
 from .environment import LOOPBACK
 from .reductions import REDUCE_OPS, check_reducible, gloo_form, movable, move_scale
 from .scratch import Scratch

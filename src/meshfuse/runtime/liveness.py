@@ -20,7 +20,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from ..errors import RankError, line_in_script
-from .bounds import within
+from .deadlines import within
 from .store import await_keys
 
 FAILED = "has failed, too"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch.distributed as dist
 
 from ..errors import RankError
-from .bounds import Silent, bounded, within
+from .deadlines import Silent, bounded, within
 from .diagnosis import (
     SAME_PROGRAM,
     connection_lost,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import fold
-from .bounds import COLLECTIVES, within
+from .deadlines import COLLECTIVES, within
 from .reductions import REDUCE_OPS, check_reducible, movable, move_scale
 from .work import Work
 

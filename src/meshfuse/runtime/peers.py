@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..errors import RankError, user_error
 from . import news, processes
-from .bounds import within
+from .deadlines import within
 
 # So many questions to the store, one by one, a rank may ask at a time.
 MANY = 16

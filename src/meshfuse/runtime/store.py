@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..errors import RankError, RankTimeout, user_error
 from . import news
-from .bounds import bounded
+from .deadlines import bounded
 from .environment import DEFAULT_GROUP, LOOPBACK, Environment
 from .processes import hindrance
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, caller_line, located, user_error
 from . import news
-from .bounds import STORE, left_running, within
+from .deadlines import STORE, left_running, within
 from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, two_processes
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
 from .exits import end_at_once, install_hook

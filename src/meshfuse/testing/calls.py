@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import kernels
-from ..definition.fusion import DefinitionBuilder
+from ..definition.builder import DefinitionBuilder
 from ..definition.tensor_view import TensorView
 from ..dtypes import Category
 from ..mesh import DeviceMesh

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..definition.fusion import DefinitionBuilder
+from ..definition.builder import DefinitionBuilder
 from ..dtypes import Category, DataType
 from ..errors import ArgumentError, caller_line, user_error
 from ..fusion_definition import FusionDefinition

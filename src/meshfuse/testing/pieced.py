@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..definition.fusion import DefinitionBuilder
+from ..definition.builder import DefinitionBuilder
 from ..graph import Graph, concretize
 from ..ops.base import DimFactors, FactorKind, OpDef, Rule, Sample, TensorType, letter
 from ..ops.binding import make_call

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from ..graph import Node
 from ..ops.base import ScalarRef
 from ..ops.local import LocalCall
-from ..propagation.ends import ends
 from ..propagation.factors import Placement
+from ..propagation.outputs import ends
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..graph import Graph, Node
 from ..ops.base import TensorRef
-from ..ops.shapes import one_dim_widths, shape_along
+from ..ops.shape_arithmetic import one_dim_widths, shape_along
 from ..planning.search import Effort, better
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.layout import axes
