@@ -99,10 +99,12 @@ class SizeError(ArgumentError, DefinitionError):
 class RankError(MeshfuseError, RuntimeError):
     """A peer rank failed, stopped answering, or disagrees with this one.
 
-    `peer` is the rank whose failure caused it, where it is known; `silent` are ranks that did not answer.
+    `peer` is the rank whose failure caused it, where it is known, and `ended` what that ended here, as the message
+    begins; `silent` are ranks that did not answer.
     """
 
     peer: int | None = None
+    ended: str = ""
     silent: tuple[int, ...] = ()
 
 

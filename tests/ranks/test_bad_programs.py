@@ -6,6 +6,8 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from rank_pool import START, alive, run_bare, wait_until
 
 import meshfuse as mf
 from meshfuse.errors import SourceLine
-from meshfuse.runtime import exits
+from meshfuse.executor.spmd import RankProgram
+from meshfuse.runtime import diagnosis, exits
+from meshfuse.runtime.liveness import Failure
 
 pytestmark = pytest.mark.ranks
 
@@ -292,8 +296,12 @@ fd.execute(shards)
 
 def test_ranks_that_follow_say_where_they_were(capsys):
     """One line each; the launcher may end them before they get to it."""
-    error = mf.RankError(f"{PLACE} (ranks 0, 1) cannot finish on rank 0: found rank 1 failed, needed others.")
-    error.peer, error.where = 1, SourceLine("/a/script.py", 11)
+    scene: Any = SimpleNamespace(rank=0)
+    line = SourceLine("/a/script.py", 11)
+    program: Any = SimpleNamespace(active=False, step=2, name="the definition of y", line=line)
+    failure = Failure(1, "Traceback ...\nKeyError: '1 cannot finish on 2'", True)
+    error = diagnosis.peer_failed(scene, "a check that 0 cannot finish on 1 (ranks 0, 1)", failure)
+    RankProgram._locate(program, error)
     exits._print_short(0, error)
-    place = f"{PLACE} (ranks 0, 1) at script.py:11"
+    place = "the definition of y in step 2: a check that 0 cannot finish on 1 (ranks 0, 1) at script.py:11"
     assert capsys.readouterr().err == f"rank 0: stopped in {place}, because rank 1 failed\n"

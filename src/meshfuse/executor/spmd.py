@@ -101,6 +101,13 @@ class RankProgram:
     `backends.assignment.NAMES`: what runs the segments. A plan that was taken over is followed by that of `renew` where
     the program is executed often. `capture` gives what runs a step in the place of the program's main function, once
     its segments are compiled.
+
+    Where a call is: `step` is its number (the last call's, after it), `running` whether its program is under way,
+    `_phase` how far it has come, and `_gathered` which output is being gathered. From these a rank tells where it was.
+
+    What runs: `_main` is the program's main function, `_run` what a step calls, `_main` or what was captured of it.
+    `_calls` counts the steps of this plan. Before step `_due` of these segments are compiled (None: they are, or there
+    are none), before step `_renewal` the plan is made anew (None: it stays).
     """
 
     def __init__(
@@ -228,9 +235,9 @@ class RankProgram:
         found = instruction_at(self.bound, error.__traceback__) if self.active else None
         about = communication_of(self.program, found) if self.active else None
         if error.where is None:
-            what = self.name if about is None else _said(about)
+            place = f"{self.name if about is None else _said(about)} in step {self.step}: "
             error.where = self.line if about is None else about.line
-            error.args = (f"{what} in step {self.step}: {error.args[0]}", *error.args[1:])
+            error.args, error.ended = (place + error.args[0], *error.args[1:]), place + error.ended
 
     def _leave_off(self, error: BaseException) -> None:
         """Tell the world of an error that ended a call: the script may go on with this step or with the next."""

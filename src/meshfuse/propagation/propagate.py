@@ -118,19 +118,19 @@ class Propagation:
             self._done.append((*key, found))
         return found
 
-    def _paid(self, found: ShardedDefinition, starts: Mapping[int, Sharding]) -> ShardedDefinition:
+    def _paid(self, plan: ShardedDefinition, starts: Mapping[int, Sharding]) -> ShardedDefinition:
         """The plan with what the inputs' being there would have saved counted where they are read."""
         if not starts:
-            return found
+            return plan
         held, choices = {i: self.inputs[i] for i in starts}, list[Choice]()
-        for node, choice in zip(found.graph.nodes, found.choices, strict=True):
+        for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
             owed = 0.0
             for i, need in zip(node.inputs, choice.placement.operands, strict=True):
                 if i in held and need not in held[i]:
                     owed += self._saved(i, held[i], starts[i], need)
                     held[i] = (*held[i], need)
             choices.append(dataclasses.replace(choice, seconds=choice.seconds + owed) if owed else choice)
-        return dataclasses.replace(found, choices=tuple(choices))
+        return dataclasses.replace(plan, choices=tuple(choices))
 
     def _saved(self, tensor: int, held: Available, start: Sharding, need: Sharding) -> float:
         """The seconds by which a tensor comes sooner to where it is needed if it is at the start as well."""

@@ -66,11 +66,11 @@ class HaloGroup(NamedTuple):
     dims: frozenset[int]
 
 
-def groups(found: Iterable[Shifted], graph: Graph, cut: CutDims) -> dict[Shifted, HaloGroup]:
+def groups(windows: Iterable[Shifted], graph: Graph, cut: CutDims) -> dict[Shifted, HaloGroup]:
     """The group of each window of one tensor whose dims lie over ranks in blocks: where one reaches beyond its blocks
     along several dims, those that do so along one of these go with it.
     """
-    alone = {made: group for made in found if (group := _group_of(made, graph, cut)) is not None}
+    alone = {made: group for made in windows if (group := _group_of(made, graph, cut)) is not None}
     largest = sorted(dict.fromkeys(alone.values()), key=lambda group: (-len(group.dims), sorted(group.dims)))
     return {made: next(g for g in largest if _holds(g, group)) for made, group in alone.items()}
 

@@ -68,8 +68,8 @@ class Placed:
     sized: ClassVar[bool] = True
 
     def __call__(self, graph: Graph) -> Graph:
-        found = dict(self.ops)
-        written = without_unread(_PlacesWriter(graph, found).run(found))
+        put = dict(self.ops)
+        written = without_unread(_PlacesWriter(graph, put).run(put))
         return written.noting(self)
 
 
@@ -79,10 +79,10 @@ def in_place(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> Shard
     if not effort.rewrites or not any(node.name in _PUT for node in graph.nodes):
         return plain
     finder = _PlacesFinder(graph, plain)
-    found = tuple(finder.run())
-    if not found or not moves_along(plain, finder.dims):
+    put = tuple(finder.run())
+    if not put or not moves_along(plain, finder.dims):
         return plain
-    return better(plain, plan(Placed(found)(graph)))
+    return better(plain, plan(Placed(put)(graph)))
 
 
 class _PlacesFinder:
@@ -101,18 +101,18 @@ class _PlacesFinder:
 
     def run(self) -> Iterator[tuple[int, DimSpans]]:
         for node in self.graph.nodes:
-            found = self._spans(node)
-            if found is not None:
-                self.dims[node.origin] = found.dim
-                self.dims.update((self.makers[i].origin, found.dim) for i in node.inputs if i in self.makers)
-                yield node.id, found
-            for i, dims in zip(node.outputs, self._dims_after(node, found), strict=True):
+            put = self._spans(node)
+            if put is not None:
+                self.dims[node.origin] = put.dim
+                self.dims.update((self.makers[i].origin, put.dim) for i in node.inputs if i in self.makers)
+                yield node.id, put
+            for i, dims in zip(node.outputs, self._dims_after(node, put), strict=True):
                 self.cut.setdefault(i, dims)
 
-    def _dims_after(self, node: Node, found: DimSpans | None) -> Iterable[Mapping[int, int]]:
-        if found is None:
+    def _dims_after(self, node: Node, spans: DimSpans | None) -> Iterable[Mapping[int, int]]:
+        if spans is None:
             return dims_after(node, self.cut)
-        staying = [self.cut[int(span.value)] for span in found.spans if span.stays]
+        staying = [self.cut[int(span.value)] for span in spans.spans if span.stays]
         return [{d: dims[d] for dims in staying for d in sorted(dims)}]
 
     def _spans(self, node: Node) -> DimSpans | None:
@@ -176,31 +176,31 @@ def _is_on_the_way(turn: Turn, further: Turn) -> bool:
     return alike and turn.by * further.by > 0 and abs(turn.by) <= abs(further.by)
 
 
-def _turn(node: Node, found: DimSpans) -> Turn | None:
+def _turn(node: Node, spans: DimSpans) -> Turn | None:
     """The turn that the spans are: the end of a tensor, then what was before it."""
-    (first, *others), size = found.spans, node.call.results[0].shape[found.dim]
+    (first, *others), size = spans.spans, node.call.results[0].shape[spans.dim]
     if len(others) != 1 or first.value != others[0].value or not first.stays:
         return None
     start = others[0].start
     by = start if 2 * start <= size else start - size
     is_turned = others[0].stays and (first.shift, others[0].shift) == (start - size, start)
-    return Turn(int(first.value), found.dim, by) if is_turned else None
+    return Turn(int(first.value), spans.dim, by) if is_turned else None
 
 
 class _PlacesWriter(GraphWriter):
     """Writes what is put together as choices by index. Turns of one tensor go on from one another, each made once."""
 
-    def __init__(self, graph: Graph, found: Mapping[int, DimSpans]):
+    def __init__(self, graph: Graph, put: Mapping[int, DimSpans]):
         super().__init__(graph)
-        self.found = found
-        turns = {number: _turn(graph.nodes[number], spans) for number, spans in found.items()}
+        self.put = put
+        turns = {number: _turn(graph.nodes[number], spans) for number, spans in put.items()}
         self.turns = {number: turn for number, turn in turns.items() if turn is not None}
         self._made: dict[Turn, int] = {}
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
         if node.id in self.turns:
             return [self._turned(node, self.turns[node.id])]
-        made = self._choice(self.found[node.id], node.call.results[0].shape)
+        made = self._choice(self.put[node.id], node.call.results[0].shape)
         return [made] if self.type(made) == node.call.results[0] else None
 
     def _turned(self, node: Node, turn: Turn) -> TensorRef:
@@ -219,8 +219,8 @@ class _PlacesWriter(GraphWriter):
         self._made[turn] = node.outputs[0]
         return TensorRef(root)
 
-    def _choice(self, found: DimSpans, shape: Sequence[int]) -> TensorRef:
-        dim, (first, *others) = found
+    def _choice(self, put: DimSpans, shape: Sequence[int]) -> TensorRef:
+        dim, (first, *others) = put
         size, ndim = shape[dim], len(shape)
         index = self.call("reshape", self.call("iota", size), shape_along(ndim, dim, size))
         made = self._value(first, dim, size)

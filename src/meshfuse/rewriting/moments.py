@@ -134,11 +134,11 @@ def _is_mean(total: Node, mean: Node) -> bool:
     return mean.call.args[1] == math.prod(shape[d] for d in reduced_dims(total.call))
 
 
-def _rewritten(graph: Graph, found: Sequence[Moments]) -> Graph:
+def _rewritten(graph: Graph, moments: Sequence[Moments]) -> Graph:
     """The graph with two ops in the place of each moments' sum, and without their others."""
     tensors, kinds = list(graph.tensors), Kinds()
-    firsts = {m.total: m for m in found}
-    dropped = {number for m in found for number in (m.mean, m.squared, m.squares)}
+    firsts = {m.total: m for m in moments}
+    dropped = {number for m in moments for number in (m.mean, m.squared, m.squares)}
     nodes: list[Node] = []
     numbers: dict[int, int] = {}
     for node in graph.nodes:

@@ -72,7 +72,7 @@ def in_parts(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> Shard
     return better(found, plan(rewriting(graph)))
 
 
-def _over_ranks(found: ShardedDefinition, graph: Graph) -> Iterator[Node]:
+def _over_ranks(plan: ShardedDefinition, graph: Graph) -> Iterator[Node]:
     """The `cat`s of whose dim a part or the whole is split; not what an annotation says the place of, between.
 
     What a plan gathers at the first of several is in the next ones' operands, too.
@@ -81,18 +81,18 @@ def _over_ranks(found: ShardedDefinition, graph: Graph) -> Iterator[Node]:
     for node in graph.nodes:
         if node.name == "cat" and (node.outputs[0] not in graph.annotations or node.outputs[0] in graph.outputs):
             dim = joined_dim(node)
-            split = any(axes(found.homes[i].dims[dim]) for i in (*node.inputs, *node.outputs))
+            split = any(axes(plan.homes[i].dims[dim]) for i in (*node.inputs, *node.outputs))
             if split or reached.intersection(node.inputs):
                 reached.update(node.outputs)
                 yield node
 
 
-def moves_along(found: ShardedDefinition, dims: Mapping[int, int]) -> bool:
+def moves_along(plan: ShardedDefinition, dims: Mapping[int, int]) -> bool:
     """Whether what these ops (by origin, in whatever form) read or make is moved along a dim for a notable part of all
     moves' time.
     """
-    resharded, total, along = insert_resharding(found), 0.0, 0.0
-    written = [node for node in found.graph.nodes if node.origin in dims]
+    resharded, total, along = insert_resharding(plan), 0.0, 0.0
+    written = [node for node in plan.graph.nodes if node.origin in dims]
     touched = {i: dims[node.origin] for node in written for i in (*node.inputs, *node.outputs)}
     for step in resharded.moves:
         seconds, tensor = resharded.seconds(step), resharded.values[step.source].tensor

@@ -35,8 +35,8 @@ class Joined:
     sized: ClassVar[bool] = True
 
     def __call__(self, graph: Graph) -> Graph:
-        found = dict(self.windows)
-        written = without_unread(_ShiftWriter(graph, {i: dict(dims) for i, dims in self.cut}, found).run(found))
+        windows = dict(self.windows)
+        written = without_unread(_ShiftWriter(graph, {i: dict(dims) for i, dims in self.cut}, windows).run(windows))
         return written.noting(self)
 
 
@@ -50,8 +50,8 @@ def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effo
     if not any(node.call.op.window is not None for node in graph.nodes):
         return sharded
     cuts = {i: cut_dims(home) for i, home in sharded.homes.items()}, _followed(sharded)
-    best, found = sharded, WindowFinder(graph).run()
-    for rewriting in dict.fromkeys(filter(None, [_joined(graph, cut, found) for cut in cuts])):
+    best, windows = sharded, WindowFinder(graph).run()
+    for rewriting in dict.fromkeys(filter(None, [_joined(graph, cut, windows) for cut in cuts])):
         best = better(best, searched(propagate(rewriting(graph), world), world, effort))
     return best
 
@@ -65,10 +65,10 @@ def _followed(sharded: ShardedDefinition) -> CutDims:
     return cut
 
 
-def _joined(graph: Graph, cut: CutDims, found: Mapping[int, Shifted]) -> Joined | None:
+def _joined(graph: Graph, cut: CutDims, windows: Mapping[int, Shifted]) -> Joined | None:
     """What writes those of the windows as one that move less so; None where there are none."""
-    ways = _WindowForms(graph, cut, found.values())
-    paying = {number: made for number, made in found.items() if ways.pays(made)}
+    ways = _WindowForms(graph, cut, windows.values())
+    paying = {number: made for number, made in windows.items() if ways.pays(made)}
     roots = {term.root: tuple(cut[term.root].items()) for made in paying.values() for term in made.terms}
     return Joined(tuple(paying.items()), tuple(roots.items())) if paying else None
 
@@ -76,15 +76,15 @@ def _joined(graph: Graph, cut: CutDims, found: Mapping[int, Shifted]) -> Joined 
 class _WindowForms:
     """How each window is written: of blocks with their neighbours' edges, or in shifts of the whole tensor."""
 
-    def __init__(self, graph: Graph, cut: CutDims, found: Collection[Shifted]):
+    def __init__(self, graph: Graph, cut: CutDims, windows: Collection[Shifted]):
         self.graph, self.cut = graph, cut
-        self.groups = groups(found, graph, cut)
+        self.groups = groups(windows, graph, cut)
         self.members: dict[HaloGroup, list[Shifted]] = {}
         for made, group in self.groups.items():
             self.members.setdefault(group, []).append(made)
         shape = graph.shape
         self.frames = {group: frames_of(group, rows, shape(group.root)) for group, rows in self.members.items()}
-        self.steps = _Steps(graph, cut, [made for made in found if made.is_plain])
+        self.steps = _Steps(graph, cut, [made for made in windows if made.is_plain])
 
     def of(self, made: Shifted) -> tuple[Frame, ...]:
         """The frames that a window, or a sum of windows, is written with; none where it is written in shifts."""
@@ -112,10 +112,10 @@ _Way = tuple[int, tuple[tuple[int, int], ...], int, Number | None]
 class _Steps:
     """The shifts of sharded dims, one tensor's by what they shift: each may go on from one that goes less far."""
 
-    def __init__(self, graph: Graph, cut: CutDims, found: Iterable[Shifted]):
+    def __init__(self, graph: Graph, cut: CutDims, windows: Iterable[Shifted]):
         self.graph, self.cut = graph, cut
         self._offsets: dict[_Way, set[int]] = {}
-        for made in found:
+        for made in windows:
             for way, offset in self.ways(made):
                 self._offsets.setdefault(way, set()).add(offset)
 
@@ -154,26 +154,26 @@ def _changed(offsets: Sequence[int], source: Sequence[int], target: Sequence[int
 class _ShiftWriter(GraphWriter):
     """Writes shifts, each once."""
 
-    def __init__(self, graph: Graph, cut: CutDims, found: Mapping[int, Shifted]):
+    def __init__(self, graph: Graph, cut: CutDims, windows: Mapping[int, Shifted]):
         super().__init__(graph)
         self.cut = cut
-        self.found = found
-        self.ways = _WindowForms(graph, cut, found.values())
+        self.windows = windows
+        self.ways = _WindowForms(graph, cut, windows.values())
         self.steps = self.ways.steps
         self._framed: dict[HaloGroup, int] = {}
         self._made: dict[tuple[int, Offsets, Offsets, Number], int] = {}
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
-        start, found = len(self.nodes), self.found[node.id]
-        frames = self.ways.of(found)
+        start, window = len(self.nodes), self.windows[node.id]
+        frames = self.ways.of(window)
         if frames:
-            result = self._in_frames(found, frames)
-        elif len(found.terms) > 1:
-            result = self._total(found.terms, sorted({d for term in found.terms for d in self.cut[term.root]}))
+            result = self._in_frames(window, frames)
+        elif len(window.terms) > 1:
+            result = self._total(window.terms, sorted({d for term in window.terms for d in self.cut[term.root]}))
         else:
-            result = self._alone(found)
-        if found.order:
-            result = self.call("permute", result, list(found.order))
+            result = self._alone(window)
+        if window.order:
+            result = self.call("permute", result, list(window.order))
         if not any(result.id in new.outputs for new in self.nodes[start:]):
             result = self.call("set", result)
         # The result has the node's own number from now on.

@@ -37,7 +37,7 @@ def peer_failed(scene: Scene, what: str, failure: Failure) -> RankError:
         f"{what} cannot finish on rank {scene.rank}: found rank {failure.rank} failed, needed all ranks "
         f"running. Rank {failure.rank} says:\n{textwrap.indent(failure.text, '    ')}"
     )
-    error.peer = failure.rank
+    error.peer, error.ended = failure.rank, what
     return error
 
 

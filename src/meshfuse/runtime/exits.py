@@ -43,20 +43,20 @@ def install_hook(world: Publisher) -> None:
         if os.getpid() != process:
             previous(kind, error, trace)  # A forked child is no rank.
             return
-        follows = FOLLOWER in os.environ and isinstance(error, RankError)
+        follows = error if isinstance(error, RankError) and FOLLOWER in os.environ else None
         ending.acquire(blocking=False)
         try:
             world.publish_failure(error)
             # torch.distributed's own hook, where it came later, collects what this one prints: the process ends first.
             with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
-                if follows and _is_told_elsewhere(error):
-                    _print_short(world.rank, error)
+                if follows is not None and _is_told_elsewhere(follows):
+                    _print_short(world.rank, follows)
                 else:
                     previous(kind, error, trace)
                 _flush()
             world.depart(error)
         finally:
-            os._exit(int(os.environ[FOLLOWER]) + isinstance(error, RankTimeout) if follows else 1)
+            os._exit(1 if follows is None else int(os.environ[FOLLOWER]) + isinstance(error, RankTimeout))
 
     sys.excepthook = hook
 
@@ -75,22 +75,16 @@ def report_user_errors() -> None:
     sys.excepthook = hook
 
 
-def _is_told_elsewhere(error: BaseException) -> bool:
+def _is_told_elsewhere(error: RankError) -> bool:
     """Whether this rank's traceback would only repeat a failed peer's or the line in its message."""
-    return getattr(error, "peer", None) is not None or getattr(error, "where", None) is not None
+    return error.peer is not None or error.where is not None
 
 
-def _print_short(rank: int, error: BaseException) -> None:
-    peer = getattr(error, "peer", None)
-    text = str(error) if peer is None else f"stopped in {_place(error)}, because rank {peer} failed"
-    print(f"rank {rank}: {text}", file=sys.stderr)
-
-
-def _place(error: BaseException) -> str:
-    """What the rank was in, and the user's line, out of an error of `diagnosis.peer_failed`."""
-    what = str(error.args[0]).partition(" cannot finish")[0]
-    where = getattr(error, "where", None)
-    return what if where is None else f"{what} at {where}"
+def _print_short(rank: int, error: RankError) -> None:
+    """Without the failed peer's traceback, which its message has: that rank prints it."""
+    where = "" if error.where is None else f" at {error.where}"
+    followed = f"stopped in {error.ended}{where}, because rank {error.peer} failed"
+    print(f"rank {rank}: {error if error.peer is None else followed}", file=sys.stderr)
 
 
 def end_at_once(code: int) -> NoReturn:
