@@ -15,9 +15,9 @@ from ..dtypes import DataType
 from ..mesh import DeviceMesh
 from ..moves.move import Move, MoveKind, Reordering, Window
 from ..ops.base import ScalarRef, TensorRef
-from ..propagation.choose import Source
 from ..propagation.factors import Carry, Placement
 from ..propagation.sharded import Choice
+from ..propagation.votes import Source
 from ..rewriting.distribution import Blocked, Distributed
 from ..rewriting.in_place import DimSpan, DimSpans, Placed
 from ..rewriting.moments import Merged, Moments

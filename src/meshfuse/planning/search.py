@@ -4,7 +4,7 @@ One sweep with a beam is what long programs can afford. In it an op tries what i
 what is wanted of a tensor is at first what a greedy sweep made. Where operands disagree, the best answer may be one
 that none of them asks for (attention by hand over a split sequence: the heads). So a small program is planned again
 from what its tensors would have if they just followed the annotations (as in GSPMD and Shardy), from the best plan so
-far, with more placements to choose from (`choose.reassigned`), as if its inputs lay elsewhere (`starts`), and with more
+far, with more placements to choose from (`votes.reassigned`), as if its inputs lay elsewhere (`starts`), and with more
 plans kept for longer. Of a long program of equal layers two are planned so, and the others like them
 (`propagation.folding`).
 """

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..sharding.value import Sharding
-from .choose import Available, Option
+from .choose import Option
 from .dominance import JointTable, Table
 from .growth import EPSILON, Growth, Role, Roles, growths, role_of
+from .votes import Available
 
 # How many shardings of a tensor ops are asked to follow at least, those of dropped plans among them.
 KNOWN = 4

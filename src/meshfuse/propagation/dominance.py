@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from ..moves.bounds import at_least
 from ..ops.base import TensorType
-from .choose import Available, reshards
+from .choose import reshards
+from .votes import Available
 
 
 def conversion(held: Available, wanted: Available, kind: TensorType) -> float:

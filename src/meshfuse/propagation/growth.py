@@ -13,10 +13,11 @@ from ..moves.planner import plan
 from ..ops.base import Call, Rule, TensorType
 from ..sharding.layout import Layout
 from ..sharding.value import Sharding
-from .choose import Available, Option, Setting, options
+from .choose import Option, options
 from .dominance import Table, table_of
 from .factors import reduces
 from .owing import Owing
+from .votes import Available, Setting
 
 # Costs that differ by less than this many seconds (half a byte on the wire) are equal.
 EPSILON = 1e-11
@@ -61,7 +62,7 @@ class Kind:
 
     @property
     def may_move(self) -> bool:
-        """Whether a thorough search may find placements that a plain one does not (`choose.reassigned`)."""
+        """Whether a thorough search may find placements that a plain one does not (`votes.reassigned`)."""
         return len(self.rule.operands) > 1 and not self.reductions and reduces(self.rule)
 
 

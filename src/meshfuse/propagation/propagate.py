@@ -15,12 +15,13 @@ from ..graph import Graph, depth_first, reordered
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from .beam import Beam, BeamSettings, Decision, greedy
-from .choose import Available, cheapest
+from .choose import cheapest
 from .folding import folded
 from .growth import Roles
 from .meshes import node_meshes
 from .outputs import ends
 from .sharded import Choice, ShardedDefinition
+from .votes import Available
 from .wishes import wishes
 
 FAST = BeamSettings(24, 32)
@@ -93,7 +94,7 @@ class Propagation:
     ) -> ShardedDefinition:
         """A plan with `asked` in the place of what the greedy sweep makes.
 
-        Where the search is thorough, ops try more placements (`choose.reassigned`). One to whose end no choice is final
+        Where the search is thorough, ops try more placements (`votes.reassigned`). One to whose end no choice is final
         is for small programs, others are searched fast. `starts`: where inputs lie, too, as if they had come for
         nothing. What that saves may come long after the choice is final; whether it pays is for others to say.
         """

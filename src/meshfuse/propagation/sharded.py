@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..graph import Graph
 from ..sharding.value import Sharding
-from .choose import Source
 from .factors import Placement
+from .votes import Source
 
 
 @dataclass(frozen=True, slots=True)

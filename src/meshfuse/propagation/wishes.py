@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
-from .choose import Available
 from .factors import Layouts, layouts_of, merged, representable, tensor_layouts
 from .growth import Kind
+from .votes import Available
 
 # How many different shardings of one tensor are kept as wanted.
 ASKED = 3

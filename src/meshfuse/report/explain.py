@@ -9,7 +9,7 @@ from ..compiler import CompiledProgram
 from ..errors import user_error
 from ..graph import Graph, Node
 from ..moves.move import MoveKind
-from ..propagation.choose import Source
+from ..propagation.votes import Source
 from ..resharding.resharded import Set
 from .alternatives import wire_bytes
 from .bill import micro, number, table

@@ -14,9 +14,9 @@ from ..graph import Graph, Node
 from ..moves.prices import price
 from ..moves.windows import window_move, window_of
 from ..ops.base import Call, Rule, TensorRef
-from ..propagation.choose import Source
 from ..propagation.factors import NO_CARRY, Carry, Placement, carries, layouts_of, merged, placed, representable
 from ..propagation.sharded import Choice, ShardedDefinition
+from ..propagation.votes import Source
 from ..sharding.layout import WHOLE
 from ..sharding.value import Sharding
 from .graphs import GraphWriter
