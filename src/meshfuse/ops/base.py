@@ -335,6 +335,11 @@ class Sample:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
+    @classmethod
+    def of_floats(cls, *args: Any) -> Sample:
+        """Of these arguments, where a tuple stands for a Float tensor of that shape."""
+        return cls(tuple(TensorType(a, DataType.Float) if isinstance(a, tuple) else a for a in args))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpDef:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
-from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.shapes import SHAPES
 from . import native_forms
@@ -185,10 +183,7 @@ def _stride_order_emit(e: Emit) -> str:
     return f"K.in_stride_order({e.operands[0]}, {list(_order(e.call))})"
 
 
-def _sample(*args: Any) -> Sample:
-    return Sample(tuple(TensorType(a, DataType.Float) if isinstance(a, tuple) else a for a in args))
-
-
+_sample = Sample.of_floats
 _ARG = Param("arg", K.TENSOR)
 OPS = (
     OpDef("broadcast", (_ARG, Param("is_broadcast_dim", K.BOOLS)), _broadcast_infer, _broadcast_rule, _reshape_emit,

@@ -310,10 +310,7 @@ def _cat_emit(e: Emit) -> str:
     return f"torch.cat([{', '.join(e.operands)}], {e.call['dim'] % e.call.types[0].ndim})"
 
 
-def _sample(*args: Any) -> Sample:
-    return Sample(tuple(TensorType(a, DataType.Float) if isinstance(a, tuple) else a for a in args))
-
-
+_sample = Sample.of_floats
 _ARG = Param("arg", K.TENSOR)
 OPS = (
     OpDef("slice", (_ARG, Param("start_indices", K.SHAPE), Param("end_indices", K.SHAPE),
