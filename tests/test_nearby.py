@@ -38,7 +38,7 @@ def compiled(fd: mf.FusionDefinition, shapes: Sequence[Sequence[int]] | None = N
     given = [fd.tensors[i].type.shape for i in tensors] if shapes is None else shapes
     sizes = {i: tuple(shape) for i, shape in zip(tensors, given, strict=True)}
     key = (tuple(sorted(sizes.items())), (), WORLD)
-    fd._compiled[key] = compile_definition(fd, sizes, {}, WORLD, near=2.0)
+    fd._compiled[key] = compile_definition(fd, sizes, {}, WORLD, near_factor=2.0)
     return fd._compiled[key]
 
 
@@ -59,7 +59,7 @@ def test_random_programs_of_doubled_sizes_are_what_torch_computes() -> None:
         leave_open(fd)
         try:
             compiled(fd, [t.shape for t in small])
-            taken.append(compiled(fd, [t.shape for t in large]).near is not None)
+            taken.append(compiled(fd, [t.shape for t in large]).taken_from is not None)
         except mf.DefinitionError:
             return  # The program says a size that it has now another of.
         assert_same_as_unsharded(fd, large, interpret(fd, large))
@@ -84,7 +84,7 @@ def test_programs_of_the_table_with_doubled_sizes_are_what_torch_computes(name: 
     compiled(program.define(SMALL))
     for field in FIELDS:
         fd = program.define(_with(SMALL, field, 2 * getattr(SMALL, field)))
-        if compiled(fd).near is not None:
+        if compiled(fd).taken_from is not None:
             taken += 1
             inputs = inputs_for(fd)
             assert_same_as_unsharded(fd, inputs, interpret(fd, inputs) if has_reference(fd) else None)
@@ -114,7 +114,7 @@ def test_a_size_within_the_factor_takes_the_plan_over() -> None:
     first = compiled(rows(16))
     for size in (8, 17, 32):
         again = compiled(rows(size))
-        assert again.near is first.graph
+        assert again.taken_from is first.graph
         assert again.sharded.homes == first.sharded.homes
 
 
@@ -123,7 +123,7 @@ def test_the_same_sizes_again_have_the_plan_that_was_made_for_them(monkeypatch: 
     compiled(rows(17))
     monkeypatch.setattr("meshfuse.compiler.planned", lambda *_: pytest.fail("planned again"))
     again = compiled(rows(16))
-    assert again.near is None
+    assert again.taken_from is None
     assert str(again.sharded) == str(first.sharded)
 
 
@@ -141,7 +141,7 @@ def test_other_bounds_are_other_sizes() -> None:
     """The plan is another's for them, even where all tensors have the shapes that they had."""
     compiled(cut([2, 4]))
     fd = cut([4, 4])
-    assert compiled(fd).near is not None
+    assert compiled(fd).taken_from is not None
     x, y = (torch.randn(16, 4, dtype=torch.float64) for _ in range(2))
     for found, right in zip(fd.simulate([x, y]), (x[4:12] * 2, y[4:12] * 2), strict=True):
         torch.testing.assert_close(found, right)
@@ -157,13 +157,13 @@ def test_other_bounds_are_other_sizes() -> None:
 )  # fmt: skip
 def test_another_program_takes_nothing_over(other: Callable[[], mf.FusionDefinition]) -> None:
     compiled(rows(16))
-    assert compiled(other()).near is None
+    assert compiled(other()).taken_from is None
 
 
 def test_a_dim_that_splits_less_evenly_takes_nothing_over() -> None:
     compiled(rows(16, spec=("dp", None, "tp")))
-    assert compiled(rows(18, spec=("dp", None, "tp"))).near is not None
-    assert compiled(rows(17, spec=("dp", None, "tp"))).near is None
+    assert compiled(rows(18, spec=("dp", None, "tp"))).taken_from is not None
+    assert compiled(rows(17, spec=("dp", None, "tp"))).taken_from is None
 
 
 def centred(width: int, divisor: int) -> mf.FusionDefinition:
@@ -183,7 +183,7 @@ def test_moments_stay_merged_only_where_the_number_is_that_of_the_terms(divisor:
     first = compiled(centred(512, 512))
     assert any(node.name == "block_merge" for node in first.graph.nodes)
     fd = centred(768, divisor)
-    assert (compiled(fd).near is not None) == (divisor == 768)
+    assert (compiled(fd).taken_from is not None) == (divisor == 768)
     x = torch.randn(256, 768, dtype=torch.float64)
     off = x - x.sum(1, True) / divisor
     torch.testing.assert_close(fd.simulate([x])[0], off / ((off * off).sum(1, True) + 1).sqrt())
@@ -219,7 +219,7 @@ def test_forms_for_sharded_dims_are_written_again() -> None:
 
     first, fd = compiled(scanned(16)), scanned(24)
     assert len(first.graph.nodes) > 1
-    assert compiled(fd).near is first.near or len(compiled(fd).graph.nodes) == len(first.graph.nodes)
+    assert compiled(fd).taken_from is first.taken_from or len(compiled(fd).graph.nodes) == len(first.graph.nodes)
     x = torch.randn(24, 3, dtype=torch.float64)
     torch.testing.assert_close(fd.simulate([x])[0], x.cumsum(0))
 
@@ -235,7 +235,7 @@ def test_windows_that_were_joined_are_of_one_size() -> None:
 
     assert compiled(blurred(16)).graph.rewritings
     fd = blurred(24)
-    assert compiled(fd).near is None
+    assert compiled(fd).taken_from is None
     x = torch.randn(24, 3, dtype=torch.float64)
     right = F.pad(x, [0, 0, 1, 1])
     torch.testing.assert_close(fd.simulate([x])[0], right[:24] + right[2:])
@@ -246,17 +246,17 @@ def test_windows_that_were_joined_are_of_one_size() -> None:
 
 def test_asking_gets_the_plan_of_a_search() -> None:
     compiled(rows(16))
-    assert rows(24).compile().near is None
+    assert rows(24).compile().taken_from is None
 
 
 def test_so_many_ops_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearby, "_MOST_OPS", 6)
     compiled(rows(16))
     compiled(shifted(8, 2.0))
-    assert compiled(rows(24)).near is not None
+    assert compiled(rows(24)).taken_from is not None
     for number in range(2, 6):
         compiled(centred(16 * number, 5))
-    assert compiled(rows(24)).near is None
+    assert compiled(rows(24)).taken_from is None
 
 
 def test_explain_says_whose_plan_it_is() -> None:

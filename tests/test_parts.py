@@ -330,7 +330,7 @@ def test_the_plan_of_other_sizes_is_taken_over(monkeypatch: pytest.MonkeyPatch) 
     for length, more in ((S, 2), (S + N, 3)):
         shapes = ((B, H, length, D), (B, H, more, D), (B, H, NEW, D))
         sizes = dict(enumerate(shapes))
-        compiled = compile_definition(fd, sizes, {}, WORLD, near=2.0)
-        assert (compiled.near is None) == (length == S) and Parted in map(type, compiled.graph.rewritings)
+        compiled = compile_definition(fd, sizes, {}, WORLD, near_factor=2.0)
+        assert (compiled.taken_from is None) == (length == S) and Parted in map(type, compiled.graph.rewritings)
         fd._compiled[tuple(sorted(sizes.items())), (), WORLD] = compiled
         assert_same_as_unsharded(fd, [torch.randn(shape) for shape in shapes])

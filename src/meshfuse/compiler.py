@@ -4,6 +4,9 @@ definition → `concretize` → `taken_apart` → `with_links` → `distribute` 
 → `searched` → `in_parts` → `in_place` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted`
 → `postponed` → `overlap` → `segment` → `lower_to_host_ir` → executor.
 Every stage is a function from one printable value to the next and changes nothing of what it is given.
+
+From `distribute` to `shifted` a stage may write ops in other ops, and then has the stages before it plan the graph once
+more: the better plan goes on. `decided` has all of these, `compile_sharded` those after them.
 """
 
 from __future__ import annotations
@@ -53,8 +56,8 @@ class CompiledProgram:
     """All stages of one definition for one set of shapes. Host programs are made per rank, when asked for.
 
     `planned` is what propagation decided; in `sharded` the ops that are computed in rounds are written out.
-    `in_flight` bounds the bytes of communications that are issued ahead of their need. `near` is the graph of other
-    sizes that the plan was made for, where it was taken over.
+    `in_flight` bounds the bytes of communications that are issued ahead of their need. `taken_from` is the graph
+    of other sizes that the plan was made for, where it was taken over.
     """
 
     planned: ShardedDefinition
@@ -64,7 +67,7 @@ class CompiledProgram:
     digest: str
     ranks: tuple[int, ...]
     in_flight: int
-    near: Graph | None = None
+    taken_from: Graph | None = None
     _programs: dict[int, HostProgram] = field(default_factory=dict, repr=False)
 
     @property
@@ -91,21 +94,21 @@ class CompiledProgram:
 
 def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
-    max_memory: float | None = None, near: float = 1.0, effort: Effort = Effort.AUTO,
+    max_memory: float | None = None, near_factor: float = 1.0, effort: Effort = Effort.AUTO,
 ) -> CompiledProgram:  # fmt: skip
     """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one.
 
     What is planned for long is kept on disk (`plan_store.cache`). `max_memory`: bytes that a rank may hold, if that is
-    known. With a factor `near` over 1 the plan of sizes that are all within it is taken over, or this one kept
+    known. With a `near_factor` over 1 the plan of sizes that are all within it is taken over, or this one kept
     (`plan_store.nearby`).
     """
     with _no_collection():
         graph = _graph(fd, shapes, scalars)
-        taken = PLANS.near(graph, world, near) if near > 1 else None
+        taken = PLANS.near(graph, world, near_factor) if near_factor > 1 else None
         if taken is not None:
             return compile_sharded(taken.plan, max_memory, taken.source)
         sharded = planned(graph, world, lambda: decided(graph, world, effort), effort.value)
-        if near > 1:
+        if near_factor > 1:
             PLANS.keep(graph, world, sharded)
         return compile_sharded(sharded, max_memory)
 
@@ -161,9 +164,9 @@ def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
 
 
 def compile_sharded(
-    planned: ShardedDefinition, max_memory: float | None = None, near: Graph | None = None
+    planned: ShardedDefinition, max_memory: float | None = None, taken_from: Graph | None = None
 ) -> CompiledProgram:
-    """The stages after propagation; `near` is the graph of other sizes that the plan was made for."""
+    """The stages after propagation; `taken_from` is the graph of other sizes that the plan was made for."""
     sharded = written(planned)
     resharded = early(insert_resharding(sharded))
     resharded.verify()
@@ -171,7 +174,7 @@ def compile_sharded(
     overlapped = overlap(resharded)
     segmented = segment(overlapped)
     digest = digest_of(overlapped.fingerprint())
-    return CompiledProgram(planned, sharded, resharded, segmented, digest, _ranks(resharded), in_flight, near)
+    return CompiledProgram(planned, sharded, resharded, segmented, digest, _ranks(resharded), in_flight, taken_from)
 
 
 def _in_order(resharded: ReshardedDefinition, max_memory: float | None) -> tuple[ReshardedDefinition, int]:

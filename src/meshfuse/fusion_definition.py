@@ -346,7 +346,9 @@ class FusionDefinition(PlannedDefinition):
         backend: str | None = None,
         cuda_graph: bool = False,
     ) -> RankProgram:
-        """`known` are the global shapes that the arguments tell; `whole` arguments are not shards but global."""
+        """The program for such arguments, compiled and bound to this rank. `known` are the global shapes that they
+        tell, all of them where they are `whole` and no shards; of shards ranks tell each other the rest.
+        """
         world = World.current()
         check_world(self, world.size, idle_ranks, line)
         shapes = dict(known) if whole else global_shapes(self, given, world.rank, known, line)

@@ -241,7 +241,7 @@ def numbered(node: Node, number: int) -> Node:
 _ANY = TensorRef(-1)
 
 
-class Kinds:
+class CallTable:
     """Calls that differ in nothing but which tensors they take share one `Call` and one `Rule`.
 
     Passes recognise repeated structure, such as layers, by the identity of the call.
@@ -287,7 +287,7 @@ class _Calls:
 
     def __init__(self, fd: DefinitionBuilder, types: dict[int, TensorType], scalars: Mapping[int, Any]):
         self.fd, self.types, self.scalars = fd, types, scalars
-        self._kinds = Kinds()
+        self._kinds = CallTable()
         self._made: dict[Any, tuple[Call, Rule]] = {}
 
     def of(self, node: OpNode) -> tuple[Call, Rule]:

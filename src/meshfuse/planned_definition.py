@@ -54,9 +54,14 @@ class PlannedDefinition(DefinitionBuilder):
         return self._shape_scalars
 
     def _compile(
-        self, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float = 1.0
+        self,
+        given: Inputs,
+        shapes: dict[int, tuple[int, ...]],
+        world: DeviceMesh,
+        line: SourceLine,
+        near_factor: float = 1.0,
     ) -> CompiledProgram:
-        """The program for these shapes; with a factor `near` it may be that of a plan which was taken over."""
+        """The program for these shapes; with a `near_factor` over 1 it may be that of a plan which was taken over."""
         missing = [f"s{i}" for i in sorted(self.sized_by()) if i not in given.scalars]
         if missing:
             raise user_error(
@@ -66,25 +71,25 @@ class PlannedDefinition(DefinitionBuilder):
             )  # fmt: skip
         try:
             with located(line):
-                return self._compile_sizes(given, shapes, world, line, near)
+                return self._compile_sizes(given, shapes, world, line, near_factor)
         except DefinitionError as error:
             raise with_open_sizes(self, shapes, error) from None
 
     def _compile_sizes(
-        self, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float
+        self, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near_factor: float
     ) -> CompiledProgram:
         key = self._program_key(given, shapes, world)
         if key not in self._compiled:
-            self._compiled[key] = self._planned(shapes, key, world, near)
+            self._compiled[key] = self._planned(shapes, key, world, near_factor)
             self._latest = None
             watch(self._compiled[key], self.max_wire, line)
             watch_memory(self._compiled[key], self.max_memory, line)
         return self._compiled[key]
 
     def _planned(
-        self, shapes: Mapping[int, tuple[int, ...]], key: Any, world: DeviceMesh, near: float = 1.0
+        self, shapes: Mapping[int, tuple[int, ...]], key: Any, world: DeviceMesh, near_factor: float = 1.0
     ) -> CompiledProgram:
-        return compile_definition(self, shapes, dict(key[1]), world, self.max_memory, near, self.effort)
+        return compile_definition(self, shapes, dict(key[1]), world, self.max_memory, near_factor, self.effort)
 
     def _program_key(self, given: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> Any:
         scalars = {i: given.scalars[i] for i in self.sized_by()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .resharding.early import WORTH, Seconds
+from .resharding.early import WORTH_A_LAUNCH, Seconds
 from .resharding.resharded import Compute, ReshardedDefinition, Set
 from .streams.overlap import ChunkLoop, OverlappedDefinition
 
@@ -86,13 +86,13 @@ def _groups(parts: Sequence[Compute | Set | ChunkLoop], seconds: Seconds) -> Ite
     work = 0.0
     moving: set[int] = set()
     for step in parts:
-        same_mesh = isinstance(step, Compute) and (not run or _mesh(run[-1]) == _mesh(step))
+        joins = isinstance(step, Compute) and (not run or _mesh(run[-1]) == _mesh(step))
         if isinstance(step, Compute) and not moving.isdisjoint(step.inputs):
-            same_mesh = same_mesh and work < WORTH
+            joins = joins and work < WORTH_A_LAUNCH
             moving.difference_update(step.inputs)
-        elif isinstance(step, Set) and seconds.of(step) >= WORTH:
+        elif isinstance(step, Set) and seconds.of(step) >= WORTH_A_LAUNCH:
             moving.add(step.target)
-        if run and not same_mesh:
+        if run and not joins:
             yield run
             run, work = [], 0.0
         if isinstance(step, Compute):

@@ -44,7 +44,7 @@ def steps(rows: tuple[int, ...], count: int, opened: bool, ranks: int = 2) -> li
             given = [mf.shard_tensor(t, view) for t, view in zip((x, w), views(fd), strict=True)]
             (out,) = fd.execute(given, idle_ranks=True)
             compiled = fd.latest()
-            taken.append(compiled.near is not None)
+            taken.append(compiled.taken_from is not None)
             if world.rank >= ranks:
                 wrong += [] if out is None else [step]
                 continue

@@ -117,7 +117,7 @@ class RankProgram:
         self.world, self.device, self._source, self._backend = world, device, source, backend
         self.step, self.running, self._phase, self._gathered = 0, False, _Phase.OVER, 0
         self._capture = capture
-        self._renew, self._renewal = renew, RENEWED if compiled.near is not None else None
+        self._renew, self._renewal = renew, RENEWED if compiled.taken_from is not None else None
         with world.turns:
             self._bind(compiled)
 
@@ -152,7 +152,8 @@ class RankProgram:
         """The rank's results, or the `whole` outputs. A failing collective's error names its tensor, the step and the
         user's line.
 
-        No gradients are recorded: those of a definition are `fd.grad`'s.
+        Random numbers follow from `seed` and from `offset`, how many steps came before. No gradients are recorded:
+        those of a definition are `fd.grad`'s.
         """
         self.step, outer = offset + 1, self._phase  # An op's function may call the definition that it is in.
         try:

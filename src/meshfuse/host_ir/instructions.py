@@ -268,7 +268,7 @@ class Communication:
 
 
 # As the methods of groups are called.
-CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+CollectiveKind = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
 MessageKind = Literal["send", "recv"]
 
 

@@ -39,11 +39,15 @@ def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str, in_
 
 
 class RankLowering:
-    """What the instructions of all parts are made from: names, readers and facts of values."""
+    """What the instructions of all parts are made from: names, readers and facts of values.
+
+    `names` are those of values that are not called by their numbers, `readers` says how many steps and outputs read
+    each, and `fresh` are the values in memory of their own: a reader that is the only one may write there.
+    """
 
     def __init__(self, segmented: SegmentedDefinition, rank: int, digest: str):
         self.segmented, self.rank, self.digest = segmented, rank, digest
-        # Read for every op: looked up once.
+        # Asked for at every op: looked up once.
         self.graph: Graph = segmented.resharded.graph
         self.values: Sequence[Value] = segmented.resharded.values
         self.instructions: list[Instruction] = []

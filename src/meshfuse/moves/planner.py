@@ -33,7 +33,7 @@ class Path:
 NOTHING = Path((), 0.0, 0.0)
 # On the way a rank holds no more than at the dearer end, or so many bytes, whatever time that would save.
 ROOM = 64 << 20
-# Bytes alone decide where the least part of them that two paths may differ by weighs so many steps.
+# Bytes alone decide where the least part of them that two paths may differ by weighs as much as so many starts.
 _OUTWEIGH = 1000
 # Paths that take as long but for a part of a move are gone on with from the one that has come farthest.
 _ALIKE = MOVE_SECONDS / 20
@@ -64,13 +64,13 @@ def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) 
     which paths there are depends on the divisors of sizes alone. None where blocks differ, or more than bytes counts.
     """
     mesh, nbytes = src.mesh, itemsize * math.prod(shape)
-    step = mesh.links[0].latency * mesh.links[0].bandwidth
-    if not mesh.uniform or not mesh.size**2 * step * _OUTWEIGH <= nbytes <= ROOM or not is_even(src, dst, shape):
+    start_bytes = mesh.links[0].latency * mesh.links[0].bandwidth  # What a link carries while a message starts.
+    if not mesh.uniform or not mesh.size**2 * start_bytes * _OUTWEIGH <= nbytes <= ROOM or not is_even(src, dst, shape):
         return None
     splits = [split for layout in (*src.dims, *dst.dims) for split in layout]
-    steps = mesh.size * math.prod([split.size or 1 for split in splits if not split.bound])
-    rest = next(prime for prime in _PRIMES if steps % prime)
-    common = [math.gcd(n, steps) for n in shape]
+    divided_by = mesh.size * math.prod([split.size or 1 for split in splits if not split.bound])
+    rest = next(prime for prime in _PRIMES if divided_by % prime)
+    common = [math.gcd(n, divided_by) for n in shape]
     return tuple([n if n == divisor else divisor * rest for n, divisor in zip(shape, common, strict=True)])
 
 

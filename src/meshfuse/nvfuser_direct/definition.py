@@ -299,16 +299,16 @@ class FusionDefinition(core.FusionDefinition):
             return repr(self)
         return str(self._fec.compiled.host_program(rank))
 
-    def _compile_sizes(self, found: Any, shapes: Any, world: Any, line: Any, near: float) -> CompiledProgram:
+    def _compile_sizes(self, given: Any, shapes: Any, world: Any, line: Any, near_factor: float) -> CompiledProgram:
         """Outputs that nothing is said of lie where nvFuser leaves them, as the first shapes tell."""
         if not self._compiled:
             self._annotate_aliases(line)
         if not self._compiled and (mesh := common_mesh(self)) is not None:
-            scalars = {i: found.scalars[i] for i in self.sized_by() if i in found.scalars}
+            scalars = {i: given.scalars[i] for i in self.sized_by() if i in given.scalars}
             for tensor, bound in zip(self.outputs, followed_outputs(self, mesh, shapes, scalars), strict=True):
                 if bound is not None and tensor not in self.annotations:
                     self._annotate_output(tensor, mesh, bound, line)
-        return super()._compile_sizes(found, shapes, world, line, near)
+        return super()._compile_sizes(given, shapes, world, line, near_factor)
 
     def _annotate_aliases(self, line: Any) -> None:
         """Outputs that are written into arguments lie as those do."""

@@ -206,8 +206,8 @@ def _reduction(kind: TensorType, wanted: Available, home: Sharding) -> float:
     return min(p.seconds for p in plans if p is not None)
 
 
-class NodeRole(NamedTuple):
-    """What a node is in its graph: its kind, its tensors' numbers, and which later op reads each of them next."""
+class Occurrence(NamedTuple):
+    """A kind where it occurs in a graph: its tensors' numbers, and which later op reads each of them next."""
 
     kind: Kind
     tensors: tuple[int, ...]
@@ -226,7 +226,7 @@ class Roles:
         self._owing = Owing(graph)
         self.parts = [self._part(node) for node in reversed(graph.nodes)][::-1]
 
-    def _part(self, node: Node) -> NodeRole:
+    def _part(self, node: Node) -> Occurrence:
         read = tuple(dict.fromkeys(node.inputs))
         tensors = (*read, *node.outputs)
         operands = tuple(map(read.index, node.inputs))
@@ -242,7 +242,7 @@ class Roles:
             types = [self.graph.tensors[i].type for i in tensors]
             told = tuple(Touched(t, *facts) for t, facts in zip(types, touched, strict=True))
             kind = self._known[key] = _kind(*key[:4], told, key[5])
-        return NodeRole(kind, tensors, next_read)
+        return Occurrence(kind, tensors, next_read)
 
     def _touched(
         self, tensor: int, then: int | None, owed: float, owes: float

@@ -34,7 +34,7 @@ def explain_all(compiled: CompiledProgram) -> str:
         sharding = str(compiled.sharded.homes[tensor.id])
         rows.append((tensor.label, str(tensor.type), sharding, explainer.in_short(tensor.id), str(tensor.line)))
     meshes = dict.fromkeys(str(sharding.mesh) for sharding in compiled.sharded.homes.values())
-    near = [] if compiled.near is None else [f"taken over from {_plan_of(compiled.near)}"]
+    near = [] if compiled.taken_from is None else [f"taken over from {_plan_of(compiled.taken_from)}"]
     return "\n".join([f"on {', '.join(meshes)}", *near, table(rows)])
 
 
@@ -162,7 +162,7 @@ class Explainer:
         yield f"the alternative, {self._source(node, source)}: {_time(seconds)} modelled{verdict}"
 
     def _no_other(self) -> str:
-        near = self.compiled.near
+        near = self.compiled.taken_from
         return "there was no other way to compute it" if near is None else f"taken over from {_plan_of(near)}"
 
     def _source(self, node: Node, source: Source) -> str:

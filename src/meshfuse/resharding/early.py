@@ -20,7 +20,7 @@ from ..propagation.factors import Placement
 from .resharded import Compute, ReshardedDefinition, Set, Step
 
 # Modelled seconds of a move, and of the work beside it, that are worth a launch more.
-WORTH = 20e-6
+WORTH_A_LAUNCH = 20e-6
 # An input is gathered as much work ahead of its reader as the move takes, times this.
 _AHEAD = 2.0
 
@@ -67,7 +67,7 @@ def _moved(move: Move, shape: Sequence[int]) -> float:
 def early(resharded: ReshardedDefinition) -> ReshardedDefinition:
     """The same steps, moves that are worth it earlier; the same on all ranks."""
     seconds = Seconds(resharded)
-    if not any(isinstance(step, Set) and seconds.of(step) >= WORTH for step in resharded.steps):
+    if not any(isinstance(step, Set) and seconds.of(step) >= WORTH_A_LAUNCH for step in resharded.steps):
         return resharded
     costs = [seconds.of(step) for step in resharded.steps]
     keys = _places(resharded, costs)
@@ -83,11 +83,11 @@ def _places(resharded: ReshardedDefinition, costs: Sequence[float]) -> list[tupl
     keys: list[tuple[int, int]] = []
     for place, step in enumerate(resharded.steps):
         base = place
-        if isinstance(step, Set) and step.node is None and costs[place] >= WORTH:
+        if isinstance(step, Set) and step.node is None and costs[place] >= WORTH_A_LAUNCH:
             first = made_at[step.source]
             if first < 0:
                 first = _ahead(until, place, _AHEAD * costs[place])
-            if until[place] - until[first + 1] >= WORTH:
+            if until[place] - until[first + 1] >= WORTH_A_LAUNCH:
                 base = first
         keys.append((base, -1 if base == place else place))
         for value in step.outputs:

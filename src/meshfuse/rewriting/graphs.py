@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..graph import Graph, Kinds, Node, Tensor, needed, numbered
+from ..graph import CallTable, Graph, Node, Tensor, needed, numbered
 from ..ops.base import OpDef, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
 from ..ops.registry import find
@@ -24,7 +24,7 @@ class GraphWriter:
         self.operand = 0
         self.tensors: list[Tensor] = list(graph.tensors)
         self.nodes: list[Node] = []
-        self._kinds = Kinds()
+        self._kinds = CallTable()
         self._origin: Node | None = None
 
     def type(self, ref: TensorRef) -> TensorType:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ..dtypes import Category
-from ..graph import Graph, Kinds, Node, Tensor, numbered
+from ..graph import CallTable, Graph, Node, Tensor, numbered
 from ..mesh import DeviceMesh
 from ..ops import OPS
 from ..ops.base import TensorRef
@@ -136,7 +136,7 @@ def _is_mean(total: Node, mean: Node) -> bool:
 
 def _rewritten(graph: Graph, moments: Sequence[Moments]) -> Graph:
     """The graph with two ops in the place of each moments' sum, and without their others."""
-    tensors, kinds = list(graph.tensors), Kinds()
+    tensors, kinds = list(graph.tensors), CallTable()
     firsts = {m.total: m for m in moments}
     dropped = {number for m in moments for number in (m.mean, m.squared, m.squares)}
     nodes: list[Node] = []
@@ -150,7 +150,7 @@ def _rewritten(graph: Graph, moments: Sequence[Moments]) -> Graph:
     return with_nodes(graph, tensors, nodes, numbers)
 
 
-def _merging(graph: Graph, m: Moments, start: int, tensors: list[Tensor], kinds: Kinds) -> list[Node]:
+def _merging(graph: Graph, m: Moments, start: int, tensors: list[Tensor], kinds: CallTable) -> list[Node]:
     """The ops that make the mean and the sum of squares; the tensor between them is a new one."""
     total = graph.nodes[m.total]
     kind, dims = total.call.types[0], reduced_dims(total.call)
@@ -164,7 +164,7 @@ def _merging(graph: Graph, m: Moments, start: int, tensors: list[Tensor], kinds:
     return [first, dataclasses.replace(second, inputs=(made.id,), outputs=outputs)]
 
 
-def _node(kinds: Kinds, name: str, more: tuple[Any, ...], total: Node, number: int, made: int, kind: Any) -> Node:
+def _node(kinds: CallTable, name: str, more: tuple[Any, ...], total: Node, number: int, made: int, kind: Any) -> Node:
     """An op of x and these arguments that makes the tensor `made`."""
     (x,) = total.inputs
     call, rule = kinds.get(OPS[name], (TensorRef(x), *more), (kind,))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import kernels
-from ..graph import Graph, Kinds, Node, users
+from ..graph import CallTable, Graph, Node, users
 from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, ParamKind, ScalarRef, TensorRef
 from ..ops.local import LocalCall
@@ -182,7 +182,7 @@ def _value(call: Call, fills: Sequence[Number]) -> Number | None:
     """What a pointwise op makes of numbers; None for what is no number that a pad takes."""
     if any(isinstance(arg, ScalarRef) for arg in call.args):
         return None
-    small = Kinds().get(call.op, call.args, tuple(kind._replace(shape=(1,)) for kind in call.types))[0]
+    small = CallTable().get(call.op, call.args, tuple(kind._replace(shape=(1,)) for kind in call.types))[0]
     one = Sharding.replicated(DeviceMesh((1,), ("x",)), 1)
     names = [f"a{i}" for i in range(len(fills))]
     local = LocalCall(small, names, [one] * len(fills), [one], 0)

@@ -38,7 +38,12 @@ class _Formed(FusionDefinition):
     form: Blocked
 
     def _compile(
-        self, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh, line: SourceLine, near: float = 1.0
+        self,
+        given: Inputs,
+        shapes: dict[int, tuple[int, ...]],
+        world: DeviceMesh,
+        line: SourceLine,
+        near_factor: float = 1.0,
     ) -> CompiledProgram:
         return compile_graph(with_forms(concretize(self, shapes, {}), {0: self.form}), world)
 
