@@ -30,6 +30,10 @@ def dependences(body: Sequence[Instruction]) -> list[tuple[int, ...]]:
 
 
 class _Dependences:
+    """The instructions so far: the `maker` of each name, the accesses to its `memory` (one object for names of one
+    buffer), and what each of the `works` in flight reads and writes.
+    """
+
     def __init__(self, body: Sequence[Instruction]):
         self.body = body
         self.maker: dict[str, int] = {}

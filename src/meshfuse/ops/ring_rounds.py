@@ -109,6 +109,8 @@ def attention_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorR
 
 
 class _RingForward(_RingOps):
+    """Attention of rows that stay to keys and values that come round."""
+
     def in_order(self, q: TensorRef, k: TensorRef, v: TensorRef) -> _State:
         """Blocks in the order of the sequence."""
         state = None
@@ -178,6 +180,8 @@ def gradient_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorRe
 
 
 class _RingBackward(_RingOps):
+    """Its gradients: those of keys and values travel behind them, and each rank adds its own."""
+
     def run(self, rows: _Rows, k: TensorRef, v: TensorRef) -> Refs:
         """The gradients of q, where it is; and of k and v, which come home after a round."""
         grads_of = self._chunks if is_zigzag(self.call) else self._block

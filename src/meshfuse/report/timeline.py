@@ -74,6 +74,10 @@ class _PlayedRank:
 
 
 class _Play:
+    """All ranks' programs, played side by side. By meeting: who has `arrived` and when, where it `ends`, and who is
+    `sleeping` until then.
+    """
+
     def __init__(self, programs: Sequence[HostProgram], model: CostModel, overlapped: bool, traced: set[int]):
         self.model, self.overlapped, self.traced = model, overlapped, traced
         self.ranks = {p.rank: _PlayedRank(p.rank, list(_played(p, overlapped))[::-1]) for p in programs}

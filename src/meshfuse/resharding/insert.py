@@ -17,6 +17,10 @@ from .resharded import Compute, ReshardedDefinition, Set, Step, Value
 
 @dataclass(slots=True)
 class _Inserter:
+    """The values and steps so far. `by_tensor` has each tensor's values, the one that was made first in front; `before`
+    what of a tensor is to be there before another.
+    """
+
     sharded: ShardedDefinition
     values: list[Value] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from ..graph import Stream
 from ..mesh import STREAM, DeviceMesh
@@ -14,6 +12,7 @@ from ..resharding.resharded import Compute, ReshardedDefinition, Set, Step
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from .chunked_dims import ChunkedDim, Refused, chunked_dim, chunked_factor, of_shards
+from .drafts import LoopDraft, in_order, is_convex
 from .overlap import ChunkLoop, OverlappedDefinition, RingKind, step_mesh
 
 _CHUNKED = (
@@ -33,24 +32,20 @@ def overlap(resharded: ReshardedDefinition) -> OverlappedDefinition:
     return done
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A loop that is being made, by the places of its steps."""
-
-    tensor: int
-    stream: Stream
-    steps: set[int] = field(default_factory=set)
-    cuts: dict[int, ChunkedDim] = field(default_factory=dict)
-    ring: RingKind | None = None
-
-
 class _LoopBuilder:
+    """Makes a loop for each stream of the graph, as far as there can be one; `refused` says why there is none.
+
+    A stream's loop begins with the ops that make or read its tensor (`_ask`); what is cut with that tensor follows
+    (`_cut_ops`), then come the moves around the ops (`_grow`) and later products (`_follow`). `steps` are known by
+    their places, values by the place of their `maker` and those of their `readers`.
+    """
+
     def __init__(self, resharded: ReshardedDefinition):
         self.resharded, self.graph = resharded, resharded.graph
         self.steps = resharded.steps
         self.refused: dict[int, str] = {}
-        self.drafts: list[_Draft] = []
-        self.in_draft: dict[int, _Draft] = {}
+        self.drafts: list[LoopDraft] = []
+        self.in_draft: dict[int, LoopDraft] = {}
         self.maker = {v: place for place, step in enumerate(self.steps) for v in step.outputs}
         self.readers: dict[int, list[int]] = {}
         self.values_of: dict[int, list[int]] = {}
@@ -74,7 +69,7 @@ class _LoopBuilder:
             return
         if stream.chunks == 1:
             raise Refused("as one chunk is the whole")
-        draft = _Draft(tensor, stream)
+        draft = LoopDraft(tensor, stream)
         seeds = self._seeds(tensor)
         if not seeds:
             raise Refused("as no product is made of it, and no op that can be cut makes it")
@@ -97,17 +92,17 @@ class _LoopBuilder:
             self._follow(draft)
         self.in_draft.update(dict.fromkeys(draft.steps, draft))
 
-    def _joinable(self, draft: _Draft) -> _Draft | None:
+    def _joinable(self, draft: LoopDraft) -> LoopDraft | None:
         """A loop that makes what this one reads, cut in the same way: the two are one."""
         read = {v for place in draft.steps for v in self.steps[place].inputs}
         for other in self.drafts:
             made = {v for place in other.steps for v in self.steps[place].outputs}
             near = bool(made & read) and other.ring != "scatter" and self._agree(other, draft)
-            if near and self._convex(other.steps | draft.steps):
+            if near and is_convex(self.steps, other.steps | draft.steps):
                 return other
         return None
 
-    def _agree(self, one: _Draft, other: _Draft) -> bool:
+    def _agree(self, one: LoopDraft, other: LoopDraft) -> bool:
         """Whether steps of both take what they have in common alike: cut in the same way, or as a whole."""
         shared = self._tensors(one.steps) & self._tensors(other.steps)
         return all(one.cuts.get(t) == other.cuts.get(t) for t in shared)
@@ -148,12 +143,12 @@ class _LoopBuilder:
 
     # where a tensor is cut
 
-    def _cut(self, draft: _Draft, tensor: int, cut: ChunkedDim) -> None:
+    def _cut(self, draft: LoopDraft, tensor: int, cut: ChunkedDim) -> None:
         """Cut a tensor, and with it all that the loop's ops make of it or make it of."""
         draft.cuts[tensor] = cut
         self._cut_ops(draft)
 
-    def _cut_ops(self, draft: _Draft) -> None:
+    def _cut_ops(self, draft: LoopDraft) -> None:
         """Cut what the loop's ops take and make, as the tensors that are cut already tell."""
         for place in sorted(draft.steps):
             step = self.steps[place]
@@ -167,7 +162,7 @@ class _LoopBuilder:
                 if missing:
                     raise Refused(f"as {self.graph.nodes[step.node].name} makes it as a whole")
 
-    def _cut_op(self, draft: _Draft, step: Compute) -> None:
+    def _cut_op(self, draft: LoopDraft, step: Compute) -> None:
         node = self.graph.nodes[step.node]
         rule, shapes = node.rule, [*(t.shape for t in node.call.types), *(t.shape for t in node.call.results)]
         dims = [*rule.operands, *rule.results]
@@ -186,18 +181,18 @@ class _LoopBuilder:
 
     # the moves around the ops
 
-    def _grow(self, draft: _Draft) -> None:
+    def _grow(self, draft: LoopDraft) -> None:
         before, after = self._around(draft, forward=False), self._around(draft, forward=True)
         if draft.stream.ring and self._in_ring(draft, before, after):
             return
         self._add_moves(draft, [*before, *after])
 
-    def _add_moves(self, draft: _Draft, moves: Sequence[int]) -> None:
+    def _add_moves(self, draft: LoopDraft, moves: Sequence[int]) -> None:
         for place in moves:
-            if self._convex({*draft.steps, place}):
+            if is_convex(self.steps, {*draft.steps, place}):
                 draft.steps.add(place)
 
-    def _around(self, draft: _Draft, forward: bool) -> list[int]:
+    def _around(self, draft: LoopDraft, forward: bool) -> list[int]:
         """Moves of cut tensors before (or after) the ops, the nearest first."""
         found: list[int] = []
         for place in sorted(draft.steps):
@@ -212,37 +207,23 @@ class _LoopBuilder:
                         todo += self.steps[move].outputs if forward else self.steps[move].inputs
         return found
 
-    def _is_chunked_move(self, draft: _Draft, place: int) -> bool:
+    def _is_chunked_move(self, draft: LoopDraft, place: int) -> bool:
         step = self.steps[place]
         if not isinstance(step, Set) or step.node is not None or place in self.in_draft:
             return False
         tensor = self._tensor(step.source)
         return step.move.kind in _CHUNKED and tensor in draft.cuts and step.move.src.mesh == self._mesh(draft)
 
-    def _mesh(self, draft: _Draft) -> DeviceMesh:
+    def _mesh(self, draft: LoopDraft) -> DeviceMesh:
         return step_mesh(self.steps[min(draft.steps)])
 
-    def _convex(self, steps: set[int]) -> bool:
-        """True where nothing outside stands between two of the steps."""
-        inside = set(self.steps[min(steps)].outputs)
-        outside: set[int] = set()
-        for place in range(min(steps) + 1, max(steps) + 1):
-            step = self.steps[place]
-            if place in steps:
-                if outside.intersection(step.inputs):
-                    return False
-                inside.update(step.outputs)
-            elif (inside | outside).intersection(step.inputs):
-                outside.update(step.outputs)
-        return True
-
-    def _follow(self, draft: _Draft) -> None:
+    def _follow(self, draft: LoopDraft) -> None:
         """A stream in nvFuser's words goes on: later products of what the loop makes join it, as far as they can."""
         while draft.ring != "scatter" and any(self._joins(draft, found) for found in self._later_products(draft)):
             if not draft.ring:
                 self._add_moves(draft, self._around(draft, forward=True))
 
-    def _later_products(self, draft: _Draft) -> Iterator[set[int]]:
+    def _later_products(self, draft: LoopDraft) -> Iterator[set[int]]:
         """Places of products that read what the loop makes, each set with the ops in between."""
         made = {self._tensor(v) for place in draft.steps for v in self.steps[place].outputs}
         for tensor in sorted(made):
@@ -250,15 +231,15 @@ class _LoopBuilder:
             if found and not any(place in self.in_draft for place in found):
                 yield found
 
-    def _joins(self, draft: _Draft, found: set[int]) -> bool:
+    def _joins(self, draft: LoopDraft, found: set[int]) -> bool:
         """Take steps into a loop, if all of them can be cut as it is and none is to be cut otherwise."""
-        trial = _Draft(draft.tensor, draft.stream, found, dict(draft.cuts))
+        trial = LoopDraft(draft.tensor, draft.stream, found, dict(draft.cuts))
         try:
             self._cut_ops(trial)
         except Refused:
             return False
         asked = any(self._is_asked_otherwise(t, trial.cuts.get(t)) for t in self._tensors(found))
-        if asked or not self._agree(draft, trial) or not self._convex(draft.steps | found):
+        if asked or not self._agree(draft, trial) or not is_convex(self.steps, draft.steps | found):
             return False
         draft.steps, draft.cuts = draft.steps | found, trial.cuts
         return True
@@ -269,7 +250,7 @@ class _LoopBuilder:
 
     # rings
 
-    def _in_ring(self, draft: _Draft, before: Sequence[int], after: Sequence[int]) -> bool:
+    def _in_ring(self, draft: LoopDraft, before: Sequence[int], after: Sequence[int]) -> bool:
         """Make the loop a ring; False (and a note why) where it cannot be one."""
         tried: tuple[tuple[RingKind, Sequence[int]], ...] = (("scatter", after), ("gather", before), ("gather", after))
         for kind, places in tried:
@@ -278,14 +259,14 @@ class _LoopBuilder:
                 step = self.steps[place]
                 assert isinstance(step, Set)
                 alone = {*draft.steps, place}
-                if step.move.kind is wanted and self._travels(draft, step, kind) and self._convex(alone):
+                if step.move.kind is wanted and self._travels(draft, step, kind) and is_convex(self.steps, alone):
                     draft.steps.add(place)
                     draft.ring = kind
                     return True
         self.refused[draft.tensor] = "in no ring, as its chunks are not parts of one rank's shard each"
         return False
 
-    def _travels(self, draft: _Draft, step: Set, kind: RingKind) -> bool:
+    def _travels(self, draft: LoopDraft, step: Set, kind: RingKind) -> bool:
         """Whether each chunk is (a part of) the shard of one rank of each group, in the group's order."""
         tensor = self._tensor(step.source)
         shape, cut = self.graph.shape(tensor), draft.cuts[tensor]
@@ -306,7 +287,7 @@ class _LoopBuilder:
 
     # chunks
 
-    def _chosen(self, draft: _Draft, tensor: int, stream: Stream) -> ChunkedDim:
+    def _chosen(self, draft: LoopDraft, tensor: int, stream: Stream) -> ChunkedDim:
         """As the user says; else chunks that take a part of every rank's shard, and in a ring of one shard each."""
         dim, n = stream.dim, self.graph.shape(tensor)[stream.dim]
         if stream.layout is not None:
@@ -314,7 +295,7 @@ class _LoopBuilder:
         for cut in self._neighbours(draft, tensor, stream):
             return cut
         anyhow = ChunkedDim.of(dim, (Split(stream.chunks, STREAM),), n)
-        trial = _Draft(tensor, stream, set(draft.steps))
+        trial = LoopDraft(tensor, stream, set(draft.steps))
         self._cut(trial, tensor, anyhow)
         for shards in self._shards(trial):
             ways = lay.extent(shards)
@@ -323,12 +304,12 @@ class _LoopBuilder:
             return of_shards(dim, n, ways, stream.chunks, False)
         return anyhow
 
-    def _neighbours(self, draft: _Draft, tensor: int, stream: Stream) -> Iterator[ChunkedDim]:
+    def _neighbours(self, draft: LoopDraft, tensor: int, stream: Stream) -> Iterator[ChunkedDim]:
         """How loops that make what this one reads cut it, in terms of the tensor."""
         read = {t for place in draft.steps for t in self._tensors_read(place)}
         for other in self.drafts:
             for shared in sorted(read.intersection(other.cuts)):
-                trial = _Draft(tensor, stream, set(draft.steps))
+                trial = LoopDraft(tensor, stream, set(draft.steps))
                 self._cut(trial, shared, other.cuts[shared])
                 found = trial.cuts.get(tensor)
                 if found is not None and found.dim == stream.dim and len(found.chunks) == stream.chunks:
@@ -340,7 +321,7 @@ class _LoopBuilder:
     def _tensor(self, value: int) -> int:
         return self.resharded.values[value].tensor
 
-    def _shards(self, draft: _Draft) -> Iterator[Layout]:
+    def _shards(self, draft: LoopDraft) -> Iterator[Layout]:
         """The layouts over ranks alone that the cut dim has where it is scattered, gathered or computed."""
         values = [*self._around(draft, True), *self._around(draft, False), *sorted(draft.steps)]
         for place in values:
@@ -357,45 +338,10 @@ class _LoopBuilder:
     def ordered(self) -> tuple[Step | ChunkLoop, ...]:
         """All steps, those of loops in one place, each after what it reads; otherwise as they were."""
         while True:
-            parts = self._sorted()
+            parts = in_order(self.steps, self.maker, self.drafts)
             if parts is not None:
                 return parts
             dropped = self.drafts.pop()
             self.refused[dropped.tensor] = "not chunked, as another loop stands between its steps"
             for place in dropped.steps:
                 del self.in_draft[place]
-
-    def _sorted(self) -> tuple[Step | ChunkLoop, ...] | None:
-        unit_of = {place: min(draft.steps) for draft in self.drafts for place in draft.steps}
-        before: dict[int, set[int]] = {}
-        after: dict[int, set[int]] = {}
-        for place, step in enumerate(self.steps):
-            unit = unit_of.get(place, place)
-            found = {unit_of.get(self.maker[v], self.maker[v]) for v in step.inputs if v in self.maker} - {unit}
-            before.setdefault(unit, set()).update(found)
-            for other in found:
-                after.setdefault(other, set()).add(unit)
-        ready = [unit for unit, needed in before.items() if not needed]
-        heapq.heapify(ready)
-        out: list[int] = []
-        while ready:
-            unit = heapq.heappop(ready)
-            out.append(unit)
-            for other in sorted(after.get(unit, ())):
-                before[other].discard(unit)
-                if not before[other]:
-                    heapq.heappush(ready, other)
-        return tuple(self._parts(out)) if len(out) == len(before) else None
-
-    def _parts(self, units: Sequence[int]) -> Iterator[Step | ChunkLoop]:
-        drafts = {min(draft.steps): draft for draft in self.drafts}
-        number = 0
-        for unit in units:
-            if unit not in drafts:
-                yield self.steps[unit]
-                continue
-            draft = drafts[unit]
-            steps = tuple(self.steps[place] for place in sorted(draft.steps))
-            chunks = len(draft.cuts[draft.tensor].chunks)
-            yield ChunkLoop(number, steps, draft.cuts, chunks, draft.ring, draft.tensor, draft.stream)
-            number += 1
