@@ -4,9 +4,9 @@ One sweep with a beam is what long programs can afford. In it an op tries what i
 what is wanted of a tensor is at first what a greedy sweep made. Where operands disagree, the best answer may be one
 that none of them asks for (attention by hand over a split sequence: the heads). So a small program is planned again
 from what its tensors would have if they just followed the annotations (as in GSPMD and Shardy), from the best plan so
-far, with more placements to choose from (`votes.reassigned`), as if its inputs lay elsewhere (`starts`), and with more
-plans kept for longer. Of a long program of equal layers two are planned so, and the others like them
-(`propagation.folding`).
+far, with more placements to choose from (`votes.reassigned`), as if its inputs lay elsewhere (`starts`), with more
+plans kept for longer, and with single tensors held elsewhere (`pins`). Of a long program of equal layers two are
+planned so, and the others like them (`propagation.folding`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ..resharding.insert import insert_resharding
 from ..resharding.resharded import Set
 from ..sharding.layout import is_prefix
 from ..sharding.value import Sharding
+from .pins import Pin, most, pins
 from .starts import Starts, elsewhere, in_rounds, shared_starts
 
 VARIABLE = "MESHFUSE_SEARCH"
@@ -204,8 +205,21 @@ class _PlanSearch:
             found = self.propagation.again(self._made(self.best), search)
             if self._spent(found).sends_less_than(self.cost):
                 self._keep(found)
+        self._hold()
         if self.cost != before:
             self._go_on()
+
+    def _hold(self) -> None:
+        """With what is made beside moves held elsewhere, from the best plan, as long as that saves moves."""
+        tried, before = set[Pin](), None
+        while self.cost != before:
+            before = self.cost
+            for pin in pins(insert_resharding(self.best)):
+                if pin not in tried and len(tried) < most(self.graph):
+                    tried.add(pin)
+                    found = self.propagation.holding(self._made(self.best), *pin)
+                    if self._spent(found).moving < self.cost.moving - EPSILON:
+                        self._keep(found)
 
     def _go_on(self) -> None:
         """From the best plan, while that finds more."""

@@ -39,8 +39,9 @@ class Option(NamedTuple):
     seconds: float
 
 
-# And so many of those that nobody asks for, the cheapest, are gone on with.
-MOST_MORE = 8
+# So many of those that nobody asks for, the cheapest, are gone on with; so many of those that leave nothing to reduce,
+# which look dear beside the others.
+MOST_MORE, MOST_COMPLETE = 8, 4
 
 # A placement, what it follows, and the seconds that do not depend on where the operands are.
 _Candidate = tuple[Placement, Source, float]
@@ -56,11 +57,20 @@ def options(setting: Setting, available: tuple[Available, ...], places: Sequence
     found = wire.options([*_carried(setting, available), *asked])
     assert found, f"no placement for {setting.call.op}"
     for others in more:
-        found += wire.cheapest(others, MOST_MORE)
+        complete, owing = _by_terms(others)
+        found += wire.cheapest(owing, MOST_MORE) + wire.cheapest(complete, MOST_COMPLETE)
     return tuple(sorted(found, key=_seconds))
 
 
 _seconds = operator.attrgetter("seconds")
+
+
+def _by_terms(candidates: Iterable[_Candidate]) -> tuple[list[_Candidate], list[_Candidate]]:
+    """Those that leave nothing to reduce, and the others."""
+    complete, owing = list[_Candidate](), list[_Candidate]()
+    for candidate in candidates:
+        (owing if any(made.partial for made in candidate[0].results) else complete).append(candidate)
+    return complete, owing
 
 
 @functools.lru_cache(maxsize=1 << 13)

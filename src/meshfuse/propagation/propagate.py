@@ -33,6 +33,8 @@ LATE = BeamSettings(64, 1 << 30)
 # Many plans that are about as good hide a better one.
 WIDE = BeamSettings(96, 32)
 SMALL = 256
+# Of many programs that differ in one place each.
+LOOK = BeamSettings(12, 32)
 _NOWHERE: Mapping[int, Sharding] = {}
 
 
@@ -65,7 +67,7 @@ class Propagation:
     """The searches over one graph, and the tables that they share."""
 
     def __init__(self, graph: Graph, world: DeviceMesh):
-        self.graph, self.order = graph, depth_first(graph)
+        self.graph, self.world, self.order = graph, world, depth_first(graph)
         ordered = reordered(graph, self.order)
         self.meshes = node_meshes(ordered, world)
         self.roles = Roles(ordered, self.meshes.nodes)
@@ -101,6 +103,14 @@ class Propagation:
         if search.horizon > FAST.horizon and len(self.graph.nodes) > SMALL:
             search = FAST._replace(thorough=search.thorough)
         return self._searched(search, self.greedily if asked is None else asked, starts)
+
+    def holding(self, asked: Mapping[int, Sharding], tensor: int, place: Sharding) -> ShardedDefinition:
+        """A plan in which what an op makes is somewhere, as if it were annotated, from what is asked elsewhere."""
+        graph = dataclasses.replace(self.graph, annotations={**self.graph.annotations, tensor: place})
+        choices = Propagation(graph, self.world).again(asked, LOOK).choices
+        found = ShardedDefinition(self.graph, choices, self._homes(list(choices)))
+        found.verify()
+        return found
 
     @functools.cached_property
     def greedily(self) -> Mapping[int, Sharding]:

@@ -1,0 +1,107 @@
+"""Other places for what a program makes: a tensor beside a dear move is held elsewhere while all is planned anew.
+
+A beam drops what pays off only after several ops have changed together, such as experts whose ranks share the hidden
+dim and not the rows. So each tensor at a costly move is held, one at a time, in the places next to its own, as if the
+user had annotated it; all others follow by the search. (A large neighbourhood, as in Shaw, 1998: most of a solution is
+free at every step.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..graph import Graph, Node
+from ..resharding.resharded import ReshardedDefinition
+from ..sharding import layout as lay
+from ..sharding.layout import Split
+from ..sharding.value import Axis, Sharding
+
+# A program is planned anew so many times at most, and so many of its ops in all.
+_TIMES, _OPS = 96, 16000
+
+
+class Pin(NamedTuple):
+    """A tensor, and where it is held."""
+
+    tensor: int
+    sharding: Sharding
+
+
+def most(graph: Graph) -> int:
+    """How many pins of a program are tried."""
+    return min(_TIMES, _OPS // max(len(graph.nodes), 1))
+
+
+def pins(resharded: ReshardedDefinition) -> list[Pin]:
+    """What to hold elsewhere, one at a time: beside the dearest moves first, and of equal layers in one alone."""
+    graph, homes = resharded.graph, resharded.sharded.homes
+    makers = {i: node for node in graph.nodes for i in node.outputs}
+    used = {(home.mesh, split.axis) for home in homes.values() for split in home.splits}
+    found: dict[tuple[int, int, Sharding, Sharding], Pin] = {}
+    for tensor in _beside_moves(resharded, makers):
+        if tensor in makers and tensor not in graph.annotations:
+            node, home = makers[tensor], homes[tensor]
+            for other in _next_to(home, graph.shape(tensor), used):
+                key = (id(node.call), node.outputs.index(tensor), home, other)
+                found.setdefault(key, Pin(tensor, other))
+    return list(found.values())
+
+
+def _beside_moves(resharded: ReshardedDefinition, makers: Mapping[int, Node]) -> dict[int, None]:
+    """What is moved, the dearest first, with what it is made of and what its readers make."""
+    spent: dict[int, float] = {}
+    for step in resharded.moves:
+        tensor = resharded.values[step.source].tensor
+        spent[tensor] = spent.get(tensor, 0.0) + resharded.seconds(step)
+    made = _made_of(resharded.graph)
+    order = sorted(spent, key=lambda i: -spent[i])
+    beside = ((i, *(makers[i].inputs if i in makers else ()), *made.get(i, ())) for i in order)
+    return dict.fromkeys(itertools.chain.from_iterable(beside))
+
+
+def _made_of(graph: Graph) -> dict[int, list[int]]:
+    """What the readers of each tensor make."""
+    made: dict[int, list[int]] = {}
+    for node in graph.nodes:
+        for i in dict.fromkeys(node.inputs):
+            made.setdefault(i, []).extend(node.outputs)
+    return made
+
+
+def _next_to(home: Sharding, shape: Sequence[int], used: Container[Axis]) -> Iterator[Sharding]:
+    """The shardings with one axis, or all of a dim, on another dim or on none; or with one of the used axes more."""
+    dims = [lay.axes(layout) for layout in home.dims]
+    for dim, axes in enumerate(dims):
+        for left, gone in _taken(axes):
+            rest = [left if d == dim else old for d, old in enumerate(dims)]
+            yield from _evenly(home, rest, shape)
+            for other in range(len(dims)):
+                if other != dim:
+                    yield from _evenly(home, _grown(rest, other, gone), shape)
+    taken = {split.axis for axes in dims for split in axes}
+    for name, size in zip(home.mesh.names, home.mesh.shape, strict=True):
+        for dim in range(len(dims)) if name not in taken and (home.mesh, name) in used else ():
+            yield from _evenly(home, _grown(dims, dim, (Split(size, name),)), shape)
+
+
+_Axes = tuple[Split, ...]
+
+
+def _taken(axes: _Axes) -> Iterator[tuple[_Axes, _Axes]]:
+    """Axes without one of them, or without all, and what is gone."""
+    for k, split in enumerate(axes):
+        yield (*axes[:k], *axes[k + 1 :]), (split,)
+    if len(axes) > 1:
+        yield (), axes
+
+
+def _grown(dims: Sequence[_Axes], dim: int, more: _Axes) -> list[_Axes]:
+    return [(*axes, *more) if d == dim else axes for d, axes in enumerate(dims)]
+
+
+def _evenly(home: Sharding, dims: Sequence[_Axes], shape: Sequence[int]) -> Iterator[Sharding]:
+    found = Sharding.make(home.mesh, dims, shape)
+    if all(n % lay.extent(layout) == 0 for n, layout in zip(shape, found.dims, strict=True)):
+        yield found
