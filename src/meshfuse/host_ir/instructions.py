@@ -253,8 +253,8 @@ class Unflatten:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Where a collective comes from and what it costs: the ring-counted bytes of this rank. `parts` are those that one
-    call does together.
+    """Where a collective comes from and what it costs: the ring-counted bytes of this rank. `kind` is that of the move,
+    and `move` its text; `why` and `line` say who asked for it. `parts` are those that one call does together.
     """
 
     kind: str
@@ -274,7 +274,9 @@ MessageKind = Literal["send", "recv"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of a group, issued; its Wait comes later. `text` is the call on the group."""
+    """A collective of a group, issued; its Wait, for `work`, comes later. `text` is the call on the group, and
+    `payload` how many elements a rank gives, with their dtype.
+    """
 
     work: str
     group: tuple[int, ...]
@@ -291,7 +293,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class SendRecv:
-    """A message to (send) or from (recv) one rank of a group, issued."""
+    """A message to (send) or from (recv) one rank of a group, issued. `payload`: its elements, and their dtype."""
 
     work: str
     group: tuple[int, ...]
@@ -304,11 +306,24 @@ class SendRecv:
     def source(self) -> str:
         return f"{self.work} = {group_name(self.group)}.{self.kind}({self.buffer}, {self.group.index(self.peer)})"
 
+    def ends(self, rank: int) -> tuple[int, int]:
+        """From which rank to which the message goes that this rank issues."""
+        return (rank, self.peer) if self.kind == "send" else (self.peer, rank)
+
 
 # What issues a communication, which a `Wait` ends.
 CommunicationCall = Collective | SendRecv
 # The n-th collective of a group, or the n-th message from one rank to another.
 Meeting = tuple[object, int]
+
+
+def meeting_place(rank: int, call: CommunicationCall) -> tuple[object, int]:
+    """Among what a rank's call is counted, as the n-th calls of all meet: a group's collectives, or the messages from
+    one rank to another; and how many ranks meet there.
+    """
+    if isinstance(call, Collective):
+        return call.group, len(call.group)
+    return (call.group, call.ends(rank)), 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from .buffer_book import Book
 from .effects import effects, mentioned
-from .instructions import Collective, CommunicationCall, Free, Instruction, Meeting, SendRecv, Wait
+from .instructions import Collective, CommunicationCall, Free, Instruction, Meeting, SendRecv, Wait, meeting_place
 from .program import HostProgram
 
 
@@ -60,15 +60,11 @@ def verify_together(programs: Sequence[HostProgram]) -> None:
             first = orders.setdefault(group, (program.rank, order))
             assert first[1] == order, f"ranks {first[0]} and {program.rank} differ in group {group}"
         for message in (i for i in program.instructions if isinstance(i, SendRecv)):
-            ends = _ends(program.rank, message)
+            ends = message.ends(program.rank)
             (sent if message.kind == "send" else received).setdefault(ends, []).append(message.payload)
     assert sent == received, "a message is sent and not received, or the other way round"
     _verify_members(orders, programs)
     _verify_meetings(programs)
-
-
-def _ends(rank: int, message: SendRecv) -> tuple[int, int]:
-    return (rank, message.peer) if message.kind == "send" else (message.peer, rank)
 
 
 def _collective_orders(program: HostProgram) -> dict[tuple[int, ...], list[tuple[object, ...]]]:
@@ -97,12 +93,12 @@ def _meetings(program: HostProgram) -> list[tuple[Meeting, int]]:
     found: list[tuple[Meeting, int]] = []
     for i in program.instructions:
         if isinstance(i, CommunicationCall):
-            place = i.group if isinstance(i, Collective) else (i.group, _ends(program.rank, i))
+            place, size = meeting_place(program.rank, i)
             if i.group not in known and isinstance(i, SendRecv):
                 found.append(((("connecting", i.group), 1), len(i.group)))
             known.add(i.group)
             numbers[place] += 1
-            found.append(((place, numbers[place]), len(i.group) if isinstance(i, Collective) else 2))
+            found.append(((place, numbers[place]), size))
     return found
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..executor.spans import RankTime, Span, SpanKind, hidden_share, microseconds, rank_text
 from ..host_ir.cost import CostModel, axis_names, directions
-from ..host_ir.instructions import CommunicationCall, Instruction, Launch, Meeting, SendRecv, Wait
+from ..host_ir.instructions import CommunicationCall, Instruction, Launch, Meeting, Wait, meeting_place
 from ..host_ir.program import HostProgram
 
 
@@ -131,11 +131,7 @@ class _Play:
             rank.clock = end
 
     def _issue(self, rank: _PlayedRank, call: CommunicationCall) -> list[_PlayedRank]:
-        place: object = call.group
-        size = len(call.group)
-        if isinstance(call, SendRecv):
-            ends = (rank.number, call.peer) if call.kind == "send" else (call.peer, rank.number)
-            place, size = (call.group, ends), 2
+        place, size = meeting_place(rank.number, call)
         rank.numbers[place] += 1
         meeting = rank.meetings[call.work] = (place, rank.numbers[place])
         there = self.arrived.setdefault(meeting, [])
