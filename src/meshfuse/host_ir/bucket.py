@@ -106,9 +106,9 @@ def _reduced(moves: Sequence[MoveContext]) -> list[Instruction]:
     ]
 
 
-def _gathered(found: Sequence[tuple[MoveContext, int]]) -> list[Instruction]:
+def _gathered(together: Sequence[tuple[MoveContext, int]]) -> list[Instruction]:
     """All-gathers whose blocks are equal, each along a dim: every rank's blocks one behind the other."""
-    moves = [c for c, _ in found]
+    moves = [c for c, _ in together]
     first, counts = moves[0], [math.prod(c.source_shape) for c in moves]
     mine, flat, row, n = f"{first.target}_mine", f"{first.target}_flat", sum(counts), len(first.group)
     starts = itertools.accumulate(counts, initial=0)
@@ -118,40 +118,40 @@ def _gathered(found: Sequence[tuple[MoveContext, int]]) -> list[Instruction]:
         _call(moves, "all_gather", mine, flat, f"all_gather({flat}, {mine})", row),
         Wait(first.work),
         *(Join(c.target, flat, n, c.source_shape, dim, (start, row))
-          for (c, dim), start in zip(found, starts, strict=False)),
+          for (c, dim), start in zip(together, starts, strict=False)),
     ]  # fmt: skip
 
 
-def _swapped(found: Sequence[tuple[MoveContext, Traffic]]) -> list[Instruction]:
+def _swapped(together: Sequence[tuple[MoveContext, Traffic]]) -> list[Instruction]:
     """Exchanges, or reduce-scatters by them: for each peer the pieces of all, one move after the other."""
-    moves = [c for c, _ in found]
+    moves = [c for c, _ in together]
     first = moves[0]
-    sent = [sum(numel(traffic.sent[r]) for _, traffic in found) for r in range(len(first.group))]
-    got = [sum(numel(traffic.received[r]) for _, traffic in found) for r in range(len(first.group))]
+    sent = [sum(numel(traffic.sent[r]) for _, traffic in together) for r in range(len(first.group))]
+    got = [sum(numel(traffic.received[r]) for _, traffic in together) for r in range(len(first.group))]
     packed, flat = f"{first.target}_sent", f"{first.target}_flat"
     text = f"all_to_all({flat}, {packed}, {got}, {sent})"
     return [
-        _packed(found, packed),
+        _packed(together, packed),
         Allocate(flat, (sum(got),), first.type.dtype),
         _call(moves, "all_to_all", packed, flat, text, sum(sent)),
-        *(i for c, traffic in found if c.move.kind is not MoveKind.REDUCE_SCATTER for i in begun(c, traffic.kept)),
+        *(i for c, traffic in together if c.move.kind is not MoveKind.REDUCE_SCATTER for i in begun(c, traffic.kept)),
         Wait(first.work),
-        *(_folds(moves, flat) if first.move.kind is MoveKind.REDUCE_SCATTER else _puts(found, flat)),
+        *(_folds(moves, flat) if first.move.kind is MoveKind.REDUCE_SCATTER else _puts(together, flat)),
     ]
 
 
-def _packed(found: Sequence[tuple[MoveContext, Traffic]], name: str) -> Instruction:
+def _packed(moved: Sequence[tuple[MoveContext, Traffic]], name: str) -> Instruction:
     entries = [(c.source, box_text(c.source_box(box), c.source_shape))
-               for r in range(len(found[0][0].group)) for c, traffic in found for box in traffic.sent[r]]  # fmt: skip
+               for r in range(len(moved[0][0].group)) for c, traffic in moved for box in traffic.sent[r]]  # fmt: skip
     if not entries:
-        return Allocate(name, (0,), found[0][0].type.dtype)
+        return Allocate(name, (0,), moved[0][0].type.dtype)
     sources, parts = zip(*entries, strict=True)
     return Flatten(name, sources, parts)
 
 
-def _puts(found: Sequence[tuple[MoveContext, Traffic]], flat: str) -> Iterator[Instruction]:
+def _puts(moved: Sequence[tuple[MoveContext, Traffic]], flat: str) -> Iterator[Instruction]:
     """The pieces that came, in their places."""
-    came = [(c, box) for r in range(len(found[0][0].group)) for c, traffic in found for box in traffic.received[r]]
+    came = [(c, box) for r in range(len(moved[0][0].group)) for c, traffic in moved for box in traffic.received[r]]
     for (c, box), start in zip(came, starts([box for _, box in came]), strict=False):
         yield put(c, flat, start, box)
 

@@ -94,11 +94,11 @@ class Book:
 
     # works
 
-    def _hold(self, work: str, found: Effects) -> None:
-        self._held[work] = (found.reads, found.writes)
-        for name in found.reads:
+    def _hold(self, work: str, facts: Effects) -> None:
+        self._held[work] = (facts.reads, facts.writes)
+        for name in facts.reads:
             self._buffers[name].reading.add(work)
-        for name in found.writes:
+        for name in facts.writes:
             self._buffers[name].writing.add(work)
 
     def finish(self, work: str) -> None:
@@ -130,7 +130,7 @@ class Book:
 
     # making
 
-    def _make(self, instruction: Instruction, found: Effects) -> None:
+    def _make(self, instruction: Instruction, facts: Effects) -> None:
         if isinstance(instruction, BufferPart):
             self._cut(instruction)
             return
@@ -141,7 +141,7 @@ class Book:
             return
         if isinstance(instruction, Own) and instruction.fresh:
             self._given.add(instruction.source_name)
-        for name in found.makes:
+        for name in facts.makes:
             self._buffers[name] = _Buffer(_WHOLE, name)
 
     def _cut(self, part: BufferPart) -> None:

@@ -208,12 +208,12 @@ class Traffic:
     any: bool
 
     @classmethod
-    def of(cls, found: Sequence[Piece], rank: int, group: Sequence[int]) -> Traffic:
-        mine = [p for p in found if rank in (p.source, p.target)]
+    def of(cls, moved: Sequence[Piece], rank: int, group: Sequence[int]) -> Traffic:
+        mine = [p for p in moved if rank in (p.source, p.target)]
         sent = tuple(tuple(p.box for p in mine if p.source == rank and p.target == r != rank) for r in group)
         received = tuple(tuple(p.box for p in mine if p.target == rank and p.source == r != rank) for r in group)
         kept = tuple(p.box for p in mine if p.source == p.target == rank)
-        return cls(sent, received, kept, any(p.source != p.target for p in found))
+        return cls(sent, received, kept, any(p.source != p.target for p in moved))
 
 
 def numel(boxes: Sequence[Sequence[Runs]]) -> int:
@@ -392,11 +392,11 @@ def _transfer(c: MoveContext) -> list[Instruction]:
     return [*messages, *there, *waits]
 
 
-def _talking(found: Sequence[Piece]) -> tuple[int, ...]:
+def _talking(moved: Sequence[Piece]) -> tuple[int, ...]:
     """The ranks that send or get anything: a group connects once all of it have come to their first message, so that
     nobody may be in it who has none.
     """
-    return tuple(sorted({rank for p in found if p.source != p.target for rank in (p.source, p.target)}))
+    return tuple(sorted({rank for p in moved if p.source != p.target for rank in (p.source, p.target)}))
 
 
 def _message(c: MoveContext, members: tuple[int, ...], kind: MessageKind, peer: int, name: str, size: int) -> SendRecv:

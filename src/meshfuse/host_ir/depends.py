@@ -61,16 +61,16 @@ class _Dependences:
         before.discard(place)
         return before
 
-    def _share(self, ins: Instruction, found: Effects) -> None:
+    def _share(self, ins: Instruction, facts: Effects) -> None:
         """What lies in the memory of another buffer is that memory; a part is one of its own."""
-        if not found.shares or not found.makes:
+        if not facts.shares or not facts.makes:
             return
-        source = self._of(found.shares)
+        source = self._of(facts.shares)
         if isinstance(ins, BufferPart):
             memory = _BufferAccesses(source)
             source.parts.append(memory)
             source = memory
-        self.memory[found.makes[0]] = source
+        self.memory[facts.makes[0]] = source
 
     def _of(self, name: str) -> _BufferAccesses:
         found = self.memory.get(name)

@@ -153,14 +153,14 @@ def _readers(compiled: CompiledProgram) -> dict[int, int]:
     return found
 
 
-def _timeline(found: Sequence[Lane], first: int) -> list[dict[str, Any]]:
+def _timeline(lanes: Sequence[Lane], first: int) -> list[dict[str, Any]]:
     """Of every lane its ranks and bars: (start, seconds, place of the row or -1, place of the collective or -1)."""
     return [
         {
             "ranks": _ranks(ranks),
             "bars": [(b.start, b.seconds, -1 if b.node is None else first + b.node, b.collective) for b in bars],
         }
-        for ranks, bars in found
+        for ranks, bars in lanes
     ]
 
 
