@@ -21,7 +21,7 @@ from meshfuse.compiler import CompiledProgram
 from meshfuse.dtypes import DataType, from_torch
 from meshfuse.executor.simulate import Simulation
 from meshfuse.ops.base import TensorRef
-from meshfuse.ops.native import ToTorch
+from meshfuse.ops.nvfuser_lowering import ToTorch
 from meshfuse.segmentation import Segment
 
 pytestmark = pytest.mark.nvfuser

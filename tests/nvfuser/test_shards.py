@@ -13,7 +13,7 @@ from meshfuse.dtypes import DataType
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call, Factor, FactorKind
 from meshfuse.ops.local import LocalCall
-from meshfuse.ops.native import ToTorch
+from meshfuse.ops.nvfuser_lowering import ToTorch
 from meshfuse.propagation.factors import tensor_layouts
 from meshfuse.sharding.layout import Layout, Split, axes, canonical
 from meshfuse.sharding.value import Sharding

@@ -13,7 +13,7 @@ from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients import indexing, products, shapes
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
-from .native import Native
+from .nvfuser_lowering import NvfuserEmit
 from .promotion import dtype_text
 from .reductions import kept_factors
 from .shape import same_rule
@@ -59,7 +59,7 @@ def _contract_flops(call: Call) -> float:
     return 2.0 * call.results[0].numel * math.prod(call.types[0].shape[: call["dims"]])
 
 
-def _contract_nvfuser(n: Native) -> Any:
+def _contract_nvfuser(n: NvfuserEmit) -> Any:
     """A matrix product of the rows."""
     dims, ops = n.call["dims"], n.ops
     rows = math.prod(n.operand_shapes[0][:dims])
@@ -140,7 +140,7 @@ def _sum_to_emit(e: Emit) -> str:
     return f"torch.sum({e.operands[0]}, {dims}, keepdim=True, dtype={dtype})" if dims else e.operands[0]
 
 
-def _sum_to_nvfuser(n: Native) -> Any:
+def _sum_to_nvfuser(n: NvfuserEmit) -> Any:
     """nvFuser sums integers as Int."""
     dims, dtype = list(_summed_dims(n.call)), n.call.results[0].dtype
     found = n.ops.sum(n.operands[0], dims, True) if dims else n.ops.set(n.operands[0])

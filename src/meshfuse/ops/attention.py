@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..dtypes import DataType
 from ..gradients.attention import SDPFA_FWD
-from . import native_forms
+from . import nvfuser_forms
 from .attention_blocks import (
     BACKWARD_PARAMS,
     FORWARD_PARAMS,
@@ -79,7 +79,7 @@ OPS = (
         _fwd_emit,
         flops=lambda call: score_flops(call, 2),
         samples=_fwd_samples,
-        nvfuser=native_forms.sdpfa_fwd,
+        nvfuser=nvfuser_forms.sdpfa_fwd,
         vjp=SDPFA_FWD,
         distributed=distributed_fwd,
         about="scaled dot product attention: output, log-sum-exp of the rows, and the random state",
@@ -92,7 +92,7 @@ OPS = (
         lambda e: backward_text(e, "sdpfa_bwd"),
         flops=lambda call: score_flops(call, 5),
         samples=backward_samples,
-        nvfuser=native_forms.sdpfa_bwd,
+        nvfuser=nvfuser_forms.sdpfa_bwd,
         distributed=distributed_bwd,
         about="the gradients of `sdpfa_fwd` by query, key and value",
     ),

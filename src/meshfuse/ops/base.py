@@ -12,7 +12,7 @@ from ..dtypes import DataType
 
 if TYPE_CHECKING:
     from ..gradients.context import Vjp
-    from .native import Native
+    from .nvfuser_lowering import NvfuserEmit
 
 
 class TensorType(NamedTuple):
@@ -376,7 +376,7 @@ class OpDef:
     partial: Partial = Partial.NONE
     flops: Callable[[Call], float] = _elementwise_flops
     samples: Callable[[], Sequence[Sample]] = _no_samples
-    nvfuser: Callable[[Native], Any] | str | None = None
+    nvfuser: Callable[[NvfuserEmit], Any] | str | None = None
     distributed: DistributedForm | None = None
     has_form: Callable[[Call], bool] | None = None
     rounds: Rounds | None = None

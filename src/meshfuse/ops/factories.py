@@ -11,9 +11,9 @@ from ..dtypes import Category, DataType, scalar_dtype
 from ..errors import user_error
 from ..gradients.context import nothing
 from ..gradients.shapes import TRIU
-from . import native_forms
+from . import nvfuser_forms
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, ScalarRef, TensorType
-from .native import with_local_shape
+from .nvfuser_lowering import with_local_shape
 from .promotion import dtype_text
 from .shape import same_rule
 from .shape_arithmetic import check_ndim, check_number, known_size
@@ -172,7 +172,7 @@ OPS = (
         made_rule,
         _iota_emit,
         samples=lambda: [Sample((8,)), Sample((6, 2, 3)), Sample((6, 0.0, 0.5, DataType.Float))],
-        nvfuser=native_forms.iota,
+        nvfuser=nvfuser_forms.iota,
         about="`start`, `start` + `step`, ...: `length` numbers",
     ),
     OpDef(
@@ -182,7 +182,7 @@ OPS = (
         made_rule,
         _random_emit,
         samples=_random_samples,
-        nvfuser=native_forms.RANDOM,
+        nvfuser=nvfuser_forms.RANDOM,
         about="random numbers from `minval` to `maxval`, the same on every mesh",
     ),
     OpDef(
@@ -192,7 +192,7 @@ OPS = (
         made_rule,
         _random_emit,
         samples=_random_samples,
-        nvfuser=native_forms.RANDOM,
+        nvfuser=nvfuser_forms.RANDOM,
         about="normally distributed random numbers, the same on every mesh",
     ),
     OpDef(
@@ -202,7 +202,7 @@ OPS = (
         same_rule,
         _like_emit("uniform"),
         samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))],
-        nvfuser=native_forms.RANDOM,
+        nvfuser=nvfuser_forms.RANDOM,
         vjp=nothing,
         about="random numbers from 0 to 1 in the operand's shape",
     ),
@@ -213,7 +213,7 @@ OPS = (
         same_rule,
         _like_emit("normal"),
         samples=lambda: [Sample((TensorType((6, 8), DataType.Float),))],
-        nvfuser=native_forms.RANDOM,
+        nvfuser=nvfuser_forms.RANDOM,
         vjp=nothing,
         about="standard normal random numbers in the operand's shape",
     ),
@@ -225,7 +225,7 @@ OPS = (
         _triu_emit,
         Partial.MOVE,
         samples=_matrix_samples,
-        nvfuser=native_forms.triu,
+        nvfuser=nvfuser_forms.triu,
         vjp=TRIU,
         about="zeros below a diagonal of the last two dims",
     ),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.indexing import INDEXING
-from . import native_forms
+from . import nvfuser_forms
 from .base import (
     Call,
     DimFactors,
@@ -304,7 +304,7 @@ OPS = (
         _take_emit,
         Partial.FIRST,
         samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)],
-        nvfuser=native_forms.take,
+        nvfuser=nvfuser_forms.take,
         vjp=INDEXING["take_along_axis"],
         about="elements along `dim` by an index that broadcasts against the other dims",
     ),
@@ -316,7 +316,7 @@ OPS = (
         _gather_emit,
         Partial.FIRST,
         samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)],
-        nvfuser=native_forms.gather,
+        nvfuser=nvfuser_forms.gather,
         vjp=INDEXING["gather"],
         about="elements along `dim` by an index of the result's shape, as torch.gather",
     ),
@@ -328,7 +328,7 @@ OPS = (
         _index_select_emit,
         Partial.FIRST,
         samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)],
-        nvfuser=native_forms.index_select,
+        nvfuser=nvfuser_forms.index_select,
         vjp=INDEXING["index_select"],
         about="the slices of `dim` that a list of indices names",
     ),
@@ -340,7 +340,7 @@ OPS = (
         _select_emit,
         Partial.MOVE,
         samples=lambda: [Sample((_t(6, 8), 5, 1)), Sample((_t(6, 8), -1, 0))],
-        nvfuser=native_forms.select,
+        nvfuser=nvfuser_forms.select,
         distributed=_sliced_select,
         has_form=_has_place,
         vjp=INDEXING["select"],
@@ -354,7 +354,7 @@ OPS = (
         _embedding_rule,
         _embedding_emit,
         samples=_embedding_samples,
-        nvfuser=native_forms.embedding,
+        nvfuser=nvfuser_forms.embedding,
         vjp=INDEXING["embedding_fwd"],
         about="rows of `weight` by index, as torch's embedding",
     ),
@@ -365,7 +365,7 @@ OPS = (
         _scatter_rule,
         _scatter_emit,
         samples=_scatter_samples,
-        nvfuser=native_forms.scatter,
+        nvfuser=nvfuser_forms.scatter,
         vjp=INDEXING["scatter"],
         about="`arg` with `src` written along `dim` at the places that `index` names",
     ),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..dtypes import DataType
 from ..gradients.products import LINEAR, MATMUL
-from . import native_forms
+from . import nvfuser_forms
 from .base import (
     Call,
     DimFactors,
@@ -192,7 +192,7 @@ OPS = (
         Partial.EACH,
         _linear_flops,
         _linear_samples,
-        nvfuser=native_forms.linear,
+        nvfuser=nvfuser_forms.linear,
         vjp=LINEAR,
         apart=_linear_apart,
         into=_linear_into,

@@ -10,10 +10,10 @@ from typing import Any
 from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients.pointwise import POINTWISE
-from . import native_pointwise
+from . import nvfuser_pointwise
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .meanings import MEANINGS
-from .native import Native
+from .nvfuser_lowering import NvfuserEmit
 from .promotion import (
     Promotion,
     cast_text,
@@ -144,7 +144,7 @@ def _op(
     numbers: Sequence[Any] = (),
     real: bool = False,
     accepts: tuple[Category, ...] = tuple(Category),
-    nvfuser: Callable[[Native], Any] = native_pointwise.arithmetic,
+    nvfuser: Callable[[NvfuserEmit], Any] = nvfuser_pointwise.arithmetic,
 ) -> OpDef:
     """A pointwise op; its last parameters, one for each of the example `numbers`, take no tensor."""
     compute = compute or (keep if promotion is predicate else promotion)
@@ -210,7 +210,7 @@ BINARY = (
     _binary("minimum", "K.minimum({a}, {b})", partial=Partial.MIN),
     *(_binary(name, f"K.{name}({{a}}, {{b}})") for name in ("pow", "remainder", "fmod")),
     _binary("mod", "K.mod({a}, {b})", dtype=_INT),
-    _binary("gcd", "K.gcd({a}, {b})", dtype=_INT, accepts=_INTEGERS, nvfuser=native_pointwise.integral),
+    _binary("gcd", "K.gcd({a}, {b})", dtype=_INT, accepts=_INTEGERS, nvfuser=nvfuser_pointwise.integral),
     _binary("atan2", "K.atan2({a}, {b})", floating),
     _binary("nextafter", "K.nextafter({a}, {b})", single_or_double, dtype=DataType.Double),
     *(
@@ -223,7 +223,7 @@ BINARY = (
             f"K.shift_{name}({{a}}, {{b}})",
             dtype=_INT,
             accepts=_INTEGERS,
-            nvfuser=native_pointwise.integral,
+            nvfuser=nvfuser_pointwise.integral,
         )
         for name in ("left", "right")
     ),
@@ -232,10 +232,10 @@ BINARY = (
         "K.logical_right_shift({a}, {b})",
         dtype=_INT,
         accepts=_INTEGERS,
-        nvfuser=native_pointwise.integral,
+        nvfuser=nvfuser_pointwise.integral,
     ),
     *(
-        _binary(f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate, nvfuser=native_pointwise.logical)
+        _binary(f"logical_{name}", f"K.logical_{name}({{a}}, {{b}})", predicate, nvfuser=nvfuser_pointwise.logical)
         for name in ("and", "or")
     ),
     *(
@@ -249,14 +249,14 @@ BINARY = (
         dtype=DataType.Double,
         compute=keep,
         accepts=(Category.FLOAT,),
-        nvfuser=native_pointwise.complex_of,
+        nvfuser=nvfuser_pointwise.complex_of,
     ),
 )
 TERNARY = (
     _op("where", "condition a b", "K.where({condition}, {a}, {b})", promoted),
     _op("addcmul", "a b c value", "({a} + {value} * ({b} * {c}))", numbers=(0.5,)),
     _op("clamp", "x min max", "torch.clamp({x}, {min}, {max})", promoted, numbers=(-0.5, 0.5)),
-    _op("lerp", "start end weight", "K.lerp({start}, {end}, {weight})", nvfuser=native_pointwise.lerp),
+    _op("lerp", "start end weight", "K.lerp({start}, {end}, {weight})", nvfuser=nvfuser_pointwise.lerp),
     _op(
         "threshold",
         "x threshold value",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.products import GROUPED_MM
-from . import native_forms
+from . import nvfuser_forms
 from .base import (
     Call,
     DimFactors,
@@ -22,7 +22,7 @@ from .base import (
     Sample,
     TensorType,
 )
-from .native import Native
+from .nvfuser_lowering import NvfuserEmit
 from .promotion import dtype_text
 from .shape_arithmetic import UNKNOWN, broadcasts_to, check_dtypes, check_ndim, check_positive, check_same_size
 
@@ -290,7 +290,7 @@ def _missing(
     params: tuple[Param, ...],
     infer: Callable[[Call], tuple[TensorType, ...]],
     sample: Sequence[TensorType],
-    nvfuser: Callable[[Native], Any] | None = None,
+    nvfuser: Callable[[NvfuserEmit], Any] | None = None,
     *,
     about: str,
 ) -> OpDef:
@@ -317,7 +317,7 @@ OPS = (
         Partial.EACH,
         _grouped_flops,
         _grouped_samples,
-        nvfuser=native_forms.grouped_mm,
+        nvfuser=nvfuser_forms.grouped_mm,
         vjp=GROUPED_MM,
         about="a product per group of rows (or columns), which end at `offsets`; with scales as `scaled_grouped_mm`",
     ),
@@ -335,7 +335,7 @@ OPS = (
         (*_MATS, *_SCALED[2:]),
         _scaled_grouped_infer,
         _types(((8, 32), _FP4), ((3, 32, 16), _FP4), _ENDS, ((8, 2), _FP8), ((3, 2, 16), _FP8)),
-        native_forms.scaled_grouped_mm,
+        nvfuser_forms.scaled_grouped_mm,
         about="grouped product of block-scaled operands",
     ),
     _missing(

@@ -21,7 +21,7 @@ from .base import (
     Sample,
     TensorType,
 )
-from .native import Native
+from .nvfuser_lowering import NvfuserEmit
 from .promotion import cast_text, dtype_text
 from .shape_arithmetic import check_order, check_reduced
 
@@ -95,7 +95,7 @@ def _emit_reduce(e: Emit) -> str:
     return f"K.reduce_{e.call.op.name}({operand}, {dims}, {e.call['keepdim']})" if dims else operand
 
 
-def _nvfuser(n: Native) -> Any:
+def _nvfuser(n: NvfuserEmit) -> Any:
     """nvFuser wants the dims listed, at least one."""
     dims, result = list(reduced_dims(n.call)), n.call.results[0].dtype
     return n.plain(dims=dims) if dims else n.ops.cast(n.operands[0], n.dtype(result))

@@ -21,7 +21,7 @@ from .base import (
     ScalarRef,
     TensorType,
 )
-from .native import with_local_shape
+from .nvfuser_lowering import with_local_shape
 from .shape_arithmetic import UNKNOWN, known_size
 
 K = ParamKind

@@ -23,7 +23,7 @@ from .base import (
     Sample,
     TensorType,
 )
-from .native import Native
+from .nvfuser_lowering import NvfuserEmit
 from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
 from .shape_arithmetic import UNKNOWN, agree, check_ndim
 
@@ -134,7 +134,7 @@ def _merge_rule(call: Call) -> Rule:
     return builder.build([out, out[:-1]] * 2, [out, out[:-1]])
 
 
-def _merge_nvfuser(n: Native) -> Any:
+def _merge_nvfuser(n: NvfuserEmit) -> Any:
     """As the kernel does it."""
     ops, last = n.ops, [False] * (len(n.operand_shapes[0]) - 1) + [True]
     wide = n.dtype(n.call.results[0].dtype)
@@ -169,7 +169,7 @@ def _pick_rule(call: Call) -> Rule:
     return builder.build([dims] * len(call.types), [dims])
 
 
-def _picked(e: Emit | Native) -> list[tuple[str, int, int]]:
+def _picked(e: Emit | NvfuserEmit) -> list[tuple[str, int, int]]:
     """(operand, start, stop) of each part of the rank's blocks."""
     first, size = e.call["first"], e.result_shapes[0][0]
     early = sum(min(b, first) - a for a, b in e.result_runs(0)[0] if a < first)
@@ -185,7 +185,7 @@ def _pick_emit(e: Emit) -> str:
     return tensor if not parts else parts[0] if len(parts) == 1 else f"torch.cat([{', '.join(parts)}])"
 
 
-def _pick_nvfuser(n: Native) -> Any:
+def _pick_nvfuser(n: NvfuserEmit) -> Any:
     shape, dtype, parts = n.result_shapes[0], n.dtype(n.call.results[0].dtype), []
     for name, start, stop in _picked(n):
         given, here = n.operand(name), [stop - start, *shape[1:]]

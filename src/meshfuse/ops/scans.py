@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..dtypes import Category, DataType
 from ..gradients.reductions import CUMSUM_BWD, SCANS
-from . import native_forms
+from . import nvfuser_forms
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .blocks import distributed_scan, distributed_sum_after
 from .shape_arithmetic import check_dim, check_number, check_order
@@ -68,7 +68,7 @@ _SCANS = tuple(
         _emit,
         Partial.FIRST if name == "cumsum" else Partial.NONE,
         samples=_samples,
-        nvfuser=native_forms.scan,
+        nvfuser=nvfuser_forms.scan,
         distributed=distributed_scan,
         vjp=SCANS[name],
         about=about,
@@ -85,7 +85,7 @@ OPS = (
         lambda e: f"K.scan('cumsum_bwd', {e.operands[0]}, {e.call['dim'] % e.call.types[0].ndim}, None)",
         Partial.FIRST,
         samples=lambda: [sample for sample in _samples() if len(sample.args) == 2],
-        nvfuser=native_forms.sum_after,
+        nvfuser=nvfuser_forms.sum_after,
         distributed=distributed_sum_after,
         vjp=CUMSUM_BWD,
         about="sums along `dim` of an element and all after it: the gradient of `cumsum`",

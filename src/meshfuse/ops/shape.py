@@ -6,7 +6,7 @@ import itertools
 
 from ..errors import user_error
 from ..gradients.shapes import SHAPES
-from . import native_forms
+from . import nvfuser_forms
 from .base import (
     Call,
     DimFactors,
@@ -21,7 +21,7 @@ from .base import (
     Sample,
     TensorType,
 )
-from .native import with_local_shape
+from .nvfuser_lowering import with_local_shape
 from .shape_arithmetic import (
     UNKNOWN,
     broadcast_shapes,
@@ -201,7 +201,7 @@ OPS = (
           about="dims of size 1, and new ones in front, repeated to `shape`; -1 leaves a dim as it is"),
     OpDef("squeeze", (_ARG, Param("dims", K.DIMS), Param("squeeze_expanded", K.BOOL, False)),
           _squeeze_infer, _squeeze_rule, _squeeze_emit, Partial.MOVE, samples=lambda: [_sample((4, 1, 6), [1])],
-          nvfuser=native_forms.squeeze, vjp=SHAPES["squeeze"], pieced=True, is_view=True,
+          nvfuser=nvfuser_forms.squeeze, vjp=SHAPES["squeeze"], pieced=True, is_view=True,
           about="without `dims`, which have size 1"),
     OpDef("permute", (_ARG, Param("dims", K.INTS)), _permute_infer, _permute_rule, _permute_emit, Partial.MOVE,
           samples=lambda: [_sample((4, 6, 2), [2, 0, 1]), _sample((4, 6), [-1, 0])], vjp=SHAPES["permute"],

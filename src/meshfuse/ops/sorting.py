@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.indexing import INDEXING
-from . import native_forms
+from . import nvfuser_forms
 from .base import (
     Call,
     Emit,
@@ -103,7 +103,7 @@ OPS = (
         lambda call: whole_dim_rule(call, _dim(call)),
         _argsort_emit,
         samples=_argsort_samples,
-        nvfuser=native_forms.argsort,
+        nvfuser=nvfuser_forms.argsort,
         about="the indices that sort `dim`; equal elements keep their order",
     ),
     OpDef(
@@ -119,7 +119,7 @@ OPS = (
         _topk_rule,
         _topk_emit,
         samples=_topk_samples,
-        nvfuser=native_forms.topk,
+        nvfuser=nvfuser_forms.topk,
         distributed=_distributed_topk,
         vjp=INDEXING["topk"],
         about="the `k` greatest (or least) along `dim`, and their indices",

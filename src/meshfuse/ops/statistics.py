@@ -9,7 +9,7 @@ from typing import Any
 from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients.reductions import STATISTICS
-from . import native_forms
+from . import nvfuser_forms
 from .base import (
     Call,
     Emit,
@@ -26,7 +26,7 @@ from .base import (
     Writing,
     cast_to,
 )
-from .native import Native
+from .nvfuser_lowering import NvfuserEmit
 from .promotion import cast_text, dtype_text, widen
 from .reductions import keeps_dims, kept_factors, reduced_dims, reduced_shape
 
@@ -139,7 +139,7 @@ def _var_mean_emit(e: Emit) -> str:
     return f"torch.var_mean({e.operands[0]}, {_options(e.call)})"
 
 
-def _listed_dims(n: Native) -> Any:
+def _listed_dims(n: NvfuserEmit) -> Any:
     return n.plain(dims=list(reduced_dims(n.call)))
 
 
@@ -194,7 +194,7 @@ OPS = (
         _unless_empty(_welford_emit),
         vjp=STATISTICS["welford"],
         samples=lambda: [Sample((_EXAMPLE, [1]))],
-        nvfuser=native_forms.welford,
+        nvfuser=nvfuser_forms.welford,
         distributed=_distributed,
         about="mean, sum of squared differences from it, and count, over `dims`",
     ),

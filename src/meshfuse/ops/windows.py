@@ -13,7 +13,7 @@ from typing import Any
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.shapes import CAT, PAD, SLICE
-from . import native_forms
+from . import nvfuser_forms
 from .base import (
     Call,
     Emit,
@@ -29,7 +29,7 @@ from .base import (
     TensorType,
     Writing,
 )
-from .native import Native, step_index
+from .nvfuser_lowering import NvfuserEmit, step_index
 from .shape_arithmetic import (
     UNKNOWN,
     check_dim,
@@ -183,7 +183,7 @@ def _slice_emit(e: Emit) -> str:
     return f"{e.operands[0]}[{', '.join(parts)}]"
 
 
-def _slice_nvfuser(n: Native) -> Any:
+def _slice_nvfuser(n: NvfuserEmit) -> Any:
     """Bounds within the local sizes; steps, which nvFuser has not, by looking their indices up."""
     tensor = n.operands[0]
     bounds = local_bounds(n.call, n.result_shapes[0])
@@ -247,8 +247,8 @@ def _pad_emit(e: Emit) -> str:
     return f"F.pad({e.operands[0]}, {local_widths(e.call, e.operand_shapes[0])}, value={value})"
 
 
-def _pad_nvfuser(n: Native) -> Any:
-    return native_forms.pad(n, local_widths(n.call, n.operand_shapes[0]))
+def _pad_nvfuser(n: NvfuserEmit) -> Any:
+    return nvfuser_forms.pad(n, local_widths(n.call, n.operand_shapes[0]))
 
 
 def _cat_infer(call: Call) -> tuple[TensorType, ...]:

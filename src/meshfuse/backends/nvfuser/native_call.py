@@ -9,7 +9,7 @@ from typing import Any
 from ...dtypes import DataType
 from ...ops.base import REQUIRED, Call, Param, ParamKind, ScalarRef, TensorRef, count_tensors
 from ...ops.local import LocalCall
-from ...ops.native import ToTorch
+from ...ops.nvfuser_lowering import ToTorch
 from ...sharding.layout import Runs
 
 K = ParamKind
@@ -18,7 +18,7 @@ _VALS = (K.SCALAR, K.OPTIONAL_SCALAR, K.SIZE)
 
 @dataclass(frozen=True, slots=True)
 class NativeCall:
-    """A call in an open nvFuser definition. Implements `ops.native.Native`.
+    """A call in an open nvFuser definition. Implements `ops.nvfuser_lowering.NvfuserEmit`.
 
     `operands` are TensorViews; `dtype` gives nvFuser's DataType, `scalar` the Val of a scalar of our definition.
     """

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...ops.native import ToTorch
+from ...ops.nvfuser_lowering import ToTorch
 from ...resharding.resharded import Compute
 from ...segmentation import Segment, SegmentedDefinition
 from .segment import build_segment

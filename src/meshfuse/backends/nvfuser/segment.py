@@ -13,7 +13,7 @@ from ...graph import Graph
 from ...host_ir.kernel_text import scalar_inputs
 from ...ops.base import ScalarRef, TensorType
 from ...ops.local import LocalCall
-from ...ops.native import ToTorch
+from ...ops.nvfuser_lowering import ToTorch
 from ...resharding.resharded import Compute
 from ...scalars import ScalarDef
 from ...segmentation import Segment, SegmentedDefinition

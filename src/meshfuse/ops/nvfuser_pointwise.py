@@ -6,21 +6,21 @@ from typing import Any
 
 from ..dtypes import Category, DataType, scalar_dtype
 from .base import ParamKind, ScalarRef, TensorRef
-from .native import Native, cast
+from .nvfuser_lowering import NvfuserEmit, cast
 
 
-def _tensors(n: Native) -> list[str]:
+def _tensors(n: NvfuserEmit) -> list[str]:
     """The parameters that stand for tensors."""
     return [p.name for p in n.call.op.params if isinstance(n.call[p.name], TensorRef)]
 
 
-def _recast(n: Native, found: tuple[DataType, ...], wanted: DataType) -> dict[str, Any]:
+def _recast(n: NvfuserEmit, found: tuple[DataType, ...], wanted: DataType) -> dict[str, Any]:
     """The tensor operands of some types, in another one."""
     kinds = {name: kind for name in _tensors(n) if (kind := n.call.type_of(name)) is not None}
     return {name: cast(n, n.operand(name), kind.dtype, wanted) for name, kind in kinds.items() if kind.dtype in found}
 
 
-def _meets_complex(n: Native) -> bool:
+def _meets_complex(n: NvfuserEmit) -> bool:
     numbers = [n.call[p.name] for p in n.call.op.params if p.kind is ParamKind.TENSOR_OR_SCALAR]
     found = [_number_type(v) for v in numbers if not isinstance(v, TensorRef)]
     return any(d.category is Category.COMPLEX for d in (*found, *(t.dtype for t in n.call.types)))
@@ -30,35 +30,35 @@ def _number_type(value: Any) -> DataType:
     return value.dtype or DataType.Double if isinstance(value, ScalarRef) else scalar_dtype(value)
 
 
-def arithmetic(n: Native) -> Any:
+def arithmetic(n: NvfuserEmit) -> Any:
     """nvFuser has no complex type of half precision: beside complex operands Half and BFloat16 are Float."""
     halves = (DataType.Half, DataType.BFloat16)
     return n.plain(**_recast(n, halves, DataType.Float)) if _meets_complex(n) else n.plain()
 
 
-def integral(n: Native) -> Any:
+def integral(n: NvfuserEmit) -> Any:
     """A 0-d Bool beside integers as an integer, which nvFuser's shifts and gcd ask for."""
     return n.plain(**_recast(n, (DataType.Bool,), DataType.Int))
 
 
-def logical(n: Native) -> Any:
+def logical(n: NvfuserEmit) -> Any:
     """Numbers by their truth, which nvFuser does not take of complex ones."""
     names = [p.name for p in n.call.op.params]
     return n.plain(**{name: bool(n.call[name]) for name in names if isinstance(n.call[name], complex)})
 
 
-def lerp(n: Native) -> Any:
+def lerp(n: NvfuserEmit) -> Any:
     """nvFuser computes with two numbers first, and then in their type."""
     return n.ops.cast(arithmetic(n), n.dtype(n.call.results[0].dtype))
 
 
-def complex_of(n: Native) -> Any:
+def complex_of(n: NvfuserEmit) -> Any:
     """Both parts of one type and shape: nvFuser neither promotes nor broadcasts them."""
     part = n.call.results[0].dtype.real
     return n.plain(**{name: _part(n, name, part) for name in ("a", "b")})
 
 
-def _part(n: Native, name: str, part: DataType) -> Any:
+def _part(n: NvfuserEmit, name: str, part: DataType) -> Any:
     found, tensor, shape = n.call.type_of(name), n.operand(name), list(n.result_shapes[0])
     if found is None:
         return n.ops.full(shape, n.number(name), n.dtype(part))

@@ -1,7 +1,7 @@
 """What ops' lowerings to nvFuser are written in: its functions and values, reached without importing it.
 
 An op without a lowering of its own goes to nvFuser's function of the same name, argument by argument.
-`OpDef.nvfuser` holds what deviates: a function of a `Native` call, or the reason to leave the op to torch.
+`OpDef.nvfuser` holds what deviates: a function of an `NvfuserEmit`, or the reason to leave the op to torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ToTorch(Exception):
     """nvFuser cannot compute this call on this rank; the text is the reason."""
 
 
-class Native(Protocol):
+class NvfuserEmit(Protocol):
     """What a lowering to nvFuser sees of one call on one rank. Operands and results are TensorViews."""
 
     @property
@@ -77,17 +77,17 @@ class Native(Protocol):
         ...
 
 
-def with_local_shape(name: str) -> Callable[[Native], Any]:
+def with_local_shape(name: str) -> Callable[[NvfuserEmit], Any]:
     """The lowering of an op whose shape argument becomes the local shape of the result."""
     return lambda n: n.plain(**{name: list(n.result_shapes[0])})
 
 
-def is_whole(n: Native, operand: int, dim: int) -> bool:
+def is_whole(n: NvfuserEmit, operand: int, dim: int) -> bool:
     """Whether the rank has all of an operand's dim."""
     return n.operand_shapes[operand][dim] == n.call.types[operand].shape[dim]
 
 
-def cast(n: Native, tensor: Any, found: DataType, wanted: DataType) -> Any:
+def cast(n: NvfuserEmit, tensor: Any, found: DataType, wanted: DataType) -> Any:
     """The tensor in another type; itself where it has that type."""
     return tensor if found is wanted else n.ops.cast(tensor, n.dtype(wanted))
 
@@ -98,18 +98,18 @@ def _few(runs: Runs) -> Runs:
     return runs
 
 
-def step_index(n: Native, start: int, length: int, step: int = 1) -> Any:
+def step_index(n: NvfuserEmit, start: int, length: int, step: int = 1) -> Any:
     """start, start + step, ... as an Int vector."""
     return n.ops.iota(n.val(length), n.val(start), n.val(step), n.dtype(DataType.Int))
 
 
-def global_index(n: Native, runs: Runs) -> Any:
+def global_index(n: NvfuserEmit, runs: Runs) -> Any:
     """An Int vector of the global indices that the rank has."""
     parts = [step_index(n, a, b - a) for a, b in _few(runs) or ((0, 0),)]
     return parts[0] if len(parts) == 1 else n.ops.cat(parts, 0)
 
 
-def local_places(n: Native, index: Any, runs: Runs) -> tuple[Any, Any]:
+def local_places(n: NvfuserEmit, index: Any, runs: Runs) -> tuple[Any, Any]:
     """(place of each global index among those of the runs, whether it is one); place 0 for the others.
 
     There is at least one run.
@@ -125,18 +125,18 @@ def local_places(n: Native, index: Any, runs: Runs) -> tuple[Any, Any]:
     return places, inside
 
 
-def along(n: Native, vector: Any, dim: int, ndim: int) -> Any:
+def along(n: NvfuserEmit, vector: Any, dim: int, ndim: int) -> Any:
     """A vector as a tensor of `ndim` dims, broadcast in all but one."""
     return n.ops.broadcast(vector, [d != dim for d in range(ndim)])
 
 
-def zeros(n: Native) -> Any:
+def zeros(n: NvfuserEmit) -> Any:
     """The first result of a rank that has nothing to find it in."""
     dtype = n.call.results[0].dtype
     return n.ops.full(list(n.result_shapes[0]), ZERO[dtype.category], n.dtype(dtype))
 
 
-def zero_where_not(n: Native, kept: Any, tensor: Any, dtype: DataType) -> Any:
+def zero_where_not(n: NvfuserEmit, kept: Any, tensor: Any, dtype: DataType) -> Any:
     """The tensor, in its own type, with zeros where `kept` is false."""
     if dtype.category is Category.BOOL:
         return n.ops.logical_and(kept, tensor)

@@ -8,7 +8,17 @@ from typing import Any
 from ..dtypes import Category, DataType
 from ..sharding.layout import Runs
 from .base import TensorRef
-from .native import Native, ToTorch, along, cast, global_index, is_whole, local_places, zero_where_not, zeros
+from .nvfuser_lowering import (
+    NvfuserEmit,
+    ToTorch,
+    along,
+    cast,
+    global_index,
+    is_whole,
+    local_places,
+    zero_where_not,
+    zeros,
+)
 from .shape_arithmetic import one_dim_widths
 
 # Ours are a function of the seed and the global index, the same on every mesh (see `kernels.random`).
@@ -16,7 +26,7 @@ RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled
 _CATEGORY: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex)
 
 
-def welford(n: Native) -> Any:
+def welford(n: NvfuserEmit) -> Any:
     """The count as Int instead of nvFuser's index type."""
     dims = n.call["dims"]
     mean, spread, count = n.plain(dims=sorted(d % n.call.types[0].ndim for d in _listed(dims, n.call.types[0].ndim)))
@@ -27,7 +37,7 @@ def _listed(dims: Any, ndim: int) -> list[int]:
     return list(range(ndim)) if dims is None else [dims] if isinstance(dims, int) else list(dims)
 
 
-def scan(n: Native) -> Any:
+def scan(n: NvfuserEmit) -> Any:
     """Of the terms of a partial operand only one begins with `init`, in the operand's category."""
     init = n.call["init"]
     if init is None or (n.call.op.name == "cumsum" and not n.leads()):
@@ -35,14 +45,14 @@ def scan(n: Native) -> Any:
     return n.plain(init=_of_category(n, "init", n.call.types[0].dtype))
 
 
-def sum_after(n: Native) -> Any:
+def sum_after(n: NvfuserEmit) -> Any:
     """All, less what is before: nvFuser scans from the start only."""
     (x,), ops, dim = n.operands, n.ops, n.call["dim"] % n.call.types[0].ndim
     found = ops.sub(ops.add(ops.sum(x, [dim], True), x), ops.cumsum(x, dim))
     return ops.cast(found, n.dtype(n.call.results[0].dtype))
 
 
-def _of_category(n: Native, name: str, dtype: DataType) -> Any:
+def _of_category(n: NvfuserEmit, name: str, dtype: DataType) -> Any:
     """A scalar argument as a Val of the category (bool, integer, floating point, complex) of a type."""
     value = n.number(name)
     if isinstance(value, (bool, int, float, complex)):
@@ -51,7 +61,7 @@ def _of_category(n: Native, name: str, dtype: DataType) -> Any:
     return n.ops.cast(value, n.dtype(kinds[dtype.category]))
 
 
-def linear(n: Native) -> Any:
+def linear(n: NvfuserEmit) -> Any:
     """The bias is added once, by one of the ranks that hold terms of the result; a 1-D weight is a matmul."""
     bias = n.operand("bias") if n.leads() else None
     if n.call.types[1].ndim > 1:
@@ -61,7 +71,7 @@ def linear(n: Native) -> Any:
     return out if bias is None else n.ops.cast(n.ops.add(out, bias), n.dtype(dtype))
 
 
-def grouped_mm(n: Native) -> Any:
+def grouped_mm(n: NvfuserEmit) -> Any:
     """The offsets become those within the rank's rows (columns, inner indices); it must hold every group."""
     a, b, offsets = n.call.types
     operand, dim = {(2, 3): (0, 0), (3, 2): (1, 1), (2, 2): (0, 1)}[a.ndim, b.ndim]
@@ -78,7 +88,7 @@ def grouped_mm(n: Native) -> Any:
     return n.plain(offsets=n.ops.cast(inside, n.dtype(offsets.dtype)))
 
 
-def scaled_grouped_mm(n: Native) -> Any:
+def scaled_grouped_mm(n: NvfuserEmit) -> Any:
     """An overload of nvFuser's grouped_mm."""
     call, names = n.call, ("mat1", "mat2", "offsets", "scale1", "scale2")
     options = {name: n.operand(name) for name in ("alpha", "bias", "beta") if n.operand(name) is not None}
@@ -89,7 +99,7 @@ def scaled_grouped_mm(n: Native) -> Any:
     )  # fmt: skip
 
 
-def _check_attention(n: Native) -> None:
+def _check_attention(n: NvfuserEmit) -> None:
     q, k, v = (n.call.type_of(name) for name in ("query", "key", "value"))
     assert q is not None and k is not None and v is not None
     if not q.dtype.is_reduced_float:
@@ -100,7 +110,7 @@ def _check_attention(n: Native) -> None:
         raise ToTorch(RANDOM)
 
 
-def sdpfa_fwd(n: Native) -> Any:
+def sdpfa_fwd(n: NvfuserEmit) -> Any:
     """A bias or mask gets as many dims as the scores; causal rows count from the sequence's start."""
     _check_attention(n)
     if n.call["is_causal"] not in (None, False) and not is_whole(n, 0, len(n.operand_shapes[0]) - 2):
@@ -109,20 +119,20 @@ def sdpfa_fwd(n: Native) -> Any:
     return n.plain(**options, bias=_as_scores(n, "bias"), mask=_as_scores(n, "mask"))
 
 
-def _as_scores(n: Native, name: str) -> Any:
+def _as_scores(n: NvfuserEmit, name: str) -> Any:
     found, tensor, ndim = n.call.type_of(name), n.operand(name), n.call.types[0].ndim
     if found is None or found.ndim == ndim:
         return tensor
     return n.ops.broadcast(tensor, [d < ndim - found.ndim for d in range(ndim)])
 
 
-def sdpfa_bwd(n: Native) -> Any:
+def sdpfa_bwd(n: NvfuserEmit) -> Any:
     _check_attention(n)
     dropout, causal = n.number("dropout_p") or 0.0, n.number("is_causal") or False
     return n.plain(dropout_p=float(dropout), is_causal=causal, scale=n.number("scale"))
 
 
-def iota(n: Native) -> Any:
+def iota(n: NvfuserEmit) -> Any:
     """start + step * global index, worked out in Double for floating point types."""
     call, index, ops = n.call, global_index(n, n.result_runs(0)[0]), n.ops
     if call["dtype"].category is Category.FLOAT:
@@ -134,7 +144,7 @@ def iota(n: Native) -> Any:
     return ops.cast(index, n.dtype(call["dtype"]))
 
 
-def triu(n: Native) -> Any:
+def triu(n: NvfuserEmit) -> Any:
     """The diagonal counts from the rank's own first row and column; in pieces, positions are compared."""
     rows, columns = n.result_runs(0)[-2:]
     diagonal, ndim = n.call["diagonal"], n.call.types[0].ndim
@@ -148,11 +158,11 @@ def triu(n: Native) -> Any:
     return zero_where_not(n, kept, n.operands[0], n.call.types[0].dtype)
 
 
-def _dim(n: Native) -> int:
+def _dim(n: NvfuserEmit) -> int:
     return n.call["dim"] % n.call.types[0].ndim
 
 
-def take(n: Native) -> Any:
+def take(n: NvfuserEmit) -> Any:
     """A rank finds the indices that it holds; the others count as zero (see `kernels.lookup`)."""
     dim, runs = _dim(n), n.operand_runs(0)[_dim(n)]
     if is_whole(n, 0, dim):
@@ -163,7 +173,7 @@ def take(n: Native) -> Any:
     return zero_where_not(n, inside, n.ops.take_along_axis(n.operands[0], places, dim), n.call.types[0].dtype)
 
 
-def gather(n: Native) -> Any:
+def gather(n: NvfuserEmit) -> Any:
     """As take_along_axis; where the index is shorter, only its part of the operand is read."""
     (arg, index), dim, tensor = n.call.types, _dim(n), n.operands[0]
     for d in range(arg.ndim):
@@ -177,12 +187,12 @@ def gather(n: Native) -> Any:
     return zero_where_not(n, inside, n.ops.gather(tensor, places, dim), arg.dtype)
 
 
-def index_select(n: Native) -> Any:
+def index_select(n: NvfuserEmit) -> Any:
     dim = _dim(n)
     return _rows(n, n.operands[0], n.operands[1], dim, n.operand_runs(0)[dim], is_whole(n, 0, dim))
 
 
-def _rows(n: Native, tensor: Any, index: Any, dim: int, runs: Runs, whole: bool) -> Any:
+def _rows(n: NvfuserEmit, tensor: Any, index: Any, dim: int, runs: Runs, whole: bool) -> Any:
     """The rows of a dim that a vector names; zero for those that the rank does not have."""
     if whole:
         return n.ops.index_select(tensor, index, dim)
@@ -195,7 +205,7 @@ def _rows(n: Native, tensor: Any, index: Any, dim: int, runs: Runs, whole: bool)
     return zero_where_not(n, kept, made, kind.dtype)
 
 
-def select(n: Native) -> Any:
+def select(n: NvfuserEmit) -> Any:
     """An index that the rank does not have gives zeros; negative ones count from the end of the whole dim."""
     dim, index = _dim(n), n.call["index"]
     if not isinstance(index, int):
@@ -211,7 +221,7 @@ def select(n: Native) -> Any:
     return zeros(n)
 
 
-def embedding(n: Native) -> Any:
+def embedding(n: NvfuserEmit) -> Any:
     """padding_idx, scale_grad_by_freq and sparse say something of gradients only."""
     index, weight = n.operands
     if n.call["max_norm"] is not None:
@@ -225,7 +235,7 @@ def embedding(n: Native) -> Any:
     return zero_where_not(n, kept, n.ops.embedding_fwd(places, weight), n.call.types[1].dtype)
 
 
-def scatter(n: Native) -> Any:
+def scatter(n: NvfuserEmit) -> Any:
     """The source in the operand's type; writes to what the rank does not have go to a row that is cut off.
 
     The `set` gives the result dims that nvFuser's other ops take.
@@ -243,18 +253,18 @@ def scatter(n: Native) -> Any:
     return n.ops.slice(n.ops.set(made), [0] * arg.ndim, list(shape))
 
 
-def _scattered(n: Native, dtype: DataType) -> Any:
+def _scattered(n: NvfuserEmit, dtype: DataType) -> Any:
     if isinstance(n.call["src"], TensorRef):
         return cast(n, n.operands[2], n.call.types[2].dtype, dtype)
     return _of_category(n, "src", dtype)
 
 
-def argsort(n: Native) -> Any:
+def argsort(n: NvfuserEmit) -> Any:
     """Always stable: the order of equal elements must not depend on the mesh."""
     return n.plain(stable=True)
 
 
-def topk(n: Native) -> Any:
+def topk(n: NvfuserEmit) -> Any:
     """By a stable sort: nvFuser's topk leaves open which of equal elements it takes."""
     dim, x, shape = _dim(n), n.operands[0], n.result_shapes[0]
     order = n.ops.argsort(x, dim, n.call["largest"], True)
@@ -262,7 +272,7 @@ def topk(n: Native) -> Any:
     return n.ops.take_along_axis(x, order, dim), order
 
 
-def squeeze(n: Native) -> Any:
+def squeeze(n: NvfuserEmit) -> Any:
     """Dims that hold repeated elements (squeeze_expanded) are read at their first place."""
     tensor, shape = n.operands[0], n.operand_shapes[0]
     dims = sorted({d % len(shape) for d in _listed(n.call["dims"], len(shape))})
@@ -272,7 +282,7 @@ def squeeze(n: Native) -> Any:
     return n.ops.squeeze(tensor, ones) if ones else tensor
 
 
-def pad(n: Native, widths: list[int]) -> Any:
+def pad(n: NvfuserEmit, widths: list[int]) -> Any:
     """The value in the operand's category; nvFuser takes none for Bool, so True pads the opposite."""
     dtype, value, ops = n.call.types[0].dtype, n.number("value"), n.ops
     if value is None:
