@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at any call of meshfuse's own code, as Ctrl-C may come: what is kept over it must stay right."""
+"""Errors at any call of meshfuse's own code: KeyboardInterrupt, as Ctrl-C may come, and what the system refuses."""
 
 from __future__ import annotations
 
@@ -13,22 +13,56 @@ from typing import Any
 
 from meshfuse.plan_store.nearby import PLANS
 
+# What asks the system for something, by module; less what cannot be refused, or does not say so.
+_SYSTEM = ("posix", "_io", "fcntl")
+_SAFE = ("close", "closed", "fspath", "getpid", "_path_normpath", "tell", "getvalue", "getbuffer")
+
 
 @contextlib.contextmanager
-def interrupted(count: int, *files: str) -> Iterator[None]:
-    """KeyboardInterrupt at so many calls in the files of these names, or where one of C's functions returns to them."""
+def interrupted(count: int, *files: str, by: BaseException | None = None) -> Iterator[None]:
+    """KeyboardInterrupt, or another error, at so many calls in the files of these names, or where one of C's functions
+    returns to them.
+    """
+    with _raising(count, by or KeyboardInterrupt(), lambda frame, event, arg: _counts(frame, event, files)):
+        yield
+
+
+@contextlib.contextmanager
+def refused(count: int, error: Exception, *files: str) -> Iterator[None]:
+    """An error in place of what these files, or the library for them, ask the system for, at so many calls."""
+    with _raising(count, error, lambda frame, event, arg: event == "c_call" and _asks(frame, arg, files)):
+        yield
+
+
+@contextlib.contextmanager
+def _raising(count: int, error: BaseException, counts: Callable[[FrameType, str, Any], bool]) -> Iterator[None]:
     left = itertools.count(count, -1)
 
     def look(frame: FrameType, event: str, arg: Any) -> None:
-        if _counts(frame, event, files) and not next(left):
+        if counts(frame, event, arg) and not next(left):
             sys.setprofile(None)
-            raise KeyboardInterrupt
+            raise error
 
     sys.setprofile(look)
     try:
         yield
     finally:
         sys.setprofile(None)
+
+
+def _asks(frame: FrameType, function: Any, files: tuple[str, ...]) -> bool:
+    owner = getattr(function, "__self__", None)
+    names = (getattr(function, "__module__", None), type(owner).__module__)
+    if function.__name__ in _SAFE or not any(name in _SYSTEM for name in names):
+        return False
+    stack = [found.f_code.co_filename for found in _callers(frame)]
+    return any(name in file for name in files for file in stack) and not any("importlib" in file for file in stack)
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def places(call: Callable[[], object], *files: str) -> list[int]:

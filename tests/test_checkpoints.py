@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
-from interrupts import interrupted
+from interrupts import interrupted, refused
 from meshfuse.checkpoint import api, folder
 from meshfuse.checkpoint.hyperslabs import boxes
 from meshfuse.errors import CheckpointError
@@ -334,6 +336,76 @@ def test_a_save_that_ends_at_any_moment_leaves_a_whole_checkpoint(tmp_path, firs
         mf.save(path, {"t": torch.full((3,), 5.0)})
         assert mf.load(path)["t"].tolist() == [5, 5, 5] and len(list(path.iterdir())) == 2
     assert seen == ({6} if first else {3, 6})
+
+
+REFUSAL = OSError(errno.EIO, os.strerror(errno.EIO))
+HALVES = mf.Sharding(mf.DeviceMesh((2,), ("x",)), ((mf.Split(2, "x"),),))
+
+
+def outcomes(worlds, victim: int, count: int, action) -> set[str]:
+    """What two ranks say of an action of all where the system refuses one of them a call; none waits for the other."""
+    team = Team(2)
+    team.barrier = threading.Barrier(2, timeout=10)
+    said = set()
+
+    def one(rank):
+        try:
+            with refused(count, REFUSAL, "/checkpoint/") if rank == victim else contextlib.nullcontext():
+                action()
+                said.add("" if rank != victim or sys.getprofile() else "unnoticed")
+        except mf.MeshfuseError as error:
+            said.add(str(error))
+
+    worlds(team, one)
+    return said
+
+
+def failure(said: set[str], victim: int) -> str:
+    """What the ranks say that is wrong, which has come to both or to none."""
+    failed = said - {"", "unnoticed"}
+    assert not failed or failed == said, said
+    assert all(f"found on rank {victim} " in text or REFUSAL.strerror in text for text in failed), said
+    return "".join(failed)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_a_disk_refuses_a_save_at_any_moment_fails_it_on_all_ranks_or_on_none(tmp_path, worlds, victim):
+    """And the checkpoint is the one that they tell of."""
+
+    def save(number: float) -> None:
+        mf.save(path, {"t": (torch.full((2,), number), HALVES), "w": torch.full((2,), number)})
+
+    for count in itertools.count(1):
+        path = tmp_path / str(count)
+        worlds(Team(2), lambda rank: save(1.0))
+        with warnings.catch_warnings(record=True):
+            said = outcomes(worlds, victim, count, lambda: save(2.0))
+        if said == {""}:
+            break
+        failed = failure(said, victim)
+        found = mf.load(path)
+        assert found["t"].tolist() == [*found["w"].tolist()] * 2 == ([1.0] * 4 if failed else [2.0] * 4), (count, said)
+        assert not [*path.glob("*.part")], count
+        worlds(Team(2), lambda rank: save(5.0))
+        assert mf.load(path)["t"].tolist() == [5.0] * 4 and len(list(path.iterdir())) == 2
+    assert count > 30
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_a_disk_refuses_a_load_at_any_moment_fails_it_on_all_ranks_or_on_none(tmp_path, worlds, victim):
+    mf.save(tmp_path, {"t": torch.arange(4.0), "n": 7})
+
+    def load() -> None:
+        found = mf.load(tmp_path, {"t": HALVES, "n": None})
+        start = 2.0 * World.current().rank
+        assert found["t"].tolist() == [start, start + 1] and found["n"] == 7
+
+    for count in itertools.count(1):
+        said = outcomes(worlds, victim, count, load)
+        if said == {""}:
+            break
+        failure(said, victim)
+    assert count > 30
 
 
 def test_one_rank_that_fails_fails_all(tmp_path, worlds, monkeypatch):

@@ -7,8 +7,8 @@ import os
 import secrets
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace a file, or make it, in one step. Raises OSError.
+def write_whole(path: str | os.PathLike[str], data: bytes, *, synced: bool = False) -> None:
+    """Replace a file, or make it, in one step; `synced`: once its bytes are on the disk. Raises OSError.
 
     Nothing half written stays, unless the process is killed: then it is a file whose name ends in `.part`.
     """
@@ -16,6 +16,9 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     try:
         with open(part, "xb") as file:
             file.write(data)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:  # Ctrl-C, too.
         with contextlib.suppress(OSError):

@@ -47,9 +47,9 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
     with located(caller_line()), team.turns:
         folder = _folder(path)
         entries, values = team.each("reading what to save", lambda: _read_state(state))
-        shapes = _compared(team, entries, values)
+        shards = _compared(team, entries, values)
         dtypes = _dtypes(team, entries)
-        _save(team, folder, _shards(team, entries, shapes), dtypes, values)
+        _save(team, folder, shards, dtypes, values)
 
 
 def load(
@@ -152,10 +152,8 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, CheckpointEntry], d
     return {name: replace(entry, local=settled(entry.local)) for name, entry in given.items()}, values
 
 
-def _compared(
-    team: _Team, entries: Mapping[str, CheckpointEntry], values: Mapping[str, Any]
-) -> dict[str, tuple[int, ...]]:
-    """The global shapes, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
+def _compared(team: _Team, entries: Mapping[str, CheckpointEntry], values: Mapping[str, Any]) -> dict[str, Shard]:
+    """What to save, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
 
     def said() -> str:
         plain = [f"{name}: {value!r}" for name, value in sorted(values.items())]
@@ -178,7 +176,10 @@ def _compared(
         check_local(entry, shape, team.world.rank)
         return shape
 
-    return team.each("comparing shards", lambda: {name: shape_of(name, entry) for name, entry in entries.items()})
+    def shards() -> dict[str, Shard]:
+        return _shards(team, entries, {name: shape_of(name, entry) for name, entry in entries.items()})
+
+    return team.each("comparing shards", shards)
 
 
 def _kind(entry: CheckpointEntry, world: World) -> str:
@@ -232,9 +233,13 @@ def _save(
         data = team.all("making the folder", begin)[0]
         try:
             stored = write(path / data, {n: s for n, s in shards.items() if s.numel}, rank, team.all)
-            tensors = {name: (dtypes[name], tuple(s.shape)) for name, s in shards.items()}
-            index = files.Index(data, tensors, dict(values), stored)
-            team.each("completing", lambda: files.commit(path, index) if rank == 0 else None)
+
+            def complete() -> None:
+                tensors = {name: (dtypes[name], tuple(s.shape)) for name, s in shards.items()}
+                if rank == 0:
+                    files.commit(path, files.Index(data, tensors, dict(values), stored))
+
+            team.each("completing", complete)
         except BaseException:
             if rank == 0:
                 files.abandon(path, data)
@@ -249,8 +254,12 @@ def _load(team: _Team, home: Path, wanted: Mapping[str, Any] | None, last: bool)
         return None
     team.compare("the checkpoint that they load", read_by)
     names = {name: None for name in (*index.tensors, *index.values)} if wanted is None else dict(wanted)
-    entries = team.each("comparing what is wanted", lambda: _targets(index, names, team.world.rank))
-    shards = _shards(team, entries, {name: index.tensors[name][1] for name in entries})
+
+    def wished() -> tuple[dict[str, CheckpointEntry], dict[str, Shard]]:
+        entries = _targets(index, names, team.world.rank)
+        return entries, _shards(team, entries, {name: index.tensors[name][1] for name in entries})
+
+    entries, shards = team.each("comparing what is wanted", wished)
     folder = home / index.data
 
     def untouched(action: Callable[[], object]) -> bool:

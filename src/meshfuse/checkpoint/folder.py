@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -26,7 +27,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, user_error
+from ..errors import CheckpointError, caller_line, user_error
+from ..whole_files import write_whole
 
 # Of checkpoint.json and what it names: another number where an older meshfuse could not read it.
 FORMAT = 1
@@ -146,30 +148,39 @@ def _check_kind(file: Path) -> None:
 
 
 def commit(path: Path, index: Index) -> None:
-    """Make these data, which are all on the disk, the checkpoint; then remove those that it replaces."""
+    """Make these data, which are all on the disk, the checkpoint; then remove those that it replaces.
+
+    Raises OSError where they are not the checkpoint. From where they are nothing fails any more.
+    """
     os.stat(path / index.data)  # Another save, where none can be kept out, may have removed them.
     write_index(path, index)
-    for old in path.glob(f"{_PREFIX}*"):
-        if old.name != index.data:
-            shutil.rmtree(old, ignore_errors=True)
-    for old in path.glob(f"{_INDEX}.*.part"):
-        old.unlink(missing_ok=True)
+    try:
+        _sync_folder(path)
+    except OSError as error:  # After a loss of power it may be the checkpoint of before, which stays for that.
+        line = caller_line()
+        warnings.warn_explicit(
+            f"meshfuse.save: {path} holds the new checkpoint, but may hold the one before again after a loss of power: "
+            f"found {error.strerror} when its folder was to be brought to the disk. The next save tries again.",
+            UserWarning, line.file, line.line,
+        )  # fmt: skip
+    else:
+        _clear(path, index.data)
 
 
 def write_index(path: Path, index: Index) -> None:
     """Replace `checkpoint.json`, in one step."""
     body = json.dumps(asdict(index))
-    part = path / f"{_INDEX}.{secrets.token_hex(4)}.part"
-    try:
-        with open(part, "w") as file:
-            file.write(f"{_digest(body)}\n{body}")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path / _INDEX)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    _sync_folder(path)
+    write_whole(path / _INDEX, f"{_digest(body)}\n{body}".encode(), synced=True)
+
+
+def _clear(path: Path, data: str) -> None:
+    """Remove all other data, and what killed saves left; where that fails the next save does."""
+    with contextlib.suppress(Exception):
+        for old in path.glob(f"{_PREFIX}*"):
+            if old.name != data:
+                shutil.rmtree(old, ignore_errors=True)
+        for old in path.glob(f"{_INDEX}.*.part"):
+            old.unlink(missing_ok=True)
 
 
 def abandon(path: Path, data: str) -> None:
@@ -177,7 +188,8 @@ def abandon(path: Path, data: str) -> None:
     another rank ends before it is told.
     """
     if not _may_name(path, data):
-        shutil.rmtree(path / data, ignore_errors=True)
+        with contextlib.suppress(OSError):  # `ignore_errors` leaves some.
+            shutil.rmtree(path / data, ignore_errors=True)
 
 
 def _may_name(path: Path, data: str) -> bool:
@@ -225,6 +237,9 @@ def _sync_folder(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # This file system has no such thing.
+            raise
     finally:
         os.close(handle)
 

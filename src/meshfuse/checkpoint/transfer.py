@@ -55,18 +55,24 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 def write(folder: Path, shards: Mapping[str, Shard], rank: int, together: Together) -> dict[str, tuple[int, int]]:
     """Write each box once, whichever ranks hold it; all files with their (bytes, CRC-32), on the disk."""
-    writer = dcp.FileSystemWriter(folder, sync_files=True)
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(shards), writer.storage_meta(), is_coordinator=rank == 0)
+    writer: Any = None
+    metadata: Any = None
 
+    # All that may fail does so within `together`: the other ranks wait for this one.
     def plan() -> Any:
+        nonlocal writer
+        writer = dcp.FileSystemWriter(folder, sync_files=True)
+        planner.set_up_planner(dict(shards), writer.storage_meta(), is_coordinator=rank == 0)
         writer.set_up_storage_writer(rank == 0)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    plans, metadata = planner.create_global_plan(together("planning", plan))
-    mine = planner.finish_plan(writer.prepare_global_plan(plans)[rank])
+    planned = together("planning", plan)
 
     def store() -> Any:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(planned)
+        mine = planner.finish_plan(writer.prepare_global_plan(plans)[rank])
         found = writer.write_data(mine, planner).wait()
         names = sorted({result.storage_data.relative_path for result in found})
         return found, {name: sum_of(folder / name) for name in names}
