@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -15,27 +14,38 @@ from meshfuse.plan_store.nearby import PLANS
 
 # What asks the system for something, by module; less what cannot be refused, or does not say so.
 _SYSTEM = ("posix", "_io", "fcntl")
-_SAFE = ("close", "closed", "fspath", "getpid", "_path_normpath", "tell", "getvalue", "getbuffer")
+_SAFE = ("close", "closed", "fspath", "getpid", "getuid", "_path_normpath", "tell", "getvalue", "getbuffer")
 
 
 @contextlib.contextmanager
-def interrupted(count: int, *files: str, by: BaseException | None = None) -> Iterator[None]:
-    """KeyboardInterrupt, or another error, at so many calls in the files of these names, or where one of C's functions
-    returns to them.
-    """
-    with _raising(count, by or KeyboardInterrupt(), lambda frame, event, arg: _counts(frame, event, files)):
+def interrupted(count: int, *files: str) -> Iterator[None]:
+    """KeyboardInterrupt at so many calls in the files of these names, or where one of C's functions returns to them."""
+    with _raising(count, KeyboardInterrupt(), _calls(files)):
         yield
 
 
 @contextlib.contextmanager
 def refused(count: int, error: Exception, *files: str) -> Iterator[None]:
     """An error in place of what these files, or the library for them, ask the system for, at so many calls."""
-    with _raising(count, error, lambda frame, event, arg: event == "c_call" and _asks(frame, arg, files)):
+    with _raising(count, error, _requests(files)):
         yield
 
 
+def places(call: Callable[[], object], *files: str) -> list[int]:
+    """Counts for `interrupted`: the first time at each place in the files that the call comes by."""
+    return _first(call, _calls(files))
+
+
+def requests(call: Callable[[], object], *files: str) -> list[int]:
+    """Counts for `refused`: the first time at each place, told by three frames, that the call comes by."""
+    return _first(call, _requests(files), 3)
+
+
+_Counts = Callable[[FrameType, str, Any], bool]
+
+
 @contextlib.contextmanager
-def _raising(count: int, error: BaseException, counts: Callable[[FrameType, str, Any], bool]) -> Iterator[None]:
+def _raising(count: int, error: BaseException, counts: _Counts) -> Iterator[None]:
     left = itertools.count(count, -1)
 
     def look(frame: FrameType, event: str, arg: Any) -> None:
@@ -50,29 +60,14 @@ def _raising(count: int, error: BaseException, counts: Callable[[FrameType, str,
         sys.setprofile(None)
 
 
-def _asks(frame: FrameType, function: Any, files: tuple[str, ...]) -> bool:
-    owner = getattr(function, "__self__", None)
-    names = (getattr(function, "__module__", None), type(owner).__module__)
-    if function.__name__ in _SAFE or not any(name in _SYSTEM for name in names):
-        return False
-    stack = [found.f_code.co_filename for found in _callers(frame)]
-    return any(name in file for name in files for file in stack) and not any("importlib" in file for file in stack)
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def places(call: Callable[[], object], *files: str) -> list[int]:
-    """Counts for `interrupted`: the first time at each place in the files that the call comes by."""
+def _first(call: Callable[[], object], counts: _Counts, depth: int = 1) -> list[int]:
     found: dict[Any, int] = {}
     number = itertools.count(1)
 
     def look(frame: FrameType, event: str, arg: Any) -> None:
-        if _counts(frame, event, files):
-            found.setdefault((frame.f_code, frame.f_lineno, event), next(number))
+        if counts(frame, event, arg):
+            stack = itertools.islice(_callers(frame), depth)
+            found.setdefault((event, *((f.f_code, f.f_lineno) for f in stack)), next(number))
 
     sys.setprofile(look)
     try:
@@ -82,10 +77,34 @@ def places(call: Callable[[], object], *files: str) -> list[int]:
     return sorted(found.values())
 
 
-def _counts(frame: FrameType, event: str, files: tuple[str, ...]) -> bool:
-    code = frame.f_code  # What is raised in a generator's last moment is lost.
-    watched = code.co_name != "<genexpr>" and any(name in code.co_filename for name in files)
-    return watched and event in ("call", "c_return")
+def _calls(files: tuple[str, ...]) -> _Counts:
+    def counts(frame: FrameType, event: str, arg: Any) -> bool:
+        code = frame.f_code  # What is raised in a generator's last moment is lost.
+        watched = code.co_name != "<genexpr>" and any(name in code.co_filename for name in files)
+        return watched and event in ("call", "c_return")
+
+    return counts
+
+
+def _requests(files: tuple[str, ...]) -> _Counts:
+    def counts(frame: FrameType, event: str, arg: Any) -> bool:
+        if event != "c_call" or arg.__name__ in _SAFE or not _of_system(arg):
+            return False
+        stack = [found.f_code.co_filename for found in _callers(frame)]
+        return any(name in file for name in files for file in stack) and not any("importlib" in file for file in stack)
+
+    return counts
+
+
+def _of_system(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    return getattr(function, "__module__", None) in _SYSTEM or type(owner).__module__ in _SYSTEM
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def forget() -> None:
@@ -97,5 +116,12 @@ def forget() -> None:
 
 @functools.cache
 def _caches() -> list[Any]:
-    caches = [found for found in gc.get_objects() if type(found) is functools._lru_cache_wrapper]
-    return [found for found in caches if str(found.__module__).startswith("meshfuse.")]
+    """Found by their modules: the collector does not tell of what conftest.py has frozen."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("meshfuse.")]
+    spaces = [vars(module) for module in modules]
+    spaces += [vars(kind) for space in spaces for kind in space.values() if isinstance(kind, type)]
+    held = [getattr(value, "__func__", value) for space in spaces for value in space.values()]
+    found = {id(value): value for value in held if type(value) is functools._lru_cache_wrapper}
+    caches = [cache for cache in found.values() if cache.__module__.startswith("meshfuse.")]
+    assert len(caches) > 20
+    return caches

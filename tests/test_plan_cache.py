@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 
 import meshfuse as mf
-from interrupts import forget, interrupted, places
+from interrupts import forget, interrupted, places, refused, requests
 from meshfuse import compiler, disk_cache
 from meshfuse.fusion_definition import FusionDefinition
 from meshfuse.plan_store import cache as plan_cache
@@ -336,6 +336,40 @@ def test_a_full_disk(cache, planning):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert planning and not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored):
+    """At any moment: the plan is the same, nothing half written stays, and the next start uses the cache again."""
+    files = ("/plan_store/", "/disk_cache.py")
+    warnings.simplefilter("ignore")
+    right = decided(scans())
+    if not stored:
+        shutil.rmtree(cache)
+    forget()
+    counts = requests(scans().compile, *files)
+    assert len(counts) > 15
+    for count in counts:
+        if not stored:
+            shutil.rmtree(cache)
+        forget()
+        disk_cache._warned.clear()
+        with refused(count, OSError(errno.EMFILE, os.strerror(errno.EMFILE)), *files):
+            assert decided(scans()) == right, count
+        assert not [*cache.glob("*.part")], count
+        disk_cache._warned.clear()
+        assert decided(scans()) == right and len([*cache.glob("*.plan")]) == 1, count
+
+
+def test_a_meshfuse_without_files_keeps_no_plans(cache, planning, monkeypatch):
+    """In a zip archive, another's plans would be told from its own by its version alone."""
+    forget()
+    monkeypatch.setattr(plan_cache, "__file__", "/no/such.zip/meshfuse/plan_store/cache.py")
+    with pytest.warns(disk_cache.CacheWarning, match="own files cannot be read: .* as in a zip archive"):
+        decided(scans())
+    decided(scans())
+    assert len(planning) == 2 and not [*cache.glob("*.plan")]
+    forget()
 
 
 def test_it_is_off_when_told_so(cache, planning, monkeypatch):

@@ -8,6 +8,7 @@ done again, from the user's own lines. Whatever is wrong with a stored plan, or 
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import time
@@ -34,7 +35,11 @@ def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinitio
     folder = disk_cache.folder()
     if folder is None or not all(OPS.get(node.name) is node.call.op for node in graph.nodes):
         return plan()  # What a user's own op does may change without a trace in its name.
-    key = key_of(graph, world, how) + _SUFFIX
+    try:
+        key = key_of(graph, world, how) + _SUFFIX
+    except OSError as error:
+        disk_cache.warn(f"meshfuse's own files cannot be read: {error.strerror}")
+        return plan()
     found = _recalled(folder, key, graph)
     if found is None:
         start = time.perf_counter()
@@ -85,7 +90,7 @@ def unpacked(text: str, graph: Graph) -> ShardedDefinition:
 
 
 def key_of(graph: Graph, world: DeviceMesh, how: str = "") -> str:
-    """A digest of all that a plan follows from."""
+    """A digest of all that a plan follows from. Raises OSError."""
     text = hashlib.sha256(_code_and_versions().encode())
     described: dict[int, str] = {}
     for node in graph.nodes:
@@ -111,8 +116,10 @@ def _mesh(mesh: DeviceMesh) -> str:
 
 @functools.cache
 def _code_and_versions() -> str:
-    """meshfuse's version and, as it may be edited, the sizes and times of its files; torch's version."""
+    """meshfuse's version and, as it may be edited, the sizes and times of its files; torch's. Raises OSError."""
     root = Path(__file__).parents[1]
     files = sorted(root.rglob("*.py"))
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "they are no files of a folder, as in a zip archive")
     stamps = [f"{file.relative_to(root)} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return "\n".join([__version__, torch.__version__, *stamps])
