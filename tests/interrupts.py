@@ -14,7 +14,18 @@ from meshfuse.plan_store.nearby import PLANS
 
 # What asks the system for something, by module; less what cannot be refused, or does not say so.
 _SYSTEM = ("posix", "_io", "fcntl")
-_SAFE = ("close", "closed", "fspath", "getpid", "getuid", "_path_normpath", "tell", "getvalue", "getbuffer")
+_SAFE = (
+    "close",
+    "closed",
+    "fspath",
+    "getpid",
+    "getuid",
+    "_path_normpath",
+    "tell",
+    "getvalue",
+    "getbuffer",
+    "text_encoding",
+)
 
 
 @contextlib.contextmanager

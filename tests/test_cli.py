@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import meshfuse
-from interrupts import interrupted, places
+from interrupts import interrupted, places, refused, requests
 from meshfuse.cli import main
 from meshfuse.executor.record import recorder
 
@@ -115,6 +116,26 @@ def test_files_are_whole_or_as_before_wherever_ctrl_c_comes(command: str, script
         assert all(text in (whole[name], "of before") for name, text in found.items()), count
         seen.update(found.values())
     assert seen == {*whole.values(), "of before"} if command == "bill" else seen == {*whole.values()}
+
+
+@pytest.mark.parametrize("command", ["bill", "trace"])
+def test_what_the_system_refuses_is_one_line(
+    command: str, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At any moment of what is written; and no half file stays."""
+    words = [command, script, *(["--html", str(tmp_path / "p")] if command == "bill" else ["--out", str(tmp_path)])]
+    seen = set[int]()
+    counts = requests(lambda: main(words), "/report/", "/whole_files.py", "/spans.py")
+    capsys.readouterr()
+    for count in counts:
+        with refused(count, OSError(errno.EMFILE, "refused"), "/report/", "/whole_files.py", "/spans.py"):
+            code = main(words)
+        text = capsys.readouterr().err
+        said = (text.count("\n"), ": found " in text and ", needed " in text)  # Beside the script's own line.
+        assert (code, said) in ((1, (2, True)), (0, (1, False))), (count, text)
+        assert not [*tmp_path.glob("*.part")], count
+        seen.add(code)
+    assert seen == {0, 1}
 
 
 @pytest.mark.parametrize("to", ["pipe", "link"])

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..compiler import CompiledProgram
+from ..errors import user_error
 from ..graph import Node
 from ..resharding.resharded import Compute
 from ..sharding import layout as lay
@@ -29,12 +30,21 @@ def page(programs: Sequence[CompiledProgram], title: str = "meshfuse", alternati
     """The page of some compiled programs; with `alternatives` the runner-up of every collective is worked out."""
     bills = [bill_of(compiled, alternatives) for compiled in programs]
     shown = [_program(compiled, bill) for compiled, bill in zip(programs, bills, strict=True)]
-    template = importlib.resources.files("meshfuse.report").joinpath("page.html").read_text(encoding="utf-8")
+    template = _template()
     tables = "\n".join(_table(place, bill) for place, bill in enumerate(bills))
     parts = {"TITLE": html.escape(title), "TABLES": tables, "DATA": _script_text({"programs": shown})}
     for name, text in parts.items():
         template = template.replace(f"@{name}@", text)
     return template
+
+
+def _template() -> str:
+    """Raises DefinitionError where meshfuse's own file cannot be read."""
+    try:
+        return importlib.resources.files("meshfuse.report").joinpath("page.html").read_text(encoding="utf-8")
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise user_error("meshfuse's page.html cannot be read", found, "the file as it was installed") from None
 
 
 def _script_text(value: Any) -> str:
