@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import subprocess
 
 import pytest
 from test_launching import LAUNCHER, launched
+
+from meshfuse.errors import ArgumentError
+from meshfuse.runtime import launcher
 
 pytestmark = pytest.mark.ranks
 
@@ -33,6 +38,25 @@ def test_a_job_that_may_write_no_file_ends_well(tmp_path):
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # noqa: E731
     with launched(script, *LAUNCHER, "--ranks", "1", stderr=subprocess.PIPE, preexec_fn=limit) as process:
         assert process.wait(30) == 0 and process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("started", range(3))
+def test_a_process_that_cannot_be_started_leaves_no_file_open(tmp_path, monkeypatch, started):
+    """The keeper, the first rank, the second: a caller of `run` goes on."""
+    script, real, left = tmp_path / "script.py", subprocess.Popen, [None] * started
+    script.write_text("import time\ntime.sleep(60)")
+
+    def start(*args, **options):
+        if not left:
+            raise OSError(errno.EAGAIN, "no room")
+        left.pop()
+        return real(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ArgumentError, match="cannot be started: found no room"):
+        launcher.run(2, [str(script)])
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_rank_that_is_stopped_when_the_others_have_ended_is_named(tmp_path):

@@ -269,8 +269,13 @@ def _keeper() -> Iterator[Callable[[int], None]]:
     """A process that outlives the launcher only to end the ranks if the launcher is killed."""
     with startable("a job"):
         read, write = os.pipe()
-        keeper = subprocess.Popen([sys.executable, "-S", "-I", _KEEPER, str(read)], pass_fds=(read,))
-    os.close(read)
+        try:
+            keeper = subprocess.Popen([sys.executable, "-S", "-I", _KEEPER, str(read)], pass_fds=(read,))
+        except BaseException:
+            os.close(write)  # A keeper that was started all the same ends by it.
+            raise
+        finally:
+            os.close(read)
     try:
         yield lambda pid: _write_line(write, str(pid))
         _write_line(write, "done")
