@@ -211,8 +211,10 @@ class FusionDefinition(PlannedDefinition):
         """Tell the world of an error that came before this rank's program ran at a step, or after it: others may not
         have got it.
 
-        What is wrong with other ranks is told to all, where they meet.
+        What is wrong with other ranks is told to all, where they meet: by the user's line, if by no other.
         """
+        if isinstance(error, RankError):
+            error.where = error.where or caller_line()
         before = program is None or program.step <= step
         if (before or outputs is not None) and not isinstance(error, RankError):
             begins = f" that begins at {self.tensors[0].line}" if self.tensors else ""

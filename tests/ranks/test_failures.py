@@ -240,6 +240,39 @@ finally:
     assert "rank 0 runs" not in text and "does not answer" not in text
 
 
+WHEREVER = f"""
+from meshfuse.runtime.gloo import Gloo
+from meshfuse.runtime.meetings import Meetings
+left = {{count}}
+def count(kind, name):
+    real = getattr(kind, name)
+    def call(*args):
+        global left
+        left -= 1
+        if not left and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.{{how}})
+        return real(*args)
+    setattr(kind, name, call)
+count(Gloo, "_issue")
+count(Meetings, "_arrive")
+{rank_pool.START}
+fd(torch.ones(4, 6), torch.ones(2, 6))
+world.barrier()
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+def test_wherever_a_rank_dies_the_others_name_it_and_a_line(tmp_path, how):
+    """In every meeting and collective of a call: what is said, and what is no longer waited for."""
+    for count in range(1, 20):
+        script = "import os, signal\n" + WHEREVER.format(count=count, how=how)
+        (_, other), (code, _) = results = rank_pool.run_bare(script, tmp_path, 2)
+        if code == 0:
+            break
+        assert re.search(r"RankError: .* \(at script\.py:\d+\)\n", other) and "rank 1" in other, (count, results)
+    assert 6 < count < 19
+
+
 def test_no_rank_0(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("from meshfuse.runtime.world import World; World.current()")

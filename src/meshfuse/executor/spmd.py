@@ -167,6 +167,8 @@ class RankProgram:
                 self._phase = _Phase.GATHERING if whole else _Phase.OVER
                 return self._gather(out) if whole else out
         except BaseException as error:
+            if isinstance(error, RankError):
+                self._locate(error)
             self._leave_off(error)
             raise
         finally:
@@ -192,9 +194,6 @@ class RankProgram:
                 out = list(self._run(*arguments, seed, offset))
             self._phase = _Phase.OVER
             return self._told(out)
-        except RankError as error:
-            self._locate(error)
-            raise
         finally:
             self.running = False
             torch._C._set_grad_enabled(recording)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import RankError
+from ..errors import RankError, caller_line
 from .deadlines import Silent, bounded, within
 from .diagnosis import (
     SAME_PROGRAM,
@@ -156,7 +156,7 @@ class Meetings:
             store.set(f"{name}/{self.world.rank}", value)  # pyright: ignore[reportArgumentType] - bytes are fine
             return await_keys(store, list(keys), limit, lambda: self._raise_if_hopeless(keys, what))
 
-        self.waiting = what
+        self.waiting = f"{what} at {caller_line()}"
         try:
             missing = self._asked(what, ranks, wait, limit)
         finally:

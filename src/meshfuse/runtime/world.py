@@ -193,7 +193,8 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks of the world."""
-        self.meetings.barrier()
+        with located(caller_line()):
+            self.meetings.barrier()
 
     def begin(self, activity: Activity) -> None:
         """Note the program that this rank runs from here on, for errors and other ranks' questions.
