@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,32 @@ def test_what_the_system_refuses_is_one_line(
         assert not [*tmp_path.glob("*.part")], count
         seen.add(code)
     assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("command", [["bill", "--why"], ["explain"], ["trace"]])
+def test_names_that_a_terminal_cannot_show(command: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "größe.py"
+    path.write_text(SCRIPT.replace("y = ", "größe = ").replace("(y", "(größe"), encoding="utf-8")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(meshfuse.__file__).parents[1])}
+    words = [sys.executable, "-m", "meshfuse", command[0], str(path), *command[1:]]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "the script's own words\n", done.stderr
+    assert "gr\\xf6\\xdfe" in done.stdout or command == ["trace"]
+
+
+@pytest.mark.parametrize("command", [["bill"], ["explain"], ["trace"], ["bill", "--html", "page"], ["ops"], ["doctor"]])
+@pytest.mark.parametrize("to", ["/dev/full", "closed", "all closed"])
+def test_where_nothing_can_be_printed(command: list[str], to: str, script: str, tmp_path: Path) -> None:
+    """What is printed to no file at all is lost, as with Python's own print; what a file refuses is one line."""
+    words = [sys.executable, "-m", "meshfuse", command[0], *([] if command[0] in ("ops", "doctor") else [script])]
+    where = {"/dev/full": "> /dev/full", "closed": ">&-", "all closed": "<&- >&- 2> said"}[to]
+    environment = os.environ | {"PYTHONPATH": str(Path(meshfuse.__file__).parents[1])}
+    line = f"{shlex.join([*words, *command[1:]])} {where}"
+    done = subprocess.run(line, shell=True, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    said = done.stderr.replace("the script's own words\n", "")
+    full = "meshfuse: what the command says cannot be written: found No space left on device, needed room and a file"
+    assert (done.returncode, said) == ((1, f"{full} to write to.\n") if to == "/dev/full" else (0, "")), done
+    assert to == "/dev/full" or (tmp_path / "page").exists() == ("page" in command)
 
 
 @pytest.mark.parametrize("to", ["pipe", "link"])

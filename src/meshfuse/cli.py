@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import json
 import os
 import runpy
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DefinitionError, MeshfuseError, user_error
 from .mesh import DeviceMesh, mesh_of_text
 from .runtime import doctor, launcher
+from .runtime.output import complete_standard_files
 from .whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -43,16 +45,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if script_args is not None:
         args.script_args = script_args
+    complete_standard_files()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # A terminal may lack the letters of the user's names.
     try:
         code = args.command(args)
-        sys.stdout.flush()
+        print(end="", flush=True)  # does nothing where there is no stdout
         return code
     except MeshfuseError as error:
         print(f"meshfuse: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # Nobody reads our output any more, as of `head`; a script's own errors do not come here.
+    except OSError as error:  # A script's own errors do not come here.
+        return _unwritten(error)
+
+
+def _unwritten(error: OSError) -> int:
+    """The exit code where what a command says, or makes, cannot be written."""
+    with contextlib.suppress(OSError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what is left goes when Python ends
+    if isinstance(error, BrokenPipeError):  # Nobody reads our output any more, as of `head`.
         return 128 + signal.SIGPIPE
+    found = f"found {error.strerror or error}, needed room and a file to write to"
+    print(f"meshfuse: what the command says cannot be written: {found}.", file=sys.stderr)
+    return 1
 
 
 def _parts(argv: list[str]) -> tuple[list[str], list[str] | None]:
