@@ -165,6 +165,18 @@ def test_where_nothing_can_be_printed(command: list[str], to: str, script: str, 
     assert to == "/dev/full" or (tmp_path / "page").exists() == ("page" in command)
 
 
+@pytest.mark.parametrize("option", [["bill", "--html"], ["bill", "--json"], ["trace", "--out"]])
+def test_a_working_directory_that_is_gone(
+    option: list[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir("gone")
+    (tmp_path / "gone").rmdir()
+    assert main([option[0], script, option[1], "there"]) == 1
+    assert re.search(r"cannot write .*there: found No such file or directory, needed", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("to", ["pipe", "link"])
 def test_a_page_goes_where_a_file_leads(to: str, script: str, tmp_path: Path) -> None:
     """What is no file, such as a shell's pipe, is written to, not replaced; nor is a link."""

@@ -20,8 +20,8 @@ _OURS = re.compile(r"(program\d+\.)?rank\d+\.json")
 
 def empty_folder(path: str) -> str:
     """The folder, made if need be, without traces of earlier runs. Raises DefinitionError where it cannot be made."""
-    folder = os.path.abspath(path)
     try:
+        folder = os.path.abspath(path)  # fails where the working directory is gone
         make_writable(folder)
         for name in filter(_OURS.fullmatch, os.listdir(folder)):
             os.remove(os.path.join(folder, name))
