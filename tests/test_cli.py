@@ -94,6 +94,15 @@ def test_bill_written_to_files(script: str, tmp_path: Path, capsys: pytest.Captu
     assert "<title>script.py</title>" in files[1].read_text()
 
 
+ON_RANKS = """
+import torch, meshfuse as mf
+with mf.FusionDefinition() as fd:
+    x, w = fd.define_tensor([4, 8]), fd.define_tensor([8, 8])
+    fd.add_output(fd.ops.linear(x, w))
+    fd.mesh_split(x, mf.DeviceMesh((2,), ("tp",)), [None, "tp"])
+fd(torch.ones(4, 8), torch.ones(8, 8))
+print(fd.bill()) if mf.World.current().size > 1 else None
+"""
 WRITERS = ("/cli.py", "/whole_files.py", "/spans.py", "/report/trace.py")
 
 
@@ -163,6 +172,20 @@ def test_where_nothing_can_be_printed(command: list[str], to: str, script: str, 
     full = "meshfuse: what the command says cannot be written: found No space left on device, needed room and a file"
     assert (done.returncode, said) == ((1, f"{full} to write to.\n") if to == "/dev/full" else (0, "")), done
     assert to == "/dev/full" or (tmp_path / "page").exists() == ("page" in command)
+
+
+@pytest.mark.parametrize(
+    "command", ["run --ranks 2", "bill --html p --json j --why", "explain", "trace", "trace --ranks 2"]
+)
+def test_a_script_whose_name_is_of_no_letters(command: str, tmp_path: Path) -> None:
+    """Linux lets a file's name be any bytes; what is said of its lines is compared by ranks, and written to files."""
+    (tmp_path / os.fsdecode(b"sc\xffript.py")).write_text(ON_RANKS)
+    environment = os.environ | {"PYTHONPATH": str(Path(meshfuse.__file__).parents[1])}
+    name, *options = command.split()
+    words = [sys.executable, "-m", "meshfuse", name, *options, b"sc\xffript.py"]
+    done = subprocess.run(words, env=environment, capture_output=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert command.startswith("trace") or b"sc\\udcffript.py:5" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("option", [["bill", "--html"], ["bill", "--json"], ["trace", "--out"]])

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .errors import DefinitionError, MeshfuseError, user_error
+from .errors import DefinitionError, MeshfuseError, file_name, user_error
 from .mesh import DeviceMesh, mesh_of_text
 from .runtime import doctor, launcher
 from .runtime.output import complete_standard_files
@@ -183,7 +183,7 @@ def _bill(args: argparse.Namespace) -> int:
         written = json.dumps([b.to_dict() for b in bills], indent=1)
         if args.html is not None:
             page = importlib.import_module("meshfuse.report.page")
-            _write(args.html, page.page(programs, os.path.basename(args.script), args.why))
+            _write(args.html, page.page(programs, file_name(args.script), args.why))
         if args.json == "-":
             return written
         if args.json is not None:

@@ -38,7 +38,10 @@ class SourceLine:
         """The source text of the line, stripped; empty where the file cannot be read."""
         if self.given is not None:
             return self.given
-        return linecache.getline(self.file, self.line).strip()
+        try:
+            return linecache.getline(self.file, self.line).strip()
+        except ValueError:  # its name is none that a file can have
+            return ""
 
     def label(self, name: str) -> str:
         """A name of ours together with the variable that the line assigns, where its text shows one."""
@@ -46,7 +49,12 @@ class SourceLine:
         return f"{found.group(1)} ({name})" if found and found.group(1) != name else name
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}"
+        return f"{file_name(self.file)}:{self.line}"
+
+
+def file_name(path: str) -> str:
+    """The last part of a path, as a text that can be written: bytes that are no letters are spelled out."""
+    return os.path.basename(path).encode(errors="backslashreplace").decode()
 
 
 def caller_line() -> SourceLine:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import file_name
 from .instructions import (
     BufferPart,
     Communication,
@@ -109,7 +109,7 @@ def _comment(instruction: Instruction | None) -> str:
 def _where(function: Callable[..., Any]) -> str:
     """Where a registered op's function is written."""
     code = getattr(function, "__code__", None)
-    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code else repr(function)
+    return f"{file_name(code.co_filename)}:{code.co_firstlineno}" if code else repr(function)
 
 
 def digest_of(text: str) -> str:
