@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from layers import Sizes, Tensor, floats, mlp, one_hot
-from programs import Fd, gradients, outputs, split
+from programs import X4_Y2, Fd, gradients, outputs, split
 
 import meshfuse as mf
-from bill_known import Classes
+from bill_known import Classes, by_hand
 
 CLASSES = Classes()
 known = CLASSES.known
 D2_S2_T2 = mf.DeviceMesh((2, 2, 2), ("dp", "sp", "tp"))
+DP2_FS4 = mf.DeviceMesh((2, 4), ("dp", "fs"))
 DP2_EP4 = mf.DeviceMesh((2, 4), ("dp", "ep"))
 
 
@@ -64,6 +67,61 @@ def gradients_of_two_experts_for_each_token(fd: Fd, s: Sizes) -> None:
     for w in (w1, w2, *made[1:]):
         split(fd, DP2_EP4, (w, ["ep", None, None]))
     split(fd, DP2_EP4, (made[0], [None, None]))
+
+
+def layers_whose_axes_change_places(fd: Fd, s: Sizes) -> tuple[Tensor, list[Tensor]]:
+    """Two residual MLPs: the axis of the rows is that of the hidden dim in the second, which needs all of its rows."""
+    x, weights = floats(fd, s.tokens, s.width), []
+    split(fd, X4_Y2, (x, ["x", None]))
+    for axis in ("y", "x"):
+        w1, w2 = floats(fd, s.width, s.hidden), floats(fd, s.hidden, s.width)
+        split(fd, X4_Y2, (w1, [None, axis]), (w2, [axis, None]))
+        weights += [w1, w2]
+    y = x + mlp(fd, x, *weights[:2])
+    return y + mlp(fd, y, *weights[2:]), weights
+
+
+@known(29.36, 16.78)
+def two_layers_whose_axes_change_places(fd: Fd, s: Sizes) -> None:
+    """RS over y, AG over x of every second row block, RS over x back to them, AG over y: no rows change their order."""
+    y, _ = layers_whose_axes_change_places(fd, s)
+    split(fd, X4_Y2, (y, ["x", None]))
+    outputs(fd, y)
+
+
+@known(79.69, 62.92)
+def gradients_of_two_layers_whose_axes_change_places(fd: Fd, s: Sizes) -> None:
+    """The same again for the gradients of rows, and 4 AR of those of weights."""
+    gradients(fd, *layers_whose_axes_change_places(fd, s))
+
+
+@known(29.36, 17.83)
+def gradients_of_fewer_experts_than_either_axis_has_ranks(fd: Fd, s: Sizes) -> None:
+    """One expert per rank of dp, whose four ranks share its rows: 3 all-to-alls of rows over dp, 2 AG of weights over
+    ep; 2 RS of gradients over ep and 2 AG over dp.
+    """
+    s = dataclasses.replace(s, experts=2, capacity=2 * s.capacity)
+    x, router = floats(fd, s.batch, s.length, s.width), floats(fd, s.width, s.experts)
+    w1, w2 = floats(fd, s.experts, s.width, s.expert_hidden), floats(fd, s.experts, s.expert_hidden, s.width)
+    gradients(fd, two_experts_each(fd, s, x, router, w1, w2), [w1, w2])
+    split(fd, DP2_EP4, (x, [("dp", "ep"), None, None]))  # type: ignore[list-item]
+    split(fd, DP2_EP4, (w1, [None, None, "ep"]), (w2, [None, "ep", None]))
+
+
+@known(29.36, 20.98)
+def a_step_of_attention_whose_weights_lie_on_one_of_the_axes_of_the_batch(fd: Fd, s: Sizes) -> None:
+    """The ranks of dp share columns, not rows: AG of rows twice and RS once over dp, weights' halves over fs."""
+    x = floats(fd, s.batch, s.length, s.width)
+    weights = [floats(fd, s.width, s.width) for _ in range(4)]
+    shape = [s.batch, s.length, s.heads, s.head]
+    q, k, v = (fd.ops.permute(fd.ops.reshape(fd.ops.matmul(x, w), shape), [0, 2, 1, 3]) for w in weights[:3])
+    mixed = fd.ops.reshape(fd.ops.permute(by_hand(fd, q, k, v), [0, 2, 1, 3]), [s.batch, s.length, s.width])
+    y = fd.ops.matmul(mixed, weights[3])
+    made = fd.grad(fd.ops.sum(y * y) * 0.5, weights)
+    stepped = [w - g * 1e-3 for w, g in zip(weights, made, strict=True)]
+    outputs(fd, *stepped)
+    split(fd, DP2_FS4, (x, [("dp", "fs"), None, None]))  # type: ignore[list-item]
+    split(fd, DP2_FS4, *((w, ["fs", None]) for w in (*weights, *stepped)))
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

@@ -19,7 +19,7 @@ from ..sharding.layout import Split
 from ..sharding.value import Axis, Sharding
 
 # A program is planned anew so many times at most, and so many of its ops in all.
-_TIMES, _OPS = 96, 16000
+_TIMES, _OPS = 80, 16000
 
 
 class Pin(NamedTuple):

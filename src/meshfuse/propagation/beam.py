@@ -91,11 +91,14 @@ _front = functools.lru_cache(maxsize=1 << 13)(Front)
 
 
 class BeamSettings(NamedTuple):
-    """How many plans are kept, after how many ops a choice is final, and whether ops try more placements."""
+    """How many plans are kept, after how many ops a choice is final, and whether ops try more placements: all of them
+    (`thorough`), or only those that have `sums` to reduce and reduce nothing themselves, which have few.
+    """
 
     width: int
     horizon: int
     thorough: bool = False
+    sums: bool = False
 
 
 def _has_terms(front: Front, entry: Sequence[OperandState]) -> bool:
@@ -117,12 +120,12 @@ class Beam:
     def run(self) -> list[Decision]:
         """The cheapest plan's decisions, op by op."""
         front, strides = _front((), (), (), (Plan(0.0, ()),)), []
-        width, horizon, thorough = self.search
+        width, horizon, thorough, sums = self.search
         for now, (kind, tensors, next_read) in enumerate(self.roles.parts):
             role = role_of(kind, tuple([self.wanted.get(i, ()) for i in tensors]))
             near = tuple([then is not None and then <= now + horizon for then in next_read])
             entry = tuple([self._entry(i) for i in tensors[: kind.read]])
-            more = thorough and (kind.may_move or _has_terms(front, entry))
+            more = thorough if kind.may_move else (thorough or sums) and _has_terms(front, entry)
             stride = _stride(front, role, near, entry, self._old(now), width, more)
             self._enter(stride, tensors, now)
             strides.append(stride)

@@ -34,7 +34,7 @@ LATE = BeamSettings(64, 1 << 30)
 WIDE = BeamSettings(96, 32)
 SMALL = 256
 # Of many programs that differ in one place each.
-LOOK = BeamSettings(12, 32)
+LOOK = BeamSettings(12, 32, sums=True)
 _NOWHERE: Mapping[int, Sharding] = {}
 
 

@@ -73,18 +73,20 @@ def votes_of(setting: Setting) -> list[Vote]:
 
 
 def asked_for(setting: Setting, votes: tuple[Vote, ...]) -> Iterator[Vote]:
-    """What operands and results ask for, each alone and joined by the others; and the op whole on every rank."""
+    """What operands and results ask for, each alone and joined by the others; the op whole on every rank; and of
+    products what is left to the others where they give up axes to the first.
+    """
     rule = setting.rule
     yield from _agreed(rule, votes, tuple(_displaced_votes(setting)), setting.reductions)
     yield Source("whole"), _with_reductions(rule, setting.reductions, (WHOLE,) * len(rule.factors))
+    if _is_product(rule) and not setting.reductions:
+        yield from _beyond(rule, votes)
 
 
 def unasked(setting: Setting, votes: Sequence[Vote]) -> Iterator[Vote]:
     """What nobody asks for as it is."""
-    if _is_product(setting.rule):
-        yield from reassigned(setting.rule, votes)
+    yield from (reassigned if _is_product(setting.rule) else _beyond)(setting.rule, votes)
     yield from _scattered(setting, votes)
-    yield from _beyond(setting.rule, votes)
 
 
 def _is_product(rule: Rule) -> bool:
