@@ -7,9 +7,11 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import meshfuse
 from meshfuse.plan_store.nearby import PLANS
 
 # What asks the system for something, by module; less what cannot be refused, or does not say so.
@@ -88,7 +90,17 @@ def _first(call: Callable[[], object], counts: _Counts, depth: int = 1) -> list[
     return sorted(found.values())
 
 
+@functools.cache
+def _check_names(files: tuple[str, ...]) -> None:
+    """A name that no file of meshfuse's has watches nothing; "<" begins those of texts that are compiled."""
+    paths = [str(path) for path in Path(meshfuse.__file__).parent.rglob("*.py")]
+    unknown = [name for name in files if name[0] != "<" and not any(name in path for path in paths)]
+    assert not unknown, f"no file of meshfuse's is called {unknown}"
+
+
 def _calls(files: tuple[str, ...]) -> _Counts:
+    _check_names(files)
+
     def counts(frame: FrameType, event: str, arg: Any) -> bool:
         code = frame.f_code  # What is raised in a generator's last moment is lost.
         watched = code.co_name != "<genexpr>" and any(name in code.co_filename for name in files)
@@ -98,6 +110,8 @@ def _calls(files: tuple[str, ...]) -> _Counts:
 
 
 def _requests(files: tuple[str, ...]) -> _Counts:
+    _check_names(files)
+
     def counts(frame: FrameType, event: str, arg: Any) -> bool:
         if event != "c_call" or arg.__name__ in _SAFE or not _of_system(arg):
             return False

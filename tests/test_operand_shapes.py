@@ -10,7 +10,7 @@ import pytest
 
 import meshfuse as mf
 import op_references as references
-from meshfuse.graph import Kinds
+from meshfuse.graph import CallTable
 from meshfuse.kernels.lookup import IndexOutOfRange
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Sample, TensorType
@@ -48,7 +48,7 @@ def test_an_operand_of_another_shape_is_refused_or_right(name: str, place: int) 
     for sample in changed(OPS[name].samples()[place]):
         try:
             call = make_call(OPS[name], sample)
-            Kinds().get(call.op, call.args, call.types)
+            CallTable().get(call.op, call.args, call.types)
         except mf.DefinitionError as error:
             assert name in str(error)
             continue

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from defining import graph_of, random_inputs
 from meshfuse.compiler import compile_definition
-from meshfuse.graph import Graph, Kinds, Node, Tensor, numbered
+from meshfuse.graph import CallTable, Graph, Node, Tensor, numbered
 from meshfuse.ops import OPS
 from meshfuse.ops.base import FactorKind, TensorRef, TensorType
 from meshfuse.ops.binding import make_call
@@ -71,7 +71,7 @@ def put_together(graph: Graph, tensor: int, sizes: Sequence[int], dim: int) -> G
     shapes = [tuple(n if d == dim else old for d, old in enumerate(whole.type.shape)) for n in sizes]
     made = [Tensor(last + i, TensorType(shape, whole.type.dtype), whole.line) for i, shape in enumerate(shapes)]
     refs = tuple(TensorRef(t.id) for t in made)
-    call, rule = Kinds().get(OPS["cat"], (refs, dim, False), tuple(t.type for t in made))
+    call, rule = CallTable().get(OPS["cat"], (refs, dim, False), tuple(t.type for t in made))
     cat = Node(0, call, rule, tuple(t.id for t in made), (tensor,), whole.line, len(graph.nodes))
     place = graph.inputs.index(TensorRef(tensor))
     return dataclasses.replace(

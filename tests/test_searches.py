@@ -50,9 +50,9 @@ def test_a_table_goes_on_numbering_wherever_it_was_interrupted() -> None:
         return [table.cost(a, b) for a in numbers for b in numbers]
 
     costs = numbered(Table(KIND))
-    for count in places(lambda: numbered(Table(KIND)), "/held.py"):
+    for count in places(lambda: numbered(Table(KIND)), "/dominance.py"):
         table = Table(KIND)
-        with contextlib.suppress(KeyboardInterrupt), interrupted(count, "/held.py"):
+        with contextlib.suppress(KeyboardInterrupt), interrupted(count, "/dominance.py"):
             numbered(table)
         assert numbered(table) == costs
 

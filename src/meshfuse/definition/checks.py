@@ -22,7 +22,7 @@ _LARGEST = 2**63 - 1
 _NUMBERS: tuple[Any, ...] = (int, float, complex)
 # Of a composite's parameters, by their annotations: what they take, and whether the composite has it as ops do.
 _KINDS = {
-    "int": (ParamKind.INT, True), "int | None": (ParamKind.INT, True), "Dims": (ParamKind.OPTIONAL_DIMS, True),
+    "int": (ParamKind.INT, True), "int | None": (ParamKind.INT, True), "DimsArgument": (ParamKind.OPTIONAL_DIMS, True),
     "bool": (ParamKind.BOOL, True), "DataType | None": (ParamKind.DTYPE, True),
     "float": (ParamKind.SCALAR, False), "float | None": (ParamKind.SCALAR, False),
     "Sequence[int]": (ParamKind.SHAPE, False),
