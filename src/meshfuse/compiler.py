@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from .host_ir.verify import verify, verify_together
 from .mesh import DeviceMesh
 from .plan_store.cache import planned
 from .plan_store.nearby import PLANS
-from .planning.search import Effort, better, searched, spent
+from .planning.search import Effort, better, searched, searched_far, spent
 from .propagation.growth import EPSILON
 from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
@@ -130,20 +131,29 @@ def _graph(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars
 
 
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """What propagation decides: in which forms ops are written, and where each is computed."""
-    found = _decided(graph, world, effort)
+    """What propagation decides: in which forms ops are written, and where each is computed.
+
+    Far searches take longest: the form that looks best is planned by them, and the one that the user wrote.
+    """
+    plain, best = _forms(graph, world, effort)
     other = Surrounded()(graph) if effort.rewrites else graph
-    if other is graph or spent(found).moving <= EPSILON:
-        return found
-    return better(found, _decided(other, world, effort))
+    if other is not graph and spent(best).moving > EPSILON:
+        best = better(best, _forms(other, world, effort)[1])
+    plans = (plain,) if best is plain else (plain, best)
+    return functools.reduce(better, [searched_far(plan, world, effort) for plan in plans])
 
 
-def _decided(graph: Graph, world: DeviceMesh, effort: Effort) -> ShardedDefinition:
-    def plan(graph: Graph) -> ShardedDefinition:
-        return searched(moments_merged(distribute(graph, world), world), world, effort)
+def _forms(graph: Graph, world: DeviceMesh, effort: Effort) -> tuple[ShardedDefinition, ShardedDefinition]:
+    """The plan of the graph as it is, and the best of those of the forms in which its ops may be written."""
 
-    found = in_place(graph, lambda graph: in_parts(graph, plan, effort), effort)
-    return shifted(regrouped(found, world, effort), world, effort)
+    def plan(form: Graph) -> ShardedDefinition:
+        return searched(moments_merged(distribute(form, world), world), world, effort)
+
+    plain = plan(graph)
+    found = in_place(
+        graph, lambda form: in_parts(form, lambda last: plain if last is graph else plan(last), effort), effort
+    )
+    return plain, shifted(regrouped(found, world, effort), world, effort)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ..propagation.factors import Placement
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
 from ..propagation.outputs import followed
-from ..propagation.propagate import FAST, LATE, THOROUGH, WIDE, Propagation, propagate
+from ..propagation.propagate import FAST, LATE, THOROUGH, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..resharding.resharded import Set
@@ -40,20 +40,21 @@ VARIABLE = "MESHFUSE_SEARCH"
 MOST = 400
 # And of one that repeats nothing, or too little to be folded, where it is worth a search.
 MOST_WHOLE = 1200
-# The layers of a long program that are planned several times: one before and one after those that are left out.
-LAYERS = 2
+# The layers of a long program that are planned several times: two before and one after those that are left out.
+LAYERS = 3
 # Few different calls: more than an MLP has, forward and backward, and fewer than attention beside it.
 FEW = 32
 # How often what was found last is gone on from, while that finds more.
 ROUNDS = 4
+# So many tensors in a row that are held elsewhere and save nothing are the last ones tried.
+IDLE = 40
 # A plan that moves more must take less than this part of the time: rates of computation are the rougher estimate.
 WORTH = 0.75
 # One that moves as much must take less than this part: an all-reduce in two halves saves next to no computation.
 NOTABLE = 0.98
 
-
-# The searches that keep more plans, and for longer: too slow to be asked more than once.
-_FAR = (WIDE, LATE._replace(thorough=True))
+# The search with no choice final before the end in which ops try more placements: too slow to be asked more than once.
+_FAR = LATE._replace(width=32, thorough=True)
 
 
 class Spent(NamedTuple):
@@ -154,24 +155,42 @@ def effort_of(given: Any, line: SourceLine | None) -> Effort:
 
 
 def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The plan, or a better one; the plan itself for programs that move nothing, and on less effort."""
+    """The plan, or a better one near it; the plan itself for programs that move nothing, and on less effort."""
+    return _searched(sharded, world, effort, _PlanSearch.near) if _is_worth(sharded, effort) else sharded
+
+
+def searched_far(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
+    """The plan, or a better one farther from it, which takes several times as long: of short programs, or on effort."""
+    if len(sharded.graph.nodes) > MOST and effort is not Effort.THOROUGH:
+        return sharded
+    return _searched(sharded, world, effort, _PlanSearch.far) if _is_worth(sharded, effort) else sharded
+
+
+def _is_worth(sharded: ShardedDefinition, effort: Effort) -> bool:
+    if not sharded.graph.annotations or effort is Effort.FAST:
+        return False
+    return len(sharded.graph.nodes) <= MOST or effort.searches(sharded)
+
+
+def _searched(
+    sharded: ShardedDefinition, world: DeviceMesh, effort: Effort, search: Callable[[_PlanSearch], None]
+) -> ShardedDefinition:
+    """What is found from the plan; where it is of a long program that repeats itself, from one of few of its layers."""
     graph = sharded.graph
-    if not graph.annotations or effort is Effort.FAST:
-        return sharded
-    if len(graph.nodes) <= MOST:
-        return _best(sharded, world)
-    if not effort.searches(sharded):
-        return sharded
-    fold = folded(graph, LAYERS)
+    fold = folded(graph, LAYERS) if len(graph.nodes) > MOST_WHOLE else None
     if fold is not None:
-        return better(sharded, fold.written_out(_best(propagate(fold.short, world), world)))
-    return _best(sharded, world) if effort is Effort.THOROUGH or len(graph.nodes) <= MOST_WHOLE else sharded
+        return better(sharded, fold.written_out(_found(propagate(fold.short, world), world, _PlanSearch.near, search)))
+    if len(graph.nodes) > MOST_WHOLE and effort is not Effort.THOROUGH:
+        return sharded
+    return _found(sharded, world, search)
 
 
-def _best(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
+def _found(
+    sharded: ShardedDefinition, world: DeviceMesh, *searches: Callable[[_PlanSearch], None]
+) -> ShardedDefinition:
     search = _PlanSearch(sharded.graph, world, sharded)
-    if search.cost.moving > EPSILON:
-        search.run()
+    for run in dict.fromkeys(searches) if search.cost.moving > EPSILON else ():
+        run(search)
     return search.best
 
 
@@ -184,7 +203,8 @@ class _PlanSearch:
         self.best, self.cost = first, spent(first)
         self._costs = [(first.choices, self.cost)]
 
-    def run(self) -> None:
+    def near(self) -> None:
+        """From what the annotations ask for, and with more placements to choose from: what most is found by."""
         likely = _followed(self.graph, self.best, {})
         self._try(likely)
         self._try(self._made(self.best))
@@ -194,6 +214,9 @@ class _PlanSearch:
             self._keep(plan)
             self._try(self._made(plan), THOROUGH)
         self._go_on()
+
+    def far(self) -> None:
+        """As if inputs lay elsewhere, with choices that stay open, and with tensors held elsewhere."""
         before = self.cost
         for starts in elsewhere(insert_resharding(self.best)):
             asked = _followed(self.graph, self.best, starts)
@@ -201,8 +224,8 @@ class _PlanSearch:
         for starts in shared_starts(self.graph, self.best.homes):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
-        for search in () if in_rounds(self.graph) else _FAR:
-            found = self.propagation.again(self._made(self.best), search)
+        if not in_rounds(self.graph):
+            found = self.propagation.again(self._made(self.best), _FAR)
             if self._spent(found).sends_less_than(self.cost):
                 self._keep(found)
         self._hold()
@@ -211,15 +234,16 @@ class _PlanSearch:
 
     def _hold(self) -> None:
         """With what is made beside moves held elsewhere, from the best plan, as long as that saves moves."""
-        tried, before = set[Pin](), None
+        tried, idle, before = set[Pin](), 0, None
         while self.cost != before:
             before = self.cost
             for pin in pins(insert_resharding(self.best)):
-                if pin not in tried and len(tried) < most(self.graph):
+                if pin not in tried and len(tried) < most(self.graph) and idle < IDLE:
                     tried.add(pin)
-                    found = self.propagation.holding(self._made(self.best), *pin)
-                    if self._spent(found).moving < self.cost.moving - EPSILON:
+                    found, cost = self.propagation.holding(self._made(self.best), *pin), self.cost
+                    if self._spent(found).moving < cost.moving - EPSILON:
                         self._keep(found)
+                    idle = 0 if self.cost != cost else idle + 1
 
     def _go_on(self) -> None:
         """From the best plan, while that finds more."""
@@ -262,7 +286,7 @@ def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefiniti
         if not alike:
             return
         annotations = {i: _on(s, alike) for i, s in graph.annotations.items()}
-        found = _best(propagate(dataclasses.replace(graph, annotations=annotations), world), world)
+        found = _found(propagate(dataclasses.replace(graph, annotations=annotations), world), world, _PlanSearch.near)
         back = {other: mesh for mesh, other in alike.items()}
         choices = tuple(dataclasses.replace(c, placement=_placed_on(c.placement, back)) for c in found.choices)
         yield ShardedDefinition(graph, choices, {i: _on(home, back) for i, home in found.homes.items()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..moves.bounds import at_least
 from ..ops.base import TensorType
@@ -94,7 +94,8 @@ class JointTable:
         self.bounds: list[dict[int, float]] = []
         self._numbers: dict[tuple[int, ...], int] = {}
         self._ways: list[tuple[int, ...]] = []
-        self._costs: list[list[dict[int, float]]] = []
+        # What tells, for each tensor, the known seconds to its way from another.
+        self._known: list[list[Callable[[int], float | None]]] = []
 
     def number(self, way: tuple[int, ...]) -> int:
         """The number of ways together, a new one where they were not seen before."""
@@ -102,7 +103,7 @@ class JointTable:
         if found is None:
             found = self._numbers[way] = len(self._ways)
             self._ways.append(way)
-            self._costs.append([table.costs[number] for table, number in zip(self.tables, way, strict=True)])
+            self._known.append([table.costs[number].get for table, number in zip(self.tables, way, strict=True)])
             self.bounds.append({found: 0.0})
         return found
 
@@ -113,8 +114,8 @@ class JointTable:
         if known is not None and known > most:
             return known
         cost = 0.0
-        for place, (old, costs) in enumerate(zip(self._ways[have], self._costs[want], strict=True)):
-            found = costs.get(old)
+        for place, (old, seconds) in enumerate(zip(self._ways[have], self._known[want], strict=False)):
+            found = seconds(old)
             if found is None:
                 found = self.tables[place].cost(old, self._ways[want][place], most - cost)
             if found:

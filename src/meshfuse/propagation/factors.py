@@ -116,13 +116,18 @@ def merged(votes: Sequence[Layouts], taken: Sequence[Split] = (), beyond: bool =
 
     A layout ends where an axis of it is used; if `beyond`, it goes on after it, as where that axis alone is gathered.
     """
+    return _merged(tuple(votes), tuple(taken), beyond)
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _merged(votes: tuple[Layouts, ...], taken: tuple[Split, ...], beyond: bool) -> Layouts:
     out = [WHOLE] * len(votes[0]) if votes else []
-    used = list(taken)
+    used, unused = list(taken), _unused_beyond if beyond else _unused
     for vote in votes:
         for factor, layout in enumerate(vote):
             old = out[factor]
             if layout and layout != old and lay.is_prefix(old, layout):
-                added = (_unused_beyond if beyond else _unused)(layout[len(old) :], used)
+                added = unused(layout[len(old) :], used)
                 out[factor] = (*old, *added)
                 used.extend(lay.axes(added))
     return tuple(out)

@@ -21,8 +21,8 @@ from .sharded import ShardedDefinition
 
 # The fewest ops of a program that is folded: shorter ones are planned whole.
 LONG = 400
-# So many layers are left: two before those that are left out, and one after them.
-KEPT = 3
+# So many layers are left: one before those that are left out, and one after them.
+KEPT = 2
 # At least one of so many ops is left out.
 _PART = 4
 # What repeats is found by so many ops in a row.
@@ -201,12 +201,17 @@ def _cuts(graph: Graph, producers: Mapping[int, int], kept: int) -> Iterator[_Ga
     """What to leave out of each stretch: of one that reads another layer by layer, the same layers."""
     found: list[_Gap] = []
     for stretch in _stretches(_kinds(graph), kept):
-        cut = next(_following(graph, producers, stretch, found), None)
-        if cut is None:
-            cut = _Gap(stretch, stretch.start + (kept + 1) // 2 * stretch.period, stretch.count - kept)
-        if stretch.start + stretch.period <= cut.start and cut.end + stretch.period <= stretch.end:
+        alone = _Gap(stretch, stretch.start + (kept + 1) // 2 * stretch.period, stretch.count - kept)
+        cut = next(filter(_is_between, (*_following(graph, producers, stretch, found), alone)), None)
+        if cut is not None:
             found.append(cut)
             yield cut
+
+
+def _is_between(cut: _Gap) -> bool:
+    """Whether a whole layer is left on both sides."""
+    stretch = cut.stretch
+    return stretch.start + stretch.period <= cut.start and cut.end + stretch.period <= stretch.end
 
 
 def _following(graph: Graph, producers: Mapping[int, int], stretch: _Stretch, cuts: Sequence[_Gap]) -> Iterator[_Gap]:

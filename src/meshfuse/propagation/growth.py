@@ -127,8 +127,8 @@ class Ways:
     def __init__(self, role: Role, available: tuple[Available, ...], known: tuple[Available, ...], thorough: bool):
         self.role, self.available = role, available
         self.found = options(role.setting(known, thorough), role.operands(available), role.kind.operands)
-        self._owes = [touched.owes for touched in role.kind.tensors]
         self._owed_before = self._owed(available, [touched.owed for touched in role.kind.tensors])
+        self._owed_after: list[dict[int, float]] = [{} for _ in role.kind.tensors]
         self._best: dict[int, tuple[Growth, ...]] = {}
 
     def best(self, width: int) -> tuple[Growth, ...]:
@@ -150,16 +150,27 @@ class Ways:
 
     def _growth(self, option: Option, other: Option | None) -> Growth:
         kind, after = self.role.kind, self._after(option)
-        added = self._owed(after, self._owes) - self._owed_before
         codes = tuple([table.number(found) for table, found in zip(kind.tables, after, strict=True)])
-        return Growth(option, other, option.seconds + added, after, codes)
+        owed = sum([self._owing(place, code, after[place]) for place, code in enumerate(codes)])
+        return Growth(option, other, option.seconds + (owed - self._owed_before), after, codes)
+
+    def _owing(self, place: int, code: int, found: Available) -> float:
+        """What the op's tensor of this place will take at least to be reduced after the op; told once for each way."""
+        known = self._owed_after[place]
+        if code not in known:
+            known[code] = self._reducing(place, found, self.role.kind.tensors[place].owes)
+        return known[code]
 
     def _owed(self, available: Sequence[Available], shares: Sequence[float]) -> float:
         """The seconds that reductions will take at least, of all tensors that exist unreduced only."""
-        rows = zip(self.role.kind.tensors, self.role.wanted, available, shares, strict=False)
-        return sum([(share if found[0].reduce == "sum" else 1.0) * _reduction(touched.type, asked, found[0])
-                    for touched, asked, found, share in rows
-                    if found and found[0].partial and all(s.partial for s in found)])  # fmt: skip
+        rows = enumerate(zip(available, shares, strict=False))
+        return sum([self._reducing(place, found, share) for place, (found, share) in rows])
+
+    def _reducing(self, place: int, found: Available, share: float) -> float:
+        if not (found and found[0].partial and all([s.partial for s in found])):
+            return 0.0
+        touched, asked = self.role.kind.tensors[place], self.role.wanted[place]
+        return (share if found[0].reduce == "sum" else 1.0) * _reduction(touched.type, asked, found[0])
 
     def _after(self, option: Option) -> tuple[Available, ...]:
         kind, held = self.role.kind, list(self.available)

@@ -25,16 +25,15 @@ from .votes import Available
 from .wishes import wishes
 
 FAST = BeamSettings(24, 32)
-THOROUGH = FAST._replace(thorough=True)
+# Several of these go on from one another: with more plans each takes longer, and finds no more together.
+THOROUGH = BeamSettings(8, 32, thorough=True)
 # Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
 _LONG = BeamSettings(32, 1 << 30)
 # What pays in the backward only is far behind for most of the forward.
 LATE = BeamSettings(64, 1 << 30)
-# Many plans that are about as good hide a better one.
-WIDE = BeamSettings(96, 32)
 SMALL = 256
 # Of many programs that differ in one place each.
-LOOK = BeamSettings(12, 32, sums=True)
+LOOK = BeamSettings(6, 32, sums=True)
 _NOWHERE: Mapping[int, Sharding] = {}
 
 
