@@ -15,7 +15,7 @@ from meshfuse.compiler import compile_sharded, decided
 from meshfuse.graph import Graph
 from meshfuse.planning import search as planning_search
 from meshfuse.planning.search import MOST, Effort, spent
-from meshfuse.propagation.folding import LONG, Folded, folded
+from meshfuse.propagation.folding import KEPT, LONG, Folded, folded
 from meshfuse.propagation.propagate import Propagation, propagate
 from meshfuse.propagation.sharded import ShardedDefinition
 from meshfuse.report.bill import bill_of
@@ -89,8 +89,8 @@ def stacked(
     return fd
 
 
-def fold(graph: Graph) -> Folded:
-    found = folded(graph)
+def fold(graph: Graph, kept: int = KEPT) -> Folded:
+    found = folded(graph, kept)
     assert found is not None
     return found
 
@@ -198,6 +198,15 @@ def test_layers_that_share_a_large_tensor_are_planned_together() -> None:
 
 # no dearer per layer -----------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("kept, count", [(2, 5), (2, 9), (3, 8), (3, 12)])
+def test_layers_of_attention_are_left_out_of_the_backward_as_of_the_forward(kept: int, count: int) -> None:
+    """Whatever op of a layer the stretches of equal ones begin with, which differs between the two."""
+    for mesh, rows in ((TP, [None, "tp", None]), (GRID, ["dp", "tp", None])):
+        graph = graph_of(stacked([attention(mesh, [None, None], [None, None])] * count, mesh, rows, (4, 8, WIDTH)))
+        short = fold(graph, kept).short
+        assert len(short.nodes) <= len(graph.nodes) * (kept + 1) / count
+
+
 LARGE = (4096, 1024)
 KINDS = {
     "one axis": (mlp(TP, [None, "tp"], ["tp", None], 4096), TP, [None, None]),
@@ -273,11 +282,11 @@ def searched_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of ops of the programs that a search is tried on from now on."""
     tried: list[int] = []
 
-    def best(plan: ShardedDefinition, world: mf.DeviceMesh) -> ShardedDefinition:
+    def found(plan: ShardedDefinition, world: mf.DeviceMesh, *searches: object) -> ShardedDefinition:
         tried.append(len(plan.graph.nodes))
         return plan
 
-    monkeypatch.setattr(planning_search, "_best", best)
+    monkeypatch.setattr(planning_search, "_found", found)
     return tried
 
 
@@ -292,8 +301,9 @@ def test_effort_decides_whether_long_programs_are_searched(monkeypatch: pytest.M
         planning_search.searched(propagate(graph, GRID), GRID, effort)
         assert bool(tried) == expected
     monkeypatch.setattr(planning_search, "FEW", 100)
+    tried.clear()
     planning_search.searched(propagate(graph, GRID), GRID)
-    assert tried[-1] < len(graph.nodes) / 2
+    assert tried[0] < len(graph.nodes) / 2 and tried[1:] == [len(graph.nodes)]
 
 
 def test_short_programs_are_searched_unless_asked_not_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from ..propagation.factors import Placement
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
 from ..propagation.outputs import followed
-from ..propagation.propagate import FAST, LATE, THOROUGH, Propagation, propagate
+from ..propagation.propagate import FAST, LATE, NARROW, THOROUGH, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..resharding.resharded import Set
@@ -175,14 +175,14 @@ def _is_worth(sharded: ShardedDefinition, effort: Effort) -> bool:
 def _searched(
     sharded: ShardedDefinition, world: DeviceMesh, effort: Effort, search: Callable[[_PlanSearch], None]
 ) -> ShardedDefinition:
-    """What is found from the plan; where it is of a long program that repeats itself, from one of few of its layers."""
+    """What is found from the plan; where it is of a long program that repeats itself, by few of its layers first."""
     graph = sharded.graph
-    fold = folded(graph, LAYERS) if len(graph.nodes) > MOST_WHOLE else None
+    fold = folded(graph, LAYERS)
     if fold is not None:
-        return better(sharded, fold.written_out(_found(propagate(fold.short, world), world, _PlanSearch.near, search)))
-    if len(graph.nodes) > MOST_WHOLE and effort is not Effort.THOROUGH:
-        return sharded
-    return _found(sharded, world, search)
+        short = _found(propagate(fold.short, world), world, _PlanSearch.near, search)
+        sharded = better(sharded, fold.written_out(short))
+    whole = len(graph.nodes) <= MOST_WHOLE or (fold is None and effort is Effort.THOROUGH)
+    return _found(sharded, world, search) if whole else sharded
 
 
 def _found(
@@ -204,23 +204,28 @@ class _PlanSearch:
         self._costs = [(first.choices, self.cost)]
 
     def near(self) -> None:
-        """From what the annotations ask for, and with more placements to choose from: what most is found by."""
+        """From what the annotations ask for, with more placements to choose from, and as if inputs that a plan moves
+        often lay elsewhere: what most is found by.
+        """
         likely = _followed(self.graph, self.best, {})
         self._try(likely)
         self._try(self._made(self.best))
-        for asked in (None, likely):
-            self._try(asked, THOROUGH)
+        self._try(None, THOROUGH)
+        self._try(likely, NARROW)
         for plan in _on_equal_links(self.graph, self.world):
             self._keep(plan)
-            self._try(self._made(plan), THOROUGH)
+            self._try(self._made(plan), NARROW)
         self._go_on()
-
-    def far(self) -> None:
-        """As if inputs lay elsewhere, with choices that stay open, and with tensors held elsewhere."""
         before = self.cost
         for starts in elsewhere(insert_resharding(self.best)):
             asked = _followed(self.graph, self.best, starts)
             self._keep(self.propagation.again(asked, starts=starts))
+        if self.cost != before:
+            self._go_on()
+
+    def far(self) -> None:
+        """As if ranks shared inputs, with choices that stay open, and with tensors held elsewhere."""
+        before = self.cost
         for starts in shared_starts(self.graph, self.best.homes):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
@@ -249,7 +254,7 @@ class _PlanSearch:
         """From the best plan, while that finds more."""
         for _ in range(ROUNDS):
             before = self.cost
-            self._try(self._made(self.best), THOROUGH)
+            self._try(self._made(self.best), NARROW)
             self._try(self._made(self.best))
             if self.cost == before:
                 return

@@ -25,8 +25,9 @@ from .votes import Available
 from .wishes import wishes
 
 FAST = BeamSettings(24, 32)
-# Several of these go on from one another: with more plans each takes longer, and finds no more together.
-THOROUGH = BeamSettings(8, 32, thorough=True)
+THOROUGH = BeamSettings(16, 32, thorough=True)
+# Several of these go on from one another: with more plans each takes longer, and they find no more together.
+NARROW = THOROUGH._replace(width=8)
 # Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
 _LONG = BeamSettings(32, 1 << 30)
 # What pays in the backward only is far behind for most of the forward.
