@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -237,6 +238,12 @@ class Roles:
         self._owing = Owing(graph)
         self.parts = [self._part(node) for node in reversed(graph.nodes)][::-1]
 
+    def holding(self, tensor: int, place: Sharding) -> Roles:
+        """The same with a tensor annotated."""
+        held = copy.copy(self)
+        held.parts = [_holding(part, tensor, place) if tensor in part.tensors else part for part in self.parts]
+        return held
+
     def _part(self, node: Node) -> Occurrence:
         read = tuple(dict.fromkeys(node.inputs))
         tensors = (*read, *node.outputs)
@@ -260,3 +267,10 @@ class Roles:
     ) -> tuple[Sharding | None, bool, bool, float, float]:
         """The facts of `Touched` but the type."""
         return self.graph.annotations.get(tensor), tensor in self._inputs, then is not None, owed, owes
+
+
+def _holding(part: Occurrence, tensor: int, place: Sharding) -> Occurrence:
+    kind = part.kind
+    rows = zip(kind.tensors, part.tensors, strict=True)
+    tensors = tuple([touched._replace(annotation=place) if i == tensor else touched for touched, i in rows])
+    return part._replace(kind=_kind(kind.call, kind.rule, kind.mesh, kind.operands, tensors, kind.reductions))

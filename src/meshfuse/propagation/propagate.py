@@ -7,6 +7,7 @@ the rules is GSPMD's and Shardy's; deciding by modelled time is our own.)
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -106,8 +107,11 @@ class Propagation:
 
     def holding(self, asked: Mapping[int, Sharding], tensor: int, place: Sharding) -> ShardedDefinition:
         """A plan in which what an op makes is somewhere, as if it were annotated, from what is asked elsewhere."""
-        graph = dataclasses.replace(self.graph, annotations={**self.graph.annotations, tensor: place})
-        choices = Propagation(graph, self.world).again(asked, LOOK).choices
+        held = copy.copy(self)
+        held.graph = dataclasses.replace(self.graph, annotations={**self.graph.annotations, tensor: place})
+        held.roles, held.placed = self.roles.holding(tensor, place), {**self.placed, tensor: (place,)}
+        held._done = []
+        choices = held.again(asked, LOOK).choices
         found = ShardedDefinition(self.graph, choices, self._homes(list(choices)))
         found.verify()
         return found
