@@ -23,6 +23,7 @@ from meshfuse.host_ir import lower
 from meshfuse.host_ir.absorb import absorbed
 from meshfuse.host_ir.fusing import Fusible
 from meshfuse.host_ir.instructions import (
+    Allocate,
     Collective,
     CommunicationCall,
     Deal,
@@ -229,3 +230,17 @@ def test_moves_that_are_one_call_are_packed_and_unpacked_by_kernels() -> None:
         x = torch.randn(4, 6)
         for found, wanted in zip(fd.simulate([x]), (x.relu().exp(), (-x).exp()), strict=True):
             torch.testing.assert_close(found, wanted)
+
+
+def test_shifted_rows_are_put_between_their_edges_by_the_kernel() -> None:
+    """A pad of a sharded dim: every rank gets exact pieces, beside a number that no rank sends."""
+
+    def body(fd: Any, x: Any) -> Any:
+        y = sharded(fd, fd.ops.pad(sharded(fd, x, ROWS), [0, 0, 1, 1], 2.5), ROWS)
+        return (sharded(fd, fd.ops.exp(y), ROWS),)
+
+    fd, x = defined((8, 6), body), torch.randn(8, 6)
+    (found,) = fd.simulate([x], check_streams=True)
+    torch.testing.assert_close(found, torch.nn.functional.pad(x, (0, 0, 1, 1), value=2.5).exp())
+    for program in programs(fd):
+        assert any(isinstance(i, Allocate) and i.fill == "2.5" for k in program.kernels for i in k.unpacks)

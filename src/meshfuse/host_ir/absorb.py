@@ -8,6 +8,7 @@ stays what it is, and no communication is issued after more work than before.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -34,6 +35,9 @@ from .instructions import (
 # A compiler chooses for every element among the pieces that are put into a tensor: more of them, and such as are not
 # in one piece of memory, take longer than copying them first (Inductor, on a CPU).
 _FEW = 4
+_COPIES = (Pack, Deal, Put, Fold, Join, Flatten, Own)
+# The name of a scalar of the program, which may be no parameter of the kernel.
+_SCALAR = re.compile(r"\bs\d+\b")
 
 
 def absorbed(
@@ -43,7 +47,7 @@ def absorbed(
 
     What is unpacked in a kernel is held until it ends: of such buffers and those in flight, at most `room` bytes.
     """
-    if not any(isinstance(i, Wait) for i in body):
+    if not any(isinstance(i, _COPIES) for i in body):
         return list(body)
     return _Absorber(body, fusible, outputs, room).run()
 
@@ -84,7 +88,7 @@ class _Absorber:
 
     def _launch(self, place: int, ins: Instruction) -> Launch:
         assert isinstance(ins, Launch)
-        unpacks = list(self._unpacks(place, ins))
+        unpacks = sorted(self._unpacks(place, ins))
         packs = self._packs(place, ins)
         self.inside.update(unpacks, packs)
         return self._with(ins, place, unpacks, packs) if unpacks or packs else ins
@@ -165,7 +169,7 @@ def _copies(parts: Sequence[Instruction]) -> bool:
     if len(parts) == 1:
         return isinstance(parts[0], Fold) or (isinstance(parts[0], Join) and not parts[0].is_view)
     puts = [part for part in parts[1:] if isinstance(part, Put)]
-    if not isinstance(parts[0], Allocate) or len(puts) != len(parts) - 1:
+    if not isinstance(parts[0], Allocate) or len(puts) != len(parts) - 1 or _SCALAR.search(parts[0].fill):
         return False
     return len(puts) <= _FEW and all(is_dense(put.box, put.shape) for put in puts)
 
