@@ -17,6 +17,8 @@ from native_calls import differences
 import meshfuse as mf
 from meshfuse import compiler
 from meshfuse.backends.nvfuser import NativeKernel, build_segment, partitioned
+from meshfuse.backends.nvfuser.copies import type_of
+from meshfuse.backends.nvfuser.partition import copies_of, partitioned_kernel
 from meshfuse.compiler import CompiledProgram
 from meshfuse.dtypes import DataType, from_torch
 from meshfuse.executor.simulate import Simulation
@@ -165,6 +167,18 @@ def check(kernel: NativeKernel, launched: Launched) -> None:
     assert [tuple(t) for t in kernel.outputs] == types(launched[1])
 
 
+def built(compiled: CompiledProgram, rank: int, name: str, taken: Sequence[torch.Tensor]) -> NativeKernel:
+    """The one definition of a kernel, its copies in it."""
+    segmented = compiled.segmented
+    segment = next(p for p in segmented.parts if isinstance(p, Segment) and p.name == name)
+    kernel = next(k for k in compiled.host_program(rank).kernels if k.name == name)
+    tensors = [param for param in kernel.params if param.startswith("v")]
+    types = {param: type_of(t) for param, t in zip(tensors, taken, strict=True)}
+    (part,) = partitioned_kernel(segmented, segment, rank, kernel, types)
+    assert not part.reason and part.takes == tuple(tensors) and part.gives == kernel.results
+    return build_segment(segmented, segment, rank, copies=copies_of(segmented, part, rank, types))
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_segments_build_as_their_kernels_run(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for merged moments, which are torch's."""
@@ -172,8 +186,7 @@ def test_segments_build_as_their_kernels_run(program: Program, monkeypatch: pyte
     compiled, launched = launches(program(), monkeypatch)
     assert launched
     for (rank, name), tensors in launched.items():
-        part = next(p for p in compiled.segmented.parts if isinstance(p, Segment) and p.name == name)
-        check(build_segment(compiled.segmented, part, rank), tensors)
+        check(built(compiled, rank, name, tensors[0]), tensors)
 
 
 def dropout() -> mf.FusionDefinition:

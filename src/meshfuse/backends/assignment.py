@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, SourceLine, shown, user_error
-from ..ops.base import Call
+from ..host_ir.fusing import by_element
 from ..resharding.resharded import ReshardedDefinition
 from ..segmentation import Segment, SegmentedDefinition
 from . import Backend, Unsupported
@@ -102,14 +102,9 @@ def saved_seconds(resharded: ReshardedDefinition, segment: Segment) -> float:
 
     Products and attention cost the same in either way, as do values that enter or leave the segment.
     """
-    fused = [c for c in segment.computes if _by_element(resharded.graph.nodes[c.node].call)]
+    fused = [c for c in segment.computes if by_element(resharded.graph.nodes[c.node].call)]
     starts = _START * len(fused) - _CALL
     inside = [v for c in fused for v in c.outputs if v not in segment.outputs]
     # Each value is written once and read at least once.
     traffic = 2 * sum(resharded.nbytes(v) for v in inside) / _BANDWIDTH
     return max(0.0, starts + traffic)
-
-
-def _by_element(call: Call) -> bool:
-    """Whether an op does no more than a little work per element: pointwise ops, reductions, changes of shape."""
-    return call.op.flops(call) <= max((t.numel for t in (*call.types, *call.results)), default=0)

@@ -15,7 +15,7 @@ from .. import kernels
 from ..host_ir.instructions import Communication, CommunicationCall, Instruction, Wait, group_name
 from ..host_ir.program import HostProgram
 from ..scalars import SCOPE
-from .buffers import device_memory
+from .buffers import Plain, device_memory
 
 GroupOf = Callable[[tuple[int, ...]], Any]
 
@@ -49,7 +49,7 @@ def bind_program(
 
 def text_scope(functions: Mapping[str, Callable[..., Any]], device: torch.device) -> dict[str, Any]:
     """The globals of kernels' text; `functions` are those of registered ops by name."""
-    scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": SCOPE, "device": device}
+    scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels, "S": SCOPE, "device": device, "M": Plain(device)}
     scope["OP"] = SimpleNamespace(**{name: kernels.watched(name, function) for name, function in functions.items()})
     return scope
 

@@ -54,8 +54,7 @@ def _place(program: HostProgram, frame: FrameType, line: int) -> tuple[Kernel, i
     kernel = next((k for k in program.kernels if k.name == frame.f_code.co_name), None)
     if kernel is None:
         return None
-    before = len(kernel.source()) - len(kernel.lines) - bool(kernel.results or not kernel.lines)
-    place = line - frame.f_code.co_firstlineno - before
+    place = line - frame.f_code.co_firstlineno - kernel.before
     return (kernel, place) if 0 <= place < len(kernel.origins) else None
 
 

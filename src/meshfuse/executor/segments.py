@@ -14,6 +14,7 @@ from ..host_ir.instructions import Kernel
 from ..host_ir.program import HostProgram
 from ..segmentation import Segment, SegmentedDefinition
 from .bind import BoundProgram
+from .buffers import Plain
 
 KernelArguments = tuple[Any, ...]
 
@@ -76,13 +77,23 @@ class Segments:
         name = self._left[0]
         chosen = self.chosen[name]
         try:
-            made = self._maker(chosen.backend).prepare(self._task(self._kernels[name]))
+            with self._plain_memory():
+                made = self._maker(chosen.backend).prepare(self._task(self._kernels[name]))
             self._scope[name] = made
             self.chosen[name] = Chosen(chosen.backend, getattr(made, "note", "compiled"))
         except Unsupported as error:
             self.chosen[name] = Chosen("eager", f"{chosen.backend}: {error}")
         self._left.pop(0)  # Only now: what else ends this call does not end the compilation.
         return True
+
+    @contextlib.contextmanager
+    def _plain_memory(self) -> Iterator[None]:
+        """While a kernel is traced its text makes new tensors: a pool gives real ones only."""
+        memory, self._scope["M"] = self._scope["M"], Plain(self._device)
+        try:
+            yield
+        finally:
+            self._scope["M"] = memory
 
     def _maker(self, backend: str) -> Backend:
         if backend not in self._makers:

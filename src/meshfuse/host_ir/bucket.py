@@ -12,12 +12,14 @@ from ..resharding.postpone import bucket_key
 from ..resharding.resharded import ReshardedDefinition, Set
 from ..segmentation import Segment
 from ..streams.overlap import ChunkLoop
+from .boxes import box_text
 from .communicate import (
     MoveContext,
     Traffic,
     begun,
+    dealt_block,
+    dealt_part,
     exchanged,
-    gathered_dim,
     lower_move,
     numel,
     own_term,
@@ -36,7 +38,6 @@ from .instructions import (
     Join,
     Unflatten,
     Wait,
-    box_text,
 )
 
 # What DistributedDataParallel takes: starting a call no longer matters beside moving so much.
@@ -80,9 +81,11 @@ def lower_bucket(moves: Sequence[MoveContext]) -> list[Instruction]:
     if kind is MoveKind.ALL_REDUCE:
         return _reduced(moves)
     if kind is MoveKind.ALL_GATHER:
-        dims = [gathered_dim(c) for c in moves]
+        dims = [c.gathered_dim for c in moves]
         together = [(c, dim) for c, dim in zip(moves, dims, strict=True) if dim is not None]
         made = _gathered(together) if len(together) > 1 else []
+    elif all(c.is_spared and c.dealt_dims for c in moves):
+        return _dealt(moves)
     else:
         traffic_of = scattered if kind is MoveKind.REDUCE_SCATTER else exchanged
         together = [(c, traffic) for c in moves if (traffic := traffic_of(c)).any]
@@ -119,6 +122,26 @@ def _gathered(together: Sequence[tuple[MoveContext, int]]) -> list[Instruction]:
         Wait(first.work),
         *(Join(c.target, flat, n, c.source_shape, dim, (start, row))
           for (c, dim), start in zip(together, starts, strict=False)),
+    ]  # fmt: skip
+
+
+def _dealt(moves: Sequence[MoveContext]) -> list[Instruction]:
+    """All-to-alls of equal blocks: for each rank the blocks of all, one move after the other."""
+    first, n = moves[0], len(moves[0].group)
+    dims = [c.dealt_dims or (0, 0) for c in moves]
+    blocks = [dealt_block(c, cut) for c, (cut, _) in zip(moves, dims, strict=True)]
+    counts = list(map(math.prod, blocks))
+    packed, flat, row = f"{first.target}_sent", f"{first.target}_flat", sum(counts)
+    starts, sizes = itertools.accumulate(counts, initial=0), [row] * n
+    parts = [dealt_part(c, cut, r) for r in range(n) for c, (cut, _) in zip(moves, dims, strict=True)]
+    text = f"all_to_all({flat}, {packed}, {sizes}, {sizes})"
+    return [
+        Flatten(packed, tuple(c.source for c in moves) * n, tuple(parts)),
+        Allocate(flat, (row * n,), first.type.dtype),
+        _call(moves, "all_to_all", packed, flat, text, row * n),
+        Wait(first.work),
+        *(Join(c.target, flat, n, block, joined, (start, row))
+          for c, (_, joined), block, start in zip(moves, dims, blocks, starts, strict=False)),
     ]  # fmt: skip
 
 

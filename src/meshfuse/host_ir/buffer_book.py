@@ -8,8 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..moves.move import box_numel
+from .boxes import Box
 from .effects import Effects, effects
-from .instructions import Allocate, Box, BufferPart, Collective, CommunicationCall, Instruction, Own, Put
+from .instructions import (
+    Allocate,
+    BufferPart,
+    Collective,
+    CommunicationCall,
+    Instruction,
+    Own,
+    Put,
+)
 
 # Of memory that some instruction made whole: nothing of it is missing.
 _WHOLE = 0

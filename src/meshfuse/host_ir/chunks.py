@@ -11,9 +11,18 @@ from ..moves.move import box_numel, restricted
 from ..resharding.resharded import Compute, Set, Value
 from ..sharding.layout import Runs
 from ..streams.overlap import ChunkLoop
+from .boxes import Box, box_text
 from .chunk_calls import ChunkCall
 from .communicate import is_dense, local_box, local_shape, lower_move
-from .instructions import Allocate, Box, BufferPart, Instruction, Kernel, Launch, Put, Slice, box_text
+from .instructions import (
+    Allocate,
+    BufferPart,
+    Instruction,
+    Kernel,
+    Launch,
+    Put,
+    Slice,
+)
 from .kernel_text import functions, scalar_params
 
 if TYPE_CHECKING:

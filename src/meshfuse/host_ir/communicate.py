@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 from ..moves.move import Move, MoveKind, Piece, box_numel, pieces
 from ..ops.base import TensorType
-from ..sharding import layout as lay
 from ..sharding.layout import Runs
+from .blocks import dealt_dims, gathered_dim, is_dense, local_box, local_shape
+from .boxes import Box, box_text, whole_box
 from .instructions import (
     Allocate,
-    Box,
     Collective,
     CollectiveKind,
     Communication,
+    Deal,
     Fold,
     Instruction,
     Join,
@@ -29,8 +30,6 @@ from .instructions import (
     Slice,
     Unflatten,
     Wait,
-    box_text,
-    whole_box,
 )
 
 
@@ -38,7 +37,8 @@ from .instructions import (
 class MoveContext:
     """A move as one rank sees it: the names of what it reads and makes, and whether it may write to what it reads.
 
-    Of a chunk the source and target are the chunk's; `placed`: the target is there, a dense part of a whole.
+    `is_spared`: what reads the target first can put it together out of what comes. Of a chunk the source and target
+    are the chunk's; `placed`: the target is there, a dense part of a whole.
     """
 
     rank: int
@@ -49,6 +49,7 @@ class MoveContext:
     about: Communication
     fresh: bool
     work: str
+    is_spared: bool = False
     placed: bool = False
 
     @property
@@ -70,6 +71,21 @@ class MoveContext:
     @property
     def target_shape(self) -> tuple[int, ...]:
         return local_shape(self.wanted)
+
+    @property
+    def gathered_dim(self) -> int | None:
+        """The dim along which the ranks' equal blocks, in order, make up the target; None if none does."""
+        return gathered_dim(self.move, self.type.shape, self.group, self.rank)
+
+    @property
+    def dealt_dims(self) -> tuple[int, int] | None:
+        """The dims along which the source is cut and the target put together, of equal blocks in the ranks' order.
+
+        The rank's own block goes along, so that all that comes is the target as it lies, or can be read as such: where
+        it would only be copied once more, this is None.
+        """
+        dims = None if self.placed else dealt_dims(self.move, self.type.shape, self.group)
+        return dims if dims is not None and (self.is_spared or math.prod(self.target_shape[: dims[1]]) == 1) else None
 
     def source_box(self, box: Sequence[Runs]) -> Box:
         """Where a box of the target's global indices stands in the local source."""
@@ -98,8 +114,10 @@ def lower_move(c: MoveContext) -> list[Instruction]:
         return _all_reduce(c)
     if kind is MoveKind.REDUCE_SCATTER:
         return _reduce_scatter(c)
-    if kind is MoveKind.ALL_GATHER and (dim := gathered_dim(c)) is not None:
+    if kind is MoveKind.ALL_GATHER and (dim := c.gathered_dim) is not None:
         return _all_gather(c, dim)
+    if (dims := c.dealt_dims) is not None:
+        return _deal(c, *dims)
     return _exchange(c)
 
 
@@ -130,25 +148,6 @@ def _broadcast(c: MoveContext, root: int) -> list[Instruction]:
     return [*_make_target(c), *copy, call, Wait(c.work)]
 
 
-def is_dense(box: Box, shape: Sequence[int]) -> bool:
-    """Whether a box of a contiguous tensor is one piece of memory."""
-    counts = [lay.count(runs) for runs in box]
-    if not all(counts):
-        return True
-    cut = next((d for d, n in enumerate(counts) if n != 1), len(counts))
-    return all(len(runs) == 1 for runs in box) and counts[cut + 1 :] == list(shape[cut + 1 :])
-
-
-def local_shape(index: Sequence[Runs]) -> tuple[int, ...]:
-    """The shape of a local tensor that has these global indices, dim by dim."""
-    return tuple(map(lay.count, index))
-
-
-def local_box(held: Sequence[Runs], part: Sequence[Runs]) -> Box:
-    """Where a box of global indices stands in a local tensor that holds `held`."""
-    return tuple(lay.positions(lay.intersect(p, h), h) for h, p in zip(held, part, strict=True))
-
-
 def _all_reduce(c: MoveContext) -> list[Instruction]:
     reduce = c.move.src.reduce
     size = math.prod(c.source_shape)
@@ -159,22 +158,6 @@ def _all_reduce(c: MoveContext) -> list[Instruction]:
         is_there = c.source == c.target
         first = [] if is_there else [Put(c.target, whole_box(c.source_shape), c.source_shape, c.source)]
     return [*first, call, Wait(c.work)]
-
-
-def gathered_dim(c: MoveContext) -> int | None:
-    """The dim along which the equal blocks of the group, in order, make up the gathered tensor; None if none does."""
-    held = [c.move.held(c.type.shape, rank) for rank in c.group]
-    shapes = {local_shape(index) for index in held}
-    if len(shapes) != 1 or not math.prod(next(iter(shapes))):
-        return None
-    boxes = [local_box(c.wanted, index) for index in held]
-    changed = [d for d in range(len(c.target_shape)) if len({box[d] for box in boxes}) > 1]
-    if len(changed) != 1:
-        return None
-    (dim,) = changed
-    size = c.source_shape[dim]
-    in_order = all(box[dim] == ((i * size, (i + 1) * size),) for i, box in enumerate(boxes))
-    return dim if in_order else None
 
 
 def _all_gather(c: MoveContext, dim: int) -> list[Instruction]:
@@ -227,15 +210,46 @@ def _terms(c: MoveContext) -> list[Piece]:
     return [Piece(source, target, wanted[target]) for source in c.group for target in c.group if all(wanted[target])]
 
 
+def _deal(c: MoveContext, cut: int, joined: int) -> list[Instruction]:
+    """An all-to-all of equal blocks, the rank's own among them: what comes is put together by one view or copy."""
+    n, block = len(c.group), dealt_block(c, cut)
+    deal = Deal(_sent(c), c.source, n, c.source_shape, cut)
+    sizes = [math.prod(block)] * n
+    issued = _sent_to_all(c, _packed(c, deal.target) if deal.is_view else deal, sizes, sizes)
+    return [*issued, Wait(c.work), Join(c.target, _flat(c), n, block, joined)]
+
+
+def dealt_block(c: MoveContext, cut: int) -> tuple[int, ...]:
+    """The shape of the blocks that the source is cut into along a dim."""
+    return tuple(size // len(c.group) if d == cut else size for d, size in enumerate(c.source_shape))
+
+
+def dealt_part(c: MoveContext, cut: int, place: int) -> str:
+    """Python text that takes of the source the block for one rank of the group."""
+    size = dealt_block(c, cut)[cut]
+    mine = ((place * size, (place + 1) * size),)
+    box = tuple(mine if d == cut else ((0, n),) for d, n in enumerate(c.source_shape))
+    return box_text(box, c.source_shape)
+
+
 def _all_to_all(c: MoveContext, boxes: Sequence[Box], sent: Sequence[int], got: Sequence[int]) -> list[Instruction]:
     """Boxes of the source on their way to the peers, and the peers' to `_flat`: so many elements for and from each."""
-    packed, flat = f"{c.target}_sent", _flat(c)
+    return _sent_to_all(c, Pack(_sent(c), c.source, tuple(boxes), c.source_shape), sent, got)
+
+
+def _sent_to_all(c: MoveContext, pack: Pack | Deal, sent: Sequence[int], got: Sequence[int]) -> list[Instruction]:
+    packed, flat = pack.target, _flat(c)
     text = f"all_to_all({flat}, {packed}, {[*got]}, {[*sent]})"
     return [
-        Pack(packed, c.source, tuple(boxes), c.source_shape),
+        pack,
         Allocate(flat, (sum(got),), c.type.dtype),
         c.collective("all_to_all", [packed], [flat], text, sum(sent)),
     ]
+
+
+def _sent(c: MoveContext) -> str:
+    """The buffer that is sent to peers."""
+    return f"{c.target}_sent"
 
 
 def _flat(c: MoveContext) -> str:

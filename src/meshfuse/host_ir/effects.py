@@ -9,6 +9,7 @@ from .instructions import (
     Allocate,
     BufferPart,
     Collective,
+    Deal,
     Flatten,
     Fold,
     Free,
@@ -57,7 +58,7 @@ def _send_recv(i: SendRecv) -> Effects:
     return Effects(buffer, (), (i.work,)) if i.kind == "send" else Effects((), buffer, (i.work,))
 
 
-def _from_source(i: Slice | Pack | Join | Unflatten) -> Effects:
+def _from_source(i: Slice | Pack | Deal | Join | Unflatten) -> Effects:
     return Effects((i.source_name,), (), (i.target,), i.source_name)
 
 
@@ -70,6 +71,7 @@ _EFFECTS: dict[type, Callable[[Any], Effects]] = {
     Slice: _from_source,
     Own: _own,
     Pack: _from_source,
+    Deal: _from_source,
     Join: _from_source,
     # A part is a name for memory: nothing is read yet.
     BufferPart: lambda i: Effects((), (), (i.target,), i.source_name),

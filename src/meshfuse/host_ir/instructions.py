@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +9,7 @@ from typing import Any, Literal
 
 from ..dtypes import DataType
 from ..errors import SourceLine
-from ..sharding.layout import Runs
-
-# Per dim the positions within a local tensor.
-Box = tuple[Runs, ...]
+from .boxes import Box, box_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +19,8 @@ class Kernel:
     Results go to new tensors, but for those that it writes into parameters of its own (`written`: their places).
     `functions` are those of registered ops that its lines call as OP.name. `work` has of every op the operations of one
     call, and the bytes that it reads and writes at least. `origins` tells of every line the op and the user's line.
+    Before its lines it does `unpacks`, which make values that these read out of what was received, and after them
+    `packs`, which make what is sent.
     """
 
     name: str
@@ -33,11 +31,18 @@ class Kernel:
     work: tuple[tuple[float, float], ...] = ()
     written: tuple[int, ...] = ()
     origins: tuple[tuple[str, SourceLine], ...] = field(default=(), compare=False, repr=False)
+    unpacks: tuple[Instruction, ...] = ()
+    packs: tuple[Instruction, ...] = ()
 
     @property
     def head(self) -> str:
         """The line that its text begins with."""
         return f"def {self.name}({', '.join(self.params)}):"
+
+    @property
+    def before(self) -> int:
+        """How many lines of its text come before those of its ops."""
+        return bool(self.written) + 1 + len(self.unpacks)
 
     def source(self) -> list[str]:
         # torch refuses to write into an existing tensor what gradients could be asked of.
@@ -46,7 +51,9 @@ class Kernel:
         return [
             *marks,
             self.head,
+            *(f"    {step.source()}" for step in self.unpacks),
             *(f"    {line}" for line in self.lines),
+            *(f"    {step.source()}" for step in self.packs),
             *returned,
         ]
 
@@ -138,6 +145,26 @@ class Pack:
             return f"{self.target} = M.dense({self.source_name}{box}).view(-1)"
         parts = ", ".join(f"{self.source_name}{box_text(box, self.shape)}" for box in self.boxes)
         return f"{self.target} = M.cat([{parts}])" if self.boxes else f"{self.target} = {self.source_name}.new_empty(0)"
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Equal blocks of a tensor along one dim, behind each other in a flat buffer: what a `Join` puts together again."""
+
+    target: str
+    source_name: str
+    blocks: int
+    shape: tuple[int, ...]
+    dim: int
+
+    @property
+    def is_view(self) -> bool:
+        """True where the blocks lie one behind the other already."""
+        return math.prod(self.shape[: self.dim]) == 1
+
+    def source(self) -> str:
+        cut = (*self.shape[: self.dim], self.blocks, self.shape[self.dim] // self.blocks, *self.shape[self.dim + 1 :])
+        return f"{self.target} = M.dense({self.source_name}.view({_tuple(cut)}).movedim({self.dim}, 0)).view(-1)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +380,7 @@ Instruction = (
     | Allocate
     | Own
     | Pack
+    | Deal
     | Put
     | Fold
     | Join
@@ -384,40 +412,3 @@ def _tuple(values: Sequence[int]) -> str:
 def group_name(group: tuple[int, ...]) -> str:
     """The name of a group in programs."""
     return "group_" + "_".join(map(str, group))
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor of this shape."""
-    return tuple(((0, n),) for n in shape)
-
-
-def box_text(box: Box, shape: Sequence[int], assign: bool = False) -> str:
-    """Python index text of a box; nothing where it is the whole tensor."""
-    parts = [_part_text(part, n) for part, n in zip(box, shape, strict=True)]
-    lists = sum(part.startswith("K.") for part in parts)
-    if not lists:
-        while parts and parts[-1] == ":":
-            parts.pop()
-        return f"[{', '.join(parts)}]" if parts else "[...]" if assign else ""
-    return f"[K.grid({', '.join(f'K.positions({part!r})' for part in box)})]"
-
-
-def _part_text(part: Runs, n: int) -> str:
-    if part == ((0, n),):
-        return ":"
-    if len(part) == 1:
-        return f"{part[0][0]}:{part[0][1]}"
-    if not part:
-        return "0:0"
-    step = _stride(part)
-    return step if step else f"K.positions({part!r})"
-
-
-def _stride(part: Runs) -> str:
-    """Slice text where the runs are single steps at equal distances."""
-    if any(b - a != 1 for a, b in part):
-        return ""
-    step = part[1][0] - part[0][0]
-    if any(b[0] - a[0] != step for a, b in itertools.pairwise(part)):
-        return ""
-    return f"{part[0][0]}:{part[-1][1]}:{step}"

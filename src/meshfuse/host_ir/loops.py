@@ -11,9 +11,20 @@ from ..moves.move import MoveKind, box_numel
 from ..resharding.resharded import Compute, Set
 from ..sharding.layout import Runs
 from ..streams.overlap import ChunkLoop, RingKind
+from .boxes import whole_box
 from .chunks import Chunks
 from .communicate import local_shape
-from .instructions import Allocate, Fold, Instruction, MessageKind, Pack, Put, SendRecv, Slice, Wait, whole_box
+from .instructions import (
+    Allocate,
+    Fold,
+    Instruction,
+    MessageKind,
+    Pack,
+    Put,
+    SendRecv,
+    Slice,
+    Wait,
+)
 
 if TYPE_CHECKING:
     from .lower import RankLowering

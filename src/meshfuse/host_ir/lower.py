@@ -15,9 +15,11 @@ from ..resharding.resharded import Compute, Set, Value
 from ..segmentation import Segment, SegmentedDefinition
 from ..sharding import layout as lay
 from ..streams.overlap import ChunkLoop
+from .absorb import absorbed
 from .bucket import buckets, lower_bucket
 from .communicate import MoveContext, lower_move
 from .cost import CostModel
+from .fusing import fusible_parts, spared
 from .instructions import Communication, Instruction, Kernel, Launch
 from .kernel_text import dying, functions, scalar_params, scalar_text
 from .liveness import with_frees
@@ -42,7 +44,8 @@ class RankLowering:
     """What the instructions of all parts are made from: names, readers and facts of values.
 
     `names` are those of values that are not called by their numbers, `readers` says how many steps and outputs read
-    each, and `fresh` are the values in memory of their own: a reader that is the only one may write there.
+    each, and `fresh` are the values in memory of their own: a reader that is the only one may write there. `fusible`
+    says of every segment's kernel beside which values it may do the copies.
     """
 
     def __init__(self, segmented: SegmentedDefinition, rank: int, digest: str):
@@ -55,6 +58,8 @@ class RankLowering:
         self._taken: set[str] = set()
         self.readers = _reader_counts(segmented)
         self.fresh = _fresh_values(segmented)
+        self.fusible = fusible_parts(segmented)
+        self._spared = spared(segmented, self.fusible)
         self._texts = OpText(rank, self.scalar_text)
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -71,7 +76,9 @@ class RankLowering:
         resharded = self.segmented.resharded
         outputs = tuple(self.name(v) if self.rank in self.values[v].sharding.mesh else None for v in resharded.outputs)
         model = CostModel.of(dict.fromkeys(v.sharding.mesh for v in self.values))
-        body = with_frees(schedule(self.instructions, model, in_flight), keep={*filter(None, outputs)})
+        kept = {*filter(None, outputs)}
+        body = absorbed(schedule(self.instructions, model, in_flight), self.fusible, kept, in_flight)
+        body = with_frees(body, keep=kept)
         return HostProgram(self.rank, self._params(), tuple(body), outputs, self.digest)
 
     def _name_inputs(self) -> None:
@@ -155,7 +162,8 @@ class RankLowering:
             step.move.kind.value, ",".join(map(str, step.move.axes)), tensor.label, self.wire(step.move, step.source),
             step.why, step.line, str(step.move),
         )  # fmt: skip
-        return MoveContext(self.rank, step.move, tensor.type, source, target, about, fresh, f"w{step.target}")
+        work, is_spared = f"w{step.target}", step.target in self._spared
+        return MoveContext(self.rank, step.move, tensor.type, source, target, about, fresh, work, is_spared)
 
     def wire(self, move: Move, source: int) -> float:
         """Bytes that this rank puts on the wire for a move of a value."""

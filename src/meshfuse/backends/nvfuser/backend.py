@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...host_ir.effects import effects
 from ...ops.base import TensorType
 from .. import Prepared, Task, Unsupported
+from .copies import type_of
 from .launch import CudaLauncher, Launcher, NativePart, Run, laid_out, lies_so
 from .load import load_nvfuser
 from .memory_layout import dense_strides, memory_layout
-from .partition import Partition, partitioned, refusal
+from .partition import Partition, copies_of, partitioned_kernel, refusal
 from .segment import MemoryLayouts, build_segment, value_types
 from .text import bind_kernel, part_kernel
 
@@ -47,7 +49,9 @@ class NvFuser:
         self.launcher.check(task.device)
         if task.segment is None:
             raise Unsupported("the kernel is a part of a segment, in a loop")
-        parts = [part for part in partitioned(task.definition, task.segment, task.rank) if part.segment.outputs]
+        types = dict(zip(parameters(task), map(_type_of, task.arguments), strict=True))
+        types = {name: kind for name, kind in types.items() if kind is not None}
+        parts = partitioned_kernel(task.definition, task.segment, task.rank, task.kernel, types)
         memory = _FakeValues(task)
         steps = [self._step(task, part, place, memory) for place, part in enumerate(parts)]
         if all(step.reason for step in steps):
@@ -56,12 +60,13 @@ class NvFuser:
 
     def _step(self, task: Task, part: Partition, place: int, memory: _FakeValues) -> PreparedPartition:
         """The part compiled, or in torch with the reason."""
-        kernel = part_kernel(task.definition, part.segment, task.rank, f"{task.kernel.name}_part_{place}")
+        kernel = part_kernel(task.definition, part, task.rank, f"{task.kernel.name}_part_{place}")
         text = bind_kernel(kernel, task.device)
         taken = [memory.values[name] for name in kernel.params]
         made = memory.traced(text, taken)
         if made is None:
-            made = memory.assumed(value_types(task.definition, part.segment.outputs, task.rank))
+            values = [int(name[1:]) for name in part.gives]
+            made = memory.assumed(value_types(task.definition, values, task.rank))
             text = _lying_as(text, made)
         run, reason = text, part.reason
         if not reason:
@@ -71,15 +76,18 @@ class NvFuser:
             except Unsupported as error:
                 reason = str(error)
         memory.values.update(zip(kernel.results, made, strict=True))
-        return PreparedPartition(run, kernel.params, kernel.results, reason, len(part.segment.computes))
+        ops = len(part.segment.computes) + len(part.unpacks) + len(part.packs)
+        return PreparedPartition(run, kernel.params, kernel.results, reason, ops)
 
     def _native(
         self, task: Task, part: Partition, text: Run, taken: Sequence[Any], made: Sequence[torch.Tensor]
     ) -> Run:
         given = [t for t in taken if isinstance(t, torch.Tensor)]
         layouts = MemoryLayouts(tuple(map(memory_layout, given)), tuple(map(memory_layout, made)))
+        types = {name: type_of(t) for name, t in zip(part.takes, taken, strict=False)}
+        copies = copies_of(task.definition, part, task.rank, types)
         try:
-            kernel = build_segment(task.definition, part.segment, task.rank, layouts)
+            kernel = build_segment(task.definition, part.segment, task.rank, layouts, copies)
         except RuntimeError as error:
             raise Unsupported(f"nvFuser refuses it: {refusal(error)}") from error
         examples = tuple(_on_meta(value) for value in taken)
@@ -128,9 +136,13 @@ def _lying_as(text: Run, made: Sequence[torch.Tensor]) -> Run:
 def parameters(task: Task) -> tuple[str, ...]:
     """The kernel's parameters by the names that parts have for them: an input of two meshes is a value on each."""
     assert task.segment is not None
-    values = [f"v{v}" for v in task.segment.inputs]
-    assert len(values) == sum(p.startswith("v") for p in task.kernel.params), task.kernel.params
+    unpacked = {name for step in task.kernel.unpacks for name in effects(step).makes}
+    values = [name for v in task.segment.inputs if (name := f"v{v}") not in unpacked]
     return (*values, *task.kernel.params[len(values) :])
+
+
+def _type_of(value: Any) -> TensorType | None:
+    return type_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _on_meta(value: Any) -> Any:
@@ -161,7 +173,7 @@ class _Compiled:
         self.note, self.steps = partitions_text(steps), tuple(steps)
         assert task.segment is not None
         self._eager, self._params = task.eager, parameters(task)
-        self._results = tuple(f"v{v}" for v in task.segment.outputs)
+        self._results = task.kernel.results
         self._known: set[tuple[Any, ...]] = set()
         pairs = enumerate(task.arguments)
         self._layouts = tuple((place, memory_layout(a)) for place, a in pairs if isinstance(a, torch.Tensor))

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from ...host_ir.effects import effects
+from ...host_ir.instructions import Instruction, Kernel
+from ...ops.base import TensorType
 from ...ops.nvfuser_lowering import ToTorch
 from ...resharding.resharded import Compute
 from ...segmentation import Segment, SegmentedDefinition
-from .segment import build_segment
+from .segment import Copies, build_segment, value_types
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Ops of a segment in a row. `reason` says why they are left to torch; empty for nvFuser's."""
+    """Ops of a segment in a row. `reason` says why they are left to torch; empty for nvFuser's.
+
+    Copies that are done with them are `unpacks` and `packs`. It takes and gives values of these names.
+    """
 
     segment: Segment
     reason: str
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    unpacks: tuple[Instruction, ...] = ()
+    packs: tuple[Instruction, ...] = ()
+
+    @classmethod
+    def of(cls, segment: Segment, reason: str) -> Partition:
+        """Of ops alone."""
+        takes, gives = (tuple(f"v{v}" for v in values) for values in (segment.inputs, segment.outputs))
+        return cls(segment, reason, takes, gives)
 
     def __str__(self) -> str:
         return f"torch: {self.reason}" if self.reason else "nvFuser"
@@ -33,14 +49,85 @@ def partitioned(segmented: SegmentedDefinition, segment: Segment, rank: int) -> 
     pairs = zip(segment.computes, reasons, strict=True)
     runs = [list(run) for _, run in itertools.groupby(pairs, key=lambda pair: pair[1] is None)]
     if len(runs) == 1:
-        return (Partition(segment, _text(reasons)),)
+        return (Partition.of(segment, _text(reasons)),)
     return tuple(_part(segment, [c for c, _ in run], _text([r for _, r in run])) for run in runs)
 
 
-def torch_reason(segmented: SegmentedDefinition, segment: Segment, rank: int) -> str | None:
-    """Why a segment on a rank is left to torch; None where nvFuser takes it."""
+def partitioned_kernel(
+    segmented: SegmentedDefinition, segment: Segment, rank: int, kernel: Kernel, types: Mapping[str, TensorType]
+) -> tuple[Partition, ...]:
+    """The same of a segment's kernel, whose parameters have these types, with its copies.
+
+    Each is done with the ops that read or make its value first; alone, in torch, where nvFuser cannot express it.
+    """
+    runs = partitioned(segmented, segment, rank)
+    drafts = [
+        replace(run, unpacks=_unpacks_of(kernel, runs, i), packs=_packs_of(kernel, runs, i))
+        for i, run in enumerate(runs)
+    ]
+    parts = [p for part in _flowing(drafts, kernel.results) for p in _expressed(segmented, part, rank, types)]
+    return tuple(part for part in _flowing(parts, kernel.results) if part.gives)
+
+
+def _unpacks_of(kernel: Kernel, runs: Sequence[Partition], place: int) -> tuple[Instruction, ...]:
+    """What makes values that this run is the first to read."""
+    seen = {name for run in runs[:place] for name in run.takes}
+    mine = set(runs[place].takes) - seen
+    return tuple(step for step in kernel.unpacks if not mine.isdisjoint((*effects(step).makes, *effects(step).writes)))
+
+
+def _packs_of(kernel: Kernel, runs: Sequence[Partition], place: int) -> tuple[Instruction, ...]:
+    """What reads values of which this run makes the last."""
+    later = {name for run in runs[place + 1 :] for name in run.gives}
+    mine = set(runs[place].gives)
+    return tuple(
+        s for s in kernel.packs if not mine.isdisjoint(effects(s).reads) and later.isdisjoint(effects(s).reads)
+    )
+
+
+def _flowing(parts: Sequence[Partition], results: Sequence[str]) -> list[Partition]:
+    """The parts with what each takes, and gives to those after it or as a result."""
+    needed, found = set(results), list[Partition]()
+    for part in reversed(parts):
+        steps = [effects(step) for step in (*part.unpacks, *part.packs)]
+        computes = part.segment.computes
+        made = dict.fromkeys(
+            [*(f"v{v}" for c in computes for v in c.outputs), *(name for step in steps for name in step.makes)]
+        )
+        read = [*(f"v{v}" for v in part.segment.inputs), *(name for step in steps for name in step.reads)]
+        takes = tuple(dict.fromkeys(name for name in read if name not in made))
+        found.append(replace(part, takes=takes, gives=tuple(name for name in made if name in needed)))
+        needed.update(takes)
+    return found[::-1]
+
+
+def _expressed(
+    segmented: SegmentedDefinition, part: Partition, rank: int, types: Mapping[str, TensorType]
+) -> list[Partition]:
+    """The part, or its ops between copies in torch where nvFuser cannot do these with them."""
+    copies = (*part.unpacks, *part.packs)
+    if part.reason or not copies:
+        return [part]
+    reason = torch_reason(segmented, part.segment, rank, copies_of(segmented, part, rank, types))
+    if reason is None:
+        return [part]
+    none = Segment(part.segment.id, (), (), ())
+    alone = [Partition(none, reason, (), (), unpacks=part.unpacks), Partition(none, reason, (), (), packs=part.packs)]
+    return [alone[0], replace(part, unpacks=(), packs=()), alone[1]]
+
+
+def copies_of(segmented: SegmentedDefinition, part: Partition, rank: int, types: Mapping[str, TensorType]) -> Copies:
+    """What a definition of the part does; `types` has those of the kernel's parameters."""
+    takes = {name: types.get(name) or value_types(segmented, [int(name[1:])], rank)[0] for name in part.takes}
+    return Copies(part.unpacks, part.packs, takes, part.gives)
+
+
+def torch_reason(
+    segmented: SegmentedDefinition, segment: Segment, rank: int, copies: Copies | None = None
+) -> str | None:
+    """Why a segment on a rank is left to torch; None where nvFuser takes it, with these copies."""
     try:
-        build_segment(segmented, segment, rank)
+        build_segment(segmented, segment, rank, copies=copies)
     except ToTorch as reason:
         return str(reason)
     except RuntimeError as error:
@@ -62,4 +149,4 @@ def _text(reasons: Sequence[str | None]) -> str:
 def _part(segment: Segment, computes: Sequence[Compute], reason: str) -> Partition:
     inside = {c.node for c in computes}
     read = {v for c in segment.computes if c.node not in inside for v in c.inputs} | set(segment.outputs)
-    return Partition(Segment.of(segment.id, computes, read.__contains__), reason)
+    return Partition.of(Segment.of(segment.id, computes, read.__contains__), reason)

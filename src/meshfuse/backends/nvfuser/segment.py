@@ -10,6 +10,7 @@ from typing import Any
 
 from ...dtypes import DataType
 from ...graph import Graph
+from ...host_ir.instructions import Instruction
 from ...host_ir.kernel_text import scalar_inputs
 from ...ops.base import ScalarRef, TensorType
 from ...ops.local import LocalCall
@@ -17,6 +18,7 @@ from ...ops.nvfuser_lowering import ToTorch
 from ...resharding.resharded import Compute
 from ...scalars import ScalarDef
 from ...segmentation import Segment, SegmentedDefinition
+from .copies import Traced, copied
 from .load import load_nvfuser
 from .memory_layout import MemoryLayout
 from .native_call import NativeCall
@@ -130,28 +132,59 @@ class MemoryLayouts:
         return all(layout.row_major for layout in (*self.inputs, *self.outputs))
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies that a definition does beside the ops of a segment: `unpacks` before them, `packs` after.
+
+    It takes tensors of these names and types, and gives those of `gives`.
+    """
+
+    unpacks: tuple[Instruction, ...]
+    packs: tuple[Instruction, ...]
+    takes: Mapping[str, TensorType]
+    gives: tuple[str, ...]
+
+
 def build_segment(
-    segmented: SegmentedDefinition, segment: Segment, rank: int, layouts: MemoryLayouts | None = None
+    segmented: SegmentedDefinition,
+    segment: Segment,
+    rank: int,
+    layouts: MemoryLayouts | None = None,
+    copies: Copies | None = None,
 ) -> NativeKernel:
-    """The kernel of a segment on a rank of its mesh: inputs and outputs in the order of the segment's.
+    """The kernel of a segment on a rank of its mesh: inputs and outputs in the order of the segment's, or as `copies`
+    has them.
 
     They are dense and row-major where no layouts are given; outputs are dense in the order of theirs.
     Raises ToTorch with the op and the reason where an op of the segment is left to torch, NvfuserMissing
     without nvFuser.
     """
     nvfuser = load_nvfuser()
-    graph = segmented.resharded.graph
-    inputs, outputs = (value_types(segmented, values, rank) for values in (segment.inputs, segment.outputs))
+    graph, done = segmented.resharded.graph, copies or _no_copies(segmented, segment, rank)
     with _definition(nvfuser) as fd:
         builder = _NativeBuilder(fd, nvfuser.DataType, graph.scalars, lambda t, dim: graph.shape(t.id)[dim])
-        given = layouts.inputs if layouts is not None else (None,) * len(inputs)
-        values = {v: builder.define(t, lies) for v, t, lies in zip(segment.inputs, inputs, given, strict=True)}
+        given = layouts.inputs if layouts is not None else (None,) * len(done.takes)
+        pairs = zip(done.takes.items(), given, strict=True)
+        values = {name: Traced(fd.ops, builder.define(t, lies), t) for (name, t), lies in pairs}
         scalars = tuple(builder.scalar_input(i) for i in scalar_inputs(graph, segment.computes))
+        values.update(copied(fd.ops, builder.dtype, done.unpacks, values))
         for compute in segment.computes:
-            values.update(zip(compute.outputs, _compute(builder, graph, compute, values, rank), strict=True))
-        for place, v in enumerate(segment.outputs):
-            fd.add_output(_laid_out(fd, values[v], layouts, place))
+            made = _compute(builder, graph, compute, values, rank)
+            kinds = value_types(segmented, compute.outputs, rank)
+            values.update(
+                (f"v{v}", Traced(fd.ops, t, kind)) for v, t, kind in zip(compute.outputs, made, kinds, strict=True)
+            )
+        values.update(copied(fd.ops, builder.dtype, done.packs, values))
+        for place, name in enumerate(done.gives):
+            fd.add_output(_laid_out(fd, values[name].value, layouts, place))
+    inputs, outputs = tuple(done.takes.values()), tuple(values[name].type for name in done.gives)
     return NativeKernel(segment.name, fd, inputs, scalars, outputs)
+
+
+def _no_copies(segmented: SegmentedDefinition, segment: Segment, rank: int) -> Copies:
+    kinds = value_types(segmented, segment.inputs, rank)
+    takes = {f"v{v}": kind for v, kind in zip(segment.inputs, kinds, strict=True)}
+    return Copies((), (), takes, tuple(f"v{v}" for v in segment.outputs))
 
 
 def _laid_out(fd: Any, tensor: Any, layouts: MemoryLayouts | None, place: int) -> Any:
@@ -169,11 +202,11 @@ def local_call(graph: Graph, compute: Compute, rank: int) -> LocalCall:
 
 
 def _compute(
-    builder: _NativeBuilder, graph: Graph, compute: Compute, values: Mapping[int, Any], rank: int
+    builder: _NativeBuilder, graph: Graph, compute: Compute, values: Mapping[str, Traced], rank: int
 ) -> tuple[Any, ...]:
     node = graph.nodes[compute.node]
     try:
-        return builder.call(local_call(graph, compute, rank), [values[v] for v in compute.inputs])
+        return builder.call(local_call(graph, compute, rank), [values[f"v{v}"].value for v in compute.inputs])
     except ToTorch as reason:
         raise ToTorch(f"{node.name} ({node.line}): {reason}") from None
 

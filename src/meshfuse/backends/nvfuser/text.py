@@ -13,14 +13,16 @@ from ...host_ir.instructions import Kernel
 from ...host_ir.kernel_text import dying, functions, scalar_params, scalar_text
 from ...host_ir.op_text import OpText
 from ...segmentation import Segment, SegmentedDefinition
+from .partition import Partition
 
 
-def part_kernel(segmented: SegmentedDefinition, part: Segment, rank: int, name: str) -> Kernel:
-    """The part's text: parameters are its inputs, then scalars, then what random numbers follow from."""
-    graph = segmented.resharded.graph
-    lines = list(_lines(graph, part, rank))
-    params = (*_names(part.inputs), *scalar_params(graph, part.computes, lines))
-    return Kernel(name, params, tuple(lines), tuple(_names(part.outputs)), functions(graph, part.computes))
+def part_kernel(segmented: SegmentedDefinition, part: Partition, rank: int, name: str) -> Kernel:
+    """The part's text: parameters are what it takes, then scalars, then what random numbers follow from."""
+    graph, computes = segmented.resharded.graph, part.segment.computes
+    lines = list(_lines(graph, part.segment, rank))
+    params = (*part.takes, *scalar_params(graph, computes, lines))
+    called = functions(graph, computes)
+    return Kernel(name, params, tuple(lines), part.gives, called, unpacks=part.unpacks, packs=part.packs)
 
 
 def _lines(graph: Graph, part: Segment, rank: int) -> Iterator[str]:

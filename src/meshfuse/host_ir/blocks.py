@@ -1,0 +1,73 @@
+"""Where the parts of a move stand in local tensors, and whether they are equal blocks in the order of the ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+from ..moves.move import Move, MoveKind, pieces
+from ..sharding import layout as lay
+from ..sharding.layout import Runs
+from .boxes import Box
+
+Group = tuple[int, ...]
+
+
+def local_shape(index: Sequence[Runs]) -> tuple[int, ...]:
+    """The shape of a local tensor that has these global indices, dim by dim."""
+    return tuple(map(lay.count, index))
+
+
+def local_box(held: Sequence[Runs], part: Sequence[Runs]) -> Box:
+    """Where a box of global indices stands in a local tensor that holds `held`."""
+    return tuple(lay.positions(lay.intersect(p, h), h) for h, p in zip(held, part, strict=True))
+
+
+def is_dense(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box of a contiguous tensor is one piece of memory."""
+    counts = [lay.count(runs) for runs in box]
+    if not all(counts):
+        return True
+    cut = next((d for d, n in enumerate(counts) if n != 1), len(counts))
+    return all(len(runs) == 1 for runs in box) and counts[cut + 1 :] == list(shape[cut + 1 :])
+
+
+def gathered_dim(move: Move, shape: tuple[int, ...], group: Group, rank: int) -> int | None:
+    """The dim along which the equal blocks of the group, in order, make up the gathered tensor; None if none does."""
+    held = [move.held(shape, r) for r in group]
+    if len(set(map(local_shape, held))) != 1:
+        return None
+    wanted = move.wanted(shape, rank)
+    return _cut_dim([local_box(wanted, index) for index in held], local_shape(wanted))
+
+
+@functools.lru_cache(maxsize=4096)
+def dealt_dims(move: Move, shape: tuple[int, ...], group: Group) -> tuple[int, int] | None:
+    """The dims along which each rank of the group cuts what it has, and puts together what it gets, where both are
+    equal blocks in the order of the ranks, from and for every rank one; None for all other exchanges.
+    """
+    if move.kind is not MoveKind.ALL_TO_ALL or move.only is not None:
+        return None
+    found = {(p.source, p.target): p.box for p in pieces(move, shape) if p.source in group}
+    if len(found) != len(group) ** 2:
+        return None
+    held, wanted = ({r: index(shape, r) for r in group} for index in (move.held, move.wanted))
+    if any(len(set(map(local_shape, side.values()))) != 1 for side in (held, wanted)):
+        return None
+    cut = {_cut_dim([local_box(held[r], found[r, t]) for t in group], local_shape(held[r])) for r in group}
+    joined = {_cut_dim([local_box(wanted[r], found[s, r]) for s in group], local_shape(wanted[r])) for r in group}
+    (source,), (target,) = (cut, joined) if len(cut) == len(joined) == 1 else ((None,), (None,))
+    return None if source is None or target is None else (source, target)
+
+
+def _cut_dim(boxes: Sequence[Box], shape: tuple[int, ...]) -> int | None:
+    """The dim along which these boxes, in order, are equal slices of a tensor of this shape."""
+    changed = [d for d in range(len(shape)) if len({box[d] for box in boxes}) > 1]
+    if len(changed) != 1 or not math.prod(shape):
+        return None
+    (dim,) = changed
+    size = shape[dim] // len(boxes)
+    whole = all(box[d] == ((0, n),) for box in boxes for d, n in enumerate(shape) if d != dim)
+    in_order = all(box[dim] == ((i * size, (i + 1) * size),) for i, box in enumerate(boxes))
+    return dim if whole and in_order and size * len(boxes) == shape[dim] else None
