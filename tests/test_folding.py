@@ -198,6 +198,7 @@ def test_layers_that_share_a_large_tensor_are_planned_together() -> None:
 
 # no dearer per layer -----------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("kept, count", [(2, 5), (2, 9), (3, 8), (3, 12)])
 def test_layers_of_attention_are_left_out_of_the_backward_as_of_the_forward(kept: int, count: int) -> None:
     """Whatever op of a layer the stretches of equal ones begin with, which differs between the two."""
