@@ -255,10 +255,15 @@ FEW_LAYERS = {
     "one axis": (attention(TP, [None, None], [None, None]), TP, [None, "tp", None]),
     "two axes": (attention(GRID, [None, None], [None, None]), GRID, ["dp", "tp", None]),
     "weights, too": (attention(GRID, [None, "tp"], ["tp", None]), GRID, ["dp", "tp", None]),
+    "by heads": (attention(TP, [None, "tp"], ["tp", None]), TP, [None, None, None]),
+    "by heads and batch": (attention(GRID, [None, "tp"], ["tp", None]), GRID, ["dp", None, None]),
 }
 
 
-@pytest.mark.parametrize("name, counts", [("one axis", (4, 5, 8)), ("two axes", (4,))])
+@pytest.mark.parametrize(
+    "name, counts",
+    [("one axis", (4, 5, 8)), ("two axes", (4,)), ("by heads", (5, 12)), ("by heads and batch", (12,))],
+)
 def test_every_layer_of_some_costs_as_much(name: str, counts: tuple[int, ...]) -> None:
     """As many ops as are planned as they are, and more: there is no step between."""
     layer, mesh, rows = FEW_LAYERS[name]

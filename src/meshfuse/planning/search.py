@@ -38,8 +38,10 @@ from .starts import Starts, elsewhere, in_rounds, shared_starts
 VARIABLE = "MESHFUSE_SEARCH"
 # The most ops of a program that is planned several times as it is, whatever it moves: about a second's work.
 MOST = 400
-# And of one that repeats nothing, or too little to be folded, where it is worth a search.
+# And of one that is searched as a whole, beside few of its layers, where it is worth a search.
 MOST_WHOLE = 1200
+# So many times as long ones are searched as a whole where what is found for a few of their layers is not good for all.
+MISSED = 4
 # The layers of a long program that are planned several times: two before and one after those that are left out.
 LAYERS = 3
 # Few different calls: more than an MLP has, forward and backward, and fewer than attention beside it.
@@ -176,12 +178,14 @@ def _searched(
     sharded: ShardedDefinition, world: DeviceMesh, effort: Effort, search: Callable[[_PlanSearch], None]
 ) -> ShardedDefinition:
     """What is found from the plan; where it is of a long program that repeats itself, by few of its layers first."""
-    graph = sharded.graph
+    graph, missed = sharded.graph, False
     fold = folded(graph, LAYERS)
     if fold is not None:
-        short = _found(propagate(fold.short, world), world, _PlanSearch.near, search)
-        sharded = better(sharded, fold.written_out(short))
-    whole = len(graph.nodes) <= MOST_WHOLE or (fold is None and effort is Effort.THOROUGH)
+        first = propagate(fold.short, world)
+        short = _found(first, world, _PlanSearch.near, search)
+        found = better(sharded, fold.written_out(short))
+        sharded, missed = found, found is sharded and short is not first
+    whole = len(graph.nodes) <= MOST_WHOLE * (MISSED if missed else 1) or (fold is None and effort is Effort.THOROUGH)
     return _found(sharded, world, search) if whole else sharded
 
 
