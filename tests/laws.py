@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import meshfuse as mf
 from meshfuse.errors import SourceLine
 from meshfuse.graph import Graph, reordered
-from meshfuse.planning.search import searched
+from meshfuse.planning.search import searched, searched_far
 from meshfuse.propagation.propagate import propagate as propagate_once
 from meshfuse.propagation.sharded import ShardedDefinition
 from meshfuse.sharding import Layout, Sharding, Split
@@ -21,7 +21,7 @@ NOWHERE = SourceLine("", 0, "", "")
 
 def propagate(graph: Graph, world: mf.DeviceMesh) -> ShardedDefinition:
     """As compilation does it, with the forms that the graph's ops have."""
-    return searched(propagate_once(graph, world), world)
+    return searched_far(searched(propagate_once(graph, world), world), world)
 
 
 def same_homes(a: ShardedDefinition, b: ShardedDefinition) -> None:
