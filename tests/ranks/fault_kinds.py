@@ -28,9 +28,10 @@ RANK = int(os.environ["RANK"])
 
 def note(name, text=""):
     path = os.path.join(FOLDER, name)
-    with open(path + ".part", "w") as file:
+    part = path + ".part" + str(os.getpid())  # two processes may be one rank
+    with open(part, "w") as file:
         file.write(text)
-    os.rename(path + ".part", path)
+    os.rename(part, path)
 
 def sockets():
     fds = ["/proc/self/fd/" + fd for fd in os.listdir("/proc/self/fd")]
