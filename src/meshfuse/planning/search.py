@@ -5,7 +5,7 @@ what is wanted of a tensor is at first what a greedy sweep made. Where operands 
 that none of them asks for (attention by hand over a split sequence: the heads). So a small program is planned again
 from what its tensors would have if they just followed the annotations (as in GSPMD and Shardy), from the best plan so
 far, with more placements to choose from (`votes.reassigned`), as if its inputs lay elsewhere (`starts`), with more
-plans kept for longer, and with single tensors held elsewhere (`pins`). Of a long program of equal layers two are
+plans kept for longer, and with single tensors held elsewhere (`pins`). Of a long program of equal layers few are
 planned so, and the others like them (`propagation.folding`).
 """
 
