@@ -37,7 +37,7 @@ test: env test-nvfuser
 # Status 3: not to be had on this machine, said by tools/env.py in one line. CI has it, so there it is an error.
 test-nvfuser:
 	@python=$$($(ENV) nvfuser); status=$$?; \
-	if [ $$status -eq 0 ]; then $$python -m pytest -q -m nvfuser tests/nvfuser; \
+	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
 
 faults: env

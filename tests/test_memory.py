@@ -300,7 +300,7 @@ def test_whatever_is_dropped_the_numbers_are_right():
     """Nothing is read that was dropped, and what is made again is what it was."""
     more: list[int] = []
 
-    @settings(max_examples=80)
+    @settings(max_examples=50)
     @given(PROGRAMS)
     def check(fd: mf.FusionDefinition) -> None:
         plain = fd.compile(*shapes_for(fd)).resharded
@@ -318,14 +318,14 @@ def test_whatever_is_dropped_the_numbers_are_right():
     assert sum(n > 0 for n in more) > len(more) / 10, "the programs tried hardly ever move anything again"
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(PROGRAMS)
 def test_what_is_told_is_of_what_runs(fd: mf.FusionDefinition):
     told = fd.memory(*shapes_for(fd)).peak
     assert fd.latest().graph.streams or told == peak(ran(fd)).nbytes
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(PROGRAMS, st.sampled_from([0.0, 0.6, 0.8, 0.95]))
 def test_no_peak_gets_higher(fd: mf.FusionDefinition, part: float):
     resharded = fd.compile(*shapes_for(fd)).resharded

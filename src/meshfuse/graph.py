@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -252,19 +253,31 @@ class CallTable:
 
     def get(self, op: OpDef, args: tuple[Any, ...], types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
         """The call of an op on operands of these types, and its rule. DefinitionError where they do not fit the op."""
-        args = tuple(map(_anonymous, args))
-        key = (op, tuple(map(_key, args)), types)
-        if key not in self._made:
-            call = Call(op, args, types, op.infer(Call(op, args, types)))
-            rule = (op.rounds.rule if op.rounds else op.rule)(call)
-            check_rule(call, rule)
-            self._made[key] = (call, rule)
-        return self._made[key]
+        key = (op, tuple([_key(_anonymous(arg)) for arg in args]), types)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = _call_of(*key)
+        return found
 
 
-def _key(arg: Any) -> Any:
-    """Equal for arguments that mean the same: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
-    return (type(arg), repr(arg) if isinstance(arg, (float, complex)) else arg)
+@functools.lru_cache(maxsize=1 << 13)
+def _call_of(op: OpDef, args: tuple[_Key, ...], types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
+    """One object for equal calls of all graphs, as far as they are kept: of the forms of a definition most are equal,
+    and what is worked out for one holds for the others.
+    """
+    given = tuple([arg for _, _, arg in args])
+    call = Call(op, given, types, op.infer(Call(op, given, types)))
+    rule = (op.rounds.rule if op.rounds else op.rule)(call)
+    check_rule(call, rule)
+    return call, rule
+
+
+_Key = tuple[type, str, Any]
+
+
+def _key(arg: Any) -> _Key:
+    """Equal for arguments that mean the same: 1, 1.0 and True differ, and so do 0.0 and -0.0, also in a list."""
+    return (type(arg), repr(arg) if isinstance(arg, (float, complex, tuple)) else "", arg)
 
 
 def _anonymous(arg: Any) -> Any:
