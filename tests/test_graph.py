@@ -36,6 +36,12 @@ def test_calls_with_other_numbers_are_others(one: Any, other: Any) -> None:
     assert [(type(call.args[1]), repr(call.args[1])) for call in calls] == [(type(n), repr(n)) for n in (one, other)]
 
 
+def test_calls_with_other_entries_in_a_list_are_others() -> None:
+    op, kind = OPS["reshape"], TensorType((4, 6), mf.DataType.Float)
+    one, other = (CallTable().get(op, (TensorRef(0), sizes), (kind,))[0] for sizes in ((1, 24), (True, 24)))
+    assert one is not other
+
+
 def test_a_call_is_refused_each_time() -> None:
     kinds = (TensorType((4, 6), mf.DataType.Float), TensorType((5, 6), mf.DataType.Float))
     for _ in range(2):

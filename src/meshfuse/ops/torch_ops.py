@@ -61,8 +61,9 @@ def torch_op(
     `halo` tells how many elements before and after a rank's own the function sees along the dims marked `~`, from the
     call's types: the function is given that many more, `fill` beyond the tensor's ends, and returns the rank's own.
     `sizes` are those of factors that no operand tells, `dtype` the results' types where torch's promotion of the
-    operands is not theirs. `partial` says in what the op is linear, and `domain` the numbers that tests draw. Unless
-    `differentiable` is False, gradients are torch's own, on each rank's part.
+    operands is not theirs; what functions tell follows from the call alone, and is asked once for equal calls.
+    `partial` says in what the op is linear, and `domain` the numbers that tests draw. Unless `differentiable` is False,
+    gradients are torch's own, on each rank's part.
 
     Raises DefinitionError for a rule that cannot be read or does not fit the function.
     """
