@@ -336,10 +336,10 @@ def test_long_programs_that_repeat_nothing_are_searched_up_to_a_size(
 
 
 def test_on_one_axis_long_programs_are_searched_unless_asked_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, mesh, rows = KINDS["gated"]
+    layer, mesh, rows = FEW_LAYERS["by heads"]
 
     def total(search: str | None) -> float:
-        return stacked([layer] * 24, mesh, rows, LARGE, search=search).bill().total
+        return stacked([layer] * 10, mesh, rows, (4, 512, 256), search=search).bill().total
 
     assert total(None) == total("thorough") < total("fast")
     monkeypatch.setenv("MESHFUSE_SEARCH", "fast")

@@ -73,7 +73,7 @@ def test_annotating_what_was_chosen_changes_next_to_nothing() -> None:
         annotated_with_all: [], annotated_with_one: [],
     }  # fmt: skip
 
-    @settings(max_examples=examples(280))
+    @settings(max_examples=examples(200))
     @given(programs(), st.integers(0, 99))
     def collect(fd: mf.FusionDefinition, number: int) -> None:
         done = fd.compile(*shapes_for(fd)).planned

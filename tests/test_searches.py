@@ -61,7 +61,7 @@ def test_what_is_asked_again_is_not_searched_again() -> None:
     searches = propagation(64)
     found = searches.again(None, THOROUGH)
     assert searches.again(dict(searches.greedily), THOROUGH) is found
-    assert searches.again(None) is searches.first()
+    assert searches.again(None) is searches.again(dict(searches.greedily)) and searches.first() is searches.first()
 
 
 def test_a_plan_does_not_depend_on_what_was_searched_before() -> None:

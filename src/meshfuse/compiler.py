@@ -51,6 +51,9 @@ from .segmentation import SegmentedDefinition, segment
 from .sharding.value import Sharding
 from .streams.chunking import overlap
 
+# So many objects take the garbage collector a millisecond or more.
+MUCH = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
@@ -165,7 +168,19 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            gc.enable()
+            try:
+                _age()
+            finally:
+                gc.enable()
+
+
+def _age() -> None:
+    """What was made counts as old, where it is much: else the next collection of young objects looks through it all."""
+    if gc.get_count()[0] > MUCH and not gc.get_freeze_count():  # what a user has frozen would thaw
+        try:
+            gc.freeze()
+        finally:
+            gc.unfreeze()
 
 
 def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:

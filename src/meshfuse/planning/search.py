@@ -1,12 +1,12 @@
 """Small programs are planned in several ways, and the best of the plans is taken.
 
 One sweep with a beam is what long programs can afford. In it an op tries what its operands and readers ask for, and
-what is wanted of a tensor is at first what a greedy sweep made. Where operands disagree, the best answer may be one
-that none of them asks for (attention by hand over a split sequence: the heads). So a small program is planned again
-from what its tensors would have if they just followed the annotations (as in GSPMD and Shardy), from the best plan so
-far, with more placements to choose from (`votes.reassigned`), as if its inputs lay elsewhere (`starts`), with more
-plans kept for longer, and with single tensors held elsewhere (`pins`). Of a long program of equal layers few are
-planned so, and the others like them (`propagation.folding`).
+what is wanted of a tensor is what it would have if all just followed the annotations (as in GSPMD and Shardy). Where
+operands disagree, the best answer may be one that none of them asks for (attention by hand over a split sequence: the
+heads). So a small program is planned again from what a greedy sweep makes, from the best plan so far, with more
+placements to choose from (`votes.reassigned`), as if its inputs lay elsewhere (`starts`), with more plans kept for
+longer, and with single tensors held elsewhere (`pins`). Of a long program of equal layers few are planned so, and the
+others like them (`propagation.folding`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..propagation.beam import BeamSettings
 from ..propagation.factors import Placement
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
-from ..propagation.outputs import followed
+from ..propagation.outputs import all_followed
 from ..propagation.propagate import FAST, LATE, NARROW, THOROUGH, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
@@ -213,6 +213,7 @@ class _PlanSearch:
         """
         likely = _followed(self.graph, self.best, {})
         self._try(likely)
+        self._try(None)
         self._try(self._made(self.best))
         self._try(None, THOROUGH)
         self._try(likely, NARROW)
@@ -315,13 +316,9 @@ def _on(sharding: Sharding, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Sharding
 
 
 def _followed(graph: Graph, plan: ShardedDefinition, starts: Starts) -> dict[int, Sharding]:
-    """Every op's results where they would be if they followed the annotations and never were reduced or moved.
+    """Every op's results where they follow the annotations, or where the plan has them if they cannot.
 
     `starts`: inputs as if they lay elsewhere.
     """
-    known = {i: starts.get(i, plan.homes[i]) for i in graph.input_tensors}
-    made: dict[int, Sharding] = {}
-    for node in graph.nodes:
-        for i, sharding in zip(node.outputs, followed(known, node), strict=True):
-            known[i] = made[i] = graph.annotations.get(i) or sharding or plan.homes[i].reduced()
-    return made
+    inputs = {i: starts.get(i, plan.homes[i]) for i in graph.input_tensors}
+    return all_followed(graph, inputs, lambda i: plan.homes[i].reduced())

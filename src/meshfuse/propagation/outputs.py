@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
-from ..graph import Node
+from ..graph import Graph, Node
 from ..moves.planner import plan
+from ..ops.base import Call, Rule
 from ..sharding.value import Sharding
 from .factors import following
 from .sharded import ShardedDefinition
@@ -13,11 +15,29 @@ from .sharded import ShardedDefinition
 
 def followed(known: Mapping[int, Sharding], node: Node) -> tuple[Sharding | None, ...]:
     """The shardings of an op's results where they follow its operands, None where they cannot be laid out so."""
-    operands = [known[i] for i in node.inputs]
+    return _followed(node.call, node.rule, tuple([known[i] for i in node.inputs]))
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def _followed(call: Call, rule: Rule, operands: tuple[Sharding, ...]) -> tuple[Sharding | None, ...]:
     if not operands or any(s.mesh != operands[0].mesh for s in operands):
-        return (None,) * len(node.outputs)
-    made = following(node.call, node.rule, operands)
+        return (None,) * len(call.results)
+    made = following(call, rule, operands)
     return tuple(Sharding(operands[0].mesh, dims) if dims is not None else None for dims in made)
+
+
+def all_followed(
+    graph: Graph, inputs: Mapping[int, Sharding], otherwise: Callable[[int], Sharding]
+) -> dict[int, Sharding]:
+    """Every op's results where they would be if they followed the annotations and never were reduced or moved.
+
+    `otherwise` tells of those that cannot be laid out so.
+    """
+    known, made = dict(inputs), dict[int, Sharding]()
+    for node in graph.nodes:
+        for i, sharding in zip(node.outputs, followed(known, node), strict=True):
+            known[i] = made[i] = graph.annotations.get(i) or sharding or otherwise(i)
+    return made
 
 
 def ends(sharded: ShardedDefinition) -> dict[int, Sharding]:

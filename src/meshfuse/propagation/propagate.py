@@ -20,12 +20,14 @@ from .choose import cheapest
 from .folding import folded
 from .growth import Roles
 from .meshes import node_meshes
-from .outputs import ends
+from .outputs import all_followed, ends
 from .sharded import Choice, ShardedDefinition
 from .votes import Available
 from .wishes import wishes
 
 FAST = BeamSettings(24, 32)
+# The first search, all that long programs get.
+FIRST = BeamSettings(12, 16)
 THOROUGH = BeamSettings(16, 32, thorough=True)
 # Several of these go on from one another: with more plans each takes longer, and they find no more together.
 NARROW = THOROUGH._replace(width=8)
@@ -82,8 +84,8 @@ class Propagation:
         return self.graph.annotations.get(tensor, whole)
 
     def first(self, twice: bool = True) -> ShardedDefinition:
-        """The best plan from what a greedy sweep makes."""
-        found = self._searched(FAST, self.greedily)
+        """The best plan from what follows the annotations, and for small programs from what a greedy sweep makes."""
+        found = self._searched(FIRST, self._following)
         if twice and FAST.horizon < len(self.graph.nodes) <= SMALL:
             other = self._searched(_LONG, self.greedily)
             found = min(found, other, key=lambda done: round(total_seconds(done), 12))
@@ -95,7 +97,7 @@ class Propagation:
         search: BeamSettings = FAST,
         starts: Mapping[int, Sharding] = _NOWHERE,
     ) -> ShardedDefinition:
-        """A plan with `asked` in the place of what the greedy sweep makes.
+        """A plan from what is `asked` of what ops make; from what the greedy sweep makes where nothing is.
 
         Where the search is thorough, ops try more placements (`votes.reassigned`). One to whose end no choice is final
         is for small programs, others are searched fast. `starts`: where inputs lie, too, as if they had come for
@@ -115,6 +117,15 @@ class Propagation:
         found = ShardedDefinition(self.graph, choices, self._homes(list(choices)))
         found.verify()
         return found
+
+    @functools.cached_property
+    def _following(self) -> Mapping[int, Sharding]:
+        """What ops make where all follow the annotations; whole where they cannot."""
+
+        def whole(tensor: int) -> Sharding:
+            return Sharding.replicated(self.meshes.of_tensor(tensor), len(self.graph.shape(tensor)))
+
+        return all_followed(self.graph, {i: available[0] for i, available in self.inputs.items()}, whole)
 
     @functools.cached_property
     def greedily(self) -> Mapping[int, Sharding]:
