@@ -128,9 +128,7 @@ class Ways:
     def __init__(self, role: Role, available: tuple[Available, ...], known: tuple[Available, ...], thorough: bool):
         self.role, self.available = role, available
         self.found = options(role.setting(known, thorough), role.operands(available), role.kind.operands)
-        owed = [touched.owed for touched in role.kind.tensors]
-        self._owed_before = sum([self._reducing(k, found, owed[k]) for k, found in enumerate(available)])
-        # What each of the op's tensors will take to be reduced after it, by its number.
+        self._owed_before = self._owed(available, [touched.owed for touched in role.kind.tensors])
         self._owed_after: list[dict[int, float]] = [{} for _ in role.kind.tensors]
         self._best: dict[int, tuple[Growth, ...]] = {}
 
@@ -152,17 +150,24 @@ class Ways:
         return tuple(kept)
 
     def _growth(self, option: Option, other: Option | None) -> Growth:
-        after, codes, owed = self._after(option), list[int](), 0.0
-        for place, (table, known, found) in enumerate(zip(self.role.kind.tables, self._owed_after, after, strict=True)):
-            code = table.number(found)
-            codes.append(code)
-            if code not in known:
-                known[code] = self._reducing(place, found, self.role.kind.tensors[place].owes)
-            owed += known[code]
-        return Growth(option, other, option.seconds + (owed - self._owed_before), after, tuple(codes))
+        kind, after = self.role.kind, self._after(option)
+        codes = tuple([table.number(found) for table, found in zip(kind.tables, after, strict=True)])
+        owed = sum([self._owing(place, code, after[place]) for place, code in enumerate(codes)])
+        return Growth(option, other, option.seconds + (owed - self._owed_before), after, codes)
+
+    def _owing(self, place: int, code: int, found: Available) -> float:
+        """What the op's tensor of this place will take at least to be reduced after the op; told once for each way."""
+        known = self._owed_after[place]
+        if code not in known:
+            known[code] = self._reducing(place, found, self.role.kind.tensors[place].owes)
+        return known[code]
+
+    def _owed(self, available: Sequence[Available], shares: Sequence[float]) -> float:
+        """The seconds that reductions will take at least, of all tensors that exist unreduced only."""
+        rows = enumerate(zip(available, shares, strict=False))
+        return sum([self._reducing(place, found, share) for place, (found, share) in rows])
 
     def _reducing(self, place: int, found: Available, share: float) -> float:
-        """The seconds that a tensor will take at least to be reduced, if it exists unreduced only."""
         if not (found and found[0].partial and all([s.partial for s in found])):
             return 0.0
         touched, asked = self.role.kind.tensors[place], self.role.wanted[place]

@@ -80,8 +80,10 @@ class Propagation:
 
     def _input_home(self, tensor: int) -> Sharding:
         """Inputs that no annotation places are whole on every rank."""
-        whole = Sharding.replicated(self.meshes.of_tensor(tensor), len(self.graph.shape(tensor)))
-        return self.graph.annotations.get(tensor, whole)
+        return self.graph.annotations.get(tensor) or self._whole(tensor)
+
+    def _whole(self, tensor: int) -> Sharding:
+        return Sharding.replicated(self.meshes.of_tensor(tensor), len(self.graph.shape(tensor)))
 
     def first(self, twice: bool = True) -> ShardedDefinition:
         """The best plan from what follows the annotations, and for small programs from what a greedy sweep makes."""
@@ -121,11 +123,7 @@ class Propagation:
     @functools.cached_property
     def _following(self) -> Mapping[int, Sharding]:
         """What ops make where all follow the annotations; whole where they cannot."""
-
-        def whole(tensor: int) -> Sharding:
-            return Sharding.replicated(self.meshes.of_tensor(tensor), len(self.graph.shape(tensor)))
-
-        return all_followed(self.graph, {i: available[0] for i, available in self.inputs.items()}, whole)
+        return all_followed(self.graph, {i: available[0] for i, available in self.inputs.items()}, self._whole)
 
     @functools.cached_property
     def greedily(self) -> Mapping[int, Sharding]:
