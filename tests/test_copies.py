@@ -38,6 +38,7 @@ from meshfuse.host_ir.lower import lower_to_host_ir
 from meshfuse.host_ir.program import HostProgram
 from meshfuse.host_ir.schedule import IN_FLIGHT
 from meshfuse.host_ir.verify import verify, verify_together
+from meshfuse.ops.base import ScalarRef, TensorRef
 from meshfuse.sharding.data import shard
 from meshfuse.testing import annotations, definitions, inputs_for
 
@@ -120,10 +121,15 @@ def lowered(compiled: CompiledProgram, in_flight: int = IN_FLIGHT) -> list[HostP
     return made
 
 
-def results(compiled: CompiledProgram, made: Sequence[HostProgram], inputs: Sequence[torch.Tensor]) -> list[Any]:
+def results(compiled: CompiledProgram, made: Sequence[HostProgram], inputs: Sequence[Any]) -> list[Any]:
     """What the ranks have at the end."""
-    homes = [compiled.sharded.homes[i] for i in compiled.graph.input_tensors]
-    given = {p.rank: [shard(t, h, p.rank) for t, h in zip(inputs, homes, strict=True)] for p in made}
+    refs = compiled.graph.inputs
+
+    def part(ref: TensorRef | ScalarRef, whole: Any, rank: int) -> Any:
+        home = compiled.sharded.homes[ref.id] if isinstance(ref, TensorRef) else None
+        return shard(whole, home, rank) if home is not None and rank in home.mesh else whole
+
+    given = {p.rank: [part(ref, whole, p.rank) for ref, whole in zip(refs, inputs, strict=True)] for p in made}
     return list(Simulation(made, torch.device("cpu"), check_streams=True).run(given, 0, 0).values())
 
 
