@@ -9,15 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 import meshfuse as mf
-from meshfuse import compiler
+from meshfuse import collector
 
 MESH = mf.DeviceMesh((4,), ("tp",))
 
 
 @pytest.fixture(autouse=True)
-def no_frozen_objects() -> Iterator[None]:
+def no_frozen_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The suite's own are frozen (conftest.py)."""
     gc.unfreeze()
+    monkeypatch.setattr(collector.FROZEN, "found", False)
     yield
     gc.collect()
     gc.freeze()
@@ -32,7 +33,7 @@ def mlp() -> mf.FusionDefinition:
 
 
 def test_what_a_large_compilation_made_is_old_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "MUCH", 0)
+    monkeypatch.setattr(collector, "MUCH", 0)
     gc.collect()
     program = mlp().compile()
     old = {id(made) for made in gc.get_objects(generation=2)}
@@ -41,11 +42,22 @@ def test_what_a_large_compilation_made_is_old_to_the_collector(monkeypatch: pyte
 
 
 def test_objects_that_a_user_froze_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "MUCH", 0)
+    monkeypatch.setattr(collector, "MUCH", 0)
     gc.freeze()
     frozen = gc.get_freeze_count()
     mlp().compile()
     assert gc.get_freeze_count() > frozen * 0.9
+
+
+def test_what_a_user_froze_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python counts a million objects one by one, which takes longer than a small program's compilation."""
+    monkeypatch.setattr(collector, "MUCH", 0)
+    gc.freeze()
+    counted, count = list[int](), gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(count()) or counted[-1])
+    for _ in range(3):
+        mlp().compile()
+    assert len(counted) == 1 and counted[0] > 0
 
 
 def test_a_collector_that_a_user_turned_off_stays_off() -> None:
@@ -58,7 +70,7 @@ def test_a_collector_that_a_user_turned_off_stays_off() -> None:
 
 
 def test_a_users_cycles_are_still_found_after_a_large_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "MUCH", 0)
+    monkeypatch.setattr(collector, "MUCH", 0)
 
     class Loop:
         def __init__(self) -> None:

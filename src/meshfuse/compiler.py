@@ -11,14 +11,13 @@ more: the better plan goes on. `decided` has all of these, `compile_sharded` tho
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .collector import no_collection
 from .definition.builder import DefinitionBuilder
 from .graph import Graph, concretize
 from .host_ir.lower import lower_to_host_ir
@@ -51,9 +50,6 @@ from .segmentation import SegmentedDefinition, segment
 from .sharding.value import Sharding
 from .streams.chunking import overlap
 
-# To look through so many objects takes the garbage collector a third of a millisecond.
-MUCH = 10_000
-
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
@@ -81,7 +77,7 @@ class CompiledProgram:
     def host_program(self, rank: int) -> HostProgram:
         """The verified program of a rank."""
         if rank not in self._programs:
-            with _no_collection():
+            with no_collection():
                 program = lower_to_host_ir(self.segmented, rank, self.digest, self.in_flight)
                 verify(program)
             self._programs[rank] = program
@@ -106,7 +102,7 @@ def compile_definition(
     known. With a `near_factor` over 1 the plan of sizes that are all within it is taken over, or this one kept
     (`plan_store.nearby`).
     """
-    with _no_collection():
+    with no_collection():
         graph = _graph(fd, shapes, scalars)
         taken = PLANS.near(graph, world, near_factor) if near_factor > 1 else None
         if taken is not None:
@@ -122,7 +118,7 @@ def decided_without(
     effort: Effort,
 ) -> ShardedDefinition | None:  # fmt: skip
     """The plan if nothing were said of these inputs; None where nothing else is said."""
-    with _no_collection():
+    with no_collection():
         graph = _graph(fd, shapes, {})
         left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
         return decided(dataclasses.replace(graph, annotations=left), world, effort) if left else None
@@ -157,29 +153,6 @@ def _forms(graph: Graph, world: DeviceMesh, effort: Effort) -> tuple[ShardedDefi
         graph, lambda form: in_parts(form, lambda last: plain if last is graph else plan(last), effort), effort
     )
     return plain, shifted(regrouped(found, world, effort), world, effort)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Compilation makes many objects and no cycles of them: looking for some takes up to a third of its time."""
-    was_on = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-        if was_on:
-            _age()
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _age() -> None:
-    """What was made counts as old, where it is much: else the next collection of young objects looks through it all."""
-    if gc.get_count()[0] > MUCH and not gc.get_freeze_count():  # what a user has frozen would thaw
-        try:
-            gc.freeze()
-        finally:
-            gc.unfreeze()
 
 
 def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
