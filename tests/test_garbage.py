@@ -20,7 +20,6 @@ def no_frozen_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.unfreeze()
     monkeypatch.setattr(collector.FROZEN, "found", False)
     yield
-    gc.collect()
     gc.freeze()
 
 
@@ -34,7 +33,6 @@ def mlp() -> mf.FusionDefinition:
 
 def test_what_a_large_compilation_made_is_old_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "MUCH", 0)
-    gc.collect()
     program = mlp().compile()
     old = {id(made) for made in gc.get_objects(generation=2)}
     assert {id(program.planned), id(program.graph.nodes)} <= old
