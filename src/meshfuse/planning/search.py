@@ -230,7 +230,6 @@ class _PlanSearch:
 
     def far(self) -> None:
         """As if ranks shared inputs, with choices that stay open, and with tensors held elsewhere."""
-        before = self.cost
         for starts in shared_starts(self.graph, self.best.homes):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
@@ -239,8 +238,6 @@ class _PlanSearch:
             if self._spent(found).sends_less_than(self.cost):
                 self._keep(found)
         self._hold()
-        if self.cost != before:
-            self._go_on()
 
     def _hold(self) -> None:
         """With what is made beside moves held elsewhere, from the best plan, as long as that saves moves."""
