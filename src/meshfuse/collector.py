@@ -11,12 +11,13 @@ MUCH = 10_000
 
 
 class _Frozen:
-    """Whether the user's program has frozen objects, once it had any: to count them looks through them all."""
+    """What the user's program has frozen, as far as is known."""
 
     def __init__(self) -> None:
         self.found = False
 
-    def __bool__(self) -> bool:
+    def is_there(self) -> bool:
+        """Whether there is any, or once was: to count frozen objects looks through them all, and is done no more."""
         self.found = self.found or gc.get_freeze_count() > 0
         return self.found
 
@@ -40,7 +41,7 @@ def no_collection() -> Iterator[None]:
 
 def _age() -> None:
     """What was made counts as old, where it is much: else the next collection of young objects looks through it all."""
-    if gc.get_count()[0] > MUCH and not FROZEN:  # what a user has frozen would thaw
+    if gc.get_count()[0] > MUCH and not FROZEN.is_there():  # what a user has frozen would thaw
         try:
             gc.freeze()
         finally:
