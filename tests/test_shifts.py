@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,6 +90,23 @@ def test_windows_written_otherwise_are_the_same(shape, place, taps, last, roots,
         patch.setattr(shifts, "better", lambda found, other: other)
         fd = defined(shape, place, taps, last[0], roots, out, turns)
         assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+@pytest.mark.parametrize("place", [[("x", "y"), None], ["y", "x"]], ids=str)
+@pytest.mark.parametrize("step", [2, 3])
+def test_slices_in_steps_of_one_row_of_a_dim_that_lies_over_ranks(step: int, place: list[Any]) -> None:
+    """And their gradients. Padded to whole steps, a dim may have as many of them as it had elements."""
+    for n, start in ((1, 0), (3, 2), (8, 0), (8, 4), (8, 7)):
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([n, 4], dtype=mf.DataType.Double)
+            made = fd.ops.slice(x, [start, 0], [start + 1, 4], [step, step])
+            fd.mesh_split(x, BOTH, place)
+            fd.add_output(made)
+            fd.add_output(fd.grad(fd.ops.sum(made * made), x))
+        (whole,) = inputs_for(fd)
+        rows, gradient = whole[start : start + 1, ::step], torch.zeros_like(whole)
+        gradient[start : start + 1, ::step] = 2 * rows
+        assert_same_as_unsharded(fd, [whole], [rows, gradient])
 
 
 def taps_of(fd: mf.FusionDefinition, x: mf.TensorView, before: int, after: int) -> list[mf.TensorView]:

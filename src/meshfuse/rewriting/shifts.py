@@ -99,8 +99,7 @@ class _WindowForms:
         if self.of(made):
             return made.depth > 1 or len(self.members[self.groups[made]]) > 1
         alike = len(made.terms) == 1 or all(self.graph.shape(term.root) == made.shape for term in made.terms)
-        many = any(self.steps.are_many(way, offset) for way, offset in self.steps.ways(made))
-        return made.is_plain and alike and (made.depth > 1 or many)
+        return made.is_plain and alike and (made.depth > 1 or self.steps.are_many(made))
 
 
 # Moves a tensor along a dim by so much, with what comes in.
@@ -129,10 +128,10 @@ class _Steps:
                     yield (root, before, d, made.fill), offsets[d]
                     before = (*before, (d, offsets[d]))
 
-    def are_many(self, way: _Way, offset: int) -> bool:
-        """Whether the shift goes on from another, or another from it."""
-        chains = [self.up_to(way, other) for other in self._offsets[way]]
-        return any(len(chain) > 1 and offset in chain for chain in chains)
+    def are_many(self, made: Shifted) -> bool:
+        """Whether one of the shifts of a plain window goes on from another, or another from it."""
+        chains = [(self.up_to(way, o), offset) for way, offset in self.ways(made) for o in self._offsets[way]]
+        return any(len(chain) > 1 and offset in chain for chain, offset in chains)
 
     def up_to(self, way: _Way, offset: int) -> list[int]:
         """The offsets in this direction, nearest first, up to this one, each no step from the next that moves more than
