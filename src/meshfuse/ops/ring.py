@@ -120,6 +120,7 @@ def _bwd_emit(e: Emit) -> str:
 def _merge_infer(call: Call) -> tuple[TensorType, ...]:
     """In float32, or in float64 where any operand is."""
     (out, _), wide = call.types[:2], DataType.Float
+    check_ndim("attention_merge", "output", out, 1)
     for t, wanted in zip(call.types, (out.shape, out.shape[:-1]) * 2, strict=True):
         if t.dtype.category is not Category.FLOAT or not agree(t.shape, wanted):
             raise user_error("attention_merge: operands", " and ".join(map(str, call.types)),

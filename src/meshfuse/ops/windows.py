@@ -180,7 +180,7 @@ def _slice_emit(e: Emit) -> str:
     parts = []
     for n, (a, b, s) in zip(e.operand_shapes[0], local_bounds(e.call, e.result_shapes[0]), strict=True):
         parts.append(":" if (a, b, s) == (0, n, 1) else f"{a}:{b}" if s == 1 else f"{a}:{b}:{s}")
-    return f"{e.operands[0]}[{', '.join(parts)}]"
+    return f"{e.operands[0]}[{', '.join(parts) or '...'}]"
 
 
 def _slice_nvfuser(n: NvfuserEmit) -> Any:
