@@ -112,6 +112,8 @@ OPS: list[tuple[str, Ops]] = [
        lambda fd, x, o, op=op, what=what, shape=shape: getattr(o, op)(x, [16], **{what: fd.define_tensor(shape)}))
       for op, what in (("layer_norm", "weight"), ("layer_norm", "bias"), ("rms_norm", "weight"))
       for shape in ([1], [8, 16], [8, 1], [], [4])],
+    *[(f"pad: more is cut off than there is: found {cut} of dim 1 of Float[8, 16], needed at most 16",
+       lambda fd, x, o, w=w: o.pad(x, w)) for w, cut in (([-17, 40], 17), ([40, -17], 17), ([-9, -9], 18))],
     ("cast: argument 'dtype' is of the wrong kind", lambda fd, x, o: o.cast(x, "abc")),
     ("cast: dtype: found DataType.Null", lambda fd, x, o: o.cast(x, DataType.Null)),
     ("reshape", lambda fd, x, o: o.reshape(x, [5, 5])),

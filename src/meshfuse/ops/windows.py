@@ -209,10 +209,18 @@ def _pad_infer(call: Call) -> tuple[TensorType, ...]:
     widths, (arg,) = pad_widths(call), call.types
     check_number("pad", call["value"], arg.dtype)
     told = {arg.ndim - 1 - i // 2 for i, width in enumerate(call["pad_widths"]) if isinstance(width, ScalarRef)}
-    sizes = [UNKNOWN if n == UNKNOWN or d in told else n + sum(widths.get(d, ())) for d, n in enumerate(arg.shape)]
-    if any(n < 0 and old != UNKNOWN and d not in told for d, (n, old) in enumerate(zip(sizes, arg.shape, strict=True))):
-        raise user_error("pad: more is cut off than there is", str(list(call["pad_widths"])), "sizes >= 0", "")
+    open_dims = told | {d for d, n in enumerate(arg.shape) if n == UNKNOWN}
+    for d in sorted(widths.keys() - open_dims):
+        _check_cut(arg, d, -sum(min(width, 0) for width in widths[d]))
+    sizes = [UNKNOWN if d in open_dims else n + sum(widths.get(d, ())) for d, n in enumerate(arg.shape)]
     return (TensorType(tuple(sizes), arg.dtype),)
+
+
+def _check_cut(arg: TensorType, dim: int, cut: int) -> None:
+    """Raises DefinitionError for negative widths that are more than a dim has, whatever comes in at its other end."""
+    if cut > arg.shape[dim]:
+        raise user_error("pad: more is cut off than there is", f"{cut} of dim {dim} of {arg}",
+                         f"at most {arg.shape[dim]}", "Cut less, or use fd.ops.full.")  # fmt: skip
 
 
 def _pad_rule(call: Call) -> Rule:
