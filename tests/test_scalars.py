@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import meshfuse as mf
+import op_references as references
 from meshfuse import DataType
+from meshfuse.kernels.scalars import FUNCTIONS
+from meshfuse.ops import OPS
 
 Make = Callable[[Any, Any], Any]
 
@@ -101,3 +105,65 @@ def test_complex_scalars_and_their_parts() -> None:
     fd.add_output(fd.ops.full([1], z, DataType.ComplexDouble))
     found = [t.item() for t in fd.simulate([])]
     assert found == [3.0, -4.0, math.hypot(3, 4), 3 - 4j]
+
+
+INF, NAN = math.inf, math.nan
+VALUES: dict[DataType, tuple[Any, ...]] = {
+    DataType.Double: (0.0, -0.0, 1.0, -1.5, 2.5, 1000.0, -1000.0, 1e300, INF, -INF, NAN),
+    DataType.Int: (0, 1, 2, -7, 5), DataType.Bool: (False, True),
+}  # fmt: skip
+REFERENCES: dict[str, Callable[..., torch.Tensor]] = {
+    **references.REFERENCES, "mod": torch.fmod,
+    "div": lambda a, b: a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc"),
+    "where": lambda c, a, b: torch.where(c != 0, a, b), "threshold": lambda x, t, v: torch.where(x <= t, v, x),
+    "imag": torch.zeros_like, "lerp": lambda a, b, w: a + w * (b - a),
+}  # fmt: skip
+
+
+def wanted(name: str, row: Sequence[Any], dtype: DataType) -> torch.Tensor | None:
+    """What torch makes of tensors of these numbers; None where it refuses them, or it is nothing certain."""
+    if "shift" in name and min(row) < 0:
+        return None
+    try:
+        return REFERENCES[name](*(torch.tensor([v], dtype=getattr(torch, dtype.value)) for v in row))
+    except (RuntimeError, TypeError):
+        return None
+
+
+def known(name: str) -> list[tuple[Sequence[Any], DataType, torch.Tensor]]:
+    """Numbers of one type for an op's operands, and what torch makes of them, where it takes them."""
+    count, found = sum(param.name != "dtype" for param in OPS[name].params), []
+    for dtype, values in VALUES.items():
+        rows = itertools.product(values if count < 3 else values[::4], repeat=count)
+        found += [(row, dtype, made) for row in rows if (made := wanted(name, row, dtype)) is not None]
+    return found
+
+
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_scalars_are_what_tensors_of_them_are(name: str, constant: bool) -> None:
+    """Where Python has an error, or a number of another type, too."""
+    rows, fd = known(name), mf.FusionDefinition()
+    for row, dtype, _ in rows:
+        made = getattr(fd.ops, name)(*(fd.define_scalar(v) if constant else fd.define_scalar(dtype=dtype) for v in row))
+        fd.add_output(fd.ops.full([1], fd.ops.where(made, 1, 0) if made.dtype is DataType.Bool else made, made.dtype))
+    found = fd.simulate([] if constant else [v for row, _, _ in rows for v in row])
+    for out, (row, _, made) in zip(found, rows, strict=True):
+        close = torch.allclose(
+            out.to(made.dtype), made, rtol=1e-12 if made.dtype == out.dtype else 1e-5, equal_nan=True
+        )
+        assert close, f"{row}: {out} instead of {made}"
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_scalars_have_numbers_of_their_own_type(constant: bool) -> None:
+    """What an op gives of operands of two types is a number of the greater one: it is not divided as whole ones are."""
+    for make in (
+        lambda fd, s: fd.ops.where(s > 0, s, 2.5), lambda fd, s: fd.ops.maximum(s, 2.5),
+        lambda fd, s: fd.ops.clamp(s, 0.5, 9), lambda fd, s: fd.ops.relu(fd.ops.floor(fd.ops.maximum(s, 0.5))),
+        lambda fd, s: repeated(30, lambda fd, t: fd.ops.maximum(s, t))(fd, fd.ops.truediv(s, 2)),
+    ):  # fmt: skip
+        fd = mf.FusionDefinition()
+        made = make(fd, fd.define_scalar(7) if constant else fd.define_scalar(dtype=DataType.Int))
+        fd.add_output(fd.ops.full([1], fd.ops.div(made, 2), DataType.Double))
+        assert fd.simulate([] if constant else [7])[0].item() == 3.5

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .dtypes import Category, DataType, promote
+from .dtypes import Category, DataType, promote, scalar_dtype
+from .kernels.scalars import FUNCTIONS, INTEGRAL, PREDICATES, within_64_bits
 from .ops.base import ScalarRef, TensorRef
 
 Operand = Any  # ScalarRef, TensorRef (of `size`) or a Python number
@@ -22,91 +22,9 @@ class ScalarDef:
     dtype: DataType
 
 
-def _c_div(a: Any, b: Any) -> Any:
-    """Division as in C: integers stay integers, rounded towards zero (and all their digits right)."""
-    if not (isinstance(a, int) and isinstance(b, int)):
-        return a / b
-    quotient = abs(a) // abs(b)
-    return quotient if (a < 0) == (b < 0) else -quotient
-
-
-def _c_mod(a: Any, b: Any) -> Any:
-    return a - b * _c_div(a, b) if isinstance(a, int) and isinstance(b, int) else math.fmod(a, b)
-
-
-def _within_64_bits(value: Any) -> Any:
-    """The number. Raises OverflowError for an int that no type holds: numbers that grow would never be done."""
-    if isinstance(value, int) and value.bit_length() > 64:
-        raise OverflowError("an int of more than 64 bits")
-    return value
-
-
-def _pow(a: Any, b: Any) -> Any:
-    if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and b > 64:
-        raise OverflowError("an int of more than 64 bits")
-    return _within_64_bits(a**b)
-
-
-def _left_shift(a: Any, b: Any) -> Any:
-    return _within_64_bits(a << min(b, 65))
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-    "div": _c_div, "truediv": lambda a, b: a / b, "mod": _c_mod, "fmod": math.fmod,
-    "remainder": lambda a, b: a % b, "pow": _pow, "maximum": max, "minimum": min,
-    "atan2": math.atan2, "gcd": math.gcd, "nextafter": math.nextafter,
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    "logical_and": lambda a, b: bool(a) and bool(b), "logical_or": lambda a, b: bool(a) or bool(b),
-    "bitwise_and": lambda a, b: a & b, "bitwise_or": lambda a, b: a | b, "bitwise_xor": lambda a, b: a ^ b,
-    "bitwise_left_shift": _left_shift, "bitwise_right_shift": lambda a, b: a >> b,
-    "neg": lambda a: -a, "abs": abs, "logical_not": lambda a: not a, "bitwise_not": lambda a: ~a,
-    "ceil": math.ceil, "floor": math.floor, "round": round, "trunc": math.trunc, "reciprocal": lambda a: 1.0 / a,
-    "sqrt": math.sqrt, "rsqrt": lambda a: 1.0 / math.sqrt(a), "relu": lambda a: max(a, 0),
-    "sign": lambda a: (a > 0) - (a < 0),
-    "sigmoid": lambda a: 1.0 / (1.0 + math.exp(-a)), "silu": lambda a: a / (1.0 + math.exp(-a)),
-    **{name: getattr(math, name) for name in (
-        "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "exp", "expm1", "lgamma",
-        "log", "log10", "log1p", "log2", "sin", "sinh", "tan", "tanh", "isfinite", "isinf", "isnan")},
-    "where": lambda c, a, b: a if c else b, "clamp": lambda x, low, high: min(max(x, low), high),
-    "lerp": lambda a, b, w: a + w * (b - a), "addcmul": lambda a, b, c, v: a + v * b * c,
-    "threshold": lambda x, t, v: x if x > t else v,
-    "signbit": lambda a: math.copysign(1.0, a) < 0, "frac": lambda a: a - math.trunc(a), "exp2": lambda a: 2.0**a,
-    "isneginf": lambda a: a == -math.inf, "isposinf": lambda a: a == math.inf,
-    "isreal": lambda a: complex(a).imag == 0, "complex": complex,
-    "set": lambda a: a, "segment_set": lambda a: a, "real": lambda a: a.real, "imag": lambda a: a.imag,
-}  # fmt: skip
-_PREDICATES = frozenset(
-    (
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "isneginf",
-        "isposinf",
-        "isreal",
-        "signbit",
-    )
-)
-_INTEGRAL = frozenset(
-    ("add", "sub", "mul", "div", "mod", "remainder", "pow", "maximum", "minimum", "gcd", "neg", "abs", "relu", "sign",
-     "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "set",
-     "segment_set", "where", "clamp")
-)  # fmt: skip
-
-
 def result_dtype(op: str, operands: list[DataType]) -> DataType:
     """The type of a scalar op's result."""
-    if op in _PREDICATES:
+    if op in PREDICATES:
         return DataType.Bool
     out = operands[0]
     for dtype in operands[1:]:
@@ -115,7 +33,7 @@ def result_dtype(op: str, operands: list[DataType]) -> DataType:
         return DataType.ComplexDouble
     if op in ("real", "imag", "abs"):
         out = out.real
-    return out if op in _INTEGRAL or out.category >= Category.FLOAT else DataType.Double
+    return out if op in INTEGRAL or out.category >= Category.FLOAT else DataType.Double
 
 
 def evaluate(
@@ -143,7 +61,7 @@ def _computed(made: ScalarDef, operands: list[Any]) -> Any:
         return operands[0]
     if made.op == "cast":
         return python_cast(operands[0], made.dtype)
-    return _within_64_bits(FUNCTIONS[made.op](*operands))
+    return within_64_bits(python_cast(FUNCTIONS[made.op](*operands), made.dtype))
 
 
 def steps(inputs: tuple[Any, ...], *made: tuple[Any, ...]) -> Any:
@@ -151,7 +69,7 @@ def steps(inputs: tuple[Any, ...], *made: tuple[Any, ...]) -> Any:
     values = list(inputs)
     for op, *operands in made:
         found = [values[o[0]] if isinstance(o, list) else o for o in operands]
-        values.append(_within_64_bits(SCOPE[op](*found)))
+        values.append(within_64_bits(SCOPE[op](*found)))
     return values[-1]
 
 
@@ -171,9 +89,11 @@ def scalar_text(
         if made.op in _LEAVES:
             known[number] = _leaf(number, made, size, plain)
             continue
-        op, operands = _called(made)
-        words = [known[o.id] if isinstance(o, ScalarRef) else plain(o) for o in operands]
-        known[number] = f"S[{op!r}]({', '.join(words)})"
+        words = [known[o.id] if isinstance(o, ScalarRef) else plain(o) for o in made.operands[: _taken(made)]]
+        text = ", ".join(words)
+        for function in _functions(made, scalars):
+            text = f"S[{function!r}]({text})"
+        known[number] = text
         if known[number].count("S[") > _LONGEST:
             return _steps_text(order, scalars, size, plain)
     return known[ref.id]
@@ -188,11 +108,25 @@ def _leaf(number: int, made: ScalarDef, size: Callable[[TensorRef, int], int], p
     return plain(made.operands[0]) if made.op == "const" else str(size(*made.operands))
 
 
-def _called(made: ScalarDef) -> tuple[str, tuple[Operand, ...]]:
-    """The function, by its name in SCOPE, and the operands of a scalar that is made of others."""
-    if made.op != "cast":
-        return made.op, made.operands
-    return ("bool", "int", "float", "complex")[made.dtype.category], made.operands[:1]
+def _taken(made: ScalarDef) -> int:
+    """How many of its operands a scalar that is made of others is computed from: a cast has the type behind one."""
+    return 1 if made.op == "cast" else len(made.operands)
+
+
+def _functions(made: ScalarDef, scalars: Mapping[int, ScalarDef]) -> list[str]:
+    """The functions, by their names in SCOPE, that a scalar is made with, one of the other: the last is a cast where
+    the first need not give a number of the scalar's type.
+    """
+    if made.op == "cast":
+        return [_kind(made.dtype)]
+    kinds = {_kind(scalars[o.id].dtype if isinstance(o, ScalarRef) else scalar_dtype(o)) for o in made.operands}
+    sure = made.op in PREDICATES or (kinds == {_kind(made.dtype)} and made.dtype is not DataType.Bool)
+    return [made.op] if sure else [made.op, _kind(made.dtype)]
+
+
+def _kind(dtype: DataType) -> str:
+    """The Python type that stands for a DataType's category."""
+    return ("bool", "int", "float", "complex")[dtype.category]
 
 
 def _steps_text(
@@ -203,12 +137,17 @@ def _steps_text(
 ) -> str:
     """A call of `steps`: the leaves, then each scalar by the places of its operands."""
     ordered = sorted(order, key=lambda number: scalars[number].op not in _LEAVES)
-    places = {number: f"[{place}]" for place, number in enumerate(ordered)}
-    leaves = "".join(f"{_leaf(n, scalars[n], size, plain)}, " for n in ordered if scalars[n].op in _LEAVES)
-    made = [_called(scalars[n]) for n in ordered if scalars[n].op not in _LEAVES]
-    words = [[repr(op), *(places[o.id] if isinstance(o, ScalarRef) else plain(o) for o in given)] for op, given in made]
-    calls = ", ".join(f"({', '.join(entry)})" for entry in words)
-    return f"S['steps'](({leaves}), {calls})"
+    given = [number for number in ordered if scalars[number].op in _LEAVES]
+    leaves = "".join(f"{_leaf(number, scalars[number], size, plain)}, " for number in given)
+    places, calls = {number: f"[{place}]" for place, number in enumerate(given)}, list[str]()
+    for number in ordered[len(given) :]:
+        made = scalars[number]
+        words = [places[o.id] if isinstance(o, ScalarRef) else plain(o) for o in made.operands[: _taken(made)]]
+        for function in _functions(made, scalars):
+            calls.append(f"({', '.join([repr(function), *words])})")
+            words = [f"[{len(given) + len(calls) - 1}]"]
+        (places[number],) = words
+    return f"S['steps'](({leaves}), {', '.join(calls)})"
 
 
 def _in_order(ref: Operand, scalars: Mapping[int, ScalarDef]) -> list[int]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
+from ..kernels.scalars import FUNCTIONS
 from ..ops.base import REQUIRED, OpDef
 from ..ops.binding import signature
-from ..scalars import FUNCTIONS
 from .checks import plain_number
 from .tensor_view import Val
 

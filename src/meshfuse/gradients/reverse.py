@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ..definition.tensor_view import TensorView, Val
 from ..dtypes import Category, DataType
 from ..errors import SourceLine, located, user_error
+from ..kernels.scalars import FUNCTIONS
 from ..ops.base import ScalarRef, TensorRef
-from ..scalars import FUNCTIONS
 from .context import Backward, sizes
 from .windows import WindowGradient, joined_windows
 
