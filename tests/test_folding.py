@@ -19,7 +19,7 @@ from meshfuse.propagation.folding import KEPT, LONG, Folded, folded
 from meshfuse.propagation.propagate import Propagation, propagate
 from meshfuse.propagation.sharded import ShardedDefinition
 from meshfuse.report.bill import bill_of
-from meshfuse.testing import assert_same_as_unsharded
+from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 TP = mf.DeviceMesh((4,), ("tp",))
 GRID = mf.DeviceMesh((2, 2), ("dp", "tp"))
@@ -165,6 +165,33 @@ def test_layers_in_any_order_give_right_numbers(seed: int) -> None:
     plan = propagate(graph, GRID)
     assert all(plan.homes[i] == said for i, said in graph.annotations.items())
     check(fd)
+
+
+def read_at_the_end(count: int, read: str, grad: bool) -> Fd:
+    """Layers of which the end reads something each: rows, or the second result of an op."""
+    kept: list[T] = []
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([ROWS, WIDTH], dtype=mf.DataType.Double)
+        weights = [fd.define_tensor([WIDTH, WIDTH], dtype=mf.DataType.Double) for _ in range(count)]
+        for made, spec in ((x, ["dp", None]), *((w, ["tp", None]) for w in weights)):
+            fd.mesh_split(made, GRID, spec)
+        for w in weights:
+            x = fd.ops.tanh(fd.ops.matmul(x * 0.25, w))
+            variance, mean = fd.ops.var_mean(x, [1])
+            kept.append(fd.ops.sum(x, [1]) if read == "rows" else variance)
+            x = x - fd.ops.broadcast(mean, [False, True])
+        loss = fd.ops.sum(sum(kept[1:], kept[0]) if read == "sums" else fd.ops.cat(kept, 0))
+        for made in (loss, x, *(fd.grad(loss, weights[-2:]) if grad else ())):
+            fd.add_output(made)
+    return fd
+
+
+@pytest.mark.parametrize(("count", "read", "grad"), [(90, "rows", False), (90, "sums", False), (60, "variances", True)])
+def test_what_is_read_of_every_layer_is_there(count: int, read: str, grad: bool) -> None:
+    """However many layers are left out, and behind which op the program ends."""
+    fd = read_at_the_end(count, read, grad)
+    inputs = inputs_for(fd)
+    assert_same_as_unsharded(fd, inputs, interpret(fd, inputs))
 
 
 def test_programs_that_repeat_nothing_or_are_short_are_planned_whole() -> None:

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..graph import Graph, Node, numbered
-from .sharded import ShardedDefinition
+from ..moves.planner import plan
+from ..sharding.value import Sharding
+from .factors import Placement, placed
+from .sharded import Choice, ShardedDefinition
 
 # The fewest ops of a program that is folded: shorter ones are planned whole.
 LONG = 400
@@ -47,16 +50,43 @@ class Folded:
         """Whether a plan of the short program does the same on both sides of what is left out, so that it goes on."""
         return all(plan.choices[a].placement == plan.choices[b].placement for a, b in self.joints)
 
-    def written_out(self, plan: ShardedDefinition) -> ShardedDefinition:
+    def written_out(self, short: ShardedDefinition) -> ShardedDefinition:
         """The plan of the whole, from that of the short program."""
-        choices = tuple([plan.choices[place] for place in self.places])
-        homes = {i: plan.homes[i] for i in self.whole.input_tensors}
-        for node, place in zip(self.whole.nodes, self.places, strict=True):
-            made = self.short.nodes[place].outputs
-            homes.update(zip(node.outputs, [plan.homes[i] for i in made], strict=True))
-        found = ShardedDefinition(self.whole, choices, homes)
+        whole = self.whole
+        homes, choices = {i: short.homes[i] for i in whole.input_tensors}, list[Choice]()
+        there = {i: (home,) for i, home in homes.items()}
+        for node, place in zip(whole.nodes, self.places, strict=True):
+            choice, made = short.choices[place], [short.homes[i] for i in self.short.nodes[place].outputs]
+            if not _has_terms(node, choice.placement, there):
+                choice = _without_terms(node, choice)
+                results = zip(node.outputs, choice.placement.results, strict=True)
+                made = [whole.annotations.get(i, sharding) for i, sharding in results]
+            choices.append(choice)
+            homes.update(zip(node.outputs, made, strict=True))
+            there.update(zip(node.outputs, zip(made, choice.placement.results, strict=True), strict=True))
+        found = ShardedDefinition(whole, tuple(choices), homes)
         found.verify()
         return found
+
+
+def _has_terms(node: Node, placement: Placement, there: Mapping[int, Sequence[Sharding]]) -> bool:
+    """Whether what an op takes unreduced is: what stands for an operand need not be made as it is, as the first term of
+    a sum over all layers is not made like the sum so far.
+    """
+    needs = zip(node.inputs, node.call.types, placement.operands, strict=True)
+    return all(
+        not need.partial or any(plan(have, need, kind.shape, kind.dtype.itemsize) is not None for have in there[i])
+        for i, kind, need in needs
+    )
+
+
+def _without_terms(node: Node, choice: Choice) -> Choice:
+    """The choice for operands that are reduced."""
+    placement = choice.placement
+    layouts = placement.layouts if placement.move is None else ((),) * len(placement.layouts)
+    found = placed(node.call, node.rule, placement.results[0].mesh, layouts)
+    assert found is not None
+    return dataclasses.replace(choice, placement=found)
 
 
 class _Stretch(NamedTuple):
@@ -98,9 +128,12 @@ class _Gap(NamedTuple):
         period = self.stretch.period
         return [(op, op + self.size + period) for op in range(self.start - period, self.start)]
 
-    def nearest(self, op: int) -> int:
-        """The op like one that is left out, in the layers that come to lie where it was, for a reader next to it."""
-        return op + self.size if op < self.start + self.size // 2 else op - self.size
+    def nearest(self, op: int) -> int | None:
+        """The op like one that is left out, in the layers that come to lie where it was, for a reader next to it; None
+        where they do not reach there, for a reader far off: one that reads something of every layer.
+        """
+        other = op + self.size if op < self.start + self.size // 2 else op - self.size
+        return other if self.stretch.start <= other < self.stretch.end else None
 
 
 def folded(graph: Graph, kept: int = KEPT) -> Folded | None:
@@ -246,8 +279,9 @@ def _without(
     nodes: list[Node] = []
     for op in kept:
         node = graph.nodes[op]
-        inputs = [_instead(graph, producers, out, i) for i in node.inputs]
-        if any(producers.get(i, -1) >= op or producers.get(i) in out for i in inputs):
+        there = [_instead(graph, producers, out, i) for i in node.inputs]
+        inputs = [i for i in there if i is not None and producers.get(i, -1) < op and producers.get(i) not in out]
+        if len(inputs) < len(there):
             return None
         nodes.append(numbered(dataclasses.replace(node, inputs=tuple(inputs)), places[op]))
     stand_ins = [places.get(out[op].stand_in(op) if op in out else op) for op in range(len(graph.nodes))]
@@ -266,10 +300,10 @@ def _without(
     return Folded(graph, short, tuple([place for place in stand_ins if place is not None]), tuple(joints))
 
 
-def _instead(graph: Graph, producers: Mapping[int, int], out: Mapping[int, _Gap], tensor: int) -> int:
-    """The tensor of a layer that is kept, in the place of one of those left out."""
+def _instead(graph: Graph, producers: Mapping[int, int], out: Mapping[int, _Gap], tensor: int) -> int | None:
+    """The tensor of a layer that is kept, in the place of one of those left out; None where none stands for it."""
     op = producers.get(tensor, -1)
     if op not in out:
         return tensor
     other = out[op].nearest(op)
-    return graph.nodes[other].outputs[graph.nodes[op].outputs.index(tensor)]
+    return None if other is None else graph.nodes[other].outputs[graph.nodes[op].outputs.index(tensor)]
