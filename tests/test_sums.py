@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,32 @@ def test_maxima_on_the_ranks_are_reduced_together(order: str, name: str, dtype: 
     kinds = [fd.tensors[i].type for i in fd.input_tensors()]
     tensors = [torch.randint(-99, 99, t.shape, generator=generator).to(getattr(torch, t.dtype.value)) for t in kinds]
     assert_same_as_unsharded(fd, tensors)
+
+
+DTYPES = {
+    getattr(torch, dtype): mf.DataType(dtype)
+    for dtype in ("float64", "float32", "float16", "complex128", "int64", "int32", "bool")
+}
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("of", [torch.float64, torch.complex128, torch.int64], ids=str)
+def test_terms_of_a_sum_are_added_before_they_are_of_another_type(of: torch.dtype, dtype: torch.dtype) -> None:
+    """By a sum over more dims, or a cast: halves are no whole numbers, but their sum is."""
+    made: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "sum": (lambda fd, y: fd.ops.sum(y, [0], dtype=DTYPES[dtype]), lambda y: y.sum(0, dtype=dtype)),
+        "over all": (lambda fd, y: fd.ops.sum(y, dtype=DTYPES[dtype]), lambda y: y.sum(dtype=dtype)),
+        "kept": (lambda fd, y: fd.ops.sum(y, [1], True, DTYPES[dtype]), lambda y: y.sum(1, True, dtype=dtype)),
+        "cast": (lambda fd, y: fd.ops.cast(y, DTYPES[dtype]), lambda y: y.to(dtype)),
+    }
+    halves = torch.tensor([0.5, 0.5, -1.5, 2.5, 40000.5, -40000.5], dtype=torch.float64).repeat(4, 1)
+    whole = (halves if of.is_floating_point or of.is_complex else 2 * halves).to(of).reshape(4, 3, 2)
+    for name, (ours, theirs) in made.items():
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([4, 3, 2], dtype=DTYPES[of])
+            fd.mesh_split(x, mf.DeviceMesh((2,), ("a",)), [None, None, "a"])
+            fd.add_output(ours(fd, fd.ops.sum(x, [2])))
+        wanted = theirs(whole.sum(2))
+        (found,) = fd.simulate([whole])
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted), (name, found, wanted)

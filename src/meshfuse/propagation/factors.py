@@ -299,7 +299,7 @@ def passes(call: Call, rule: Rule, partial: Sequence[int], reduce: str) -> bool:
         return _widens(call)
     if kind is Partial.FIRST:
         first = isinstance(call.args[0], TensorRef)  # 1 / t is not linear in t
-        return tuple(partial) == (0,) and first and (call.results[0].dtype.category >= Category.FLOAT or reduces(rule))
+        return tuple(partial) == (0,) and first and _keeps_terms(call, rule)
     return len(partial) == 1 and partial[0] < 2
 
 
@@ -307,6 +307,17 @@ def _is_pure(call: Call) -> bool:
     """True where no operand is a number: t + 1 is not linear in t."""
     pairs = zip(call.op.params, call.args, strict=True)
     return all(isinstance(arg, TensorRef) for param, arg in pairs if param.kind is ParamKind.TENSOR_OR_SCALAR)
+
+
+def _keeps_terms(call: Call, rule: Rule) -> bool:
+    """True where the terms of a sum are neither cut to whole numbers, by a division or a cast, nor made narrower before
+    they are added.
+    """
+    old, new = call.types[0].dtype, call.results[0].dtype
+    wide = new.real.itemsize >= old.real.itemsize
+    if old.category < Category.FLOAT:
+        return old.category is new.category and wide and reduces(rule)
+    return new.category >= old.category and wide
 
 
 def _widens(call: Call) -> bool:
