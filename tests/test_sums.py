@@ -184,3 +184,17 @@ def test_terms_of_a_sum_are_added_before_they_are_of_another_type(of: torch.dtyp
         wanted = theirs(whole.sum(2))
         (found,) = fd.simulate([whole])
         assert found.dtype == wanted.dtype and torch.equal(found, wanted), (name, found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
+@pytest.mark.parametrize("cast", [False, True])
+def test_sums_of_integers_wrap_where_their_own_type_ends(dtype: torch.dtype, cast: bool) -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([4, 2], dtype=mf.DataType.Int32)
+        fd.mesh_split(x, mf.DeviceMesh((2,), ("a",)), [None, "a"])
+        made = fd.ops.sum(x, [1], dtype=mf.DataType.Int32)
+        made = fd.ops.cast(made, DTYPES[dtype]) if cast else made
+        fd.add_output(fd.ops.sum(made, [0], dtype=DTYPES[dtype]))
+    large = torch.full((4, 2), 2**31 - 5, dtype=torch.int32)
+    (found,) = fd.simulate([large])
+    assert torch.equal(found, large.sum(1, dtype=torch.int32).sum(0, dtype=dtype))

@@ -310,16 +310,15 @@ def _is_pure(call: Call) -> bool:
 
 
 def _keeps_terms(call: Call, rule: Rule) -> bool:
-    """True where the terms of a sum are neither cut to whole numbers, by a division or a cast, nor made narrower before
-    they are added.
-    """
+    """True where the terms of a sum are not cut to whole numbers before they are added, by a division or a cast."""
     old, new = call.types[0].dtype, call.results[0].dtype
-    wide = new.real.itemsize >= old.real.itemsize
-    if old.category < Category.FLOAT:
-        return old.category is new.category and wide and reduces(rule)
-    return new.category >= old.category and wide
+    if new.category < Category.FLOAT:
+        return old is new and reduces(rule)
+    return old.category >= Category.FLOAT and new.real.itemsize >= old.real.itemsize
 
 
 def _widens(call: Call) -> bool:
+    """True where the type stays, or is a wider one of floats: a sum of integers wraps where its own type ends."""
     old, new = call.types[0].dtype, call.results[0].dtype
-    return old is new or (old.category == new.category and new.itemsize > old.itemsize)
+    floats = old.category == new.category >= Category.FLOAT
+    return old is new or (floats and new.itemsize > old.itemsize)
