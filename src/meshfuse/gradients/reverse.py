@@ -209,12 +209,14 @@ class _Sweep:
         """A tensor of its own for each, so that each can be annotated."""
         self.ops.line = self.line
         out: list[TensorView] = []
+        given: set[int] = set()
         for tensor in wrt:
             grad = self._total(tensor.id)
             if grad is None:
                 grad = self.fd.call_at(self.line, "full", (sizes(tensor), 0.0, tensor.dtype))
-            elif grad.id < self.first_new or any(grad.id == other.id for other in out):
+            elif grad.id < self.first_new or grad.id in given:
                 grad = self.fd.call_at(self.line, "set", (grad,))
+            given.add(grad.id)
             out.append(grad)
         return out
 
