@@ -167,3 +167,23 @@ def test_scalars_have_numbers_of_their_own_type(constant: bool) -> None:
         made = make(fd, fd.define_scalar(7) if constant else fd.define_scalar(dtype=DataType.Int))
         fd.add_output(fd.ops.full([1], fd.ops.div(made, 2), DataType.Double))
         assert fd.simulate([] if constant else [7])[0].item() == 3.5
+
+
+PASSED = [
+    (7, DataType.Double), (True, DataType.Double), (7, DataType.Float), (3, DataType.ComplexDouble),
+    (True, DataType.Int),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize(("value", "dtype"), PASSED)
+def test_a_number_that_is_passed_is_one_of_its_scalars_type(value: Any, dtype: DataType, constant: bool) -> None:
+    """A whole number for a Double is divided as a Double; a bool for an Int is no bool."""
+    fd, whole = mf.FusionDefinition(), dtype is DataType.Int
+    s = fd.define_scalar(value, dtype) if constant else fd.define_scalar(dtype=dtype)
+    for made in (fd.ops.div(s, 2), fd.ops.bitwise_not(s) if whole else fd.ops.pow(s, -1)):
+        fd.add_output(fd.ops.full([1], made, made.dtype))
+    number = torch.tensor([value], dtype=getattr(torch, dtype.value))
+    wanted = (number.div(2, rounding_mode="trunc"), ~number) if whole else (number / 2, 1 / number)
+    for found, right in zip(fd.simulate([] if constant else [value]), wanted, strict=True):
+        torch.testing.assert_close(found, right)

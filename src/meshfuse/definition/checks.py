@@ -13,6 +13,7 @@ from ..errors import MeshfuseError, SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
 from ..ops.base import REQUIRED, ParamKind, TensorType
 from ..ops.binding import Resolve, described, of_kind, wrong_kind
+from ..scalars import python_cast
 from ..sharding.value import MOST_DIMS
 from ..user_values import as_int
 from .annotation import Annotation
@@ -151,14 +152,14 @@ def check_meshes(annotations: Iterable[Annotation]) -> None:
 
 
 def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLine) -> Any:
-    """A Python number that the dtype can hold. Raises DefinitionError for anything else."""
+    """A Python number that the dtype can hold, as its kind of number. Raises DefinitionError for anything else."""
     number = plain_number(value)
     if not isinstance(number, (bool, int, float, complex)):
         raise user_error(what, f"{shown(value)} ({type(value).__name__})", "a number", "Pass a Python number.", line)
     if not number_fits(number, dtype):
         assert dtype is not None
         raise user_error(what, repr(number), f"a number that {dtype.name} holds", "Pass a wider dtype.", line)
-    return number
+    return number if dtype is None else python_cast(number, dtype)
 
 
 def number_fits(number: Any, dtype: DataType | None) -> bool:

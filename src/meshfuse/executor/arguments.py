@@ -16,6 +16,7 @@ from ..errors import ArgumentError, DefinitionError, SizeError, SourceLine, show
 from ..kernels import settled
 from ..ops.base import ScalarRef, TensorRef
 from ..ops.shape_arithmetic import UNKNOWN
+from ..scalars import python_cast
 from ..sharding.layout import Layout, extent
 from ..sharding.value import Sharding
 from ..user_values import as_int
@@ -229,7 +230,7 @@ def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, 
             line,
             ArgumentError,
         )
-    return value
+    return python_cast(value, dtype)
 
 
 def _device(fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: SourceLine | None) -> torch.device:
