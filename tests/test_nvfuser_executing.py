@@ -13,6 +13,7 @@ import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
 from defining import nvfuser_rebuilt, nvfuser_relu
 from meshfuse.nvfuser_direct import DataType, FusionDefinition
+from meshfuse.nvfuser_direct.executors import ExecutorError
 
 NVMesh = nvfuser.multidevice.DeviceMesh
 X = nvfuser.ParallelType.mesh_x
@@ -41,9 +42,9 @@ def test_fec_is_there_after_the_first_execution() -> None:
 
 def test_the_fusion_of_a_definition() -> None:
     fd = nvfuser_relu()
-    assert [tv.name for tv in fd.fusion.inputs()] == ["t0"]
+    assert [str(value) for value in fd.fusion.inputs()] == ["T0_g_float[iS0{?}, iS1{3}]"]
     assert [tv.name for tv in fd.fusion.outputs()] == ["t1"]
-    assert [tv.name for tv in fd.fusion.vals()] == ["t0", "t1"]
+    assert [str(value) for value in fd.fusion.vals()] == ["T0_g_float[iS0{?}, iS1{3}]", "T1_g_float[iS2{?}, iS3{3}]"]
     assert fd.fusion.print_math() == str(fd) and "fd.ops.relu(tv0)" in str(fd)
 
 
@@ -135,6 +136,54 @@ def test_a_cache_of_fusions() -> None:
     assert "Cache Hits: 1" in cache.stats()
     with pytest.raises(mf.DefinitionError, match="LRUCache: max_fusions: found 0"):
         nvfuser.LRUCache(0)
+
+
+def cached(fd: FusionDefinition, cache: nvfuser.LRUCache) -> FusionDefinition:
+    """As nvFuser's own tests have it: the definition keeps what the cache made, and not its fusion."""
+    fd.fec = cache.cache_compile(fd.fusion)
+    del fd._fusion
+    return fd
+
+
+ASKED: dict[str, Callable[[FusionDefinition], Any]] = {
+    "execute": lambda fd: fd.execute([torch.ones(2, 3)])[0].tolist(),
+    "simulate": lambda fd: fd.simulate([torch.ones(2, 3)])[0].tolist(),
+    "validate": lambda fd: fd.validate([torch.ones(2, 3)])[0].tolist(),
+    "DTensors' execute": lambda fd: len(nvfuser.execute_with_dtensors(fd, [torch.ones(2, 3)])),
+    "the executor's": lambda fd: nvfuser.multidevice.MultiDeviceExecutor(fd.fusion).run([torch.ones(2, 3)])[0].tolist(),
+    "repr": repr,
+    "repro_script_for": lambda fd: fd.repro_script_for([torch.ones(2, 3)]),
+    "the fusion's outputs": lambda fd: [str(tv) for tv in fd.fusion.outputs()],
+    "print_math": lambda fd: fd.fusion.print_math(),
+    "the fec's fusion": lambda fd: fd.execute([torch.ones(2, 3)]) and fd.fec.fusion() is fd.fusion,
+    "tolerances": lambda fd: nvfuser.get_val_tolerances(fd.fusion),
+    "program": lambda fd: fd.execute([torch.ones(2, 3)]) and fd.fec.get_scheduled_ir(),
+    "shardings": lambda fd: fd.execute([torch.ones(2, 3)]) and len(fd.fec.get_output_shardings()),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_definition_answers_alike_where_a_cache_runs_it(name: str) -> None:
+    cache = nvfuser.LRUCache(max_fusions=4)
+    asked = ASKED[name]
+    wanted = asked(nvfuser_relu())
+    assert [asked(cached(nvfuser_relu(), cache)) for _ in range(2)] == [wanted, wanted]
+    assert cache.num_fusions() == 1
+
+
+def test_the_cache_that_a_definition_takes() -> None:
+    fd, other = nvfuser_relu(), nvfuser_relu()
+    cached(fd, nvfuser.LRUCache(1))
+    assert not fd.fec.is_compiled()
+    with pytest.raises(ExecutorError, match="the fusion has not run yet"):
+        fd.fec.get_output_shardings()
+    with pytest.raises(ExecutorError, match="manual_execute after execute"):
+        fd.manual_execute([torch.ones(2, 3)])
+    fd.execute([torch.ones(2, 3)])
+    assert fd.fec.is_compiled()
+    for wrong in (None, nvfuser.FusionExecutorCache(other.fusion)):
+        with pytest.raises(mf.DefinitionError, match=r"fec: found .*, needed a FusionExecutorCache of this"):
+            fd.fec = wrong  # type: ignore[assignment]
 
 
 def test_ops_of_tensors() -> None:

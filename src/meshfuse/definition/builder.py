@@ -39,7 +39,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         super().__init__()
         self.scalars: dict[int, ScalarDef] = {}
         self.ops = OpNamespace(self)
-        self.fusion = Fusion(self)
+        self._fusion = Fusion(self)
         self.history: list[TensorRef | ScalarRef | OpNode] = []
 
     def __enter__(self) -> DefinitionBuilder:
@@ -47,6 +47,11 @@ class DefinitionBuilder(AnnotatedDefinition):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return None
+
+    @property
+    def fusion(self) -> Fusion:
+        """The definition as a graph of values: its inputs and outputs."""
+        return self._fusion
 
     # inputs
 

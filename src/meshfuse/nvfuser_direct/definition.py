@@ -58,7 +58,7 @@ class Fusion(CoreFusion):
         super().__init__(definition or FusionDefinition())
         self._added: list[Any] = []
         if definition is None:
-            self.definition.fusion = self
+            self.definition._fusion = self
 
     def add_input(self, input: TensorView | Val) -> None:
         """Put what define_tensor or define_scalar gave after the inputs that were added before it.
@@ -107,7 +107,7 @@ class FusionDefinition(core.FusionDefinition):
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self.ops = Ops(self)
-        self.fusion = Fusion(self)
+        self._fusion = Fusion(self)
         self.sched = Schedule(self)
         self.aliases: dict[int, int] = {}
         self._fec: FusionExecutorCache | None = None
@@ -175,10 +175,23 @@ class FusionDefinition(core.FusionDefinition):
 
     @property
     def fec(self) -> FusionExecutorCache:
-        """What the last execution ran. AttributeError before the first, as in nvFuser."""
+        """What `execute` runs: made by the first, unless it is set. AttributeError before, as in nvFuser."""
         if self._fec is None:
             raise AttributeError("fec: the definition has not run yet; call fd.execute first")
         return self._fec
+
+    @fec.setter
+    def fec(self, cache: FusionExecutorCache) -> None:
+        """Take what LRUCache.cache_compile made of this definition's fusion; DefinitionError for anything else."""
+        if getattr(cache, "definition", None) is not self:
+            raise user_error("fec", shown(cache), "a FusionExecutorCache of this definition's fusion",
+                             "Pass cache.cache_compile(fd.fusion).", caller_line())  # fmt: skip
+        self._fec = cache
+
+    @property
+    def fusion(self) -> Fusion:
+        """That of `fec` where there is one: nvFuser's scripts delete `_fusion` when they have set it."""
+        return self._fusion if self._fec is None else self._fec.fusion()
 
     # annotating: meshes are kept as meshfuse writes them, for the definition's text
 
@@ -227,8 +240,8 @@ class FusionDefinition(core.FusionDefinition):
             outputs = super().execute(values, idle_ranks=idle_ranks)
         seconds = time.perf_counter() - start
         self.ran = ran[-1].compiled
-        if self.ran is not getattr(self._fec, "compiled", None) and scheduled:
-            self._fec = FusionExecutorCache(self.fusion, compiled=self.ran)
+        if self._fec is None and scheduled:
+            self._fec = FusionExecutorCache(self.fusion)
         if profiler.profiling():
             user = None if scheduled else "user"
             profiler.record(self.ran, World.current().rank, values, outputs, seconds, user)
@@ -295,9 +308,9 @@ class FusionDefinition(core.FusionDefinition):
     def program_text(self) -> str:
         """This rank's program of the last execution; the definition where there was none."""
         rank = World.current().rank
-        if self._fec is None or rank not in self._fec.compiled.ranks:
+        if self.ran is None or rank not in self.ran.ranks:
             return repr(self)
-        return str(self._fec.compiled.host_program(rank))
+        return str(self.ran.host_program(rank))
 
     def _compile_sizes(self, given: Any, shapes: Any, world: Any, line: Any, near_factor: float) -> CompiledProgram:
         """Outputs that nothing is said of lie where nvFuser leaves them, as the first shapes tell."""

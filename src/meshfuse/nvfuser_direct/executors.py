@@ -23,31 +23,22 @@ class ExecutorError(DefinitionError, AssertionError):
 
 
 class FusionExecutorCache:
-    """A definition that ran by `execute`. Its texts are this rank's program, whatever nvFuser has there.
+    """A definition that runs by `execute`. Its texts are this rank's program, whatever nvFuser has there.
 
     Made of a fusion, it runs that fusion's definition.
     """
 
-    def __init__(
-        self,
-        fusion: Fusion,
-        fusion_id: int = 0,
-        auto_schedule: bool = True,
-        *,
-        compiled: CompiledProgram | None = None,
-    ):
+    def __init__(self, fusion: Fusion, fusion_id: int = 0, auto_schedule: bool = True):
         self.definition = definition_of(fusion, "FusionExecutorCache")
-        self.fusion_id, self._compiled = fusion_id, compiled
+        self.fusion_id, self._fusion = fusion_id, fusion
 
     @property
     def compiled(self) -> CompiledProgram:
         """What the last execution ran. ExecutorError before the first."""
-        if self._compiled is not None:
-            return self._compiled
-        if not self.is_compiled():
+        if self.definition.ran is None:
             raise user_error("FusionExecutorCache: the fusion has not run yet", do="Call execute(inputs) first.",
                              where=caller_line(), cls=ExecutorError)  # fmt: skip
-        return self.definition.fec.compiled
+        return self.definition.ran
 
     def get_output_shardings(self) -> list[Sharding]:
         """How each output of the last execution lies on its mesh."""
@@ -57,11 +48,11 @@ class FusionExecutorCache:
         return [sharding for place, sharding in enumerate(found) if place not in self.definition.aliases]
 
     def fusion(self) -> Fusion:
-        return self.definition.fusion
+        return self._fusion
 
     def is_compiled(self, inputs: Sequence[Any] = (), **options: Any) -> bool:
         """Whether there has been an execution."""
-        return self._compiled is not None or hasattr(self.definition, "fec")
+        return self.definition.ran is not None
 
     def execute(self, inputs: Sequence[Any], **options: Any) -> list[Any]:
         return self.definition.execute(inputs, **options)
