@@ -85,8 +85,121 @@ def test_a_bad_value_among_good_ones(name: str, place: int) -> None:
         try:
             call(fd, x, y, *arguments)
         except MeshfuseError as error:
-            assert isinstance(error, ValueError), repr(error)
+            assert isinstance(error, ValueError) and isinstance(error, RuntimeError), repr(error)
             assert re.search(r"\(at test_nvfuser_bad_values\.py:\d+\)", str(error)), str(error)
+
+
+def executed(fd: nv.FusionDefinition) -> nv.FusionDefinition:
+    fd.execute([X])
+    return fd
+
+
+def executed_by_hand(fd: nv.FusionDefinition) -> nv.FusionDefinition:
+    fd.manual_execute([X])
+    return fd
+
+
+def entered() -> nv.FusionDefinition:
+    with nv.FusionDefinition() as fd:
+        return fd
+
+
+def scaled(dtype: nv.DataType = nv.DataType.Float) -> nv.FusionDefinition:
+    """Two dims' sizes and a zero are scalars before the factor: it is the fourth."""
+    with nv.FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], dtype=dtype)
+        fd.add_output(fd.ops.mul(x, fd.define_scalar()))
+    return fd
+
+
+# What nvFuser's own tests look for in errors, and what they catch them as.
+SENTENCES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "not defined": (
+        NotImplementedError, "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion.",
+        lambda: nv.FusionDefinition().execute([X]),
+    ),
+    "empty": (NotImplementedError, "Fusion is empty!", lambda: entered().execute([X])),
+    "by hand after execute": (
+        AssertionError, "FusionExecutorCache already exists! Use execute() to execute the fusion.",
+        lambda: executed(defined()[0]).manual_execute([X]),
+    ),
+    "execute after one by hand": (
+        AssertionError, "KernelExecutor already exists! Use manual_execute() to execute the fusion.",
+        lambda: executed_by_hand(defined()[0]).execute([X]),
+    ),
+    "no inputs kept": (
+        AssertionError,
+        "fd.last_repro_script() cannot provide a repro because fd.execute(inputs, save_repro_inputs=True) was not "
+        "executed!", lambda: defined()[0].last_repro_script(),
+    ),
+    "a number for a tensor": (
+        RuntimeError, "Expected input 0, T0_g_float[iS0{?}, iS1{?}], to be an at::Tensor but got scalar 2.",
+        lambda: scaled().execute([2.0, 2.0]),
+    ),
+    "a tensor for a number": (
+        RuntimeError, "Expected input 1, d3, to be a scalar but got float tensor of rank 2.",
+        lambda: scaled().execute([X, X]),
+    ),
+    "another dtype": (
+        RuntimeError, "to be bound to a tensor of dtype float, but got a tensor of dtype __half.",
+        lambda: scaled().execute([X.half(), 2.0]),
+    ),
+    "another dtype for a double": (
+        RuntimeError, "to be bound to a tensor of dtype double, but got a tensor of dtype int64_t.",
+        lambda: scaled(nv.DataType.Double).manual_execute([X.long(), 2.0]),
+    ),
+    "another number of dims": (
+        RuntimeError, "to be bound to a tensor of rank 2, but got a tensor of rank 1.",
+        lambda: scaled().execute([X[0], 2.0]),
+    ),
+    "a complex number": (
+        RuntimeError, "Scalar value (2,1) is not compatible with the expected data type: double.",
+        lambda: scaled().execute([X, 2.0 + 1.0j]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_errors_have_nvfusers_sentence_and_our_form(name: str) -> None:
+    caught_as, sentence, call = SENTENCES[name]
+    with pytest.raises(caught_as, match=re.escape(sentence)) as caught:
+        call()
+    assert isinstance(caught.value, MeshfuseError) and isinstance(caught.value, ValueError)
+    assert re.search(r"\(at test_nvfuser_bad_values\.py:\d+\)$", str(caught.value))
+
+
+ENDS = "Slice indexing attribute dimensions don't match!"
+STRIDES = "Slice start_indices and strides don't match!"
+DIMS = "Number of tensor dimensions does not match slice dimensions!"
+BELOW = "Slice operation start_indices must be greater than or equal to 0."
+BEFORE = "Slice operation end_indices must be greater than or equal to start_indices."
+SLICES: list[tuple[list[Any], str]] = [
+    ([[-1, -2], [5, 5], [7, 7]], BELOW), ([[0, -1], [4, 6]], BELOW), ([[3, 4], [1, 2], [1, 1]], BEFORE),
+    ([[0, 0], [4, -1]], BEFORE), ([[0] * 3, [4] * 3, [1] * 3], DIMS), ([[0], [4]], DIMS), ([[], []], DIMS),
+    ([[0] * 3, [4] * 2, [1] * 2], STRIDES), ([[0] * 2, [4] * 2, [1] * 3], STRIDES), ([[0] * 2, [4] * 2, []], STRIDES),
+    ([[0] * 2, [4] * 3, [1] * 2], ENDS), ([[0] * 3, [4] * 2], ENDS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lists", "sentence"), SLICES)
+@pytest.mark.parametrize("constants", [False, True])
+def test_bounds_that_nvfusers_slices_do_not_have(lists: list[Any], sentence: str, constants: bool) -> None:
+    fd, x, _ = defined()
+    given = [[fd.define_scalar(n) for n in part] for part in lists] if constants else lists
+    names = ("start_indices", "end_indices", "strides")
+    for call in (
+        lambda: fd.ops.slice(x, *given),
+        lambda: nv.ops.slice(x, **dict(zip(names, given, strict=False))),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{re.escape(sentence)}.*\(at test_nvfuser_bad_values\.py:\d+\)"):
+            call()
+
+
+def test_bounds_that_slices_have() -> None:
+    fd, x, _ = defined()
+    low = fd.define_scalar(dtype=nv.DataType.Int)
+    fd.add_output(fd.ops.slice(x, [low, 1], (x.size(0), 99), [1, 2]))
+    assert fd.execute([X, 2])[1].equal(X[2:, 1::2])
 
 
 class Rows(nv.FusionDefinition):

@@ -1,7 +1,8 @@
 """Errors meant for people, in one form, and the source lines they point at.
 
 Every error that a user's mistake can cause is a ValueError whose text says what is wrong, what was found and
-what is needed, and what to do. Errors of ranks (a peer failed, stopped or disagreed) are RuntimeErrors.
+what is needed, and what to do; those of definitions and calls are RuntimeErrors as well, which nvFuser's scripts catch.
+Errors of ranks (a peer failed, stopped or disagreed) are RuntimeErrors alone.
 """
 
 from __future__ import annotations
@@ -92,11 +93,11 @@ class MeshfuseError(Exception):
         return f"{first} (at {self.where}){newline}{rest}"
 
 
-class DefinitionError(MeshfuseError, ValueError):
+class DefinitionError(MeshfuseError, ValueError, RuntimeError):
     """A wrong op argument or annotation, found while a program is defined or compiled."""
 
 
-class ArgumentError(MeshfuseError, ValueError):
+class ArgumentError(MeshfuseError, ValueError, RuntimeError):
     """A wrong tensor or scalar given to a program when it is called."""
 
 
@@ -120,7 +121,7 @@ class RankTimeout(RankError, TimeoutError):
     """A wait for peer ranks reached its time limit (MESHFUSE_TIMEOUT)."""
 
 
-class KernelError(MeshfuseError, RuntimeError, ValueError):
+class KernelError(MeshfuseError, ValueError, RuntimeError):
     """torch refused an op while a program ran: it has no kernel for the dtypes, or not for these values."""
 
 

@@ -13,9 +13,8 @@ import torch
 from .. import fusion_definition as core
 from ..compiler import CompiledProgram
 from ..definition.namespaces import Fusion as CoreFusion
-from ..definition.namespaces import OpNamespace
 from ..definition.tensor_view import TensorView, Val
-from ..errors import SourceLine, caller_line, shown, user_error
+from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
 from ..executor import spmd
 from ..executor.arguments import check_list
 from ..ops import OPS
@@ -30,21 +29,11 @@ from .exprs import Expr, expression
 from .followed import common_mesh, follow_meshes, followed_outputs
 from .methods import Methods
 from .multidevice import DeviceMesh, Sharding
+from .op_calls import Ops
 from .printing import function_text
 from .schedule import Schedule
 from .strides import inferred_orders
-
-
-class Ops(OpNamespace):
-    """`fd.ops`, with the argument order that sdpfa_fwd had before it took a bias and a mask."""
-
-    __slots__ = ()
-
-    def sdpfa_fwd(self, query: Any, key: Any, value: Any, *options: Any, **named: Any) -> Any:
-        """Attention. The options are bias, mask, dropout_p, is_causal, scale; or only the last three."""
-        if options and not isinstance(options[0], (TensorView, type(None))):
-            options = (None, None, *options)
-        return self._fd.call("sdpfa_fwd", (query, key, value, *options), named)
+from .wording import add_sentence, unfit_argument
 
 
 class Fusion(CoreFusion):
@@ -115,10 +104,12 @@ class FusionDefinition(core.FusionDefinition):
         self._repro: list[str] | None = None
         self.ran: CompiledProgram | None = None  # by the last execution, whichever way
         self._entries: list[Any] = []
+        self._entered = False
         self._methods = Methods()
 
     def __enter__(self) -> FusionDefinition:
         self._entries.append(active.enter(self))
+        self._entered = True
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -224,7 +215,7 @@ class FusionDefinition(core.FusionDefinition):
         meshfuse's `execute` does.
         """
         if self._ke is not None:
-            raise _second("execute after manual_execute")
+            raise _second("execute after manual_execute", "KernelExecutor already exists! Use manual_execute()")
         values = flattened(self, inputs)
         if save_repro_inputs:
             self._repro = [repro.input_text(value) for value in values]
@@ -236,8 +227,12 @@ class FusionDefinition(core.FusionDefinition):
         self._check_defined()
         ran: list[spmd.RankProgram] = []
         start = time.perf_counter()
-        with torch.no_grad(), _listening(ran):
-            outputs = super().execute(values, idle_ranks=idle_ranks)
+        try:
+            with torch.no_grad(), _listening(ran):
+                outputs = super().execute(values, idle_ranks=idle_ranks)
+        except ArgumentError as error:
+            add_sentence(error, unfit_argument(self, values))
+            raise
         seconds = time.perf_counter() - start
         self.ran = ran[-1].compiled
         if self._fec is None and scheduled:
@@ -257,7 +252,7 @@ class FusionDefinition(core.FusionDefinition):
     def manual_execute(self, inputs: Sequence[Any], heuristic_params: Any = None) -> list[Any]:
         """`execute`, by a KernelExecutor. ExecutorError after an `execute`."""
         if self._fec is not None:
-            raise _second("manual_execute after execute")
+            raise _second("manual_execute after execute", "FusionExecutorCache already exists! Use execute()")
         self._ke = self._ke or KernelExecutor()
         if not self._ke.is_compiled():
             self._ke.compile(self.fusion, inputs)
@@ -273,10 +268,14 @@ class FusionDefinition(core.FusionDefinition):
         valid, problem = self.validate_definition()
         if not valid:
             raise user_error(
-                str(problem), "", "inputs, ops and at least one output",
-                "Define it inside 'with FusionDefinition() as fd:' and call fd.add_output(t).", caller_line(),
+                str(problem), "", "inputs, ops and at least one output", self._to_define(), caller_line(),
                 EmptyDefinitionError,
             )  # fmt: skip
+
+    def _to_define(self) -> str:
+        if not self._entered and not self.tensors:
+            return "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
+        return f"{'' if self.tensors else 'Fusion is empty! '}Call fd.add_output(t) for what it is to return."
 
     def check_complete(self, line: Any) -> None:
         self._define_by_methods()
@@ -356,7 +355,8 @@ class FusionDefinition(core.FusionDefinition):
         if self._repro is None:
             raise user_error(
                 "last_repro_script: no inputs were saved",
-                needed="fd.execute(inputs, save_repro_inputs=True)",
+                do="fd.last_repro_script() cannot provide a repro because "
+                "fd.execute(inputs, save_repro_inputs=True) was not executed!",
                 where=caller_line(),
                 cls=ExecutorError,
             )
@@ -389,9 +389,9 @@ class FusionDefinition(core.FusionDefinition):
 _EXECUTION = ("auto_schedule", "save_repro_inputs", "_enable_options", "_disable_options", "idle_ranks")
 
 
-def _second(what: str) -> Exception:
+def _second(what: str, do: str) -> Exception:
     """The error of a definition that is run in a second way: its profile and its cache tell of one."""
-    return user_error(what, do="Use one of the two.", where=caller_line(), cls=ExecutorError)
+    return user_error(what, do=f"{do} to execute the fusion.", where=caller_line(), cls=ExecutorError)
 
 
 def flattened(fd: FusionDefinition, inputs: Sequence[Any]) -> list[Any]:
