@@ -15,6 +15,7 @@ from ..scalars import ScalarDef, result_dtype
 from ..user_values import as_int, check_flags
 from .annotated import AnnotatedDefinition
 from .checks import (
+    are_strides,
     check_contiguity,
     check_results,
     checked_dtype,
@@ -75,7 +76,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         """
         line = self._changing()
         check_flags(line, static_sizes=static_sizes, is_cpu=is_cpu)
-        if strides is None and contiguity is not None and _are_strides(contiguity):
+        if strides is None and contiguity is not None and are_strides(contiguity):
             strides = contiguity
         given = sizes if sizes is not None else shape if shape is not None else symbolic_sizes
         found = checked_sizes(given, line)
@@ -263,7 +264,3 @@ class DefinitionBuilder(AnnotatedDefinition):
         self.scalars[ref.id] = made
         self.history.append(ref)
         return Val(self, ref)
-
-
-def _are_strides(contiguity: Any) -> bool:
-    return isinstance(contiguity, (list, tuple)) and any(type(c) is int for c in contiguity)

@@ -61,6 +61,11 @@ def check_contiguity(given: Any, line: SourceLine) -> None:
                      "Leave it out; a type goes by name: dtype=mf.DataType.Half.", line)  # fmt: skip
 
 
+def are_strides(contiguity: Any) -> bool:
+    """Whether strides stand in contiguity's place, as in nvFuser's second form."""
+    return isinstance(contiguity, (list, tuple)) and any(type(c) is int for c in contiguity)
+
+
 def checked_dtype(what: str, dtype: Any, line: SourceLine | None) -> DataType:
     """A DataType from nvFuser's or torch's name of it. Raises DefinitionError for anything else."""
     try:

@@ -14,6 +14,7 @@ from .. import fusion_definition as core
 from ..compiler import CompiledProgram
 from ..definition.namespaces import Fusion as CoreFusion
 from ..definition.tensor_view import TensorView, Val
+from ..dtypes import DataType
 from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
 from ..executor import spmd
 from ..executor.arguments import check_list
@@ -23,6 +24,7 @@ from ..runtime.world import World
 from ..sharding.layout import Split
 from . import active, profiler, repro
 from .aliases import check_alias, write_aliases
+from .declared import Declared, declared, is_host_scalar
 from .executors import EmptyDefinitionError, ExecutorError, FusionExecutorCache, KernelExecutor
 from .expanded import fitting
 from .exprs import Expr, expression
@@ -99,6 +101,7 @@ class FusionDefinition(core.FusionDefinition):
         self._fusion = Fusion(self)
         self.sched = Schedule(self)
         self.aliases: dict[int, int] = {}
+        self.declared: dict[int, Declared] = {}  # of inputs
         self._fec: FusionExecutorCache | None = None
         self._ke: KernelExecutor | None = None
         self._repro: list[str] | None = None
@@ -118,13 +121,26 @@ class FusionDefinition(core.FusionDefinition):
         super().__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
-        return function_text(self, self.aliases)
+        return function_text(self, self.aliases, self.declared)
 
-    def define_tensor(self, *args: Any, **options: Any) -> TensorView:
-        """As meshfuse's; nvFuser's empty `stride_order` means none."""
-        if "stride_order" in options and not options["stride_order"]:
-            del options["stride_order"]
-        return super().define_tensor(*args, **options)
+    def define_tensor(
+        self,
+        shape: Sequence[int] | None = None,
+        contiguity: Any = None,
+        dtype: Any = DataType.Float,
+        is_cpu: bool = False,
+        stride_order: Sequence[int] | None = None,
+        **form: Any,
+    ) -> TensorView:
+        """As meshfuse's; nvFuser's empty `stride_order` means none. What is said of contiguity stays in the text."""
+        made = super().define_tensor(shape, contiguity, dtype, is_cpu, stride_order or None, **form)
+        self.declared[made.id] = declared(made, contiguity, is_cpu, **form)
+        return made
+
+    def from_pytorch(self, tensor: Any, static_sizes: bool = False) -> TensorView:
+        made = super().from_pytorch(tensor, static_sizes)
+        self.declared[made.id] = Declared.laid_out(tensor.shape, tensor.stride(), is_host_scalar(tensor))
+        return made
 
     def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
         """Return a tensor; with `alias_input` write it into that argument instead, each rank its own shard.

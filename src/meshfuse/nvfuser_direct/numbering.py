@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..definition.builder import DefinitionBuilder
-from ..dtypes import scalar_dtype
+from ..dtypes import DataType, scalar_dtype
 from ..ops.base import ScalarRef, TensorRef
 
 
 def scalar_numbers(fd: DefinitionBuilder) -> dict[int, int]:
-    """The number of every scalar but those that texts write as plain numbers: 1 (after the zero that each fusion begins
-    with), and one more for each dim of an input and each scalar before it.
+    """The number of every scalar but the plain ones: 1 (after the zero that each fusion begins with), and one more for
+    each dim of an input and each scalar before it.
     """
     numbers: dict[int, int] = {}
-    before = 1
+    plain, before = plain_scalars(fd), 1
     for step in fd.history:
         if isinstance(step, TensorRef):
             before += fd.tensors[step.id].type.ndim
-        elif isinstance(step, ScalarRef) and not is_plain(fd, step):
+        elif isinstance(step, ScalarRef) and step.id not in plain:
             numbers[step.id] = before
             before += 1
     return numbers
 
 
-def is_plain(fd: DefinitionBuilder, ref: ScalarRef) -> bool:
-    """Whether a scalar is a constant of the type that its number has by itself."""
-    made = fd.scalars[ref.id]
-    return made.op == "const" and scalar_dtype(made.operands[0]) is made.dtype
+def plain_scalars(fd: DefinitionBuilder) -> dict[int, Any]:
+    """The constants that texts write as numbers: of the type that the number has by itself, and of no other scalar's
+    arithmetic, which numbers alone would not be. True by itself is an int beside other numbers.
+    """
+    read = {operand.id for made in fd.scalars.values() for operand in made.operands if isinstance(operand, ScalarRef)}
+    constants = {i: made for i, made in fd.scalars.items() if made.op == "const" and i not in read}
+    return {i: m.operands[0] for i, m in constants.items() if _is_natural(m.operands[0], m.dtype)}
+
+
+def _is_natural(number: Any, dtype: DataType) -> bool:
+    return dtype is not DataType.Bool and scalar_dtype(number) is dtype

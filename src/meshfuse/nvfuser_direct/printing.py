@@ -4,36 +4,124 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from ..definition.builder import DefinitionBuilder
-from ..report.reprint import definition_source
+from ..definition.records import OpNode
+from ..dtypes import DataType
+from ..ops import COMPOSITES
+from ..ops.base import REQUIRED, Param, ParamKind, ScalarRef, TensorRef
+from ..report.reprint import annotation_lines, is_default, meshes_of
+from .declared import Declared
+from .numbering import plain_scalars, scalar_numbers
+from .writing_order import Step, writing_order
 
 _HEADER = "def nvfuser_fusion(fd : FusionDefinition) -> None :"
 _INDENT = "    "
-_OUTPUT = re.compile(r"fd\.add_output\((tv\d+)\)")
+K = ParamKind
+# Arguments that are values; everything else is passed by its name.
+_BY_PLACE = (K.TENSOR, K.TENSORS, K.TENSOR_OR_SCALAR, K.SCALAR)
 
 
-def function_text(fd: DefinitionBuilder, aliases: Mapping[int, int]) -> str:
+def function_text(fd: DefinitionBuilder, aliases: Mapping[int, int], declared: Mapping[int, Declared]) -> str:
     """`nvfuser_fusion(fd)`, which needs FusionDefinition and DataType to be there.
 
-    A definition with annotations imports meshfuse for its meshes.
+    A definition with annotations imports meshfuse for its meshes. Equal texts are of equal definitions.
     """
-    head, _, body = definition_source(fd).partition("fd:\n")
-    meshes = [line for line in head.splitlines() if line.startswith("mesh")]
-    imports = ["import meshfuse as mf"] if meshes else []
-    seed = [f"# seed={seed}"] if (seed := getattr(fd, "seed", 0)) else []
-    above = [_INDENT + line for line in (*seed, *imports, *meshes)]
-    lines = [_line(line) for line in body.splitlines()]
-    outputs = iter(range(len(fd.outputs)))
-    lines = [_OUTPUT.sub(lambda m: _output(m[1], aliases.get(next(outputs))), line) for line in lines]
-    return "\n".join([_HEADER, *above, *lines]) + "\n"
+    meshes = meshes_of(fd)
+    lines = [f"# seed={seed}"] if (seed := getattr(fd, "seed", 0)) else []
+    lines += ["import meshfuse as mf"] if meshes else []
+    lines += [f"{name} = mf.{mesh!r}" for mesh, name in meshes.items()]
+    lines += _Writer(fd, declared).lines()
+    lines += [_output(tensor, aliases.get(place)) for place, tensor in enumerate(fd.outputs)]
+    lines += [re.sub(r"\bt(\d+)\b", r"tv\1", line) for line in annotation_lines(fd, meshes)]
+    return "\n".join([_HEADER, *(_INDENT + line for line in lines or ["pass"])]) + "\n"
 
 
-def _line(line: str) -> str:
-    """nvFuser's names: tv0 for a tensor, c0 for a scalar."""
-    named = re.sub(r"\bt(\d+)\b", r"tv\1", re.sub(r"\bs(\d+)\b", r"c\1", line))
-    return named.replace("mf.DataType.", "DataType.")
+def _output(tensor: int, alias: int | None) -> str:
+    return f"fd.add_output(tv{tensor}{'' if alias is None else f', tv{alias}'})"
 
 
-def _output(name: str, alias: int | None) -> str:
-    return f"fd.add_output({name}{'' if alias is None else f', tv{alias}'})"
+class _Writer:
+    """Writes what a definition consists of, a line for each input, scalar and op."""
+
+    def __init__(self, fd: DefinitionBuilder, declared: Mapping[int, Declared]):
+        self.fd, self.declared = fd, declared
+        self.plain, self.numbers = plain_scalars(fd), scalar_numbers(fd)
+
+    def lines(self) -> list[str]:
+        steps = writing_order(self.fd)
+        return [self._line(step) for step in steps if not (isinstance(step, ScalarRef) and step.id in self.plain)]
+
+    def _line(self, step: Step) -> str:
+        if isinstance(step, TensorRef):
+            return self._input(step)
+        return self._scalar(step) if isinstance(step, ScalarRef) else self._op(step)
+
+    def _input(self, ref: TensorRef) -> str:
+        made = self.fd.tensors[ref.id]
+        said = self.declared.get(ref.id) or Declared.of(made.type.shape)
+        order = f", stride_order={list(made.stride_order)}" if made.stride_order is not None else ""
+        return (
+            f"tv{ref.id} = fd.define_tensor(shape={list(made.type.shape)}, contiguity={list(said.contiguity)}, "
+            f"dtype={self._text(made.type.dtype)}, is_cpu={said.is_cpu}{order})"
+        )
+
+    def _scalar(self, ref: ScalarRef) -> str:
+        made, name = self.fd.scalars[ref.id], f"c{self.numbers[ref.id]}"
+        operands = [self._text(operand) for operand in made.operands]
+        if made.op in ("input", "const"):
+            return f"{name} = fd.define_scalar({(operands or ['None'])[0]}, dtype={self._text(made.dtype)})"
+        if made.op == "size":
+            return f"{name} = {operands[0]}.size({operands[1]})"
+        operands += [f"dtype={self._text(made.dtype)}"] if made.op == "cast" else []
+        return f"{name} = fd.ops.{made.op}({', '.join(operands)})"
+
+    def _op(self, node: OpNode) -> str:
+        made = ", ".join(f"tv{i}" for i in node.outputs)
+        by_place, by_name = self._arguments(node)
+        if node.op.name in COMPOSITES:  # `fd.ops` has a function of that name that gives something else
+            keywords = ", ".join(f"{name!r}: {text}" for name, text in by_name)
+            return f"{made} = fd.call({node.op.name!r}, [{', '.join(by_place)}], {{{keywords}}})"
+        named = [f"{name}={text}" for name, text in by_name]
+        return f"{made} = fd.ops.{node.op.name}({', '.join([*by_place, *named])})"
+
+    def _arguments(self, node: OpNode) -> tuple[list[str], list[tuple[str, str]]]:
+        by_place: list[str] = []
+        by_name: list[tuple[str, str]] = []
+        for param, given in zip(node.op.params, node.args, strict=True):
+            value = self._said(node, param, given)
+            if param.default is REQUIRED and param.kind in _BY_PLACE and not by_name:
+                by_place.append(self._text(value))
+            elif param.default is REQUIRED or not is_default(param, value):
+                by_name.append((param.name, self._text(value)))
+        return by_place, by_name
+
+    def _said(self, node: OpNode, param: Param, value: Any) -> Any:
+        """The value as nvFuser says it: dims as a list that is counted from the first, and the type of a result."""
+        if param.kind is K.DTYPE and value is DataType.Null:
+            return self.fd.tensors[node.outputs[0]].type.dtype
+        ndim = self.fd.tensors[node.inputs[0]].type.ndim if node.inputs else 0
+        if param.kind not in (K.DIMS, K.OPTIONAL_DIMS) or ndim == 0:
+            return value
+        dims = range(ndim) if value is None else (value,) if isinstance(value, int) else value
+        return tuple(dim % ndim for dim in dims)
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, TensorRef):
+            return f"tv{value.id}"
+        if isinstance(value, ScalarRef):
+            return self._text(self.plain[value.id]) if value.id in self.plain else f"c{self.numbers[value.id]}"
+        if isinstance(value, (tuple, list)):
+            return f"[{', '.join(map(self._text, value))}]"
+        if isinstance(value, complex):
+            return f"complex({self._text(value.real)}, {self._text(value.imag)})"
+        return _float(value) if isinstance(value, float) else repr(value)
+
+
+def _float(value: float) -> str:
+    """As C++ writes it with its point, in six digits where these are all."""
+    if value != value or value in (float("inf"), float("-inf")):
+        return f'float("{value}")'
+    short = f"{value:#.6g}"
+    return short if float(short) == value else repr(value)

@@ -24,17 +24,26 @@ def input_text(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     local = getattr(value, "to_local", lambda: value)()
-    dtype, device = local.dtype, local.device.type
-    size = 1 + sum((n - 1) * step for n, step in zip(local.shape, local.stride(), strict=True))
+    shape, strides = tuple(local.shape), tuple(local.stride())
+    # Integers may be indices, which are to be in range.
+    bounds = "" if local.dtype.is_floating_point or local.dtype.is_complex else ", low=0, high=2"
+    options = f"dtype={local.dtype}, device={str(local.device)!r}{bounds}"
+    if local.is_contiguous():
+        return f"torch.testing.make_tensor({shape}, {options})"
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     count = size if local.numel() else 0
-    made = f"torch.testing.make_tensor(({count},), dtype={dtype}, device={device!r}, low=0, high=2)"
-    return f"{made}.as_strided({tuple(local.shape)}, {tuple(local.stride())})"
+    return f"torch.testing.make_tensor(({count},), {options}).as_strided({shape}, {strides})"
+
+
+_IMPORTS = (
+    "import sys", "import meshfuse.nvfuser_direct", "sys.modules['nvfuser_direct'] = meshfuse.nvfuser_direct",
+    "import torch", "from nvfuser_direct import FusionDefinition, DataType",
+)  # fmt: skip
 
 
 def script(fd: FusionDefinition, inputs: Sequence[str] | None) -> str:
-    """A script that defines `fd` and, given inputs, executes it."""
-    lines = [f"# torch {torch.__version__}, {World.current().size} ranks", "import torch"]
-    lines += ["from meshfuse.nvfuser_direct import DataType, FusionDefinition", repr(fd)]
+    """A script that defines `fd` and, given inputs, executes it. Less its lines on meshfuse it is one of nvFuser's."""
+    lines = [f"# torch {torch.__version__}, {World.current().size} ranks", *_IMPORTS, repr(fd).rstrip("\n")]
     lines += ["with FusionDefinition() as fd:", "    nvfuser_fusion(fd)", ""]
     if inputs is not None:
         lines += ["inputs = [", *(f"    {text}," for text in inputs), "]", "fd.execute(inputs)", ""]

@@ -60,8 +60,9 @@ def _check_order(call: Call, asked: DataType) -> None:
     """max and min keep the operand's type, which must have an order."""
     if call.op.name not in ("max", "min"):
         return
-    if asked is not DataType.Null:
-        raise user_error(f"{call.op.name}: a result type", asked.name, "none", "Cast the result with fd.ops.cast.")
+    if asked not in (DataType.Null, call.types[0].dtype):
+        needed = f"{call.types[0].dtype.name}, the operand's"
+        raise user_error(f"{call.op.name}: a result type", asked.name, needed, "Cast the result with fd.ops.cast.")
     check_order(call.op.name, call.types[0])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..definition.annotation import Annotation
@@ -19,22 +19,31 @@ _INDENT = "    "
 
 def definition_source(fd: DefinitionBuilder) -> str:
     """Python text that defines an equal `fd`: composites as their ops, tensors under their numbers."""
-    meshes = {mesh: f"mesh{i}" for i, mesh in enumerate(_meshes(fd))}
+    meshes = meshes_of(fd)
     lines = ["import meshfuse as mf", ""]
     lines += [f"{name} = mf.{mesh!r}" for mesh, name in meshes.items()]
     seed = getattr(fd, "seed", 0)
     lines.append(f"with mf.FusionDefinition({f'seed={seed}' if seed else ''}) as fd:")
     body = [_step(fd, step) for step in fd.history]
     body += [f"fd.add_output(t{i})" for i in fd.outputs]
-    for tensor, annotation in fd.all_annotations.items():
-        body += _annotation(f"t{tensor}", annotation, meshes)
-    for tensor, asked in sorted(fd.overlaps.items()):
-        body.append(f"fd.overlap(t{tensor}, {asked.chunks}, dim={asked.dim}{', ring=True' if asked.ring else ''})")
+    body += annotation_lines(fd, meshes)
     return "\n".join([*lines, *(_INDENT + line for line in body or ["pass"])]) + "\n"
 
 
-def _meshes(fd: DefinitionBuilder) -> list[DeviceMesh]:
-    return list(dict.fromkeys(a.mesh for a in fd.all_annotations.values() if a.mesh is not None))
+def meshes_of(fd: DefinitionBuilder) -> dict[DeviceMesh, str]:
+    """The meshes of all annotations, and their names in a text."""
+    meshes = dict.fromkeys(a.mesh for a in fd.all_annotations.values() if a.mesh is not None)
+    return {mesh: f"mesh{i}" for i, mesh in enumerate(meshes)}
+
+
+def annotation_lines(fd: DefinitionBuilder, meshes: Mapping[DeviceMesh, str]) -> list[str]:
+    """The calls that say how tensors lie and overlap, after what defines the tensors t0, t1, ..."""
+    lines: list[str] = []
+    for tensor, annotation in fd.all_annotations.items():
+        lines += _annotation(f"t{tensor}", annotation, meshes)
+    for tensor, asked in sorted(fd.overlaps.items()):
+        lines.append(f"fd.overlap(t{tensor}, {asked.chunks}, dim={asked.dim}{', ring=True' if asked.ring else ''})")
+    return lines
 
 
 # inputs, scalars and ops
@@ -68,14 +77,15 @@ def _op(node: OpNode) -> str:
     made = ", ".join(f"t{i}" for i in node.outputs)
     pairs = list(zip(node.op.params, node.args, strict=True))
     plain = [_text(arg) for param, arg in pairs if param.default is REQUIRED]
-    named = [(param.name, _text(arg)) for param, arg in pairs if not _is_default(param, arg)]
+    named = [(param.name, _text(arg)) for param, arg in pairs if not is_default(param, arg)]
     if node.op.name in COMPOSITES:  # `fd.ops` has a function of that name that gives something else
         keywords = ", ".join(f"{name!r}: {text}" for name, text in named)
         return f"{made} = fd.call({node.op.name!r}, [{', '.join(plain)}], {{{keywords}}})"
     return f"{made} = fd.ops.{node.op.name}({', '.join([*plain, *(f'{name}={text}' for name, text in named)])})"
 
 
-def _is_default(param: Param, arg: Any) -> bool:
+def is_default(param: Param, arg: Any) -> bool:
+    """Whether a text may leave out an argument."""
     return param.default is REQUIRED or (type(arg) is type(param.default) and repr(arg) == repr(param.default))
 
 
@@ -97,7 +107,7 @@ def _text(value: Any) -> str:
 # annotations
 
 
-def _annotation(name: str, annotation: Annotation, meshes: dict[DeviceMesh, str]) -> Iterator[str]:
+def _annotation(name: str, annotation: Annotation, meshes: Mapping[DeviceMesh, str]) -> Iterator[str]:
     """`mesh_split` for what it can say; nvFuser's calls, in an order that works, for everything else."""
     mesh = meshes.get(annotation.mesh) if annotation.mesh is not None else None
     domain = annotation.domain.unmerged()
