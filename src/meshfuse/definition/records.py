@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceLine
-from ..ops.base import Call, FactorKind, OpDef, TensorType
+from ..ops.base import Call, FactorKind, OpDef, Rule, TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,8 @@ def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode 
     kept = (False,) * tensors[tensor].type.ndim
     if producer is None:
         return kept
-    types, results = (tuple(_known(tensors[i].type) for i in side) for side in (producer.inputs, producer.outputs))
-    try:
-        rule = producer.op.rule(Call(producer.op, producer.args, types, results))
-    except (ValueError, TypeError, LookupError):  # sizes that stand-ins do not fit: such ops reduce nothing
+    rule = rule_of(tensors, producer)
+    if rule is None:
         return kept
     reduced = {i for i, factor in enumerate(rule.factors) if factor.kind is FactorKind.REDUCE}
     if len(rule.operands) != 1:
@@ -55,6 +53,15 @@ def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode 
     if len(rule.operands[0]) != len(kept) + len(reduced):
         return kept
     return tuple(bool(reduced.intersection(dim)) for dim in rule.operands[0])
+
+
+def rule_of(tensors: Sequence[TensorDef], node: OpNode) -> Rule | None:
+    """The op's factor rule with stand-ins for open sizes, None where these do not fit: such ops reduce nothing."""
+    types, results = (tuple(_known(tensors[i].type) for i in side) for side in (node.inputs, node.outputs))
+    try:
+        return node.op.rule(Call(node.op, node.args, types, results))
+    except (ValueError, TypeError, LookupError):
+        return None
 
 
 def _known(kind: TensorType) -> TensorType:

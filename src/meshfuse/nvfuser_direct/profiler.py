@@ -14,8 +14,8 @@ from ..compiler import CompiledProgram
 from ..errors import user_error
 from ..host_ir.instructions import Collective, CommunicationCall, Instruction, Launch, SendRecv
 from ..host_ir.program import HostProgram
-from ..ops.base import FactorKind
 from ..segmentation import Segment
+from .schedulers import ScheduledOp, costliest, scheduler_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +125,11 @@ def _kernel(place: int, instruction: Instruction, schedulers: dict[str, str]) ->
     return KernelProfile(about.kind, place, "communication", output_bytes=round(about.wire))
 
 
-_PRODUCTS = {"linear", "matmul", "grouped_mm", "scaled_mm", "sdpfa_fwd", "sdpfa_bwd", "embedding_fwd"}
-
-
 def _scheduler(compiled: CompiledProgram, segment: Segment) -> str:
-    """nvFuser's name for the kind of kernel: what torch computes whole, what reduces, or elementwise work."""
-    graph = compiled.graph
-    nodes = [graph.nodes[compute.node] for compute in segment.computes]
-    if any(node.call.op.name in _PRODUCTS for node in nodes):
-        return "expr_eval"
-    kinds = {factor.kind for node in nodes for factor in node.rule.factors}
-    return "reduction" if FactorKind.REDUCE in kinds else "pointwise"
+    """nvFuser's name for the kind of kernel. Torch's ops may be several kernels there: the costliest names them."""
+    nodes = [compiled.graph.nodes[compute.node] for compute in segment.computes]
+    ops = [ScheduledOp.of(node.name, node.inputs, node.outputs, node.rule) for node in nodes]
+    return (scheduler_of(ops) or costliest(ops)).name
 
 
 def get_fusion_profile() -> FusionProfile:

@@ -9,11 +9,13 @@ from ..definition.tensor_view import TensorView
 from ..errors import caller_line
 from ..mesh import ParallelType
 from ..user_values import as_int
+from .active import definition_of
 from .enums import SchedulerType
 from .kernel_params import HeuristicParams
+from .schedulers import ops_of, scheduler_of
 
 if TYPE_CHECKING:
-    from .definition import FusionDefinition
+    from .definition import Fusion, FusionDefinition
 
 _HINTS = (
     "bounded_transform_backward", "bounded_transform_forward", "inline_at", "inline_most",
@@ -29,19 +31,27 @@ bounded_transform_backward = bounded_transform_forward = inline_at = inline_most
 parallelize_like = schedule = transform_like = warp_specialize = accepted
 
 
-def compute_heuristics(*options: Any, **named: Any) -> HeuristicParams:
+def compute_heuristics(
+    fusion: Fusion | None = None, scheduler_type: Any = None, inputs: Sequence[Any] = ()
+) -> HeuristicParams:
     """Parameters that a script may set and pass to `manual_execute`."""
-    return HeuristicParams(scheduler_type=SchedulerType.expr_eval)
+    kind = scheduler_type if isinstance(scheduler_type, SchedulerType) else SchedulerType.expr_eval
+    return HeuristicParams(scheduler_type=kind)
 
 
-def can_schedule(*options: Any, **named: Any) -> bool:
-    """True: torch runs every op."""
-    return True
+def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Sequence[Any] = ()) -> tuple[bool, str]:
+    """(whether nvFuser has the whole fusion in one kernel of this scheduler, what is in the way)."""
+    found = find_compatible_schedulers(fusion, inputs)
+    if scheduler_type in found:
+        return True, ""
+    named = ", ".join(kind.name for kind in found) or "none alone: its ops are several kernels"
+    return False, f"{getattr(scheduler_type, 'name', scheduler_type)} is not the scheduler of these ops, but {named}."
 
 
-def find_compatible_schedulers(*options: Any, **named: Any) -> list[SchedulerType]:
-    """torch evaluates expressions as they are."""
-    return [SchedulerType.expr_eval]
+def find_compatible_schedulers(fusion: Fusion, inputs: Sequence[Any] = ()) -> list[SchedulerType]:
+    """The scheduler that the ops of the fusion ask for; none where nvFuser makes several kernels of them."""
+    found = scheduler_of(ops_of(definition_of(fusion, "find_compatible_schedulers")))
+    return [] if found is None else [found]
 
 
 class Schedule:
@@ -97,9 +107,18 @@ class Schedule:
     def cache_after(self, tensor: TensorView, *options: Any) -> TensorView:
         return _own(self, tensor).cache_after()
 
-    compute_heuristics = staticmethod(compute_heuristics)
-    can_schedule = staticmethod(can_schedule)
-    find_compatible_schedulers = staticmethod(find_compatible_schedulers)
+    def compute_heuristics(self, *options: Any) -> HeuristicParams:
+        """The module's, of this definition where no fusion is given; so are the next two."""
+        return compute_heuristics(*self._with_fusion(options))
+
+    def can_schedule(self, *options: Any) -> tuple[bool, str]:
+        return can_schedule(*self._with_fusion(options))
+
+    def find_compatible_schedulers(self, *options: Any) -> list[SchedulerType]:
+        return find_compatible_schedulers(*self._with_fusion(options))
+
+    def _with_fusion(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        return options if options and hasattr(options[0], "definition") else (self._fd.fusion, *options)
 
 
 def _own(schedule: Schedule, tensor: Any) -> TensorView:

@@ -1,0 +1,108 @@
+"""Which of nvFuser's schedulers is for such ops: what the profiler calls kernels, and scripts ask before they schedule.
+
+meshfuse's kernels are torch's. The answers are those that follow from the ops alone; sizes count for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..definition.builder import DefinitionBuilder
+from ..definition.records import rule_of
+from ..ops.base import FactorKind, Rule
+from .enums import SchedulerType
+
+# What nvFuser has no kernels of its own for: torch computes it whole.
+_TORCHS = frozenset((
+    "linear", "matmul", "grouped_mm", "scaled_mm", "scaled_grouped_mm", "sdpfa_fwd", "sdpfa_bwd", "embedding_fwd",
+    "argsort", "topk",
+))  # fmt: skip
+_RESIZES = frozenset(("slice", "pad", "cat"))
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledOp:
+    """An op as schedulers see it: the tensors that it reads and makes, and which dims of the first one it reduces."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    reduced: frozenset[int] = frozenset()
+    ndim: int = 0
+
+    @classmethod
+    def of(cls, name: str, inputs: Sequence[int], outputs: Sequence[int], rule: Rule | None) -> ScheduledOp:
+        operand = rule.operands[0] if rule is not None and rule.operands else ()
+        kinds = [[rule.factors[factor].kind for factor in dim] for dim in operand] if rule is not None else []
+        reduced = frozenset(dim for dim, found in enumerate(kinds) if FactorKind.REDUCE in found)
+        return cls(name, tuple(inputs), tuple(outputs), reduced, len(operand))
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether it reduces the dim that lies closest in memory."""
+        return self.ndim - 1 in self.reduced
+
+
+def ops_of(fd: DefinitionBuilder) -> list[ScheduledOp]:
+    """The ops of a definition."""
+    return [ScheduledOp.of(n.op.name, n.inputs, n.outputs, rule_of(fd.tensors, n)) for n in fd.nodes]
+
+
+def scheduler_of(ops: Sequence[ScheduledOp]) -> SchedulerType | None:
+    """The scheduler of all these ops in one kernel, None where nvFuser makes several kernels of them."""
+    names = {op.name for op in ops}
+    if not ops:
+        return SchedulerType.no_op
+    if names & _TORCHS:
+        return SchedulerType.expr_eval if len(ops) == 1 else None
+    reductions = [op for op in ops if op.reduced]
+    if reductions:
+        return _of_reductions(ops, reductions)
+    return SchedulerType.resize if names & _RESIZES else SchedulerType.pointwise
+
+
+def costliest(ops: Sequence[ScheduledOp]) -> SchedulerType:
+    """The scheduler of what takes longest in several kernels: products before reductions."""
+    return SchedulerType.expr_eval if any(op.name in _TORCHS for op in ops) else SchedulerType.reduction
+
+
+def _of_reductions(ops: Sequence[ScheduledOp], reductions: Sequence[ScheduledOp]) -> SchedulerType | None:
+    if any(_is_kept(ops, op) for op in reductions):
+        inner = {op.is_inner for op in reductions}
+        if len(inner) == 2:
+            return SchedulerType.inner_outer_persistent
+        return SchedulerType.inner_persistent if inner == {True} else SchedulerType.outer_persistent
+    alike = len({(op.reduced, op.ndim) for op in reductions}) == 1
+    apart = all(_after(ops, op.outputs).isdisjoint(other.inputs) for op in reductions for other in reductions)
+    return SchedulerType.reduction if alike and apart else None
+
+
+def _is_kept(ops: Sequence[ScheduledOp], reduction: ScheduledOp) -> bool:
+    """Whether what is reduced is read again beside the result: a kernel then keeps it, as that of a normalization."""
+    makers = {tensor: op for op in ops for tensor in op.outputs}
+    after = _after(ops, reduction.outputs)
+    whole = _after([op for op in ops if not op.reduced], _before(makers, reduction.inputs)) - after
+    return any(not after.isdisjoint(op.inputs) and not whole.isdisjoint(op.inputs) for op in ops)
+
+
+def _after(ops: Sequence[ScheduledOp], tensors: Sequence[int] | set[int]) -> set[int]:
+    """These tensors and all that is made of them; the ops are in their order."""
+    found = set(tensors)
+    for op in ops:
+        if not found.isdisjoint(op.inputs):
+            found.update(op.outputs)
+    return found
+
+
+def _before(makers: dict[int, ScheduledOp], tensors: Sequence[int]) -> set[int]:
+    """These tensors and all that they are made of, up to what is reduced."""
+    found: set[int] = set()
+    waiting = list(tensors)
+    while waiting:
+        tensor = waiting.pop()
+        maker = makers.get(tensor)
+        if tensor not in found:
+            found.add(tensor)
+            waiting += maker.inputs if maker is not None and not maker.reduced else ()
+    return found
