@@ -298,50 +298,6 @@ def test_axes_tell_their_sizes() -> None:
     assert str(x) == "T0_g_float[iS0{2}, ideviceIdx.x1{2}, iS2{4}, iS3{?}] (DeviceMesh((2,), ('x',)))"
 
 
-def normalized(fd: FusionDefinition, x: Any, dim: int) -> Any:
-    return fd.ops.div(x, fd.ops.sum(fd.ops.exp(x), dims=[dim], keepdim=True))
-
-
-SCHEDULED: dict[str, Callable[[FusionDefinition, Any], Any]] = {
-    "no_op": lambda fd, x: x,
-    "pointwise": lambda fd, x: fd.ops.exp(fd.ops.add(x, x)),
-    "reduction": lambda fd, x: fd.ops.exp(fd.ops.sum(x, dims=[1])),
-    "reduction of two": lambda fd, x: fd.ops.add(fd.ops.sum(x, dims=[1]), fd.ops.sum(fd.ops.exp(x), dims=[1])),
-    "inner_persistent": lambda fd, x: normalized(fd, x, 1),
-    "inner_persistent twice": lambda fd, x: normalized(fd, fd.ops.sub(x, fd.ops.max(x, dims=[-1], keepdim=True)), 1),
-    "outer_persistent": lambda fd, x: normalized(fd, x, 0),
-    "inner_outer_persistent": lambda fd, x: fd.ops.add(normalized(fd, x, 1), fd.ops.sum(x, dims=[0])),
-    "resize": lambda fd, x: fd.ops.slice(fd.ops.neg(x), [0, 0], [2, 2]),
-    "expr_eval": lambda fd, x: fd.ops.matmul(x, x),
-    "none, as one sum needs the other": lambda fd, x: fd.ops.sum(fd.ops.sum(x, dims=[1]), dims=[0]),
-    "none, as sums differ": lambda fd, x: fd.ops.add(fd.ops.sum(x, dims=[0]), fd.ops.sum(x, dims=[1])),
-    "none, as a product is one by itself": lambda fd, x: fd.ops.relu(fd.ops.matmul(x, x)),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULED)
-def test_the_scheduler_that_ops_ask_for(name: str) -> None:
-    whole = torch.randn(4, 4)
-    with FusionDefinition() as fd:
-        fd.add_output(SCHEDULED[name](fd, fd.from_pytorch(whole)))
-    kind = nvfuser.SchedulerType.__members__.get(name.split()[0])
-    wanted = [] if kind in (None, nvfuser.SchedulerType.none) else [kind]
-    assert nvfuser.schedule.find_compatible_schedulers(fd.fusion, [whole]) == wanted
-    assert fd.sched.find_compatible_schedulers() == wanted == fd.sched.find_compatible_schedulers(fd.fusion, [whole])
-    for other in nvfuser.SchedulerType:
-        can, why = nvfuser.schedule.can_schedule(fd.fusion, other, [whole])
-        assert can == (other in wanted) and can == (why == "")
-        assert fd.sched.can_schedule(other) == (can, why)
-    assert nvfuser.schedule.compute_heuristics(fd.fusion, nvfuser.SchedulerType.reduction, [whole]).scheduler_type is (
-        nvfuser.SchedulerType.reduction
-    )
-
-
-def test_what_no_scheduler_is_found_for() -> None:
-    with pytest.raises(mf.DefinitionError, match="find_compatible_schedulers: found 3, needed a fusion"):
-        nvfuser.schedule.can_schedule(3, nvfuser.SchedulerType.pointwise)  # type: ignore[arg-type]
-
-
 def test_an_open_size_is_a_scalar_of_the_definition() -> None:
     fd = FusionDefinition()
     x = fd.define_tensor([-1])

@@ -156,21 +156,28 @@ class AnnotatedDefinition:
         """Those too that name no mesh."""
         return dict(sorted((self._annotations | dict(self.annotations)).items()))
 
-    def set_allocation(self, tensor: TensorView, loop: Sequence[Any]) -> None:
-        """The memory order of a tensor's dims, from a list of its loop axes."""
+    def set_allocation(self, tensor: TensorView, domain: LoopDomain, loop: Sequence[Any]) -> None:
+        """The memory order of a tensor's dims, from a list of axes of this loop domain of it.
+
+        That of a copy that a kernel makes, or of unreduced terms, says nothing of the tensor itself.
+        """
         line = self._changing()
         found = self.annotation(tensor)
         axes = [axis for axis in loop if isinstance(axis, AxisView)] if isinstance(loop, (list, tuple)) else []
-        dims = found.domain.dims_in_order([axis.leaf for axis in axes])
-        if len(dims) != tensor.ndim:
+        leaves = [axis.leaf for axis in axes]
+        dims = domain.dims_in_order(leaves)
+        # A kernel's copy has axes over several dims, too, which say of no dim where it lies.
+        is_whole = domain is not found.domain and set(map(id, leaves)) == set(map(id, domain.loop))
+        if len(dims) != tensor.ndim and not is_whole:
             raise user_error(
                 f"set_allocation_domain of {tensor.label}",
                 shown(loop),
-                f"axes of its loop domain {found.domain}, of every dim",
+                f"axes of its loop domain {domain}, of every dim",
                 "Pass tv.get_loop_domain(), or a list of tv.axis(i).",
                 line,
             )
-        found.allocation = dims
+        if domain is found.domain:
+            found.allocation = dims
 
     def output_orders(self) -> list[tuple[int, ...] | None]:
         """For every output nvFuser's stride order (0 is the fastest dim); None for row-major."""

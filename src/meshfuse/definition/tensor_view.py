@@ -313,7 +313,7 @@ class TensorView(Arithmetic):
 
         Outputs come back with such strides. Raises DefinitionError unless every dim is there.
         """
-        self.fd.set_allocation(self, new_allocation_domain)
+        self.fd.set_allocation(self, self._domain, new_allocation_domain)
 
     def get_loop_domain(self) -> list[AxisView]:
         domain = self._domain
