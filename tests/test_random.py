@@ -9,7 +9,13 @@ import torch
 
 import meshfuse as mf
 from meshfuse.kernels.random import RandomStream, fractions, normals, philox, uniform
+from meshfuse.ops import OPS
+from meshfuse.ops.binding import make_call
+from meshfuse.ops.local import LocalCall
+from meshfuse.sharding.value import Sharding
+from meshfuse.testing.calls import names_of
 
+MESH = mf.DeviceMesh((1,), ("x",))
 # Random123's known answers for philox4x32-10 (kat_vectors): counter, key, result.
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -116,3 +122,21 @@ def test_seeds_of_any_size_draw_and_drop_alike_on_every_mesh(seed: int) -> None:
         found.append(fd.simulate([torch.linspace(-1.0, 1.0, 64).double().reshape(1, 2, 8, 4)]))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_an_op_says_whether_it_draws(name: str) -> None:
+    """By what its text takes: ops that draw are counted, and have numbers of their own by their places.
+
+    Attention gives the state that it would have drawn by, where it drops nothing, too.
+    """
+    for sample in OPS[name].samples():
+        call = make_call(OPS[name], sample)
+        made = tuple(Sharding.replicated(MESH, kind.ndim) for kind in call.results)
+        taken = tuple(Sharding.replicated(MESH, kind.ndim) for kind in call.types)
+        one, other = (LocalCall(call, names_of(call), taken, made, 0, number=n).text() for n in (0, 1))
+        draws, takes_state = OPS[name].draws, one != other
+        if draws is not None and draws(call):
+            assert takes_state
+        elif takes_state:
+            assert call["dropout_p"] in (None, 0)

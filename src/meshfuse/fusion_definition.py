@@ -174,7 +174,7 @@ class FusionDefinition(PlannedDefinition):
             if program is None:
                 program, inputs, homes = self._fitted(known, inputs)
             self._latest, step = program, self._next_step("ranks")
-            outputs = program.run(inputs, self.seed, step)
+            outputs = program.run(inputs, self.random_state(program.device, step), step)
             laid_out = self._laid_out(outputs)
             return laid_out if homes is None else wrap_outputs(laid_out, homes)
         except BaseException as error:
@@ -259,7 +259,7 @@ class FusionDefinition(PlannedDefinition):
         try:
             program, args = self._fitted_whole(inputs, world)
             self._latest, step = program, self._next_step("ranks")
-            outputs = program.run(args, self.seed, step, whole=True)
+            outputs = program.run(args, self.random_state(program.device, step), step, whole=True)
             return self._laid_out(outputs)
         except BaseException as error:
             self._leave_off(program, step, outputs, error)
@@ -328,6 +328,10 @@ class FusionDefinition(PlannedDefinition):
             else:
                 out.append(given.tensors[ref.id])
         return out
+
+    def random_state(self, device: torch.device, step: int) -> tuple[int, int]:
+        """The seed and the offset by which a step on this device draws random numbers."""
+        return self.seed, step
 
     def _next_step(self, where: str) -> int:
         step = self._steps[where]

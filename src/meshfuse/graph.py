@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,7 +62,8 @@ class Stream:
 class Node:
     """One op: the call with concrete types, its factor rule, and the tensors it takes and makes.
 
-    `origin` numbers the op of the definition that it is, or is a part of: random numbers depend on it.
+    `origin` numbers the op of the definition that it is, or is a part of; `salt` counts those before that one that draw
+    random numbers, which depend on it.
     """
 
     id: int
@@ -71,6 +73,7 @@ class Node:
     outputs: tuple[int, ...]
     line: SourceLine
     origin: int
+    salt: int = 0
 
     @property
     def name(self) -> str:
@@ -156,7 +159,8 @@ def concretize(
     fd.check_complete(None)
     types: dict[int, TensorType] = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
     calls = _Calls(fd, types, scalars)
-    nodes = [_concrete_node(calls, number, node) for number, node in enumerate(fd.nodes)]
+    salts = itertools.accumulate((node.draws for node in fd.nodes), initial=0)
+    nodes = [_concrete_node(calls, number, *pair) for number, pair in enumerate(zip(fd.nodes, salts, strict=False))]
     tensors = tuple(Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors))
     said = fd.all_annotations
     nodes = needed(_without_vanished(nodes, {*fd.outputs, *said, *fd.overlaps}), fd.outputs)
@@ -236,7 +240,7 @@ def numbered(node: Node, number: int) -> Node:
     """The node with another number (`replace` takes several times as long)."""
     if node.id == number:
         return node
-    return Node(number, node.call, node.rule, node.inputs, node.outputs, node.line, node.origin)
+    return Node(number, node.call, node.rule, node.inputs, node.outputs, node.line, node.origin, node.salt)
 
 
 _ANY = TensorRef(-1)
@@ -288,12 +292,12 @@ def _anonymous(arg: Any) -> Any:
     return (_ANY,) * len(arg) if count_tensors(arg) else arg
 
 
-def _concrete_node(calls: _Calls, number: int, node: OpNode) -> Node:
+def _concrete_node(calls: _Calls, number: int, node: OpNode, salt: int) -> Node:
     call, rule = calls.of(node)
     for out, made in zip(node.outputs, call.results, strict=True):
         assert made.dtype is calls.fd.tensors[out].type.dtype, (node, made)
         calls.types[out] = made
-    return Node(number, call, rule, node.inputs, node.outputs, node.line, number)
+    return Node(number, call, rule, node.inputs, node.outputs, node.line, number, salt)
 
 
 class _Calls:

@@ -35,6 +35,11 @@ class OpNode:
     outputs: tuple[int, ...]
     line: SourceLine
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers by the definition's seed."""
+        return self.op.draws is not None and self.op.draws(Call(self.op, self.args, ()))
+
 
 def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode | None) -> tuple[bool, ...]:
     """For every dim of a tensor's loop domain, True where it is a reduction of the op that makes it.

@@ -148,22 +148,22 @@ class RankProgram:
             run = captured if segments.due is None else run
         self.program, self.bound, self.segments, self._main, self._run = program, bound, segments, bound.main, run
 
-    def run(self, arguments: Sequence[Any], seed: int, offset: int, whole: bool = False) -> list[Any]:
+    def run(self, arguments: Sequence[Any], state: tuple[int, int], step: int, whole: bool = False) -> list[Any]:
         """The rank's results, or the `whole` outputs. A failing collective's error names its tensor, the step and the
         user's line.
 
-        Random numbers follow from `seed` and from `offset`, how many steps came before. No gradients are recorded:
+        Random numbers follow from `state`, a seed and an offset; `step` steps came before. No gradients are recorded:
         those of a definition are `fd.grad`'s.
         """
-        self.step, outer = offset + 1, self._phase  # An op's function may call the definition that it is in.
+        self.step, outer = step + 1, self._phase  # An op's function may call the definition that it is in.
         try:
             self._phase = _Phase.BEFORE
             with self.world.turns:
                 if not modes_are_on():
-                    out = self._run_step(arguments, seed, offset)
+                    out = self._run_step(arguments, *state)
                 else:
                     with without_modes(self.device):
-                        out = self._run_step(arguments, seed, offset)
+                        out = self._run_step(arguments, *state)
                 self._phase = _Phase.GATHERING if whole else _Phase.OVER
                 return self._gather(out) if whole else out
         except BaseException as error:

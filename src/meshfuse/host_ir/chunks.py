@@ -188,7 +188,7 @@ class Chunks:
         node, wide = self.graph.nodes[step.node], ".float()" if step is self.wide else ""
         return ChunkCall(
             node.call, [self.low.name(v) + wide for v in step.inputs], step.placement.operands, step.placement.results,
-            self.rank, self.low.scalar_text, node.origin,
+            self.rank, self.low.scalar_text, node.salt,
             tuple(self._only(v, chunk) for v in step.inputs), tuple(self._only(v, chunk) for v in step.outputs),
         )  # fmt: skip
 

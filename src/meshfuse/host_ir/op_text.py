@@ -43,7 +43,7 @@ class OpText:
             self._known[key] = self._learned(node, placement, places, len(results))
         found = self._known[key]
         if found is None:
-            return self._written(node, placement, operands, results, node.origin)
+            return self._written(node, placement, operands, results, node.salt)
         names += results
         return ["".join([names[p] if type(p) is int else p for p in template]) for template in found]  # type: ignore[misc]
 
@@ -54,7 +54,7 @@ class OpText:
         operands = list(map(_hole, places))
         first = len(set(places))
         targets = list(map(_hole, range(first, first + results)))
-        one, other = (self._written(node, placement, operands, targets, node.origin + more) for more in (0, 1))
+        one, other = (self._written(node, placement, operands, targets, node.salt + more) for more in (0, 1))
         return tuple(map(_template, one)) if one == other else None
 
     def _written(

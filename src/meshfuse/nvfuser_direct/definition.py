@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,18 +18,19 @@ from ..definition.tensor_view import TensorView, Val
 from ..dtypes import DataType
 from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
 from ..executor import spmd
-from ..executor.arguments import check_list
 from ..ops import OPS
 from ..ops.base import OpDef, TensorRef
 from ..runtime.world import World
 from ..sharding.layout import Split
 from . import active, profiler, repro
 from .aliases import check_alias, write_aliases
+from .call_arguments import flattened
 from .declared import Declared, declared, is_host_scalar
 from .executors import EmptyDefinitionError, ExecutorError, FusionExecutorCache, KernelExecutor
 from .expanded import fitting
 from .exprs import Expr, expression
 from .followed import common_mesh, follow_meshes, followed_outputs
+from .generators import next_draws
 from .methods import Methods
 from .multidevice import DeviceMesh, Sharding
 from .op_calls import Ops
@@ -106,6 +108,7 @@ class FusionDefinition(core.FusionDefinition):
         self._ke: KernelExecutor | None = None
         self._repro: list[str] | None = None
         self.ran: CompiledProgram | None = None  # by the last execution, whichever way
+        self.drawn = (seed, 0)  # what it drew random numbers by
         self._entries: list[Any] = []
         self._entered = False
         self._methods = Methods()
@@ -258,6 +261,19 @@ class FusionDefinition(core.FusionDefinition):
             profiler.record(self.ran, World.current().rank, values, outputs, seconds, user)
         return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
 
+    def random_state(self, device: torch.device, step: int) -> tuple[int, int]:
+        """By torch's generator, as in nvFuser. By the definition's seed where it has one, and on several ranks: their
+        generators may differ.
+        """
+        by_torch = self._drawing > 0 and self.seed == 0 and World.current().size == 1
+        self.drawn = next_draws(device, self._drawing) if by_torch else super().random_state(device, step)
+        return self.drawn
+
+    @functools.cached_property
+    def _drawing(self) -> int:
+        """How many ops draw random numbers, of a definition that changes no more."""
+        return sum(node.draws for node in self.nodes)
+
     def simulate(
         self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
     ) -> list[Any]:
@@ -408,19 +424,6 @@ _EXECUTION = ("auto_schedule", "save_repro_inputs", "_enable_options", "_disable
 def _second(what: str, do: str) -> Exception:
     """The error of a definition that is run in a second way: its profile and its cache tell of one."""
     return user_error(what, do=f"{do} to execute the fusion.", where=caller_line(), cls=ExecutorError)
-
-
-def flattened(fd: FusionDefinition, inputs: Sequence[Any]) -> list[Any]:
-    """The arguments, the numbers of a list or tuple each by itself: what define_vector takes.
-
-    Raises ArgumentError for one tensor, and for what is no list.
-    """
-    if isinstance(inputs, (torch.Tensor, TensorView, str, bytes, Mapping)) or not isinstance(inputs, Iterable):
-        check_list(fd, inputs, caller_line())
-    values: list[Any] = []
-    for value in inputs:
-        values.extend(value if isinstance(value, (list, tuple)) else (value,))
-    return values
 
 
 def _plain(mesh: Any) -> Any:

@@ -59,7 +59,7 @@ def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch
     plain = object.__new__(type(fd))
     plain.__dict__.update(vars(fd))
     plain._annotations, plain._compiled, plain._simulated = {}, {}, {}
-    plain._steps = {"simulated": fd._steps["ranks"] - 1}
+    plain.seed, plain._steps = fd.drawn[0], {"simulated": fd.drawn[1]}
     results = plain.simulate([_gathered(fd, place, value) for place, value in enumerate(inputs)])
     shardings = compiled.output_shardings()
     return [

@@ -17,6 +17,7 @@ from .attention_blocks import (
     backward_text,
     distributed_bwd,
     distributed_fwd,
+    drops,
     qkv_types,
 )
 from .attention_rules import (
@@ -83,6 +84,7 @@ OPS = (
         vjp=SDPFA_FWD,
         distributed=distributed_fwd,
         about="scaled dot product attention: output, log-sum-exp of the rows, and the random state",
+        draws=drops,
     ),
     OpDef(
         "sdpfa_bwd",

@@ -207,6 +207,13 @@ FORWARD_PARAMS = (
     Param("mask", K.OPTIONAL_TENSOR, None),
     *(Param(name, K.OPTIONAL_SCALAR, None) for name in ("dropout_p", "is_causal", "scale")),
 )
+
+
+def drops(call: Call) -> bool:
+    """`draws` of attention: whether it has dropout, which a scalar of a call may say."""
+    return call["dropout_p"] not in (None, 0)
+
+
 OPS = (
     OpDef(
         "block_attention",
@@ -218,6 +225,7 @@ OPS = (
         samples=_block_samples,
         nvfuser=_NOT_NATIVE,
         about="attention on each block of keys by itself",
+        draws=drops,
     ),
     OpDef(
         "sdpfa_bwd_q",

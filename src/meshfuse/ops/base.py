@@ -365,7 +365,8 @@ class OpDef:
     torch. vjp: its gradients as ops of the table; None where it has no derivative. domain: the open interval that
     tests draw real operands from. compute: a Python function that the emitted text calls as OP.name. adjoints: ops of a
     registered op's own that its gradients are written in; they are registered with it. about: what it computes, one
-    line for `help`, `meshfuse ops` and docs/ops.md.
+    line for `help`, `meshfuse ops` and docs/ops.md. draws: for which calls it draws random numbers by the definition's
+    seed (of a call's arguments alone), None for none.
     """
 
     name: str
@@ -392,6 +393,7 @@ class OpDef:
     compute: Callable[..., Any] | None = None
     adjoints: tuple[OpDef, ...] = ()
     about: str = ""
+    draws: Callable[[Call], bool] | None = None
     places: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

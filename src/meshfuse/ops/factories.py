@@ -83,10 +83,19 @@ def _check_state(call: Call) -> None:
             raise user_error(f"{call.op.name}: {name}", found, "an integer", "Its bits are what numbers are drawn by.")
 
 
+def draws_always(call: Call) -> bool:
+    """`draws` of an op that takes no seed."""
+    return True
+
+
+def draws_unseeded(call: Call) -> bool:
+    """`draws` of an op that takes a seed and an offset of the user's own."""
+    return any(call[name] is None for name in _STATE)
+
+
 def stream_text(e: Emit) -> str:
     """(seed, offset, salt) of an op that draws random numbers; a seed and offset of the user's own need no salt."""
-    given = [e.call[name] is not None for name in _STATE] if "rng_seed" in e.call.op.places else [False]
-    if not all(given):
+    if "rng_seed" not in e.call.op.places or draws_unseeded(e.call):
         return f"({SEED}, {OFFSET}, {e.salt()})"
     return f"({e.scalar('rng_seed')}, {e.scalar('rng_offset')}, 0)"
 
@@ -184,6 +193,7 @@ OPS = (
         samples=_random_samples,
         nvfuser=nvfuser_forms.RANDOM,
         about="random numbers from `minval` to `maxval`, the same on every mesh",
+        draws=draws_unseeded,
     ),
     OpDef(
         "normal",
@@ -194,6 +204,7 @@ OPS = (
         samples=_random_samples,
         nvfuser=nvfuser_forms.RANDOM,
         about="normally distributed random numbers, the same on every mesh",
+        draws=draws_unseeded,
     ),
     OpDef(
         "rand_like",
@@ -205,6 +216,7 @@ OPS = (
         nvfuser=nvfuser_forms.RANDOM,
         vjp=nothing,
         about="random numbers from 0 to 1 in the operand's shape",
+        draws=draws_always,
     ),
     OpDef(
         "randn_like",
@@ -216,6 +228,7 @@ OPS = (
         nvfuser=nvfuser_forms.RANDOM,
         vjp=nothing,
         about="standard normal random numbers in the operand's shape",
+        draws=draws_always,
     ),
     OpDef(
         "triu",

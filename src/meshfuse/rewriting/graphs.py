@@ -41,7 +41,9 @@ class GraphWriter:
         call, rule = self._kinds.get(op, bound, tuple(self.tensors[i].type for i in inputs))
         made = [self._new(kind) for kind in call.results]
         ids = tuple(ref.id for ref in made)
-        node = Node(len(self.nodes), call, rule, tuple(inputs), ids, self._origin.line, self._origin.origin)
+        node = Node(
+            len(self.nodes), call, rule, tuple(inputs), ids, self._origin.line, self._origin.origin, self._origin.salt
+        )
         self.nodes.append(node)
         return made[0] if len(made) == 1 else tuple(made)
 

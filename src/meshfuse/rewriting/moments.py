@@ -168,4 +168,4 @@ def _node(kinds: CallTable, name: str, more: tuple[Any, ...], total: Node, numbe
     """An op of x and these arguments that makes the tensor `made`."""
     (x,) = total.inputs
     call, rule = kinds.get(OPS[name], (TensorRef(x), *more), (kind,))
-    return Node(number, call, rule, (x,), (made,), total.line, total.origin)
+    return Node(number, call, rule, (x,), (made,), total.line, total.origin, total.salt)
