@@ -207,3 +207,14 @@ def test_an_order_has_the_operands_type(name: str) -> None:
     assert getattr(fd.ops, name)(x, dims=[1], dtype=DataType.Half).dtype is DataType.Half
     with pytest.raises(mf.DefinitionError, match=f"{name}: a result type: found Float, needed Half, the operand's"):
         getattr(fd.ops, name)(x, dims=[1], dtype=DataType.Float)
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if "keepdim" in op.places])
+def test_reductions_take_the_older_spelling_of_keepdim(name: str) -> None:
+    fd = FusionDefinition()
+    x = fd.define_tensor([2, 3])
+    found = (getattr(fd.ops, name)(x, dims=[1], **{spelled: True}) for spelled in ("keep_dim", "keepdim"))
+    old, new = ([tv.type for tv in (made if isinstance(made, tuple) else (made,))] for made in found)
+    assert old == new and all(kind.shape == (2, 1) for kind in old)
+    with pytest.raises(mf.DefinitionError, match="'keep_dim' is given twice"):
+        getattr(fd.ops, name)(x, dims=[1], keepdim=True, keep_dim=True)

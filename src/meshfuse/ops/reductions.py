@@ -105,7 +105,7 @@ def _nvfuser(n: NvfuserEmit) -> Any:
 REDUCTION_PARAMS = (
     Param("arg", K.TENSOR),
     Param("dims", K.OPTIONAL_DIMS, None, "dim"),
-    Param("keepdim", K.BOOL, False),
+    Param("keepdim", K.BOOL, False, "keep_dim"),
     Param("dtype", K.DTYPE, DataType.Null),
 )
 _EXAMPLE = TensorType((4, 6, 5), DataType.Float)

@@ -149,7 +149,7 @@ def _welford_emit(e: Emit) -> str:
 
 _ARG = Param("arg", K.TENSOR)
 _DIMS = Param("dims", K.OPTIONAL_DIMS, alias="dim")
-_MOMENTS = (_ARG, _DIMS, Param("correction", K.INT, 1), Param("keepdim", K.BOOL, False))
+_MOMENTS = (_ARG, _DIMS, Param("correction", K.INT, 1), Param("keepdim", K.BOOL, False, "keep_dim"))
 _EXAMPLE = TensorType((4, 6, 5), DataType.Float)
 
 
