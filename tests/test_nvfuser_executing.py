@@ -171,6 +171,22 @@ def test_a_definition_answers_alike_where_a_cache_runs_it(name: str) -> None:
     assert cache.num_fusions() == 1
 
 
+@pytest.mark.parametrize("constant", [False, True])
+def test_definitions_of_one_text_have_scalars_of_their_own(constant: bool) -> None:
+    """A number and a constant are written alike. On a mesh the sizes that follow scalars are asked for again."""
+    cache, whole = nvfuser.LRUCache(max_fusions=4), torch.randn(4, 6)
+    for given in (constant, not constant):
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([4, 6])
+            y = fd.ops.mul(x, fd.define_scalar(2.0) if given else 2.0)
+            rows = fd.define_scalar(dtype=DataType.Int)
+            fd.add_output(fd.ops.reshape(y, [rows, -1]))
+            x.set_device_mesh(NVMesh([0]))
+        cached(fd, cache)
+        assert torch.equal(fd.execute([whole, 8])[0], (2 * whole).reshape(8, 3))
+        assert fd.fec.get_output_shardings()[0].axis_sharded_on(X) == -1
+
+
 def test_the_cache_that_a_definition_takes() -> None:
     fd, other = nvfuser_relu(), nvfuser_relu()
     cached(fd, nvfuser.LRUCache(1))

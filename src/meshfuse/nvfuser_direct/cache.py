@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import caller_line, shown, user_error
+from ..report.reprint import definition_source
 from ..user_values import as_int
 from .active import definition_of
 from .definition import Fusion, FusionDefinition
@@ -31,7 +32,7 @@ class LRUCache:
                 caller_line(),
             )  # fmt: skip
         self.max_fusions, self.compiled, self.lookups, self.hits = max_fusions, 0, 0, 0
-        self._entries: OrderedDict[str, _CachedFusion] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], _CachedFusion] = OrderedDict()
 
     def cache_compile(self, fusion: Fusion) -> FusionExecutorCache:
         """What runs a fusion, with the programs of an equal one where there has been one."""
@@ -41,7 +42,8 @@ class LRUCache:
     def look_up(self, made: FusionDefinition) -> None:
         """Let a definition use what an equal one has compiled, or keep it for others."""
         self.lookups += 1
-        key = repr(made)
+        # nvFuser's text writes a constant and a number alike, which scalars that programs know by number do not.
+        key = (repr(made), definition_source(made))
         entry = self._entries.get(key)
         if entry is None:
             self._insert(key, made)
@@ -51,7 +53,7 @@ class LRUCache:
         self._entries.move_to_end(key)
         made.share_programs(entry.definition)
 
-    def _insert(self, key: str, made: FusionDefinition) -> None:
+    def _insert(self, key: tuple[str, str], made: FusionDefinition) -> None:
         if len(self._entries) == self.max_fusions:
             self._entries.popitem(last=False)
         self._entries[key] = _CachedFusion(made)
