@@ -54,7 +54,7 @@ class Folded:
         """The plan of the whole, from that of the short program."""
         whole = self.whole
         homes, choices = {i: short.homes[i] for i in whole.input_tensors}, list[Choice]()
-        there = {i: (home,) for i, home in homes.items()}
+        there: dict[int, tuple[Sharding, ...]] = {i: (home,) for i, home in homes.items()}
         for node, place in zip(whole.nodes, self.places, strict=True):
             choice, made = short.choices[place], [short.homes[i] for i in self.short.nodes[place].outputs]
             if not _has_terms(node, choice.placement, there):
