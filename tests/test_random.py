@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import meshfuse as mf
+from meshfuse.kernels import random
 from meshfuse.kernels.random import RandomStream, fractions, normals, philox, uniform
 from meshfuse.ops import OPS
 from meshfuse.ops.binding import make_call
@@ -63,9 +64,35 @@ def test_seed_offset_and_place_each_give_other_numbers() -> None:
             assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.15
 
 
-def test_the_bounds_are_kept_in_half_precision_up_to_rounding() -> None:
-    drawn = uniform(2.0, 3.0, [((0, 5000),)], [5000], (0, 0, 0), torch.float16, "cpu")
-    assert drawn.dtype == torch.float16 and float(drawn.min()) >= 2.0 and float(drawn.max()) <= 3.0
+@pytest.mark.parametrize("drawn", [0.0, 0.5, 1.0 - 2.0**-24])
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (1.0, 2.0), (2.0, 3.3), (-1.0, 0.0), (-3.0, -2.0), (-0.5, 1000.0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_upper_bound_is_never_drawn(
+    dtype: torch.dtype, low: float, high: float, drawn: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least, a middle and the largest of the fractions, in every type and beside ends of either sign."""
+    monkeypatch.setattr(random, "fractions", lambda index, stream, wide: torch.full((1,), drawn, dtype=wide))
+    found = uniform(low, high, [((0, 1),)], [1], (0, 0, 0), dtype, "cpu")
+    assert found.dtype == dtype and low <= found.item() < high
+    assert abs(found.item() - (low + drawn * (high - low))) <= 2 * torch.finfo(dtype).eps * max(abs(low), abs(high))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("end", [1.0, -1.0, 0.3, -0.3, 3.0, 1024.0, -1024.0, 1e-7])
+def test_the_number_before_another(end: float, dtype: torch.dtype) -> None:
+    near = torch.tensor(end, dtype=dtype)
+    wanted = near if near.double() < end else torch.nextafter(near, torch.tensor(-torch.inf, dtype=dtype))
+    assert random._last_before(end, dtype) == wanted.item()
+
+
+@pytest.mark.parametrize("dtype", [mf.DataType.BFloat16, mf.DataType.Half])
+def test_narrow_types_draw_no_upper_bound_in_a_program(dtype: mf.DataType) -> None:
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([50_000], dtype=dtype)
+    for made in (fd.ops.rand_like(x), fd.ops.uniform(0.0, 1.0, [50_000], dtype=dtype)):
+        fd.add_output(made)
+    for found in fd.simulate([torch.zeros(50_000, dtype=getattr(torch, dtype.value))]):
+        assert 0.99 < found.max().item() < 1.0 and found.min().item() >= 0.0
 
 
 @pytest.mark.parametrize("name", ["rand_like", "randn_like"])

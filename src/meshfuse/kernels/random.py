@@ -85,6 +85,17 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _last_before(end: float, dtype: torch.dtype) -> float:
+    """The largest number below another that a type has; infinities as they are."""
+    if not math.isfinite(end):
+        return end
+    info = torch.finfo(dtype)
+    mantissa, exponent = math.frexp(end)
+    # Below a power of two numbers lie twice as close as above it.
+    spacing = max(info.eps * 2.0 ** (exponent - (2 if mantissa == 0.5 else 1)), info.tiny * info.eps)
+    return (math.ceil(end / spacing) - 1) * spacing if end else -info.tiny
+
+
 def uniform(
     low: Any,
     high: Any,
@@ -94,9 +105,12 @@ def uniform(
     dtype: torch.dtype,
     device: Any,
 ) -> torch.Tensor:
-    """The rank's part of a tensor of this shape with numbers from [low, high)."""
+    """The rank's part of a tensor of this shape with numbers from [low, high). What is rounded to `high`, here or in
+    the type of the result, is the number before it.
+    """
     drawn = fractions(linear_index(runs, shape, device), RandomStream(*stream), _compute_dtype(dtype))
-    return (drawn * (high - low) + low).to(dtype)
+    found = drawn * (high - low) + low
+    return (found.clamp(max=max(low, _last_before(high, dtype))) if low < high else found).to(dtype)
 
 
 def normal(
