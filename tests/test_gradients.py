@@ -195,6 +195,10 @@ FORMS: dict[str, tuple[Any, Any, list[torch.Tensor]]] = {
     ),
     "minimum with a number": (lambda o, x: o.minimum(x, 2.0), lambda x: torch.minimum(x, torch.tensor(2.0)), [TIES]),
     "clamp at its bounds": (lambda o, x: o.clamp(x, 2.0, 3.0), lambda x: x.clamp(2.0, 3.0), [TIES]),
+    **{f"clamp from {low} to {high}": (
+        lambda o, x, low=low, high=high: o.clamp(x, low, high),
+        lambda x, low=low, high=high: x.clamp(low, high), [TIES],
+    ) for low in (1.0, 2.0, 3.0) for high in (1.0, 2.0, 3.0)},
     "relu of 0": (lambda o, x: o.relu(x), torch.relu, [ZEROS]),
     "max of equals": (lambda o, x: o.max(x, [1]), lambda x: x.amax(1), [TIES]),
     "min of all": (lambda o, x: o.min(x), lambda x: x.amin(), [TIES]),
@@ -286,3 +290,14 @@ def test_gradients_are_finite_differences(name: str) -> None:
     fd.add_output(fd.grad(y, t))
     (above, _), (below, _), (_, found) = (fd.simulate([x + step]) for step in (1e-6, -1e-6, 0.0))
     torch.testing.assert_close(found, (above - below) / 2e-6, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 3.0), (3.0, 1.0), (2.0, 2.0), (-torch.inf, 2.0)])
+def test_the_gradient_of_a_clamp_between_scalars(low: float, high: float) -> None:
+    fd = mf.FusionDefinition()
+    x, bounds = fd.define_tensor([2, 4], dtype=DataType.Double), [fd.define_scalar() for _ in range(2)]
+    fd.add_output(fd.grad(fd.ops.sum(fd.ops.clamp(x, *bounds)), x))
+    given = TIES.clone().requires_grad_()
+    given.clamp(low, high).sum().backward()
+    assert given.grad is not None
+    torch.testing.assert_close(fd.simulate([TIES, low, high])[0], given.grad)

@@ -162,8 +162,12 @@ def _where(kept: bool) -> Callable[[Backward], Tensor]:
 
 
 def _clamp(b: Backward) -> Tensor:
-    """Passes where nothing was changed, the bounds included."""
-    return b.ops.where(b.ops.eq(b["x"], b.result), b.grad, 0.0)
+    """Passes where nothing was changed, the bounds included: nowhere where these leave no number between them."""
+    x, low, high = b["x"], b["min"], b["max"]
+    kept = b.ops.eq(x, b.result)
+    if not (isinstance(low, (int, float)) and isinstance(high, (int, float)) and low <= high):
+        kept = b.ops.logical_and(kept, b.ops.ge(x, low))
+    return b.ops.where(kept, b.grad, 0.0)
 
 
 def _relu(b: Backward) -> Tensor:
