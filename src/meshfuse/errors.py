@@ -101,6 +101,10 @@ class ArgumentError(MeshfuseError, ValueError, RuntimeError):
     """A wrong tensor or scalar given to a program when it is called."""
 
 
+# What a user's own words cause: RuntimeErrors too, that a handler of torch's must let pass.
+USER_ERRORS = (DefinitionError, ArgumentError)
+
+
 class SizeError(ArgumentError, DefinitionError):
     """Arguments whose sizes, which the definition leaves open, its ops cannot take together."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import RankError, caller_line
+from ..errors import USER_ERRORS, RankError, caller_line
 from .deadlines import Silent, bounded, within
 from .diagnosis import (
     SAME_PROGRAM,
@@ -67,6 +67,8 @@ class Meetings:
         scene.peers.remember(group.ranks)
         try:
             return make(dist.PrefixStore(name, self.world.store))
+        except USER_ERRORS:
+            raise
         except RuntimeError as error:
             raise failed(scene, f"connecting {group}", group.ranks, error, start) from None
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from ..errors import ArgumentError, user_error
+from ..errors import USER_ERRORS, ArgumentError, user_error
 from . import news
 from .environment import LOOPBACK
 from .exits import FOLLOWER
@@ -49,6 +49,8 @@ def startable(what: str) -> Iterator[None]:
     """ArgumentError where this machine does not let it be started."""
     try:
         yield
+    except USER_ERRORS:
+        raise
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise user_error(
             f"{what} cannot be started",

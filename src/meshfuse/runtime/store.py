@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..errors import RankError, RankTimeout, user_error
+from ..errors import USER_ERRORS, RankError, RankTimeout, user_error
 from . import news
 from .deadlines import bounded
 from .environment import DEFAULT_GROUP, LOOPBACK, Environment
@@ -39,7 +39,7 @@ def joining(place: Environment) -> Iterator[None]:
     """RankError where the store takes no more of this rank."""
     try:
         yield
-    except RankError:
+    except (RankError, *USER_ERRORS):
         raise
     except RuntimeError as error:
         raise user_error(
