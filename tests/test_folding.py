@@ -30,8 +30,10 @@ Spec = list[str | None]
 Layer = Callable[[Fd, T, list[T]], T]
 
 
-def weight(fd: Fd, shape: list[int], mesh: mf.DeviceMesh, spec: Spec, weights: list[T]) -> T:
-    made = fd.define_tensor(shape)
+def weight(
+    fd: Fd, shape: list[int], mesh: mf.DeviceMesh, spec: Spec, weights: list[T], dtype: mf.DataType = mf.DataType.Float
+) -> T:
+    made = fd.define_tensor(shape, dtype=dtype)
     fd.mesh_split(made, mesh, spec)
     weights.append(made)
     return made
@@ -102,7 +104,8 @@ def wire(plan: ShardedDefinition) -> float:
 def check(fd: Fd) -> None:
     """The same numbers as torch's: of inputs so small that they do not grow from layer to layer."""
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(fd.tensors[i].type.shape, generator=generator) / 8 for i in fd.input_tensors()]
+    types = [fd.tensors[i].type for i in fd.input_tensors()]
+    inputs = [torch.randn(t.shape, generator=generator).to(getattr(torch, t.dtype.value)) / 8 for t in types]
     assert has_reference(fd)
     assert_same_as_unsharded(fd, inputs, interpret(fd, inputs))
 
@@ -221,6 +224,81 @@ def test_layers_that_share_a_large_tensor_are_planned_together() -> None:
     assert folded(graph_of(shared(4 * WIDTH))) is None
     assert folded(graph_of(shared(1))) is not None
     check(shared(4 * WIDTH))
+
+
+# reading across layers ---------------------------------------------------------------------------------------------
+
+
+DOUBLE = mf.DataType.Double  # what is rounded in one layer grows in those after it
+
+
+def tail(fd: Fd, chance: random.Random, kept: list[T]) -> T:
+    """What the end makes of something of every layer, or of many."""
+    some = chance.choice([kept, kept[::2] + kept[1::3], kept[: len(kept) // 2], kept[::-1], [kept[0], kept[-1]]])
+    how = chance.choice(["cat", "sum", "products"])
+    if how == "cat":
+        return fd.ops.cat(some, 0)
+    made = some[0]
+    for k in some[1:]:
+        made = made + k if how == "sum" else fd.ops.sin(made) * k
+    return made
+
+
+def across(seed: int) -> Fd:
+    """A stack of equal layers with reads across them: skips to other layers, losses or outputs of every layer, weights
+    that all share, and an end that reads all.
+    """
+    chance = random.Random(seed)
+    count, skip = chance.choice([40, 60, 90]), chance.choice([0, 2, 3, 25])
+    mesh, kind, outputs = chance.choice([TP, GRID]), chance.choice(["loss", "sum", "rows", "product"]), seed % 3 == 0
+    spec = chance.choice([["tp", None], [None, "tp"], [mesh.names[0], None]])
+    weights: list[T] = []
+    with mf.FusionDefinition(search=chance.choice(["fast", "auto"])) as fd:
+        x = fd.define_tensor([ROWS, WIDTH], dtype=DOUBLE)
+        fd.mesh_split(x, mesh, [chance.choice([None, mesh.names[0]]), None])
+        for _ in range(chance.randint(0, 2)):
+            x = fd.ops.sin(x)
+        rows, kept, one = [x], list[T](), chance.random() < 0.3
+        for _ in range(count):
+            w = weights[0] if one and weights else weight(fd, [WIDTH, WIDTH], mesh, spec, weights, DOUBLE)
+            x = fd.ops.tanh(fd.ops.linear(x, w))
+            x = x + fd.ops.broadcast(fd.ops.mean(x, [1]), [False, True])
+            x = x + rows[-skip] if 0 < skip <= len(rows) else x
+            rows.append(x)
+            made = {
+                "loss": lambda x, w: fd.ops.var_mean(x, [1])[0],
+                "sum": lambda x, w: fd.ops.sum(x, [1]),
+                "rows": lambda x, w: fd.ops.permute(x, [1, 0]),
+                "product": lambda x, w: fd.ops.sum(fd.ops.matmul(x, w), [0]),
+            }[kind](x, w)
+            kept.append(made)
+        end = fd.ops.sum(tail(fd, chance, kept))
+        for out in [end, x, *(kept if outputs else ())]:
+            fd.add_output(out)
+        for made in fd.grad(end, weights[:4]) if chance.random() < 0.4 else ():
+            fd.add_output(made)
+    return fd
+
+
+# In program 67 what stands for the operands of some ops is unreduced, and they are not.
+@pytest.mark.parametrize("seed", [*range(20), 67])
+def test_reads_across_layers(seed: int) -> None:
+    """Whatever layer a reader that stays reads, one that stays stands for it, and the numbers are torch's."""
+    check(across(seed))
+
+
+@pytest.mark.parametrize("layers", [90, 300])
+def test_a_program_whose_end_reads_every_layer_is_folded(layers: int) -> None:
+    weights, kept = list[T](), list[T]()
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([ROWS, WIDTH])
+        fd.mesh_split(x, GRID, ["dp", None])
+        for _ in range(layers):
+            x = fd.ops.tanh(fd.ops.linear(x, weight(fd, [WIDTH, WIDTH], GRID, ["tp", None], weights)))
+            x = x + fd.ops.sin(fd.ops.cos(fd.ops.exp(x)))
+            kept.append(fd.ops.sum(x, [1]))
+        fd.add_output(fd.ops.cat(kept, 0))
+    assert len(fold(graph_of(fd)).short.nodes) < 40
 
 
 # no dearer per layer -----------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..graph import Graph, Node, numbered
-from ..moves.planner import plan
+from ..moves.bounds import is_possible
 from ..sharding.value import Sharding
-from .factors import Placement, placed
+from .factors import placed
 from .sharded import Choice, ShardedDefinition
 
 # The fewest ops of a program that is folded: shorter ones are planned whole.
@@ -50,43 +50,30 @@ class Folded:
         """Whether a plan of the short program does the same on both sides of what is left out, so that it goes on."""
         return all(plan.choices[a].placement == plan.choices[b].placement for a, b in self.joints)
 
-    def written_out(self, short: ShardedDefinition) -> ShardedDefinition:
+    def written_out(self, plan: ShardedDefinition) -> ShardedDefinition:
         """The plan of the whole, from that of the short program."""
-        whole = self.whole
-        homes, choices = {i: short.homes[i] for i in whole.input_tensors}, list[Choice]()
-        there: dict[int, tuple[Sharding, ...]] = {i: (home,) for i, home in homes.items()}
-        for node, place in zip(whole.nodes, self.places, strict=True):
-            choice, made = short.choices[place], [short.homes[i] for i in self.short.nodes[place].outputs]
-            if not _has_terms(node, choice.placement, there):
-                choice = _without_terms(node, choice)
-                results = zip(node.outputs, choice.placement.results, strict=True)
-                made = [whole.annotations.get(i, sharding) for i, sharding in results]
-            choices.append(choice)
-            homes.update(zip(node.outputs, made, strict=True))
-            there.update(zip(node.outputs, zip(made, choice.placement.results, strict=True), strict=True))
-        found = ShardedDefinition(whole, tuple(choices), homes)
+        choices, said = list[Choice](), self.whole.annotations
+        homes = {i: plan.homes[i] for i in self.whole.input_tensors}
+        for node, place in zip(self.whole.nodes, self.places, strict=True):
+            choices.append(_reached(node, plan.choices[place], homes))
+            made = zip(node.outputs, choices[-1].placement.results, strict=True)
+            homes.update((i, said.get(i, result)) for i, result in made)
+        found = ShardedDefinition(self.whole, tuple(choices), homes)
         found.verify()
         return found
 
 
-def _has_terms(node: Node, placement: Placement, there: Mapping[int, Sequence[Sharding]]) -> bool:
-    """Whether what an op takes unreduced is: what stands for an operand need not be made as it is, as the first term of
-    a sum over all layers is not made like the sum so far.
+def _reached(node: Node, choice: Choice, homes: Mapping[int, Sharding]) -> Choice:
+    """The choice for an op whose stand-in may have read other layers: where those left sums unreduced that this op's
+    own operands do not, it reads them reduced.
     """
-    needs = zip(node.inputs, node.call.types, placement.operands, strict=True)
-    return all(
-        not need.partial or any(plan(have, need, kind.shape, kind.dtype.itemsize) is not None for have in there[i])
-        for i, kind, need in needs
-    )
-
-
-def _without_terms(node: Node, choice: Choice) -> Choice:
-    """The choice for operands that are reduced."""
     placement = choice.placement
-    layouts = placement.layouts if placement.move is None else ((),) * len(placement.layouts)
-    found = placed(node.call, node.rule, placement.results[0].mesh, layouts)
-    assert found is not None
-    return dataclasses.replace(choice, placement=found)
+    reads = zip(node.inputs, placement.operands, strict=True)
+    if not placement.carry.operands or all(is_possible(homes[i], need) for i, need in reads):
+        return choice
+    reduced = placed(node.call, node.rule, placement.results[0].mesh, placement.layouts)
+    assert reduced is not None, f"{node.name}: what may be unreduced may be reduced"
+    return dataclasses.replace(choice, placement=reduced)
 
 
 class _Stretch(NamedTuple):
@@ -128,12 +115,18 @@ class _Gap(NamedTuple):
         period = self.stretch.period
         return [(op, op + self.size + period) for op in range(self.start - period, self.start)]
 
-    def nearest(self, op: int) -> int | None:
-        """The op like one that is left out, in the layers that come to lie where it was, for a reader next to it; None
-        where they do not reach there, for a reader far off: one that reads something of every layer.
+    def nearest(self, op: int) -> int:
+        """The op like one that is left out, in the layers that come to lie where it was, for a reader next to it.
+
+        Where the stretch does not go on so far, the reader is next to none of those left out, as one that reads all
+        layers: the one in the layer next to them.
         """
-        other = op + self.size if op < self.start + self.size // 2 else op - self.size
-        return other if self.stretch.start <= other < self.stretch.end else None
+        first_half = op < self.start + self.size // 2
+        moved = op + self.size if first_half else op - self.size
+        if self.stretch.start <= moved < self.stretch.end:
+            return moved
+        beside = self.end if first_half else self.start - self.stretch.period
+        return beside + (op - self.start) % self.stretch.period
 
 
 def folded(graph: Graph, kept: int = KEPT) -> Folded | None:
@@ -279,9 +272,8 @@ def _without(
     nodes: list[Node] = []
     for op in kept:
         node = graph.nodes[op]
-        there = [_instead(graph, producers, out, i) for i in node.inputs]
-        inputs = [i for i in there if i is not None and producers.get(i, -1) < op and producers.get(i) not in out]
-        if len(inputs) < len(there):
+        inputs = [_instead(graph, producers, out, i) for i in node.inputs]
+        if any(producers.get(i, -1) >= op or producers.get(i) in out for i in inputs):
             return None
         nodes.append(numbered(dataclasses.replace(node, inputs=tuple(inputs)), places[op]))
     stand_ins = [places.get(out[op].stand_in(op) if op in out else op) for op in range(len(graph.nodes))]
@@ -300,10 +292,10 @@ def _without(
     return Folded(graph, short, tuple([place for place in stand_ins if place is not None]), tuple(joints))
 
 
-def _instead(graph: Graph, producers: Mapping[int, int], out: Mapping[int, _Gap], tensor: int) -> int | None:
-    """The tensor of a layer that is kept, in the place of one of those left out; None where none stands for it."""
+def _instead(graph: Graph, producers: Mapping[int, int], out: Mapping[int, _Gap], tensor: int) -> int:
+    """The tensor of a layer that is kept, in the place of one of those left out."""
     op = producers.get(tensor, -1)
     if op not in out:
         return tensor
     other = out[op].nearest(op)
-    return None if other is None else graph.nodes[other].outputs[graph.nodes[op].outputs.index(tensor)]
+    return graph.nodes[other].outputs[graph.nodes[op].outputs.index(tensor)]
