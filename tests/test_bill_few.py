@@ -45,8 +45,8 @@ def six_experts_on_eight_ranks(fd: Fd, s: Sizes) -> None:
     outputs(fd, y)
 
 
-def few_heads(fd: Fd, s: Sizes) -> list[Tensor]:
-    qkv = [floats(fd, 1, FEW, s.tokens, s.head) for _ in range(3)]
+def few_heads(fd: Fd, s: Sizes, heads: int = FEW) -> list[Tensor]:
+    qkv = [floats(fd, 1, heads, s.tokens, s.head) for _ in range(3)]
     split(fd, TP8, *((t, [None, None, "tp", None]) for t in qkv))
     return qkv
 
@@ -65,6 +65,28 @@ def attention_of_four_heads(fd: Fd, s: Sizes) -> None:
     y = fd.ops.sdpfa_fwd(*few_heads(fd, s), is_causal=True)[0]
     outputs(fd, y)
     split(fd, TP8, (y, [None, None, "tp", None]))
+
+
+@known(12.85, 3.22)
+def attention_of_seven_heads(fd: Fd, s: Sizes) -> None:
+    """One head on each of seven ranks, none on the eighth: q, k and v go there by all-to-alls, and the output back."""
+    y = fd.ops.sdpfa_fwd(*few_heads(fd, s, 7), is_causal=True)[0]
+    outputs(fd, y)
+    split(fd, TP8, (y, [None, None, "tp", None]))
+
+
+@known(25.69, 4.82)
+def attention_of_seven_heads_backward(fd: Fd, s: Sizes) -> None:
+    """Everything stays with the heads, and the gradients come back."""
+    qkv = few_heads(fd, s, 7)
+    gradients(fd, fd.ops.sdpfa_fwd(*qkv, is_causal=True)[0], qkv)
+
+
+@known(25.69, 6.75)
+def attention_by_hand_of_six_heads_backward(fd: Fd, s: Sizes) -> None:
+    """As above, in products, with two ranks idle."""
+    qkv = few_heads(fd, s, 6)
+    gradients(fd, by_hand(fd, *qkv), qkv)
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

@@ -25,7 +25,7 @@ import meshfuse as mf
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--mesh", default="tp=2")
-parser.add_argument("--width", type=int, default=16)
+parser.add_argument("--width", type=int, default=256)
 args = parser.parse_args()
 sizes = dict(part.split("=") for part in args.mesh.split(","))
 mesh = mf.DeviceMesh(tuple(map(int, sizes.values())), tuple(sizes))

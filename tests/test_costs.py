@@ -343,3 +343,17 @@ def test_links_that_are_the_defaults_plan_as_no_links_do() -> None:
             fd.mesh_split(tensor, mesh, [None, "tp"])
         bills.append(fd.bill().total)
     assert bills[0] == bills[1] > 0
+
+
+@pytest.mark.parametrize("rows", [5, 8, 9, 12, 24])
+def test_work_is_that_of_the_rank_which_has_most(rows: int) -> None:
+    """Some ranks have less where an axis does not divide a dim, or nothing."""
+    mesh = mf.DeviceMesh((8,), ("tp",))
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([rows, 64]), fd.define_tensor([64, 32])
+        fd.mesh_split(x, mesh, ["tp", None])
+        fd.add_output(fd.ops.matmul(x, w))
+    (choice,) = fd.compile().planned.choices
+    (left, _), (made,) = choice.placement.operands, choice.placement.results
+    shares = [math.prod((*made.local_shape((rows, 32), r), left.local_shape((rows, 64), r)[1])) for r in range(8)]
+    assert choice.placement.ways == pytest.approx(rows * 32 * 64 / max(shares))

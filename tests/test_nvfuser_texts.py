@@ -148,7 +148,7 @@ def test_constants_of_scalars_and_of_another_type_keep_a_line() -> None:
         "c6 = fd.define_scalar(0.500000, dtype=DataType.Double)",
         "c7 = fd.ops.cast(c6, dtype=DataType.Float)",
         "tv2 = fd.ops.mul(tv1, c7)",
-        "c8 = fd.define_scalar(3, dtype=DataType.Float)",
+        "c8 = fd.define_scalar(3.00000, dtype=DataType.Float)",
         "tv3 = fd.ops.mul(tv0, c8)",
         "tv4 = fd.ops.gt(tv0, 0)",
         "c9 = fd.define_scalar(True, dtype=DataType.Bool)",

@@ -164,7 +164,7 @@ class Partial(enum.Enum):
 
     NONE = "needs its operands reduced"
     MOVE = "moves elements: any one partial operand passes, whatever the reduction"
-    CAST = "linear as long as the cast neither narrows nor rounds"
+    CAST = "linear where terms may be cast one by one: floating point, to no narrower type"
     JOINT = "linear in all tensor operands together: all must be partial"
     FIRST = "linear in the first tensor operand, floating point only"
     EACH = "linear in each tensor operand: exactly one may be partial"

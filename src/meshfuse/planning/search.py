@@ -4,9 +4,9 @@ One sweep with a beam is what long programs can afford. In it an op tries what i
 what is wanted of a tensor is what it would have if all just followed the annotations (as in GSPMD and Shardy). Where
 operands disagree, the best answer may be one that none of them asks for (attention by hand over a split sequence: the
 heads). So a small program is planned again from what a greedy sweep makes, from the best plan so far, with more
-placements to choose from (`votes.reassigned`), as if its inputs lay elsewhere (`starts`), with more plans kept for
-longer, and with single tensors held elsewhere (`pins`). Of a long program of equal layers few are planned so, and the
-others like them (`propagation.folding`).
+placements to choose from (`votes.reassigned`), as if its inputs lay elsewhere (`starts`), as if its one axis were two
+(`grids`), with more plans kept for longer, and with single tensors held elsewhere (`pins`). Of a long program of equal
+layers few are planned so, and the others like them (`propagation.folding`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ..resharding.insert import insert_resharding
 from ..resharding.resharded import Set
 from ..sharding.layout import is_prefix
 from ..sharding.value import Sharding
+from .grids import grids
 from .pins import Pin, most, pins
 from .starts import Starts, elsewhere, in_rounds, shared_starts
 
@@ -112,9 +113,9 @@ class Effort(Enum):
         return self is not Effort.FAST
 
     def searches(self, plan: ShardedDefinition) -> bool:
-        """Whether a long program with this plan is planned several times. On several axes that takes several seconds,
-        as there are many more ways to put them on an op's factors; but about one where layers are of few different ops.
-        Where a plan only reduces sums and brings inputs where they are read, there is little to find.
+        """Whether a long program with this plan is planned several times. On several axes that takes longest, as there
+        are many more ways to put them on an op's factors, but where layers are of few different ops. Where a plan only
+        reduces sums and brings inputs where they are read, there is little to find.
         """
         if self is not Effort.AUTO:
             return self is Effort.THOROUGH
@@ -158,42 +159,52 @@ def effort_of(given: Any, line: SourceLine | None) -> Effort:
 
 def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The plan, or a better one near it; the plan itself for programs that move nothing, and on less effort."""
-    return _searched(sharded, world, effort, _PlanSearch.near) if _is_worth(sharded, effort) else sharded
+    if not _is_worth(sharded, effort):
+        return sharded
+    brief = _is_long(sharded) and effort is not Effort.THOROUGH
+    return _searched(sharded, world, effort, _PlanSearch.briefly if brief else _PlanSearch.near)
 
 
 def searched_far(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
     """The plan, or a better one farther from it, which takes several times as long: of short programs, or on effort."""
-    if len(sharded.graph.nodes) > MOST and effort is not Effort.THOROUGH:
+    if _is_long(sharded) and effort is not Effort.THOROUGH:
         return sharded
-    return _searched(sharded, world, effort, _PlanSearch.far) if _is_worth(sharded, effort) else sharded
+    searches = (_PlanSearch.near, _PlanSearch.far)
+    return _searched(sharded, world, effort, *searches) if _is_worth(sharded, effort) else sharded
+
+
+def _is_long(sharded: ShardedDefinition) -> bool:
+    return len(sharded.graph.nodes) > MOST
 
 
 def _is_worth(sharded: ShardedDefinition, effort: Effort) -> bool:
     if not sharded.graph.annotations or effort is Effort.FAST:
         return False
-    return len(sharded.graph.nodes) <= MOST or effort.searches(sharded)
+    return not _is_long(sharded) or effort.searches(sharded)
 
 
 def _searched(
-    sharded: ShardedDefinition, world: DeviceMesh, effort: Effort, search: Callable[[_PlanSearch], None]
+    sharded: ShardedDefinition, world: DeviceMesh, effort: Effort, *searches: Callable[[_PlanSearch], None]
 ) -> ShardedDefinition:
-    """What is found from the plan; where it is of a long program that repeats itself, by few of its layers first."""
+    """What the last search finds from the plan; where it is of a long program that repeats itself, from what all of
+    them find for few of its layers.
+    """
     graph, missed = sharded.graph, False
     fold = folded(graph, LAYERS)
     if fold is not None:
         first = propagate(fold.short, world)
-        short = _found(first, world, _PlanSearch.near, search)
+        short = _found(first, world, *searches)
         found = better(sharded, fold.written_out(short))
         sharded, missed = found, found is sharded and short is not first
     whole = len(graph.nodes) <= MOST_WHOLE * (MISSED if missed else 1) or (fold is None and effort is Effort.THOROUGH)
-    return _found(sharded, world, search) if whole else sharded
+    return _found(sharded, world, searches[-1]) if whole else sharded
 
 
 def _found(
     sharded: ShardedDefinition, world: DeviceMesh, *searches: Callable[[_PlanSearch], None]
 ) -> ShardedDefinition:
     search = _PlanSearch(sharded.graph, world, sharded)
-    for run in dict.fromkeys(searches) if search.cost.moving > EPSILON else ():
+    for run in searches if search.cost.moving > EPSILON else ():
         run(search)
     return search.best
 
@@ -206,6 +217,13 @@ class _PlanSearch:
         self.propagation = Propagation(graph, world)
         self.best, self.cost = first, spent(first)
         self._costs = [(first.choices, self.cost)]
+
+    def briefly(self) -> None:
+        """With more placements to choose from, from a greedy plan and the best: nearly all that `near` finds of long
+        programs, in half its time.
+        """
+        self._try(None, NARROW)
+        self._go_on()
 
     def near(self) -> None:
         """From what the annotations ask for, with more placements to choose from, and as if inputs that a plan moves
@@ -229,7 +247,8 @@ class _PlanSearch:
             self._go_on()
 
     def far(self) -> None:
-        """As if ranks shared inputs, with choices that stay open, and with tensors held elsewhere."""
+        """As if an axis were two, or ranks shared inputs, with choices that stay open, and with tensors elsewhere."""
+        self._on_grids()
         for starts in shared_starts(self.graph, self.best.homes):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
@@ -238,6 +257,13 @@ class _PlanSearch:
             if self._spent(found).sends_less_than(self.cost):
                 self._keep(found)
         self._hold()
+
+    def _on_grids(self) -> None:
+        """From the plans on meshes on which an axis is two."""
+        for grid in grids(self.graph):
+            world = grid.written if self.world == grid.mesh else self.world
+            found = _found(propagate(grid.graph(self.graph), world), world, _PlanSearch.near)
+            self._keep(grid.plan_back(self.graph, found))
 
     def _hold(self) -> None:
         """With what is made beside moves held elsewhere, from the best plan, as long as that saves moves."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..dtypes import Category
+from ..dtypes import Category, DataType
 from ..mesh import DeviceMesh
 from ..moves.move import Move
 from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
@@ -65,11 +65,16 @@ def _spread(axes: Sequence[Split], sizes: tuple[int, ...], open_: tuple[bool, ..
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> Layouts | None:
+def displaced(
+    rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts, idle: bool = False
+) -> Layouts | None:
     """As `layouts_of`, with axes that it leaves out, such as those of blocked dims, on the tensor's roomiest others.
 
     The tensor comes there by an all-to-all, which moves an n-th of what gathering the dim would (attention from rows to
     heads: Jacobs et al. 2023, DeepSpeed Ulysses). None where no axis can move.
+
+    Where that dim has fewer steps than the axis ranks, a part of the axis that divides them goes there; or, if some may
+    be `idle`, but fewer than half, all of it: seven of eight ranks have one of seven heads each.
     """
     out = list(layouts_of(rule, dims, shape, layouts))
     kept = [axis for layout in out for axis in lay.axes(layout)]
@@ -78,7 +83,7 @@ def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Lay
     before = tuple(out)
     for axis in lost if free else ():
         size, best, room = axis.size or 1, *_roomiest(rule, free, out, axis.size or 1)
-        part = size if room >= size else math.gcd(size, room)
+        part = size if room >= size or (idle and 2 * room > size) else math.gcd(size, room)
         if part > 1:
             # The minor part, so that what other operands have of the axis may still go before it.
             minor = axis._replace(size=part, pre=axis.pre * (size // part))
@@ -222,7 +227,8 @@ def following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> tuple[Lay
 class Placement:
     """Where an op is computed: its factors' layouts and, following from them, its operands' and results' shardings.
 
-    With a `move` the op is not computed but communicated: the move makes its result from its first operand.
+    `ways`: its work over that of the rank which has most of it. With a `move` the op is not computed but communicated:
+    the move makes its result from its first operand.
     """
 
     layouts: Layouts
@@ -230,11 +236,7 @@ class Placement:
     results: tuple[Sharding, ...]
     carry: Carry = NO_CARRY
     move: Move | None = None
-
-    @property
-    def ways(self) -> int:
-        """In how many parts the ranks share the op's work."""
-        return math.prod(split.size or 1 for layout in self.layouts for split in lay.axes(layout))
+    ways: float = 1.0
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -253,7 +255,9 @@ def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Ca
     if reduce is None:
         return None
     results = [Sharding(mesh, dims, partial, reduce) for dims in result_dims if dims is not None]
-    return Placement(layouts, tuple(operands), tuple(results), carry)
+    shares = [factor.size / lay.largest(layout, factor.size)
+              for factor, layout in zip(rule.factors, layouts, strict=True) if layout and factor.size]  # fmt: skip
+    return Placement(layouts, tuple(operands), tuple(results), carry, ways=math.prod(shares))
 
 
 def _result_partial(rule: Rule, layouts: Layouts, carry: Carry) -> tuple[tuple[Split, ...], str | None]:
@@ -292,14 +296,20 @@ def passes(call: Call, rule: Rule, partial: Sequence[int], reduce: str) -> bool:
     if reduce != kind.reduce or kind is Partial.NONE:
         return False
     if kind in (Partial.MAX, Partial.MIN):
+        return _converts(call, partial, _in_order)
+    return _converts(call, partial, _by_terms) and _is_linear(call, rule, partial)
+
+
+def _is_linear(call: Call, rule: Rule, partial: Sequence[int]) -> bool:
+    """Whether the op is linear in these operands, types aside."""
+    kind = call.op.partial
+    if kind is Partial.CAST:
         return True
     if kind is Partial.JOINT:
-        return len(partial) == len(types) and _is_pure(call)
-    if kind is Partial.CAST:
-        return _widens(call)
+        return len(partial) == len(call.types) and _is_pure(call)
     if kind is Partial.FIRST:
         first = isinstance(call.args[0], TensorRef)  # 1 / t is not linear in t
-        return tuple(partial) == (0,) and first and _keeps_terms(call, rule)
+        return tuple(partial) == (0,) and first and (call.results[0].dtype.category >= Category.FLOAT or reduces(rule))
     return len(partial) == 1 and partial[0] < 2
 
 
@@ -309,16 +319,20 @@ def _is_pure(call: Call) -> bool:
     return all(isinstance(arg, TensorRef) for param, arg in pairs if param.kind is ParamKind.TENSOR_OR_SCALAR)
 
 
-def _keeps_terms(call: Call, rule: Rule) -> bool:
-    """True where the terms of a sum are not cut to whole numbers before they are added, by a division or a cast."""
-    old, new = call.types[0].dtype, call.results[0].dtype
-    if new.category < Category.FLOAT:
-        return old is new and reduces(rule)
-    return old.category >= Category.FLOAT and new.real.itemsize >= old.real.itemsize
+def _converts(call: Call, partial: Sequence[int], may: Callable[[DataType, DataType], bool]) -> bool:
+    """Whether these operands' types may, each, become the results' before anything is reduced."""
+    return all(may(call.types[i].dtype, made.dtype) for i in partial for made in call.results)
 
 
-def _widens(call: Call) -> bool:
-    """True where the type stays, or is a wider one of floats: a sum of integers wraps where its own type ends."""
-    old, new = call.types[0].dtype, call.results[0].dtype
-    floats = old.category == new.category >= Category.FLOAT
-    return old is new or (floats and new.itemsize > old.itemsize)
+def _by_terms(old: DataType, new: DataType) -> bool:
+    """Whether terms of a sum may be converted one by one: the sum of integers wraps, fractions are cut or rounded."""
+    if old is new:
+        return True
+    return min(old.category, new.category) >= Category.FLOAT and (
+        old.real is new.real or old.real.itemsize < new.real.itemsize
+    )
+
+
+def _in_order(old: DataType, new: DataType) -> bool:
+    """Whether what is greater stays so when it is converted: integers of another sign and the same size change it."""
+    return old is new or old.category < new.category or old.itemsize < new.itemsize

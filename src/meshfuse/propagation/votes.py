@@ -129,7 +129,23 @@ def reassigned(rule: Rule, votes: Sequence[Vote]) -> Iterator[Vote]:
     for places in itertools.chain.from_iterable(itertools.product(*way) for way in ways) if on else ():
         layouts = _on_factors(rule, zip(places, on, strict=True))
         if layouts is not None:
-            yield votes[0][0], representable(rule, layouts)
+            yield votes[0][0], representable(rule, _where_it_was(rule, layouts, votes))
+
+
+def _where_it_was(rule: Rule, layouts: Layouts, votes: Sequence[Vote]) -> Layouts:
+    """The layouts, with the blocks that a vote has where it asks for more axes on a factor.
+
+    A dim over (x, y) that gives up x comes from a gather over x if each rank then has all blocks of its place on y, and
+    from a gather and a permutation if it has neighbouring ones.
+    """
+    out = list(layouts)
+    for f, (layout, factor) in enumerate(zip(layouts, rule.factors, strict=True)):
+        kept = set(lay.axes(layout))
+        for whole in (vote[f] for _, vote in votes if kept and kept < set(lay.axes(vote[f]))):
+            blocks = tuple(split if split in kept or not split.bound else Split(split.size) for split in whole)
+            out[f] = lay.canonical(blocks, factor.size)
+            break
+    return tuple(out)
 
 
 def _axes_of(votes: Iterable[Vote]) -> dict[Split, set[int]]:
@@ -185,11 +201,12 @@ def _divides(rule: Rule, layouts: Layouts) -> bool:
 
 
 def _on_factors(rule: Rule, parts: Iterable[tuple[int, Split]]) -> Layouts | None:
-    """Each part of an axis on its factor; None where one is not divided."""
+    """Each part of an axis on its factor; None where one is not divided, and is not of one step for most ranks."""
     out = [WHOLE] * len(rule.factors)
     for place, axis in parts:
         out[place] = lay.canonical((*out[place], axis), rule.factors[place].size)
-    return tuple(out) if _divides(rule, tuple(out)) else None
+    rows = [(factor.size, lay.extent(layout)) for factor, layout in zip(rule.factors, out, strict=True)]
+    return tuple(out) if all(n % ways == 0 or n < ways < 2 * n for n, ways in rows) else None
 
 
 def _scattered(setting: Setting, votes: Sequence[Vote]) -> Iterator[Vote]:
@@ -236,7 +253,8 @@ def _displaced_votes(setting: Setting) -> list[Vote]:
     for i, (dims, kind) in enumerate(zip(rule.operands, setting.call.types, strict=True)):
         for sharding in setting.known[i]:
             if sharding.mesh == setting.mesh:
-                found.append((Source("operand", i), displaced(rule, dims, kind.shape, sharding.dims)))
+                ways = [displaced(rule, dims, kind.shape, sharding.dims, idle) for idle in (False, True)]
+                found += [(Source("operand", i), way) for way in ways]
     return [(source, vote) for source, vote in dict.fromkeys(found) if vote is not None]
 
 

@@ -1,0 +1,152 @@
+"""An axis of the mesh written as two: programs planned on such a grid may use parts of the axis on several dims.
+
+What each op asks for has the whole axis on one dim or, where that is too small, on its neighbours. Rows in two groups
+of ranks and columns over the four ranks of each may move less than either alone, as in products on grids of ranks (van
+de Geijn & Watts 1997, SUMMA). On a mesh with an axis of 2 and one of 4 all searches try that; what they find there is a
+plan on the mesh with an axis of 8, in parts of the axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from ..graph import Graph
+from ..mesh import DeviceMesh
+from ..moves.windows import window_move, window_of
+from ..ops.base import Call, Rule
+from ..propagation.factors import Placement
+from ..propagation.sharded import ShardedDefinition
+from ..sharding import layout as lay
+from ..sharding.layout import Layout, Split
+from ..sharding.value import Sharding, canonical_partial
+from .starts import in_rounds
+
+# Each is a search: no more ways are tried to write an axis, those of most alike parts first. Which part is the major
+# one decides nothing: searches try either on every dim, with the blocks that lie there.
+MOST_WAYS = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grid:
+    """A mesh whose `axis` is written as two: its `major` ways, and the rest of them."""
+
+    mesh: DeviceMesh
+    axis: str
+    major: int
+    written: DeviceMesh
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, axis: str, major: int) -> Grid:
+        place = mesh.names.index(axis)
+        shape, names, links = list(mesh.shape), list(mesh.names), list(mesh.links)
+        shape[place : place + 1] = major, mesh.shape[place] // major
+        names[place : place + 1] = (_unused(f"{axis}_{part}", mesh) for part in ("major", "minor"))
+        links.insert(place, mesh.links[place])
+        given = dict(zip(names, links, strict=True)) if mesh.linked else None
+        flops = mesh.flops if mesh.linked else None
+        return cls(mesh, axis, major, DeviceMesh(shape, names, ranks=mesh.ranks, links=given, flops=flops))
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the two."""
+        place = self.mesh.names.index(self.axis)
+        return self.written.names[place], self.written.names[place + 1]
+
+    def holds(self, graph: Graph) -> bool:
+        """Whether all parts of the axis that the graph's annotations use are parts of the two."""
+        return all(self._nests(split) for split in _splits(graph) if split.axis == self.axis)
+
+    def _nests(self, split: Split) -> bool:
+        ends = split.pre, split.pre * (split.size or 1)
+        return all(end % self.major == 0 or self.major % end == 0 for end in ends)
+
+    def graph(self, graph: Graph) -> Graph:
+        """The graph with its annotations on the grid."""
+        annotations = {i: self._there(sharding, graph.shape(i)) for i, sharding in graph.annotations.items()}
+        reductions = {node: tuple(map(self._apart, layouts)) for node, layouts in graph.reductions.items()}
+        return dataclasses.replace(graph, annotations=annotations, reductions=reductions)
+
+    def _there(self, sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+        dims = [self._apart(layout) for layout in sharding.dims]
+        return Sharding.make(self.written, dims, shape, self._apart(sharding.partial), sharding.reduce)
+
+    def _apart(self, layout: Layout) -> Layout:
+        return tuple(part for split in layout for part in self._parts(split))
+
+    def _parts(self, split: Split) -> Layout:
+        """What a part of the axis has of the first of the two, and of the second."""
+        if split.axis != self.axis:
+            return (split,)
+        first, last = split.pre, split.pre * (split.size or 1)
+        outer, inner = min(first, self.major), max(first, self.major)
+        both = (
+            Split(min(last, self.major) // outer, self.names[0], outer),
+            Split(max(last, self.major) // inner, self.names[1], inner // self.major),
+        )
+        return tuple(part for part in both if part.size != 1)
+
+    def plan_back(self, graph: Graph, plan: ShardedDefinition) -> ShardedDefinition:
+        """The plan on the grid, as one of the graph on the mesh."""
+        choices = tuple(
+            dataclasses.replace(choice, placement=self._placement_back(node.call, node.rule, choice.placement))
+            for node, choice in zip(graph.nodes, plan.choices, strict=True)
+        )
+        homes = {i: self.back(home, graph.shape(i)) for i, home in plan.homes.items()}
+        found = ShardedDefinition(graph, choices, homes)
+        found.verify()
+        return found
+
+    def _placement_back(self, call: Call, rule: Rule, placement: Placement) -> Placement:
+        carry, window = placement.carry, window_of(call) if placement.move else None
+        layouts = zip(placement.layouts, rule.factors, strict=True)
+        operands = tuple(self.back(s, t.shape) for s, t in zip(placement.operands, call.types, strict=False))
+        results = tuple(self.back(s, t.shape) for s, t in zip(placement.results, call.results, strict=True))
+        return Placement(
+            tuple(lay.canonical(self._together(layout), factor.size) for layout, factor in layouts),
+            operands,
+            results,
+            dataclasses.replace(carry, axes=canonical_partial(self._together(carry.axes))),
+            window_move(operands[0], results[0], window) if window else None,
+            placement.ways,
+        )
+
+    def back(self, sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+        """A sharding on the grid, on the mesh."""
+        dims = [self._together(layout) for layout in sharding.dims]
+        return Sharding.make(self.mesh, dims, shape, self._together(sharding.partial), sharding.reduce)
+
+    def _together(self, layout: Layout) -> Layout:
+        before = dict(zip(self.names, (1, self.major), strict=True))
+        return tuple(
+            split._replace(axis=self.axis, pre=split.pre * before[split.axis]) if split.axis in before else split
+            for split in layout
+        )
+
+
+def _unused(name: str, mesh: DeviceMesh) -> str:
+    return name if name not in mesh.names else _unused(f"{name}_", mesh)
+
+
+def _splits(graph: Graph) -> Iterable[Split]:
+    for sharding in graph.annotations.values():
+        yield from sharding.used()
+    for layouts in graph.reductions.values():
+        for layout in layouts:
+            yield from lay.axes(layout)
+
+
+def grids(graph: Graph) -> Iterator[Grid]:
+    """The ways to write its one axis as two, of a graph on a mesh that is no grid yet; none where the user asks for
+    chunks or rounds, which are of whole axes.
+    """
+    meshes = {sharding.mesh for sharding in graph.annotations.values()}
+    axes = [(mesh, axis, n) for mesh in meshes for axis, n in zip(mesh.names, mesh.shape, strict=True) if n > 1]
+    if len(meshes) > 1 or len(axes) != 1 or graph.streams or in_rounds(graph):
+        return
+    ((mesh, axis, ways),) = axes
+    for major in sorted((n for n in range(2, math.isqrt(ways) + 1) if ways % n == 0), reverse=True)[:MOST_WAYS]:
+        grid = Grid.of(mesh, axis, major)
+        if grid.holds(graph):
+            yield grid

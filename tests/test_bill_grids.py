@@ -1,0 +1,74 @@
+"""Classes of programs whose one axis does best as a grid: rows in groups of ranks, columns over the ranks of each;
+figures as in test_bill_classes.
+
+Of x (X bytes) over k groups of m ranks, rows come together or go apart in X / k (m - 1) / m bytes, and W bytes of
+weights in W / m (k - 1) / k. Here X is 16.78 MB, the weights of an MLP 33.55 MB, and two groups of four do best.
+"""
+
+from __future__ import annotations
+
+import layers
+from layers import Sizes, Tensor, floats
+from programs import DP8, TP8, Fd, Spec, gradients, outputs, split
+
+from bill_known import Classes
+
+CLASSES = Classes()
+known = CLASSES.known
+
+
+def weights(fd: Fd, s: Sizes) -> tuple[Tensor, Tensor]:
+    return floats(fd, s.width, s.hidden), floats(fd, s.hidden, s.width)
+
+
+def mlp(fd: Fd, s: Sizes, rows: Spec) -> tuple[Tensor, list[Tensor]]:
+    """An MLP, its weights split as in Megatron-LM, and what it is of: x first, its rows laid as said."""
+    x, w1, w2 = floats(fd, s.batch, s.length, s.width), *weights(fd, s)
+    y = layers.mlp(fd, x, w1, w2)
+    split(fd, TP8, (x, rows), (w1, [None, "tp"]), (w2, ["tp", None]))
+    return y, [x, w1, w2]
+
+
+@known(29.36, 16.78)
+def rows_of_an_mlp_in_two_groups(fd: Fd, s: Sizes) -> None:
+    """A split sequence: two gathers of rows among four, and one of the weights among two."""
+    rows: Spec = [None, "tp", None]
+    y, _ = mlp(fd, s, rows)
+    outputs(fd, y)
+    split(fd, TP8, (y, rows))
+
+
+@known(58.72, 33.56)
+def rows_of_an_mlp_in_two_groups_backward(fd: Fd, s: Sizes) -> None:
+    """Four moves of rows and two of weights; the weights' gradients are scattered among two."""
+    rows: Spec = [None, "tp", None]
+    y, leaves = mlp(fd, s, rows)
+    dx, dw1, dw2 = gradients(fd, y, leaves)
+    split(fd, TP8, (y, rows), (dx, rows), (dw1, [None, "tp"]), (dw2, ["tp", None]))
+
+
+@known(58.72, 41.95)
+def whole_rows_of_an_mlp_in_two_groups_backward(fd: Fd, s: Sizes) -> None:
+    """Rows that every rank has need not come together; x's gradient goes to all."""
+    y, leaves = mlp(fd, s, [None, None, None])
+    dx, dw1, dw2 = gradients(fd, y, leaves)
+    split(fd, TP8, (dx, [None, None, None]), (dw1, [None, "tp"]), (dw2, ["tp", None]))
+
+
+@known(58.72, 33.56)
+def stored_weights_gathered_among_two(fd: Fd, s: Sizes) -> None:
+    """FSDP: half of each weight is used on every rank, for half of the rows."""
+    x, w1, w2 = floats(fd, s.batch, s.length, s.width), *weights(fd, s)
+    made = gradients(fd, layers.mlp(fd, x, w1, w2), [w1, w2])
+    split(fd, DP8, (x, ["dp", None, None]), *((t, ["dp", None]) for t in (w1, w2, *made)))
+
+
+@known(14.68, 8.39)
+def products_of_all_pairs_of_rows(fd: Fd, s: Sizes) -> None:
+    """x xᵀ in blocks of 2 by 4: each rank gets a half and a quarter of the rows."""
+    x = floats(fd, s.tokens, s.width)
+    split(fd, TP8, (x, ["tp", None]))
+    outputs(fd, fd.ops.matmul(x, fd.ops.permute(x, [1, 0])))
+
+
+test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()
