@@ -14,14 +14,12 @@ from collections.abc import Iterable, Iterator
 
 from ..graph import Graph
 from ..mesh import DeviceMesh
-from ..moves.windows import window_move, window_of
-from ..ops.base import Call, Rule
-from ..propagation.factors import Placement
 from ..propagation.sharded import ShardedDefinition
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
-from ..sharding.value import Sharding, canonical_partial
+from ..sharding.value import Sharding
 from .starts import in_rounds
+from .translated import translated
 
 # Each is a search: no more ways are tried to write an axis, those of most alike parts first. Which part is the major
 # one decides nothing: searches try either on every dim, with the blocks that lie there.
@@ -89,28 +87,7 @@ class Grid:
 
     def plan_back(self, graph: Graph, plan: ShardedDefinition) -> ShardedDefinition:
         """The plan on the grid, as one of the graph on the mesh."""
-        choices = tuple(
-            dataclasses.replace(choice, placement=self._placement_back(node.call, node.rule, choice.placement))
-            for node, choice in zip(graph.nodes, plan.choices, strict=True)
-        )
-        homes = {i: self.back(home, graph.shape(i)) for i, home in plan.homes.items()}
-        found = ShardedDefinition(graph, choices, homes)
-        found.verify()
-        return found
-
-    def _placement_back(self, call: Call, rule: Rule, placement: Placement) -> Placement:
-        carry, window = placement.carry, window_of(call) if placement.move else None
-        layouts = zip(placement.layouts, rule.factors, strict=True)
-        operands = tuple(self.back(s, t.shape) for s, t in zip(placement.operands, call.types, strict=False))
-        results = tuple(self.back(s, t.shape) for s, t in zip(placement.results, call.results, strict=True))
-        return Placement(
-            tuple(lay.canonical(self._together(layout), factor.size) for layout, factor in layouts),
-            operands,
-            results,
-            dataclasses.replace(carry, axes=canonical_partial(self._together(carry.axes))),
-            window_move(operands[0], results[0], window) if window else None,
-            placement.ways,
-        )
+        return translated(plan, graph, self.back, self._together)
 
     def back(self, sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
         """A sharding on the grid, on the mesh."""

@@ -22,7 +22,6 @@ from ..errors import SourceLine, shown, user_error
 from ..graph import Graph
 from ..mesh import DeviceMesh
 from ..propagation.beam import BeamSettings
-from ..propagation.factors import Placement
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
 from ..propagation.outputs import all_followed
@@ -35,6 +34,7 @@ from ..sharding.value import Sharding
 from .grids import grids
 from .pins import Pin, most, pins
 from .starts import Starts, elsewhere, in_rounds, shared_starts
+from .translated import translated
 
 VARIABLE = "MESHFUSE_SEARCH"
 # The most ops of a program that is planned several times as it is, whatever it moves: about a second's work.
@@ -321,16 +321,7 @@ def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefiniti
         annotations = {i: _on(s, alike) for i, s in graph.annotations.items()}
         found = _found(propagate(dataclasses.replace(graph, annotations=annotations), world), world, _PlanSearch.near)
         back = {other: mesh for mesh, other in alike.items()}
-        choices = tuple(dataclasses.replace(c, placement=_placed_on(c.placement, back)) for c in found.choices)
-        yield ShardedDefinition(graph, choices, {i: _on(home, back) for i, home in found.homes.items()})
-
-
-def _placed_on(placement: Placement, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Placement:
-    operands, results = (tuple(_on(s, meshes) for s in sides) for sides in (placement.operands, placement.results))
-    move = placement.move
-    if move is not None:
-        move = dataclasses.replace(move, src=_on(move.src, meshes), dst=_on(move.dst, meshes))
-    return dataclasses.replace(placement, operands=operands, results=results, move=move)
+        yield translated(found, graph, lambda sharding, _: _on(sharding, back), lambda layout: layout)
 
 
 def _on(sharding: Sharding, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Sharding:

@@ -65,30 +65,32 @@ def _spread(axes: Sequence[Split], sizes: tuple[int, ...], open_: tuple[bool, ..
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def displaced(
-    rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts, idle: bool = False
-) -> Layouts | None:
+def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> tuple[Layouts, ...]:
     """As `layouts_of`, with axes that it leaves out, such as those of blocked dims, on the tensor's roomiest others.
 
     The tensor comes there by an all-to-all, which moves an n-th of what gathering the dim would (attention from rows to
-    heads: Jacobs et al. 2023, DeepSpeed Ulysses). None where no axis can move.
-
-    Where that dim has fewer steps than the axis ranks, a part of the axis that divides them goes there; or, if some may
-    be `idle`, but fewer than half, all of it: seven of eight ranks have one of seven heads each.
+    heads: Jacobs et al. 2023, DeepSpeed Ulysses). Where that dim has fewer steps than the axis ranks, a part of the
+    axis that divides them goes there; or all of it, if fewer than half of the ranks are idle then: seven of eight have
+    one of seven heads each. Nothing where no axis can move.
     """
-    out = list(layouts_of(rule, dims, shape, layouts))
-    kept = [axis for layout in out for axis in lay.axes(layout)]
+    before = layouts_of(rule, dims, shape, layouts)
+    kept = [axis for layout in before for axis in lay.axes(layout)]
     lost = [a for layout in layouts for a in lay.axes(layout) if not any(conflicting(a, k) for k in kept)]
     free = [f for factors in dims for f in factors if rule.factors[f].kind is FactorKind.PASS]
-    before = tuple(out)
-    for axis in lost if free else ():
+    ways = [_with_lost(rule, before, lost, free, idle) for idle in (False, True)] if lost and free else []
+    return tuple(dict.fromkeys(way for way in ways if way != before))
+
+
+def _with_lost(rule: Rule, layouts: Layouts, lost: Sequence[Split], free: Sequence[int], idle: bool) -> Layouts:
+    out = list(layouts)
+    for axis in lost:
         size, best, room = axis.size or 1, *_roomiest(rule, free, out, axis.size or 1)
         part = size if room >= size or (idle and 2 * room > size) else math.gcd(size, room)
         if part > 1:
             # The minor part, so that what other operands have of the axis may still go before it.
             minor = axis._replace(size=part, pre=axis.pre * (size // part))
             out[best] = lay.canonical((*out[best], minor), rule.factors[best].size)
-    return tuple(out) if tuple(out) != before else None
+    return tuple(out)
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -138,14 +138,16 @@ def _where_it_was(rule: Rule, layouts: Layouts, votes: Sequence[Vote]) -> Layout
     A dim over (x, y) that gives up x comes from a gather over x if each rank then has all blocks of its place on y, and
     from a gather and a permutation if it has neighbouring ones.
     """
-    out = list(layouts)
-    for f, (layout, factor) in enumerate(zip(layouts, rule.factors, strict=True)):
-        kept = set(lay.axes(layout))
-        for whole in (vote[f] for _, vote in votes if kept and kept < set(lay.axes(vote[f]))):
-            blocks = tuple(split if split in kept or not split.bound else Split(split.size) for split in whole)
-            out[f] = lay.canonical(blocks, factor.size)
-            break
-    return tuple(out)
+    rows = zip(layouts, zip(*(vote for _, vote in votes), strict=True), rule.factors, strict=True)
+    return tuple(_among(layout, asked, factor.size) for layout, asked, factor in rows)
+
+
+def _among(layout: Layout, asked: Iterable[Layout], size: int) -> Layout:
+    kept = set(lay.axes(layout))
+    whole = next((other for other in asked if kept < set(lay.axes(other))), None) if kept else None
+    if whole is None:
+        return layout
+    return lay.canonical(tuple(s if s in kept or not s.bound else Split(s.size) for s in whole), size)
 
 
 def _axes_of(votes: Iterable[Vote]) -> dict[Split, set[int]]:
@@ -253,9 +255,9 @@ def _displaced_votes(setting: Setting) -> list[Vote]:
     for i, (dims, kind) in enumerate(zip(rule.operands, setting.call.types, strict=True)):
         for sharding in setting.known[i]:
             if sharding.mesh == setting.mesh:
-                ways = [displaced(rule, dims, kind.shape, sharding.dims, idle) for idle in (False, True)]
+                ways = displaced(rule, dims, kind.shape, sharding.dims)
                 found += [(Source("operand", i), way) for way in ways]
-    return [(source, vote) for source, vote in dict.fromkeys(found) if vote is not None]
+    return list(dict.fromkeys(found))
 
 
 def _with_reductions(rule: Rule, reductions: tuple[Layout, ...], layouts: Layouts) -> Layouts:

@@ -1,0 +1,46 @@
+"""A plan made on meshes that stand for others, as the same plan on those."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ..graph import Graph, Node
+from ..moves.windows import window_move
+from ..propagation.factors import Placement
+from ..propagation.sharded import ShardedDefinition
+from ..sharding import layout as lay
+from ..sharding.layout import Layout
+from ..sharding.value import Sharding, canonical_partial
+
+# A sharding of a tensor of this shape, and a layout, on the other mesh.
+OfSharding = Callable[[Sharding, tuple[int, ...]], Sharding]
+OfLayout = Callable[[Layout], Layout]
+
+
+def translated(plan: ShardedDefinition, graph: Graph, sharding: OfSharding, layout: OfLayout) -> ShardedDefinition:
+    """The plan as one of the graph, which differs from the plan's own in the meshes of its annotations alone."""
+    choices = tuple(
+        dataclasses.replace(choice, placement=_placement(node, choice.placement, sharding, layout))
+        for node, choice in zip(graph.nodes, plan.choices, strict=True)
+    )
+    homes = {i: sharding(home, graph.shape(i)) for i, home in plan.homes.items()}
+    found = ShardedDefinition(graph, choices, homes)
+    found.verify()
+    return found
+
+
+def _placement(node: Node, placement: Placement, sharding: OfSharding, layout: OfLayout) -> Placement:
+    call, carry = node.call, placement.carry
+    window = placement.move and placement.move.window
+    factors = zip(placement.layouts, node.rule.factors, strict=True)
+    operands = tuple(sharding(s, t.shape) for s, t in zip(placement.operands, call.types, strict=False))
+    results = tuple(sharding(s, t.shape) for s, t in zip(placement.results, call.results, strict=True))
+    return Placement(
+        tuple(lay.canonical(layout(of), factor.size) for of, factor in factors),
+        operands,
+        results,
+        dataclasses.replace(carry, axes=canonical_partial(layout(carry.axes))),
+        window_move(operands[0], results[0], window) if window else None,
+        placement.ways,
+    )
