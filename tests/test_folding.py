@@ -22,6 +22,7 @@ from meshfuse.report.bill import bill_of
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 TP = mf.DeviceMesh((4,), ("tp",))
+EIGHT = mf.DeviceMesh((8,), ("tp",))
 GRID = mf.DeviceMesh((2, 2), ("dp", "tp"))
 ROWS, WIDTH, HIDDEN = 8, 16, 32
 Fd, T = mf.FusionDefinition, mf.TensorView
@@ -379,6 +380,20 @@ def test_every_layer_of_some_costs_as_much(name: str, counts: tuple[int, ...]) -
     one, two = bytes_of(1), bytes_of(2)
     for layers in counts:
         assert bytes_of(layers) <= 1.02 * (two + (layers - 2) * (two - one))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_layers_of_long_programs_have_rows_in_groups_of_ranks_as_short_ones_do(alike: bool) -> None:
+    """Rows in two groups and columns over the four ranks of each, which no op asks for, also of layers that differ."""
+
+    def bytes_of(layers: int) -> float:
+        different = [mlp(EIGHT, [None, "tp"], ["tp", None], 4096 + (0 if alike else 8 * i)) for i in range(layers)]
+        graph = graph_of(stacked(different, EIGHT, [None, None], (4096, 1024)))
+        assert layers < 10 or (len(graph.nodes) > MOST and (folded(graph) is not None) == alike)
+        return wire(decided(graph, EIGHT))
+
+    one, two = bytes_of(1), bytes_of(2)
+    assert bytes_of(36) <= 1.05 * (two + 34 * (two - one))
 
 
 @pytest.mark.parametrize("name", FEW_LAYERS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -55,6 +55,9 @@ IDLE = 40
 WORTH = 0.75
 # One that moves as much must take less than this part: an all-reduce in two halves saves next to no computation.
 NOTABLE = 0.98
+
+# What goes on from the best plan so far.
+_Search = Callable[["_PlanSearch"], None]
 
 # The search with no choice final before the end in which ops try more placements: too slow to be asked more than once.
 _FAR = LATE._replace(width=32, thorough=True)
@@ -161,8 +164,9 @@ def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Eff
     """The plan, or a better one near it; the plan itself for programs that move nothing, and on less effort."""
     if not _is_worth(sharded, effort):
         return sharded
-    brief = _is_long(sharded) and effort is not Effort.THOROUGH
-    return _searched(sharded, world, effort, _PlanSearch.briefly if brief else _PlanSearch.near)
+    if _is_long(sharded) and effort is not Effort.THOROUGH:
+        return _searched(sharded, world, effort, (_PlanSearch.briefly_on_grids,), beside=_PlanSearch.briefly)
+    return _searched(sharded, world, effort, (_PlanSearch.near,))
 
 
 def searched_far(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
@@ -170,7 +174,7 @@ def searched_far(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort =
     if _is_long(sharded) and effort is not Effort.THOROUGH:
         return sharded
     searches = (_PlanSearch.near, _PlanSearch.far)
-    return _searched(sharded, world, effort, *searches) if _is_worth(sharded, effort) else sharded
+    return _searched(sharded, world, effort, searches) if _is_worth(sharded, effort) else sharded
 
 
 def _is_long(sharded: ShardedDefinition) -> bool:
@@ -184,10 +188,11 @@ def _is_worth(sharded: ShardedDefinition, effort: Effort) -> bool:
 
 
 def _searched(
-    sharded: ShardedDefinition, world: DeviceMesh, effort: Effort, *searches: Callable[[_PlanSearch], None]
-) -> ShardedDefinition:
+    sharded: ShardedDefinition, world: DeviceMesh, effort: Effort, searches: Sequence[_Search],
+    beside: _Search | None = None,
+) -> ShardedDefinition:  # fmt: skip
     """What the last search finds from the plan; where it is of a long program that repeats itself, from what all of
-    them find for few of its layers.
+    them find for few of its layers, by the search `beside` those, if that is another.
     """
     graph, missed = sharded.graph, False
     fold = folded(graph, LAYERS)
@@ -197,12 +202,11 @@ def _searched(
         found = better(sharded, fold.written_out(short))
         sharded, missed = found, found is sharded and short is not first
     whole = len(graph.nodes) <= MOST_WHOLE * (MISSED if missed else 1) or (fold is None and effort is Effort.THOROUGH)
-    return _found(sharded, world, searches[-1]) if whole else sharded
+    last = searches[-1] if fold is None or beside is None else beside
+    return _found(sharded, world, last) if whole else sharded
 
 
-def _found(
-    sharded: ShardedDefinition, world: DeviceMesh, *searches: Callable[[_PlanSearch], None]
-) -> ShardedDefinition:
+def _found(sharded: ShardedDefinition, world: DeviceMesh, *searches: _Search) -> ShardedDefinition:
     search = _PlanSearch(sharded.graph, world, sharded)
     for run in searches if search.cost.moving > EPSILON else ():
         run(search)
@@ -224,6 +228,11 @@ class _PlanSearch:
         """
         self._try(None, NARROW)
         self._go_on()
+
+    def briefly_on_grids(self) -> None:
+        """The same, and as if an axis were two."""
+        self.briefly()
+        self._on_grids(_PlanSearch.briefly)
 
     def near(self) -> None:
         """From what the annotations ask for, with more placements to choose from, and as if inputs that a plan moves
@@ -248,7 +257,7 @@ class _PlanSearch:
 
     def far(self) -> None:
         """As if an axis were two, or ranks shared inputs, with choices that stay open, and with tensors elsewhere."""
-        self._on_grids()
+        self._on_grids(_PlanSearch.near)
         for starts in shared_starts(self.graph, self.best.homes):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
@@ -258,11 +267,11 @@ class _PlanSearch:
                 self._keep(found)
         self._hold()
 
-    def _on_grids(self) -> None:
-        """From the plans on meshes on which an axis is two."""
+    def _on_grids(self, search: _Search) -> None:
+        """From the plans that a search finds on meshes on which an axis is two."""
         for grid in grids(self.graph):
             world = grid.written if self.world == grid.mesh else self.world
-            found = _found(propagate(grid.graph(self.graph), world), world, _PlanSearch.near)
+            found = _found(propagate(grid.graph(self.graph), world), world, search)
             self._keep(grid.plan_back(self.graph, found))
 
     def _hold(self) -> None:
