@@ -24,7 +24,7 @@ from ..mesh import DeviceMesh
 from ..propagation.beam import BeamSettings
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
-from ..propagation.outputs import all_followed
+from ..propagation.outputs import all_followed, ends
 from ..propagation.propagate import FAST, LATE, NARROW, THOROUGH, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
@@ -220,7 +220,7 @@ class _PlanSearch:
         self.graph, self.world = graph, world
         self.propagation = Propagation(graph, world)
         self.best, self.cost = first, spent(first)
-        self._costs = [(first.choices, self.cost)]
+        self._costs = [(first, self.cost)]
 
     def briefly(self) -> None:
         """With more placements to choose from, from a greedy plan and the best: nearly all that `near` finds of long
@@ -266,6 +266,7 @@ class _PlanSearch:
             if self._spent(found).sends_less_than(self.cost):
                 self._keep(found)
         self._hold()
+        self._leave()
 
     def _on_grids(self, search: _Search) -> None:
         """From the plans that a search finds on meshes on which an axis is two."""
@@ -286,6 +287,14 @@ class _PlanSearch:
                     if self._spent(found).moving < cost.moving - EPSILON:
                         self._keep(found)
                     idle = 0 if self.cost != cost else idle + 1
+
+    def _leave(self) -> None:
+        """With free outputs where the best plan leaves them, as if the user had asked for that: so a sum that need not
+        be whole is scattered to where its operands were moved for it to be.
+        """
+        left = {i: end for i, end in ends(self.best).items() if i not in self.graph.annotations and any(end.dims)}
+        if left:
+            self._keep(self.propagation.leaving(self._made(self.best), left))
 
     def _go_on(self) -> None:
         """From the best plan, while that finds more."""
@@ -311,10 +320,11 @@ class _PlanSearch:
 
     def _spent(self, found: ShardedDefinition) -> Spent:
         """What it takes: searches often find the same."""
-        known = next((cost for choices, cost in self._costs if choices == found.choices), None)
+        same = (cost for plan, cost in self._costs if plan.choices == found.choices and plan.homes == found.homes)
+        known = next(same, None)
         if known is None:
             known = spent(found)
-            self._costs.append((found.choices, known))
+            self._costs.append((found, known))
         return known
 
 

@@ -238,10 +238,10 @@ class Roles:
         self._owing = Owing(graph)
         self.parts = [self._part(node) for node in reversed(graph.nodes)][::-1]
 
-    def holding(self, tensor: int, place: Sharding) -> Roles:
-        """The same with a tensor annotated."""
+    def holding(self, places: Mapping[int, Sharding]) -> Roles:
+        """The same with tensors annotated."""
         held = copy.copy(self)
-        held.parts = [_holding(part, tensor, place) if tensor in part.tensors else part for part in self.parts]
+        held.parts = [_holding(p, places) if not places.keys().isdisjoint(p.tensors) else p for p in self.parts]
         return held
 
     def _part(self, node: Node) -> Occurrence:
@@ -269,8 +269,8 @@ class Roles:
         return self.graph.annotations.get(tensor), tensor in self._inputs, then is not None, owed, owes
 
 
-def _holding(part: Occurrence, tensor: int, place: Sharding) -> Occurrence:
+def _holding(part: Occurrence, places: Mapping[int, Sharding]) -> Occurrence:
     kind = part.kind
     rows = zip(kind.tensors, part.tensors, strict=True)
-    tensors = tuple([touched._replace(annotation=place) if i == tensor else touched for touched, i in rows])
+    tensors = tuple([touched._replace(annotation=places.get(i, touched.annotation)) for touched, i in rows])
     return part._replace(kind=_kind(kind.call, kind.rule, kind.mesh, kind.operands, tensors, kind.reductions))

@@ -111,12 +111,25 @@ class Propagation:
 
     def holding(self, asked: Mapping[int, Sharding], tensor: int, place: Sharding) -> ShardedDefinition:
         """A plan in which what an op makes is somewhere, as if it were annotated, from what is asked elsewhere."""
+        return self._unheld(self._held({tensor: place}).again(asked, LOOK))
+
+    def leaving(self, asked: Mapping[int, Sharding], ends: Mapping[int, Sharding]) -> ShardedDefinition:
+        """A plan in which free outputs end up in places, as if they were annotated, from what is asked elsewhere."""
+        return self._unheld(self._held(ends).again(asked, NARROW), ends)
+
+    def _held(self, places: Mapping[int, Sharding]) -> Propagation:
+        """The searches of the same graph with tensors held in places."""
         held = copy.copy(self)
-        held.graph = dataclasses.replace(self.graph, annotations={**self.graph.annotations, tensor: place})
-        held.roles, held.placed = self.roles.holding(tensor, place), {**self.placed, tensor: (place,)}
+        held.graph = dataclasses.replace(self.graph, annotations={**self.graph.annotations, **places})
+        held.roles = self.roles.holding(places)
+        held.placed = self.placed | {i: (place,) for i, place in places.items()}
         held._done = []
-        choices = held.again(asked, LOOK).choices
-        found = ShardedDefinition(self.graph, choices, self._homes(list(choices)))
+        return held
+
+    def _unheld(self, plan: ShardedDefinition, ends: Mapping[int, Sharding] = _NOWHERE) -> ShardedDefinition:
+        """A plan of the graph with tensors held as one of the graph itself, but for outputs that end where they are."""
+        choices = plan.choices
+        found = ShardedDefinition(self.graph, choices, self._homes(list(choices)) | dict(ends))
         found.verify()
         return found
 
