@@ -75,8 +75,7 @@ def test_every_distributed_form_of_attention(name: str, causal: bool, ranks: int
     shapes, sharded = ATTENTION[name]
     inputs = _inputs(shapes)
     fd = _attention(shapes, sharded, ranks, causal=causal)
-    names = op_names(fd, *(t.shape for t in inputs))
-    assert ("block_attention" in names) == ("k" in sharded) and "sdpfa_bwd_kv" in names
+    assert ("block_attention" in op_names(fd, *(t.shape for t in inputs))) == ("k" in sharded)
     assert_close(fd.simulate(inputs, check_replicas=True), _attention_reference(inputs, causal), 1e-5)
 
 
@@ -137,3 +136,43 @@ def test_with_one_head_for_keys_these_are_gathered_and_their_gradients_summed() 
     operand = 8 * 64 * 16
     bill = _attention(shapes, "qkv", 4).bill(shapes[0], *[shapes[1]] * 2)
     assert bill.total <= 2 * (1 + 2) * operand * 3 / 4 + 100, str(bill)
+
+
+def test_with_few_heads_for_keys_rows_stay_where_they_are_backward() -> None:
+    """k and v are gathered once, for both passes, and their gradients scattered: one kernel gives both and q's."""
+    shapes = ((8, 16, 128, 64), (8, 2, 128, 64))
+    with mf.FusionDefinition() as fd:
+        tensors = [fd.define_tensor(list(shapes[n != "q"])) for n in "qkv"]
+        grad = fd.define_tensor(list(shapes[0]))
+        out, *_ = fd.ops.sdpfa_fwd(*tensors, is_causal=True)
+        made = [out, *fd.grad(out, tensors, grad)]
+        for tensor in (*tensors, grad, *made):
+            fd.mesh_split(tensor, mesh_of((8,)), ROWS)
+        for tensor in made:
+            fd.add_output(tensor)
+    assert fd.bill().total == 4 * math.prod(shapes[1]) * 4 * 7 / 8
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_rows_over_one_axis_and_columns_over_another(heads: int, causal: bool) -> None:
+    """Nothing is gathered: each rank has the scores of its rows and columns, and gradients are summed."""
+    mesh, shapes = mesh_of((2, 2)), ((2, heads, 6, 8), (2, 2, 10, 8))
+    by_rows, by_columns = [None, None, mesh.names[0], None], [None, None, mesh.names[1], None]
+    inputs = _inputs(shapes)
+    out, lse, *slopes = _attention_reference(inputs, causal)
+    with mf.FusionDefinition() as fd:
+        q, k, v = (fd.define_tensor(list(shapes[n != "q"]), dtype=mf.DataType.Double) for n in "qkv")
+        saved = [fd.define_tensor(list(t.shape), dtype=mf.DataType.Double) for t in (out, out, lse)]
+        state = [fd.define_tensor(list(shape), dtype=mf.DataType.UInt64) for shape in ((2,), ())]
+        made = fd.ops.sdpfa_bwd(saved[0], q, k, v, *saved[1:], 0.0, causal, *state)
+        for tensor in (q, *saved[:2], made[0]):
+            fd.mesh_split(tensor, mesh, by_rows)
+        fd.mesh_split(saved[2], mesh, by_rows[:3])
+        for tensor in (k, v, *made[1:]):
+            fd.mesh_split(tensor, mesh, by_columns)
+        for tensor in made:
+            fd.add_output(tensor)
+    assert fd.bill().total <= 8 * (math.prod(shapes[0]) + 2 * math.prod(shapes[1])) / 2
+    words = [torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)]
+    assert_close(fd.simulate([*inputs, out, out, lse, *words], check_replicas=True), tuple(slopes), 1e-6)

@@ -52,7 +52,8 @@ def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode 
     rule = rule_of(tensors, producer)
     if rule is None:
         return kept
-    reduced = {i for i, factor in enumerate(rule.factors) if factor.kind is FactorKind.REDUCE}
+    kept_by_some = {factor for dims in rule.results for dim in dims for factor in dim}
+    reduced = {i for i, f in enumerate(rule.factors) if f.kind is FactorKind.REDUCE and i not in kept_by_some}
     if len(rule.operands) != 1:
         return (*kept, *(True,) * len(reduced))
     if len(rule.operands[0]) != len(kept) + len(reduced):

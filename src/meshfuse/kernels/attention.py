@@ -289,7 +289,8 @@ def sdpfa_bwd(*saved: Any) -> Gradients:
     """Gradients of q, k and v from what the forward pass saved (`_Saved`)."""
     s = _Saved(*saved)
     if not _fused(s.q, s.k, s.v, s.options, s.place):
-        return (sdpfa_bwd_q(*saved), *sdpfa_bwd_kv(*saved))
+        scores = _score_gradients(s)
+        return (_query_gradient(s, *scores), *_key_and_value_gradients(s, *scores))
     flat = [_flat(x.contiguous()) for x in (s.grad, s.q, s.k, s.v, s.out)]
     lse = s.logsumexp.reshape(-1, *s.logsumexp.shape[-2:])
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -324,14 +325,22 @@ def ring_attention_bwd(
 def sdpfa_bwd_q(*saved: Any) -> torch.Tensor:
     """The gradient of q, summed over the columns that are here."""
     s = _Saved(*saved)
-    grad_scores, _ = _score_gradients(s)
+    return _query_gradient(s, *_score_gradients(s))
+
+
+def _query_gradient(s: _Saved, grad_scores: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return torch.matmul(grad_scores, _compute(s.k)).reshape(s.q.shape).to(s.q.dtype)
 
 
 def sdpfa_bwd_kv(*saved: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of k and v, summed over the rows and heads of q that are here."""
     s = _Saved(*saved)
-    grad_scores, dropped = _score_gradients(s)
+    return _key_and_value_gradients(s, *_score_gradients(s))
+
+
+def _key_and_value_gradients(
+    s: _Saved, grad_scores: torch.Tensor, dropped: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     grad_k = torch.matmul(grad_scores.transpose(-1, -2), _grouped(_compute(s.q), s.k))
     grad_v = torch.matmul(dropped.transpose(-1, -2), _grouped(_compute(s.grad), s.k))
     return grad_k.to(s.k.dtype), grad_v.to(s.v.dtype)

@@ -15,7 +15,6 @@ from .attention_blocks import (
     backward_rule,
     backward_samples,
     backward_text,
-    distributed_bwd,
     distributed_fwd,
     drops,
     qkv_types,
@@ -53,8 +52,11 @@ def _fwd_emit(e: Emit) -> str:
 
 
 def _bwd_rule(call: Call) -> Rule:
-    """Batch and heads of k and v pass through: gradients of these sum over rows and a group's heads."""
-    return backward_rule(call, FactorKind.BLOCK, FactorKind.BLOCK, FactorKind.BLOCK, "qkv")
+    """Batch and heads of k and v pass through. So do rows and a group's heads to q's gradient, which sums over columns,
+    and columns to those of k and v, which sum over rows and a group's heads: the saved log-sum-exp makes every score
+    stand by itself (Dao 2023, FlashAttention-2).
+    """
+    return backward_rule(call, FactorKind.REDUCE, FactorKind.REDUCE, FactorKind.REDUCE, "qkv")
 
 
 def _fwd_samples() -> list[Sample]:
@@ -95,7 +97,6 @@ OPS = (
         flops=lambda call: score_flops(call, 5),
         samples=backward_samples,
         nvfuser=nvfuser_forms.sdpfa_bwd,
-        distributed=distributed_bwd,
         about="the gradients of `sdpfa_fwd` by query, key and value",
     ),
 )

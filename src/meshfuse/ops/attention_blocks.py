@@ -103,21 +103,6 @@ def _column(r: Writing, x: TensorRef) -> TensorRef:
     return r.call("broadcast", x, [False] * r.type(x).ndim + [True])
 
 
-def distributed_bwd(
-    r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
-) -> Sequence[TensorRef] | None:
-    """The gradient of q apart from those of k and v: the saved log-sum-exp makes every score stand by itself.
-
-    So rows of q pass through to its gradient and are summed over in those of k and v, columns the other way
-    round (Dao 2023, FlashAttention-2, computes them as separate loops). The scores are computed twice.
-    """
-    ndim = r.type(operands[r.operand]).ndim
-    if r.operand > 5 or (r.operand < 5 and dim == ndim - 1):
-        return None
-    args = with_operands(call, operands)
-    return [r.call("sdpfa_bwd_q", *args), *r.call("sdpfa_bwd_kv", *args)]
-
-
 def backward_rule(call: Call, group: FactorKind, rows: FactorKind, columns: FactorKind, of: str) -> Rule:
     """The rule of a backward pass that gives the gradients of the tensors in `of`: some of q, k and v."""
     dims = AttentionDims(call, group, rows, [(checked_types(call)[1].shape[-2], columns)])

@@ -85,7 +85,9 @@ class Param:
 
 
 class FactorKind(enum.Enum):
-    """What sharding a factor of an op does to it."""
+    """What sharding a factor of an op does to it. A result that has a reduction's factor in its dims passes it through:
+    it is reduced in the others.
+    """
 
     PASS = "pass-through"
     REDUCE = "reduction"

@@ -129,6 +129,9 @@ def _as_scores(n: NvfuserEmit, name: str) -> Any:
 def sdpfa_bwd(n: NvfuserEmit) -> Any:
     _check_attention(n)
     dropout, causal = n.number("dropout_p") or 0.0, n.number("is_causal") or False
+    rows, columns = len(n.operand_shapes[5]) - 1, len(n.operand_shapes[2]) - 2
+    if causal and not (is_whole(n, 5, rows) and is_whole(n, 2, columns)):
+        raise ToTorch("the causal mask of some of the scores")
     return n.plain(dropout_p=float(dropout), is_causal=causal, scale=n.number("scale"))
 
 

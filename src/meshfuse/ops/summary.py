@@ -16,8 +16,8 @@ from .registry import find
 # What sharding a dim does, as `Example.fates` has it, and what that means.
 FATES: Mapping[str, str] = {
     "pass": "may be sharded: every rank computes its part of the result, and nothing is communicated",
-    "reduced": "may be sharded: every rank reduces its part, and the result is unreduced: one collective of the "
-    "result's size, where something needs it reduced",
+    "reduced": "may be sharded: every rank reduces its part, and results without the dim are unreduced: one "
+    "collective of the result's size, where something needs it reduced",
     "in parts": "may be sharded: the op has a distributed form, in which ranks exchange less than the dim",
     "in rounds": "may be sharded, in equal blocks: these travel from rank to rank while ranks compute",
     "windows": "may be sharded: every rank is sent the elements that it lacks, and no others",

@@ -253,26 +253,40 @@ def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Ca
         for i, dims in enumerate(operand_dims)
         if dims is not None
     ]
-    partial, reduce = _result_partial(rule, layouts, carry)
-    if reduce is None:
+    left = [_left_to_reduce(rule, layouts, carry, summed) for summed in _sums(rule)]
+    if None in left:
         return None
-    results = [Sharding(mesh, dims, partial, reduce) for dims in result_dims if dims is not None]
+    made = zip(result_dims, left, strict=True)
+    results = [Sharding(mesh, dims, *partial) for dims, partial in made if dims is not None and partial is not None]
     shares = [factor.size / lay.largest(layout, factor.size)
               for factor, layout in zip(rule.factors, layouts, strict=True) if layout and factor.size]  # fmt: skip
     return Placement(layouts, tuple(operands), tuple(results), carry, ways=math.prod(shares))
 
 
-def _result_partial(rule: Rule, layouts: Layouts, carry: Carry) -> tuple[tuple[Split, ...], str | None]:
-    """(axes, reduction) left to do on the results; a reduction of None where two kinds would mix."""
+@functools.lru_cache(maxsize=1 << 12)
+def _sums(rule: Rule) -> tuple[tuple[int, ...], ...]:
+    """Of every result the factors that it is reduced over: those of a reduction that it does not have as dims."""
+    reduced = [f for f, factor in enumerate(rule.factors) if factor.kind is FactorKind.REDUCE]
+    return tuple(tuple(f for f in reduced if not any(f in dim for dim in dims)) for dims in rule.results)
+
+
+def left_to_reduce(rule: Rule, layouts: Layouts, result: int) -> tuple[tuple[Split, ...], str] | None:
+    """The axes that a result is unreduced over, and the reduction; None where two kinds would mix."""
+    return _left_to_reduce(rule, layouts, NO_CARRY, _sums(rule)[result])
+
+
+def _left_to_reduce(
+    rule: Rule, layouts: Layouts, carry: Carry, summed: Sequence[int]
+) -> tuple[tuple[Split, ...], str] | None:
     found = list(carry.axes)
     kinds = {carry.reduce} if carry.axes else set()
-    for factor, layout in zip(rule.factors, layouts, strict=True):
-        axes = lay.axes(layout)
-        if factor.kind is FactorKind.REDUCE and axes:
+    for f in summed:
+        axes = lay.axes(layouts[f])
+        if axes:
             found.extend(axes)
-            kinds.add(factor.reduce)
+            kinds.add(rule.factors[f].reduce)
     if len(kinds) > 1:
-        return (), None
+        return None
     return canonical_partial(found), kinds.pop() if kinds else ""
 
 

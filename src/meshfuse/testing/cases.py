@@ -159,11 +159,12 @@ def stride_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
 def rule_problem(op: OpDef, call: Call) -> str | None:
     """A rule's dims must be made of its factors."""
     rule = op.rule(call)
-    made = {f for dims in rule.results for factors in dims for f in factors}
+    every = [{f for factors in dims for f in factors} for dims in rule.results]
+    made = set[int]().union(*every[:1]).intersection(*every)
     both = [f for f in sorted(made) if rule.factors[f].kind is FactorKind.REDUCE and rule.factors[f].size > 1]
     if both:
-        return report(op, call, f"factor {letter(both[0])} is reduced and stands in a result", [("rule", str(rule))],
-                      "Let it pass through, or leave it out of the result.")  # fmt: skip
+        what = f"factor {letter(both[0])} is reduced and stands in every result"
+        return report(op, call, what, [("rule", str(rule))], "Let it pass through, or leave it out of a result.")
     sides = [("operand", rule.operands, call.types), ("result", rule.results, call.results)]
     for name, tensors, types in sides:
         if len(tensors) != len(types) or any(len(d) != t.ndim for d, t in zip(tensors, types, strict=False)):

@@ -16,7 +16,7 @@ import torch
 from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, TensorType
 from ..ops.local import LocalCall
-from ..propagation.factors import tensor_layouts
+from ..propagation.factors import left_to_reduce, tensor_layouts
 from ..sharding.layout import Layout, Split, axes, canonical
 from ..sharding.value import Sharding
 from .calls import SALT, names_of, run_lowering, torch_dtype
@@ -135,9 +135,7 @@ class Sharded:
         self.layouts = tuple(canonical(layouts.get(i, ()), n) for i, n in enumerate(sizes))
         self.ranks = range(math.prod(mesh.shape))
         pairs = list(zip(self.rule.factors, self.layouts, strict=True))
-        reduced = [(f.reduce, split) for f, layout in pairs if f.kind is FactorKind.REDUCE for split in axes(layout)]
-        self.reduces = {reduce for reduce, _ in reduced}
-        self.terms = tuple(split for _, split in reduced)
+        self.reduces = {f.reduce for f, layout in pairs if f.kind is FactorKind.REDUCE and axes(layout)}
         self.reduce = min(self.reduces, default="")
         self.collected: list[_Collected] = []
 
@@ -149,8 +147,9 @@ class Sharded:
         results = self._side(self.rule.results, self.call.results)
         if operands is None or results is None:
             return None
-        partial = (self.terms, self.reduce if self.terms else "")
-        return [Sharding(self.mesh, d) for d in operands], [Sharding(self.mesh, d, *partial) for d in results]
+        left = [left_to_reduce(self.rule, self.layouts, place) for place in range(len(results))]
+        made = [Sharding(self.mesh, d, *partial) for d, partial in zip(results, left, strict=True) if partial]
+        return [Sharding(self.mesh, d) for d in operands], made
 
     def _side(self, tensors: Sequence[Any], types: Sequence[TensorType]) -> list[tuple[Layout, ...]] | None:
         pairs = zip(tensors, types, strict=True)
