@@ -181,6 +181,8 @@ OPS: list[tuple[str, Ops]] = [
     ("dropout: an argument is of the wrong kind", lambda fd, x, o: o.dropout(x, 1j)),
     ("dropout: a value of a definition has no truth value", lambda fd, x, o: o.dropout(x, fd.define_scalar(0.5))),
     ("select: index: found 99", lambda fd, x, o: o.select(x, 99, 0)),
+    *[(f"embedding_fwd: padding_idx: found {v}, needed an int from -8 to 7", lambda fd, x, o, v=v: o.embedding_fwd(
+        fd.define_tensor([4], dtype=DataType.Int), x, v)) for v in (-9, 8, 1.0, True)],
     ("add_output: found Val", lambda fd, x, o: x.size(0)),
     ("alias_input", lambda fd, x, o: fd.add_output(x, alias_input=x)),
 ]  # fmt: skip

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +19,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from defining import rebuilt
 from meshfuse import costs
+from meshfuse.host_ir.cost import CostModel
 from meshfuse.moves.move import MoveKind
 from meshfuse.moves.planner import plan
 from meshfuse.moves.prices import link_over, price
@@ -117,6 +122,66 @@ def test_equal_meshes_have_equal_links() -> None:
     assert plain == mf.DeviceMesh((2, 4), ("dp", "tp"), links=costs.DEFAULT_LINK)
     assert mf.DeviceMesh((2,), ("tp",)) != mf.DeviceMesh((2,), ("tp",), flops=1e12)
     assert Sharding.replicated(plain, 1) is not Sharding.replicated(linked, 1)
+
+
+class Axis(str, enum.Enum):
+    """A name that is printed otherwise."""
+
+    DP = "dp"
+    TP = "tp"
+
+
+COSTS = [
+    {}, {"links": costs.DEFAULT_LINK}, {"flops": costs.DEFAULT_FLOPS}, {"links": LINKS}, {"links": FAST},
+    {"links": mf.Link(123456789, 0)}, {"links": mf.Link(123456789.0, 0.0)},
+    {"links": mf.Link(np.float64(123456789), np.float32(0))}, {"links": mf.Link(Fraction(123456789), -0.0)},
+    {"flops": int(costs.DEFAULT_FLOPS)}, {"links": FAST, "flops": np.float32(1e12)},
+    {"links": FAST, "flops": float(np.float32(1e12))},
+]  # fmt: skip
+NAMES = [("dp", "tp"), [Axis.DP, Axis.TP], tuple(map(np.str_, ("dp", "tp")))]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=["str", "enum", "numpy"])
+def test_equal_meshes_are_the_same_to_a_plan(names: Sequence[str]) -> None:
+    """Shardings are looked up by their mesh: an equal one made before must differ in nothing that plans see."""
+    made = [mf.DeviceMesh(np.int64([[0, 1], [2, 3]]), given, **more) for given in (names, NAMES[0]) for more in COSTS]
+    for mesh, other in itertools.combinations(made, 2):
+        if mesh == other:
+            assert (repr(mesh), mesh.linked, pickle.dumps(mesh)) == (repr(other), other.linked, pickle.dumps(other))
+            assert CostModel.of([mesh]) == CostModel.of([other])
+    for mesh in made:
+        assert eval(repr(mesh), {"DeviceMesh": mf.DeviceMesh, "mf": mf}) == mesh
+
+
+UNSEEN = itertools.count(100, 4)  # ranks of which no sharding was made before
+
+
+@pytest.mark.parametrize("more", COSTS[:3], ids=str)
+def test_a_plan_does_not_depend_on_definitions_before_it(more: dict[str, Any]) -> None:
+    """Of an equal mesh that says its links, or of one that says none."""
+    texts = []
+    for before, here in [(None, {}), (more, {}), (None, more), ({}, more)]:
+        start = next(UNSEEN)
+        ranks = range(start, start + 4)
+        if before is not None:
+            _gathered(ranks, before)
+        texts.append(_gathered(ranks, here))
+    assert len(set(texts)) == 1
+
+
+def _gathered(ranks: Sequence[int], more: dict[str, Any]) -> str:
+    """The steps of a program on a mesh: their order follows from its costs."""
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([256, 512]), fd.define_tensor([512, 256])
+        y = fd.ops.matmul(fd.ops.relu(x), w)
+        fd.add_output(y)
+        mesh = mf.DeviceMesh((4,), ("tp",), ranks=ranks, **more)
+        fd.mesh_split(x, mesh, [None, "tp"])
+        fd.mesh_split(y, mesh, [None, None])
+    compiled = fd.compile()
+    used = {s.mesh for s in compiled.sharded.homes.values() if s.mesh.ranks == mesh.ranks}
+    assert used
+    return f"{CostModel.of(used)} {[m.linked for m in used]}"
 
 
 @given(meshes(), st.integers(1, 10**12), st.floats(0, 1e-3))

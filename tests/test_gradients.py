@@ -301,3 +301,21 @@ def test_the_gradient_of_a_clamp_between_scalars(low: float, high: float) -> Non
     given.clamp(low, high).sum().backward()
     assert given.grad is not None
     torch.testing.assert_close(fd.simulate([TIES, low, high])[0], given.grad)
+
+
+@pytest.mark.parametrize("way", ["number", "scalar", "open rows"])
+@pytest.mark.parametrize("padding", range(-4, 4))
+def test_the_padding_of_an_embedding(padding: int, way: str) -> None:
+    """As torch counts it: a negative one from the last row."""
+    mesh, places = mf.DeviceMesh((2,), ("tp",)), torch.tensor([0, 3, 2, 1, 2])
+    fd = mf.FusionDefinition()
+    table = fd.define_tensor([-1 if way == "open rows" else 4, 6], dtype=DataType.Double)
+    index = fd.define_tensor([5], dtype=DataType.Int)
+    fd.mesh_split(table, mesh, ["tp", None])
+    row = fd.define_scalar(dtype=DataType.Int) if way == "scalar" else padding
+    fd.add_output(fd.grad(fd.ops.sum(fd.ops.embedding_fwd(index, table, row)), table))
+    leaf = X.clone().requires_grad_()
+    torch.nn.functional.embedding(places, leaf, padding).sum().backward()
+    given = [X, places, padding] if way == "scalar" else [X, places]
+    assert leaf.grad is not None
+    torch.testing.assert_close(fd.simulate(given)[0], leaf.grad)

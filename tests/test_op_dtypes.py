@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import meshfuse as mf
+from meshfuse.dtypes import Category, promote
 
 FOUND: dict[str, Any] = json.loads((Path(__file__).parent / "nvfuser_dtypes.json").read_text())
 NUMBERS: dict[str, Any] = {"int": 2, "float": 2.5, "bool": True, "complex": 1 + 2j}
@@ -100,3 +102,65 @@ def test_a_reduction_gives_the_type_that_is_asked_for(name: str, dtype: mf.DataT
     fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), ["x", None])
     (found,) = fd.simulate([torch.ones(3, 4)])
     assert str(found.dtype) == f"torch.{dtype.value}"
+
+
+TYPES = [dtype for dtype in mf.DataType if dtype is not mf.DataType.Null]
+# What torch does not promote, and nvFuser does: its where() of different types below 32 bits gives this.
+FLOATS = [mf.DataType[name] for name in ("Half", "BFloat16", "Float8_e4m3fn", "Float8_e5m2", "Float8_e8m0fnu")]
+WHOLE = [dtype for dtype in TYPES if dtype.category <= Category.INTEGER and dtype is not mf.DataType.UInt64]
+
+
+def _of_torch(dtype: mf.DataType) -> torch.dtype:
+    return getattr(torch, dtype.value)
+
+
+def _promoted_by_torch(a: mf.DataType, b: mf.DataType) -> torch.dtype | None:
+    try:
+        return torch.promote_types(_of_torch(a), _of_torch(b))
+    except RuntimeError:
+        return None
+
+
+@pytest.mark.parametrize("a", TYPES)
+def test_two_types_promote_as_in_torch(a: mf.DataType) -> None:
+    wanted = {b: kind for b in TYPES if (kind := _promoted_by_torch(a, b)) is not None}
+    assert len(wanted) > 0
+    assert {b: _of_torch(promote(a, b)) for b in wanted} == wanted
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.permutations(FLOATS, 2)))
+def test_small_floats_of_which_neither_holds_the_other_are_floats(a: mf.DataType, b: mf.DataType) -> None:
+    assert promote(a, b) is mf.DataType.Float
+
+
+@pytest.mark.parametrize("other", WHOLE)
+@pytest.mark.parametrize("name", ["add", "eq", "maximum"])
+def test_no_type_holds_a_uint64_and_other_whole_numbers(name: str, other: mf.DataType) -> None:
+    fd = mf.FusionDefinition()
+    x, y = (fd.define_tensor([3], dtype=dtype) for dtype in (mf.DataType.UInt64, other))
+    for operands in ((x, y), (y, x)):
+        with pytest.raises(mf.DefinitionError, match=rf"UInt64.*Cast one of them.*\(at {Path(__file__).name}:"):
+            fd.call(name, operands)
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.permutations(["Byte", "Char", "Int16", "Int32", "Int", "Bool"], 2)))
+@pytest.mark.parametrize("name", ["add", "maximum", "eq", "lt", "where"])
+def test_numbers_of_two_whole_types(name: str, a: str, b: str) -> None:
+    """The largest and the smallest of each beside one another: as torch computes them, sharded."""
+    values = [_extremes(mf.DataType[a]).repeat_interleave(4), _extremes(mf.DataType[b]).repeat(4)]
+    fd = mf.FusionDefinition()
+    tensors = [fd.define_tensor([16], dtype=mf.DataType[kind]) for kind in (a, b)]
+    condition = fd.ops.gt(fd.ops.iota(16), 7)
+    fd.add_output(fd.call(name, [condition, *tensors] if name == "where" else tensors))
+    fd.mesh_split(tensors[0], mf.DeviceMesh((2,), ("x",)), ["x"])
+    given = [torch.arange(16) > 7, *values] if name == "where" else values
+    (found,), wanted = fd.simulate(values), getattr(torch, name)(*given)
+    assert found.dtype is wanted.dtype
+    assert torch.equal(found, wanted)
+
+
+def _extremes(dtype: mf.DataType) -> torch.Tensor:
+    if dtype is mf.DataType.Bool:
+        return torch.tensor([True, False, True, False])
+    limits = torch.iinfo(_of_torch(dtype))
+    return torch.tensor([limits.max, limits.min, 1, -1 if limits.min else 3], dtype=_of_torch(dtype))

@@ -37,6 +37,9 @@ class Link:
                 "a link's latency", shown(self.latency), f"seconds, 0 to {FASTEST:g}", "Link(450e9, 5e-6) is NVLink.",
                 line,
             )  # fmt: skip
+        # Links of equal numbers are equal, and so are their texts, whatever the numbers' types.
+        object.__setattr__(self, "bandwidth", float(self.bandwidth))
+        object.__setattr__(self, "latency", float(self.latency) or 0.0)
 
     def seconds(self, steps: float, wire: float) -> float:
         """Time of `steps` messages one after the other that are `wire` bytes in all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from .errors import shown
+from .errors import shown, user_error
 
 
 class Category(enum.IntEnum):
@@ -84,6 +84,10 @@ _CATEGORY = {
     **dict.fromkeys(_COMPLEX, Category.COMPLEX),
     DataType.Bool: Category.BOOL,
 }
+# Small floats of which none holds all numbers of another.
+_INCOMPARABLE = (
+    DataType.Half, DataType.BFloat16, DataType.Float8_e4m3fn, DataType.Float8_e5m2, DataType.Float8_e8m0fnu,
+)  # fmt: skip
 _RANK = {dtype: place for place, dtype in enumerate((
     DataType.Bool, *_INTEGERS, DataType.Float4_e2m1fn, DataType.Float8_e8m0fnu, DataType.Float8_e5m2,
     DataType.Float8_e4m3fn, DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double, *_COMPLEX,
@@ -91,12 +95,20 @@ _RANK = {dtype: place for place, dtype in enumerate((
 
 
 def promote(a: DataType, b: DataType) -> DataType:
-    """The type that holds both, as torch promotes two tensors of these types."""
+    """The type that holds both, as torch promotes two tensors of these types, and nvFuser those of 8-bit floats.
+
+    Raises DefinitionError for UInt64 and other whole numbers, which neither promotes.
+    """
     if a is b:
         return a
     low, high = sorted((a, b), key=_RANK.__getitem__)
-    if low.category is high.category is Category.FLOAT and low.itemsize == high.itemsize == 2:
+    if low in _INCOMPARABLE and high in _INCOMPARABLE:
         return DataType.Float
+    if low is DataType.Byte and high is DataType.Char:
+        return DataType.Int16
+    if high is DataType.UInt64:
+        raise user_error("operands whose types promote to none", f"{a.name} and {b.name}", "types that torch promotes",
+                         "Cast one of them.")  # fmt: skip
     if high is DataType.ComplexFloat and low is DataType.Double:
         return DataType.ComplexDouble
     return high

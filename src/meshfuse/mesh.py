@@ -61,7 +61,8 @@ class DeviceMesh:
     `links` says how fast each axis is, and so which of several plans is the fastest: one `Link` for all axes, one
     per axis (`{"dp": Link(25e9, 20e-6), "tp": Link(450e9, 5e-6)}`), a `Machine` or the name of one in
     `meshfuse.costs.MACHINES` ("dgx-h100"). `flops` is a rank's operations per second. A definition may annotate
-    some tensors on the mesh with links and others on the same mesh without: the links hold for all.
+    some tensors on the mesh with links and others on the same mesh without: the links hold for all. Links and flops
+    that are the defaults say nothing.
     """
 
     __slots__ = (
@@ -86,13 +87,16 @@ class DeviceMesh:
             shape, flat = read_devices(devices, names, ranks)
             names = tuple(names) if names is not None else _DEFAULT_NAMES[-len(shape) :]
             _check_mesh(shape, names, flat)
+        # The text alone, of names of any class: equal meshes are printed alike.
+        names = tuple(map(str.__str__, names))
         self.shape, self.names, self.ranks = shape, names, flat
-        self.linked = links is not None or flops is not None
         self._over: dict[tuple[str, ...], Link] = {}
         coordinates = {rank: _unravel(place, shape) for place, rank in enumerate(flat)}
         with located(line):
             self.links, self.flops = read_costs(dict(zip(names, shape, strict=True)), coordinates, links, flops)
         self.uniform = len(set(self.links)) == 1
+        # By what they are and not by whether they were given: equal meshes stand for one another.
+        self.linked = set(self.links) != {DEFAULT_LINK} or self.flops != DEFAULT_FLOPS
         self._hash = hash((shape, names, flat, self.links, self.flops))
         self._coordinates = coordinates
 

@@ -28,7 +28,9 @@ _LONGEST = 200
 # What compiled code raises for other sizes, and for a wrong index.
 _TOLD = (AssertionError, RuntimeError)
 _assert_size_stride = torch._C._dynamo.guards.assert_size_stride  # pyright: ignore[reportAttributeAccessIssue]
-# (the text, what it is called with): equal kernels of the simulated ranks of a process are compiled once.
+# (the text, what it is called with): equal kernels of the simulated ranks of a process are compiled once. Of those
+# used last so many are kept; programs keep their own.
+MOST_KERNELS = 1024
 _compiled: dict[Any, Prepared] = {}
 
 
@@ -44,12 +46,16 @@ class Inductor:
             str(task.device),
             tuple(map(_described, task.arguments)),
         )
-        if key not in _compiled:
+        code = _compiled.pop(key, None)
+        if code is None:
             if task.device.type == "cpu":
                 _try_instructions()
             with own_cache(task.rank), torch.no_grad():
-                _compiled[key] = _compile(task)
-        return _guarded(_compiled[key], task)
+                code = _compile(task)
+        _compiled[key] = code  # the last, as the one used last
+        for old in list(_compiled)[:-MOST_KERNELS]:
+            _compiled.pop(old, None)
+        return _guarded(code, task)
 
 
 def _described(value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType, SimpleNamespace, TracebackType
@@ -18,6 +20,7 @@ from ..scalars import SCOPE
 from .buffers import Plain, device_memory
 
 GroupOf = Callable[[tuple[int, ...]], Any]
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,20 @@ def bind_program(
     """Compile a program. `group_of` gives the communication group of some ranks."""
     lines, where = program.lines(simulated)
     text = "\n".join(lines) + "\n"
-    file = f"<meshfuse rank {program.rank} {program.digest}{' simulated' if simulated else ''}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    # Numbered, so that a text goes with its program, whatever others are of the same digest.
+    file = f"<meshfuse rank {program.rank} {program.digest}{' simulated' if simulated else ''} {next(_numbers)}>"
     scope = text_scope(program.functions, device)
     scope["M"] = device_memory(device, simulated)
     scope.update({group_name(group): group_of(group) for group in program.groups})
     exec(compile(text, file, "exec"), scope)
+    _show_text(file, text, scope["main"])
     return BoundProgram(scope["main"], where, file, scope)
+
+
+def _show_text(file: str, text: str, main: Callable[..., Any]) -> None:
+    """Has tracebacks show the text's lines as long as its function is there, which frames hold, too."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    weakref.finalize(main, linecache.cache.pop, file, None).atexit = False
 
 
 def text_scope(functions: Mapping[str, Callable[..., Any]], device: torch.device) -> dict[str, Any]:

@@ -6,6 +6,8 @@ indices that it holds, so that the gradient of a sharded table is made in shards
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..errors import user_error
 from .context import Backward, Tensor, Vjp, each, sizes, sum_to
 from .windows import WindowGradient, zero_padded
@@ -37,6 +39,13 @@ def _index_select(b: Backward) -> Tensor:
     return _written(b, b.ops.broadcast(index, flags if index.ndim else [True] * ndim))
 
 
+def _from_front(b: Backward, index: Any, n: Any) -> Any:
+    """An index as one from the front: negative ones count from the end of a dim of n. Both may be scalars."""
+    if isinstance(index, int):
+        return index if index >= 0 else n + index
+    return b.ops.where(b.ops.lt(index, 0), b.ops.add(index, n), index)
+
+
 def _select(b: Backward) -> Tensor | WindowGradient:
     """Zeros around what was selected; by comparing where the index is a scalar of the definition."""
     x, dim, index = b["arg"], _dim(b), b["index"]
@@ -44,7 +53,7 @@ def _select(b: Backward) -> Tensor | WindowGradient:
     grad = b.ops.broadcast(b.grad, [d == dim for d in range(x.ndim)])
     if isinstance(index, int) and isinstance(n, int):
         return WindowGradient(grad, tuple(index % n if d == dim else 0 for d in range(x.ndim)))
-    place = b.ops.where(b.ops.lt(index, 0), b.ops.add(index, n), index)
+    place = _from_front(b, index, n)
     here = b.ops.broadcast(b.ops.eq(b.ops.iota(n), place), [d != dim for d in range(x.ndim)])
     return b.ops.where(here, grad, 0.0)
 
@@ -66,7 +75,7 @@ def _embedding_weight(b: Backward) -> Tensor:
     grad, rows = b.grad, sizes(weight)[0]
     read = None
     if b["padding_idx"] is not None:
-        read = b.ops.ne(index, b["padding_idx"])
+        read = b.ops.ne(index, _from_front(b, b["padding_idx"], rows))
         grad = b.ops.where(_column(b, read), grad, 0.0)
     found = b.ops.embedding_bwd(grad, index, rows)
     if not b["scale_grad_by_freq"]:

@@ -8,10 +8,12 @@ index that the whole dim does not have is an error while the program runs, on ev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.indexing import INDEXING
+from ..user_values import as_int
 from . import nvfuser_forms
 from .base import (
     Call,
@@ -25,6 +27,7 @@ from .base import (
     Rule,
     RuleBuilder,
     Sample,
+    ScalarRef,
     TensorRef,
     TensorType,
     Writing,
@@ -198,7 +201,20 @@ def _embedding_infer(call: Call) -> tuple[TensorType, ...]:
     index, weight = call.types
     check_ndim("embedding_fwd", "the weight", weight, 2, 2)
     check_index(call, index)
+    _check_padding(call["padding_idx"], weight)
     return (TensorType((*index.shape, weight.shape[1]), weight.dtype),)
+
+
+def _check_padding(padding: Any, weight: TensorType) -> None:
+    """A row of the table, a negative one counted from its end; of scalars the type alone is known here."""
+    n, place = weight.shape[0], as_int(padding)
+    if padding is None or (isinstance(padding, ScalarRef) and padding.dtype in (None, DataType.Int, DataType.Int32)):
+        return
+    if place is None or (n != UNKNOWN and not -n <= place < n):
+        found = "a scalar of another type" if isinstance(padding, ScalarRef) else str(padding)
+        rows = f"an int from {-n} to {n - 1}" if n != UNKNOWN else "an int"
+        raise user_error("embedding_fwd: padding_idx", found, f"{rows}, a row of {weight}",
+                         "Pass an existing row, or None.")  # fmt: skip
 
 
 def _embedding_rule(call: Call) -> Rule:

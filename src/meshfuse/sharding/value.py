@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
+from weakref import WeakValueDictionary
 
 from ..errors import MeshfuseError, caller_line, shown, user_error
 from ..mesh import DeviceMesh
@@ -15,6 +18,7 @@ from .layout import Layout, Runs, Split
 # An axis of a mesh: its name alone may be that of another mesh's, too.
 Axis = tuple[DeviceMesh, str | None]
 MOST_DIMS = 64  # of a torch tensor
+_Parts = tuple[DeviceMesh, tuple[Layout, ...], tuple[Split, ...], str]
 _REDUCTIONS = ("", "sum", "prod", "max", "min")
 
 
@@ -56,14 +60,17 @@ class Sharding:
     other types; whether they fit a tensor is asked by `make`, which knows its shape.
     """
 
-    __slots__ = ("dims", "mesh", "partial", "reduce")
+    __slots__ = ("__weakref__", "dims", "mesh", "partial", "reduce")
 
     mesh: DeviceMesh
     dims: tuple[Layout, ...]
     partial: tuple[Split, ...]
     reduce: str
 
-    _interned: ClassVar[dict[tuple[object, ...], Sharding]] = {}
+    # Equal ones while anything holds one; the last of them are held here, as planning makes and drops the same ones.
+    _interned: ClassVar[WeakValueDictionary[_Parts, Sharding]] = WeakValueDictionary()
+    _recent: ClassVar[deque[Sharding]] = deque(maxlen=1 << 14)
+    _making: ClassVar[threading.Lock] = threading.Lock()
 
     def __new__(
         cls, mesh: DeviceMesh, dims: Sequence[Layout], partial: Sequence[Split] = (), reduce: str = ""
@@ -73,13 +80,18 @@ class Sharding:
             found = cls._interned.get(key)
         except (TypeError, MemoryError):  # no sequences, or of what is no value, or range(10**12)
             raise _no_sharding((mesh, dims, partial, reduce)) from None
-        if found is None:
-            if not _are_parts(*key):
-                raise _no_sharding(key)
-            found = super().__new__(cls)
-            for name, value in zip(("mesh", "dims", "partial", "reduce"), key, strict=True):
-                object.__setattr__(found, name, value)
-            found = cls._interned.setdefault(key, found)
+        return found if found is not None else cls._made(key)
+
+    @classmethod
+    def _made(cls, key: _Parts) -> Sharding:
+        if not _are_parts(*key):
+            raise _no_sharding(key)
+        made = super().__new__(cls)
+        for name, value in zip(("mesh", "dims", "partial", "reduce"), key, strict=True):
+            object.__setattr__(made, name, value)
+        with cls._making:
+            found = cls._interned.setdefault(key, made)
+        cls._recent.append(found)
         return found
 
     def __setattr__(self, name: str, value: object) -> None:
