@@ -130,6 +130,15 @@ def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
     return _priced((*first.moves, Move(MoveKind.EXCHANGE, disjoint(axes), reduced, dst)), shape, itemsize)
 
 
+def _filled(layout: Layout, atom: Split) -> Iterator[Layout]:
+    """A layout with an atom on steps that it leaves together, the major or the minor ones: (4, x, 2) as (y, x, 2)."""
+    for place, split in enumerate(layout):
+        rest, left = divmod(split.size or 1, atom.size or 1)
+        if not split.bound and split.size and not left:
+            for parts in ((atom, Split(rest)), (Split(rest), atom)) if rest > 1 else ((atom,),):
+                yield (*layout[:place], *parts, *layout[place + 1 :])
+
+
 class _PathSearch:
     """A* from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms."""
 
@@ -229,9 +238,11 @@ class _PathSearch:
                 yield {dim: grown}
 
     def _out_of_place(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """Every dim that the atom cuts evenly, where axes are still to move: so that less moves, and comes right."""
+        """All that the atom cuts evenly, where axes are still to move: so that less moves, and comes right."""
         if any(self._grown(state, dim, frozenset()) is None for dim in range(state.ndim)):
-            yield from self._minor(state, atom)
+            for dim, (layout, n) in enumerate(zip(state.dims, self.shape, strict=True)):
+                even = () if n % lay.extent(layout) else _filled(lay.padded(layout, n), atom)
+                yield from ({dim: lay.canonical(filled, n)} for filled in even)
 
     def _scattered_for_a_while(self, state: Sharding, atom: Split, rest: list[Split]) -> Iterator[Move]:
         """Where axes differ in speed: scattered over a fast axis, so that less is reduced over a slow one.

@@ -1,0 +1,90 @@
+"""Reshards of sums whose ranks have blocks that lie apart: the terms may be scattered between those of other axes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshfuse as mf
+from meshfuse.moves.planner import plan
+from meshfuse.sharding import layout as lay
+from meshfuse.sharding.layout import Layout, Split
+from meshfuse.sharding.value import Sharding
+from test_reshard_properties import at_once, numbers
+
+MESH = mf.DeviceMesh((2, 4), ("x", "y"), links=mf.Link(1e9, 0.0))
+X, Y = Split(2, "x"), Split(4, "y")
+SHAPE = (16, 8)
+
+
+def layouts(axis: Split, n: int) -> Iterator[Layout]:
+    """All even ways to have an axis on a dim of size n: with so many blocks of every rank before, and so many after."""
+    steps = n // (axis.size or 1)
+    for before in (k for k in range(1, steps + 1) if steps % k == 0):
+        yield lay.canonical((Split(before), axis), n)
+
+
+def scattered(src: Sharding) -> Iterator[Sharding]:
+    """Where a reduce-scatter of the sum over y may leave it: a part of what each rank has, cut along any dim."""
+    for dim, n in enumerate(SHAPE):
+        parts = lay.padded(src.dims[dim], n)
+        for place, split in enumerate(parts):
+            steps = (split.size or 1) // 4 if not split.bound and (split.size or 1) % 4 == 0 else 0
+            for major in (k for k in (1, steps) if steps):
+                cut = (Split(major), Y, Split(steps // major))
+                dims = [*src.dims]
+                dims[dim] = lay.canonical((*parts[:place], *cut, *parts[place + 1 :]), n)
+                yield Sharding.make(MESH, dims, SHAPE)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Sharding, Sharding]:
+    """A sum over y that lies over x, in blocks apart, and where it goes."""
+    dim = draw(st.integers(0, 1))
+    dims: list[Layout] = [(), ()]
+    dims[dim] = draw(st.sampled_from([*layouts(X, SHAPE[dim])]))
+    ends: list[Layout] = [(), ()]
+    for axis in draw(st.sampled_from([[Y], [X], [X, Y], []])):
+        place = draw(st.integers(0, 1))
+        if not ends[place]:
+            ends[place] = draw(st.sampled_from([*layouts(axis, SHAPE[place])]))
+    return Sharding.make(MESH, dims, SHAPE, (Y,), "sum"), Sharding.make(MESH, ends, SHAPE)
+
+
+@given(cases())
+def test_a_plan_costs_no_more_than_any_scatter_and_what_is_lacking_then(case: tuple[Sharding, Sharding]) -> None:
+    src, dst = case
+    found = plan(src, dst, SHAPE, 8)
+    assert found is not None
+    local = 8 * math.prod(SHAPE) / 2
+    ways = [local * 3 / 4 / 1e9 + at_once(there, dst, SHAPE) for there in scattered(src)]
+    assert ways and found.seconds <= min(ways) + 1e-11
+
+
+PAIRS = [*itertools.product(layouts(X, 16), layouts(Y, 16))]
+
+
+@pytest.mark.parametrize("there, dst", PAIRS)
+def test_sums_scattered_between_blocks_are_right(there: Layout, dst: Layout) -> None:
+    with mf.FusionDefinition() as fd:
+        terms = fd.define_tensor([4, *SHAPE], dtype=mf.DataType.Double)
+        total = fd.ops.sum(terms, [0])
+        fd.add_output(total)
+        fd.shard(terms, Sharding.make(MESH, ((Y,), there, ()), (4, *SHAPE)))
+        fd.shard(total, Sharding.make(MESH, (dst, ()), SHAPE))
+    value = numbers((4, *SHAPE))
+    (found,) = fd.simulate([value], check_replicas=True)
+    assert torch.equal(found, value.sum(0))
+
+
+def test_a_sum_of_rows_that_lie_apart_is_scattered_between_them() -> None:
+    """[(4, x)] becomes [(y, x)], and [y] by a gather, which moves less than what lies elsewhere in [(4, x, y)]."""
+    found = plan(Sharding.make(MESH, ((Split(4), X), ()), (256, 128), (Y,), "sum"),
+                 Sharding.make(MESH, ((Y,), ()), (256, 128)), (256, 128), 4)  # fmt: skip
+    assert found is not None and found.wire == 65536 * 3 / 4 + 32768 / 2
