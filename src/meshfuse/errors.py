@@ -152,6 +152,22 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
+def told(error: BaseException) -> str:
+    """Another's error for a text of ours: its class, and the first line of what it says, cut where it is long.
+
+    Classes of users may have a text that fails, is as large as what they worked on, or cannot be written.
+    """
+    kind = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:
+        return f"{kind}, which cannot be printed"
+    ours = isinstance(error, MeshfuseError)
+    first = (text if ours else text[: 4 * _LONGEST]).strip().partition("\n")[0]
+    first = first if ours or len(first) <= _LONGEST else f"{first[: _LONGEST - 4]} ..."
+    return f"{kind}: {first.encode(errors='backslashreplace').decode()}"
+
+
 def user_error(
     wrong: str,
     found: str = "",
