@@ -13,7 +13,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -63,15 +63,20 @@ def caller_line() -> SourceLine:
     return line_in_script(sys._getframe(1))
 
 
-def line_in_script(frame: FrameType) -> SourceLine:
-    """The innermost line, from this frame outwards, that is not meshfuse's own."""
+def line_in_script(frame: FrameType, beside: Container[str] = ()) -> SourceLine:
+    """The innermost line, from this frame outwards, that is not meshfuse's own, nor of one of the packages `beside`."""
     last, here = frame, frame
     while here is not None:
         name = here.f_code.co_filename
-        if not name.startswith((_PACKAGE, _GENERATED)) and name != _CACHES:
+        is_ours = name.startswith((_PACKAGE, _GENERATED)) or name == _CACHES
+        if not is_ours and not (beside and _package_of(here) in beside):
             return _line_of(here)
         last, here = here, here.f_back
     return _line_of(last)
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _line_of(frame: FrameType) -> SourceLine:
