@@ -363,6 +363,18 @@ def test_numbers_of_numpy_and_sizes_of_torch_are_fine() -> None:
     assert torch.isinf(third.imag).all()
 
 
+def test_replicas_without_numbers_are_not_compared() -> None:
+    fd, x = define()
+    fd.mesh_split(x, MESH, ["dp", None])
+    fd.add_output(fd.ops.sum(x))
+    raises(
+        "check_replicas: arguments without numbers: found x (t0) on meta, needed tensors with memory",
+        lambda: fd.simulate([X.to("meta")], check_replicas=True),
+        mf.ArgumentError,
+    )
+    assert fd.simulate([X.to("meta")])[0].is_meta
+
+
 class Model(torch.nn.Module):
     """Holds a definition."""
 
