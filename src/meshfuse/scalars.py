@@ -44,7 +44,7 @@ def evaluate(
     Raises KeyError where an input has no value.
     """
     found: dict[int, Any] = {}
-    for number in _in_order(ref, scalars):
+    for number in in_order(ref, scalars):
         made = scalars[number]
         if made.op == "input":
             found[number] = values[number]
@@ -85,7 +85,7 @@ def scalar_text(
     ref: ScalarRef, scalars: Mapping[int, ScalarDef], size: Callable[[TensorRef, int], int], plain: Callable[[Any], str]
 ) -> str:
     """Python text of a scalar: a number, an input's name, an expression of them, or steps where that would be long."""
-    order, known = _in_order(ref, scalars), {}
+    order, known = in_order(ref, scalars), {}
     for number in order:
         made = scalars[number]
         if made.op in _LEAVES:
@@ -153,7 +153,7 @@ def _steps_text(
     return f"S['steps'](({leaves}), {', '.join(calls)})"
 
 
-def _in_order(ref: Operand, scalars: Mapping[int, ScalarDef]) -> list[int]:
+def in_order(ref: Operand, scalars: Mapping[int, ScalarDef]) -> list[int]:
     """The numbers of the scalars that one is made of, operands first (an op's are made before it), itself last."""
     found: set[int] = set()
     ahead = [ref] if isinstance(ref, ScalarRef) else []
@@ -172,4 +172,4 @@ def python_cast(value: Any, dtype: DataType) -> Any:
 
 def inputs_of(ref: Operand, scalars: Mapping[int, ScalarDef]) -> frozenset[int]:
     """The scalar inputs that a scalar depends on."""
-    return frozenset(number for number in _in_order(ref, scalars) if scalars[number].op == "input")
+    return frozenset(number for number in in_order(ref, scalars) if scalars[number].op == "input")
