@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 
 import meshfuse as mf
 from meshfuse import DataType, ParallelType
+from meshfuse.ops.base import TensorRef
 from refusing import MESH, X, define, raises
 
 
@@ -360,16 +363,55 @@ def test_numbers_of_numpy_and_sizes_of_torch_are_fine() -> None:
     assert torch.isinf(third.imag).all()
 
 
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_replicas_without_numbers_are_not_compared() -> None:
+    fd, x = define()
+    fd.mesh_split(x, MESH, ["dp", None])
+    fd.add_output(fd.ops.sum(x))
+    raises(
+        "check_replicas: arguments without numbers: found x (t0) on meta, needed tensors with memory",
+        lambda: fd.simulate([X.to("meta")], check_replicas=True),
+        mf.ArgumentError,
+    )
+    assert fd.simulate([X.to("meta")])[0].is_meta
+
+
+class Model(torch.nn.Module):
+    """Holds a definition."""
+
+    def __init__(self, fd: mf.FusionDefinition) -> None:
+        super().__init__()
+        self.fd = fd
+
+
+COPYING: list[Callable[[mf.FusionDefinition], Any]] = [
+    lambda fd: copy.copy(fd),
+    lambda fd: copy.deepcopy(fd),
+    lambda fd: copy.deepcopy({"all": [fd, fd]}),
+    lambda fd: copy.deepcopy(Model(fd)),
+    lambda fd: copy.deepcopy(fd.ops),
+    lambda fd: copy.deepcopy(mf.TensorView(fd, TensorRef(0))),
+    lambda fd: pickle.dumps(fd),
+    lambda fd: pickle.dumps([Model(fd)], 2),
+    lambda fd: pickle._dumps(fd),  # type: ignore[attr-defined]  # written in Python
+    lambda fd: torch.save(Model(fd), io.BytesIO()),
+]
+
+
+@pytest.mark.parametrize("how", COPYING)
 @pytest.mark.parametrize("used", [False, True])
 def test_a_definition_is_not_copied(how: Callable[[Any], Any], used: bool) -> None:
-    """A copy would share what is defined with the first, or lose what was compiled."""
+    """A copy would share what is defined with the first, or lose what was compiled. The line is the user's own."""
     fd, x = define()
     fd.add_output(fd.ops.relu(x))
     if used:
         fd.simulate([X])
-    with pytest.raises(mf.DefinitionError, match="a definition cannot be copied or pickled: found FusionDefinition"):
+    said = re.escape(
+        "a definition cannot be copied or pickled: found FusionDefinition, needed the code that makes it. Call that "
+        "code again where another is needed; print(fd) is it. (at test_bad_input.py:"
+    )
+    with pytest.raises(mf.DefinitionError, match=said) as caught:
         how(fd)
+    assert caught.value.where is not None and "lambda fd: " in caught.value.where.text
 
 
 def test_scalars_of_thousands_of_steps() -> None:

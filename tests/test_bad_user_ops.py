@@ -11,6 +11,7 @@ import torch
 
 import meshfuse as mf
 from meshfuse import DataType
+from meshfuse.testing import check_op
 from refusing import refused_in
 
 MESH = mf.DeviceMesh((2,), ("x",))
@@ -188,3 +189,63 @@ def test_a_function_that_raises_is_told_with_the_line_of_its_call(error: type[Ex
     with pytest.raises(mf.KernelError, match=rf"found {error.__name__}: .*mine.*\(at test_bad_user_ops\.py:") as caught:
         ran(raising, "a b -> a b", sharded)
     assert isinstance(caught.value.__cause__, error)
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise LookupError("no text either")
+
+
+def silent() -> Exception:
+    return Silent()
+
+
+def long() -> Exception:
+    return ValueError("x" * 50_000_000)
+
+
+def of_no_lines() -> Exception:
+    return ValueError("\n")
+
+
+def of_surrogates() -> Exception:
+    return ValueError("half \ud800")
+
+
+ERRORS = {"silent": silent, "long": long, "of no lines": of_no_lines, "of surrogates": of_surrogates}
+
+
+def failing(made: Exception) -> Callable[..., Any]:
+    def function(*_: Any) -> Any:
+        raise made
+
+    return function
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_function_whose_error_has_no_good_text(kind: str, sharded: bool) -> None:
+    made = ERRORS[kind]()
+    with pytest.raises(mf.KernelError, match=rf"cannot be computed on rank 0: found {type(made).__name__}") as caught:
+        ran(failing(made), "a b -> a b", sharded)
+    assert caught.value.__cause__ is made
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("option", FUNCTIONS)
+@pytest.mark.parametrize("kind", ERRORS)
+def test_what_says_something_of_a_call_with_an_error_of_no_good_text(kind: str, option: str) -> None:
+    made = ERRORS[kind]()
+    rule, function = ("a~ b -> a b", lambda x: x) if option == "halo" else ("a b -> a b", lambda x: x)
+    with pytest.raises((mf.DefinitionError, type(made))) as caught:
+        ran(function, rule, **{option: failing(made)})
+    assert caught.value is made or len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_checking_an_op_whose_error_has_no_good_text(kind: str) -> None:
+    made = ERRORS[kind]()
+    op = mf.torch_op("a b -> a b", name="of_the_user", samples=[mf.Sample.of_floats((4, 6))])(failing(made))
+    with pytest.raises(AssertionError, match=type(made).__name__) as caught:
+        check_op(op, max_examples=3)
+    assert len(str(caught.value)) < 3000

@@ -35,12 +35,12 @@ def run_forked(folder: Path, script: Path, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/context-parallel.md"])
-def test_the_example_of_a_page_prints_what_the_page_shows(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "name"), [("README.md", "readme.py"), ("docs/context-parallel.md", "ring.py")])
+def test_the_example_of_a_page_prints_what_the_page_shows(page: str, name: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((ROOT / page).read_text())
     code = next(text for kind, text in blocks if kind == "python")
     shown = blocks[blocks.index(("python", code)) + 1][1]
-    script = tmp_path / "readme.py"
+    script = tmp_path / name
     script.write_text(code)
     assert (run(str(script), cwd=tmp_path) if page == "README.md" else run_forked(tmp_path, script)) == shown
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import itertools
+import json
 import os
+import random
 import resource
 import shutil
 import subprocess
@@ -295,6 +298,59 @@ def test_a_plan_of_another_form_is_planned_anew(cache, planning, body):
     first = decided(scans())
     (path,) = cache.glob("*.plan")
     path.write_bytes(checksummed(body))
+    planning.clear()
+    with pytest.warns(disk_cache.CacheWarning, match="a stored plan cannot be used"):
+        assert decided(scans()) == first
+    assert planning
+
+
+OTHER_VALUES = [0, -1, 1, 3, 10**6, None, True, "x", "a", 2.5, ["t"], ["r", 0], ["r", 2], ["t", ["r", 1]]]
+
+
+def values_in(tree, path=()):
+    """The ways to all entries of lists in lists, and to the lists themselves."""
+    for place, entry in enumerate(tree):
+        yield (*path, place)
+        if isinstance(entry, list):
+            yield from values_in(entry, (*path, place))
+
+
+def changed(text, path, value):
+    tree = json.loads(text)
+    at = tree
+    for place in path[:-1]:
+        at = at[place]
+    at[path[-1]] = value
+    return json.dumps(tree)
+
+
+@pytest.mark.parametrize("make", [scans, ring])
+def test_a_plan_of_other_values_is_planned_anew_or_the_same(cache, planning, monkeypatch, make):
+    """With the right checksum: each value replaced by many others."""
+    graphs, real = [], plan_cache._recalled
+    monkeypatch.setattr(plan_cache, "_recalled", lambda *args: (graphs.append(args[2]), real(*args))[1])
+    make().compile()
+    (path,) = cache.glob("*.plan")
+    text, refused = disk_cache.read(cache, path.name), 0
+    wanted = str(plan_cache.unpacked(text, graphs[0]))
+    ways = list(values_in(json.loads(text)))
+    monkeypatch.setattr(disk_cache, "warn", lambda _: None)
+    for way, value in random.Random(1).sample(list(itertools.product(ways, OTHER_VALUES)), 1500):
+        other = changed(text, way, value)
+        monkeypatch.setattr(disk_cache, "read", lambda *_, other=other: other)
+        found = real(cache, path.name, graphs[0])
+        refused += found is None
+        assert found is None or str(found) == wanted, (way, value)
+    assert refused > 1000
+
+
+def test_a_plan_whose_values_are_no_plan_is_told_of(cache, planning):
+    first = decided(scans())
+    (path,) = cache.glob("*.plan")
+    text = disk_cache.read(cache, path.name)
+    rows = json.loads(text)[1]
+    choice = next(place for place, row in enumerate(rows) if row[0] == "Choice")
+    path.write_bytes(checksummed(changed(text, (1, choice, 1), None)))
     planning.clear()
     with pytest.warns(disk_cache.CacheWarning, match="a stored plan cannot be used"):
         assert decided(scans()) == first

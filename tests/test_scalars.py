@@ -187,3 +187,57 @@ def test_a_number_that_is_passed_is_one_of_its_scalars_type(value: Any, dtype: D
     wanted = (number.div(2, rounding_mode="trunc"), ~number) if whole else (number / 2, 1 / number)
     for found, right in zip(fd.simulate([] if constant else [value]), wanted, strict=True):
         torch.testing.assert_close(found, right)
+
+
+EDGES = [
+    0,
+    1,
+    -1,
+    127,
+    128,
+    255,
+    256,
+    -129,
+    32767,
+    32768,
+    -32769,
+    2**31 - 1,
+    2**31 + 5,
+    -(2**31) - 1,
+    2**40 + 7,
+    2**63 - 1,
+]
+WHOLE = [DataType.Int, DataType.Int32, DataType.Int16, DataType.Char, DataType.Byte, DataType.Bool]
+
+
+@pytest.mark.parametrize("wanted", WHOLE)
+@pytest.mark.parametrize("given", WHOLE)
+def test_casts_of_whole_numbers_wrap_as_in_torch(given: DataType, wanted: DataType) -> None:
+    """Of tensors, sharded, and of scalars, passed and constant."""
+    kind, to = (getattr(torch, dtype.value) for dtype in (given, wanted))
+    values = torch.tensor(EDGES).to(kind)
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([len(EDGES)], dtype=given)
+    fd.add_output(fd.ops.cast(x, wanted))
+    passed = [fd.define_scalar(dtype=given) for _ in EDGES]
+    for scalar, value in zip(passed, values.tolist(), strict=True):
+        for made in (scalar, fd.define_scalar(value, given)):
+            fd.add_output(fd.ops.full([1], fd.ops.cast(made, wanted), wanted))
+    fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), ["x"])
+    found, *scalars = fd.simulate([values, *values.tolist()])
+    assert torch.equal(found, values.to(to))
+    assert torch.equal(torch.cat(scalars), values.to(to).repeat_interleave(2))
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "neg", "bitwise_not", "bitwise_left_shift"])
+@pytest.mark.parametrize("dtype", WHOLE[1:-1])
+def test_arithmetic_of_narrow_scalars_wraps_as_in_torch(dtype: DataType, name: str, constant: bool) -> None:
+    limits, kind = torch.iinfo(getattr(torch, dtype.value)), getattr(torch, dtype.value)
+    numbers = [limits.max, 3] if name not in ("neg", "bitwise_not") else [limits.min]
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([1], dtype=dtype)
+    operands = [fd.define_scalar(*([n] if constant else []), dtype=dtype) for n in numbers]
+    fd.add_output(fd.ops.where(fd.ops.ge(x, 1), x, fd.ops.full([1], fd.call(name, operands), dtype)))
+    (found,) = fd.simulate([torch.zeros(1, dtype=kind), *([] if constant else numbers)])
+    assert torch.equal(found, getattr(torch, name)(*(torch.tensor([n], dtype=kind) for n in numbers)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -195,3 +195,37 @@ def test_calls_that_do_not_fit_the_rule() -> None:
         fd.call(scaled_product, (x, weight))
     with pytest.raises(mf.DefinitionError, match="has the wrong number of dims: found 1, needed those of 'n k'"):
         fd.call(scaled_product, (x, row))
+
+
+def _window_sums(width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The sums of all windows of so many elements along the first dim."""
+
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        run = torch.cat([x.new_zeros(1, *x.shape[1:]), x.cumsum(0)])
+        return run[width:] - run[:-width]
+
+    return sums
+
+
+@pytest.mark.parametrize("halo", [(3, 1), (8, 0), (6, 7), (30, 2), (0, 100), (50_000, 50_000), (1_000_000, 0)], ids=str)
+@pytest.mark.parametrize("n", [8, 9, 3])
+@pytest.mark.timeout(60)
+def test_a_halo_wider_than_its_dim(n: int, halo: tuple[int, int]) -> None:
+    """Than a block, than all blocks, and by far: the numbers are right, and it takes no time by its width."""
+    function = _window_sums(sum(halo) + 1)
+    op = mf.register_op(mf.torch_op("a~ b -> a b", name="window_sums", halo={"a": halo}, fill=0.0)(function))
+    try:
+        fd = mf.FusionDefinition()
+        x = fd.define_tensor([n, 2], dtype=mf.DataType.Double)
+        y = fd.ops.window_sums(x)
+        fd.add_output(y)
+        fd.add_output(fd.grad(fd.ops.sum(fd.ops.mul(y, y)), x))
+        fd.mesh_split(x, mf.DeviceMesh((4,), ("x",)), ["x", None])
+        given = torch.randn(n, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).requires_grad_()
+        found, grad = fd.simulate([given.detach()])
+        assert len(fd.compile().graph.nodes) < 200
+    finally:
+        mf.unregister_op(op)
+    wanted = function(torch.nn.functional.pad(given, [0, 0, *halo]))
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(grad, torch.autograd.grad((wanted * wanted).sum(), given)[0])

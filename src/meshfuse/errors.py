@@ -13,7 +13,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -63,15 +63,20 @@ def caller_line() -> SourceLine:
     return line_in_script(sys._getframe(1))
 
 
-def line_in_script(frame: FrameType) -> SourceLine:
-    """The innermost line, from this frame outwards, that is not meshfuse's own."""
+def line_in_script(frame: FrameType, beside: Container[str] = ()) -> SourceLine:
+    """The innermost line, from this frame outwards, that is not meshfuse's own, nor of one of the packages `beside`."""
     last, here = frame, frame
     while here is not None:
         name = here.f_code.co_filename
-        if not name.startswith((_PACKAGE, _GENERATED)) and name != _CACHES:
+        is_ours = name.startswith((_PACKAGE, _GENERATED)) or name == _CACHES
+        if not is_ours and not (beside and _package_of(here) in beside):
             return _line_of(here)
         last, here = here, here.f_back
     return _line_of(last)
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _line_of(frame: FrameType) -> SourceLine:
@@ -150,6 +155,22 @@ def shown(value: object) -> str:
     except Exception:  # lists nested too deep, ints of too many digits, classes with a repr that fails
         return f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def told(error: BaseException) -> str:
+    """Another's error for a text of ours: its class, and the first line of what it says, cut where it is long.
+
+    Classes of users may have a text that fails, is as large as what they worked on, or cannot be written.
+    """
+    kind = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:
+        return f"{kind}, which cannot be printed"
+    ours = isinstance(error, MeshfuseError)
+    first = (text if ours else text[: 4 * _LONGEST]).strip().partition("\n")[0]
+    first = first if ours or len(first) <= _LONGEST else f"{first[: _LONGEST - 4]} ..."
+    return f"{kind}: {first.encode(errors='backslashreplace').decode()}"
 
 
 def user_error(

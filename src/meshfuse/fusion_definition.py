@@ -17,6 +17,7 @@ from .executor.arguments import (
     Inputs,
     check_count,
     check_global_shapes,
+    check_numbers,
     global_shapes,
     outline,
     split_arguments,
@@ -234,6 +235,8 @@ class FusionDefinition(PlannedDefinition):
         line = caller_line()
         check_flags(line, check_replicas=check_replicas, check_streams=check_streams)
         given = split_arguments(self, inputs, line)
+        if check_replicas:
+            check_numbers(self, given, "check_replicas", line)
         name = requested(None, line)
         key = self._key(given, name, check_streams)
         if key not in self._simulated:
@@ -357,6 +360,8 @@ class FusionDefinition(PlannedDefinition):
         """
         world = World.current()
         check_world(self, world.size, idle_ranks, line)
+        if world.size > 1:
+            check_numbers(self, given, "on several ranks", line)
         shapes = dict(known) if whole else global_shapes(self, given, world.rank, known, line)
         mesh, sizes = DeviceMesh(list(range(world.size))), Inputs({}, given.scalars, given.device)
         compiled = self._compile(sizes, shapes, mesh, line, nearness(line))

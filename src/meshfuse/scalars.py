@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .dtypes import Category, DataType, promote, scalar_dtype
-from .kernels.scalars import FUNCTIONS, INTEGRAL, PREDICATES, within_64_bits
+from .kernels.scalars import FUNCTIONS, INTEGRAL, NARROW, PREDICATES, within_64_bits
 from .ops.base import ScalarRef, TensorRef
 
 Operand = Any  # ScalarRef, TensorRef (of `size`) or a Python number
@@ -44,7 +44,7 @@ def evaluate(
     Raises KeyError where an input has no value.
     """
     found: dict[int, Any] = {}
-    for number in _in_order(ref, scalars):
+    for number in in_order(ref, scalars):
         made = scalars[number]
         if made.op == "input":
             found[number] = values[number]
@@ -60,8 +60,8 @@ def _computed(made: ScalarDef, operands: list[Any]) -> Any:
     if made.op == "const":
         return operands[0]
     if made.op == "cast":
-        return python_cast(operands[0], made.dtype)
-    return within_64_bits(python_cast(FUNCTIONS[made.op](*operands), made.dtype))
+        return within_64_bits(SCOPE[_kind(made.dtype)](operands[0]))
+    return within_64_bits(SCOPE[_kind(made.dtype)](FUNCTIONS[made.op](*operands)))
 
 
 def steps(inputs: tuple[Any, ...], *made: tuple[Any, ...]) -> Any:
@@ -74,7 +74,9 @@ def steps(inputs: tuple[Any, ...], *made: tuple[Any, ...]) -> Any:
 
 
 # What programs' text calls as S: functions of scalars, and the casts between their types.
-SCOPE: dict[str, Callable[..., Any]] = {**FUNCTIONS, "bool": bool, "int": int, "float": float, "steps": steps}
+SCOPE: dict[str, Callable[..., Any]] = {
+    **FUNCTIONS, **NARROW, "bool": bool, "int": int, "float": float, "steps": steps,
+}  # fmt: skip
 # The longest scalar that is written as one expression: what several read would be written again for each of them.
 _LONGEST = 24
 
@@ -83,7 +85,7 @@ def scalar_text(
     ref: ScalarRef, scalars: Mapping[int, ScalarDef], size: Callable[[TensorRef, int], int], plain: Callable[[Any], str]
 ) -> str:
     """Python text of a scalar: a number, an input's name, an expression of them, or steps where that would be long."""
-    order, known = _in_order(ref, scalars), {}
+    order, known = in_order(ref, scalars), {}
     for number in order:
         made = scalars[number]
         if made.op in _LEAVES:
@@ -120,13 +122,14 @@ def _functions(made: ScalarDef, scalars: Mapping[int, ScalarDef]) -> list[str]:
     if made.op == "cast":
         return [_kind(made.dtype)]
     kinds = {_kind(scalars[o.id].dtype if isinstance(o, ScalarRef) else scalar_dtype(o)) for o in made.operands}
-    sure = made.op in PREDICATES or (kinds == {_kind(made.dtype)} and made.dtype is not DataType.Bool)
+    wraps = made.dtype is DataType.Bool or made.dtype.value in NARROW
+    sure = made.op in PREDICATES or (kinds == {_kind(made.dtype)} and not wraps)
     return [made.op] if sure else [made.op, _kind(made.dtype)]
 
 
 def _kind(dtype: DataType) -> str:
-    """The Python type that stands for a DataType's category."""
-    return ("bool", "int", "float", "complex")[dtype.category]
+    """The Python type that stands for a DataType's category; the cast to one that is narrower than Python's ints."""
+    return dtype.value if dtype.value in NARROW else ("bool", "int", "float", "complex")[dtype.category]
 
 
 def _steps_text(
@@ -150,7 +153,7 @@ def _steps_text(
     return f"S['steps'](({leaves}), {', '.join(calls)})"
 
 
-def _in_order(ref: Operand, scalars: Mapping[int, ScalarDef]) -> list[int]:
+def in_order(ref: Operand, scalars: Mapping[int, ScalarDef]) -> list[int]:
     """The numbers of the scalars that one is made of, operands first (an op's are made before it), itself last."""
     found: set[int] = set()
     ahead = [ref] if isinstance(ref, ScalarRef) else []
@@ -169,4 +172,4 @@ def python_cast(value: Any, dtype: DataType) -> Any:
 
 def inputs_of(ref: Operand, scalars: Mapping[int, ScalarDef]) -> frozenset[int]:
     """The scalar inputs that a scalar depends on."""
-    return frozenset(number for number in _in_order(ref, scalars) if scalars[number].op == "input")
+    return frozenset(number for number in in_order(ref, scalars) if scalars[number].op == "input")

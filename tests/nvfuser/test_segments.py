@@ -212,3 +212,19 @@ def test_what_is_torchs_is_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [tuple(t) for t in first.inputs] == types(taken)
     assert [tuple(t) for t in last.outputs] == types(given)
     assert set(after.segment.inputs) <= {*segment.inputs, *before.segment.outputs, *random.segment.outputs}
+
+
+@pytest.mark.parametrize("steps", [40, 3000])
+@pytest.mark.timeout(60)
+def test_scalars_that_are_made_of_one_another_many_times(steps: int) -> None:
+    """Each is one expression of the kernel, however often it is read, and however many there are in a row."""
+    with mf.FusionDefinition() as fd:
+        x, s = fd.define_tensor([4], dtype=DataType.Double), fd.define_scalar(dtype=DataType.Double)
+        for _ in range(steps):
+            s = s + s
+        fd.add_output(fd.ops.mul(x, s))
+    segmented = fd.compile().segmented
+    (segment,) = segmented.parts
+    assert isinstance(segment, Segment)
+    kernel = build_segment(segmented, segment, 0)
+    assert len(kernel.scalars) == 1

@@ -67,6 +67,21 @@ def test_a_mesh_larger_than_one_process():
         fd.execute(inputs)
 
 
+def on_rank_without_numbers(whole: bool) -> tuple[str, list[torch.Tensor]]:
+    """Meta tensors at first; then some with numbers."""
+    fd, inputs = replicated_product(mf.DeviceMesh((2,), ("tp",)))
+    run: Any = (lambda given: fd(*given)) if whole else fd.execute
+    return error_of(lambda: run([t.to("meta") for t in inputs])), run(inputs)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_tensors_without_numbers(ranks2, whole):
+    for error, (found,) in ranks2.run(on_rank_without_numbers, whole):
+        assert error.startswith("ArgumentError: on several ranks: arguments without numbers: found x (t0) on meta")
+        assert "(at test_bad_programs.py:" in error
+        assert torch.equal(found, torch.full((4,), 2.0))
+
+
 def test_a_world_larger_than_the_mesh(ranks4):
     text = (
         "DefinitionError: the world is larger than the mesh: found 4 ranks, of which the meshes use [0, 1], "

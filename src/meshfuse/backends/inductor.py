@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..disk_cache import writable_root
+from ..errors import told
 from ..executor.buffers import use_pool
 from ..kernels.lookup import OUT_OF_RANGE
 from ..ops.factories import RANDOM_STATE
@@ -24,7 +25,6 @@ from . import Prepared, Task, Unsupported
 
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _INT64 = 2**64
-_LONGEST = 200
 # What compiled code raises for other sizes, and for a wrong index.
 _TOLD = (AssertionError, RuntimeError)
 _assert_size_stride = torch._C._dynamo.guards.assert_size_stride  # pyright: ignore[reportAttributeAccessIssue]
@@ -123,7 +123,7 @@ def trace(task: Task) -> torch.fx.GraphModule:
     try:
         return make_fx(torch.func.functionalize(run), select_decomp_table(), tracing_mode="fake")(*fakes)
     except Exception as error:
-        raise Unsupported(f"it cannot be traced: {_first_line(error)}") from error
+        raise Unsupported(f"it cannot be traced: {told(error)}") from error
 
 
 def _varying(task: Task) -> list[int]:
@@ -153,7 +153,7 @@ def _compile(task: Task) -> Prepared:
     try:
         made: Any = compile_fx_inner(module, examples, is_inference=True)
     except Exception as error:
-        raise Unsupported(f"Inductor cannot compile it: {_first_line(error)}") from error
+        raise Unsupported(f"Inductor cannot compile it: {told(error)}") from error
     code = getattr(made, "current_callable", None) or made
     if task.device.type == "cpu":
         use_pool(code)
@@ -189,11 +189,6 @@ def _compared(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
              for n in made.all_input_nodes]  # fmt: skip
     return [n for n in dict.fromkeys(nodes)
             if n.op == "call_function" and len(n.users) > 1 and n.meta["val"].dtype.is_floating_point]  # fmt: skip
-
-
-def _first_line(error: BaseException) -> str:
-    said = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {said if len(said) <= _LONGEST else said[:_LONGEST] + '…'}"
 
 
 def _guarded(code: Prepared, task: Task) -> Prepared:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, shown, user_error
+from ..errors import ArgumentError, CheckpointError, MeshfuseError, caller_line, located, shown, told, user_error
 from ..executor.spmd import sum_of_bits
 from ..kernels.user_functions import settled
 from ..runtime.diagnosis import SAME_PROGRAM, disagreement
@@ -104,7 +104,7 @@ class _Team:
         try:
             worked, value = True, action()
         except Exception as error:  # Whatever it is: the other ranks wait for this one.
-            own, worked, value = error, False, f"{type(error).__name__}: {error}"
+            own, worked, value = error, False, told(error)
         text = f"meshfuse.{self.what}, {doing}"
         mine = pickle.dumps((text, worked, value))
         replies = [pickle.loads(data) for data in self.world.meetings.exchange(mine, text, self.limit)]

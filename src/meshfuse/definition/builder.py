@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from ..dtypes import DataType, scalar_dtype
-from ..errors import SourceLine, caller_line, located, shown, user_error
+from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..ops import COMPOSITES
 from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
@@ -30,6 +31,8 @@ from .records import OpNode, TensorDef
 from .scalar_calls import is_scalar_call, scalar_arguments
 from .tensor_view import TensorView, Val
 
+# What stands between a user's line and the definition that it copies.
+_COPYING = ("copy", "copyreg", "pickle", "cloudpickle", "dill", "joblib", "multiprocessing", "torch")
 _MOST_SCALARS = 65536  # Of one define_vector: a larger number is a mistake, and would fill the memory.
 
 
@@ -147,7 +150,8 @@ class DefinitionBuilder(AnnotatedDefinition):
         """No pickles and copies, which would share half of a definition. Raises DefinitionError."""
         raise user_error(
             "a definition cannot be copied or pickled", type(self).__name__, "the code that makes it",
-            "Call that code again where another is needed; print(fd) is it.", caller_line(),
+            "Call that code again where another is needed; print(fd) is it.",
+            line_in_script(sys._getframe(1), _COPYING),
         )  # fmt: skip
 
     def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:

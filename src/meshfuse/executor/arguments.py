@@ -249,6 +249,19 @@ def _device(fd: DefinitionBuilder, tensors: Mapping[int, torch.Tensor], line: So
     return next((t.device for t in tensors.values()), torch.device("cpu"))
 
 
+def check_numbers(fd: DefinitionBuilder, given: Inputs, what: str, line: SourceLine) -> None:
+    """Raises ArgumentError for tensors on the meta device, which hold no numbers, where `what` needs these."""
+    if given.device.type == "meta":
+        raise user_error(
+            f"{what}: arguments without numbers",
+            ", ".join(f"{fd.tensors[i].label} on meta" for i in given.tensors),
+            "tensors with memory, on a CPU or a GPU",
+            "Make them with torch.zeros_like(t, device='cpu'); fd.simulate takes meta tensors, for shapes alone.",
+            line,
+            ArgumentError,
+        )
+
+
 def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:
     """Global shapes by input tensor, as given or (for none) as defined.
 

@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from ..errors import KernelError, MeshfuseError, SourceLine, user_error
+from ..errors import KernelError, MeshfuseError, SourceLine, told, user_error
 from ..host_ir.instructions import Kernel
 from ..host_ir.program import HostProgram
 from ..kernels.lookup import IndexOutOfRange
@@ -66,10 +66,9 @@ def _refusal(program: HostProgram, error: Exception, frame: FrameType, line: int
     op, where = kernel.origins[place]
     if isinstance(error, IndexOutOfRange):
         return _out_of_range(program, error, frame, where.label(op), where)
-    said = str(error).strip().partition("\n")[0]
     return user_error(
         f"{where.label(op)} cannot be computed on rank {program.rank}",
-        f"{type(error).__name__}: {said} (in `{kernel.lines[place]}`; {_operands(frame, kernel.lines[place])})",
+        f"{told(error)} (in `{kernel.lines[place]}`; {_operands(frame, kernel.lines[place])})",
         "operands that torch has a kernel for", "Cast them with fd.ops.cast, or pass other values.", where, KernelError,
     )  # fmt: skip
 

@@ -23,6 +23,19 @@ def within_64_bits(value: Any) -> Any:
     return value
 
 
+def _wrapped(bits: int, signed: bool, value: Any) -> int:
+    """The low bits of a whole number, as a cast to a narrower type leaves them."""
+    low = int(value) & ((1 << bits) - 1)
+    return low - (1 << bits) if signed and low >> (bits - 1) else low
+
+
+# Casts of numbers by the types that they give; of other types Python's own stand for them.
+NARROW: dict[str, Function] = {
+    "int32": functools.partial(_wrapped, 32, True), "int16": functools.partial(_wrapped, 16, True),
+    "int8": functools.partial(_wrapped, 8, True), "uint8": functools.partial(_wrapped, 8, False),
+}  # fmt: skip
+
+
 def _are_ints(*numbers: Any) -> bool:
     return all(isinstance(number, int) for number in numbers)
 

@@ -24,9 +24,11 @@ def in_blocks(
     if lacking:
         x = r.call("pad", x, one_dim_widths(len(shape), dim, 0, lacking), fill)
     x = r.call("reshape", x, (*shape[:dim], blocks, size, *shape[dim + 1 :]))
-    before = [_edge(r, x, dim, step, taken, fill) for step, taken in reversed(_steps(halo[0], size))]
-    after = [_edge(r, x, dim, -step, taken, fill) for step, taken in _steps(halo[1], size)]
-    parts = [*before, x, *after]
+    reach = (blocks - 1) * size
+    before = [_edge(r, x, dim, step, taken, fill) for step, taken in reversed(_steps(min(halo[0], reach), size))]
+    after = [_edge(r, x, dim, -step, taken, fill) for step, taken in _steps(min(halo[1], reach), size)]
+    parts = [*_beyond(r, x, dim, halo[0] - reach, fill), *before, x, *after]
+    parts += _beyond(r, x, dim, halo[1] - reach, fill)
     return parts[0] if len(parts) == 1 else r.call("cat", tuple(parts), dim + 1)
 
 
@@ -39,13 +41,19 @@ def _edge(r: Writing, x: TensorRef, dim: int, step: int, taken: int, fill: Any) 
     """Of the block `step` before each (after, where negative) its last (first) elements."""
     shape = r.type(x).shape
     blocks, size = shape[dim], shape[dim + 1]
-    if abs(step) >= blocks:
-        return r.call("full", (*shape[: dim + 1], taken, *shape[dim + 2 :]), fill, r.type(x).dtype)
     starts, ends = [0] * len(shape), list(shape)
     starts[dim], ends[dim] = (0, blocks - step) if step > 0 else (-step, blocks)
     starts[dim + 1], ends[dim + 1] = (size - taken, size) if step > 0 else (0, taken)
     edge = r.call("slice", x, starts, ends)
     return r.call("pad", edge, one_dim_widths(len(shape), dim, max(step, 0), max(-step, 0)), fill)
+
+
+def _beyond(r: Writing, x: TensorRef, dim: int, width: int, fill: Any) -> list[TensorRef]:
+    """What every block sees that no block has, in one piece however wide: the halo may be wider than the whole dim."""
+    shape = r.type(x).shape
+    if width <= 0:
+        return []
+    return [r.call("full", (*shape[: dim + 1], width, *shape[dim + 2 :]), fill, r.type(x).dtype)]
 
 
 def whole_again(r: Writing, x: TensorRef, dim: int, n: int) -> TensorRef:

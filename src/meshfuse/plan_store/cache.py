@@ -18,12 +18,16 @@ from pathlib import Path
 import torch
 
 from .. import __version__, disk_cache
+from ..errors import shown
 from ..graph import Graph, rewritten
 from ..mesh import DeviceMesh
 from ..ops import OPS
 from ..ops.base import Call, Rule
-from ..propagation.sharded import ShardedDefinition
+from ..propagation.sharded import Choice, ShardedDefinition
+from ..propagation.votes import Source
+from ..sharding.value import Sharding
 from .codec import NotStorable, dump, load
+from .nearby import placed_again
 
 # What is planned in less time is not worth a file.
 WORTH = 0.1
@@ -55,8 +59,8 @@ def _recalled(folder: Path, key: str, graph: Graph) -> ShardedDefinition | None:
         return None
     try:
         return unpacked(text, graph)
-    except (NotStorable, AssertionError, ValueError, TypeError, IndexError, KeyError) as error:
-        disk_cache.warn(f"a stored plan cannot be used ({error}); it is planned anew")
+    except Exception as error:  # a file of the right form may hold anything
+        disk_cache.warn(f"a stored plan cannot be used ({str(error) or type(error).__name__}); it is planned anew")
         return None
 
 
@@ -83,7 +87,31 @@ def unpacked(text: str, graph: Graph) -> ShardedDefinition:
     rewritings, choices, homes = load(text)
     sharded = ShardedDefinition(rewritten(graph, rewritings), tuple(choices), dict(homes))
     sharded.verify()
+    _check_parts(sharded)
     return sharded
+
+
+def _check_parts(sharded: ShardedDefinition) -> None:
+    """What a plan holds follows from the layouts of ops' factors: anything else is none. Raises NotStorable, or what
+    parts of other types give.
+    """
+    graph = sharded.graph
+    for i, home in sharded.homes.items():
+        if not isinstance(home, Sharding) or home.ndim != graph.tensors[i].type.ndim:
+            raise NotStorable(f"no plan: {graph.tensors[i].label} lies in {shown(home)}")
+    for node, choice in zip(graph.nodes, sharded.choices, strict=True):
+        placement = choice.placement
+        if not _is_told(choice) or placed_again(node, placement) != placement:
+            raise NotStorable(f"no plan: {node.name} is not computed so")
+        for out, result in zip(node.outputs, placement.results, strict=True):
+            if sharded.homes[out] not in (result, graph.annotations.get(out)):
+                raise NotStorable(f"no plan: {graph.tensors[out].label} is not made in {sharded.homes[out]}")
+
+
+def _is_told(choice: Choice) -> bool:
+    """Whether what a choice follows, and what it took, can be told."""
+    told = [(choice.source, choice.seconds), choice.runner_up or (choice.source, choice.seconds)]
+    return all(isinstance(source, Source) and isinstance(seconds, float) for source, seconds in told)
 
 
 # the key ----------------------------------------------------------------------------------------------------------

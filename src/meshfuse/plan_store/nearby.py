@@ -195,7 +195,7 @@ def _choice(
 ) -> Choice | None:
     if not _same_factors(node.rule, rule):
         return None
-    placement = _placement(node, choice.placement)
+    placement = placed_again(node, choice.placement)
     if placement is None:
         return None
     return Choice(placement, choice.source, _seconds(node.call, placement, homes, ends))
@@ -207,8 +207,8 @@ def _same_factors(new: Rule, old: Rule) -> bool:
     return kinds[0] == kinds[1] and (new.operands, new.results) == (old.operands, old.results)
 
 
-def _placement(node: Node, old: Placement) -> Placement | None:
-    """The placement for the new sizes, if tensors are laid out in it as they were."""
+def placed_again(node: Node, old: Placement) -> Placement | None:
+    """The placement for the node's sizes, if tensors are laid out in it as they were."""
     if old.move is None:
         carry = carries(node.call, node.rule, [[s] for s in old.operands]) if old.carry.axes else NO_CARRY
         found = placed(node.call, node.rule, _mesh(old), old.layouts, old.carry)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DefinitionError
+from ..errors import DefinitionError, told
 from ..mesh import DeviceMesh
 from ..ops.base import BlockOrder, Call, FactorKind, OpDef, Rule, Sample, TensorRef, TensorType, letter
 from ..ops.binding import make_call
@@ -117,8 +117,7 @@ def type_problem(op: OpDef, sample: Sample) -> str | None:
     try:
         found = computed(call, operands_of(call, sample))
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else ""
-        return report(op, call, "the lowering fails on whole operands", [("error", f"{type(error).__name__}: {first}")],
+        return report(op, call, "the lowering fails on whole operands", [("error", told(error))],
                       "Make infer refuse such a call, or the lowering take it.")  # fmt: skip
     for place, (tensor, kind) in enumerate(zip(found, call.results, strict=True)):
         if not isinstance(tensor, torch.Tensor):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException, NoSuchExample
 
 from ..dtypes import DataType
-from ..errors import MeshfuseError, caller_line, located, shown, user_error
+from ..errors import MeshfuseError, caller_line, located, shown, told, user_error
 from ..fusion_definition import FusionDefinition
 from ..ops.base import Call, OpDef, Sample, TensorType
 from ..ops.binding import make_call
@@ -85,7 +85,7 @@ def _told(op: OpDef) -> Iterator[None]:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise AssertionError(
-            f"{op.name}: the record cannot be worked with\n  error      {type(error).__name__}: {error}\n"
+            f"{op.name}: the record cannot be worked with\n  error      {told(error)}\n"
             f"  at         {os.path.basename(last.filename)}:{last.lineno}: {last.line}\n"
             "  what to do Look at the function of the record that this is raised in, or whose result it works on."
         ) from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..compiler import CompiledProgram, compile_graph
-from ..errors import SourceLine
+from ..errors import SourceLine, told
 from ..executor.arguments import Inputs
 from ..fusion_definition import FusionDefinition
 from ..graph import concretize
@@ -113,8 +113,7 @@ def defined_problem(op: OpDef, case: Annotated, known: Sequence[torch.Tensor] | 
     try:
         found = _definition(op, case, True).simulate(operands, check_replicas=True)
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else ""
-        return _report(op, case, f"{type(error).__name__}: {first}")
+        return _report(op, case, told(error))
     wrong = wrong_results(found, wanted, tolerance(call))
     return None if wrong is None else _report(op, case, wrong[2])
 

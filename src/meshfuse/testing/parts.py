@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import told
 from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, TensorType
 from ..ops.local import LocalCall
@@ -197,7 +198,7 @@ class Sharded:
             return run_lowering(local, cut)
         except Exception as error:
             shapes = ", ".join(str(list(t.shape)) for t in cut)
-            raise Wrong(f"the lowering fails on shards of shapes {shapes}: {_first_line(error)}", rank) from error
+            raise Wrong(f"the lowering fails on shards of shapes {shapes}: {told(error)}", rank) from error
 
     def _cut(self, operands: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         out = []
@@ -224,7 +225,3 @@ class Sharded:
             if result.dtype != torch_dtype(one.kind):
                 raise Wrong(f"result {place} is of {result.dtype}, the type rule says {torch_dtype(one.kind)}", rank)
             one.add(tuple(tuple(i.tolist()) for i in index), result, self.reduce, rank)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -16,7 +16,7 @@ from ...ops.base import ScalarRef, TensorType
 from ...ops.local import LocalCall
 from ...ops.nvfuser_lowering import ToTorch
 from ...resharding.resharded import Compute
-from ...scalars import ScalarDef
+from ...scalars import ScalarDef, in_order
 from ...segmentation import Segment, SegmentedDefinition
 from .copies import Traced, copied
 from .load import load_nvfuser
@@ -45,7 +45,7 @@ class _NativeBuilder:
 
     def __init__(self, fd: Any, types: Any, scalars: Mapping[int, ScalarDef], size: SizeOf):
         self.fd, self.types, self.scalars, self.size = fd, types, scalars, size
-        self.scalar_inputs: dict[int, Any] = {}
+        self._vals: dict[int, Any] = {}  # By number: what several expressions are made of is written once.
 
     def define(self, kind: TensorType, layout: MemoryLayout | None = None) -> Any:
         """An input, dense and row-major where no layout is given; dims of size 1 are broadcast."""
@@ -66,19 +66,24 @@ class _NativeBuilder:
         """A Val of a scalar: an input of the kernel, a constant or an expression of both."""
         if not isinstance(value, ScalarRef):
             return self.fd.define_scalar(value)
-        made = self.scalars[value.id]
-        if made.op == "input":
-            return self.scalar_inputs[value.id]
+        for number in in_order(value, self.scalars):
+            if number not in self._vals:
+                self._vals[number] = self._made(self.scalars[number])
+        return self._vals[value.id]
+
+    def _made(self, made: ScalarDef) -> Any:
+        """A scalar whose operands are there; inputs are before all others."""
         if made.op in ("const", "size"):
             value = made.operands[0] if made.op == "const" else self.size(*made.operands)
             return self.fd.define_scalar(value)
-        operands = [self.scalar(operand) for operand in made.operands]
+        given = made.operands[:1] if made.op == "cast" else made.operands
+        operands = [self._vals[o.id] if isinstance(o, ScalarRef) else self.fd.define_scalar(o) for o in given]
         if made.op == "cast":
             return self.fd.ops.cast(operands[0], self.dtype(made.dtype))
         return getattr(self.fd.ops, made.op)(*operands)
 
     def scalar_input(self, number: int) -> int:
-        self.scalar_inputs[number] = self.fd.define_scalar(dtype=self.dtype(self.scalars[number].dtype))
+        self._vals[number] = self.fd.define_scalar(dtype=self.dtype(self.scalars[number].dtype))
         return number
 
     def call(self, local: LocalCall, operands: Sequence[Any]) -> tuple[Any, ...]:
