@@ -104,8 +104,16 @@ def _check_parts(sharded: ShardedDefinition) -> None:
         if not _is_told(choice) or placed_again(node, placement) != placement:
             raise NotStorable(f"no plan: {node.name} is not computed so")
         for out, result in zip(node.outputs, placement.results, strict=True):
-            if sharded.homes[out] not in (result, graph.annotations.get(out)):
-                raise NotStorable(f"no plan: {graph.tensors[out].label} is not made in {sharded.homes[out]}")
+            home = sharded.homes[out]
+            left = out in graph.outputs and _may_be_left(result, home, graph.shape(out))
+            if home not in (result, graph.annotations.get(out)) and not left:
+                raise NotStorable(f"no plan: {graph.tensors[out].label} is not made in {home}")
+
+
+def _may_be_left(made: Sharding, home: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether an output that an op makes so may be left at home."""
+    fits = Sharding.make(home.mesh, home.dims, shape) is home
+    return fits and home.mesh == made.mesh
 
 
 def _is_told(choice: Choice) -> bool:
