@@ -14,8 +14,9 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import FrameType
+
+from .frozen import frozen
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GENERATED = "<meshfuse"
@@ -25,7 +26,7 @@ _CACHES = functools.__file__
 _ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SourceLine:
     """A line of a user's script. Its text is read only when asked for; `given` overrides the file."""
 

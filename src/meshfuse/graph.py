@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .dtypes import DataType, scalar_dtype
 from .errors import SourceLine, located, user_error
+from .frozen import frozen
 from .ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorRef, TensorType, count_tensors
 from .ops.shape_arithmetic import check_rule
 from .scalars import ScalarDef, evaluate, inputs_of, python_cast
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _SIZES = (ParamKind.SIZE, ParamKind.SHAPE)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tensor:
     """A tensor of the graph: its concrete type, its number as text and the user's line that made it."""
 
@@ -58,7 +59,7 @@ class Stream:
     line: SourceLine
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Node:
     """One op: the call with concrete types, its factor rule, and the tensors it takes and makes.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from .frozen import frozen
 from .resharding.early import WORTH_A_LAUNCH, Seconds
 from .resharding.resharded import Compute, ReshardedDefinition, Set
 from .streams.overlap import ChunkLoop, OverlappedDefinition
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Segment:
     """Ops that run one after another on every rank of their mesh, with no communication between them."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceLine
+from ..frozen import frozen
 from ..ops.base import Call, FactorKind, OpDef, Rule, TensorType
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TensorDef:
     """A tensor of a definition: its symbolic type and where it came from."""
 
@@ -25,7 +25,7 @@ class TensorDef:
         return self.line.label(self.name)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OpNode:
     """One op of a definition. `inputs` and `outputs` number tensors."""
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ..frozen import frozen
 from ..moves.move import restricted
 from ..ops.local import LocalCall
 from ..sharding.layout import Runs
 from .communicate import local_shape
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ChunkCall(LocalCall):
     """A call on one rank for one chunk: `operand_only` and `result_only` are the chunk's dim and indices of each."""
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..frozen import frozen
 from ..moves.move import Move, MoveKind, Piece, box_numel, pieces
 from ..ops.base import TensorType
 from ..sharding.layout import Runs
@@ -33,7 +34,7 @@ from .instructions import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MoveContext:
     """A move as one rank sees it: the names of what it reads and makes, and whether it may write to what it reads.
 

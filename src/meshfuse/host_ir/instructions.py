@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from ..dtypes import DataType
 from ..errors import SourceLine
+from ..frozen import frozen
 from .boxes import Box, box_text
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Kernel:
     """A segment on one rank: a local function of tensors and scalars, one line of torch code per op.
 
@@ -58,7 +59,7 @@ class Kernel:
         ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Launch:
     """Run a kernel. `note` says for a reader which part of a loop it is."""
 
@@ -77,7 +78,7 @@ class Launch:
         return f"{', '.join(self.outputs)} = {call}" if self.outputs else call
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Slice:
     """A part of a tensor: what a rank keeps when a replicated dim becomes sharded."""
 
@@ -90,7 +91,7 @@ class Slice:
         return f"{self.target} = {self.source_name}{box_text(self.box, self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BufferPart:
     """A name for a part of a buffer that one chunk of a loop writes: parts of one buffer share no element."""
 
@@ -104,7 +105,7 @@ class BufferPart:
         return f"{self.target} = {self.source_name}{box_text(self.box, self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Allocate:
     """A new buffer, filled with a number (Python text) if one is given."""
 
@@ -118,7 +119,7 @@ class Allocate:
         return f"{self.target} = {make}, torch.{self.dtype.value})"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Own:
     """A contiguous tensor that may be written to: a copy, unless the source is fresh and dies here."""
 
@@ -130,7 +131,7 @@ class Own:
         return f"{self.target} = M.{'dense' if self.fresh else 'clone'}({self.source_name})"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pack:
     """Boxes of a tensor behind each other in a flat buffer."""
 
@@ -147,7 +148,7 @@ class Pack:
         return f"{self.target} = M.cat([{parts}])" if self.boxes else f"{self.target} = {self.source_name}.new_empty(0)"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Deal:
     """Equal blocks of a tensor along one dim, behind each other in a flat buffer: what a `Join` puts together again."""
 
@@ -167,7 +168,7 @@ class Deal:
         return f"{self.target} = M.dense({self.source_name}.view({_tuple(cut)}).movedim({self.dim}, 0)).view(-1)"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Put:
     """Write a part of a tensor or of a flat buffer into a box of the target.
 
@@ -188,7 +189,7 @@ class Put:
         return f"{self.target}{box_text(self.box, self.shape, assign=True)} = {self.value}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fold:
     """Terms of a reduction behind each other in a flat buffer reduced, with the rank's own if one is given.
 
@@ -213,7 +214,7 @@ class Fold:
         return f"{self.target} = " + (f"M.combine({own}, {folded}, {self.reduce!r})" if own else folded)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Join:
     """The blocks of a gathered flat buffer put together along one dim. `among`: see `_blocks`."""
 
@@ -250,7 +251,7 @@ class Join:
         return f"{self.target} = M.clone({self.source_name}{self._in_place}).view({_tuple(self._shape)})"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Flatten:
     """Tensors behind each other in a new flat buffer, or of each the part that a Python text takes."""
 
@@ -263,7 +264,7 @@ class Flatten:
         return f"{self.target} = M.cat([{', '.join(taken)}])"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Unflatten:
     """A tensor of this shape that is a part of a flat buffer."""
 
@@ -278,7 +279,7 @@ class Unflatten:
         return f"{self.target} = {part}.view({_tuple(self.shape) if self.shape else '()'})"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Communication:
     """Where a collective comes from and what it costs: the ring-counted bytes of this rank. `kind` is that of the move,
     and `move` its text; `why` and `line` say who asked for it. `parts` are those that one call does together.
@@ -299,7 +300,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
 MessageKind = Literal["send", "recv"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Collective:
     """A collective of a group, issued; its Wait, for `work`, comes later. `text` is the call on the group, and
     `payload` how many elements a rank gives, with their dtype.
@@ -318,7 +319,7 @@ class Collective:
         return f"{self.work} = {group_name(self.group)}.{self.text}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SendRecv:
     """A message to (send) or from (recv) one rank of a group, issued. `payload`: its elements, and their dtype."""
 
@@ -353,7 +354,7 @@ def meeting_place(rank: int, call: CommunicationCall) -> tuple[object, int]:
     return (call.group, call.ends(rank)), 2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wait:
     """Until the work is done, what it writes must not be read, nor what it reads be written."""
 
@@ -363,7 +364,7 @@ class Wait:
         return f"{self.work}.wait()"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Free:
     """The last use of these buffers is over."""
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..frozen import frozen
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Split
@@ -125,7 +126,7 @@ def _shifted(runs: lay.Runs, by: int) -> lay.Runs:
     return tuple((a + by, b + by) for a, b in runs)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Move:
     """A step from `src` to `dst` among the ranks that differ along `axes` only (TRANSFER: between two meshes).
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ..frozen import frozen
 from ..sharding.layout import Runs, digits
 from ..sharding.value import Sharding
 from .base import Call, ScalarRef, TensorRef
@@ -23,7 +23,7 @@ def plain_text(value: Any) -> str:
     return repr(value)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LocalCall:
     """A call with the shardings it is computed in, on one rank. Implements `ops.base.Emit`."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ..dtypes import Category, DataType
+from ..frozen import frozen
 from ..mesh import DeviceMesh
 from ..moves.move import Move
 from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
@@ -18,7 +18,7 @@ from ..sharding.value import Sharding, canonical_partial, conflicting
 Layouts = tuple[Layout, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Carry:
     """Unreduced axes that pass through an op: on these operands, to all its results."""
 
@@ -225,7 +225,7 @@ def following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> tuple[Lay
     return tuple(tensor_layouts(rule, dims, t.shape, agreed) for dims, t in pairs)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Placement:
     """Where an op is computed: its factors' layouts and, following from them, its operands' and results' shardings.
 

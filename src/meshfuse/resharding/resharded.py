@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceLine
+from ..frozen import frozen
 from ..graph import Graph
 from ..moves.move import Move, MoveKind, travels
 from ..moves.prices import Price, price
@@ -15,7 +16,7 @@ from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Value:
     """A tensor in one of the shardings that it exists in."""
 
@@ -28,7 +29,7 @@ class Value:
         return f"v{self.id}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Compute:
     """One op in its placement: takes and makes values by number."""
 
@@ -38,7 +39,7 @@ class Compute:
     outputs: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Set:
     """One move of a reshard, from a value to a value of the same tensor. `why` says who asked for it, and where.
 
