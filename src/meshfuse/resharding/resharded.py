@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,11 @@ class Set:
 Step = Compute | Set
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _shard_bytes(sharding: Sharding, kind: TensorType) -> int:
+    return sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class ReshardedDefinition:
     """Ops and moves in order; every op reads and makes values in exactly the shardings of its placement."""
@@ -87,8 +93,8 @@ class ReshardedDefinition:
 
     def nbytes(self, value: int) -> int:
         """Of a rank's largest shard of a value."""
-        kind = self.type_of(value)
-        return self.values[value].sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
+        found = self.values[value]
+        return _shard_bytes(found.sharding, self.graph.tensors[found.tensor].type)
 
     def price(self, step: Set) -> Price:
         """The modelled time of a move, and its bytes."""
