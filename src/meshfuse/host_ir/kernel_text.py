@@ -24,6 +24,8 @@ def scalar_text(graph: Graph, value: Any) -> str:
 
 def scalar_inputs(graph: Graph, computes: Sequence[Compute]) -> list[int]:
     """The scalar inputs that these ops read, ascending, as a host program passes them."""
+    if not graph.scalars:
+        return []
     refs = {arg for c in computes for arg in graph.nodes[c.node].call.args if isinstance(arg, ScalarRef)}
     return sorted({i for ref in refs for i in scalars.inputs_of(ref, graph.scalars)})
 
