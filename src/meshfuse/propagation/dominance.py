@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 
-from ..moves.bounds import at_least
 from ..ops.base import TensorType
 from .choose import reshards
 from .votes import Available
@@ -24,9 +23,8 @@ def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
 
 def conversion_at_least(held: Available, wanted: Available, kind: TensorType) -> float:
     """What it takes at least, without a search for the ways there."""
-    size = kind.dtype.itemsize
     lacking = [want for want in wanted if want not in held]
-    return sum([min([at_least(have, want, kind.shape, size) for have in held]) for want in lacking])
+    return sum(map(reshards(held, kind).at_least, lacking))
 
 
 _LOCK = threading.Lock()

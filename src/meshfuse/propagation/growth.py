@@ -49,7 +49,8 @@ class Kind:
     """All that an op's options depend on but where its operands are and what is wanted; one object for equal ones.
 
     `tensors` are the distinct operands, `read` of them, then the results; `operands[i]` is the place of operand i among
-    them. `tables` give numbers to the ways in which each of the tensors exists.
+    them. `tables` give numbers to the ways in which each of the tensors exists. `fixed` tells which results are
+    annotated, and `unplaced` whether any operand is an input that is on no mesh.
     """
 
     call: Call
@@ -60,6 +61,8 @@ class Kind:
     reductions: tuple[Layout, ...]
     read: int
     tables: tuple[Table, ...]
+    fixed: tuple[bool, ...]
+    unplaced: bool
 
     @property
     def may_move(self) -> bool:
@@ -78,15 +81,15 @@ class Role:
         """The setting in which the distinct operands are known in these shardings."""
         kind = self.kind
         return Setting(
-            kind.call, kind.rule, kind.mesh, self.operands(known), self.wanted[kind.read :],
-            tuple(t.annotation is not None for t in kind.tensors[kind.read :]),
-            kind.reductions,
-            thorough,
+            kind.call, kind.rule, kind.mesh, self.operands(known), self.wanted[kind.read :], kind.fixed,
+            kind.reductions, thorough,
         )  # fmt: skip
 
     def operands(self, held: Sequence[Available]) -> tuple[Available, ...]:
         """The shardings of each operand, from those of the distinct ones."""
-        return tuple(self._here(i, held[i]) for i in self.kind.operands)
+        if not self.kind.unplaced:
+            return tuple([held[i] for i in self.kind.operands])
+        return tuple([self._here(i, held[i]) for i in self.kind.operands])
 
     def _here(self, place: int, available: Available) -> Available:
         touched, mesh = self.kind.tensors[place], self.kind.mesh
@@ -102,7 +105,9 @@ def _kind(
 ) -> Kind:  # fmt: skip
     """Equal kinds are one object."""
     read, tables = len(tensors) - len(call.results), tuple([table_of(t.type) for t in tensors])
-    return Kind(call, rule, mesh, operands, tensors, reductions, read, tables)
+    fixed = tuple([t.annotation is not None for t in tensors[read:]])
+    unplaced = any([t.unplaced for t in tensors[:read]])
+    return Kind(call, rule, mesh, operands, tensors, reductions, read, tables, fixed, unplaced)
 
 
 role_of = functools.lru_cache(maxsize=1 << 13)(Role)
@@ -152,7 +157,8 @@ class Ways:
     def _growth(self, option: Option, other: Option | None) -> Growth:
         kind, after = self.role.kind, self._after(option)
         codes = tuple([table.number(found) for table, found in zip(kind.tables, after, strict=True)])
-        owed = sum([self._owing(place, code, after[place]) for place, code in enumerate(codes)])
+        sums = [place for place, found in enumerate(after) if found and found[0].partial]
+        owed = sum([self._owing(place, codes[place], after[place]) for place in sums])
         return Growth(option, other, option.seconds + (owed - self._owed_before), after, codes)
 
     def _owing(self, place: int, code: int, found: Available) -> float:
