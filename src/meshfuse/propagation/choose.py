@@ -217,6 +217,7 @@ class Reshards(dict[Sharding, float]):
     """The seconds to bring a tensor that exists as `available` to any sharding, worked out as they are asked for."""
 
     def __init__(self, available: Available, kind: TensorType):
+        super().__init__(dict.fromkeys(available, 0.0))
         self.available, self.kind = available, kind
 
     def __missing__(self, needed: Sharding) -> float:

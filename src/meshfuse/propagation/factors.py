@@ -199,6 +199,8 @@ def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts
 def representable(rule: Rule, layouts: Layouts) -> Layouts:
     """The layouts with factors below the most major one of a merged dim left whole where they are uneven."""
     minor = [f for f in _minor_factors(rule) if layouts[f]]
+    if not minor:
+        return layouts
     uneven = [f for f in minor if lay.extent(lay.padded(layouts[f], rule.factors[f].size)) != rule.factors[f].size]
     return tuple([WHOLE if f in uneven else layout for f, layout in enumerate(layouts)]) if uneven else layouts
 
