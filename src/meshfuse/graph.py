@@ -250,11 +250,12 @@ def needed(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:
     return tuple(numbered(node, number) for number, node in enumerate(reversed(kept)))
 
 
-def numbered(node: Node, number: int) -> Node:
-    """The node with another number (`replace` takes several times as long)."""
-    if node.id == number:
+def numbered(node: Node, number: int, inputs: tuple[int, ...] | None = None) -> Node:
+    """The node with another number, and with other inputs if any (`replace` takes several times as long)."""
+    inputs = node.inputs if inputs is None else inputs
+    if node.id == number and node.inputs == inputs:
         return node
-    return Node(number, node.call, node.rule, node.inputs, node.outputs, node.line, node.origin, node.salt)
+    return Node(number, node.call, node.rule, inputs, node.outputs, node.line, node.origin, node.salt)
 
 
 _ANY = TensorRef(-1)

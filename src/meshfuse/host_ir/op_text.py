@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..frozen import frozen
 from ..graph import Node
 from ..ops.local import LocalCall, ScalarText
 from ..propagation.factors import Placement
@@ -40,6 +41,17 @@ class _Learned(NamedTuple):
     in_new_memory: bool
 
 
+@frozen
+class _Watched(LocalCall):
+    """A call of which is noted whether its number is `asked` for."""
+
+    asked: list[bool] = field(default_factory=list)
+
+    def salt(self) -> int:
+        self.asked.append(True)
+        return self.number
+
+
 @dataclass(slots=True)
 class OpText:
     """Lines of ops on a rank, with `scalar` for the text of scalars. What depends on the op's number is not kept."""
@@ -64,7 +76,8 @@ class OpText:
         if found is None:
             found = self._known[key] = self._learned(node, placement, places, len(results))
         if not found.templates:
-            lines = self._written(node, placement, operands, results, node.salt)
+            sides = (placement.operands, placement.results)
+            lines = LocalCall(node.call, operands, *sides, self.rank, self.scalar, node.salt).statements(results)
             return lines, _is_arithmetic(lines)
         names += results
         return [text % pick(names) for text, pick in found.templates], found.in_new_memory
@@ -74,12 +87,7 @@ class OpText:
         operands = list(map(_hole, places))
         first = len(set(places))
         targets = list(map(_hole, range(first, first + results)))
-        one, other = (self._written(node, placement, operands, targets, node.salt + more) for more in (0, 1))
-        new = _is_arithmetic([_HOLE.sub("v0", line) for line in one])
-        return _Learned(tuple(map(_template, one)) if one == other else (), new)
-
-    def _written(
-        self, node: Node, placement: Placement, operands: Sequence[str], results: Sequence[str], number: int
-    ) -> list[str]:
-        sides = (placement.operands, placement.results)
-        return LocalCall(node.call, operands, *sides, self.rank, self.scalar, number).statements(results)
+        call = _Watched(node.call, operands, placement.operands, placement.results, self.rank, self.scalar, node.salt)
+        lines = call.statements(targets)
+        new = _is_arithmetic([_HOLE.sub("v0", line) for line in lines])
+        return _Learned(() if call.asked else tuple(map(_template, lines)), new)

@@ -277,7 +277,7 @@ def _without(
         inputs = [_instead(graph, producers, out, i) for i in node.inputs]
         if any(producers.get(i, -1) >= op or producers.get(i) in out for i in inputs):
             return None
-        nodes.append(numbered(dataclasses.replace(node, inputs=tuple(inputs)), places[op]))
+        nodes.append(numbered(node, places[op], tuple(inputs)))
     stand_ins = [places.get(out[op].stand_in(op) if op in out else op) for op in range(len(graph.nodes))]
     if None in stand_ins:
         return None

@@ -263,7 +263,10 @@ class Roles:
         next_read = tuple(map(self._next_read.get, tensors))
         owes = self._owing.shares(tensors)
         self._owing.meet(node)
-        touched = tuple(map(self._touched, tensors, next_read, self._owing.shares(tensors), owes))
+        said, inputs = self.graph.annotations, self._inputs
+        rows = zip(tensors, next_read, self._owing.shares(tensors), owes, strict=True)
+        # The facts of `Touched` but the type.
+        touched = tuple([(said.get(i), i in inputs, then is not None, owed, after) for i, then, owed, after in rows])
         self._next_read.update(dict.fromkeys(read, node.id))
         # The tensors' types follow from the call, which is cheaper to compare.
         key = (node.call, node.rule, self.meshes[node.id], operands, touched, self.graph.reductions.get(node.id, ()))
@@ -273,12 +276,6 @@ class Roles:
             told = tuple(Touched(t, *facts) for t, facts in zip(types, touched, strict=True))
             kind = self._known[key] = _kind(*key[:4], told, key[5])
         return Occurrence(kind, tensors, next_read)
-
-    def _touched(
-        self, tensor: int, then: int | None, owed: float, owes: float
-    ) -> tuple[Sharding | None, bool, bool, float, float]:
-        """The facts of `Touched` but the type."""
-        return self.graph.annotations.get(tensor), tensor in self._inputs, then is not None, owed, owes
 
 
 def _holding(part: Occurrence, tensor: int, place: Sharding) -> Occurrence:
