@@ -73,6 +73,8 @@ def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Lay
     axis that divides them goes there; or all of it, if fewer than half of the ranks are idle then: seven of eight have
     one of seven heads each. Nothing where no axis can move.
     """
+    if not any(layouts):
+        return ()
     before = layouts_of(rule, dims, shape, layouts)
     kept = [axis for layout in before for axis in lay.axes(layout)]
     lost = [a for layout in layouts for a in lay.axes(layout) if not any(conflicting(a, k) for k in kept)]
