@@ -45,7 +45,7 @@ def test_a_table_goes_on_numbering_wherever_it_was_interrupted() -> None:
     """Tables outlive the compilation that Ctrl-C ends."""
 
     def numbered(table: Table) -> list[float]:
-        numbers = [table.number(way) for way in WAYS]
+        numbers = [table.numbers[way] for way in WAYS]
         assert sorted(numbers) == list(range(len(WAYS)))
         return [table.cost(a, b) for a in numbers for b in numbers]
 
@@ -112,10 +112,10 @@ def test_axes_of_one_name_on_two_meshes_are_two_axes() -> None:
 def test_costs_are_those_of_the_reshards_however_ways_are_numbered() -> None:
     tables = [Table(KIND), Table(KIND)]
     for way in reversed(WAYS):
-        tables[1].number(way)
+        assert tables[1].numbers[way] < len(WAYS)
     held = JointTable(tables)
     for have, want in itertools.product(itertools.product(WAYS[::3], WAYS), repeat=2):
-        numbers = [held.number((tables[0].number(a), tables[1].number(b))) for a, b in (have, want)]
+        numbers = [held[tables[0].numbers[a], tables[1].numbers[b]] for a, b in (have, want)]
         seconds = sum(conversion(a, b, KIND) for a, b in zip(have, want, strict=True) if a != b)
         assert held.cost(*numbers, most=seconds) == seconds
         if seconds:

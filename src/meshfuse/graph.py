@@ -161,14 +161,14 @@ def concretize(
     calls = _Calls(fd, types, scalars)
     salts = itertools.accumulate((node.draws for node in fd.nodes), initial=0)
     nodes = [_concrete_node(calls, number, *pair) for number, pair in enumerate(zip(fd.nodes, salts, strict=False))]
-    tensors = tuple(Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors))
+    tensors = tuple([Tensor(i, types[i], made.line) for i, made in enumerate(fd.tensors)])
     said = fd.all_annotations
     nodes = needed(_without_vanished(nodes, {*fd.outputs, *said, *fd.overlaps}), fd.outputs)
     producer = {out: node.id for node in nodes for out in node.outputs}
     there = {*producer, *fd.input_tensors()}
     noted = {i: a for i, a in said.items() if a.mesh is not None}
     # What is said of tensors that no output needs is checked, too, and then dropped with them.
-    shardings = {i: a.sharding(tensors[i].label, types[i].shape) for i, a in noted.items()}
+    shardings = _shardings(noted, tensors)
     annotations = {i: found.placement(types[i].shape) for i, found in shardings.items() if i in there}
     lines = {i: noted[i].line for i in annotations}
     streams = _streams(fd, said, {i: types[i].shape for i in there})
@@ -176,6 +176,19 @@ def concretize(
         tensors, nodes, tuple(fd.inputs), tuple(fd.outputs), annotations, _reductions(noted, producer), lines,
         fd.scalars, streams,
     )  # fmt: skip
+
+
+def _shardings(noted: Mapping[int, Annotation], tensors: Sequence[Tensor]) -> dict[int, Sharding]:
+    """What annotations mean; of those that say the same of tensors of one shape, as layers have them, told once."""
+    known: dict[Any, Sharding] = {}
+    found: dict[int, Sharding] = {}
+    for i, annotation in noted.items():
+        shape = tensors[i].type.shape
+        key = (annotation.said(), shape)
+        if key not in known:
+            known[key] = annotation.sharding(tensors[i].label, shape)
+        found[i] = known[key]
+    return found
 
 
 def _without_vanished(nodes: Sequence[Node], named: Container[int]) -> Sequence[Node]:
@@ -236,11 +249,12 @@ def needed(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:
     return tuple(numbered(node, number) for number, node in enumerate(reversed(kept)))
 
 
-def numbered(node: Node, number: int) -> Node:
-    """The node with another number (`replace` takes several times as long)."""
-    if node.id == number:
+def numbered(node: Node, number: int, inputs: tuple[int, ...] | None = None) -> Node:
+    """The node with another number, and with other inputs if any (`replace` takes several times as long)."""
+    inputs = node.inputs if inputs is None else inputs
+    if node.id == number and node.inputs == inputs:
         return node
-    return Node(number, node.call, node.rule, node.inputs, node.outputs, node.line, node.origin, node.salt)
+    return Node(number, node.call, node.rule, inputs, node.outputs, node.line, node.origin, node.salt)
 
 
 _ANY = TensorRef(-1)
@@ -285,6 +299,9 @@ def _key(arg: Any) -> _Key:
     return (type(arg), repr(arg) if isinstance(arg, (float, complex, tuple)) else "", arg)
 
 
+_ANY_KEY = _key(_ANY)
+
+
 def _anonymous(arg: Any) -> Any:
     """The argument without the numbers of the tensors in it."""
     if isinstance(arg, TensorRef):
@@ -310,11 +327,16 @@ class _Calls:
 
     def of(self, node: OpNode) -> tuple[Call, Rule]:
         types = tuple([self.types[i] for i in node.inputs])
-        key = (node.op, tuple([_key(_anonymous(arg)) for arg in node.args]), types)
-        if key not in self._made:
+        key = (
+            node.op,
+            tuple([_ANY_KEY if type(arg) is TensorRef else _key(_anonymous(arg)) for arg in node.args]),
+            types,
+        )
+        found = self._made.get(key)
+        if found is None:
             with located(node.line):
-                self._made[key] = self._worked_out(node, types)
-        return self._made[key]
+                found = self._made[key] = self._worked_out(node, types)
+        return found
 
     def _worked_out(self, node: OpNode, types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
         given = _KnownArguments(self.fd, node.op, self.types, self.scalars)

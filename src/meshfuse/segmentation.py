@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -86,10 +87,11 @@ def _groups(parts: Sequence[Compute | Set | ChunkLoop], seconds: Seconds) -> Ite
     work = 0.0
     moving: set[int] = set()
     for step in parts:
-        joins = isinstance(step, Compute) and (not run or _mesh(run[-1]) == _mesh(step))
-        if isinstance(step, Compute) and not moving.isdisjoint(step.inputs):
-            joins = joins and work < WORTH_A_LAUNCH
-            moving.difference_update(step.inputs)
+        joins = isinstance(step, Compute) and (not run or _on_one_mesh(run[-1], step))
+        if isinstance(step, Compute):
+            if not moving.isdisjoint(step.inputs):
+                joins = joins and work < WORTH_A_LAUNCH
+                moving.difference_update(step.inputs)
         elif isinstance(step, Set) and seconds.of(step) >= WORTH_A_LAUNCH:
             moving.add(step.target)
         if run and not joins:
@@ -104,16 +106,18 @@ def _groups(parts: Sequence[Compute | Set | ChunkLoop], seconds: Seconds) -> Ite
         yield run
 
 
-def _mesh(step: Compute) -> object:
-    return step.placement.results[0].mesh
+def _on_one_mesh(a: Compute, b: Compute) -> bool:
+    one, other = a.placement.results[0].mesh, b.placement.results[0].mesh
+    return one is other or one == other
 
 
 def _readers(overlapped: OverlappedDefinition) -> dict[int, set[int]]:
     """For every value the nodes that read it; -1 stands for moves, loops and outputs."""
-    found: dict[int, set[int]] = {value: {-1} for value in overlapped.resharded.outputs}
+    found: defaultdict[int, set[int]] = defaultdict(set, {value: {-1} for value in overlapped.resharded.outputs})
     for part in overlapped.parts:
+        reader = part.node if isinstance(part, Compute) else -1
         for value in part.inputs:
-            found.setdefault(value, set()).add(part.node if isinstance(part, Compute) else -1)
+            found[value].add(reader)
     return found
 
 

@@ -50,6 +50,10 @@ class Annotation:
             check_axes(name, layouts, self.mesh, self.line)
         return Sharding.make(self.mesh, dims, shape)
 
+    def said(self) -> object:
+        """Equal for annotations of which the meanings for a shape are equal."""
+        return self.mesh, self.domain.layouts(), self.domain.layouts(reduction=True)
+
     @property
     def is_on_devices(self) -> bool:
         """Whether an axis is bound to a mesh axis."""
@@ -58,12 +62,14 @@ class Annotation:
     @property
     def is_streamed(self) -> bool:
         """Whether a dim is to be worked on in chunks."""
-        bound = any(split.axis == STREAM for layout in self.domain.layouts() for split in layout)
-        return bound or any(leaf.swizzled for leaf in self.domain.order)
+        leaves = [leaf for root in self.domain.roots if not root[0].reduction for leaf in root]
+        return any([leaf.axis == STREAM for leaf in leaves]) or any([leaf.swizzled for leaf in self.domain.order])
 
     def streams(self, shape: Sequence[int]) -> list[tuple[int, Layout, bool]]:
         """(dim, its factors with those of the chunks bound to the stream, whether in a ring) for dims in chunks."""
         roots = [root for root in self.domain.roots if not root[0].reduction]
+        if not any([leaf.swizzled or leaf.axis == STREAM for root in roots for leaf in root]):
+            return []
         named = self.named() if self.mesh is not None else list(self.domain.layouts())
         found = []
         for dim, (root, layout, n) in enumerate(zip(roots, named, shape, strict=True)):

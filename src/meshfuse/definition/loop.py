@@ -172,11 +172,8 @@ class LoopDomain:
 
     def layouts(self, reduction: bool = False) -> tuple[Layout, ...]:
         """The layout of every dim (or of every reduction dim)."""
-        return tuple(
-            tuple(Split(leaf.size, leaf.axis, leaf.pre) for leaf in root)
-            for root in self.roots
-            if root[0].reduction == reduction
-        )
+        roots = [root for root in self.roots if root[0].reduction == reduction]
+        return tuple([tuple([Split(leaf.size, leaf.axis, leaf.pre) for leaf in root]) for root in roots])
 
     def dims_in_order(self, leaves: Sequence[Leaf]) -> tuple[int, ...]:
         """The dims that these leaves are of, in the order in which a rank's memory has them; none for other leaves.

@@ -65,14 +65,9 @@ def _fits(resharded: ReshardedDefinition, bucket: list[Set], part: Segment | Set
     if not isinstance(part, Set):
         return False
     key = bucket_key(resharded, part)
-    size = sum(resharded.nbytes(s.source) for s in (*bucket, part))
-    made = {s.target for s in bucket}
-    return (
-        key is not None
-        and key == bucket_key(resharded, bucket[0])
-        and size <= _BUCKET_BYTES
-        and part.source not in made
-    )
+    if key is None or key != bucket_key(resharded, bucket[0]) or any([part.source == s.target for s in bucket]):
+        return False
+    return sum([resharded.nbytes(s.source) for s in (*bucket, part)]) <= _BUCKET_BYTES
 
 
 def lower_bucket(moves: Sequence[MoveContext]) -> list[Instruction]:

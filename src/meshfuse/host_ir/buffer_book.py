@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..moves.move import box_numel
 from .boxes import Box
-from .effects import Effects, effects
+from .effects import Effects
 from .instructions import (
     Allocate,
     BufferPart,
@@ -50,9 +50,8 @@ class Book:
         self._held: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._given: set[str] = set()
 
-    def step(self, instruction: Instruction) -> None:
-        """An instruction that is no wait and no free."""
-        found = effects(instruction)
+    def step(self, instruction: Instruction, found: Effects) -> None:
+        """An instruction that is no wait and no free, with its effects."""
         self._check_given((*found.reads, *found.writes, found.shares))
         for name in found.reads:
             self._read(name, instruction)

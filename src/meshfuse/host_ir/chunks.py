@@ -23,7 +23,7 @@ from .instructions import (
     Put,
     Slice,
 )
-from .kernel_text import functions, scalar_params
+from .kernel_text import functions, origin, scalar_params
 
 if TYPE_CHECKING:
     from .lower import RankLowering
@@ -175,7 +175,7 @@ class Chunks:
             share, called = self._share(step, chunk), functions(self.graph, [step])
             written = tuple(range(len(given), len(given) + len(filled)))
             work = ((flops * share, nbytes * share),)
-            origins = (self.low.origin(step),) * len(lines)
+            origins = (origin(self.graph.nodes[step.node]),) * len(lines)
             self.kernels[key] = Kernel(name, params, tuple(lines), results, called, work, written, origins)
         return self.kernels[key], scalars
 

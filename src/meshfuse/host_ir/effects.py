@@ -49,7 +49,7 @@ def effects(instruction: Instruction) -> Effects:
 
 def _launch(i: Launch) -> Effects:
     written = i.written
-    reads = tuple(n for n in i.inputs if n[0] == "v" and n not in written)
+    reads = tuple([n for n in i.inputs if n[0] == "v" and n not in written])
     return Effects(reads, written, i.outputs)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import scalars
-from ..graph import Graph
+from ..errors import SourceLine
+from ..graph import Graph, Node
 from ..ops.base import ScalarRef
 from ..ops.factories import RANDOM_STATE
 from ..ops.local import plain_text
@@ -23,14 +24,17 @@ def scalar_text(graph: Graph, value: Any) -> str:
 
 def scalar_inputs(graph: Graph, computes: Sequence[Compute]) -> list[int]:
     """The scalar inputs that these ops read, ascending, as a host program passes them."""
+    if not graph.scalars:
+        return []
     refs = {arg for c in computes for arg in graph.nodes[c.node].call.args if isinstance(arg, ScalarRef)}
     return sorted({i for ref in refs for i in scalars.inputs_of(ref, graph.scalars)})
 
 
 def scalar_params(graph: Graph, computes: Sequence[Compute], lines: Sequence[str]) -> tuple[str, ...]:
     """The scalars that these ops read, and what random numbers follow from where their lines draw some."""
-    states = (name for name in RANDOM_STATE if any(name in line for line in lines))
-    return (*(f"s{i}" for i in scalar_inputs(graph, computes)), *states)
+    text = "\n".join(lines)
+    states = [name for name in RANDOM_STATE if name in text]
+    return (*[f"s{i}" for i in scalar_inputs(graph, computes)], *states)
 
 
 def functions(graph: Graph, computes: Sequence[Compute]) -> tuple[tuple[str, Callable[..., Any]], ...]:
@@ -39,6 +43,11 @@ def functions(graph: Graph, computes: Sequence[Compute]) -> tuple[tuple[str, Cal
     found = sorted((op.name, op.compute) for op in ops if op.compute is not None)
     assert len({name for name, _ in found}) == len(found), "two ops of one name"
     return tuple(found)
+
+
+def origin(node: Node) -> tuple[str, SourceLine]:
+    """The op and the user's line, for errors of torch."""
+    return node.call.op.name, node.line
 
 
 def dying(part: Segment) -> list[list[str]]:

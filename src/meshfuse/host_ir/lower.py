@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from ..errors import SourceLine
 from ..graph import Graph
 from ..moves.move import Move, wire_elements
-from ..ops.base import FactorKind, ScalarRef
+from ..ops.base import FactorKind, Rule, ScalarRef
+from ..propagation.factors import Placement
 from ..resharding.early import local_cost
 from ..resharding.resharded import Compute, Set, Value
 from ..segmentation import Segment, SegmentedDefinition
@@ -21,15 +21,12 @@ from .communicate import MoveContext, lower_move
 from .cost import CostModel
 from .fusing import fusible_parts, spared
 from .instructions import Communication, Instruction, Kernel, Launch
-from .kernel_text import dying, functions, scalar_params, scalar_text
+from .kernel_text import dying, functions, origin, scalar_params, scalar_text
 from .liveness import with_frees
 from .loops import lower_loop
 from .op_text import OpText
 from .program import HostProgram
 from .schedule import IN_FLIGHT, schedule
-
-# A Python expression of tensors, which torch computes into new memory.
-_ARITHMETIC = re.compile(r"v\d+ = (\(\w+ [-+*/] [\w.]+\)|K\.(maximum|minimum)\(.*\))")
 
 
 def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str, in_flight: int = IN_FLIGHT) -> HostProgram:
@@ -43,9 +40,9 @@ def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str, in_
 class RankLowering:
     """What the instructions of all parts are made from: names, readers and facts of values.
 
-    `names` are those of values that are not called by their numbers, `readers` says how many steps and outputs read
-    each, and `fresh` are the values in memory of their own: a reader that is the only one may write there. `fusible`
-    says of every segment's kernel beside which values it may do the copies.
+    `names` are those of all values: their numbers, of an input that is several values the first one's. `readers` says
+    how many steps and outputs read each, and `fresh` are the values in memory of their own: a reader that is the only
+    one may write there. `fusible` says of every segment's kernel beside which values it may do the copies.
     """
 
     def __init__(self, segmented: SegmentedDefinition, rank: int, digest: str):
@@ -54,7 +51,7 @@ class RankLowering:
         self.graph: Graph = segmented.resharded.graph
         self.values: Sequence[Value] = segmented.resharded.values
         self.instructions: list[Instruction] = []
-        self.names: dict[int, str] = {}
+        self.names = [f"v{v}" for v in range(len(self.values))]
         self._taken: set[str] = set()
         self.readers = _reader_counts(segmented)
         self.fresh = _fresh_values(segmented)
@@ -62,6 +59,7 @@ class RankLowering:
         self._spared = spared(segmented, self.fusible)
         self._texts = OpText(rank, self.scalar_text)
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}
+        self._move_texts: dict[Move, tuple[str, str, str]] = {}
 
     def run(self, in_flight: int) -> HostProgram:
         """The whole program, scheduled, with what is dead freed."""
@@ -85,10 +83,10 @@ class RankLowering:
         """An input that is whole on several meshes is a value on each, and one argument."""
         first: dict[int, str] = {}
         for v in self.segmented.resharded.inputs:
-            self.names[v] = first.setdefault(self.values[v].tensor, f"v{v}")
+            self.names[v] = first.setdefault(self.values[v].tensor, self.names[v])
 
     def name(self, value: int) -> str:
-        return self.names.get(value, f"v{value}")
+        return self.names[value]
 
     def _params(self) -> tuple[str, ...]:
         graph = self.graph
@@ -123,22 +121,16 @@ class RankLowering:
         lines: list[str] = []
         origins: list[tuple[str, SourceLine]] = []
         for place, compute in enumerate(part.computes):
-            lines += self._op_lines(compute)
-            if _ARITHMETIC.fullmatch(lines[-1]):
+            node, names = self.graph.nodes[compute.node], self.names
+            operands, results = [names[v] for v in compute.inputs], [names[v] for v in compute.outputs]
+            made, in_new_memory = self._texts.statements(node, compute.placement, operands, results)
+            lines += made
+            if in_new_memory:
                 self.fresh.add(compute.outputs[-1])
             if dead[place] and place + 1 < len(part.computes):
                 lines.append(f"del {', '.join(dead[place])}")
-            origins += [self.origin(compute)] * (len(lines) - len(origins))
+            origins += [origin(node)] * (len(lines) - len(origins))
         return lines, origins
-
-    def origin(self, compute: Compute) -> tuple[str, SourceLine]:
-        """The op and the user's line, for errors of torch."""
-        node = self.graph.nodes[compute.node]
-        return node.name, node.line
-
-    def _op_lines(self, compute: Compute) -> list[str]:
-        operands, results = [self.name(v) for v in compute.inputs], [f"v{out}" for out in compute.outputs]
-        return self._texts.lines(self.graph.nodes[compute.node], compute.placement, operands, results)
 
     def scalar_text(self, value: Any) -> str:
         """Python text of a scalar argument."""
@@ -158,12 +150,18 @@ class RankLowering:
     def move_context(self, step: Set, source: str, target: str, fresh: bool) -> MoveContext:
         """A move on this rank, from a buffer to a new one of these names."""
         tensor = self.graph.tensors[self.values[step.source].tensor]
-        about = Communication(
-            step.move.kind.value, ",".join(map(str, step.move.axes)), tensor.label, self.wire(step.move, step.source),
-            step.why, step.line, str(step.move),
-        )  # fmt: skip
+        kind, axes, text = self._move_text(step.move)
+        wire = self.wire(step.move, step.source)
+        about = Communication(kind, axes, tensor.label, wire, step.why, step.line, text)
         work, is_spared = f"w{step.target}", step.target in self._spared
         return MoveContext(self.rank, step.move, tensor.type, source, target, about, fresh, work, is_spared)
+
+    def _move_text(self, move: Move) -> tuple[str, str, str]:
+        """The kind of a move, its axes and all of it in words; of equal moves once."""
+        found = self._move_texts.get(move)
+        if found is None:
+            found = self._move_texts[move] = (move.kind.value, ",".join(map(str, move.axes)), str(move))
+        return found
 
     def wire(self, move: Move, source: int) -> float:
         """Bytes that this rank puts on the wire for a move of a value."""
@@ -197,17 +195,19 @@ def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:
 
 def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
     """Values in memory of their own: results that an op has summed over."""
-    graph, found = segmented.resharded.graph, set()
+    nodes, found = segmented.resharded.graph.nodes, set[int]()
+    known: dict[tuple[int, int], bool] = {}  # of equal ops in equal placements, which are the same objects
     for part in segmented.parts:
         for compute in () if isinstance(part, Set) else part.computes:
-            if _sums_locally(graph, compute):
+            rule = nodes[compute.node].rule
+            key = (id(rule), id(compute.placement))
+            if key not in known:
+                known[key] = _sums_locally(rule, compute.placement)
+            if known[key]:
                 found.update(compute.outputs)
     return found
 
 
-def _sums_locally(graph: Graph, compute: Compute) -> bool:
-    rule = graph.nodes[compute.node].rule
-    layouts = compute.placement.layouts
-    return any(
-        f.kind is FactorKind.REDUCE and lay.axes(layout) for f, layout in zip(rule.factors, layouts, strict=True)
-    )
+def _sums_locally(rule: Rule, placement: Placement) -> bool:
+    pairs = zip(rule.factors, placement.layouts, strict=True)
+    return any(factor.kind is FactorKind.REDUCE and bool(lay.axes(layout)) for factor, layout in pairs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ..graph import Node
 from ..ops.local import LocalCall, ScalarText
@@ -12,8 +14,10 @@ from ..propagation.factors import Placement
 
 # Where the name of an operand or a result goes, by its number.
 _HOLE = re.compile("\x01(\\d+)\x01")
-# Text, and between its parts the numbers of names.
-Template = tuple[str | int, ...]
+# A Python expression of tensors, which torch computes into new memory.
+_ARITHMETIC = re.compile(r"v\d+ = (\(\w+ [-+*/] [\w.]+\)|K\.(maximum|minimum)\(.*\))")
+# A text with `%s` for each name, and what picks these among the names of operands and results (one alone as it is).
+Template = tuple[str, Callable[[Sequence[str]], Any]]
 
 
 def _hole(place: int) -> str:
@@ -21,8 +25,30 @@ def _hole(place: int) -> str:
 
 
 def _template(line: str) -> Template:
-    parts = _HOLE.split(line)
-    return tuple(int(part) if place % 2 else part for place, part in enumerate(parts))
+    *places, last = map(int, _HOLE.findall(line))  # a result's name at least
+    return _HOLE.sub("%s", line.replace("%", "%%")), operator.itemgetter(*places, last)
+
+
+def _is_arithmetic(lines: Sequence[str]) -> bool:
+    return _ARITHMETIC.fullmatch(lines[-1]) is not None
+
+
+class _Learned(NamedTuple):
+    """The lines of an op, none where they depend on its number; and whether its last result is in new memory."""
+
+    templates: tuple[Template, ...]
+    in_new_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched(LocalCall):
+    """A call of which is noted whether its number is `asked` for."""
+
+    asked: list[bool] = field(default_factory=list)
+
+    def salt(self) -> int:
+        self.asked.append(True)
+        return self.number
 
 
 @dataclass(slots=True)
@@ -31,34 +57,36 @@ class OpText:
 
     rank: int
     scalar: ScalarText
-    _known: dict[tuple[object, ...], tuple[Template, ...] | None] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], _Learned] = field(default_factory=dict)
 
     def lines(self, node: Node, placement: Placement, operands: Sequence[str], results: Sequence[str]) -> list[str]:
         """The statements that make the results' names of the operands'."""
+        return self.statements(node, placement, operands, results)[0]
+
+    def statements(
+        self, node: Node, placement: Placement, operands: Sequence[str], results: Sequence[str]
+    ) -> tuple[list[str], bool]:
+        """These lines; and whether the last result is sure to be in memory of its own."""
         names = list(dict.fromkeys(operands))
         places = tuple(map(names.index, operands))
         # Calls and placements of equal layers are the same objects, and live as long as the graph.
         key = (id(node.call), id(placement), places)
-        if key not in self._known:
-            self._known[key] = self._learned(node, placement, places, len(results))
-        found = self._known[key]
+        found = self._known.get(key)
         if found is None:
-            return self._written(node, placement, operands, results, node.salt)
+            found = self._known[key] = self._learned(node, placement, places, len(results))
+        if not found.templates:
+            sides = (placement.operands, placement.results)
+            lines = LocalCall(node.call, operands, *sides, self.rank, self.scalar, node.salt).statements(results)
+            return lines, _is_arithmetic(lines)
         names += results
-        return ["".join([names[p] if type(p) is int else p for p in template]) for template in found]  # type: ignore[misc]
+        return [text % pick(names) for text, pick in found.templates], found.in_new_memory
 
-    def _learned(
-        self, node: Node, placement: Placement, places: Sequence[int], results: int
-    ) -> tuple[Template, ...] | None:
-        """The lines with holes for the names; None where they depend on the op's number."""
+    def _learned(self, node: Node, placement: Placement, places: Sequence[int], results: int) -> _Learned:
+        """The lines with holes for the names."""
         operands = list(map(_hole, places))
         first = len(set(places))
         targets = list(map(_hole, range(first, first + results)))
-        one, other = (self._written(node, placement, operands, targets, node.salt + more) for more in (0, 1))
-        return tuple(map(_template, one)) if one == other else None
-
-    def _written(
-        self, node: Node, placement: Placement, operands: Sequence[str], results: Sequence[str], number: int
-    ) -> list[str]:
-        sides = (placement.operands, placement.results)
-        return LocalCall(node.call, operands, *sides, self.rank, self.scalar, number).statements(results)
+        call = _Watched(node.call, operands, placement.operands, placement.results, self.rank, self.scalar, node.salt)
+        lines = call.statements(targets)
+        new = _is_arithmetic([_HOLE.sub("v0", line) for line in lines])
+        return _Learned(() if call.asked else tuple(map(_template, lines)), new)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .buffer_book import Book
-from .effects import effects, mentioned
+from .effects import Effects, effects, mentioned
 from .instructions import Collective, CommunicationCall, Free, Instruction, Meeting, SendRecv, Wait, meeting_place
 from .program import HostProgram
 
@@ -27,8 +27,9 @@ def verify(program: HostProgram) -> None:
         elif isinstance(instruction, Wait):
             book.finish(instruction.work)
         else:
-            _verify_names(instruction, alive)
-            book.step(instruction)
+            found = effects(instruction)
+            _verify_names(instruction, found, alive)
+            book.step(instruction, found)
     assert not book.in_flight, f"never waited for: {book.in_flight}"
     outputs = set(filter(None, program.outputs))
     assert alive.issuperset(outputs)
@@ -36,8 +37,7 @@ def verify(program: HostProgram) -> None:
     assert not (alive & mentioned(program.instructions)).difference(outputs), "never freed"
 
 
-def _verify_names(instruction: Instruction, alive: set[str]) -> None:
-    found = effects(instruction)
+def _verify_names(instruction: Instruction, found: Effects, alive: set[str]) -> None:
     needed = {*found.reads, *found.writes, *([found.shares] if found.shares else [])}
     assert alive.issuperset(needed), f"reads what is not there: {instruction}"
     assert alive.isdisjoint(found.makes), f"made twice: {instruction}"

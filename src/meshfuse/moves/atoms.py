@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..sharding import layout as lay
@@ -24,10 +24,11 @@ class Cuts:
     by_axis: Mapping[str, tuple[int, ...]]
 
 
-def cuts_of(shardings: Iterable[Sharding]) -> Cuts:
+@functools.lru_cache(maxsize=1 << 14)
+def cuts_of(shardings: tuple[Sharding, ...]) -> Cuts:
     """The boundaries of all parts of axes that any of the shardings uses."""
     by_axis: dict[str, set[Split]] = {}
-    for split in (s for sharding in shardings for s in (*sharding.splits, *sharding.partial)):
+    for split in [s for sharding in shardings for s in (*sharding.splits, *sharding.partial)]:
         assert split.axis is not None
         by_axis.setdefault(split.axis, set()).add(split)
     return _cuts(frozenset((axis, boundaries(found)) for axis, found in by_axis.items()))

@@ -26,6 +26,9 @@ class MoveKind(enum.Enum):
     TRANSFER = "send-recv"
     WINDOW = "window"
 
+    # Enum's own is written in Python, and kinds are in the keys of what is looked up for every move.
+    __hash__ = object.__hash__
+
 
 # Of pieces that each rank's lack tells; a rank may lack nothing.
 _IN_PIECES = (MoveKind.EXCHANGE, MoveKind.WINDOW, MoveKind.TRANSFER)
@@ -142,11 +145,13 @@ class Move:
 
     def held(self, shape: Sequence[int], rank: int) -> tuple[lay.Runs, ...]:
         """What the rank has, in the source's indices."""
-        return restricted(self.src.runs(self.window.source_shape if self.window else shape, rank), self.only)
+        shape = self.window.source_shape if self.window else tuple(shape)
+        return restricted(_runs(self.src, shape, rank), self.only)
 
     def wanted(self, shape: Sequence[int], rank: int) -> tuple[lay.Runs, ...]:
         """What the rank gets, in the target's indices."""
-        return restricted(self.dst.runs(self.window.target_shape if self.window else shape, rank), self.only)
+        shape = self.window.target_shape if self.window else tuple(shape)
+        return restricted(_runs(self.dst, shape, rank), self.only)
 
     def __str__(self) -> str:
         over = f"[{', '.join(map(str, self.axes))}]" if self.axes else ""
@@ -157,6 +162,12 @@ class Move:
         if self.kind is MoveKind.TRANSFER:
             return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
         return self.src.mesh.group(rank, axis_keys(self.axes))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _runs(sharding: Sharding, shape: tuple[int, ...], rank: int) -> tuple[lay.Runs, ...]:
+    """What a rank has of a tensor: asked of all moves, and several times of each."""
+    return sharding.runs(shape, rank)
 
 
 def restricted(index: tuple[lay.Runs, ...], only: tuple[int, lay.Runs] | None) -> tuple[lay.Runs, ...]:

@@ -132,16 +132,17 @@ class Effort(Enum):
 
 def _moves_results(plan: ShardedDefinition) -> bool:
     """Whether what an op made is gathered, or comes to lie elsewhere, for another or for its annotation."""
-    made: dict[int, Sharding] = {}
+    made, homes = dict[int, Sharding](), plan.homes
     for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
         placement = choice.placement
         if placement.move is not None:
             return True
         for i, need in zip(node.inputs, placement.operands, strict=True):
-            if i in made and not (_stays(made[i], need) or _stays(plan.homes[i], need)):
+            have = made.get(i, need)
+            if have is not need and not (_stays(have, need) or _stays(homes[i], need)):
                 return True
         for i, have in zip(node.outputs, placement.results, strict=True):
-            if not _stays(have, plan.homes[i]):
+            if homes[i] is not have and not _stays(have, homes[i]):
                 return True
             made[i] = have
     return False
@@ -149,7 +150,7 @@ def _moves_results(plan: ShardedDefinition) -> bool:
 
 def _stays(have: Sharding, need: Sharding) -> bool:
     """Whether a rank that has the one has all of the other but for what is left to reduce."""
-    return have is need or (have.mesh == need.mesh and all(map(is_prefix, have.dims, need.dims)))
+    return have.mesh == need.mesh and all(map(is_prefix, have.dims, need.dims))
 
 
 def effort_of(given: Any, line: SourceLine | None) -> Effort:

@@ -137,7 +137,7 @@ class Beam:
 
     def _old(self, now: int) -> int:
         """How many of the open tensors, the first ones, were opened before the horizon."""
-        return sum(then < now - self.search.horizon for then in self._opened) if self._opened else 0
+        return sum([then < now - self.search.horizon for then in self._opened]) if self._opened else 0
 
     def _enter(self, stride: Stride, tensors: Sequence[int], now: int) -> None:
         for origin, available, known in stride.settled:
@@ -174,6 +174,9 @@ class _Found(NamedTuple):
     new: int
 
 
+_seconds = operator.attrgetter("seconds")
+
+
 class _Striding:
     """The work of one stride."""
 
@@ -202,7 +205,7 @@ class _Striding:
         self.old, self.new = JointTable(self.near_old(front.tables)), JointTable(self.near_new(role.kind.tables))
 
     def run(self, old: int) -> Stride:
-        grown = sorted(self._grown(), key=lambda f: f.seconds)
+        grown = sorted(self._grown(), key=_seconds)
         found = self._decided(self._pruned(grown), sum([place < old for place in self.kept]))
         known = self._known(found, grown)
         rows = [self._held(f) for f in found]
@@ -224,7 +227,7 @@ class _Striding:
         ways: dict[tuple[int, ...], list[tuple[Growth, float, int]]] = {}
         of_entry = _picker([e for e in self.entry if isinstance(e, int)])
         for parent, (before, held) in enumerate(self.front.plans):
-            read, old = of_entry(held), self.old.number(self.near_old(held))
+            read, old = of_entry(held), self.old[self.near_old(held)]
             if read not in ways:
                 ways[read] = self._ways(held)
             for growth, added, new in ways[read]:
@@ -239,7 +242,7 @@ class _Striding:
         available = tuple([front.tables[e].ways[held[e]] if isinstance(e, int) else e[0] for e in entry])
         known = tuple([front.known[e] if isinstance(e, int) else e[1] for e in entry])
         found = growths(self.role, available, known, self.width, self.thorough)
-        return [(growth, growth.seconds, self.new.number(self.near_new(growth.codes))) for growth in found]
+        return [(growth, growth.seconds, self.new[self.near_new(growth.codes)]) for growth in found]
 
     def _pruned(self, found: Sequence[_Found]) -> list[_Found]:
         """The cheapest plans that no other reaches."""

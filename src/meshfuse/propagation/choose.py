@@ -99,6 +99,8 @@ def _placed(setting: Setting, votes: Iterable[Vote]) -> Iterator[tuple[Layouts, 
 
 def _carried(setting: Setting, available: tuple[Available, ...]) -> Iterator[_Candidate]:
     """The op on unreduced operands, where it can carry what they have left to reduce."""
+    if not any([s.partial for found in available for s in found]):
+        return
     rule, call = setting.rule, setting.call
     here = [[s for s in found if s.mesh == setting.mesh] for found in available]
     carry = carries(call, rule, here)
@@ -132,8 +134,8 @@ class _Wire:
 
     def __init__(self, call: Call, available: Sequence[Available], places: Sequence[int]):
         self._reshards = [reshards(found, kind) for found, kind in zip(available, call.types, strict=True)]
-        self._first = tuple(map(places.index, places))
-        self._apart = self._first == tuple(range(len(places)))
+        self._places = places
+        self._apart = len(set(places)) == len(places)
 
     def options(self, candidates: Iterable[_Candidate]) -> list[Option]:
         """The candidates that can be had."""
@@ -160,7 +162,7 @@ class _Wire:
 
     def _needs(self, placement: Placement) -> Iterable[tuple[int, Sharding]]:
         """What is needed of each operand; a tensor that is two of them comes once, if they need the same."""
-        return dict.fromkeys(zip(self._first, placement.operands, strict=False))
+        return dict.fromkeys(zip(map(self._places.index, self._places), placement.operands, strict=False))
 
 
 def _window_candidates(setting: Setting) -> Iterator[_Candidate]:
@@ -215,6 +217,7 @@ class Reshards(dict[Sharding, float]):
     """The seconds to bring a tensor that exists as `available` to any sharding, worked out as they are asked for."""
 
     def __init__(self, available: Available, kind: TensorType):
+        super().__init__(dict.fromkeys(available, 0.0))
         self.available, self.kind = available, kind
 
     def __missing__(self, needed: Sharding) -> float:

@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 
-from ..moves.bounds import at_least
 from ..ops.base import TensorType
 from .choose import reshards
 from .votes import Available
@@ -24,42 +23,44 @@ def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
 
 def conversion_at_least(held: Available, wanted: Available, kind: TensorType) -> float:
     """What it takes at least, without a search for the ways there."""
-    size = kind.dtype.itemsize
     lacking = [want for want in wanted if want not in held]
-    return sum([min([at_least(have, want, kind.shape, size) for have in held]) for want in lacking])
+    return sum(map(reshards(held, kind).at_least, lacking))
 
 
 _LOCK = threading.Lock()
 
 
+class _Numbers(dict[Available, int]):
+    """The numbers of ways, a new one where it was not seen before; and by number the ways, and what is known of costs.
+
+    Threads share tables: a number is found only after all that it stands for. What an interrupt left half done, as
+    Ctrl-C does, is written over.
+    """
+
+    def __init__(self) -> None:
+        self.ways: list[Available] = []
+        self.costs: list[dict[int, float]] = []
+        self.least: list[dict[int, float]] = []
+
+    def __missing__(self, way: Available) -> int:
+        with _LOCK:
+            if way not in self:
+                number = len(self)
+                self.ways[number:], self.least[number:], self.costs[number:] = [way], [{}], [{number: 0.0}]
+                self[way] = number
+        return self[way]
+
+
 class Table:
-    """The ways in which tensors of one type exist, by number. `costs[b][a]`: the seconds to way b from a, if known.
+    """The ways in which tensors of one type exist, and their `numbers`. `costs[b][a]`: the seconds to way b from a, if
+    known.
 
     `_least[b][a]`: what they are at least. What a table has seen before changes numbers, but no costs.
     """
 
     def __init__(self, kind: TensorType):
-        self.kind = kind
-        self.ways: list[Available] = []
-        self.costs: list[dict[int, float]] = []
-        self._least: list[dict[int, float]] = []
-        self._numbers: dict[Available, int] = {}
-
-    def number(self, way: Available) -> int:
-        """The number of a way, a new one where it was not seen before."""
-        found = self._numbers.get(way)
-        return self._new(way) if found is None else found
-
-    def _new(self, way: Available) -> int:
-        """Threads share tables: a number is found only after all that it stands for. What an interrupt left half done,
-        as Ctrl-C does, is written over.
-        """
-        with _LOCK:
-            if way not in self._numbers:
-                number = len(self._numbers)
-                self.ways[number:], self._least[number:], self.costs[number:] = [way], [{}], [{number: 0.0}]
-                self._numbers[way] = number
-        return self._numbers[way]
+        self.kind, self.numbers = kind, _Numbers()
+        self.ways, self.costs, self._least = self.numbers.ways, self.numbers.costs, self.numbers.least
 
     def cost(self, have: int, want: int, most: float = math.inf) -> float:
         """The seconds from one way to another, or what they are at least if that is more than `most`."""
@@ -83,7 +84,7 @@ class Table:
 table_of = functools.lru_cache(maxsize=1 << 10)(Table)
 
 
-class JointTable:
+class JointTable(dict[tuple[int, ...], int]):
     """Numbers for the ways in which some tensors exist together, from their numbers in each one's table.
 
     `bounds[b][a]`: what it costs at least to come to b from a, as far as that was asked.
@@ -92,19 +93,16 @@ class JointTable:
     def __init__(self, tables: Sequence[Table]):
         self.tables = tables
         self.bounds: list[dict[int, float]] = []
-        self._numbers: dict[tuple[int, ...], int] = {}
         self._ways: list[tuple[int, ...]] = []
         # What tells, for each tensor, the known seconds to its way from another.
         self._known: list[list[Callable[[int], float | None]]] = []
 
-    def number(self, way: tuple[int, ...]) -> int:
-        """The number of ways together, a new one where they were not seen before."""
-        found = self._numbers.get(way)
-        if found is None:
-            found = self._numbers[way] = len(self._ways)
-            self._ways.append(way)
-            self._known.append([table.costs[number].get for table, number in zip(self.tables, way, strict=True)])
-            self.bounds.append({found: 0.0})
+    def __missing__(self, way: tuple[int, ...]) -> int:
+        """A new number, where the ways together were not seen before."""
+        found = self[way] = len(self._ways)
+        self._ways.append(way)
+        self._known.append([table.costs[number].get for table, number in zip(self.tables, way, strict=True)])
+        self.bounds.append({found: 0.0})
         return found
 
     def cost(self, have: int, want: int, most: float) -> float:

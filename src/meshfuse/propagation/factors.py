@@ -73,6 +73,8 @@ def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Lay
     axis that divides them goes there; or all of it, if fewer than half of the ranks are idle then: seven of eight have
     one of seven heads each. Nothing where no axis can move.
     """
+    if not any(layouts):
+        return ()
     before = layouts_of(rule, dims, shape, layouts)
     kept = [axis for layout in before for axis in lay.axes(layout)]
     lost = [a for layout in layouts for a in lay.axes(layout) if not any(conflicting(a, k) for k in kept)]
@@ -199,6 +201,8 @@ def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts
 def representable(rule: Rule, layouts: Layouts) -> Layouts:
     """The layouts with factors below the most major one of a merged dim left whole where they are uneven."""
     minor = [f for f in _minor_factors(rule) if layouts[f]]
+    if not minor:
+        return layouts
     uneven = [f for f in minor if lay.extent(lay.padded(layouts[f], rule.factors[f].size)) != rule.factors[f].size]
     return tuple([WHOLE if f in uneven else layout for f, layout in enumerate(layouts)]) if uneven else layouts
 

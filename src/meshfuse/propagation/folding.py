@@ -55,21 +55,23 @@ class Folded:
         choices, said = list[Choice](), self.whole.annotations
         homes = {i: plan.homes[i] for i in self.whole.input_tensors}
         for node, place in zip(self.whole.nodes, self.places, strict=True):
-            choices.append(_reached(node, plan.choices[place], homes))
-            made = zip(node.outputs, choices[-1].placement.results, strict=True)
-            homes.update((i, said.get(i, result)) for i, result in made)
+            choice = plan.choices[place]
+            if choice.placement.carry.operands:
+                choice = _reached(node, choice, homes)
+            choices.append(choice)
+            for i, made in zip(node.outputs, choice.placement.results, strict=True):
+                homes[i] = said.get(i, made)
         found = ShardedDefinition(self.whole, tuple(choices), homes)
         found.verify()
         return found
 
 
 def _reached(node: Node, choice: Choice, homes: Mapping[int, Sharding]) -> Choice:
-    """The choice for an op whose stand-in may have read other layers: where those left sums unreduced that this op's
-    own operands do not, it reads them reduced.
+    """The choice for an op that carries sums, whose stand-in may have read other layers: where those left sums
+    unreduced that this op's own operands do not, it reads them reduced.
     """
     placement = choice.placement
-    reads = zip(node.inputs, placement.operands, strict=True)
-    if not placement.carry.operands or all(is_possible(homes[i], need) for i, need in reads):
+    if all(is_possible(homes[i], need) for i, need in zip(node.inputs, placement.operands, strict=True)):
         return choice
     reduced = placed(node.call, node.rule, placement.results[0].mesh, placement.layouts)
     assert reduced is not None, f"{node.name}: what may be unreduced may be reduced"
@@ -275,7 +277,7 @@ def _without(
         inputs = [_instead(graph, producers, out, i) for i in node.inputs]
         if any(producers.get(i, -1) >= op or producers.get(i) in out for i in inputs):
             return None
-        nodes.append(numbered(dataclasses.replace(node, inputs=tuple(inputs)), places[op]))
+        nodes.append(numbered(node, places[op], tuple(inputs)))
     stand_ins = [places.get(out[op].stand_in(op) if op in out else op) for op in range(len(graph.nodes))]
     if None in stand_ins:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,7 +50,8 @@ class Kind:
     """All that an op's options depend on but where its operands are and what is wanted; one object for equal ones.
 
     `tensors` are the distinct operands, `read` of them, then the results; `operands[i]` is the place of operand i among
-    them. `tables` give numbers to the ways in which each of the tensors exists.
+    them. `tables` give numbers to the ways in which each of the tensors exists. `said` are the results'
+    annotations, `read_again` says it of each tensor, and `unplaced` whether any operand is an input on no mesh.
     """
 
     call: Call
@@ -60,6 +62,9 @@ class Kind:
     reductions: tuple[Layout, ...]
     read: int
     tables: tuple[Table, ...]
+    said: tuple[Sharding | None, ...]
+    read_again: tuple[bool, ...]
+    unplaced: bool
 
     @property
     def may_move(self) -> bool:
@@ -79,14 +84,16 @@ class Role:
         kind = self.kind
         return Setting(
             kind.call, kind.rule, kind.mesh, self.operands(known), self.wanted[kind.read :],
-            tuple(t.annotation is not None for t in kind.tensors[kind.read :]),
+            tuple([said is not None for said in kind.said]),
             kind.reductions,
             thorough,
         )  # fmt: skip
 
     def operands(self, held: Sequence[Available]) -> tuple[Available, ...]:
         """The shardings of each operand, from those of the distinct ones."""
-        return tuple(self._here(i, held[i]) for i in self.kind.operands)
+        if not self.kind.unplaced:
+            return tuple([held[i] for i in self.kind.operands])
+        return tuple([self._here(i, held[i]) for i in self.kind.operands])
 
     def _here(self, place: int, available: Available) -> Available:
         touched, mesh = self.kind.tensors[place], self.kind.mesh
@@ -102,7 +109,9 @@ def _kind(
 ) -> Kind:  # fmt: skip
     """Equal kinds are one object."""
     read, tables = len(tensors) - len(call.results), tuple([table_of(t.type) for t in tensors])
-    return Kind(call, rule, mesh, operands, tensors, reductions, read, tables)
+    said, again = tuple([t.annotation for t in tensors[read:]]), tuple([t.read_again for t in tensors])
+    unplaced = any([t.unplaced for t in tensors[:read]])
+    return Kind(call, rule, mesh, operands, tensors, reductions, read, tables, said, again, unplaced)
 
 
 role_of = functools.lru_cache(maxsize=1 << 13)(Role)
@@ -142,7 +151,7 @@ class Ways:
     def _unreached(self, count: int) -> tuple[Growth, ...]:
         first, second = self.found[0], self.found[1] if len(self.found) > 1 else None
         grown = [self._growth(option, second if option is first else first) for option in self.found[:count]]
-        grown.sort(key=lambda growth: growth.seconds)
+        grown.sort(key=_seconds)
         kept = list[Growth]()
         for growth in grown:
             if not _is_reached(growth, self.role.kind.tables, kept):
@@ -151,8 +160,9 @@ class Ways:
 
     def _growth(self, option: Option, other: Option | None) -> Growth:
         kind, after = self.role.kind, self._after(option)
-        codes = tuple([table.number(found) for table, found in zip(kind.tables, after, strict=True)])
-        owed = sum([self._owing(place, code, after[place]) for place, code in enumerate(codes)])
+        codes = tuple([table.numbers[found] for table, found in zip(kind.tables, after, strict=True)])
+        sums = [place for place, found in enumerate(after) if found and found[0].partial]
+        owed = sum([self._owing(place, codes[place], after[place]) for place in sums])
         return Growth(option, other, option.seconds + (owed - self._owed_before), after, codes)
 
     def _owing(self, place: int, code: int, found: Available) -> float:
@@ -174,15 +184,16 @@ class Ways:
         return (share if found[0].reduce == "sum" else 1.0) * _reduction(touched.type, asked, found[0])
 
     def _after(self, option: Option) -> tuple[Available, ...]:
-        kind, held = self.role.kind, list(self.available)
-        for place, needed in zip(kind.operands, option.placement.operands, strict=True):
+        kind, placement, held = self.role.kind, option.placement, list(self.available)
+        for place, needed in zip(kind.operands, placement.operands, strict=True):
             if needed not in held[place]:
                 held[place] = (*held[place], needed)
-        for touched, made in zip(kind.tensors[kind.read :], option.placement.results, strict=True):
-            held.append((made,) if touched.annotation in (None, made) else (touched.annotation, made))
-        return tuple([found if t.read_again else () for t, found in zip(kind.tensors, held, strict=True)])
+        for said, made in zip(kind.said, placement.results, strict=True):
+            held.append((made,) if said is None or said is made else (said, made))
+        return tuple([found if again else () for again, found in zip(kind.read_again, held, strict=True)])
 
 
+_seconds = operator.attrgetter("seconds")
 _ways = functools.lru_cache(maxsize=1 << 14)(Ways)
 
 
@@ -203,7 +214,8 @@ def _is_reached(growth: Growth, tables: Sequence[Table], kept: Iterable[Growth])
         room = limit - other.seconds
         for table, have, want in zip(tables, other.codes, wanted, strict=True):
             if have != want:
-                room -= table.cost(have, want, room)
+                known = table.costs[want].get(have)
+                room -= table.cost(have, want, room) if known is None else known
                 if room < 0.0:
                     break
         else:
@@ -251,7 +263,10 @@ class Roles:
         next_read = tuple(map(self._next_read.get, tensors))
         owes = self._owing.shares(tensors)
         self._owing.meet(node)
-        touched = tuple(map(self._touched, tensors, next_read, self._owing.shares(tensors), owes))
+        said, inputs = self.graph.annotations, self._inputs
+        rows = zip(tensors, next_read, self._owing.shares(tensors), owes, strict=True)
+        # The facts of `Touched` but the type.
+        touched = tuple([(said.get(i), i in inputs, then is not None, owed, after) for i, then, owed, after in rows])
         self._next_read.update(dict.fromkeys(read, node.id))
         # The tensors' types follow from the call, which is cheaper to compare.
         key = (node.call, node.rule, self.meshes[node.id], operands, touched, self.graph.reductions.get(node.id, ()))
@@ -261,12 +276,6 @@ class Roles:
             told = tuple(Touched(t, *facts) for t, facts in zip(types, touched, strict=True))
             kind = self._known[key] = _kind(*key[:4], told, key[5])
         return Occurrence(kind, tensors, next_read)
-
-    def _touched(
-        self, tensor: int, then: int | None, owed: float, owes: float
-    ) -> tuple[Sharding | None, bool, bool, float, float]:
-        """The facts of `Touched` but the type."""
-        return self.graph.annotations.get(tensor), tensor in self._inputs, then is not None, owed, owes
 
 
 def _holding(part: Occurrence, places: Mapping[int, Sharding]) -> Occurrence:

@@ -26,6 +26,8 @@ def node_meshes(graph: Graph, world: DeviceMesh) -> Meshes:
     tensors = {i: sharding.mesh for i, sharding in graph.annotations.items()}
     default = next(iter(tensors.values()), world)
     nodes: dict[int, DeviceMesh] = {}
+    if all([mesh == default for mesh in tensors.values()]):
+        return Meshes(dict.fromkeys([node.id for node in graph.nodes], default), tensors, default)
     for node in graph.nodes:
         mesh = _first(tensors, node.outputs) or _first(tensors, node.inputs)
         if mesh is not None:

@@ -24,7 +24,8 @@ class Owing:
     """What is left to reduce of each tensor at last, in elements, for the nodes met so far, the last ones first."""
 
     def __init__(self, graph: Graph):
-        self._numels = [tensor.type.numel for tensor in graph.tensors]
+        made = {i for node in graph.nodes for i in (*node.inputs, *node.outputs)}
+        self._numels = {i: graph.tensors[i].type.numel for i in made.union(graph.outputs)}
         self._left = {i: self._numels[i] for i in graph.outputs}
         self._shares: dict[int, float] = {}
 

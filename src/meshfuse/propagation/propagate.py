@@ -183,7 +183,7 @@ class Propagation:
             read = tensors[: kind.read]
             asked_for = tuple([wanted.get(i, ()) for i in tensors])
             found = wishes(kind, asked_for, tuple([i not in fixed for i in read]))
-            wanted.update((i, new) for i, new in zip(read, found, strict=True) if new)
+            wanted.update([(i, new) for i, new in zip(read, found, strict=True) if new])
         return wanted
 
     def _plan(self, ordered: list[Decision]) -> ShardedDefinition:

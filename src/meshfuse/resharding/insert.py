@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..errors import SourceLine
+from ..graph import Node
 from ..mesh import DeviceMesh
 from ..moves.planner import Path, plan
 from ..propagation.factors import Placement
@@ -32,37 +33,43 @@ class _Inserter:
         graph, targets = self.sharded.graph, ends(self.sharded)
         self.before = before(self.sharded, targets)
         for i in graph.input_tensors:
-            self.inputs.append(self._new(i, self.sharded.homes[i]).id)
+            self.inputs.append(self._new(i, self.sharded.homes[i]))
         for node, choice in zip(graph.nodes, self.sharded.choices, strict=True):
-            self._compute(node.id, choice.placement)
+            self._compute(node, choice.placement)
         outputs = [self._output(i, targets[i]) for i in graph.outputs]
         values, steps = tuple(self.values), tuple(self.steps)
         return ReshardedDefinition(self.sharded, values, steps, tuple(self.inputs), tuple(outputs))
 
-    def _new(self, tensor: int, sharding: Sharding) -> Value:
-        value = Value(len(self.values), tensor, sharding)
-        self.values.append(value)
-        self.by_tensor.setdefault(tensor, []).append(value)
-        return value
+    def _new(self, tensor: int, sharding: Sharding) -> int:
+        values = self.values
+        value = Value(len(values), tensor, sharding)
+        values.append(value)
+        there = self.by_tensor.get(tensor)
+        if there is None:
+            self.by_tensor[tensor] = [value]
+        else:
+            there.append(value)
+        return value.id
 
-    def _compute(self, number: int, placement: Placement) -> None:
-        graph = self.sharded.graph
-        node = graph.nodes[number]
-        inputs = []
-        for place, (i, sharding) in enumerate(zip(node.inputs, placement.operands, strict=True)):
-            there = self._there(i, sharding)
-            if there is None:
-                there = self._brought(i, sharding, f"operand {place} of {node.name}", node.line)
-            inputs.append(there)
-        outputs = [self._new(i, sharding) for i, sharding in zip(node.outputs, placement.results, strict=True)]
+    def _compute(self, node: Node, placement: Placement) -> None:
+        inputs = tuple([self._operand(node, place, s) for place, s in enumerate(placement.operands)])
+        outputs = tuple(map(self._new, node.outputs, placement.results))
         if placement.move is not None:
             why = f"{node.name} of a sharded dim"
-            self.steps.append(Set(inputs[0], outputs[0].id, placement.move, why, node.line, number))
+            self.steps.append(Set(inputs[0], outputs[0], placement.move, why, node.line, node.id))
         else:
-            self.steps.append(Compute(number, placement, tuple(inputs), tuple(v.id for v in outputs)))
+            self.steps.append(Compute(node.id, placement, inputs, outputs))
+        said = self.sharded.graph.annotations
         for i in node.outputs:
-            if i in graph.annotations:
-                self.need(i, graph.annotations[i], "its annotation", graph.annotation_lines[i])
+            if i in said:
+                self.need(i, said[i], "its annotation", self.sharded.graph.annotation_lines[i])
+
+    def _operand(self, node: Node, place: int, sharding: Sharding) -> int:
+        tensor = node.inputs[place]
+        for value in self.by_tensor[tensor]:
+            if value.sharding is sharding:
+                return value.id
+        return self._brought(tensor, sharding, f"operand {place} of {node.name}", node.line)
 
     def _output(self, tensor: int, target: Sharding) -> int:
         return self.need(tensor, target, "output", self.sharded.graph.tensors[tensor].line)
@@ -85,7 +92,7 @@ class _Inserter:
     def _there(self, tensor: int, sharding: Sharding) -> int | None:
         """The value of a tensor in a sharding, if there is one."""
         for value in self.by_tensor[tensor]:
-            if value.sharding == sharding:
+            if value.sharding is sharding:
                 return value.id
         return None
 
@@ -98,7 +105,7 @@ class _Inserter:
         for move in found.moves:
             existing = next((v for v in self.by_tensor[value.tensor] if v.sharding == move.dst), None)
             if existing is None:
-                existing = self._new(value.tensor, move.dst)
+                existing = self.values[self._new(value.tensor, move.dst)]
                 self.steps.append(Set(value.id, existing.id, move, why, line))
             value = existing
         return value.id
@@ -111,7 +118,7 @@ class _Inserter:
 
     def _reuse_input(self, tensor: int, mesh: DeviceMesh) -> None:
         """An input that no annotation places is passed whole on every rank: it is there on this mesh as well."""
-        self.inputs.append(self._new(tensor, Sharding.replicated(mesh, len(self.sharded.graph.shape(tensor)))).id)
+        self.inputs.append(self._new(tensor, Sharding.replicated(mesh, len(self.sharded.graph.shape(tensor)))))
 
 
 def insert_resharding(sharded: ShardedDefinition) -> ReshardedDefinition:

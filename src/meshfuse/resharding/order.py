@@ -48,7 +48,7 @@ def before(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> Before:
 def _asked(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> tuple[dict[int, Sharding], _AskedOf]:
     """In which sharding every tensor is made, and the others that are needed of it, in the order of who needs them."""
     graph, asked = sharded.graph, _AskedOf()
-    origins = {i: sharded.homes[i] for i in graph.input_tensors}
+    origins, said = {i: sharded.homes[i] for i in graph.input_tensors}, graph.annotations
     for node, choice in zip(graph.nodes, sharded.choices, strict=True):
         placement = choice.placement
         for i, needed in zip(node.inputs, placement.operands, strict=True):
@@ -57,9 +57,8 @@ def _asked(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> tuple[di
                 asked[i][needed] = Asked(needed, f"operand {place} of {node.name}", node.line)
         for i, made in zip(node.outputs, placement.results, strict=True):
             origins[i] = made
-            if i in graph.annotations and graph.annotations[i] is not made:
-                line = graph.annotation_lines[i]
-                asked.setdefault(i, {})[graph.annotations[i]] = Asked(graph.annotations[i], "its annotation", line)
+            if i in said and said[i] is not made:
+                asked.setdefault(i, {})[said[i]] = Asked(said[i], "its annotation", graph.annotation_lines[i])
     for i, end in ends.items():
         if end is not origins[i]:
             asked.setdefault(i, {}).setdefault(end, Asked(end, "output", graph.tensors[i].line))

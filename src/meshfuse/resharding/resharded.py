@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import SourceLine
 from ..graph import Graph
@@ -66,6 +66,11 @@ class Set:
 Step = Compute | Set
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _shard_bytes(sharding: Sharding, kind: TensorType) -> int:
+    return sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class ReshardedDefinition:
     """Ops and moves in order; every op reads and makes values in exactly the shardings of its placement."""
@@ -86,8 +91,8 @@ class ReshardedDefinition:
 
     def nbytes(self, value: int) -> int:
         """Of a rank's largest shard of a value."""
-        kind = self.type_of(value)
-        return self.values[value].sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
+        found = self.values[value]
+        return _shard_bytes(found.sharding, self.graph.tensors[found.tensor].type)
 
     def price(self, step: Set) -> Price:
         """The modelled time of a move, and its bytes."""
@@ -114,21 +119,17 @@ class ReshardedDefinition:
 
     def verify(self) -> None:
         """Every value is made once, before it is read; moves start from and end in the shardings of their values."""
-        known = set(self.inputs)
+        known, shardings = set(self.inputs), [value.sharding for value in self.values]
         for step in self.steps:
             assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
             known.update(step.outputs)
-            self._verify_shardings(step)
+            if isinstance(step, Set):
+                assert shardings[step.source] is step.move.src and shardings[step.target] is step.move.dst
+            else:
+                assert tuple([shardings[v] for v in step.inputs]) == step.placement.operands
+                assert tuple([shardings[v] for v in step.outputs]) == step.placement.results
         assert known.issuperset(self.outputs)
-        assert not any(self.values[v].sharding.partial for v in self.outputs)
-
-    def _verify_shardings(self, step: Step) -> None:
-        if isinstance(step, Set):
-            assert self.values[step.source].sharding == step.move.src
-            assert self.values[step.target].sharding == step.move.dst
-            return
-        assert tuple([self.values[v].sharding for v in step.inputs]) == step.placement.operands
-        assert tuple([self.values[v].sharding for v in step.outputs]) == step.placement.results
+        assert not any(shardings[v].partial for v in self.outputs)
 
     def __str__(self) -> str:
         graph, lines = self.graph, []
@@ -148,18 +149,18 @@ class ReshardedDefinition:
 
         (`str` of a large definition takes as long as a fifth of its compilation.)
         """
-        texts: dict[tuple[int, int], str] = {}
+        known: dict[tuple[int, int], int] = {}
         numbers: dict[str, int] = {}
-        lines = []
+        lines, nodes = [], self.graph.nodes
         for step in self.steps:
-            ids, *kind = self._parts(step)
-            key = (id(kind[0]), id(kind[1]))
-            text = texts.get(key) or texts.setdefault(key, f"{kind[0]} {kind[1]}")
-            lines.append(f"{ids} {numbers.setdefault(text, len(numbers))}")
+            what, how, ids = (
+                (nodes[step.node].call, step.placement, f"{step.inputs}{step.outputs}")
+                if isinstance(step, Compute)
+                else (self.type_of(step.source), step.move, f"{step.source}>{step.target}")
+            )
+            key = (id(what), id(how))
+            number = known.get(key)
+            if number is None:
+                number = known[key] = numbers.setdefault(f"{what} {how}", len(numbers))
+            lines.append(f"{ids} {number}")
         return "\n".join([*lines, *numbers, f"{self.inputs} {self.outputs}"])
-
-    def _parts(self, step: Step) -> tuple[str, Any, Any]:
-        """What the step takes and makes, what it works on, and how."""
-        if isinstance(step, Compute):
-            return f"{step.inputs}{step.outputs}", self.graph.nodes[step.node].call, step.placement
-        return f"{step.source}>{step.target}", self.type_of(step.source), step.move

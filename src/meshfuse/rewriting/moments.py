@@ -85,13 +85,13 @@ class _MomentsFinder:
         self.readers: dict[int, list[Node]] = {}
 
     def run(self) -> Iterator[Moments]:
-        if len(self.sums) < 2:
+        found = [(total, _place(total, placement.operands[0])) for total, placement in self.sums]
+        if len(found) < 2 or not any(place for _, place in found):
             return
         for node in self.graph.nodes:
             for i in dict.fromkeys(node.inputs):
                 self.readers.setdefault(i, []).append(node)
-        for total, placement in self.sums:
-            place = _place(total, placement.operands[0])
+        for total, place in found:
             mean = self._only_reader(total, "truediv")
             if place is not None and mean is not None and _is_mean(total, mean):
                 yield from self._squares(total, mean, place)

@@ -125,5 +125,7 @@ class _SumFinder:
 
 def _adds(node: Node) -> bool:
     """Whether it adds two tensors of its result's own type, of floats."""
+    if node.call.op.name != "add":
+        return False
     (made, *_) = node.call.results
-    return node.name == "add" and node.call.types == (made, made) and made.dtype.category >= Category.FLOAT
+    return node.call.types == (made, made) and made.dtype.category >= Category.FLOAT

@@ -123,9 +123,10 @@ def chunk_runs(layout: Layout, n: int, chunk: int) -> Runs:
     return runs(in_time, n, tuple(reversed(digits)))
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def axes(layout: Layout) -> tuple[Split, ...]:
     """The bound splits of a layout."""
-    return tuple([split for split in layout if split.bound]) if layout else WHOLE
+    return tuple([split for split in layout if split.bound])
 
 
 def is_prefix(coarse: Layout, fine: Layout) -> bool:
@@ -179,12 +180,12 @@ def _clip(intervals: list[tuple[int, int]], n: int) -> Runs:
 
 def digits(layout: Layout, mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
     """The rank's coordinate along each bound split of a layout."""
-    return tuple(mesh.digit(rank, s.axis, s.pre, s.size) for s in layout if s.bound)  # type: ignore[arg-type]
+    return tuple([mesh.digit(rank, s.axis, s.pre, s.size) for s in layout if s.bound])  # type: ignore[arg-type]
 
 
 def count(intervals: Runs) -> int:
     """How many indices the runs hold."""
-    return sum(b - a for a, b in intervals)
+    return sum([b - a for a, b in intervals])
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -101,8 +102,7 @@ class Sharding:
         return (Sharding, (self.mesh, self.dims, self.partial, self.reduce))
 
     def __repr__(self) -> str:
-        more = f", {self.partial}, {self.reduce!r}" if self.partial else ""
-        return f"Sharding({self.mesh}, {self.dims}{more})"
+        return _text(self)
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh, ndim: int) -> Sharding:
@@ -196,6 +196,13 @@ class Sharding:
         dims = ", ".join(lay.text(layout, self.mesh) for layout in self.dims)
         terms = ", ".join(lay.split_text(split, self.mesh) for split in self.partial)
         return f"[{dims}] partial({self.reduce}: {terms})" if terms else f"[{dims}]"
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _text(sharding: Sharding) -> str:
+    """Of all placements' in a fingerprint."""
+    more = f", {sharding.partial}, {sharding.reduce!r}" if sharding.partial else ""
+    return f"Sharding({sharding.mesh}, {sharding.dims}{more})"
 
 
 def canonical_partial(partial: Iterable[Split]) -> tuple[Split, ...]:
