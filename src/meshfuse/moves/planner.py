@@ -238,11 +238,19 @@ class _PathSearch:
                 yield {dim: grown}
 
     def _out_of_place(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """All that the atom cuts evenly, where axes are still to move: so that less moves, and comes right."""
+        """Every dim that the atom cuts evenly, where axes are still to move: so that less moves, and comes right."""
         if any(self._grown(state, dim, frozenset()) is None for dim in range(state.ndim)):
-            for dim, (layout, n) in enumerate(zip(state.dims, self.shape, strict=True)):
-                even = () if n % lay.extent(layout) else _filled(lay.padded(layout, n), atom)
-                yield from ({dim: lay.canonical(filled, n)} for filled in even)
+            yield from self._minor(state, atom)
+            yield from self._beside_others(state, atom)
+
+    def _beside_others(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
+        """The dims where the target has the atom, with it there among axes that are to go: (4, x) as (y, x) for (y)."""
+        only = frozenset((atom,))
+        for dim, (layout, n) in enumerate(zip(state.dims, self.shape, strict=True)):
+            if atom in self.wanted[dim] and not n % lay.extent(layout):
+                there = self._keep(dim, self.dst.dims[dim], only)
+                filled = [lay.canonical(way, n) for way in _filled(lay.padded(layout, n), atom)]
+                yield from ({dim: way} for way in filled if self._keep(dim, way, only) == there)
 
     def _scattered_for_a_while(self, state: Sharding, atom: Split, rest: list[Split]) -> Iterator[Move]:
         """Where axes differ in speed: scattered over a fast axis, so that less is reduced over a slow one.
