@@ -5,8 +5,9 @@ what is wanted of a tensor is what it would have if all just followed the annota
 operands disagree, the best answer may be one that none of them asks for (attention by hand over a split sequence: the
 heads). So a small program is planned again from what a greedy sweep makes, from the best plan so far, with more
 placements to choose from (`votes.reassigned`), as if its inputs lay elsewhere (`starts`), as if its one axis were two
-(`grids`), with more plans kept for longer, and with single tensors held elsewhere (`pins`). Of a long program of equal
-layers few are planned so, and the others like them (`propagation.folding`).
+(`grids`), with more plans kept for longer, with single tensors held elsewhere (`pins`), and as if the user had asked
+for free outputs where they are left. Of a long program of equal layers few are planned so, and the others like them
+(`propagation.folding`).
 """
 
 from __future__ import annotations
