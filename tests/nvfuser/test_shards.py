@@ -14,8 +14,8 @@ from meshfuse.ops import OPS
 from meshfuse.ops.base import Call, Factor, FactorKind
 from meshfuse.ops.local import LocalCall
 from meshfuse.ops.nvfuser_lowering import ToTorch
-from meshfuse.propagation.factors import tensor_layouts
-from meshfuse.sharding.layout import Layout, Split, axes, canonical
+from meshfuse.propagation.factors import left_to_reduce, tensor_layouts
+from meshfuse.sharding.layout import Layout, Split, canonical
 from meshfuse.sharding.value import Sharding
 
 pytestmark = pytest.mark.nvfuser
@@ -25,7 +25,7 @@ REASONS = {
     "embedding_fwd": ("max_norm changes the table",),
     "grouped_mm": ("some of the groups",),
     "sdpfa_fwd": ("heads and widths", "causal mask of some"),
-    "sdpfa_bwd": ("heads and widths",),
+    "sdpfa_bwd": ("heads and widths", "causal mask of some"),
 }
 NATIVE = [(name, place) for name, place in samples() if not isinstance(OPS[name].nvfuser, str)]
 
@@ -44,9 +44,6 @@ def sharded(call: Call, factor: int, mesh: DeviceMesh, layout: Layout) -> Iterat
     """The call on every rank with one factor laid out so; nothing where a merged dim cannot lie so."""
     rule = call.op.rule(call)
     chosen = tuple(canonical(layout if i == factor else (), f.size) for i, f in enumerate(rule.factors))
-    reduced = rule.factors[factor].kind is FactorKind.REDUCE
-    partial = tuple(axes(chosen[factor])) if reduced else ()
-    reduce = rule.factors[factor].reduce if partial else ""
     operands, results = (
         [tensor_layouts(rule, dims, t.shape, chosen) for dims, t in zip(tensors, types, strict=True)]
         for tensors, types in ((rule.operands, call.types), (rule.results, call.results))
@@ -54,7 +51,10 @@ def sharded(call: Call, factor: int, mesh: DeviceMesh, layout: Layout) -> Iterat
     if None in operands or None in results:
         return
     taken = [Sharding(mesh, dims) for dims in operands if dims is not None]
-    made = [Sharding(mesh, dims, partial, reduce) for dims in results if dims is not None]
+    left = [left_to_reduce(rule, chosen, place) for place in range(len(results))]
+    made = [
+        Sharding(mesh, dims, *p) for dims, p in zip(results, left, strict=True) if dims is not None and p is not None
+    ]
     for rank in mesh.ranks:
         yield LocalCall(call, [f"a{i}" for i in range(len(taken))], taken, made, rank)
 
