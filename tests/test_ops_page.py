@@ -184,7 +184,7 @@ def test_help_of_a_sum() -> None:
         "sum([a, b, c], [1]) -> [a, c]: a, c pass; b reduced by sum\n"
         "sum([a, b, c]) -> []: all reduced by sum\n\n"
         "pass: may be sharded: every rank computes its part of the result, and nothing is communicated\n"
-        "reduced: may be sharded: every rank reduces its part, and the result is unreduced: one collective of the "
-        "result's size, where something needs it reduced\n\n"
+        "reduced: may be sharded: every rank reduces its part, and results without the dim are unreduced: one "
+        "collective of the result's size, where something needs it reduced\n\n"
         "unreduced operands: linear in the first tensor operand, floating point only\ngradient: yes"
     )

@@ -48,9 +48,6 @@ MISSED = 4
 LAYERS = 3
 # Few different calls: more than an MLP has, forward and backward, and fewer than attention beside it.
 FEW = 32
-# So few ops are searched with more plans kept.
-FEW_OPS = 64
-WIDE = THOROUGH._replace(width=64)
 # How often what was found last is gone on from, while that finds more.
 ROUNDS = 4
 # So many tensors in a row that are held elsewhere and save nothing are the last ones tried.
@@ -247,7 +244,7 @@ class _PlanSearch:
         self._try(likely)
         self._try(None)
         self._try(self._made(self.best))
-        self._try(None, WIDE if len(self.graph.nodes) <= FEW_OPS else THOROUGH)
+        self._try(None, THOROUGH)
         self._try(likely, NARROW)
         for plan in _on_equal_links(self.graph, self.world):
             self._keep(plan)
