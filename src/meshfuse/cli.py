@@ -281,8 +281,8 @@ def _run_script(args: argparse.Namespace, definitions: list[FusionDefinition]) -
     sys.argv = [args.script, *mesh, *args.script_args]
     sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))
     observers = importlib.import_module("meshfuse.fusion_definition").observers
-    observers.append(definitions.append)
     try:
+        observers.append(definitions.append)
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(args.script, run_name="__main__")
     except SystemExit as end:
@@ -291,7 +291,8 @@ def _run_script(args: argparse.Namespace, definitions: list[FusionDefinition]) -
         traceback.print_exception(error.with_traceback(_own_part(error.__traceback__)))
         return 1
     finally:
-        observers.remove(definitions.append)
+        if definitions.append in observers:  # else Ctrl-C came first
+            observers.remove(definitions.append)
         sys.path.pop(0)
     return 0
 
