@@ -257,7 +257,7 @@ def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Ca
         for i, dims in enumerate(operand_dims)
         if dims is not None
     ]
-    left = [_left_to_reduce(rule, layouts, carry, summed) for summed in _sums(rule)]
+    left = [left_to_reduce(rule, layouts, result, carry) for result in range(len(rule.results))]
     if None in left:
         return None
     made = zip(result_dims, left, strict=True)
@@ -274,17 +274,13 @@ def _sums(rule: Rule) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(f for f in reduced if not any(f in dim for dim in dims)) for dims in rule.results)
 
 
-def left_to_reduce(rule: Rule, layouts: Layouts, result: int) -> tuple[tuple[Split, ...], str] | None:
-    """The axes that a result is unreduced over, and the reduction; None where two kinds would mix."""
-    return _left_to_reduce(rule, layouts, NO_CARRY, _sums(rule)[result])
-
-
-def _left_to_reduce(
-    rule: Rule, layouts: Layouts, carry: Carry, summed: Sequence[int]
+def left_to_reduce(
+    rule: Rule, layouts: Layouts, result: int, carry: Carry = NO_CARRY
 ) -> tuple[tuple[Split, ...], str] | None:
+    """The axes that a result is unreduced over, and the reduction; None where two kinds would mix."""
     found = list(carry.axes)
     kinds = {carry.reduce} if carry.axes else set()
-    for f in summed:
+    for f in _sums(rule)[result]:
         axes = lay.axes(layouts[f])
         if axes:
             found.extend(axes)

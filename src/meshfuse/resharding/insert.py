@@ -65,11 +65,10 @@ class _Inserter:
                 self.need(i, said[i], "its annotation", self.sharded.graph.annotation_lines[i])
 
     def _operand(self, node: Node, place: int, sharding: Sharding) -> int:
-        tensor = node.inputs[place]
-        for value in self.by_tensor[tensor]:
-            if value.sharding is sharding:
-                return value.id
-        return self._brought(tensor, sharding, f"operand {place} of {node.name}", node.line)
+        there = self._there(node.inputs[place], sharding)
+        if there is not None:
+            return there
+        return self._brought(node.inputs[place], sharding, f"operand {place} of {node.name}", node.line)
 
     def _output(self, tensor: int, target: Sharding) -> int:
         return self.need(tensor, target, "output", self.sharded.graph.tensors[tensor].line)
