@@ -19,8 +19,9 @@ from .whole_files import write_whole
 
 VARIABLE = "MESHFUSE_CACHE"
 MOST_BYTES = 256 << 20  # Of all files together: those used last are kept.
+TURN = ".turn"  # The end of a name that says that a text is being made.
 _MAGIC = "meshfuse-cache-1"
-_STALE_SECONDS = 3600.0  # After which a file that is still half written is one that a killed process left.
+_STALE_SECONDS = 3600.0  # After which a file that is still half written, or made, is one that a killed process left.
 _warned: set[str] = set()
 
 
@@ -135,7 +136,7 @@ def _evict(place: Path) -> None:
     total = 0
     for when, size, path in sorted(found, reverse=True):
         total += size
-        if total > MOST_BYTES or (path.suffix == ".part" and newest - when > _STALE_SECONDS):
+        if total > MOST_BYTES or (path.suffix in (".part", TURN) and newest - when > _STALE_SECONDS):
             with contextlib.suppress(OSError):
                 path.unlink()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import socket
@@ -55,7 +56,13 @@ def base_environment(**changes: str) -> dict[str, str]:
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MESHFUSE_CACHE": "off"} | changes
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MESHFUSE_CACHE": _cache().name} | changes
+
+
+@functools.cache
+def _cache() -> tempfile.TemporaryDirectory[str]:
+    """A folder of plans for the ranks of these tests, as users have one: of a job's ranks, one plans."""
+    return tempfile.TemporaryDirectory(prefix="meshfuse-cache-")
 
 
 def free_port() -> str:

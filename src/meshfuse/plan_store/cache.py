@@ -28,6 +28,7 @@ from ..propagation.votes import Source
 from ..sharding.value import Sharding
 from .codec import NotStorable, dump, load
 from .nearby import placed_again
+from .turns import in_turn
 
 # What is planned in less time is not worth a file.
 WORTH = 0.1
@@ -46,10 +47,16 @@ def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinitio
         return plan()
     found = _recalled(folder, key, graph)
     if found is None:
-        start = time.perf_counter()
-        found = plan()
-        if time.perf_counter() - start > WORTH:
-            _keep(folder, key, graph, found)
+        with in_turn(folder / f"{key}{disk_cache.TURN}"):
+            found = _recalled(folder, key, graph) or _planned_now(folder, key, graph, plan)
+    return found
+
+
+def _planned_now(folder: Path, key: str, graph: Graph, plan: Callable[[], ShardedDefinition]) -> ShardedDefinition:
+    start = time.perf_counter()
+    found = plan()
+    if time.perf_counter() - start > WORTH:
+        _keep(folder, key, graph, found)
     return found
 
 
