@@ -97,3 +97,23 @@ def test_products_of_all_ranks_and_kinds(shapes: Any, specs: Any, kind: mf.DataT
     wanted = torch.einsum("...k,dnk->d...n", x, w) + b[:, None] if w.ndim == 3 else F.linear(x, w, b)
     torch.testing.assert_close(found.double(), wanted)
     assert "= broadcast(" in str(fd.compile().resharded)
+
+
+@pytest.mark.parametrize("kind", [mf.DataType.BFloat16, mf.DataType.Half])
+@pytest.mark.parametrize("x", [(12,), (6, 12), (2, 5, 12)])
+@pytest.mark.parametrize("w", [(8, 12), (4, 8, 12), (1, 8, 12)])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_16_bit_floats_are_rounded_after_the_bias(x: Any, w: Any, kind: mf.DataType, dim: int | None) -> None:
+    """2049 - 2048 is 1, though neither type holds 2049; ranks that hold whole rows of the weight know no less."""
+    if dim == len(w) - 1:
+        dim = None  # Terms of ranks are rounded.
+    with mf.FusionDefinition() as fd:
+        tensors = [fd.define_tensor(list(shape), dtype=kind) for shape in (x, w, w[:-1])]
+        fd.add_output(fd.ops.linear(*tensors))
+        for t in tensors[1:]:
+            fd.mesh_split(t, MESH, ["tp" if d == dim else None for d in range(len(t.shape()))])
+    rows, matrix, bias = (torch.zeros(shape, dtype=getattr(torch, kind.value)) for shape in (x, w, w[:-1]))
+    rows += 1
+    matrix[..., 0], matrix[..., 7] = 2048, 1
+    (found,) = fd.simulate([rows, matrix, bias - 2048])
+    assert found.eq(1).all()

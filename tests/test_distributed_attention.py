@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import meshfuse as mf
 from distributed import assert_close, mesh_of, op_names
@@ -176,3 +178,32 @@ def test_gradients_of_rows_over_one_axis_and_columns_over_another(heads: int, ca
     assert fd.bill().total <= 8 * (math.prod(shapes[0]) + 2 * math.prod(shapes[1])) / 2
     words = [torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)]
     assert_close(fd.simulate([*inputs, out, out, lse, *words], check_replicas=True), tuple(slopes), 1e-6)
+
+
+BROADCAST = list(itertools.product([True, False], repeat=4))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("given", ["bias", "mask", "bias and mask"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_biases_and_masks_as_torch_adds_them(kind: str, given: str, ranks: int) -> None:
+    """To the default tolerances of the type, over heads, broadcast along any dims, with rows that see nothing."""
+    q_shape, k_shape, generator = (2, 4, 5, 8), (2, 4, 7, 8), torch.Generator().manual_seed(0)
+    dtype, whole = getattr(torch, kind), (2, 4, 5, 7)
+    q, k, v = (torch.randn(s, generator=generator).to(dtype) for s in (q_shape, k_shape, k_shape))
+    for kept in BROADCAST:
+        shape = tuple(n if keep else 1 for n, keep in zip(whole, kept, strict=True))
+        bias = torch.randn(shape, generator=generator).to(dtype) if "bias" in given else None
+        mask = torch.rand(shape, generator=generator) > 0.6 if "mask" in given else None
+        fd = mf.FusionDefinition()
+        tensors = [None if t is None else fd.from_pytorch(t) for t in (q, k, v, bias, mask)]
+        for made in fd.ops.sdpfa_fwd(*tensors)[:2]:
+            fd.add_output(made)
+        for t in tensors[:3]:
+            fd.mesh_split(t, mesh_of((ranks,)), [None, "x", None, None])
+        out, lse = fd.simulate([t for t in (q, k, v, bias, mask) if t is not None])
+        addend = torch.zeros(whole, dtype=dtype) if bias is None else bias.expand(whole)
+        addend = addend if mask is None else addend.masked_fill(~mask, -math.inf)
+        assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, attn_mask=addend))
+        scores = q.double() @ k.double().transpose(-1, -2) * 8**-0.5 + addend.double()
+        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)

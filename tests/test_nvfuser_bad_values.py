@@ -310,3 +310,29 @@ def test_an_axis_that_is_moved_is_still_the_same() -> None:
     axis.parallelize(mf.ParallelType.mesh_x)
     assert fd.simulate([X])[0].equal(X) and axis.extent() == 2
     assert str(mf.shard_tensor(X, x, 1).tolist()) == str(X[2:].tolist())
+
+
+STATE = sorted(name for name in vars(nv.FusionDefinition()) if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", STATE)
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: [x], lambda x: (x.fd.define_scalar(2.0),)])
+def test_scripts_keep_nothing_of_theirs_in_place_of_a_definitions_state(name: str, form: Any) -> None:
+    fd, x, _ = defined()
+    before = vars(fd)[name]
+    if name in ("ops", "sched"):
+        return  # nvFuser has these.
+    with pytest.raises(mf.DefinitionError, match=rf"fd\.{name} = \.\.\.: .* any other name"):
+        setattr(fd, name, form(x))
+    assert vars(fd)[name] is before
+
+
+def test_scripts_keep_tensors_as_attributes() -> None:
+    with nv.FusionDefinition() as fd:
+        for name in ("x", "seed", "mask", "weight", "out_grad", "grad"):
+            setattr(fd, name, fd.define_tensor([3]))
+            setattr(fd, f"{name}s", [getattr(fd, name)])
+        fd.x = fd.ops.add(fd.x, fd.seed)
+        fd.add_output(fd.x)
+    assert fd.execute([torch.ones(3)] * 6)[0].tolist() == [2.0, 2.0, 2.0]
+    assert "seed" not in repr(fd)

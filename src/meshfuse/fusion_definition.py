@@ -81,7 +81,7 @@ class FusionDefinition(PlannedDefinition):
             needed, do = "an int", "Pass the seed of its random numbers."
             raise user_error("FusionDefinition: seed", shown(seed), needed, do, caller_line())
         super().__init__(max_wire, max_memory, search)
-        self.seed = seed
+        self._seed = seed
         self._constants: set[int] = set()  # Tensors that no gradient passes.
         # Runs so far. Apart, as a simulation on one rank must not change its random numbers.
         self._steps = {"ranks": 0, "simulated": 0}
@@ -151,7 +151,7 @@ class FusionDefinition(PlannedDefinition):
 
     def _like(self) -> FusionDefinition:
         bounds = {"max_wire": self.max_wire, "max_memory": self.max_memory}
-        return FusionDefinition(self.seed, **bounds, search=self.effort.value)
+        return FusionDefinition(self._seed, **bounds, search=self.effort.value)
 
     # running --------------------------------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class FusionDefinition(PlannedDefinition):
     def _run_simulation(self, made: _Simulated, given: Inputs, check: bool) -> list[torch.Tensor]:
         compiled = made.compiled
         arguments = {rank: self._simulated_arguments(compiled, given, rank) for rank in compiled.ranks}
-        results = made.simulation.run(arguments, self.seed, self._next_step("simulated"))
+        results = made.simulation.run(arguments, self._seed, self._next_step("simulated"))
         graph = compiled.graph
         out = []
         for place, sharding in enumerate(compiled.output_shardings()):
@@ -334,7 +334,7 @@ class FusionDefinition(PlannedDefinition):
 
     def random_state(self, device: torch.device, step: int) -> tuple[int, int]:
         """The seed and the offset by which a step on this device draws random numbers."""
-        return self.seed, step
+        return self._seed, step
 
     def _next_step(self, where: str) -> int:
         step = self._steps[where]

@@ -104,6 +104,33 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, *x.shape[-3:])
 
 
+def _is_addend(q: torch.Tensor, bias: Any, mask: Any, options: Options) -> bool:
+    """Whether bias and mask can be one tensor of q's type, which the fused kernel adds to all the scores."""
+    given = [x for x in (bias, mask) if x is not None]
+    return not given or (not options.is_causal and all(x.dtype in (q.dtype, torch.bool) for x in given))
+
+
+def _addend(q: torch.Tensor, k: torch.Tensor, bias: Any, mask: Any) -> torch.Tensor | None:
+    """Bias and mask [b, h, s, s_k], rounded when they are added, as nvFuser's are."""
+    if bias is None and mask is None:
+        return None
+    total = q.new_zeros(()) if bias is None else bias.to(q.dtype)
+    if mask is not None:
+        total = total.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else total + mask
+    return _flat(_dense(total.expand(*q.shape[:-1], k.shape[-2])))
+
+
+def _attend_fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addend: torch.Tensor | None, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(_flat(_dense(x)) for x in (q, k, v)), 0.0, options.is_causal, attn_mask=addend, scale=options.scale
+    )
+    if addend is not None:  # torch says 0 of rows that see nothing.
+        lse = lse.masked_fill((addend == float("-inf")).all(-1), float("-inf"))
+    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -115,11 +142,8 @@ def _attend(
     stream: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) over the columns of the place, in the precision of the computation."""
-    if bias is None and mask is None and _fused(q, k, v, options, place):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_flat(_dense(x)) for x in (q, k, v)), 0.0, options.is_causal, scale=options.scale
-        )
-        return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    if _fused(q, k, v, options, place) and _is_addend(q, bias, mask, options):
+        return _attend_fused(q, k, v, _addend(q, k, bias, mask), options)
     scores = _masked(_scores(q, k, options.scale), bias, mask, options, place)
     logsumexp = torch.logsumexp(scores, -1)
     probabilities = _probabilities(scores, logsumexp)

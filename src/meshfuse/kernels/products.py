@@ -14,10 +14,12 @@ from .indices import Runs
 
 
 def stacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[b*, k] and [d, n, k] (and [d, n]) to [d, b*, n]."""
-    out = torch.matmul(x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), weight.transpose(-1, -2))
-    if bias is not None:
-        out = out + bias.unsqueeze(1)
+    """[b*, k] and [d, n, k] (and [d, n]) to [d, b*, n], the bias added before 16-bit floats are rounded."""
+    rows, matrices = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), weight.transpose(-1, -2)
+    if bias is None:
+        out = torch.matmul(rows, matrices)
+    else:
+        out = torch.baddbmm(bias.unsqueeze(1), rows.expand(weight.shape[0], -1, -1), matrices)
     return out.reshape(weight.shape[0], *x.shape[:-1], weight.shape[1])
 
 

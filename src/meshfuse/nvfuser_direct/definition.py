@@ -24,6 +24,7 @@ from ..runtime.world import World
 from ..sharding.layout import Split
 from . import active, profiler, repro
 from .aliases import check_alias, write_aliases
+from .attributes import check_attribute
 from .call_arguments import flattened
 from .declared import Declared, declared, is_host_scalar
 from .executors import EmptyDefinitionError, ExecutorError, FusionExecutorCache, KernelExecutor
@@ -112,6 +113,12 @@ class FusionDefinition(core.FusionDefinition):
         self._entries: list[Any] = []
         self._entered = False
         self._methods = Methods()
+        self._state = frozenset(vars(self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Scripts keep their tensors as attributes. DefinitionError for a name that the definition uses itself."""
+        check_attribute(name, value, vars(self).get("_state", ()), caller_line)
+        super().__setattr__(name, value)
 
     def __enter__(self) -> FusionDefinition:
         self._entries.append(active.enter(self))
@@ -265,7 +272,7 @@ class FusionDefinition(core.FusionDefinition):
         """By torch's generator, as in nvFuser. By the definition's seed where it has one, and on several ranks: their
         generators may differ.
         """
-        by_torch = self._drawing > 0 and self.seed == 0 and World.current().size == 1
+        by_torch = self._drawing > 0 and self._seed == 0 and World.current().size == 1
         self.drawn = next_draws(device, self._drawing) if by_torch else super().random_state(device, step)
         return self.drawn
 

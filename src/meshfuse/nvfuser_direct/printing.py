@@ -29,7 +29,7 @@ def function_text(fd: DefinitionBuilder, aliases: Mapping[int, int], declared: M
     A definition with annotations imports meshfuse for its meshes. Equal texts are of equal definitions.
     """
     meshes = meshes_of(fd)
-    lines = [f"# seed={seed}"] if (seed := getattr(fd, "seed", 0)) else []
+    lines = [f"# seed={seed}"] if (seed := getattr(fd, "_seed", 0)) else []
     lines += ["import meshfuse as mf"] if meshes else []
     lines += [f"{name} = mf.{mesh!r}" for mesh, name in meshes.items()]
     lines += _Writer(fd, declared).lines()

@@ -11,6 +11,7 @@ from torch.testing._comparison import default_tolerances
 from ..compiler import CompiledProgram
 from ..errors import ArgumentError, caller_line, user_error
 from ..executor.spmd import gather_output
+from ..kernels.pointwise import in_stride_order
 from ..runtime.world import World
 from ..sharding.data import shard
 from .active import definition_of
@@ -59,7 +60,7 @@ def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch
     plain = object.__new__(type(fd))
     plain.__dict__.update(vars(fd))
     plain._annotations, plain._compiled, plain._simulated = {}, {}, {}
-    plain.seed, plain._steps = fd.drawn[0], {"simulated": fd.drawn[1]}
+    plain._seed, plain._steps = fd.drawn[0], {"simulated": fd.drawn[1]}
     results = plain.simulate([_gathered(fd, place, value) for place, value in enumerate(inputs)])
     shardings = compiled.output_shardings()
     return [
@@ -73,7 +74,14 @@ def _ran(fd: FusionDefinition) -> CompiledProgram:
 
 
 def _gathered(fd: FusionDefinition, place: int, value: Any) -> Any:
-    """The global tensor that this rank's argument is a shard of."""
+    """The global tensor that this rank's argument is a shard of, in the memory order that the definition names."""
+    whole = _whole(fd, place, value)
+    if not isinstance(whole, torch.Tensor) or (order := fd.tensors[fd.inputs[place].id].stride_order) is None:
+        return whole
+    return in_stride_order(whole, list(order))
+
+
+def _whole(fd: FusionDefinition, place: int, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if (full := getattr(value, "full_tensor", None)) is not None:

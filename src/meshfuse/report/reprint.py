@@ -22,7 +22,7 @@ def definition_source(fd: DefinitionBuilder) -> str:
     meshes = meshes_of(fd)
     lines = ["import meshfuse as mf", ""]
     lines += [f"{name} = mf.{mesh!r}" for mesh, name in meshes.items()]
-    seed = getattr(fd, "seed", 0)
+    seed = getattr(fd, "_seed", 0)
     lines.append(f"with mf.FusionDefinition({f'seed={seed}' if seed else ''}) as fd:")
     body = [_step(fd, step) for step in fd.history]
     body += [f"fd.add_output(t{i})" for i in fd.outputs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import torch
@@ -73,6 +74,19 @@ def validate_gathers_uneven_shards_and_repeats_random_numbers() -> None:
     inputs = [cut(torch.randn(2 * size() + 1, 3), x), 2.0]
     first, second = fd.validate(inputs)[0], fd.validate(inputs)[0]
     assert not first.numel() or not torch.equal(first, second)
+
+
+def validate_gathers_in_the_memory_order_that_the_definition_names() -> None:
+    for order in itertools.permutations(range(3)):
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([2, 3, 4 * size()], stride_order=list(order))
+            fd.add_output(fd.ops.sum(fd.ops.relu(x), [2]))
+            place(line(), x)
+            split(x, 2)
+        dims = sorted(range(3), key=lambda d: -order[d])
+        whole = torch.randn(2, 3, 4 * size()).permute(dims)
+        laid_out = cut(whole.permute(*(dims.index(d) for d in range(3))), x).permute(dims).contiguous()
+        fd.validate([laid_out.permute(*(dims.index(d) for d in range(3)))])
 
 
 def repro_script_runs() -> None:
