@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 import meshfuse as mf
@@ -45,3 +47,26 @@ def test_fewer_collectives_are_taken_where_bytes_are_equal() -> None:
     src = Sharding.make(mesh, [(Split(2, "x"), Split(4, "y"))], shape)
     found = plan(src, Sharding.replicated(mesh, 1), shape, 8)
     assert found is not None and len(found.moves) == 1
+
+
+@pytest.mark.parametrize("itemsize", [4, 8])
+@pytest.mark.parametrize("shape", [(16, 8), (16, 16), (32, 16)], ids=str)
+def test_few_elements_on_many_ranks_come_to_those_that_lack_them(shape: tuple[int, int], itemsize: int) -> None:
+    """At once, from a few others: not in gathers that move more, as if each rank had to hear from all of them."""
+    mesh = mf.DeviceMesh((2, 2, 2, 16), ("x", "y", "z", "w"))
+    parts = [Split(2, "w", pre) for pre in (1, 2, 4, 8)]
+    src = Sharding.make(mesh, [(Split(2, "y"), parts[2], Split(2, "z"), parts[0]), ()], shape)
+    for dim in ((Split(2, "x"), Split(8, "w", 2)), (Split(2, "x"), Split(16, "w"))):
+        dst = Sharding.make(mesh, [(Split(2, "y"),), dim], shape)
+        found = plan(src, dst, shape, itemsize)
+        assert found is not None
+        assert found.wire == pytest.approx(_lacking(src, dst, shape) * itemsize)
+
+
+def _lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
+    """Elements that a rank needs and does not hold, counted one by one: the mean over the ranks."""
+    total = 0
+    for rank in range(src.mesh.size):
+        old, new = ([{i for a, b in runs for i in range(a, b)} for runs in s.runs(shape, rank)] for s in (src, dst))
+        total += math.prod(map(len, new)) - math.prod(len(a & b) for a, b in zip(old, new, strict=True))
+    return total / src.mesh.size
