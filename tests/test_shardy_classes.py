@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 import meshfuse as mf
 from meshfuse.moves.planner import plan
@@ -61,6 +62,22 @@ def test_few_elements_on_many_ranks_come_to_those_that_lack_them(shape: tuple[in
         found = plan(src, dst, shape, itemsize)
         assert found is not None
         assert found.wire == pytest.approx(_lacking(src, dst, shape) * itemsize)
+
+
+@pytest.mark.parametrize("n", [16, 30, 64])
+def test_a_flipped_dim_moves_what_ranks_lack(n: int) -> None:
+    """As Shardy's reverse does, by a permutation of the blocks; not by a gather, nor over another dim and back."""
+    mesh, given = mf.DeviceMesh((4,), ("x",)), torch.arange(6.0 * n).reshape(n, 6)
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([n, 6])
+        made = fd.ops.reorder_blocks(x, 0, list(range(n))[::-1])
+        fd.add_output(made)
+        for tensor in (x, made):
+            fd.mesh_split(tensor, mesh, ["x", None])
+    assert torch.equal(fd.simulate([given])[0], given.flip(0))
+    held = [set(part.tolist()) for part in torch.arange(n).chunk(4)]
+    lacking = sum(len({n - 1 - i for i in part} - part) for part in held)
+    assert fd.bill().total == lacking / 4 * 6 * 4
 
 
 def _lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
