@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 
 import meshfuse as mf
 from meshfuse.moves.planner import plan
@@ -45,3 +48,42 @@ def test_fewer_collectives_are_taken_where_bytes_are_equal() -> None:
     src = Sharding.make(mesh, [(Split(2, "x"), Split(4, "y"))], shape)
     found = plan(src, Sharding.replicated(mesh, 1), shape, 8)
     assert found is not None and len(found.moves) == 1
+
+
+@pytest.mark.parametrize("itemsize", [4, 8])
+@pytest.mark.parametrize("shape", [(16, 8), (16, 16), (32, 16)], ids=str)
+def test_few_elements_on_many_ranks_come_to_those_that_lack_them(shape: tuple[int, int], itemsize: int) -> None:
+    """At once, from a few others: not in gathers that move more, as if each rank had to hear from all of them."""
+    mesh = mf.DeviceMesh((2, 2, 2, 16), ("x", "y", "z", "w"))
+    parts = [Split(2, "w", pre) for pre in (1, 2, 4, 8)]
+    src = Sharding.make(mesh, [(Split(2, "y"), parts[2], Split(2, "z"), parts[0]), ()], shape)
+    for dim in ((Split(2, "x"), Split(8, "w", 2)), (Split(2, "x"), Split(16, "w"))):
+        dst = Sharding.make(mesh, [(Split(2, "y"),), dim], shape)
+        found = plan(src, dst, shape, itemsize)
+        assert found is not None
+        assert found.wire == pytest.approx(_lacking(src, dst, shape) * itemsize)
+
+
+@pytest.mark.parametrize("n", [16, 30, 64])
+def test_a_flipped_dim_moves_what_ranks_lack(n: int) -> None:
+    """As Shardy's reverse does, by a permutation of the blocks; not by a gather, nor over another dim and back."""
+    mesh, given = mf.DeviceMesh((4,), ("x",)), torch.arange(6.0 * n).reshape(n, 6)
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([n, 6])
+        made = fd.ops.reorder_blocks(x, 0, list(range(n))[::-1])
+        fd.add_output(made)
+        for tensor in (x, made):
+            fd.mesh_split(tensor, mesh, ["x", None])
+    assert torch.equal(fd.simulate([given])[0], given.flip(0))
+    held = [set(part.tolist()) for part in torch.arange(n).chunk(4)]
+    lacking = sum(len({n - 1 - i for i in part} - part) for part in held)
+    assert fd.bill().total == lacking / 4 * 6 * 4
+
+
+def _lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
+    """Elements that a rank needs and does not hold, counted one by one: the mean over the ranks."""
+    total = 0
+    for rank in range(src.mesh.size):
+        old, new = ([{i for a, b in runs for i in range(a, b)} for runs in s.runs(shape, rank)] for s in (src, dst))
+        total += math.prod(map(len, new)) - math.prod(len(a & b) for a, b in zip(old, new, strict=True))
+    return total / src.mesh.size

@@ -51,10 +51,12 @@ def defined(
     roots: int,
     out: bool,
     turns: frozenset[int] = frozenset(),
+    sets: frozenset[int] = frozenset(),
 ) -> mf.FusionDefinition:
     """A window of the sum of the taps, which are windows of windows of some products of x.
 
-    `turns`: before which windows of each tap, and (3) before the last one of all, the dims change places.
+    `turns`: before which windows of each tap, and (3) before the last one of all, the dims change places. `sets`: after
+    which windows of each tap there is a place for an annotation.
     """
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor(list(shape))
@@ -65,6 +67,7 @@ def defined(
             for place_of_step, step in enumerate(steps):
                 part = turned(fd, part) if place_of_step in turns else part
                 part = window(fd, part, step)
+                part = fd.ops.set(part) if place_of_step in sets else part
             part = turned(fd, part) if len(turns & set(range(len(steps)))) % 2 else part
             part = back(fd, part, shape)
             total = part if total is None else total + part
@@ -82,13 +85,13 @@ def turned(fd: mf.FusionDefinition, x: mf.TensorView) -> mf.TensorView:
 @settings(max_examples=60)
 @given(
     st.tuples(st.integers(1, 17), st.integers(1, 9)), st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"])]),
-    TAPS, STEPS, st.integers(1, 2), st.booleans(), st.frozensets(st.integers(0, 3)),
+    TAPS, STEPS, st.integers(1, 2), st.booleans(), st.frozensets(st.integers(0, 3)), st.frozensets(st.integers(0, 2)),
 )  # fmt: skip
-def test_windows_written_otherwise_are_the_same(shape, place, taps, last, roots, out, turns):
+def test_windows_written_otherwise_are_the_same(shape, place, taps, last, roots, out, turns, sets):
     """Whatever it costs: with several fills, elements that a window hides from the next one, sums read once or not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shifts, "better", lambda found, other: other)
-        fd = defined(shape, place, taps, last[0], roots, out, turns)
+        fd = defined(shape, place, taps, last[0], roots, out, turns, sets)
         assert_same_as_unsharded(fd, inputs_for(fd))
 
 
@@ -139,6 +142,29 @@ def moved_rows(before: int, after: int, grad: bool = False) -> float:
 def test_a_convolution_moves_each_neighbours_row_once(before: int, after: int) -> None:
     assert moved_rows(before, after) == before + after
     assert moved_rows(before, after, grad=True) == 2 * (before + after)
+
+
+@pytest.mark.parametrize("name", ["set", "segment_set"])
+def test_places_for_annotations_between_windows_cost_nothing(name: str) -> None:
+    """In a convolution by hand, its gradient, and a slice of a slice."""
+    bills = []
+    for between in (None, name):
+        with mf.FusionDefinition() as fd:
+            x, total = fd.define_tensor([96, 4], dtype=mf.DataType.Double), None
+            padded = fd.ops.pad(x, [0, 0, 1, 1])
+            padded = fd.call(between, (padded,)) if between else padded
+            for i in range(3):
+                part = fd.ops.slice(padded, [i, 0], [i + 96, 4]) * (i + 2.0)
+                total = part if total is None else total + part
+            cut = fd.ops.slice(x, [12, 0], [74, 4])
+            cut = fd.call(between, (cut,)) if between else cut
+            fd.mesh_split(x, ROWS, ["x", None])
+            for made in (total, fd.ops.slice(cut, [24, 0], [57, 4]), fd.grad(fd.ops.sum(total * total), x)):
+                fd.add_output(made)
+                fd.mesh_split(made, ROWS, ["x", None])
+        assert_same_as_unsharded(fd, inputs_for(fd))
+        bills.append(fd.bill().total)
+    assert bills[0] == bills[1]
 
 
 @pytest.mark.parametrize("order", [[0, 2, 3, 1], [2, 0, 3, 1]])

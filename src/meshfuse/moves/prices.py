@@ -57,8 +57,14 @@ def price(move: Move, shape: tuple[int, ...], itemsize: float) -> Price:
     if move.kind is MoveKind.WINDOW:
         n, wire = 1 + window_peers(move), itemsize * window_wire(move)
     else:
-        wire = itemsize * received(move.src, move.dst, shape)
+        lacking = received(move.src, move.dst, shape)
+        n, wire = _partners(n, lacking), itemsize * lacking
     return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire)
+
+
+def _partners(n: int, elements: float) -> int:
+    """How many of n ranks take part in an exchange with one of them that gets so many elements, from another each."""
+    return min(n, 1 + max(math.ceil(elements), (n - 1).bit_length()))
 
 
 def is_even(src: Sharding, dst: Sharding, shape: Sequence[int]) -> bool:

@@ -51,6 +51,8 @@ def _rule(call: Call) -> Rule:
 def _emit(e: Emit) -> str:
     dim, order = _dim(e.call), e.call["order"]
     size = e.operand_shapes[0][dim] // len(order)
+    if size == 1 and list(order) == list(range(len(order)))[::-1]:
+        return f"{e.operands[0]}.flip({dim})"
     runs: list[list[int]] = []
     for block in order:
         if runs and runs[-1][1] == block:
@@ -63,7 +65,8 @@ def _emit(e: Emit) -> str:
 
 def _samples() -> list[Sample]:
     x, ints = TensorType((6, 8), DataType.Float), TensorType((4, 6), DataType.Int)
-    return [Sample((x, 1, [3, 0, 1, 2])), Sample((x, 0, [0, 2, 1])), Sample((ints, -1, [1, 0])), Sample((x, 0, [0]))]
+    return [Sample((x, 1, [3, 0, 1, 2])), Sample((x, 0, [0, 2, 1])), Sample((ints, -1, [1, 0])), Sample((x, 0, [0])),
+            Sample((x, 1, [*range(8)][::-1]))]  # fmt: skip
 
 
 OPS = (

@@ -17,6 +17,8 @@ Number = float | int
 Offsets = tuple[int, ...]
 # By tensor the dims that lie over ranks, and in how many blocks each does; 0 where these are no blocks.
 CutDims = Mapping[int, Mapping[int, int]]
+# The ops that change none of the elements.
+_MOVING = ("permute", "set", "segment_set")
 
 
 class Term(NamedTuple):
@@ -140,8 +142,8 @@ class WindowFinder:
         """By node the windows that it makes, where that is the whole truth."""
         found: dict[int, Shifted] = {}
         for node in self.graph.nodes:
-            if node.name == "permute":
-                self._permute(node)
+            if node.name in _MOVING:
+                self._moved(node)
                 continue
             spread = self._spread(node)
             made = spread or self._window(node) or self._sum(node)
@@ -168,11 +170,13 @@ class WindowFinder:
         joined = _joined(self.graph, before, own, shape) if before is not None else None
         return joined if joined is not None else _joined(self.graph, self._fresh(operand), own, shape)
 
-    def _permute(self, node: Node) -> None:
-        """Windows of what is permuted are those before it, permuted: so the rows of an image whose channels go last."""
+    def _moved(self, node: Node) -> None:
+        """Windows of what is permuted are those before it, permuted: so the rows of an image whose channels go last. A
+        place for an annotation is what is in it.
+        """
         before = self._before(node.inputs[0])
         if before is not None:
-            self.known[node.outputs[0]] = before.permuted(_dims(node))
+            self.known[node.outputs[0]] = before.permuted(_dims(node)) if node.name == "permute" else before
 
     def _before(self, operand: int) -> Shifted | None:
         """What an operand is made by, where it need not be there itself."""
