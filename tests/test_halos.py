@@ -78,7 +78,7 @@ WIDTHS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.i
 
 
 @pytest.mark.usefixtures("written_in_any_case")
-@settings(max_examples=30)
+@settings(max_examples=18)
 @given(
     st.tuples(st.integers(1, 21), st.integers(1, 9)), PLACES, WIDTHS, st.sampled_from([0.0, 0.0, -1.5]),
     st.sampled_from([*BETWEEN]), TAPS, st.booleans(), st.booleans(),
@@ -99,7 +99,7 @@ def test_taps_are_the_same_however_they_are_written(shape, place, widths, fill, 
 
 
 @pytest.mark.usefixtures("written_in_any_case")
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.integers(1, 19), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2), st.integers(1, 4), PLACES)
 def test_convolutions_of_what_has_zeros_between(n, up, inside, before, size, place):
     """Transposed convolutions by hand."""

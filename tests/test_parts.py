@@ -112,7 +112,7 @@ def test_random_programs_on_parts_are_the_programs() -> None:
     assert sum(followed) > len(followed) / 4
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 1), st.data())
 def test_windows_of_what_is_put_together(sizes: list[int], dim: int, data: st.DataObject) -> None:
     """From within a part, over several, of none; and of both dims."""

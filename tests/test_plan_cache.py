@@ -399,11 +399,11 @@ def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored
     """At any moment: the plan is the same, nothing half written stays, and the next start uses the cache again."""
     files = ("/plan_store/", "/disk_cache.py")
     warnings.simplefilter("ignore")
-    right = decided(scans())
+    right = decided(product())
     if not stored:
         shutil.rmtree(cache)
     forget()
-    counts = requests(scans().compile, *files)
+    counts = requests(product().compile, *files)
     assert len(counts) > 15
     for count in counts:
         if not stored:
@@ -411,10 +411,10 @@ def test_whatever_the_system_refuses_planning_goes_on(cache, monkeypatch, stored
         forget()
         disk_cache._warned.clear()
         with refused(count, OSError(errno.EMFILE, os.strerror(errno.EMFILE)), *files):
-            assert decided(scans()) == right, count
+            assert decided(product()) == right, count
         assert not [*cache.glob("*.part")], count
         disk_cache._warned.clear()
-        assert decided(scans()) == right and len([*cache.glob("*.plan")]) == 1, count
+        assert decided(product()) == right and len([*cache.glob("*.plan")]) == 1, count
 
 
 def test_a_meshfuse_without_files_keeps_no_plans(cache, planning, monkeypatch):

@@ -87,3 +87,73 @@ def test_a_sum_of_rows_that_lie_apart_is_scattered_between_them() -> None:
     found = plan(Sharding.make(MESH, ((Split(4), X), ()), (256, 128), (Y,), "sum"),
                  Sharding.make(MESH, ((Y,), ()), (256, 128)), (256, 128), 4)  # fmt: skip
     assert found is not None and found.wire == 65536 * 3 / 4 + 32768 / 2
+
+
+HOSTS = mf.DeviceMesh((3, 4), ("host", "gpu"), links={"host": mf.Link(25e9, 0.0), "gpu": mf.Link(450e9, 0.0)})
+H, G = Split(3, "host"), Split(4, "gpu")
+
+
+def seconds_over(moves: list[tuple[str, float]], nbytes: int) -> float:
+    """Of what each rank sends over an axis, in parts of a tensor of so many bytes."""
+    return sum(part * nbytes / (25e9 if axis == "host" else 450e9) for axis, part in moves)
+
+
+def test_a_sum_over_hosts_and_their_ranks_is_scattered_where_it_stays() -> None:
+    """Over the ranks of a host first, each a part of every host's block; then over hosts, and nothing has to move but
+    to be put together.
+    """
+    shape = (24, 8)
+    src = Sharding.make(HOSTS, [(), ()], shape, (H, G), "sum")
+    found = plan(src, Sharding.make(HOSTS, [(H,), ()], shape), shape, 8)
+    assert found is not None
+    kinds = [move.kind.value for move in found.moves]
+    assert kinds == ["reduce-scatter", "reduce-scatter", "all-gather"]
+    least = seconds_over([("gpu", 3 / 4), ("host", 2 / 3 / 4), ("gpu", 3 / 4 / 3)], 24 * 8 * 8)
+    assert found.seconds == pytest.approx(least, rel=1e-4)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_hosts_exchange_their_ranks_share(shared: bool) -> None:
+    """Blocks of rows to blocks of others: a quarter of what lacks comes to each rank of a host, unless they have parts."""
+    mesh = mf.DeviceMesh((2, 2, 4), ("host", "pod", "gpu"), links={
+        "host": mf.Link(25e9, 0.0), "pod": mf.Link(25e9, 0.0), "gpu": mf.Link(450e9, 0.0)
+    })  # fmt: skip
+    host, pod, gpu = Split(2, "host"), Split(2, "pod"), Split(4, "gpu")
+    shape, columns = (16, 8), () if shared else (gpu,)
+    first, last = (Sharding.make(mesh, [rows, columns], shape) for rows in ((host, pod), (pod,)))
+    found = plan(first, last, shape, 8)
+    assert found is not None
+    lacking = at_once(first, last, shape) * 25e9 / (16 * 8 * 8)
+    moves = [("host", lacking / 4), ("gpu", 3 / 4 / 2)] if shared else [("host", lacking)]
+    assert found.seconds == pytest.approx(seconds_over(moves, 16 * 8 * 8), rel=1e-3)
+    assert len(found.moves) == (2 if shared else 1)
+
+
+@pytest.mark.parametrize("dims", [[(H,), ()], [(), (H,)], [(G, H), ()], [(), ()]], ids=str)
+@pytest.mark.parametrize("left", [(G,), (H, G)], ids=str)
+def test_numbers_of_sums_over_fast_and_slow_axes(dims: list[Layout], left: tuple[Split, ...]) -> None:
+    shape = (24, 12)
+    with mf.FusionDefinition() as fd:
+        terms = fd.define_tensor([12, *shape], dtype=mf.DataType.Double)
+        total = fd.ops.sum(terms, [0])
+        fd.add_output(total)
+        rows = tuple(split for split in (G, H) if split not in left)
+        fd.shard(terms, Sharding.make(HOSTS, (left, rows, ()), (12, *shape)))
+        fd.shard(total, Sharding.make(HOSTS, dims, shape))
+    value = numbers((12, *shape))
+    (found,) = fd.simulate([value], check_replicas=True)
+    assert torch.equal(found, value.sum(0))
+
+
+def test_numbers_of_what_ranks_share_of_an_exchange() -> None:
+    links = {"host": mf.Link(25e9, 0.0), "pod": mf.Link(25e9, 0.0), "gpu": mf.Link(450e9, 0.0)}
+    mesh, value = mf.DeviceMesh((2, 2, 4), ("host", "pod", "gpu"), links=links), numbers((16, 8))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([16, 8], dtype=mf.DataType.Double)
+        y = fd.ops.set(x)
+        fd.add_output(y)
+        fd.mesh_split(x, mesh, [("host", "pod"), None])
+        fd.mesh_split(y, mesh, ["pod", None])
+    assert [move.move.kind.value for move in fd.compile().resharded.moves] == ["permute", "all-gather"]
+    (found,) = fd.simulate([value], check_replicas=True)
+    assert torch.equal(found, value)

@@ -15,7 +15,7 @@ from ..sharding.value import Sharding, canonical_partial, conflicting, disjoint,
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping
 from .bounds import Bound, is_possible
 from .move import Move, MoveKind
-from .prices import MOVE_SECONDS, is_even, price
+from .prices import MOVE_SECONDS, group_size, is_even, price
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,10 @@ class _PathSearch:
         }
         self._slowest = min(self._speed.values())
         self._unequal = bool(self.bound.speeds.levels)
+        used = {split.axis for split in dst.splits}
+        self._idle = frozenset([a.axis for a in self.axes if a.axis not in used and self._speed[a.axis] > self._slowest])
+        self._put_aside = self._idle.difference([split.axis for split in src.used()])
+        self._shared = self._ends()[1:] if self._idle else []
 
     def run(self) -> Path | None:
         order = itertools.count()
@@ -209,7 +213,8 @@ class _PathSearch:
         to_reduce = self.bound.to_reduce(state)
         # First what arrives in any case: no path that takes longer is gone on with.
         if not to_reduce:
-            yield self._exchange(state)
+            yield self._exchange(state, self.dst)
+            yield from self._exchanged_in_parts(state)
         yield from self._reductions(state, to_reduce)
         yield from self._slices(state)
         if to_reduce or self._unequal:
@@ -258,7 +263,7 @@ class _PathSearch:
         The gather that undoes it comes last (as hierarchical all-reduces do, in NCCL and Horovod).
         """
         if self._unequal and rest:
-            for parts in self._minor(state, atom):
+            for parts in self._for_a_while(state, atom):
                 yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
 
     def _minor(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
@@ -267,6 +272,18 @@ class _PathSearch:
             n = self.shape[dim]
             if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
                 yield {dim: lay.canonical((*layout, atom), n)}
+
+    def _for_a_while(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
+        """Every dim with the atom as its minor split; and inside what the target will have there of slower axes, so that
+        nothing else has to move when these come: (4, x) for (y).
+        """
+        minor, only = list(self._minor(state, atom)), frozenset((atom,))
+        yield from minor
+        for end in self._shared:
+            for dim, wanted in enumerate(end.dims):
+                grown = growing(self.cuts, state.dims[dim], wanted, self.shape[dim], only)
+                if grown is not None and atom in atoms(self.cuts, wanted) and {dim: grown} not in minor:
+                    yield {dim: grown}
 
     def _sliced_for_a_while(self, state: Sharding, reducing: bool) -> Iterator[Move]:
         """Replicas along an idle axis each reduce a part, or move one over a slower axis, and put them together after.
@@ -279,7 +296,7 @@ class _PathSearch:
         least, kept = min(leaving, default=math.inf), {split.axis for split in self.dst.splits}
         for atom in self.axes:
             if atom.axis not in used and (reducing or atom.axis in kept or least < self._speed[atom.axis]):
-                for parts in self._minor(state, atom):
+                for parts in self._for_a_while(state, atom):
                     yield Move(MoveKind.SLICE, (atom,), state, self._with(state, parts))
 
     def _slices(self, state: Sharding) -> Iterator[Move]:
@@ -313,7 +330,20 @@ class _PathSearch:
             if dim not in parts:
                 yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, **parts}))
 
-    def _exchange(self, state: Sharding) -> Move:
+    def _exchange(self, state: Sharding, target: Sharding) -> Move:
         """Everything at once: each rank gets exactly what it lacks."""
-        axes = [s for s in cut(self.cuts, (*state.splits, *self.dst.splits)) if s not in self.kept_partial]
-        return Move(MoveKind.EXCHANGE, tuple(sorted(set(axes))), state, self.dst)
+        axes = [s for s in cut(self.cuts, (*state.splits, *target.splits)) if s not in self.kept_partial]
+        return Move(MoveKind.EXCHANGE, tuple(sorted(set(axes))), state, target)
+
+    def _exchanged_in_parts(self, state: Sharding) -> Iterator[Move]:
+        """Everything over slow axes, to replicas along idle fast ones a part each, which they put together after."""
+        if self._shared and not self._put_aside.intersection([split.axis for split in state.splits]):
+            yield from (self._exchange(state, end) for end in self._shared)
+
+    def _ends(self) -> list[Sharding]:
+        """The target, and all that replicas of it along idle axes may have of it."""
+        found = [self.dst]
+        for axis in self.axes:
+            if axis.axis in self._idle:
+                found += [self._with(end, parts) for end in found for parts in self._minor(end, axis)]
+        return found
