@@ -114,7 +114,7 @@ def test_a_sum_over_hosts_and_their_ranks_is_scattered_where_it_stays() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_hosts_exchange_their_ranks_share(shared: bool) -> None:
-    """Blocks of rows to blocks of others: a quarter of what lacks comes to each rank of a host, unless they have parts."""
+    """Blocks of rows to blocks of others: a quarter of what lacks to each rank of a host, unless they have parts."""
     mesh = mf.DeviceMesh((2, 2, 4), ("host", "pod", "gpu"), links={
         "host": mf.Link(25e9, 0.0), "pod": mf.Link(25e9, 0.0), "gpu": mf.Link(450e9, 0.0)
     })  # fmt: skip

@@ -15,7 +15,7 @@ from ..sharding.value import Sharding, canonical_partial, conflicting, disjoint,
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping
 from .bounds import Bound, is_possible
 from .move import Move, MoveKind
-from .prices import MOVE_SECONDS, group_size, is_even, price
+from .prices import MOVE_SECONDS, is_even, price
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,8 @@ class _PathSearch:
         }
         self._slowest = min(self._speed.values())
         self._unequal = bool(self.bound.speeds.levels)
-        used = {split.axis for split in dst.splits}
-        self._idle = frozenset([a.axis for a in self.axes if a.axis not in used and self._speed[a.axis] > self._slowest])
-        self._put_aside = self._idle.difference([split.axis for split in src.used()])
+        # Fast axes along which ranks of the target are replicas; and what these may have of it before they share it.
+        self._idle = self._fast_axes().difference([split.axis for split in dst.splits])
         self._shared = self._ends()[1:] if self._idle else []
 
     def run(self) -> Path | None:
@@ -274,8 +273,8 @@ class _PathSearch:
                 yield {dim: lay.canonical((*layout, atom), n)}
 
     def _for_a_while(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """Every dim with the atom as its minor split; and inside what the target will have there of slower axes, so that
-        nothing else has to move when these come: (4, x) for (y).
+        """Every dim with the atom as its minor split; and inside what the target will have there of slower axes, so
+        that nothing else has to move when these come: (4, x) for (y).
         """
         minor, only = list(self._minor(state, atom)), frozenset((atom,))
         yield from minor
@@ -337,8 +336,13 @@ class _PathSearch:
 
     def _exchanged_in_parts(self, state: Sharding) -> Iterator[Move]:
         """Everything over slow axes, to replicas along idle fast ones a part each, which they put together after."""
-        if self._shared and not self._put_aside.intersection([split.axis for split in state.splits]):
+        sliced = {split.axis for split in state.splits}.difference([split.axis for split in self.src.used()])
+        if self._shared and self._idle.isdisjoint(sliced):
             yield from (self._exchange(state, end) for end in self._shared)
+
+    def _fast_axes(self) -> frozenset[str | None]:
+        """All but the slowest."""
+        return frozenset([axis.axis for axis in self.axes if self._speed[axis.axis] > self._slowest])
 
     def _ends(self) -> list[Sharding]:
         """The target, and all that replicas of it along idle axes may have of it."""
