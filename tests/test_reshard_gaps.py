@@ -157,3 +157,12 @@ def test_numbers_of_what_ranks_share_of_an_exchange() -> None:
     assert [move.move.kind.value for move in fd.compile().resharded.moves] == ["permute", "all-gather"]
     (found,) = fd.simulate([value], check_replicas=True)
     assert torch.equal(found, value)
+
+
+def test_what_stays_unreduced_over_a_fast_axis_is_shared_by_nobody() -> None:
+    links = {"host": mf.Link(25e9, 0.0), "pod": mf.Link(25e9, 0.0), "gpu": mf.Link(450e9, 0.0)}
+    mesh = mf.DeviceMesh((2, 2, 4), ("host", "pod", "gpu"), links=links)
+    host, pod, gpu = Split(2, "host"), Split(2, "pod"), Split(4, "gpu")
+    first, last = (Sharding.make(mesh, [rows, ()], (16, 8), (gpu,), "sum") for rows in ((host, pod), (pod,)))
+    found = plan(first, last, (16, 8), 8)
+    assert found is not None and all(move.dst.partial == (gpu,) and not move.dst.dims[1] for move in found.moves)

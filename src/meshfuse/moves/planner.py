@@ -157,7 +157,7 @@ class _PathSearch:
         self._slowest = min(self._speed.values())
         self._unequal = bool(self.bound.speeds.levels)
         # Fast axes along which ranks of the target are replicas; and what these may have of it before they share it.
-        self._idle = self._fast_axes().difference([split.axis for split in dst.splits])
+        self._idle = self._fast_axes().difference([split.axis for split in dst.used()])
         self._shared = self._ends()[1:] if self._idle else []
 
     def run(self) -> Path | None:
