@@ -272,7 +272,7 @@ def test_the_gpt_example(launcher):
     script = [str(ROOT / "examples/gpt/run.py"), "--mesh", mesh, "--steps", "2", "--generate", "2"]
     done = subprocess.run(
         [sys.executable, "-m", *words.split(), *script],
-        env=base_environment(), capture_output=True, text=True, timeout=120, cwd=ROOT,
+        env=base_environment(), capture_output=True, text=True, timeout=280, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("largest difference")]
