@@ -19,8 +19,8 @@ settings.register_profile(
 settings.register_profile("fuzz", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# As many tests compute at a time as there are cores, on small tensors: more threads of torch's only wait for each
-# other. (It is read when torch is loaded, which is later, and by processes that tests start.)
+# Two tests run at a time on as many cores, on small tensors: more threads of torch's only wait for each other. (It is
+# read when torch is loaded, which is later, and by processes that tests start.)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What nohup, or a shell in the background, has this process ignore, the jobs that tests start would ignore, too.

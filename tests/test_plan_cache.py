@@ -474,7 +474,15 @@ def test_a_killed_writer_leaves_nothing_that_is_read(cache, planning):
     assert planning
 
 
-KEPT = ("/dominance.py", "/disk_cache.py", "/whole_files.py", "/compiler.py", "/plan_store/", "/planned_definition.py")
+KEPT = (
+    "/dominance.py",
+    "/disk_cache.py",
+    "/whole_files.py",
+    "/file_locks.py",
+    "/compiler.py",
+    "/plan_store/",
+    "/planned_definition.py",
+)
 
 
 def product() -> FusionDefinition:

@@ -89,8 +89,11 @@ def test_a_sum_of_rows_that_lie_apart_is_scattered_between_them() -> None:
     assert found is not None and found.wire == 65536 * 3 / 4 + 32768 / 2
 
 
-HOSTS = mf.DeviceMesh((3, 4), ("host", "gpu"), links={"host": mf.Link(25e9, 0.0), "gpu": mf.Link(450e9, 0.0)})
+SLOW, FAST = mf.Link(25e9, 0.0), mf.Link(450e9, 0.0)
+HOSTS = mf.DeviceMesh((3, 4), ("host", "gpu"), links={"host": SLOW, "gpu": FAST})
 H, G = Split(3, "host"), Split(4, "gpu")
+PODS = mf.DeviceMesh((2, 2, 4), ("host", "pod", "gpu"), links={"host": SLOW, "pod": SLOW, "gpu": FAST})
+POD_HOST, POD = Split(2, "host"), Split(2, "pod")
 
 
 def seconds_over(moves: list[tuple[str, float]], nbytes: int) -> float:
@@ -115,12 +118,8 @@ def test_a_sum_over_hosts_and_their_ranks_is_scattered_where_it_stays() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_hosts_exchange_their_ranks_share(shared: bool) -> None:
     """Blocks of rows to blocks of others: a quarter of what lacks to each rank of a host, unless they have parts."""
-    mesh = mf.DeviceMesh((2, 2, 4), ("host", "pod", "gpu"), links={
-        "host": mf.Link(25e9, 0.0), "pod": mf.Link(25e9, 0.0), "gpu": mf.Link(450e9, 0.0)
-    })  # fmt: skip
-    host, pod, gpu = Split(2, "host"), Split(2, "pod"), Split(4, "gpu")
-    shape, columns = (16, 8), () if shared else (gpu,)
-    first, last = (Sharding.make(mesh, [rows, columns], shape) for rows in ((host, pod), (pod,)))
+    shape, columns = (16, 8), () if shared else (G,)
+    first, last = (Sharding.make(PODS, [rows, columns], shape) for rows in ((POD_HOST, POD), (POD,)))
     found = plan(first, last, shape, 8)
     assert found is not None
     lacking = at_once(first, last, shape) * 25e9 / (16 * 8 * 8)
@@ -146,23 +145,19 @@ def test_numbers_of_sums_over_fast_and_slow_axes(dims: list[Layout], left: tuple
 
 
 def test_numbers_of_what_ranks_share_of_an_exchange() -> None:
-    links = {"host": mf.Link(25e9, 0.0), "pod": mf.Link(25e9, 0.0), "gpu": mf.Link(450e9, 0.0)}
-    mesh, value = mf.DeviceMesh((2, 2, 4), ("host", "pod", "gpu"), links=links), numbers((16, 8))
+    value = numbers((16, 8))
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([16, 8], dtype=mf.DataType.Double)
         y = fd.ops.set(x)
         fd.add_output(y)
-        fd.mesh_split(x, mesh, [("host", "pod"), None])
-        fd.mesh_split(y, mesh, ["pod", None])
+        fd.mesh_split(x, PODS, [("host", "pod"), None])
+        fd.mesh_split(y, PODS, ["pod", None])
     assert [move.move.kind.value for move in fd.compile().resharded.moves] == ["permute", "all-gather"]
     (found,) = fd.simulate([value], check_replicas=True)
     assert torch.equal(found, value)
 
 
 def test_what_stays_unreduced_over_a_fast_axis_is_shared_by_nobody() -> None:
-    links = {"host": mf.Link(25e9, 0.0), "pod": mf.Link(25e9, 0.0), "gpu": mf.Link(450e9, 0.0)}
-    mesh = mf.DeviceMesh((2, 2, 4), ("host", "pod", "gpu"), links=links)
-    host, pod, gpu = Split(2, "host"), Split(2, "pod"), Split(4, "gpu")
-    first, last = (Sharding.make(mesh, [rows, ()], (16, 8), (gpu,), "sum") for rows in ((host, pod), (pod,)))
+    first, last = (Sharding.make(PODS, [rows, ()], (16, 8), (G,), "sum") for rows in ((POD_HOST, POD), (POD,)))
     found = plan(first, last, (16, 8), 8)
-    assert found is not None and all(gpu not in move.dst.splits for move in found.moves)
+    assert found is not None and all(G not in move.dst.splits for move in found.moves)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 import meshfuse as mf
 from meshfuse.moves.planner import plan
 from meshfuse.sharding import Sharding, Split
+from test_reshard_properties import lacking
 
 
 @pytest.mark.parametrize("start", [0, 1, 2])
@@ -61,7 +60,7 @@ def test_few_elements_on_many_ranks_come_to_those_that_lack_them(shape: tuple[in
         dst = Sharding.make(mesh, [(Split(2, "y"),), dim], shape)
         found = plan(src, dst, shape, itemsize)
         assert found is not None
-        assert found.wire == pytest.approx(_lacking(src, dst, shape) * itemsize)
+        assert found.wire == pytest.approx(lacking(src, dst, shape) * itemsize)
 
 
 @pytest.mark.parametrize("n", [16, 30, 64])
@@ -78,12 +77,3 @@ def test_a_flipped_dim_moves_what_ranks_lack(n: int) -> None:
     held = [set(part.tolist()) for part in torch.arange(n).chunk(4)]
     lacking = sum(len({n - 1 - i for i in part} - part) for part in held)
     assert fd.bill().total == lacking / 4 * 6 * 4
-
-
-def _lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
-    """Elements that a rank needs and does not hold, counted one by one: the mean over the ranks."""
-    total = 0
-    for rank in range(src.mesh.size):
-        old, new = ([{i for a, b in runs for i in range(a, b)} for runs in s.runs(shape, rank)] for s in (src, dst))
-        total += math.prod(map(len, new)) - math.prod(len(a & b) for a, b in zip(old, new, strict=True))
-    return total / src.mesh.size

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, caller_line, user_error
+from ..file_locks import exclusive
 from ..whole_files import write_whole
 
 # Of checkpoint.json and what it names: another number where an older meshfuse could not read it.
@@ -54,28 +54,13 @@ def locked(path: Path) -> Iterator[None]:
 
     CheckpointError where another save is at it. Where folders cannot be locked, as on NFS, `commit` looks again.
     """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        _lock(handle, path)
+    with exclusive(os.open(path, os.O_RDONLY)) as is_ours:
+        if not is_ours:
+            raise user_error(
+                f"another save into {path} is under way", "a process that has locked the folder", "one at a time",
+                "Wait for its end, or save into another folder.", cls=CheckpointError,
+            )  # fmt: skip
         yield
-    finally:
-        try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # A process that was forked meanwhile has the handle, too.
-        finally:
-            os.close(handle)
-
-
-def _lock(handle: int, path: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise user_error(
-            f"another save into {path} is under way", "a process that has locked the folder", "one at a time",
-            "Wait for its end, or save into another folder.", cls=CheckpointError,
-        ) from None  # fmt: skip
-    except OSError:
-        pass  # This file system has no such locks.
 
 
 def new_name(path: Path) -> str:

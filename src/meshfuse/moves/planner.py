@@ -156,8 +156,10 @@ class _PathSearch:
         }
         self._slowest = min(self._speed.values())
         self._unequal = bool(self.bound.speeds.levels)
-        # Fast axes along which ranks of the target are replicas; and what these may have of it before they share it.
+        # Fast axes along which ranks of the target are replicas; those that only a slice for a while brings; and what
+        # replicas may have of the target before they share it.
         self._idle = self._fast_axes().difference([split.axis for split in dst.used()])
+        self._lent = self._idle.difference([split.axis for split in src.used()])
         self._shared = self._ends()[1:] if self._idle else []
 
     def run(self) -> Path | None:
@@ -336,8 +338,7 @@ class _PathSearch:
 
     def _exchanged_in_parts(self, state: Sharding) -> Iterator[Move]:
         """Everything over slow axes, to replicas along idle fast ones a part each, which they put together after."""
-        sliced = {split.axis for split in state.splits}.difference([split.axis for split in self.src.used()])
-        if self._shared and self._idle.isdisjoint(sliced):
+        if self._shared and self._lent.isdisjoint([split.axis for split in state.splits]):
             yield from (self._exchange(state, end) for end in self._shared)
 
     def _fast_axes(self) -> frozenset[str | None]:

@@ -47,7 +47,7 @@ def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinitio
         return plan()
     found = _recalled(folder, key, graph)
     if found is None:
-        with in_turn(folder / f"{key}{disk_cache.TURN}"):
+        with in_turn(folder / f"{key}{disk_cache.TURN}"):  # by whose time another may have planned it
             found = _recalled(folder, key, graph) or _planned_now(folder, key, graph, plan)
     return found
 

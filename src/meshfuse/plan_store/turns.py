@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..file_locks import exclusive, try_lock
 from ..runtime.environment import time_limit
 
 _STEP = 0.005  # seconds between two looks
@@ -21,19 +22,19 @@ def in_turn(path: Path) -> Iterator[None]:
     They wait half of MESHFUSE_TIMEOUT at most, lest peers that have gone ahead give them up, and go on beside each
     other. Nobody waits where files cannot be made or locked. The file goes with the process that has it.
     """
-    handle, is_first = _opened(path), False
-    try:
-        if handle is not None:
-            is_first = _locked(handle)
+    handle = _opened(path)
+    if handle is None:
+        yield
+        return
+    with exclusive(handle) as is_first:
+        try:
             if not is_first:
                 _wait(handle)
-        yield
-    finally:
-        if is_first:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        if handle is not None:
-            _close(handle)
+            yield
+        finally:
+            if is_first:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def _opened(path: Path) -> int | None:
@@ -45,28 +46,7 @@ def _opened(path: Path) -> int | None:
 
 def _wait(handle: int) -> None:
     end = time.monotonic() + time_limit() / 2
-    while not _locked(handle) and time.monotonic() < end:
+    while not try_lock(handle) and time.monotonic() < end:
         time.sleep(_STEP)
-    _unlock(handle)
-
-
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # This file system has no such locks.
-    return True
-
-
-def _unlock(handle: int) -> None:
     with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_UN)  # A process that was forked meanwhile has the handle, too.
-
-
-def _close(handle: int) -> None:
-    try:
-        _unlock(handle)
-    finally:
-        os.close(handle)
+        fcntl.flock(handle, fcntl.LOCK_UN)  # Others that wait go on, too.
