@@ -9,7 +9,7 @@ free at every step.)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..graph import Graph, Node
@@ -35,12 +35,12 @@ def most(graph: Graph) -> int:
 
 
 def pins(resharded: ReshardedDefinition) -> list[Pin]:
-    """What to hold elsewhere, one at a time: beside the dearest moves first, and of equal layers in one alone."""
+    """What to hold elsewhere, one at a time, of equal layers in one alone."""
     graph, homes = resharded.graph, resharded.sharded.homes
     makers = {i: node for node in graph.nodes for i in node.outputs}
     used = {(home.mesh, split.axis) for home in homes.values() for split in home.splits}
     found: dict[tuple[int, int, Sharding, Sharding], Pin] = {}
-    for tensor in _beside_moves(resharded, makers):
+    for tensor in _in_order(_beside_moves(resharded, makers), graph, homes):
         if tensor in makers and tensor not in graph.annotations:
             node, home = makers[tensor], homes[tensor]
             for other in _next_to(home, graph.shape(tensor), used):
@@ -59,6 +59,22 @@ def _beside_moves(resharded: ReshardedDefinition, makers: Mapping[int, Node]) ->
     order = sorted(spent, key=lambda i: -spent[i])
     beside = ((i, *(makers[i].inputs if i in makers else ()), *made.get(i, ())) for i in order)
     return dict.fromkeys(itertools.chain.from_iterable(beside))
+
+
+def _in_order(tensors: Iterable[int], graph: Graph, homes: Mapping[int, Sharding]) -> list[int]:
+    """The largest first; and last, those that an op reads or makes beside another in the same place: they go where that
+    goes.
+    """
+    beside: dict[int, set[int]] = {}
+    for node in graph.nodes:
+        for i in (*node.inputs, *node.outputs):
+            beside.setdefault(i, set()).update(node.inputs, node.outputs)
+    first: dict[int, None] = {}
+    alike: dict[int, None] = {}
+    for i in tensors:
+        like = (j for j in beside.get(i, ()) if j in first and (homes[j], graph.shape(j)) == (homes[i], graph.shape(i)))
+        (first if next(like, None) is None else alike)[i] = None
+    return [*sorted(first, key=lambda i: -graph.tensors[i].type.numel), *alike]
 
 
 def _made_of(graph: Graph) -> dict[int, list[int]]:

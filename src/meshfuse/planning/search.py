@@ -13,6 +13,7 @@ for free outputs where they are left. Of a long program of equal layers few are 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -26,7 +27,7 @@ from ..propagation.beam import BeamSettings
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
 from ..propagation.outputs import all_followed, ends
-from ..propagation.propagate import FAST, LATE, NARROW, THOROUGH, Propagation, propagate
+from ..propagation.propagate import FAST, LATE, LOOK, NARROW, THOROUGH, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..resharding.resharded import Set
@@ -59,6 +60,9 @@ NOTABLE = 0.98
 
 # What goes on from the best plan so far.
 _Search = Callable[["_PlanSearch"], None]
+
+# In a loose search, plans count as one that differ by no more than this part of what the best one's moves take.
+SLACK = 0.01
 
 # The search with no choice final before the end in which ops try more placements: too slow to be asked more than once.
 _FAR = LATE._replace(width=32, thorough=True)
@@ -264,11 +268,28 @@ class _PlanSearch:
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
         if not in_rounds(self.graph):
-            found = self.propagation.again(self._made(self.best), _FAR)
-            if self._spent(found).sends_less_than(self.cost):
-                self._keep(found)
+            self._farthest(self._made(self.best), _FAR)
+            self._farthest(None, self._loose(_FAR))
+            self._loosely()
+        before = self.cost
         self._hold()
+        if self.cost != before:
+            self._go_on()
         self._leave()
+
+    def _farthest(self, asked: Mapping[int, Sharding] | None, search: BeamSettings) -> None:
+        """The plan of a search that tries most, where it sends less."""
+        found = self.propagation.again(asked, search)
+        if self._spent(found).sends_less_than(self.cost):
+            self._keep(found)
+
+    def _loosely(self) -> None:
+        """With plans that differ in little counted as one, so that those kept are farther apart."""
+        for asked in (_followed(self.graph, self.best, {}), None, self._made(self.best)):
+            self._try(asked, self._loose(LATE))
+
+    def _loose(self, search: BeamSettings) -> BeamSettings:
+        return search._replace(slack=float(f"{SLACK * self.cost.moving:.1e}"))
 
     def _on_grids(self, search: _Search) -> None:
         """From the plans that a search finds on meshes on which an axis is two."""
@@ -282,13 +303,19 @@ class _PlanSearch:
         tried, idle, before = set[Pin](), 0, None
         while self.cost != before:
             before = self.cost
-            for pin in pins(insert_resharding(self.best)):
-                if pin not in tried and len(tried) < most(self.graph) and idle < IDLE:
-                    tried.add(pin)
-                    found, cost = self.propagation.holding(self._made(self.best), *pin), self.cost
-                    if self._spent(found).moving < cost.moving - EPSILON:
-                        self._keep(found)
-                    idle = 0 if self.cost != cost else idle + 1
+            for _, places in itertools.groupby(pins(insert_resharding(self.best)), key=lambda pin: pin.tensor):
+                made = self._made(self.best)
+                for pin in places:
+                    if pin not in tried and len(tried) < most(self.graph) and idle < IDLE:
+                        tried.add(pin)
+                        idle = 0 if self._held(made, pin) else idle + 1
+
+    def _held(self, made: Mapping[int, Sharding], pin: Pin) -> bool:
+        """Whether the plan that a pin leads to, from what a plan makes, is better: it is kept then."""
+        found, cost = self.propagation.holding(made, *pin, self._loose(LOOK)), self.cost
+        if self._spent(found).moving < cost.moving - EPSILON:
+            self._keep(found)
+        return self.cost != cost
 
     def _leave(self) -> None:
         """With free outputs where the best plan leaves them, as if the user had asked for that: so a sum that need not

@@ -49,15 +49,18 @@ class _Origins(NamedTuple):
 def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
     """Inputs in other places, where bringing them there takes less than is spent on what is split after them.
 
-    Inputs of one origin go to another dim together, if that dim is of one size. Those that may save most come first.
+    Inputs of one origin go to another dim together, if that dim is of one size, or are whole, but where the user
+    asks for rounds. Those that may save most come first.
     """
     homes, graph = resharded.sharded.homes, resharded.graph
-    spent = _spent(resharded)
+    spent, rounds = _spent(resharded), in_rounds(graph)
     found: dict[tuple[_InputGroup, int, int], dict[int, Sharding]] = {}
     for i in _read_inputs(graph):
         for origin in _own_origins(homes[i]):
             for dim, start in _moved(homes[i], origin, graph.shape(i)) if origin in spent else ():
                 found.setdefault((origin, dim, graph.shape(i)[dim]), {})[i] = start
+            if origin in spent and not rounds:
+                found.setdefault((origin, origin.dim, 0), {})[i] = _whole(homes[i], origin.dim, graph.shape(i))
     saved = [(spent[origin] - _price(resharded, starts), starts) for (origin, _, _), starts in found.items()]
     worth = sorted([entry for entry in saved if entry[0] > EPSILON], key=lambda entry: -entry[0])
     return [starts for _, starts in worth[:MOST]]
@@ -123,6 +126,10 @@ def _own_origins(home: Sharding) -> Iterator[_InputGroup]:
 def _moved(home: Sharding, origin: _InputGroup, shape: tuple[int, ...]) -> Iterator[tuple[int, Sharding]]:
     """The sharding with the axes of the origin as the minor ones of another dim, for each that they divide."""
     yield from _with_minor(home, shape, lay.axes(origin.layout), origin.dim)
+
+
+def _whole(home: Sharding, dim: int, shape: tuple[int, ...]) -> Sharding:
+    return Sharding.make(home.mesh, [*home.dims[:dim], (), *home.dims[dim + 1 :]], shape)
 
 
 def _with_minor(

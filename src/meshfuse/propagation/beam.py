@@ -3,7 +3,9 @@
 A plan of the beam is its cost so far and the shardings in which each tensor that is still read exists. A plan that
 another reaches by resharding, at no greater cost, is dropped: what is left are the few plans that really differ.
 Unreduced sums count as if they were reduced at once. (Beam search as in Alpa's and TePDist's relatives; the dominance
-test is our own.)
+test is our own.) In a loose search a plan is also dropped where another reaches it at little more cost: else a beam is
+full of plans that differ in where small tensors are, and what is dear at first and pays late is not among them. (What
+is kept is an epsilon-approximate front, as in Laumanns et al., 2002.)
 
 What the beam does at an op is a function of the plans relative to the cheapest one, of the op, and of where its
 operands are; tensors are named by where they stand, not by number. So the second of two equal layers finds everything
@@ -92,13 +94,15 @@ _front = functools.lru_cache(maxsize=1 << 13)(Front)
 
 class BeamSettings(NamedTuple):
     """How many plans are kept, after how many ops a choice is final, and whether ops try more placements: all of them
-    (`thorough`), or only those that have `sums` to reduce and reduce nothing themselves, which have few.
+    (`thorough`), or only those that have `sums` to reduce and reduce nothing themselves, which have few. A plan that
+    another reaches is dropped also where it costs less, by up to so many seconds of `slack`.
     """
 
     width: int
     horizon: int
     thorough: bool = False
     sums: bool = False
+    slack: float = 0.0
 
 
 def _has_terms(front: Front, entry: Sequence[OperandState]) -> bool:
@@ -120,13 +124,13 @@ class Beam:
     def run(self) -> list[Decision]:
         """The cheapest plan's decisions, op by op."""
         front, strides = _front((), (), (), (Plan(0.0, ()),)), []
-        width, horizon, thorough, sums = self.search
+        width, horizon, thorough, sums, slack = self.search
         for now, (kind, tensors, next_read) in enumerate(self.roles.parts):
             role = role_of(kind, tuple([self.wanted.get(i, ()) for i in tensors]))
             near = tuple([then is not None and then <= now + horizon for then in next_read])
             entry = tuple([self._entry(i) for i in tensors[: kind.read]])
             more = thorough if kind.may_move else (thorough or sums) and _has_terms(front, entry)
-            stride = _stride(front, role, near, entry, self._old(now), width, more)
+            stride = _stride(front, role, near, entry, self._old(now), width, more, slack)
             self._enter(stride, tensors, now)
             strides.append(stride)
             front = stride.front
@@ -155,11 +159,12 @@ def _stride(
     old: int,
     width: int,
     thorough: bool,
+    slack: float,
 ) -> Stride:
     """`near[i]`: the op's tensor i is read again before the horizon. `entry` tells of the distinct operands; what the
     first `old` open tensors are is decided now.
     """
-    return _Striding(front, role, near, entry, width, thorough).run(old)
+    return _Striding(front, role, near, entry, width, thorough, slack).run(old)
 
 
 class _Found(NamedTuple):
@@ -188,8 +193,10 @@ class _Striding:
         entry: tuple[OperandState, ...],
         width: int,
         thorough: bool,
+        slack: float,
     ):
         self.front, self.role, self.entry, self.width, self.thorough = front, role, entry, width, thorough
+        self.margin = EPSILON + slack
         touched = {e for e in entry if isinstance(e, int)}
         self.kept = [place for place in range(len(front.tables)) if place not in touched]
         self.alive = [k for k, tensor in enumerate(role.kind.tensors) if tensor.read_again]
@@ -257,11 +264,11 @@ class _Striding:
         return kept
 
     def _is_reached(self, f: _Found, groups: Mapping[int, Sequence[tuple[float, int]]]) -> bool:
-        """Whether resharding turns what a cheaper plan holds into what this one does, at no greater cost.
+        """Whether resharding turns what a cheaper plan holds into what this one does, at no notably greater cost.
 
         The plans of a group hold the op's tensors alike, the cheapest first.
         """
-        limit, old = f.seconds + EPSILON, f.old
+        limit, old = f.seconds + self.margin, f.old
         bounds = self.old.bounds[old]
         for new, group in groups.items():
             left = limit - self.new.cost(new, f.new, limit) if new != f.new else limit

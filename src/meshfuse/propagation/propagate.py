@@ -37,7 +37,7 @@ _LONG = BeamSettings(32, 1 << 30)
 LATE = BeamSettings(64, 1 << 30)
 SMALL = 256
 # Of many programs that differ in one place each.
-LOOK = BeamSettings(6, 32, sums=True)
+LOOK = BeamSettings(12, 32, sums=True)
 _NOWHERE: Mapping[int, Sharding] = {}
 
 
@@ -106,12 +106,14 @@ class Propagation:
         nothing. What that saves may come long after the choice is final; whether it pays is for others to say.
         """
         if search.horizon > FAST.horizon and len(self.graph.nodes) > SMALL:
-            search = FAST._replace(thorough=search.thorough)
+            search = search._replace(width=FAST.width, horizon=FAST.horizon)
         return self._searched(search, self.greedily if asked is None else asked, starts)
 
-    def holding(self, asked: Mapping[int, Sharding], tensor: int, place: Sharding) -> ShardedDefinition:
+    def holding(
+        self, asked: Mapping[int, Sharding], tensor: int, place: Sharding, search: BeamSettings = LOOK
+    ) -> ShardedDefinition:
         """A plan in which what an op makes is somewhere, as if it were annotated, from what is asked elsewhere."""
-        return self._unheld(self._held({tensor: place}).again(asked, LOOK))
+        return self._unheld(self._held({tensor: place}).again(asked, search))
 
     def leaving(self, asked: Mapping[int, Sharding], ends: Mapping[int, Sharding]) -> ShardedDefinition:
         """A plan in which free outputs end up in places, as if they were annotated, from what is asked elsewhere."""
