@@ -90,9 +90,9 @@ def a_layer_from_sequence_to_sequence(fd: Fd, s: Sizes) -> None:
     split(fd, SP8, (x, [None, "sp", None]), (y, [None, "sp", None]))
 
 
-@known(146.81, 89.92)
+@known(146.81, 88.06)
 def its_weights_gradients(fd: Fd, s: Sizes) -> None:
-    """x to the batch, and an all-reduce per weight."""
+    """x to the batch, and an all-reduce per weight, of the MLP's first over 4 of the ranks."""
     x, weights = floats(fd, s.batch, s.length, s.width), weights_of_a_layer(fd, s)
     gradients(fd, layer(fd, s, x, weights), weights)
     split(fd, SP8, (x, [None, "sp", None]))

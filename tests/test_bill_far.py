@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from layers import Sizes, Tensor, floats, mlp, one_hot
 from programs import X4_Y2, Fd, gradients, outputs, split
@@ -122,6 +123,48 @@ def a_step_of_attention_whose_weights_lie_on_one_of_the_axes_of_the_batch(fd: Fd
     outputs(fd, *stepped)
     split(fd, DP2_FS4, (x, [("dp", "fs"), None, None]))  # type: ignore[list-item]
     split(fd, DP2_FS4, *((w, ["fs", None]) for w in (*weights, *stepped)))
+
+
+def loss_of_a_head(fd: Fd, s: Sizes) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Its indices; its rows and their gradient; its head and that one's gradient."""
+    x, w = floats(fd, s.batch, s.length, s.width), floats(fd, s.vocab, s.width)
+    index = fd.define_tensor([s.batch, s.length], dtype=mf.DataType.Int)
+    loss = fd.ops.cross_entropy(fd.ops.linear(x, w), index)
+    dx, dw = fd.grad(loss, [x, w])
+    outputs(fd, loss, dx, dw)
+    return index, [x, dx], [w, dw]
+
+
+@known(math.inf, 146.9)  # XLA was not asked.
+def a_loss_whose_rows_lie_over_both_axes(fd: Fd, s: Sizes) -> None:
+    """Of a head that is whole on every rank: all ranks share the vocabulary, not the rows. AG of rows, RS of their
+    gradient, and AG of the head's (an AR of it would send 234.9).
+    """
+    index, rows, heads = loss_of_a_head(fd, s)
+    for t in rows:
+        split(fd, DP2_FS4, (t, [("dp", "fs"), None, None]))  # type: ignore[list-item]
+    split(fd, DP2_FS4, (index, [("dp", "fs"), None]), *((t, [None, None]) for t in heads))  # type: ignore[list-item]
+
+
+@known(math.inf, 79.82)
+def a_loss_whose_rows_lie_over_an_axis_that_its_head_does_not(fd: Fd, s: Sizes) -> None:
+    """The vocabulary over all axes again: AG of the head's gradient over two, in place of an AR."""
+    index, rows, heads = loss_of_a_head(fd, s)
+    split(fd, D2_S2_T2, *((t, ["dp", "sp", None]) for t in rows), *((t, ["tp", None]) for t in heads))
+    split(fd, D2_S2_T2, (index, ["dp", "sp"]))
+
+
+@known(math.inf, 205.7)
+def a_language_model_whose_weights_are_whole(fd: Fd, s: Sizes) -> None:
+    """As above, after a residual MLP (AR of all gradients would send 293.6; 196.2 has not been found)."""
+    tokens, index = (fd.define_tensor([s.batch, s.length], dtype=mf.DataType.Int) for _ in range(2))
+    table, head = (floats(fd, s.vocab, s.width) for _ in range(2))
+    w1, w2 = floats(fd, s.width, s.hidden), floats(fd, s.hidden, s.width)
+    x = fd.ops.embedding_fwd(tokens, table)
+    loss = fd.ops.cross_entropy(fd.ops.linear(x + mlp(fd, x, w1, w2), head), index)
+    outputs(fd, loss, *fd.grad(loss, [head, w1, w2]))
+    for t in (tokens, index):
+        split(fd, DP2_FS4, (t, [("dp", "fs"), None]))  # type: ignore[list-item]
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

@@ -33,6 +33,14 @@ PERCEPTRONS: list[list[Spec]] = [
 ]
 
 
+# Of x [batch, length, width] and of a head [vocabulary, width] whose loss has gradients: rows lie over two axes, and
+# what is best has both of them on the vocabulary.
+LOSSES: list[list[Spec]] = [
+    [("dp", "tp", None), (None, None)],
+    [("dp", "tp", None), ("dp", None)],
+]
+
+
 def of_specs(specs: list[Spec], *shapes: list[int]) -> Graph:
     """A head with the sum of its exponentials, or a perceptron."""
     with mf.FusionDefinition() as fd:
@@ -53,14 +61,27 @@ def places(shape: tuple[int, ...]) -> Iterator[Sharding]:
             yield Sharding.make(MESH, layouts, shape)
 
 
-@pytest.mark.parametrize("specs", [*HEADS, *PERCEPTRONS], ids=str)
-def test_no_annotation_of_one_tensor_makes_a_plan_notably_better(specs: list[Spec]) -> None:
-    shapes = [[8, 512, 1024], [1024, 32768]] if len(specs) == 2 else [[8, 512, 1024], [1024, 4096], [4096, 1024]]
-    graph = of_specs(specs, *shapes)
+def of_a_loss(specs: list[Spec]) -> Graph:
+    """The cross entropy of a head, and its gradients by rows and head, which lie as these do."""
+    with mf.FusionDefinition() as fd:
+        x, w, rows = fd.define_tensor([8, 512, 1024]), fd.define_tensor([32768, 1024]), specs[0][:2]
+        index = fd.define_tensor([8, 512], dtype=mf.DataType.Int)
+        loss = fd.ops.cross_entropy(fd.ops.linear(x, w), index)
+        dx, dw = fd.grad(loss, [x, w])
+        for out in (loss, dx, dw):
+            fd.add_output(out)
+        for tensor, spec in ((x, specs[0]), (dx, specs[0]), (w, specs[1]), (dw, specs[1]), (index, rows)):
+            fd.mesh_split(tensor, MESH, list(spec))  # type: ignore[arg-type]
+    return graph_of(fd)
+
+
+def check_that_no_place_of_a_product_is_better(graph: Graph, *ops: str, axes: int = 0) -> None:
+    """What follows from a product element by element lies as it does, in nearly all plans."""
     best = spent(decided(graph, MESH))
-    # What follows from a product element by element lies as it does, in nearly all plans.
-    products = [node for node in graph.nodes if node.name == "matmul"]
-    for node, place in ((n, p) for n in products for p in places(graph.shape(n.outputs[0]))):
+    products = [node for node in graph.nodes if node.name in ops]
+    assert products
+    found = ((n, p) for n in products for p in places(graph.shape(n.outputs[0])) if len(p.splits) >= axes)
+    for node, place in found:
         (made,) = node.outputs
         pinned = dataclasses.replace(
             graph,
@@ -69,3 +90,14 @@ def test_no_annotation_of_one_tensor_makes_a_plan_notably_better(specs: list[Spe
         )
         other = spent(decided(pinned, MESH))
         assert other.moving > 0.95 * best.moving or not other.beats(best), (str(node), str(place), best, other)
+
+
+@pytest.mark.parametrize("specs", [*HEADS, *PERCEPTRONS], ids=str)
+def test_no_annotation_of_one_tensor_makes_a_plan_notably_better(specs: list[Spec]) -> None:
+    shapes = [[8, 512, 1024], [1024, 32768]] if len(specs) == 2 else [[8, 512, 1024], [1024, 4096], [4096, 1024]]
+    check_that_no_place_of_a_product_is_better(of_specs(specs, *shapes), "matmul")
+
+
+@pytest.mark.parametrize("specs", LOSSES, ids=str)
+def test_no_annotation_of_logits_makes_a_loss_and_its_gradients_notably_better(specs: list[Spec]) -> None:
+    check_that_no_place_of_a_product_is_better(of_a_loss(specs), "linear", axes=2)

@@ -249,7 +249,7 @@ if "child" not in sys.argv:
     time.sleep(world.rank)  # for rank 0 to look after its peers while it waits
     world.barrier()
 """
-    done = job(script, "-m", "meshfuse", "run", "--ranks", "2", "--all-output", MESHFUSE_TIMEOUT="20")
+    done = job(script, "-m", "meshfuse", "run", "--ranks", "2", "--all-output", MESHFUSE_TIMEOUT="60")
     assert done.returncode == 0, done.stderr
     said = "RankError: two processes are rank 1 of this job: found process"
     assert f"1 meshfuse.errors.{said}" in done.stdout and f"orphan meshfuse.errors.{said}" in done.stdout, done.stdout
