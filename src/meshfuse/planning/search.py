@@ -268,20 +268,15 @@ class _PlanSearch:
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
         if not in_rounds(self.graph):
-            self._farthest(self._made(self.best), _FAR)
-            self._farthest(None, self._loose(_FAR))
+            found = self.propagation.again(self._made(self.best), _FAR)
+            if self._spent(found).sends_less_than(self.cost):
+                self._keep(found)
             self._loosely()
         before = self.cost
         self._hold()
         if self.cost != before:
             self._go_on()
         self._leave()
-
-    def _farthest(self, asked: Mapping[int, Sharding] | None, search: BeamSettings) -> None:
-        """The plan of a search that tries most, where it sends less."""
-        found = self.propagation.again(asked, search)
-        if self._spent(found).sends_less_than(self.cost):
-            self._keep(found)
 
     def _loosely(self) -> None:
         """With plans that differ in little counted as one, so that those kept are farther apart."""
