@@ -30,11 +30,13 @@ WEIGHT = WIDTH * WIDTH * 4
 
 
 def fsdp(layers: int = LAYERS, **bounds: Any) -> mf.FusionDefinition:
-    """A deep MLP, its weights and rows split over four ranks, forward and backward."""
-    mesh = mf.DeviceMesh([0, 1, 2, 3], ("dp",), links="dgx-h100")
+    """A deep MLP, its weights and rows split over four ranks, forward and backward. Calls start at once, and there are
+    many rows: of few, gathering x and the seed would leave no gradient to reduce.
+    """
+    mesh = mf.DeviceMesh([0, 1, 2, 3], ("dp",), links=mf.Link(450e9, 1e-9), flops=989e12)
     with mf.FusionDefinition(**bounds) as fd:
-        x = fd.define_tensor([ROWS, WIDTH])
-        seed = fd.define_tensor([ROWS, WIDTH])
+        x = fd.define_tensor([4 * ROWS, WIDTH])
+        seed = fd.define_tensor([4 * ROWS, WIDTH])
         weights = [fd.define_tensor([WIDTH, WIDTH]) for _ in range(layers)]
         y = x
         for w in weights:
