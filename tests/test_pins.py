@@ -8,7 +8,7 @@ import meshfuse as mf
 from defining import graph_of
 from meshfuse import compiler
 from meshfuse.planning.pins import pins
-from meshfuse.propagation.propagate import Propagation
+from meshfuse.propagation.propagate import LOOK, Propagation
 from meshfuse.resharding.insert import insert_resharding
 from meshfuse.sharding.layout import extent
 from meshfuse.testing import assert_same_as_unsharded, inputs_for
@@ -42,7 +42,7 @@ def test_a_plan_with_any_tensor_held_elsewhere_is_right(uneven: bool, monkeypatc
     found = pins(insert_resharding(plan))
     assert len(found) > 40
     for pin in found:
-        held = propagation.holding(plan.homes, *pin)
+        held = propagation.holding(plan.homes, *pin, LOOK)
         assert held.graph == graph
         fd = gated(uneven)
         with monkeypatch.context() as patch:

@@ -57,12 +57,11 @@ IDLE = 40
 WORTH = 0.75
 # One that moves as much must take less than this part: an all-reduce in two halves saves next to no computation.
 NOTABLE = 0.98
+# In a loose search, plans count as one that differ by no more than this part of what the best one's moves take.
+SLACK = 0.01
 
 # What goes on from the best plan so far.
 _Search = Callable[["_PlanSearch"], None]
-
-# In a loose search, plans count as one that differ by no more than this part of what the best one's moves take.
-SLACK = 0.01
 
 # The search with no choice final before the end in which ops try more placements: too slow to be asked more than once.
 _FAR = LATE._replace(width=32, thorough=True)
@@ -284,6 +283,7 @@ class _PlanSearch:
             self._try(asked, self._loose(LATE))
 
     def _loose(self, search: BeamSettings) -> BeamSettings:
+        """The search with the slack for this program: of two digits, so that searches share what they work out."""
         return search._replace(slack=float(f"{SLACK * self.cost.moving:.1e}"))
 
     def _on_grids(self, search: _Search) -> None:

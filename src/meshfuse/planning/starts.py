@@ -56,10 +56,10 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
     spent, rounds = _spent(resharded), in_rounds(graph)
     found: dict[tuple[_InputGroup, int, int], dict[int, Sharding]] = {}
     for i in _read_inputs(graph):
-        for origin in _own_origins(homes[i]):
-            for dim, start in _moved(homes[i], origin, graph.shape(i)) if origin in spent else ():
+        for origin in filter(spent.__contains__, _own_origins(homes[i])):
+            for dim, start in _moved(homes[i], origin, graph.shape(i)):
                 found.setdefault((origin, dim, graph.shape(i)[dim]), {})[i] = start
-            if origin in spent and not rounds:
+            if not rounds:
                 found.setdefault((origin, origin.dim, 0), {})[i] = _whole(homes[i], origin.dim, graph.shape(i))
     saved = [(spent[origin] - _price(resharded, starts), starts) for (origin, _, _), starts in found.items()]
     worth = sorted([entry for entry in saved if entry[0] > EPSILON], key=lambda entry: -entry[0])

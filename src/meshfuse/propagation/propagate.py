@@ -110,7 +110,7 @@ class Propagation:
         return self._searched(search, self.greedily if asked is None else asked, starts)
 
     def holding(
-        self, asked: Mapping[int, Sharding], tensor: int, place: Sharding, search: BeamSettings = LOOK
+        self, asked: Mapping[int, Sharding], tensor: int, place: Sharding, search: BeamSettings
     ) -> ShardedDefinition:
         """A plan in which what an op makes is somewhere, as if it were annotated, from what is asked elsewhere."""
         return self._unheld(self._held({tensor: place}).again(asked, search))
