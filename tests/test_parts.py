@@ -23,7 +23,7 @@ from meshfuse.planning.search import MOST
 from meshfuse.rewriting.parts import Parted
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, definitions, inputs_for
-from meshfuse.testing.check import assert_close
+from meshfuse.testing.check import assert_close, tolerance_of
 from meshfuse.testing.pieced import evaluated, on_parts, pieced_problem
 from op_harness import sample_ids
 
@@ -106,7 +106,7 @@ def test_random_programs_on_parts_are_the_programs() -> None:
         followed.append(is_followed(other))
         parts = [*inputs[:place], *inputs[place].split(sizes, dim), *inputs[place + 1 :]]
         for a, b in zip(evaluated(graph, inputs), evaluated(other, parts), strict=True):
-            assert_close(b, a, 1e-4, str(other))
+            assert_close(b, a, max(1e-4, tolerance_of(fd)), str(other))
 
     check()
     assert sum(followed) > len(followed) / 4

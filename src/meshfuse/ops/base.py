@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,7 +159,11 @@ class RuleBuilder:
         return tuple(self.factor(n, kind, reduce) if d in chosen else self.factor(n) for d, n in enumerate(shape))
 
     def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
-        return Rule(tuple(self._factors), tuple(operands), tuple(results))
+        return _rule(tuple(self._factors), tuple(operands), tuple(results))
+
+
+# Equal rules are one object: what follows from a rule alone is worked out once for all ops that have it.
+_rule = functools.lru_cache(maxsize=1 << 13)(Rule)
 
 
 class Partial(enum.Enum):

@@ -27,7 +27,7 @@ from .wishes import wishes
 
 FAST = BeamSettings(24, 32)
 # The first search, all that long programs get.
-FIRST = BeamSettings(12, 16)
+FIRST = BeamSettings(6, 16)
 THOROUGH = BeamSettings(16, 32, thorough=True)
 # Several of these go on from one another: with more plans each takes longer, and they find no more together.
 NARROW = THOROUGH._replace(width=8)
