@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfuse as mf
-from defining import rebuilt
+from defining import graph_of, rebuilt
 from meshfuse import costs
 from meshfuse.host_ir.cost import CostModel
 from meshfuse.moves.move import MoveKind
@@ -423,3 +423,46 @@ def test_work_is_that_of_the_rank_which_has_most(rows: int) -> None:
     (left, _), (made,) = choice.placement.operands, choice.placement.results
     shares = [math.prod((*made.local_shape((rows, 32), r), left.local_shape((rows, 64), r)[1])) for r in range(8)]
     assert choice.placement.ways == pytest.approx(rows * 32 * 64 / max(shares))
+
+
+def _places(fd: mf.FusionDefinition, *shape: int) -> mf.TensorView:
+    return fd.ops.reshape(fd.ops.iota(math.prod(shape)), list(shape))
+
+
+PICKS: dict[str, Callable[[mf.FusionDefinition, mf.TensorView], mf.TensorView]] = {
+    "select": lambda fd, x: fd.ops.select(x, 5, 0),
+    "slice": lambda fd, x: fd.ops.slice(x, [3, 0], [5, 64]),
+    "index_select": lambda fd, x: fd.ops.index_select(x, _places(fd, 2), 0),
+    "take_along_axis": lambda fd, x: fd.ops.take_along_axis(x, _places(fd, 1, 64), 0),
+    "gather": lambda fd, x: fd.ops.gather(x, _places(fd, 1, 64), 0),
+    "embedding_fwd": lambda fd, x: fd.ops.embedding_fwd(_places(fd, 2), x),
+}
+
+
+@pytest.mark.parametrize("op", PICKS)
+def test_to_read_a_little_is_as_much_work_of_a_lot(op: str) -> None:
+    work = []
+    for rows in (8, 8000):
+        with mf.FusionDefinition() as fd:
+            fd.add_output(PICKS[op](fd, fd.define_tensor([rows, 64])))
+        work.append(sum(node.call.op.flops(node.call) for node in graph_of(fd).nodes))
+    assert work[0] == work[1]
+
+
+@pytest.mark.parametrize("first", ["select", "slice"])
+@pytest.mark.parametrize("op", PICKS)
+def test_what_every_rank_has_whole_is_read_there(first: str, op: str) -> None:
+    """To share what is read of a table among ranks saves nothing that is worth a move."""
+    mesh, parts = mf.DeviceMesh((2,), ("dp",)), [2, 1 << 22, 64]
+    with mf.FusionDefinition() as fd:
+        table, beside = fd.define_tensor(parts), fd.define_tensor([64])
+        if first == "select":
+            part = fd.ops.select(table, 1, 0)
+        else:
+            part = fd.ops.squeeze(fd.ops.slice(table, [1, 0, 0], parts), [0])
+        found, other = PICKS[op](fd, part), fd.ops.tanh(beside)
+        fd.mesh_split(beside, mesh, ["dp"])
+        for made in (found, other):
+            fd.mesh_split(made, mesh, [None] * made.type.ndim)
+            fd.add_output(made)
+    assert fd.bill().total == 64 * 4 / 2

@@ -326,6 +326,16 @@ def _elementwise_flops(call: Call) -> float:
     return float(max((t.numel for t in (*call.results, *call.types)), default=0))
 
 
+def picked(call: Call) -> float:
+    """Operations of an op that reads no more of its operands than it makes of them, however large they are."""
+    return float(sum([made.numel for made in call.results]))
+
+
+def _unread(call: Call) -> float:
+    """Operations of a view: its elements are read where they are used."""
+    return 0.0
+
+
 def _no_samples() -> tuple[Sample, ...]:
     return ()
 
@@ -405,6 +415,8 @@ class OpDef:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", {param.name: place for place, param in enumerate(self.params)})
+        if self.is_view:
+            object.__setattr__(self, "flops", _unread)
 
     def __repr__(self) -> str:
         return f"OpDef({self.name})"

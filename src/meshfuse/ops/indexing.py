@@ -31,6 +31,7 @@ from .base import (
     TensorRef,
     TensorType,
     Writing,
+    picked,
 )
 from .shape_arithmetic import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_index, check_ndim
 
@@ -319,6 +320,7 @@ OPS = (
         _take_rule,
         _take_emit,
         Partial.FIRST,
+        picked,
         samples=lambda: [*_take_samples(), _lookup(_t(6, 8), (1, 3), 1, 0, 7, 3)],
         nvfuser=nvfuser_forms.take,
         vjp=INDEXING["take_along_axis"],
@@ -331,6 +333,7 @@ OPS = (
         _gather_rule,
         _gather_emit,
         Partial.FIRST,
+        picked,
         samples=lambda: [*_take_samples()[::2], _lookup(_t(6, 8), (4, 3), 1, 0, 7, 3, 5, 2)],
         nvfuser=nvfuser_forms.gather,
         vjp=INDEXING["gather"],
@@ -343,6 +346,7 @@ OPS = (
         _index_select_rule,
         _index_select_emit,
         Partial.FIRST,
+        picked,
         samples=lambda: [_lookup(_t(6, 8), (5,), 1, 7, 0, 3, 3, 6), _lookup(_t(6, 8), (), 0, 4)],
         nvfuser=nvfuser_forms.index_select,
         vjp=INDEXING["index_select"],
@@ -369,6 +373,7 @@ OPS = (
         _embedding_infer,
         _embedding_rule,
         _embedding_emit,
+        flops=picked,
         samples=_embedding_samples,
         nvfuser=nvfuser_forms.embedding,
         vjp=INDEXING["embedding_fwd"],
