@@ -45,7 +45,7 @@ BAD: list[Any] = [
     [5], {}, {0: 1}, object(), int, torch.ones(2), torch.tensor(1), np.int64(1), np.float32(0.5), DataType.Int, 1j,
     ParallelType.mesh_x, ParallelType.stream, ParallelType.block_x, MESH, mf.Split(2), [mf.Split(2, "x")], slice(0, 1),
     iter([1]), defined()[1], "a tensor of its own", DEEP, Unprintable(), [1] * 10**5,
-    range(10**12), np.array([]), np.array(1),
+    range(10**12), np.array([]), np.array(1), torch.ones(2, 2), [torch.ones(2, 2)], np.ones((2, 2)), defined()[0],
 ]  # fmt: skip
 SHARDED = mf.Sharding(MESH, ((mf.Split(2, "x"),), ()))
 Fd, View = mf.FusionDefinition, mf.TensorView
@@ -190,6 +190,7 @@ def test_a_bad_value_among_good_ones(name: str, place: int, tmp_path: Any, monke
         except MeshfuseError as error:
             assert isinstance(error, (ValueError, OSError)), repr(error)
             assert re.search(r"\(at test_bad_values\.py:\d+\)", str(error)), str(error)
+            assert "\n" not in str(error), str(error)
             assert len(str(error)) < 3000, str(error)
 
 

@@ -149,12 +149,17 @@ def located(line: SourceLine) -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """A user's value for an error text: its repr, cut where it is long; its type alone where it has none."""
+    """A user's value for an error text: its repr in one line, cut where it is long; its type where it has none."""
     try:
-        text = repr(value)
+        text = _in_one_line(value, repr(value))
     except Exception:  # lists nested too deep, ints of too many digits, classes with a repr that fails
         return f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def _in_one_line(value: object, text: str) -> str:
+    # After the first line of an error comes the user's own: of tensors and definitions the rest would be lost below it.
+    return f"a {type(value).__name__}: {' '.join(text.split())}" if "\n" in text else text
 
 
 def told(error: BaseException) -> str:
