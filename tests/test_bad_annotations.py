@@ -127,6 +127,14 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
     ("Remove the too large ranks", lambda: mf.DeviceMesh([0, 2**31])),
     ("Remove the repeated ranks [2]; a shape needs a name for each of its axes", lambda: mf.DeviceMesh((2, 2))),
     ("Remove the repeated ranks [7]", lambda: mf.DeviceMesh([*range(10**6), 7])),
+    *[
+        (
+            f"found names {names} for the ranks {list(given)}, needed 1 for shape ({len(given)},). Name every axis. As "
+            f"many numbers as names are a shape, others the ranks themselves",
+            lambda given=given, names=names: mf.DeviceMesh(given, names),
+        )
+        for given, names in (((2, 4, 2), ("dp", "tp")), ([2, 4], ("dp", "tp", "pp")), ((2, 4), ()))
+    ],
     ("one name per axis", lambda: mf.DeviceMesh((2, 4), ("dp", "dp"))),
     ("one name per axis", lambda: mf.DeviceMesh((2, 4), (1, 2))),  # type: ignore[arg-type]
     ("one name per axis", lambda: mf.DeviceMesh((2,), ("stream",))),

@@ -284,7 +284,8 @@ def _is_name(name: Any) -> bool:
 
 def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
     _check_shape(shape, ranks)
-    if not all(map(_is_name, names)) or len(names) != len(shape) or len(set(names)) != len(names) or STREAM in names:
+    _check_count(shape, names, ranks)
+    if not all(map(_is_name, names)) or len(set(names)) != len(names) or STREAM in names:
         raise user_error(
             "a mesh needs one name per axis, each once, none of them 'stream'",
             f"names {shown(names)} for shape {shown(shape)}",
@@ -292,6 +293,17 @@ def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int
             "Name every axis.",
         )
     _check_ranks(ranks)
+
+
+def _check_count(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+    # Who forgot a name of a shape never wrote the shape that is read here: the ranks are what was written.
+    if len(names) != len(shape):
+        raise user_error(
+            "a mesh needs one name per axis",
+            f"names {shown(names)} for the ranks {shown(list(ranks))}",
+            f"{len(shape)} for shape {shown(shape)}",
+            "Name every axis. As many numbers as names are a shape, others the ranks themselves.",
+        )
 
 
 def _check_shape(shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
