@@ -129,6 +129,11 @@ def _wrong_count() -> Any:
     return fd.grad([x, x], x, [x])
 
 
+def _no_list() -> Any:
+    fd, (x, y) = _defined([3], [4])
+    return fd.grad(fd.ops.sum(x), x, y)
+
+
 def _foreign() -> Any:
     fd, (x,) = _defined([3])
     _, (y,) = _defined([3])
@@ -146,6 +151,7 @@ REFUSED = {
     _no_derivative: "lgamma has no derivative here: found a gradient that passes through it. Leave what depends",
     _wrong_shape: "grad: grad_outputs: found y (t1): Float[4] for t2: Float[3], needed the output's shape.",
     _wrong_count: "grad: grad_outputs: found 1 for 2 outputs, needed one per output, or None.",
+    _no_list: "Pass a tensor of the shape of the output; fd.grad(loss, [x, y]) is by several.",
     _foreign: "grad: wrt: found",
     _limited: "embedding_fwd: no derivative here: found max_norm, needed None. Limit the norm of the table",
 }

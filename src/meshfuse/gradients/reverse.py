@@ -124,7 +124,8 @@ class _Sweep:
         if not _fits(grad, output):
             raise user_error(
                 "grad: grad_outputs", f"{grad.label}: {grad.type} for {output.label}: {output.type}",
-                "the output's shape", "Pass a tensor of the shape of the output.", self.line,
+                "the output's shape",
+                "Pass a tensor of the shape of the output; fd.grad(loss, [x, y]) is by several.", self.line,
             )  # fmt: skip
         if output.id in self.active:
             grad = grad if given is None else self._sized(grad, output)
