@@ -323,17 +323,14 @@ class Rounds(NamedTuple):
 
 
 def _elementwise_flops(call: Call) -> float:
+    if call.op.is_view:
+        return 0.0  # Its elements are read where they are used.
     return float(max((t.numel for t in (*call.results, *call.types)), default=0))
 
 
 def picked(call: Call) -> float:
     """Operations of an op that reads no more of its operands than it makes of them, however large they are."""
     return float(sum([made.numel for made in call.results]))
-
-
-def _unread(call: Call) -> float:
-    """Operations of a view: its elements are read where they are used."""
-    return 0.0
 
 
 def _no_samples() -> tuple[Sample, ...]:
@@ -364,7 +361,8 @@ class OpDef:
 
     infer: the types of the results from a call whose `results` are not known yet (raises DefinitionError).
     rule: the factor rule of a call with concrete types. emit: Python text of the result(s) in torch, on local
-    tensors. partial: what the op does with an unreduced operand. flops: operations on global tensors.
+    tensors. partial: what the op does with an unreduced operand. flops: operations on global
+    tensors, if it is not one for each element (none of a view).
     window: for an op whose one result is a window of its first operand, or the other way round: (per dim, which
     operand index result index 0 is; what stands where the operand has nothing), or the order of a dim's blocks; None
     where the call is neither.
@@ -415,8 +413,6 @@ class OpDef:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", {param.name: place for place, param in enumerate(self.params)})
-        if self.is_view:
-            object.__setattr__(self, "flops", _unread)
 
     def __repr__(self) -> str:
         return f"OpDef({self.name})"
