@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..compiler import CompiledProgram
 from ..errors import SourceLine
 from ..graph import Node
-from ..resharding.resharded import Compute, Set
+from ..resharding.resharded import Compute, Set, Step
 from ..sharding.value import Sharding, conflicting
 from .provenance import Provenance
 
@@ -38,7 +38,7 @@ class Causes:
         self.choices = compiled.sharded.choices
         self.provenance = provenance or Provenance(compiled.sharded)
         self._makers = {i: node for node in self.graph.nodes for i in node.outputs}
-        self._places = {id(step): place for place, step in enumerate(self.resharded.steps)}
+        self._readers = _readers(self.resharded.steps)
 
     def of(self, step: Set) -> Cause:
         """The cause of a move of the program."""
@@ -51,14 +51,11 @@ class Causes:
 
     def _reader(self, step: Set) -> Node | None:
         """The op that the value is moved for, perhaps by more moves after this one."""
-        value = step.target
-        for later in self.resharded.steps[self._places[id(step)] + 1 :]:
-            if isinstance(later, Compute) and value in later.inputs:
+        for later in self._readers.get(step.target, ()):
+            if isinstance(later, Compute):
                 return self.graph.nodes[later.node] if step.why.startswith("operand") else None
-            if isinstance(later, Set) and later.source == value and later.why == step.why:
-                if later.node is not None:
-                    return self.graph.nodes[later.node]
-                value = later.target
+            if later.why == step.why:
+                return self.graph.nodes[later.node] if later.node is not None else self._reader(later)
         return None
 
     def _held(self, value: int) -> tuple[int, ...]:
@@ -78,7 +75,7 @@ class Causes:
         if tensor in self.graph.annotations:
             return (tensor,)
         origins = self.provenance.origins(tensor)
-        return tuple(dict.fromkeys(o.chain[-1] for o in origins if o.annotated and o.chain))
+        return tuple(dict.fromkeys(o.way.end for o in origins if o.way is not None and o.way.annotated))
 
     def _needed(self, reader: Node, tensor: int, target: Sharding) -> tuple[int, ...]:
         """What the reader follows, and whatever else has the splits that its operand must have."""
@@ -101,6 +98,15 @@ class Causes:
     def line(self, tensor: int) -> SourceLine:
         """The line of a tensor's annotation."""
         return self.graph.annotation_lines[tensor]
+
+
+def _readers(steps: Iterable[Step]) -> dict[int, list[Step]]:
+    """The ops and the moves that read each value, in their order."""
+    found: dict[int, list[Step]] = {}
+    for step in steps:
+        for value in step.inputs:
+            found.setdefault(value, []).append(step)
+    return found
 
 
 def quoted(line: SourceLine) -> str:

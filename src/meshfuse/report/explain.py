@@ -65,6 +65,8 @@ class Explainer:
         self.compiled, self.graph = compiled, compiled.graph
         self.provenance = Provenance(compiled.sharded)
         self.causes = Causes(compiled, self.provenance)
+        self._overlapped = compiled.segmented.overlapped
+        self._loops = self._overlapped.loops
         self._by_tensor: dict[int, list[Set]] | None = None
 
     def lines(self, tensor: int) -> Iterator[str]:
@@ -86,16 +88,16 @@ class Explainer:
         """Why a tensor is sharded as it is, for one cell of a table."""
         if tensor in self.graph.annotations:
             return f"annotated at {self.graph.annotation_lines[tensor]}"
-        if tensor in self.graph.input_tensors:
+        if self.provenance.producer(tensor) is None:
             return "never annotated: replicated"
         origins = self.provenance.origins(tensor)
         return ", ".join(map(self._short_origin, origins)) or "whole: nothing splits it"
 
     def _short_origin(self, origin: Origin) -> str:
-        if not origin.chain:
+        if origin.way is None:
             return f"{origin.split}: cheapest"
         direction = "for" if origin.backward else "from"
-        return f"{origin.split} {direction} {self._label(origin.chain[-1])}"
+        return f"{origin.split} {direction} {self._label(origin.way.end)}"
 
     def _label(self, tensor: int) -> str:
         return self.graph.tensors[tensor].label
@@ -114,7 +116,7 @@ class Explainer:
             made = self.provenance.made_as(tensor)
             if made != self.compiled.sharded.homes[tensor]:
                 yield f"its op makes it as {made}, because:"
-        elif tensor in self.graph.input_tensors:
+        elif self.provenance.producer(tensor) is None:
             yield "never annotated: an input without an annotation is replicated, whole on every rank"
         if self.provenance.producer(tensor) is None:
             return
@@ -125,9 +127,9 @@ class Explainer:
 
     def _origin(self, origin: Origin) -> str:
         what = f"{origin.split} on dim {origin.dim}" if origin.dim is not None else f"unreduced over {origin.split}"
-        if not origin.chain:
+        if origin.way is None:
             return f"{what}: no annotation asks for it; it was the cheapest"
-        end = origin.chain[-1]
+        end = origin.way.end
         said = (
             f", annotated at {quoted(self.graph.annotation_lines[end])}"
             if origin.annotated
@@ -142,10 +144,10 @@ class Explainer:
     def _through(self, chain: Sequence[int]) -> str:
         if not chain:
             return ""
-        names = [self._label(i) for i in reversed(chain)]
-        if len(names) > _SHOWN:
-            names = [*names[: _SHOWN - 1], f"... {len(names) - _SHOWN} more ...", names[-1]]
-        return f" through {', '.join(names)}"
+        named = list(map(self._label, chain[-_SHOWN + 1 :] if len(chain) > _SHOWN else chain))[::-1]
+        if len(chain) > _SHOWN:
+            named += [f"... {len(chain) - _SHOWN} more ...", self._label(chain[0])]
+        return f" through {', '.join(named)}"
 
     def _alternative(self, tensor: int) -> Iterator[str]:
         node = self.provenance.producer(tensor)
@@ -182,14 +184,13 @@ class Explainer:
 
     def _chunks(self, tensor: int) -> Iterator[str]:
         """Whether its op is worked on in chunks, and why not where that was asked for."""
-        overlapped = self.compiled.segmented.overlapped
-        for loop in overlapped.loops:
+        for loop in self._loops:
             if tensor in loop.cuts and any(tensor in self.graph.nodes[c.node].outputs for c in loop.computes):
                 how = ", in a ring" if loop.ring else ""
                 asked = f"asked for at {quoted(loop.stream.line)}"
                 yield f"made in {loop.chunks} chunks of {loop.cuts[tensor]}{how}, {asked}"
-        if tensor in overlapped.refused:
-            yield f"{overlapped.refused[tensor]} (asked for at {quoted(self.graph.streams[tensor].line)})"
+        if tensor in self._overlapped.refused:
+            yield f"{self._overlapped.refused[tensor]} (asked for at {quoted(self.graph.streams[tensor].line)})"
 
     # communication
 

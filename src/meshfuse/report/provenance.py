@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..graph import Node, users
@@ -13,22 +12,31 @@ from ..propagation.sharded import Choice, ShardedDefinition
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, conflicting
+from .nearest import Place, Way, Ways
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One split of a tensor and the tensors that it was taken over from, nearest first.
+    """One split of a tensor and the tensors that it was taken over from.
 
-    `dim` is None for an unreduced sum, which comes from the split of a reduced dim. `backward`: the chain
-    leads to a later tensor, whose annotation asks for the split. `annotated`: the chain ends in an
-    annotation; else the split was the cheapest choice at its end.
+    `dim` is None for an unreduced sum, which comes from the split of a reduced dim. `backward`: the way
+    leads to a later tensor, whose annotation asks for the split. `way`: None where the split begins here.
     """
 
     split: Split
     dim: int | None
-    chain: tuple[int, ...]
+    way: Way | None
     backward: bool
-    annotated: bool
+
+    @property
+    def annotated(self) -> bool:
+        """Whether the way leads to an annotation; else the split was the cheapest choice at its end."""
+        return self.way is not None and self.way.annotated
+
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """The tensors on the way, nearest first."""
+        return tuple(self.way.tensors()) if self.way is not None else ()
 
 
 class Provenance:
@@ -38,7 +46,8 @@ class Provenance:
         self.sharded, self.graph = sharded, sharded.graph
         self._producers = {i: node for node in self.graph.nodes for i in node.outputs}
         self._readers = users(self.graph.nodes)
-        self._steps_back: dict[tuple[int, int | None, Split], list[tuple[int, int | None]]] = {}
+        self._back: dict[Split, Ways] = {}
+        self._ahead: dict[Split, Ways] = {}
         self._origins: dict[int, list[Origin]] = {}
 
     def producer(self, tensor: int) -> Node | None:
@@ -55,7 +64,7 @@ class Provenance:
         splits: list[tuple[Split, int | None]] = [
             (s, d) for d, layout in enumerate(home.dims) for s in lay.axes(layout)
         ]
-        return [self._origin(tensor, s, d) for s, d in [*splits, *((s, None) for s in home.partial)]]
+        return [self._origin((tensor, d), s) for s, d in [*splits, *((s, None) for s in home.partial)]]
 
     def made_as(self, tensor: int) -> Sharding:
         """The sharding in which the tensor's op makes it; an input's own."""
@@ -67,14 +76,25 @@ class Provenance:
     def _choice(self, node: Node) -> Choice:
         return self.sharded.choices[node.id]
 
-    def _origin(self, tensor: int, split: Split, dim: int | None) -> Origin:
-        back = self._backward(tensor, split, dim)
-        if back and self._is_annotated(back[-1], split):
-            return Origin(split, dim, tuple(back), False, True)
-        ahead = self._forward(tensor, split, dim) if dim is not None else []
-        if ahead:
-            return Origin(split, dim, tuple(ahead), True, True)
-        return Origin(split, dim, tuple(back), False, False)
+    def _origin(self, place: Place, split: Split) -> Origin:
+        back = self._ways(self._back, split, self._from_operands).after(place)
+        if back is None or not back.annotated:
+            ahead = self._wanted_by(place, split)
+            if ahead is not None:
+                return Origin(split, place[1], ahead, True)
+        return Origin(split, place[1], back, False)
+
+    def _wanted_by(self, place: Place, split: Split) -> Way | None:
+        """The way to the nearest later tensor whose annotation asks for the split; its own where that does."""
+        if place[1] is None:
+            return None
+        way = self._ways(self._ahead, split, self._results).of(place)
+        return (way.next or way) if way.annotated else None
+
+    def _ways(self, known: dict[Split, Ways], split: Split, steps: Callable[[Place, Split], Iterable[Place]]) -> Ways:
+        if split not in known:
+            known[split] = Ways(lambda place: steps(place, split), lambda tensor: self._is_annotated(tensor, split))
+        return known[split]
 
     def _is_annotated(self, tensor: int, split: Split) -> bool:
         sharding = self.graph.annotations.get(tensor)
@@ -82,31 +102,9 @@ class Provenance:
 
     # towards the inputs
 
-    def _backward(self, tensor: int, split: Split, dim: int | None) -> list[int]:
-        """The operands that the split came from: to the nearest annotated one, else to an end."""
-        queue: deque[tuple[int, int | None]] = deque([(tensor, dim)])
-        before: dict[int, int] = {tensor: tensor}
-        first: int | None = None
-        while queue:
-            here, place = queue.popleft()
-            if here != tensor and self._is_annotated(here, split):
-                return _path(before, here)
-            found = [f for f in self._from_operands(here, place, split) if f[0] not in before]
-            if not found and first is None:
-                first = here
-            for operand, operand_dim in found:
-                before.setdefault(operand, here)
-                queue.append((operand, operand_dim))
-        return _path(before, tensor if first is None else first)
-
-    def _from_operands(self, tensor: int, dim: int | None, split: Split) -> list[tuple[int, int | None]]:
+    def _from_operands(self, place: Place, split: Split) -> list[Place]:
         """The operands, and the dim of each, that a split of a tensor was taken over from."""
-        key = (tensor, dim, split)
-        if key not in self._steps_back:
-            self._steps_back[key] = self._step_back(tensor, dim, split)
-        return self._steps_back[key]
-
-    def _step_back(self, tensor: int, dim: int | None, split: Split) -> list[tuple[int, int | None]]:
+        tensor, dim = place
         node = self.producer(tensor)
         if node is None:
             return []
@@ -136,20 +134,10 @@ class Provenance:
 
     # towards the outputs
 
-    def _forward(self, tensor: int, split: Split, dim: int) -> list[int]:
-        """Later tensors that have the split, up to one whose annotation asks for it; [] for none."""
-        queue, before = deque([(tensor, dim)]), {tensor: tensor}
-        while queue:
-            here, place = queue.popleft()
-            if self._is_annotated(here, split):
-                return _path(before, here) or [tensor]
-            for later, later_dim in self._results(here, place, split):
-                if later not in before:
-                    before[later] = here
-                    queue.append((later, later_dim))
-        return []
-
-    def _results(self, tensor: int, dim: int, split: Split) -> Iterator[tuple[int, int]]:
+    def _results(self, place: Place, split: Split) -> Iterator[Place]:
+        """The results, and the dim of each, of the ops that take a split of a tensor over."""
+        tensor, dim = place
+        assert dim is not None  # no result takes over a sum that is unreduced
         for number in self._readers.get(tensor, ()):
             node = self.graph.nodes[number]
             placement = self._choice(node).placement
@@ -161,15 +149,6 @@ class Provenance:
             for factor in factors:
                 for out, dims in zip(node.outputs, node.rule.results, strict=True):
                     yield from ((out, d) for d in _dims_with(dims, factor))
-
-
-def _path(before: dict[int, int], end: int) -> list[int]:
-    """The tensors from the start of a search, which is left out, to this one."""
-    found: list[int] = []
-    while before[end] != end:
-        found.append(end)
-        end = before[end]
-    return found[::-1]
 
 
 @functools.lru_cache(maxsize=1 << 14)
