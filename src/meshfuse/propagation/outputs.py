@@ -9,6 +9,7 @@ from ..graph import Graph, Node
 from ..moves.planner import plan
 from ..ops.base import Call, Rule
 from ..sharding.value import Sharding
+from ..walks import inner_first
 from .factors import following
 from .sharded import ShardedDefinition
 
@@ -71,11 +72,18 @@ class _Tracer:
 
     def _follow(self, tensor: int) -> Sharding:
         """Where a sum would be if all that it is made of were followed; any other tensor is where it is."""
-        home = self.homes[tensor]
-        if not home.partial or tensor not in self.makers:
-            return home
-        if tensor not in self._known:
-            node, place = self.makers[tensor]
-            found = followed({i: self._follow(i) for i in node.inputs}, node)[place]
-            self._known[tensor] = home.reduced() if found is None or found.mesh != home.mesh else found
+        for i in inner_first(tensor, self._unknown_sums):
+            self._known[i] = self._followed(i) if self._is_followed(i) else self.homes[i]
         return self._known[tensor]
+
+    def _is_followed(self, tensor: int) -> bool:
+        return bool(self.homes[tensor].partial) and tensor in self.makers
+
+    def _unknown_sums(self, tensor: int) -> list[int]:
+        inputs = self.makers[tensor][0].inputs if self._is_followed(tensor) else ()
+        return [i for i in inputs if i not in self._known]
+
+    def _followed(self, tensor: int) -> Sharding:
+        home, (node, place) = self.homes[tensor], self.makers[tensor]
+        found = followed({i: self._known[i] for i in node.inputs}, node)[place]
+        return home.reduced() if found is None or found.mesh != home.mesh else found

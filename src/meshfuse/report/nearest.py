@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from ..walks import inner_first
+
 # A tensor and one of its dims; None for a sum that is unreduced.
 Place = tuple[int, int | None]
 
@@ -39,26 +41,23 @@ class Ways:
 
     def of(self, place: Place) -> Way:
         """From a place, which may be annotated itself."""
-        return self._known[place] if place in self._known else self._found(place)
+        if place not in self._known:
+            for here in inner_first(place, self._unknown):
+                ahead = _nearest(self._known[step] for step in self._steps_of(here))
+                self._known[here] = self._way(here[0], ahead)
+        return self._known[place]
 
     def after(self, place: Place) -> Way | None:
         """From what a place leads to; None where it leads to nothing."""
         return _nearest(map(self.of, self._steps(place)))
 
-    def _found(self, place: Place) -> Way:
-        # Depth first with a stack of its own: programs are deeper than Python's.
-        stack = [place]
-        while stack:
-            here = stack[-1]
-            steps = () if self._annotated(here[0]) else tuple(self._steps(here))
-            missing = [step for step in steps if step not in self._known]
-            stack.extend(missing)
-            if not missing:
-                self._known[stack.pop()] = self._way(here[0], steps)
-        return self._known[place]
+    def _steps_of(self, place: Place) -> Iterable[Place]:
+        return () if self._annotated(place[0]) else self._steps(place)
 
-    def _way(self, tensor: int, steps: Iterable[Place]) -> Way:
-        ahead = _nearest(self._known[step] for step in steps)
+    def _unknown(self, place: Place) -> list[Place]:
+        return [step for step in self._steps_of(place) if step not in self._known]
+
+    def _way(self, tensor: int, ahead: Way | None) -> Way:
         if ahead is None:
             return Way(tensor, self._annotated(tensor), 0, tensor, None)
         return Way(tensor, ahead.annotated, ahead.length + 1, ahead.end, ahead)

@@ -9,7 +9,7 @@ merges attention over parts.) It is done where it pays: unsharded, one op is bet
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,6 +21,7 @@ from ..planning.search import Effort, better
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..sharding.layout import axes
+from ..walks import inner_first
 from .graphs import GraphWriter, without_unread
 
 # Makes a plan of a graph.
@@ -111,6 +112,10 @@ def _changes(move: Move, dim: int) -> bool:
     return dim < len(src) and (src[dim] != dst[dim] or move.window is not None)
 
 
+# A tensor, and one of its dims.
+_Place = tuple[int, int]
+
+
 class _PartsWriter(GraphWriter):
     """Writes ops on parts. What nobody reads as a whole is dropped afterwards."""
 
@@ -120,7 +125,8 @@ class _PartsWriter(GraphWriter):
         self.parts: dict[int, Parts] = {}
         self.noted = {*graph.annotations, *graph.streams}
         self._makers = {i: node for node in graph.nodes for i in node.outputs}
-        self._spread: dict[tuple[int, int, int], TensorRef] = {}
+        self._alike: dict[_Place, bool] = {}
+        self._spread: dict[int, dict[_Place, TensorRef]] = {}
         self._ends = 0
 
     def pays(self) -> bool:
@@ -227,24 +233,36 @@ class _PartsWriter(GraphWriter):
 
     def _is_alike(self, tensor: int, dim: int) -> bool:
         """Whether a dim is one that an op spreads what it reads along."""
+        for place in inner_first((tensor, dim), lambda place: _without(self._read_along(*place), self._alike)):
+            read = self._read_along(*place)
+            self._alike[place] = read is not None and all(self._alike[other] for other in read)
+        return self._alike[tensor, dim]
+
+    def _read_along(self, tensor: int, dim: int) -> list[_Place] | None:
+        """The operands, and the dim of each, that an op passes on as this dim; None where the dim is another thing."""
         node = self._makers.get(tensor)
         if node is None or not node.call.op.pieced or len(node.outputs) > 1 or tensor in self.noted:
-            return False
+            return None
         factors = node.rule.results[0][dim]
         if len(factors) != 1 or node.rule.factors[factors[0]].kind is not FactorKind.PASS:
-            return False
-        dims = _dims_of(node, factors[0])
-        return all(there is None or self._is_alike(i, there) for i, there in zip(node.inputs, dims, strict=True))
+            return None
+        rows = zip(node.inputs, _dims_of(node, factors[0]), strict=True)
+        return [(i, there) for i, there in rows if there is not None]
 
     def _of_size(self, tensor: int, dim: int, size: int) -> TensorRef:
         """What is alike all along a dim, of another size there."""
-        if (tensor, dim, size) not in self._spread:
-            node = self._makers[tensor]
-            (factor,) = node.rule.results[0][dim]
-            rows = zip(node.inputs, _dims_of(node, factor), strict=True)
-            read = [TensorRef(i) if there is None else self._of_size(i, there, size) for i, there in rows]
-            self._spread[tensor, dim, size] = self._again(node, factor, size, read)
-        return self._spread[tensor, dim, size]
+        known = self._spread.setdefault(size, {})
+        for place in inner_first((tensor, dim), lambda place: _without(self._read_along(*place), known)):
+            if place not in known:
+                known[place] = self._resized(*place, size)
+        return known[tensor, dim]
+
+    def _resized(self, tensor: int, dim: int, size: int) -> TensorRef:
+        node = self._makers[tensor]
+        (factor,) = node.rule.results[0][dim]
+        rows = zip(node.inputs, _dims_of(node, factor), strict=True)
+        read = [TensorRef(i) if there is None else self._spread[size][i, there] for i, there in rows]
+        return self._again(node, factor, size, read)
 
     def _again(self, node: Node, factor: int, size: int, operands: Sequence[TensorRef]) -> TensorRef:
         """The op on other operands, where one of its factors has another size."""
@@ -252,6 +270,10 @@ class _PartsWriter(GraphWriter):
         args = [_sized(param.kind, _with_tensors(arg, given), dim, size)
                 for param, arg in zip(node.call.op.params, node.call.args, strict=True)]  # fmt: skip
         return self.call(node.call.op, *args)
+
+
+def _without(places: Iterable[_Place] | None, known: Collection[_Place]) -> list[_Place]:
+    return [place for place in places or () if place not in known]
 
 
 def _dim_of(dims: DimFactors, factor: int) -> int | None:

@@ -99,17 +99,32 @@ class _SumFinder:
         return node if node is not None and _adds(node) and self._is_inner(node) else None
 
     def _terms(self, node: Node) -> Iterator[int]:
-        for i in node.inputs:
-            inner = self._inner(i)
+        """In their order, from left to right."""
+        waiting = list(reversed(node.inputs))
+        while waiting:
+            term = waiting.pop()
+            inner = self._inner(term)
             if inner is None:
-                yield i
+                yield term
             else:
-                yield from self._terms(inner)
+                waiting += reversed(inner.inputs)
 
     def _together(self, node: Node, terms: Sequence[int]) -> bool:
         """Whether these are the terms of one of the additions already."""
-        inner = [found for i in node.inputs if (found := self._inner(i)) is not None]
-        return any(set(terms) == set(self._terms(part)) or self._together(part, terms) for part in inner)
+        wanted, known = set(terms), dict[int, set[int] | None]()
+        for part in reversed(self._parts(node)):
+            (made,) = part.outputs
+            known[made] = _joined([known.pop(i, {i} if i in wanted else None) for i in part.inputs])
+            if known[made] == wanted:
+                return True
+        return False
+
+    def _parts(self, node: Node) -> list[Node]:
+        """The additions that a sum consists of but the last, each before those that make its terms."""
+        found = [node]
+        for part in found:
+            found += [inner for i in part.inputs if (inner := self._inner(i)) is not None]
+        return found[1:]
 
     def _may_be_unreduced(self, tensor: int) -> bool:
         """Whether a tensor is made by an op that reduces, but for ops that pass on what is unreduced."""
@@ -121,6 +136,16 @@ class _SumFinder:
                 return False
             (tensor,) = node.inputs
         return False
+
+
+def _joined(terms: Sequence[set[int] | None]) -> set[int] | None:
+    """All of these, in the largest of the sets; None where one is."""
+    known = [some for some in terms if some is not None]
+    if len(known) < len(terms):
+        return None
+    largest = max(known, key=len)
+    largest.update(*known)
+    return largest
 
 
 def _adds(node: Node) -> bool:

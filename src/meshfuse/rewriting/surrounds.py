@@ -24,6 +24,7 @@ from ..ops.local import LocalCall
 from ..ops.shape_arithmetic import one_dim_widths
 from ..ops.windows import pad_widths
 from ..sharding.value import Sharding
+from ..walks import inner_first
 from .graphs import GraphWriter, without_unread
 from .parts import joined_dim
 from .views import Number, Shifted, WindowFinder, own_window
@@ -65,15 +66,17 @@ class _SurroundsWriter(GraphWriter):
         self.kept = {*self.noted, *graph.outputs}
         self.known = WindowFinder(graph).known_all()
         self.pads: dict[int, Padded] = {}
+        self.rising: set[int] = set()
         self._slices: dict[Any, TensorRef] = {}
         self.count = 0
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
+        self.rising.update(node.outputs if self._goes_up(node) else ())
         padded = self._of_cat(node) or self._of_op(node)
         if padded is not None:
             self._note(node, padded)
             result = self.call("pad", padded.inner, list(padded.widths), padded.fill)
-        elif node.name == "slice" and self._goes_up(node.inputs[0]):
+        elif node.name == "slice" and node.inputs[0] in self.rising:
             result = self._sliced(node, node.inputs[0])
         else:
             self._note(node, _pad_of(node))
@@ -130,12 +133,9 @@ class _SurroundsWriter(GraphWriter):
         given = iter(operands)
         return self.call(node.call.op, *_with_tensors(node.call.args, given))
 
-    def _goes_up(self, tensor: int) -> bool:
-        """Whether slices of a tensor are what an op makes of slices, one of them of something that is padded."""
-        node = self.makers.get(tensor)
-        if node is None or not self._may_go_up(node):
-            return False
-        return any(self._is_padded(i) or self._goes_up(i) for i in node.inputs)
+    def _goes_up(self, node: Node) -> bool:
+        """Whether slices of what it makes are what it makes of slices, one of them of something that is padded."""
+        return self._may_go_up(node) and any(self._is_padded(i) or i in self.rising for i in node.inputs)
 
     def _may_go_up(self, node: Node) -> bool:
         made, *_ = node.outputs
@@ -148,9 +148,15 @@ class _SurroundsWriter(GraphWriter):
 
     def _sliced(self, cut: Node, tensor: int) -> TensorRef:
         """The slice of a tensor, by way of what the tensor is made of."""
-        if self._goes_up(tensor):
-            node = self.makers[tensor]
-            return self._again(node, [self._sliced(cut, i) for i in node.inputs])
+        made: dict[int, TensorRef] = {}
+        for i in inner_first(tensor, lambda i: self.makers[i].inputs if i in self.rising else ()):
+            if i in self.rising:
+                made[i] = self._again(self.makers[i], [made[j] for j in self.makers[i].inputs])
+            else:
+                made[i] = self._slice_of(cut, i)
+        return made[tensor]
+
+    def _slice_of(self, cut: Node, tensor: int) -> TensorRef:
         key = tensor, cut.call.args[1:]
         if key not in self._slices:
             self._slices[key] = self.call("slice", TensorRef(tensor), *key[1])
