@@ -19,7 +19,7 @@ from meshfuse.costs import DEFAULT_LINK
 from meshfuse.executor import simulate
 from meshfuse.moves import bounds, planner
 from meshfuse.moves.atoms import cuts_of
-from meshfuse.moves.move import wire_elements
+from meshfuse.moves.move import mean_wire_elements, wire_elements
 from meshfuse.moves.planner import plan
 from meshfuse.resharding.resharded import Set
 from meshfuse.sharding import Sharding, Split
@@ -68,6 +68,10 @@ def run(fd: mf.FusionDefinition, value: torch.Tensor) -> torch.Tensor:
     (made,) = fd._simulated.values()
     compiled, counted = made.compiled, made.simulation.hub.bytes
     resharded = compiled.resharded
+    for step in resharded.collectives:
+        shape = resharded.type_of(step.source).shape
+        each = [wire_elements(step.move, shape, rank) for rank in step.move.src.mesh.ranks]
+        assert mean_wire_elements(step.move, shape) * step.move.src.mesh.size == pytest.approx(sum(each))
     for rank in compiled.ranks:
         billed = 0.0
         for step in resharded.steps:

@@ -49,11 +49,11 @@ def dealt_dims(move: Move, shape: tuple[int, ...], group: Group) -> tuple[int, i
     """
     if move.kind is not MoveKind.ALL_TO_ALL or move.only is not None:
         return None
-    found = {(p.source, p.target): p.box for p in pieces(move, shape) if p.source in group}
-    if len(found) != len(group) ** 2:
-        return None
     held, wanted = ({r: index(shape, r) for r in group} for index in (move.held, move.wanted))
     if any(len(set(map(local_shape, side.values()))) != 1 for side in (held, wanted)):
+        return None
+    found = {(p.source, p.target): p.box for p in pieces(move, shape, group)}
+    if len(found) != len(group) ** 2:
         return None
     cut = {_cut_dim([local_box(held[r], found[r, t]) for t in group], local_shape(held[r])) for r in group}
     joined = {_cut_dim([local_box(wanted[r], found[s, r]) for s in group], local_shape(wanted[r])) for r in group}

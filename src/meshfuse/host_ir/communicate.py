@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..moves.move import Move, MoveKind, Piece, box_numel, pieces
+from ..moves.move import Move, MoveKind, Piece, arriving, box_numel, pieces, rank_pieces
 from ..ops.base import TensorType
 from ..sharding.layout import Runs
 from .blocks import dealt_dims, gathered_dim, is_dense, local_box, local_shape
@@ -191,23 +191,21 @@ class Traffic:
     any: bool
 
     @classmethod
-    def of(cls, moved: Sequence[Piece], rank: int, group: Sequence[int]) -> Traffic:
-        mine = [p for p in moved if rank in (p.source, p.target)]
-        sent = tuple(tuple(p.box for p in mine if p.source == rank and p.target == r != rank) for r in group)
-        received = tuple(tuple(p.box for p in mine if p.target == rank and p.source == r != rank) for r in group)
-        kept = tuple(p.box for p in mine if p.source == p.target == rank)
-        return cls(sent, received, kept, any(p.source != p.target for p in moved))
+    def of(cls, mine: Sequence[Piece], rank: int, group: Sequence[int], some: bool) -> Traffic:
+        """Of the pieces that are about the rank, and whether any rank of the group sends some."""
+        sent, received = ({r: list[tuple[Runs, ...]]() for r in group} for _ in range(2))
+        for p in mine:
+            if p.source == rank != p.target:
+                sent[p.target].append(p.box)
+            elif p.target == rank != p.source:
+                received[p.source].append(p.box)
+        kept = tuple(p.box for p in mine if p.source == p.target)
+        return cls(tuple(map(tuple, sent.values())), tuple(map(tuple, received.values())), kept, some)
 
 
 def numel(boxes: Sequence[Sequence[Runs]]) -> int:
     """Elements in some boxes."""
     return sum(map(box_numel, boxes))
-
-
-def _terms(c: MoveContext) -> list[Piece]:
-    """The pieces of a reduce-scatter: from every rank of the group the terms of each rank's part."""
-    wanted = {rank: c.move.wanted(c.type.shape, rank) for rank in c.group}
-    return [Piece(source, target, wanted[target]) for source in c.group for target in c.group if all(wanted[target])]
 
 
 def _deal(c: MoveContext, cut: int, joined: int) -> list[Instruction]:
@@ -360,13 +358,16 @@ def _exchange(c: MoveContext) -> list[Instruction]:
 
 def exchanged(c: MoveContext) -> Traffic:
     """What an exchange of exact pieces is."""
-    group = c.group
-    return Traffic.of([p for p in pieces(c.move, c.type.shape) if p.source in group], c.rank, group)
+    some = any(arriving(c.move, c.type.shape, rank) for rank in c.group)
+    return Traffic.of(rank_pieces(c.move, c.type.shape, c.rank), c.rank, c.group, some)
 
 
 def scattered(c: MoveContext) -> Traffic:
     """What a reduce-scatter by an exchange is: a term of its part from every other rank."""
-    return Traffic.of(_terms(c), c.rank, c.group)
+    wanted = {rank: c.move.wanted(c.type.shape, rank) for rank in c.group}
+    sent = [Piece(c.rank, rank, box) for rank, box in wanted.items() if all(box)]
+    received = [Piece(rank, c.rank, wanted[c.rank]) for rank in c.group if rank != c.rank and all(wanted[c.rank])]
+    return Traffic.of([*sent, *received], c.rank, c.group, len(c.group) > 1 and any(map(all, wanted.values())))
 
 
 def _stay(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
@@ -381,8 +382,9 @@ def _transfer(c: MoveContext) -> list[Instruction]:
 
     Every rank issues its messages by their senders and then by their receivers, so that all have one order.
     """
-    group, found = c.group, pieces(c.move, c.type.shape)
-    traffic, members = Traffic.of(found, c.rank, group), _talking(found)
+    group, shape = c.group, c.type.shape
+    members = _talking(pieces(c.move, shape, group))
+    traffic = Traffic.of(rank_pieces(c.move, shape, c.rank), c.rank, group, bool(members))
     held = c.held if c.rank in c.move.src.mesh else ()
     issued: list[tuple[tuple[int, int], list[Instruction]]] = []
     waits: list[Instruction] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..mesh import DeviceMesh
@@ -32,6 +32,8 @@ class MoveKind(enum.Enum):
 
 # Of pieces that each rank's lack tells; a rank may lack nothing.
 _IN_PIECES = (MoveKind.EXCHANGE, MoveKind.WINDOW, MoveKind.TRANSFER)
+# Of pieces, each from one that has it.
+_FROM_HOLDERS = (*_IN_PIECES, MoveKind.ALL_TO_ALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +191,8 @@ def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
     All-reduce 2(n-1)/n of its tensor, all-gather its block to n-1 peers, reduce-scatter all but its own part,
     otherwise what leaves; exact for uneven blocks, and (n-1)/n of the whole tensor for even ones.
     """
-    group = move.group(rank)
-    n = len(group)
-    if move.kind is MoveKind.SLICE or n == 1:
+    n = math.prod(size for _, _, size in axis_keys(move.axes))
+    if move.kind is MoveKind.SLICE or (n == 1 and move.kind is not MoveKind.TRANSFER):
         return 0.0
     if move.kind is MoveKind.ALL_REDUCE:
         return 2.0 * (n - 1) / n * box_numel(move.held(shape, rank))
@@ -200,24 +201,63 @@ def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
         return float(box_numel(move.held(shape, rank)) - kept)
     if move.kind is MoveKind.ALL_GATHER:
         return float((n - 1) * box_numel(move.held(shape, rank)))
-    return float(_sent(move, tuple(shape)).get(rank, 0))
+    return float(sum(p.numel for p in rank_pieces(move, tuple(shape), rank) if p.source == rank != p.target))
 
 
-def travels(move: Move, shape: Sequence[int]) -> bool:
-    """Whether anything of a tensor of this shape goes from rank to rank."""
-    if move.kind in _IN_PIECES:
-        return bool(_sent(move, tuple(shape)))
-    return move.kind is not MoveKind.SLICE
+def mean_wire_elements(move: Move, shape: Sequence[int]) -> float:
+    """The mean of `wire_elements` over the ranks of the source. What leaves ranks is what comes to others, and ranks'
+    parts of a dim make up the dim: a mesh may be of thousands.
+    """
+    n = math.prod(size for _, _, size in axis_keys(move.axes))
+    if move.kind in _FROM_HOLDERS:
+        ranks, groups = _for_all(move, tuple(shape))
+        return groups * sum(arriving(move, tuple(shape), rank) for rank in ranks) / move.src.mesh.size
+    if move.kind is MoveKind.SLICE or n == 1:
+        return 0.0
+    held = _mean_numel(move.src, shape, move.only)
+    if move.kind is MoveKind.ALL_REDUCE:
+        return 2.0 * (n - 1) / n * held
+    return held - _mean_numel(move.dst, shape, move.only) if move.kind is MoveKind.REDUCE_SCATTER else (n - 1) * held
+
+
+def _mean_numel(sharding: Sharding, shape: Sequence[int], only: tuple[int, lay.Runs] | None) -> float:
+    index = restricted(tuple(((0, n),) if n else () for n in shape), only)
+    return box_numel(index) / math.prod(size for _, _, size in axis_keys(sharding.splits))
+
+
+def _for_all(move: Move, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Ranks that something comes to, and how many times as much comes to all: one group's where all are alike."""
+    ranks = move.dst.mesh.ranks
+    if (
+        move.kind is MoveKind.TRANSFER
+        or move.window is not None
+        or not (_is_even(move.src, shape) and _is_even(move.dst, shape))
+    ):
+        return ranks, 1
+    group = move.group(ranks[0])
+    return group, len(ranks) // len(group)
+
+
+def _is_even(sharding: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether all ranks' parts of a tensor are of one size."""
+    return all(n % (lay.extent(layout) or 1) == 0 for n, layout in zip(shape, sharding.dims, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
-def _sent(move: Move, shape: tuple[int, ...]) -> Mapping[int, int]:
-    """Elements that leave each rank: of all ranks at once, as there are as many pieces as pairs of them."""
-    found: dict[int, int] = {}
-    for piece in pieces(move, shape):
-        if piece.source != piece.target:
-            found[piece.source] = found.get(piece.source, 0) + piece.numel
-    return found
+def travels(move: Move, shape: tuple[int, ...]) -> bool:
+    """Whether anything of a tensor of this shape goes from rank to rank."""
+    if move.kind in _IN_PIECES:
+        return any(arriving(move, shape, rank) for rank in _for_all(move, shape)[0])
+    return move.kind is not MoveKind.SLICE
+
+
+def arriving(move: Move, shape: tuple[int, ...], rank: int) -> int:
+    """Elements of a move in pieces that come to a rank from others: what it wants of the source but has not."""
+    wanted = move.wanted(shape, rank)
+    if move.window is not None:
+        wanted = _common(wanted, move.window.to_target(tuple(((0, n),) if n else () for n in move.window.source_shape)))
+    held = move.held(shape, rank) if rank in move.src.mesh else tuple(() for _ in wanted)
+    return lacking_numel(move.window.to_target(held) if move.window else held, wanted)
 
 
 def box_numel(index: Sequence[lay.Runs]) -> int:
@@ -227,7 +267,11 @@ def box_numel(index: Sequence[lay.Runs]) -> int:
 
 def lacking_numel(held: Sequence[lay.Runs], wanted: Sequence[lay.Runs]) -> int:
     """Elements of one box of indices that another has not."""
-    return box_numel(wanted) - box_numel([lay.intersect(a, b) for a, b in zip(held, wanted, strict=True)])
+    return box_numel(wanted) - box_numel(_common(held, wanted))
+
+
+def _common(a: Sequence[lay.Runs], b: Sequence[lay.Runs]) -> tuple[lay.Runs, ...]:
+    return tuple(map(lay.intersect, a, b))
 
 
 # So many ranks stand for all of a mesh in what a plan is priced by.
@@ -253,49 +297,52 @@ class Piece:
 
 
 @functools.lru_cache(maxsize=4096)
-def pieces(move: Move, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Every piece of a move that gives each rank exactly the elements of its new shard, each from one holder.
+def pieces(move: Move, shape: tuple[int, ...], group: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Every piece of a move among the ranks of a group that gives each exactly the elements of its new shard, each from
+    one holder.
 
     A rank keeps what it holds; the rest comes from the replica nearest to it in mesh coordinates, replicas of one
     shard being shared evenly among those who need it.
     """
-    if move.kind is MoveKind.TRANSFER:
-        return _transfer_pieces(move, shape)
-    seen: set[tuple[int, ...]] = set()
-    found: list[Piece] = []
-    for rank in move.src.mesh.ranks:
-        group = move.group(rank)
-        if group not in seen:
-            seen.add(group)
-            found.extend(_group_pieces(move, shape, group, group))
-    return tuple(found)
+    return tuple(_group_pieces(move, shape, group))
 
 
-def _transfer_pieces(move: Move, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    return tuple(_group_pieces(move, shape, move.src.mesh.ranks, move.dst.mesh.ranks))
+@functools.lru_cache(maxsize=4096)
+def rank_pieces(move: Move, shape: tuple[int, ...], rank: int) -> tuple[Piece, ...]:
+    """Those of the pieces that one rank sends, gets or keeps."""
+    found = _group_pieces(move, shape, move.group(rank), rank)
+    return tuple(p for p in found if rank in (p.source, p.target))
 
 
-def _group_pieces(move: Move, shape: tuple[int, ...], sources: Sequence[int], targets: Sequence[int]) -> list[Piece]:
+def _group_pieces(
+    move: Move, shape: tuple[int, ...], group: Sequence[int], about: int | None = None
+) -> Iterator[Piece]:
+    """All, or at least those that are about one rank."""
+    sources, targets = _ends(move, group)
     holders: dict[tuple[lay.Runs, ...], list[int]] = {}
     for rank in sources:
         held = move.held(shape, rank)
         holders.setdefault(move.window.to_target(held) if move.window else held, []).append(rank)
-    found: list[Piece] = []
+    from_it = {held: ranks for held, ranks in holders.items() if about in ranks}
     for place, target in enumerate(targets):
         wanted = move.wanted(shape, target)
-        for held, ranks in holders.items():
-            box = tuple(lay.intersect(a, b) for a, b in zip(held, wanted, strict=True))
+        for held, ranks in (holders if about in (None, target) else from_it).items():
+            box = _common(held, wanted)
             if all(box):
                 source = _nearest(move.src.mesh, ranks, target, place)
                 parts = move.window.in_order(box) if move.window else (box,)
-                found += [Piece(source, target, part) for part in parts]
-    return found
+                yield from (Piece(source, target, part) for part in parts)
+
+
+def _ends(move: Move, group: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """The ranks that send, and those that get something, each in its mesh's order."""
+    return (move.src.mesh.ranks, move.dst.mesh.ranks) if move.kind is MoveKind.TRANSFER else (group, group)
 
 
 def _nearest(mesh: DeviceMesh, ranks: Sequence[int], target: int, place: int) -> int:
     """The rank itself, else the holder that shares most coordinates with it, taking turns among equals."""
-    if target in ranks:
-        return target
+    if len(ranks) == 1 or target in ranks:
+        return ranks[0] if len(ranks) == 1 else target
     if target not in mesh:
         return ranks[place % len(ranks)]
     here = mesh.coordinate(target)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..compiler import CompiledProgram
 from ..graph import Graph
-from ..moves.move import Move, wire_elements
+from ..moves.move import Move, mean_wire_elements
 from ..propagation.propagate import propagate
 from ..resharding.insert import insert_resharding
 from ..resharding.resharded import ReshardedDefinition
@@ -53,13 +53,7 @@ class Alternative:
 def wire_bytes(graph: Graph, tensor: int, move: Move) -> float:
     """The bytes of a tensor that a move puts on the wire: the mean over the ranks that it starts from."""
     kind = graph.tensors[tensor].type
-    return _mean_elements(move, kind.shape) * kind.dtype.itemsize
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _mean_elements(move: Move, shape: tuple[int, ...]) -> float:
-    ranks = move.src.mesh.ranks
-    return sum(wire_elements(move, shape, rank) for rank in ranks) / len(ranks)
+    return mean_wire_elements(move, kind.shape) * kind.dtype.itemsize
 
 
 def total(resharded: ReshardedDefinition) -> Total:
