@@ -51,6 +51,39 @@ def test_what_someone_holds_is_not_handed_out(how):
     assert place in [t.data_ptr() for t in [pool.empty((3, 4), torch.float32) for _ in range(4)]]
 
 
+TAKEN: dict[str, Any] = {
+    "freed": lambda t: t.untyped_storage().resize_(0),
+    "made larger": lambda t: t.resize_(100, 100),
+    "made smaller": lambda t: t.untyped_storage().resize_(4),
+    "shared with other processes": lambda t: t.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("how", TAKEN)
+@pytest.mark.parametrize("held", [True, False])
+def test_memory_that_its_holder_changed_is_not_handed_out(how, held):
+    """It may be gone, or be another process', which no count of references tells: the buffer is as if never made."""
+    pool = Pooled()
+    kept = [pool.empty((3, 4), torch.float32) for _ in range(3)]
+    TAKEN[how](kept[1])
+    place = kept[1].data_ptr()
+    kept = kept[1:2] if held else []
+    for _ in range(2):
+        others = [pool.empty((3, 4), torch.float32).fill_(8) for _ in range(4)]
+        assert all(t.untyped_storage().nbytes() == 48 and not t.is_shared() for t in others)
+        assert len({t.data_ptr() for t in others} - {place}) == 4 and all(t.sum() == 96 for t in others)
+        del others
+    assert sum(map(len, pool._slots.values())) == 4
+
+
+def test_what_another_process_was_sent_stays_as_it_was():
+    """By torch.multiprocessing's queues, whose readers have the sender's memory."""
+    pool, queue = Pooled(), torch.multiprocessing.get_context("fork").SimpleQueue()
+    queue.put(pool.full((3, 4), 7, torch.float32))
+    pool.full((3, 4), 8, torch.float32)
+    assert queue.get().tolist() == [[7] * 4] * 3
+
+
 STEPS = st.lists(st.tuples(st.sampled_from([(4,), (2, 3), (0,), ()]), st.integers(0, 5), st.booleans()), max_size=40)
 
 

@@ -2,7 +2,8 @@
 
 A buffer is given back when nothing holds its storage any more: no name of the program, no output that the user still
 has, no array made of it, no communication in flight. Its storage's reference count says so, and nothing else is relied
-on. What was not asked for in a minute goes.
+on; but where a holder has had the storage freed, made larger or shared with other processes, it is not used again. What
+was not asked for in a minute goes.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _Slot:
     object's.
     """
 
-    __slots__ = ("_names", "_ours", "_place", "_storage", "data", "strides", "used")
+    __slots__ = ("_memory", "_names", "_ours", "_place", "_storage", "data", "strides", "used")
 
     def __init__(self, shape: Shape, strides: Shape, dtype: torch.dtype):
         self.strides = strides
@@ -83,12 +84,17 @@ class _Slot:
             self.data = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         self._storage = self.data.untyped_storage()
         self._place: int = self._storage._cdata
+        self._memory = self._storage.data_ptr()
         self._ours, self._names = _use_count(self._place), sys.getrefcount(self._storage)
         self.used = 0.0
 
     def is_free(self) -> bool:
         """Whether nobody else holds its memory."""
         return _use_count(self._place) == self._ours and sys.getrefcount(self._storage) == self._names
+
+    def is_changed(self) -> bool:
+        """Whether its storage has other memory than it was made with: none, or some that other processes have, too."""
+        return self._storage.data_ptr() != self._memory
 
 
 class Pooled(Plain, threading.local):
@@ -128,6 +134,9 @@ class Pooled(Plain, threading.local):
         # The one given last comes first, as it is still in the caches; what others hold goes behind.
         for _ in range(len(slots)):
             slot = slots[0]
+            if slot.is_changed():
+                slots.popleft()
+                continue
             if slot.is_free():
                 break
             slots.rotate(-1)
