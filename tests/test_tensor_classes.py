@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental import proxy_tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import meshfuse as mf
 
@@ -97,7 +100,7 @@ def test_what_holds_numbers_is_its_numbers(what: str, how: str) -> None:
 def refused(text: str, call: Callable[[], Any]) -> None:
     with pytest.raises(mf.ArgumentError) as caught:
         call()
-    assert f"argument 0, x (t0) (defined at test_tensor_classes.py:48) {text}" in str(caught.value)
+    assert f"argument 0, x (t0) (defined at test_tensor_classes.py:51) {text}" in str(caught.value)
     assert re.search(r"\(at test_tensor_classes\.py:\d+\)$", str(caught.value))
 
 
@@ -123,6 +126,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]] =
     "grad": lambda function: torch.func.grad(lambda x: function(x).sum())(X),
     "jvp": lambda function: torch.func.jvp(function, (X,), (X,)),
     "jacrev": lambda function: torch.func.jacrev(function)(X),
+    "functionalize": lambda function: torch.func.functionalize(function)(X),
 }
 
 
@@ -133,11 +137,44 @@ def test_transforms_of_torch_are_refused(name: str, how: str) -> None:
     refused("cannot be looked into: found a tensor of torch.func", lambda: TRANSFORMS[name](lambda x: called(how, x)))
 
 
+@contextlib.contextmanager
+def dual(tensors: list[torch.Tensor]) -> Any:
+    with forward_ad.dual_level():
+        tensors[0] = forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0]))
+        yield
+
+
+@contextlib.contextmanager
+def traced(tensors: list[torch.Tensor]) -> Any:
+    with proxy_tensor.ProxyTorchDispatchMode(proxy_tensor.PythonKeyTracer(), "real"):
+        yield
+
+
+FOLLOWED: dict[str, tuple[Callable[[list[torch.Tensor]], Any], str]] = {
+    "derivatives forward": (dual, "a dual tensor of torch.autograd.forward_ad"),
+    "shapes alone": (lambda _: FakeTensorMode(allow_non_fake_inputs=True), "a call in torch's FakeTensorMode"),
+    "a trace": (traced, "a call in torch's ProxyTorchDispatchMode"),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", FOLLOWED)
+def test_what_follows_tensors_through_torchs_ops_is_told_that_it_cannot(what: str, how: str) -> None:
+    """Arguments of a call that is known to fit, too; programs write to memory, by addresses among others."""
+    fd, tensors, (enter, text) = defined(how), [X], FOLLOWED[what]
+    wanted = getattr(fd, how)([X])[0]
+    with enter(tensors):
+        refused(f"cannot be looked into: found {text}", lambda: called(how, tensors[0]))
+        refused(f"cannot be looked into: found {text}", lambda: getattr(fd, how)(tensors))
+    assert torch.equal(getattr(fd, how)([X])[0], wanted)
+
+
 MODES: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "a default device": lambda: torch.device("meta"),
     "inference": torch.inference_mode,
     "gradients": torch.enable_grad,
+    "a count of operations": lambda: FlopCounterMode(display=False),
     "a default dtype": lambda: _default_dtype(torch.float64),
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..definition.builder import DefinitionBuilder
 from ..definition.checks import number_fits, plain_number
@@ -37,10 +38,10 @@ class Inputs:
 
 def outline(arguments: Any) -> Any:
     """All facts but strides that the checks of a call's arguments look at, as a key; None where they look at more: at
-    numbers, DTensors, other subclasses of tensors, and those whose memory has other numbers (`settled`). Memory that
-    its owner has freed would end the process.
+    numbers, DTensors, other subclasses of tensors, those whose memory has other numbers (`settled`), and modes that
+    follow tensors. Memory that its owner has freed would end the process.
     """
-    if type(arguments) not in (list, tuple):
+    if type(arguments) not in (list, tuple) or _dispatch_modes() or forward_ad._current_level >= 0:
         return None
     try:
         found = [
@@ -54,6 +55,9 @@ def outline(arguments: Any) -> Any:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+# Modes of torch in which its ops make no numbers, or another program of them.
+_FOLLOWING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def split_arguments(fd: DefinitionBuilder, arguments: Sequence[Any], line: SourceLine | None = None) -> Inputs:
@@ -135,10 +139,15 @@ def _computes(value: torch.Tensor) -> bool:
     return getattr(type(value), name) is not getattr(torch.Tensor, name)
 
 
-def _is_transformed(value: torch.Tensor) -> bool:
-    """Whether torch.func calls the function that this is an argument of for many values, or for derivatives."""
+def _follower(value: torch.Tensor) -> str:
+    """What of torch's would have to see all that is done to a tensor, as for its derivatives; "" for nothing."""
     of_torch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return of_torch.is_batchedtensor(value) or of_torch.is_gradtrackingtensor(value)
+    if of_torch.is_batchedtensor(value) or of_torch.is_gradtrackingtensor(value) or torch._is_functional_tensor(value):
+        return "a tensor of torch.func (vmap, grad, jvp, functionalize)"
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+        return "a dual tensor of torch.autograd.forward_ad"
+    modes = map(torch._C._get_dispatch_mode, _FOLLOWING if _dispatch_modes() else ())
+    return next((f"a call in torch's {type(mode).__name__}" for mode in modes if mode is not None), "")
 
 
 # What is wrong (to follow the argument's name), found, needed, and what to do.
@@ -155,9 +164,9 @@ def _kind_problem(made: TensorDef, value: Any) -> _Problem | None:
         )
     if _computes(value):
         return _class_problem(made, value)
-    if _is_transformed(value):
-        found, do = "a tensor of torch.func (vmap, grad, jvp)", "Call it outside of these; gradients come from fd.grad."
-        return " cannot be looked into", found, f"a plain torch tensor, {made.type}", do
+    if follower := _follower(value):
+        do = "Call it outside of these; gradients come from fd.grad."
+        return " cannot be looked into", follower, f"a plain torch tensor, {made.type}", do
     if value.is_nested or value.layout != torch.strided:
         found = "a nested tensor" if value.is_nested else str(value.layout)
         how = "t.to_padded_tensor(0.0)" if value.is_nested else "t.to_dense()"
