@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from meshfuse.executor import buffers
 from meshfuse.executor.buffers import Plain, Pooled
+from meshfuse.runtime import scratch
+from meshfuse.runtime.scratch import Scratch
 
 HOLDERS: dict[str, Any] = {
     "itself": lambda t: t,
@@ -194,6 +197,55 @@ def test_a_buffer_that_came_back_is_the_next():
     del crowd
     places = {pool.empty((3,), torch.float32).data_ptr() for _ in range(20)}
     assert len(places) == 1
+
+
+def pooled_bytes(pool: Any) -> int:
+    return sum(slot.data.nbytes for slots in pool._slots.values() for slot in slots)
+
+
+def scratch_bytes(pool: Any) -> int:
+    return sum(buffer.nbytes for buffers_ in pool._free.values() for buffer in buffers_)
+
+
+def taken_and_given(pool: Scratch, count: int) -> None:
+    pool.give(*[pool.take(count, torch.uint8) for _ in range(2)])
+
+
+def held_and_dropped(pool: Pooled, count: int) -> None:
+    _ = [pool.empty((count,), torch.uint8) for _ in range(2)]
+
+
+POOLS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None], Callable[[Any], int]]] = {
+    "of programs": (Pooled, held_and_dropped, pooled_bytes), "of calls": (Scratch, taken_and_given, scratch_bytes),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", POOLS)
+def test_sizes_that_are_always_new_do_not_pile_up(monkeypatch, which):
+    monkeypatch.setattr(scratch, "KEPT", 10_000)
+    make, use, nbytes = POOLS[which]
+    pool = make()
+    for count in range(1000, 1200):
+        scratch.CLOCK.now += 1
+        use(pool, count)
+        assert nbytes(pool) <= 10_000 + 2 * count * (scratch.RECENT + 2)
+
+
+@pytest.mark.parametrize("which", POOLS)
+def test_sizes_that_come_again_are_kept_however_large(monkeypatch, which):
+    """Some of them at every few executions only, beside those that others ask for."""
+    monkeypatch.setattr(scratch, "KEPT", 10_000)
+    make, use, _ = POOLS[which]
+    pool, empty, made = make(), torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *args, **more: made.append(args) or empty(*args, **more))
+    new = (lambda: pool.made) if which == "of programs" else (lambda: len(made))
+    for step in range(40):
+        if step == 2 * (scratch.RECENT - 2):
+            before = new()
+        scratch.CLOCK.now += 1
+        for count in (4000, 5000, 6000 + step % (scratch.RECENT - 2)):
+            use(pool, count)
+    assert new() == before
 
 
 REDUCTIONS = list(itertools.product(["sum", "prod", "max", "min"], [torch.float32, torch.int64, torch.bool]))

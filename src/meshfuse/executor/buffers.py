@@ -3,7 +3,7 @@
 A buffer is given back when nothing holds its storage any more: no name of the program, no output that the user still
 has, no array made of it, no communication in flight. Its storage's reference count says so, and nothing else is relied
 on; but where a holder has had the storage freed, made larger or shared with other processes, it is not used again. What
-was not asked for in a minute goes.
+was not asked for in a minute goes; where there is much, what none of the latest executions asked for.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .. import kernels
+from ..runtime import scratch
+from ..runtime.scratch import CLOCK
 
 _use_count = torch._C._storage_Use_Count
 # Another tensor on the same memory: nothing that a user does to it (a name, a wish for gradients) stays.
@@ -75,7 +77,7 @@ class _Slot:
     object's.
     """
 
-    __slots__ = ("_memory", "_names", "_ours", "_place", "_storage", "data", "strides", "used")
+    __slots__ = ("_memory", "_names", "_ours", "_place", "_storage", "data", "execution", "strides", "used")
 
     def __init__(self, shape: Shape, strides: Shape, dtype: torch.dtype):
         self.strides = strides
@@ -86,7 +88,7 @@ class _Slot:
         self._place: int = self._storage._cdata
         self._memory = self._storage.data_ptr()
         self._ours, self._names = _use_count(self._place), sys.getrefcount(self._storage)
-        self.used = 0.0
+        self.used, self.execution = 0.0, 0
 
     def is_free(self) -> bool:
         """Whether nobody else holds its memory."""
@@ -106,6 +108,8 @@ class Pooled(Plain, threading.local):
         self._slots: dict[tuple[Shape, Shape | None, torch.dtype], deque[_Slot]] = {}
         self.made = 0
         self._now, self._left = time.monotonic(), _INTERVAL
+        # The bytes of all slots, at most, and the execution in which a lack of room was last looked at.
+        self._bytes, self._looked = 0, 0
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         return self.strided(shape, None, dtype)
@@ -135,29 +139,38 @@ class Pooled(Plain, threading.local):
         for _ in range(len(slots)):
             slot = slots[0]
             if slot.is_changed():
-                slots.popleft()
+                self._bytes -= slots.popleft().data.nbytes
                 continue
             if slot.is_free():
                 break
             slots.rotate(-1)
         else:
-            slot = _Slot(shape, _dense(shape) if strides is None else strides, dtype)
-            slots.appendleft(slot)
-            self.made += 1
-        slot.used = self._now
+            slot = self._new(shape, strides, dtype)
+        slot.used, slot.execution = self._now, CLOCK.now
         return _alias(slot.data, shape, slot.strides, 0)
+
+    def _new(self, shape: Shape, strides: Shape | None, dtype: torch.dtype) -> _Slot:
+        """A buffer more, in the place of others where there are many."""
+        if self._bytes > scratch.KEPT and self._looked < CLOCK.now:
+            self._looked, oldest = CLOCK.now, CLOCK.now - scratch.RECENT
+            self._keep(lambda slot: slot.execution >= oldest)
+        slot = _Slot(shape, _dense(shape) if strides is None else strides, dtype)
+        self._slots.setdefault((shape, strides, dtype), deque()).appendleft(slot)
+        self.made, self._bytes = self.made + 1, self._bytes + slot.data.nbytes
+        return slot
 
     def _look(self) -> None:
         """Let go of what was not asked for in a while, nor since the last look."""
         last = self._now
         self._now, self._left = time.monotonic(), _INTERVAL
         oldest = min(last, self._now - _PATIENCE)
-        for key, slots in list(self._slots.items()):
-            kept = deque(slot for slot in slots if slot.used >= oldest)
-            if kept:
-                self._slots[key] = kept
-            else:
-                del self._slots[key]
+        self._keep(lambda slot: slot.used >= oldest)
+
+    def _keep(self, is_wanted: Callable[[_Slot], bool]) -> None:
+        """Let go of all slots but these; what someone holds is his then."""
+        kept = {key: deque(filter(is_wanted, slots)) for key, slots in self._slots.items()}
+        self._slots = {key: slots for key, slots in kept.items() if slots}
+        self._bytes = sum(slot.data.nbytes for slots in self._slots.values() for slot in slots)
 
 
 _POOL = Pooled()

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import torch
 
+# Beyond so many bytes a process keeps only such buffers as the latest executions asked for: with sizes that are new at
+# every step each would be one more.
+KEPT, RECENT = 1 << 28, 8
+
+
+class Clock:
+    """How many executions of programs this process has begun."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+
+CLOCK = Clock()
+
 
 class Scratch:
-    """Flat buffers by their number of elements and dtype, never freed: a program's calls come again at every step.
+    """Flat buffers by their number of elements and dtype: a program's calls come again at every step.
 
     `pinned`: page-locked, so that a device copies from and to them by itself.
     """
@@ -14,11 +28,26 @@ class Scratch:
     def __init__(self, pinned: bool = False):
         self._pinned = pinned
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        # The execution that asked last, by size; the bytes that were made and not let go, and when that was looked at.
+        self._asked: dict[tuple[int, torch.dtype], int] = {}
+        self._bytes, self._looked = 0, 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of `count` elements, of any values: one that was given back, if there is one."""
         free = self._free.get((count, dtype))
-        return free.pop() if free else torch.empty(count, dtype=dtype, pin_memory=self._pinned)
+        self._asked[count, dtype] = CLOCK.now
+        if free:
+            return free.pop()
+        if self._bytes > KEPT and self._looked < CLOCK.now:
+            self._let_go()
+        self._bytes += count * dtype.itemsize
+        return torch.empty(count, dtype=dtype, pin_memory=self._pinned)
+
+    def _let_go(self) -> None:
+        self._looked = CLOCK.now
+        for key in [key for key, asked in self._asked.items() if asked < CLOCK.now - RECENT]:
+            del self._asked[key]
+            self._bytes -= sum(buffer.nbytes for buffer in self._free.pop(key, ()))
 
     def give(self, *buffers: torch.Tensor) -> None:
         """Give buffers back: nothing reads or writes them any more."""

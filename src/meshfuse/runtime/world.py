@@ -28,6 +28,7 @@ from .liveness import FAILED, Responder, line_of, main_thread_frame, publish, pu
 from .meetings import Meetings
 from .peers import Peers
 from .processes import die_with_parent
+from .scratch import CLOCK
 from .store import connect, hosts_store, joining
 from .turns import Turns
 from .work import Work
@@ -203,6 +204,7 @@ class World:
         many calls are made. (Compared at calls 4, 8, 16, … it costs nothing in the long run.)
         """
         self.turns.resume(self.meetings.check_same)
+        CLOCK.now += 1
         self.activity = activity
         history = self._history
         history.add(activity.name)
