@@ -26,7 +26,7 @@ from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_ou
 from .executor.graphs import Captured, check_capturable, check_groups
 from .executor.segments import Segments
 from .executor.simulate import Simulation, check_equal_replicas
-from .executor.spmd import RankProgram, check_same_arguments, check_world
+from .executor.spmd import RankProgram, check_same_arguments, check_world, said_of_scalars
 from .gradients.reverse import gradients
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
@@ -375,7 +375,9 @@ class FusionDefinition(PlannedDefinition):
             return Captured(main, lambda: check_groups(groups, line))
 
         capture = captured if cuda_graph else None
-        return RankProgram(compiled, world, given.device, repr(self), requested(backend, line), renewed, capture)
+        # Whole arguments are compared, numbers among them, once the program has been.
+        source = "\n".join([repr(self), *([] if whole else said_of_scalars(given))])
+        return RankProgram(compiled, world, given.device, source, requested(backend, line), renewed, capture)
 
     def backends(self, *shapes: Sequence[int]) -> str:
         """What computes each segment, and why: as it is bound to a rank, or as MESHFUSE_BACKEND would have it."""

@@ -18,6 +18,7 @@ from meshfuse.errors import SourceLine
 from meshfuse.executor.spmd import RankProgram
 from meshfuse.runtime import diagnosis, exits
 from meshfuse.runtime.liveness import Failure
+from meshfuse.runtime.world import History
 
 pytestmark = pytest.mark.ranks
 
@@ -173,6 +174,41 @@ def test_ranks_with_different_global_arguments(ranks4, odd):
     }
     assert all(re.match(f"RankError: ranks disagree on {said[odd]}", text) for text in found), found
     assert odd == "shape" or all("seed torch alike (torch.manual_seed(0)), or pass each rank" in t for t in found)
+
+
+def on_rank_with_numbers(odd: int | None, rank: int) -> tuple[str, int]:
+    """Calls of a definition with a number, of which `rank` passes another one at call `odd`: the error, and when."""
+    world, mesh = mf.World.current(), mf.DeviceMesh((4,), ("tp",))
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([8])
+        n = fd.define_scalar(dtype=mf.DataType.Float)
+        fd.add_output(fd.ops.mul(fd.ops.sum(x, [0]), n))
+        fd.mesh_split(x, mesh, ["tp"])
+    world._history = History()  # as at the start of a job
+    for call in range(1, 10):
+        number = float(call) + (call == odd and world.rank == rank)
+        said = error_of(lambda number=number: fd.execute([torch.ones(2), number]))
+        if said != "no error":
+            return said, call
+    return "no error", 10
+
+
+@pytest.mark.parametrize(("odd", "told"), [(1, 1), (2, 4), (3, 4), (5, 8)])
+def test_ranks_that_pass_other_numbers(ranks4, odd, told):
+    """Replicas would differ from there on: known before the first call, and when ranks compare their calls."""
+    number = rf"{odd}\.0"
+    other = rf"{odd + 1}\.0"
+    said = {
+        1: rf"RankError: ranks disagree on the program: found ranks 0, 1, 3 'scalar s0: {number}'; rank 2 'scalar s0: "
+        rf"{other}', needed one value on all of them",
+    }.get(odd, rf"RankError: .* ranks disagree on the order of calls: found ranks 0, 1, 3 'call {odd}: with s0 = "
+          rf"{number}: the definition of .*'; rank 2 'call {odd}: with s0 = {other}: the")  # fmt: skip
+    for text, call in ranks4.run(on_rank_with_numbers, odd, 2):
+        assert call == told and re.match(said, text), (call, text)
+
+
+def test_ranks_that_pass_the_same_numbers(ranks4):
+    assert ranks4.run(on_rank_with_numbers, None, 2) == [("no error", 10)] * 4
 
 
 def test_ranks_with_the_same_global_arguments(ranks4):

@@ -14,6 +14,7 @@ from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
 from ..host_ir.instructions import Communication, CommunicationCall
 from ..host_ir.program import HostProgram, digest_of
+from ..ops.base import ScalarRef
 from ..plan_store.nearby import RENEWED
 from ..runtime.reductions import dense
 from ..runtime.world import World
@@ -58,8 +59,13 @@ def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: Source
 def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> None:
     """Raises RankError on every rank where they were given different global arguments; reads each of them once."""
     said = [f"{fd.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
-    text = "\n".join([*said, *(f"scalar s{i}: {value!r}" for i, value in given.scalars.items())])
+    text = "\n".join([*said, *said_of_scalars(given)])
     world.meetings.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
+
+
+def said_of_scalars(given: Inputs) -> list[str]:
+    """A line for each number of a call."""
+    return [f"scalar s{i}: {value!r}" for i, value in given.scalars.items()]
 
 
 _SAME_ARGUMENTS = (
@@ -130,6 +136,7 @@ class RankProgram:
         if active:
             self._bind_program(compiled)
         self.compiled, self.active = compiled, active
+        self._scalars = [(i, ref.id) for i, ref in enumerate(graph.inputs) if isinstance(ref, ScalarRef)]
         made = graph.tensors[graph.outputs[0]]
         self.line = made.line
         self.name = f"the definition of {made.label} at {made.line} (plan {compiled.digest})"
@@ -182,7 +189,7 @@ class RankProgram:
                 self._plan_anew()
             before = self._calls
             self._calls += 1
-            self.world.begin(self)
+            self.world.begin(self, self._numbers(arguments) if self._scalars else "")
             if not self.active:
                 return self._told([None] * len(self.compiled.graph.outputs))
             if self._due is not None and before >= self._due:
@@ -197,6 +204,10 @@ class RankProgram:
         finally:
             self.running = False
             torch._C._set_grad_enabled(recording)
+
+    def _numbers(self, arguments: Sequence[Any]) -> str:
+        """The scalars of a call, which are those of all ranks."""
+        return f"with {', '.join(f's{number} = {arguments[i]!r}' for i, number in self._scalars)}: "
 
     def _plan_anew(self) -> None:
         """Have a plan for these very sizes, which all ranks search at the same call."""

@@ -46,7 +46,7 @@ class Activity(Protocol):
 
 
 @dataclass(slots=True)
-class _History:
+class History:
     """The programs that this rank has run: how many, a digest of all and the names of the last ones."""
 
     calls: int = 0
@@ -87,7 +87,7 @@ class World:
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
         self.meetings = Meetings(self)
-        self._history = _History()
+        self._history = History()
         self.turns, self.checkpoints = Turns(self.rank, self.size), Turns(self.rank, self.size, "save or load")
         self._store: dist.Store | None = None
         self._responder: Responder | None = None
@@ -197,17 +197,17 @@ class World:
         with located(caller_line()):
             self.meetings.barrier()
 
-    def begin(self, activity: Activity) -> None:
+    def begin(self, activity: Activity, numbers: str = "") -> None:
         """Note the program that this rank runs from here on, for errors and other ranks' questions.
 
-        All ranks run the same programs in the same order: RankError where they do not, told at the latest when twice as
-        many calls are made. (Compared at calls 4, 8, 16, … it costs nothing in the long run.)
+        All ranks run the same programs in the same order with the same `numbers`: RankError where they do not, told at
+        the latest when twice as many calls are made. (Compared at calls 4, 8, 16, … it costs nothing in the long run.)
         """
         self.turns.resume(self.meetings.check_same)
         CLOCK.now += 1
         self.activity = activity
         history = self._history
-        history.add(activity.name)
+        history.add(f"{numbers}{activity.name}")
         if self.size > 1 and history.calls >= _FIRST_COMPARED and history.calls & (history.calls - 1) == 0:
             self.meetings.check_same(history.digest, "the order of calls", self.all_ranks, history.text)
 
