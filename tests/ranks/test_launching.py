@@ -379,6 +379,29 @@ def test_ranks_that_only_the_default_group_knows(tmp_path):
     assert said == ["torch.distributed 3.0\n"] * 2
 
 
+def test_ranks_that_know_each_other_after_the_first_use(tmp_path):
+    """A script may use meshfuse as one process before it makes the default group, with definitions for one rank."""
+    script = """
+import sys
+import torch
+import torch.distributed as dist
+import meshfuse as mf
+
+def total(size):
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([4])
+        fd.add_output(fd.ops.sum(x, [0]))
+        fd.mesh_split(x, mf.DeviceMesh((size,), ("tp",)), ["tp"])
+    return fd
+
+alone = mf.World.current().size, total(1).execute([torch.ones(4)])[0].item()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+print(*alone, mf.World.current().size, total(2).execute([torch.ones(2)])[0].item())
+"""
+    said = run_ranks(script, tmp_path, [base_environment()] * 2, str(tmp_path / "store"))
+    assert said == ["1 4.0 2 4.0\n"] * 2
+
+
 @pytest.mark.parametrize("launcher", ["Open MPI", "Slurm"])
 def test_variables_of_other_launchers(tmp_path, launcher):
     """No MASTER_ADDR or MASTER_PORT: the job's name gives the port."""

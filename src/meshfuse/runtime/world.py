@@ -96,8 +96,11 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """This process's world, joined at the first call. RankTimeout if rank 0 is not to be found."""
-        if cls._current is None:
+        """This process's world, joined at the first call. RankTimeout if rank 0 is not to be found.
+
+        Another one where the script has made itself a rank since then, by torch's default process group alone.
+        """
+        if cls._current is None or (cls._current.place.source == "none" and _in_default_group()):
             with located(caller_line()):
                 place, limit = _place(), time_limit()
             cls._current = World(place, limit)
@@ -304,9 +307,11 @@ class World:
 
 def _place() -> Environment:
     place = read_environment()
-    if place.source == "none" and dist.is_available() and dist.is_initialized():
-        return _default_group_place()
-    return place
+    return _default_group_place() if place.source == "none" and _in_default_group() else place
+
+
+def _in_default_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _default_group_place() -> Environment:
