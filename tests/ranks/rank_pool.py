@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
+import secrets
 import socket
 import tempfile
 import time
@@ -66,9 +68,13 @@ def _cache() -> tempfile.TemporaryDirectory[str]:
 
 
 def free_port() -> str:
-    """A port of this machine on which nothing listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return str(probe.getsockname()[1])
+    """A port of this machine on which nothing listens now, out of the range of which the kernel gives ports to whoever
+    asks for none: a connection of another test's would take it before the job listens.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(10_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)
 
 
 def alive(pid: int) -> bool:

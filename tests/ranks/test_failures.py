@@ -310,6 +310,11 @@ def test_a_pool_leaves_no_folder_behind():
     assert not folder.exists()
 
 
+def test_the_port_of_a_job_is_none_that_the_kernel_gives_away():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(1024 < int(rank_pool.free_port()) < first for _ in range(50))
+
+
 CUT = """
 import socket
 def cut():
