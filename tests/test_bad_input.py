@@ -130,6 +130,8 @@ OPS: list[tuple[str, Ops]] = [
     ("full: a size is negative: found [-5]", lambda fd, x, o: o.full([-5], 0.0, DataType.Float)),
     ("full: a size is negative: found [-92]", lambda fd, x, o: o.full([x.size(0) - 100], 0.0, DataType.Float)),
     ("larger than any memory", lambda fd, x, o: o.full([2**62], 0.0, DataType.Float)),
+    ("full: the result is larger than any memory: found Float[4611686018427387904], needed less than 2**63 bytes",
+     lambda fd, x, o: o.full([x.size(0) * 2**59], 0.0, DataType.Float)),
     ("a number that no integer is: found nan as Int", lambda fd, x, o: o.full([4], float("nan"), DataType.Int)),
     ("a number that no integer is: found -inf as Int", lambda fd, x, o: o.full([4], float("-inf"), DataType.Int)),
     ("a complex number in a real tensor", lambda fd, x, o: o.full([4], 1j, DataType.Float)),

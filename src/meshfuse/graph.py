@@ -352,6 +352,9 @@ def _check_sizes(call: Call) -> None:
             raise user_error(
                 f"{call.op.name}: a size is negative", str(list(made.shape)), "sizes >= 0", "Correct the sizes."
             )
+        if made.is_too_large:
+            wrong = f"{call.op.name}: the result is larger than any memory"
+            raise user_error(wrong, str(made), "less than 2**63 bytes", "")
 
 
 @dataclass(frozen=True, slots=True)

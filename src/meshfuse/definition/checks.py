@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -139,7 +138,7 @@ def check_results(op: str, types: Sequence[TensorType]) -> None:
         _check_count(op, found.ndim)
         if found.dtype is DataType.Null:
             raise user_error(f"{op}: dtype", "DataType.Null", "a type of elements", "Pass DataType.Float, for example.")
-        if math.prod(max(n, 1) for n in found.shape) * found.dtype.itemsize > _LARGEST:
+        if found.is_too_large:
             raise user_error(f"{op}: the result is larger than any memory", str(found), "less than 2**63 bytes", "")
 
 
