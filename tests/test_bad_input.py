@@ -279,7 +279,11 @@ def test_a_mesh_larger_than_the_world() -> None:
     fd.mesh_split(x, MESH, ["dp", None])
     fd.add_output(fd.ops.relu(x))
     raises("Start them with 'meshfuse run --ranks 8 script.py', or use fd.simulate", lambda: fd.execute([X]))
-    raises("host_program: no such rank: found 99", lambda: fd.host_program(99))
+    compiled, one = fd.compile(), np.int64(1)
+    for rank in (99, -1, None, "0", [0], True, 1.0):
+        raises("host_program: no such rank: found", lambda rank=rank: fd.host_program(rank))
+        raises("host_program: no such rank: found", lambda rank=rank: compiled.host_program(rank))
+    assert compiled.host_program(one) is compiled.host_program(1) is fd.host_program(one)
 
 
 @pytest.mark.parametrize("ask", [lambda fd: fd.simulate([X]), lambda fd: fd.execute([X]), lambda fd: fd.bill()])

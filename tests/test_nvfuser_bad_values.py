@@ -71,6 +71,9 @@ CALLS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any]]] = {
     "call": (lambda fd, x, y: ["relu", [x]], lambda fd, x, y, *a: fd.call(*a)),
     "call with keywords": (lambda fd, x, y: ["relu", [x]], lambda fd, x, y, n, a: fd.call_with_keywords(n, a, {})),
     "mesh": (lambda fd, x, y: [[0, 1]], lambda fd, x, y, *a: nv.multidevice.DeviceMesh(*a)),
+    "chunk of a mesh": (
+        lambda fd, x, y: [X, 0, 1], lambda fd, x, y, *a: nv.multidevice.DeviceMesh([0, 1]).shard_tensor(*a),
+    ),
 }  # fmt: skip
 CASES = [(name, place) for name, (good, _) in CALLS.items() for place in range(len(good(*defined())))]
 

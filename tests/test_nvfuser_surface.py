@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,6 +112,13 @@ def test_a_mesh_cuts_as_torch_chunks() -> None:
         NVMesh([[0, 1]]).shard_tensor(whole, 0)
     with pytest.raises(mf.ArgumentError, match="dim 2"):
         NVMesh([0, 1]).shard_tensor(whole, 2)
+    for what in (None, whole.tolist(), whole.to_sparse()):
+        with pytest.raises(mf.ArgumentError, match="a dense tensor"):
+            NVMesh([0, 1]).shard_tensor(what, 0)
+    for axis, device in ((None, 0), ("0", 0), (0.0, 0), (True, 0), (0, "1"), (0, 1.0), (0, True), (0, [1])):
+        with pytest.raises(mf.ArgumentError, match=r"DeviceMesh\.shard_tensor"):
+            NVMesh([0, 1]).shard_tensor(whole, axis, device)
+    assert torch.equal(NVMesh([0, 1]).shard_tensor(whole, np.int64(-1), np.int64(1)), whole[:, 1:])
 
 
 @pytest.mark.parametrize(

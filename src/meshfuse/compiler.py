@@ -19,6 +19,7 @@ from typing import Any
 
 from .collector import no_collection
 from .definition.builder import DefinitionBuilder
+from .errors import caller_line, shown, user_error
 from .graph import Graph, concretize
 from .host_ir.lower import lower_to_host_ir
 from .host_ir.program import HostProgram, digest_of
@@ -49,6 +50,7 @@ from .rewriting.surrounds import Surrounded
 from .segmentation import SegmentedDefinition, segment
 from .sharding.value import Sharding
 from .streams.chunking import overlap
+from .user_values import as_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +77,17 @@ class CompiledProgram:
         return self.sharded.graph
 
     def host_program(self, rank: int) -> HostProgram:
-        """The verified program of a rank."""
-        if rank not in self._programs:
+        """The verified program of a rank. Raises DefinitionError for what is no rank of the program."""
+        number = as_int(rank)
+        if number is None or number not in self.ranks:
+            needed = f"one of {list(self.ranks)}"
+            raise user_error("host_program: no such rank", shown(rank), needed, "", caller_line())
+        if number not in self._programs:
             with no_collection():
-                program = lower_to_host_ir(self.segmented, rank, self.digest, self.in_flight)
+                program = lower_to_host_ir(self.segmented, number, self.digest, self.in_flight)
                 verify(program)
-            self._programs[rank] = program
-        return self._programs[rank]
+            self._programs[number] = program
+        return self._programs[number]
 
     def verify(self) -> None:
         """Check all ranks' programs against each other."""

@@ -10,7 +10,7 @@ import torch
 from .compiler import CompiledProgram, compile_definition
 from .definition.builder import DefinitionBuilder
 from .definition.tensor_view import TensorView
-from .errors import DefinitionError, SourceLine, caller_line, located, shown, user_error
+from .errors import DefinitionError, SourceLine, caller_line, located, user_error
 from .executor.arguments import Inputs, compile_shapes, scalar_values, with_open_sizes
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
@@ -21,7 +21,7 @@ from .report.explain import explain_all, explain_tensor
 from .report.memory import Memory, modelled_memory, watch_memory
 from .report.plan_warning import MAX_MEMORY, MAX_WIRE, bound, watch
 from .sharding.value import Sharding
-from .user_values import as_int, check_flags
+from .user_values import check_flags
 
 
 class Holder(Protocol):
@@ -153,11 +153,7 @@ class PlannedDefinition(DefinitionBuilder):
 
     def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
         """The program of a rank for the latest (or the given) shapes."""
-        line, compiled = caller_line(), self.latest(shapes)
-        number = as_int(rank)
-        if number is None or number not in compiled.ranks:
-            raise user_error("host_program: no such rank", shown(rank), f"one of {list(compiled.ranks)}", "", line)
-        return compiled.host_program(number)
+        return self.latest(shapes).host_program(rank)
 
     def output_shardings(self, *shapes: Sequence[int]) -> list[Sharding]:
         """The sharding of every output."""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import mesh as core
-from ..errors import ArgumentError, caller_line, user_error
+from ..errors import ArgumentError, SourceLine, caller_line, shown, user_error
 from ..executor.shards import shard_tensor
 from ..mesh import ParallelType
 from ..runtime.world import World
-from ..sharding.data import shard
 from ..sharding.layout import Split
 from ..sharding.value import Sharding as CoreSharding
+from ..user_values import as_int
 from .active import definition_of
 from .enums import CommunicatorBackend
 
@@ -57,22 +57,33 @@ class DeviceMesh(core.DeviceMesh):
         """This rank's chunk, or rank `device_id`'s, of dim `axis` of a global tensor; the last may be short, as in
         torch.chunk.
 
-        Raises ArgumentError for a mesh of several axes, and where the tensor has no such dim.
+        Raises ArgumentError for a mesh of several axes, where the tensor is not dense or has no such dim, and for a
+        `device_id` that is no int.
         """
-        if self.ndim != 1 or not -tensor.dim() <= axis < tensor.dim():
+        line = caller_line()
+        place = Communicator.instance().rank() if device_id is None else as_int(device_id)
+        if place is None:
+            raise user_error("DeviceMesh.shard_tensor: device_id", shown(device_id), "an int",
+                             "Pass a rank, or None for this process' own.", line, ArgumentError)  # fmt: skip
+        return shard_tensor(tensor, self._chunks(tensor, axis, line), place if place in self else self.ranks[0])
+
+    def _chunks(self, tensor: Any, axis: Any, line: SourceLine) -> CoreSharding:
+        """That of a tensor which is cut along dim `axis` alone."""
+        shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) and not tensor.is_nested else None
+        dim, ndim = as_int(axis), len(shape or ())
+        if shape is None or self.ndim != 1 or dim is None or not -ndim <= dim < ndim:
+            found = type(tensor).__name__ if shape is None else f"shape {list(shape)}"
             raise user_error(
                 "DeviceMesh.shard_tensor",
-                f"dim {axis} of shape {list(tensor.shape)} on {self!r}",
-                "an existing dim and a mesh of one axis",
+                f"dim {shown(axis)} of {found} on {self!r}",
+                "an existing dim of a dense tensor and a mesh of one axis",
                 "Annotate a tensor and cut by it: multidevice.shard_tensor(t, tv).",
-                caller_line(),
+                line,
                 ArgumentError,
             )
-        dims: list[tuple[Split, ...]] = [()] * tensor.dim()
-        dims[axis] = (Split(self.size, self.names[0]),)
-        sharding = CoreSharding.make(self.plain(), dims, tuple(tensor.shape))
-        place = Communicator.instance().rank() if device_id is None else device_id
-        return shard(tensor, sharding, place if place in self else self.ranks[0])
+        dims: list[tuple[Split, ...]] = [()] * ndim
+        dims[dim] = (Split(self.size, self.names[0]),)
+        return CoreSharding.make(self.plain(), dims, shape)
 
 
 def _braces(shape: tuple[int, ...], ranks: list[int]) -> str:
