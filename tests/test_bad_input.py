@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import meshfuse as mf
+import meshfuse.nvfuser_direct as nv
 from meshfuse import DataType, ParallelType
 from meshfuse.ops.base import TensorRef
 from refusing import MESH, X, define, raises
@@ -427,3 +428,56 @@ def test_scalars_of_thousands_of_steps() -> None:
         n = n + 1
     fd.add_output(fd.ops.mul(x, n))
     assert torch.equal(fd.simulate([X + 1])[0], X + 3008)
+
+
+# A definition's own names, but for `ops`.
+STATE = sorted({name for name in vars(mf.FusionDefinition()) if not name.startswith("_")} - {"ops"})
+
+
+@pytest.mark.parametrize("name", STATE)
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: [x], lambda x: (x.fd.define_scalar(2.0),)])
+def test_tensors_are_not_kept_in_place_of_a_definitions_state(name: str, form: Callable[[Any], Any]) -> None:
+    fd, x = define()
+    fd.add_output(x)
+    raises(f"fd.{name} = ...: found a name that meshfuse's definitions keep", lambda: setattr(fd, name, form(x)))
+    setattr(fd, f"{name}_", form(x))
+    assert torch.equal(fd.simulate([X])[0], X)
+
+
+def late(above: type, first: Callable[[Any], Any]) -> type:
+    """A script's class whose `__init__` does something before it calls the one above, or does not call it."""
+
+    def init(self: Any) -> None:
+        first(self)
+        if first is not nothing:
+            above.__init__(self)
+
+    return type("Late", (above,), {"__init__": init})
+
+
+def nothing(fd: Any) -> None:
+    fd.width = 3
+
+
+@pytest.mark.parametrize("above", [mf.FusionDefinition, nv.FusionDefinition])
+@pytest.mark.parametrize(
+    "first",
+    [nothing, lambda fd: fd.define_tensor([2]), lambda fd: fd.define_scalar(), lambda fd: fd.ops, lambda fd: fd.bill(),
+     lambda fd: fd.mesh_split(None, MESH, []), lambda fd: fd.execute([]), lambda fd: fd.simulate([])],
+)  # fmt: skip
+def test_a_class_that_does_not_call_the_init_above_first(above: type, first: Callable[[Any], Any]) -> None:
+    """As a script forgets `super().__init__()`."""
+    raises("Late is no definition yet: found an __init__ that has not called", lambda: late(above, first)())
+
+
+@pytest.mark.parametrize("above", [mf.FusionDefinition, nv.FusionDefinition])
+def test_a_class_has_its_own_errors_and_a_second_class_above(above: type) -> None:
+    def misspelled(fd: Any) -> None:
+        fd.width = MESH.shapes  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="shapes"):
+        late(above, misspelled)()
+    middle = late(above, lambda fd: setattr(fd, "width", 3))
+    fd = type("Below", (middle,), {"__init__": lambda self: middle.__init__(self)})()
+    fd.add_output(fd.ops.relu(fd.define_tensor([8, 16])))
+    assert fd.width == 3 and torch.equal(fd.simulate([X])[0], X)

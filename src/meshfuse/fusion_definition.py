@@ -11,6 +11,7 @@ import torch
 
 from .backends.assignment import assigned, requested
 from .compiler import CompiledProgram
+from .definition.attributes import calling_ours, check_attribute
 from .definition.tensor_view import TensorView
 from .errors import RankError, SourceLine, caller_line, shown, user_error
 from .executor.arguments import (
@@ -73,6 +74,8 @@ class FusionDefinition(PlannedDefinition):
     about a second: on one mesh axis, or of few different ops; "thorough" all of them, in seconds.
     """
 
+    _state: frozenset[str] = frozenset()  # The names of a made definition's own attributes.
+
     def __init__(
         self, seed: int = 0, *, max_wire: float | None = None, max_memory: float | None = None,
         search: str | None = None,
@@ -93,8 +96,20 @@ class FusionDefinition(PlannedDefinition):
         # The stride orders of outputs, once they are asked for, and whether any is not row-major.
         self._orders: list[tuple[int, ...] | None] | None = None
         self._ordered = False
+        self._state = frozenset(vars(self))
         for observe in observers:
             observe(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Scripts keep their tensors as attributes. DefinitionError for a name that the definition uses itself."""
+        check_attribute(name, value, self._state, caller_line)
+        super().__setattr__(name, value)
+
+    def __init_subclass__(cls) -> None:
+        """A script's class whose `__init__` has not called this one's is told so where it is made."""
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            setattr(cls, "__init__", calling_ours(cls.__init__))  # noqa: B010  # no type of a method fits
 
     def __enter__(self) -> FusionDefinition:
         return self
@@ -174,7 +189,8 @@ class FusionDefinition(PlannedDefinition):
             program = self._known_to_fit(known)
             if program is None:
                 program, inputs, homes = self._fitted(known, inputs)
-            self._latest, step = program, self._next_step("ranks")
+            object.__setattr__(self, "_latest", program)  # Past our own __setattr__, which takes a microsecond.
+            step = self._next_step("ranks")
             outputs = program.run(inputs, self.random_state(program.device, step), step)
             laid_out = self._laid_out(outputs)
             return laid_out if homes is None else wrap_outputs(laid_out, homes)
@@ -261,7 +277,8 @@ class FusionDefinition(PlannedDefinition):
         program, outputs, step = None, None, self._steps["ranks"]
         try:
             program, args = self._fitted_whole(inputs, world)
-            self._latest, step = program, self._next_step("ranks")
+            object.__setattr__(self, "_latest", program)  # Past our own __setattr__, which takes a microsecond.
+            step = self._next_step("ranks")
             outputs = program.run(args, self.random_state(program.device, step), step, whole=True)
             return self._laid_out(outputs)
         except BaseException as error:

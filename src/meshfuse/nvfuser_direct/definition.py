@@ -24,7 +24,6 @@ from ..runtime.world import World
 from ..sharding.layout import Split
 from . import active, profiler, repro
 from .aliases import check_alias, write_aliases
-from .attributes import check_attribute
 from .call_arguments import flattened
 from .declared import Declared, declared, is_host_scalar
 from .executors import EmptyDefinitionError, ExecutorError, FusionExecutorCache, KernelExecutor
@@ -114,11 +113,6 @@ class FusionDefinition(core.FusionDefinition):
         self._entered = False
         self._methods = Methods()
         self._state = frozenset(vars(self))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Scripts keep their tensors as attributes. DefinitionError for a name that the definition uses itself."""
-        check_attribute(name, value, vars(self).get("_state", ()), caller_line)
-        super().__setattr__(name, value)
 
     def __enter__(self) -> FusionDefinition:
         self._entries.append(active.enter(self))

@@ -1,0 +1,47 @@
+"""What scripts keep as attributes of a definition, and classes of theirs that are none yet."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from ..errors import SourceLine, caller_line, user_error
+from .tensor_view import TensorView, Val
+
+
+def check_attribute(name: str, value: Any, own: Collection[str], where: Callable[[], SourceLine]) -> None:
+    """Raises DefinitionError for a tensor or scalar of a script, or some of them, under one of the definition's own
+    names.
+    """
+    if name in own and _is_of_script(value):
+        raise user_error(
+            f"fd.{name} = ...", "a name that meshfuse's definitions keep their own state under", "any other name",
+            f"Write fd.{name}_ = ..., or use a variable.", where(),
+        )  # fmt: skip
+
+
+def _is_of_script(value: Any) -> bool:
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return isinstance(first, (TensorView, Val))
+
+
+def calling_ours(init: Callable[..., None]) -> Callable[..., None]:
+    """The `__init__` of a script's class. Raises DefinitionError where it has not called that of meshfuse's
+    definition at its end, or before it asks for something of it.
+    """
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except AttributeError as error:
+            if error.obj is not self or self._state:
+                raise
+        if not self._state:
+            raise user_error(
+                f"{type(self).__name__} is no definition yet", "an __init__ that has not called FusionDefinition's",
+                "that call first", "Write super().__init__() as the first line of __init__.", caller_line(),
+            )  # fmt: skip
+
+    return checked
