@@ -118,11 +118,25 @@ def to_load(name: str, wanted: Any, dtype: torch.dtype, shape: tuple[int, ...], 
             f"{entry.local.dtype}, as the tensor to load to",
             "Cast it after loading.",
         )
+    if entry.local is not None and _shares(entry.local):
+        raise wrong(
+            name, "elements that share memory", "memory of its own for each", "Pass t.contiguous(), or a new tensor."
+        )
     if entry.shape not in (None, shape):
         raise wrong(
             name, f"shape {list(shape)} in the checkpoint", f"{list(entry.shape or ())}, as the tensor to load to"
         )
     return CheckpointEntry(name, entry.local, entry.sharding, shape)
+
+
+def _shares(tensor: torch.Tensor) -> bool:
+    """Whether one element may lie where another does: what is written to one would be that of both."""
+    end = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < end:
+            return tensor.numel() > 0
+        end += (size - 1) * stride
+    return False
 
 
 def check_local(entry: CheckpointEntry, shape: tuple[int, ...], rank: int) -> None:
