@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import meshfuse as mf
 from defining import rebuilt
@@ -64,6 +65,10 @@ SHARDINGS: list[tuple[str, Any]] = [
     ("names a dim that it has not", [Shard(2), Replicate()]),
     ("names a dim that it has not", [Shard(-3), Replicate()]),
     ("an annotation must say where the elements are", [Partial(), Replicate()]),
+    (
+        "a strided placement: found _S(0, 4), needed Shard or Replicate. Name a dim's axes from major to minor",
+        [_StridedShard(0, split_factor=4), Shard(0)],
+    ),
     (
         "an annotation must say where the elements are",
         mf.Sharding(MESH, ((), ()), (mf.Split(4, "tp"),), "sum"),

@@ -318,7 +318,7 @@ def layouts_of_placements(
         )
     dims: list[list[Split]] = [[] for _ in range(ndim)]
     for axis, size, placement in zip(mesh.names, mesh.shape, placements, strict=True):
-        if placement.is_partial() or type(placement).__name__ == "_StridedShard":
+        if placement.is_partial():
             raise user_error(
                 f"tensor {name}: an annotation must say where the elements are",
                 str(placement),
@@ -326,6 +326,12 @@ def layouts_of_placements(
                 "Annotate the tensor that it is reduced to.",
                 line,
             )
+        if type(placement).__name__ == "_StridedShard":  # of FSDP over tensor parallelism
+            raise user_error(
+                f"tensor {name}: a strided placement", str(placement), "Shard or Replicate",
+                "Name a dim's axes from major to minor, as fd.mesh_split does, and pass the rank's own part: "
+                "t.to_local().", line,
+            )  # fmt: skip
         if placement.is_shard():
             dims[_placed_dim(name, placement, ndim, line)].append(Split(size, axis))
     return tuple(map(tuple, dims))
