@@ -155,6 +155,31 @@ def test_scalars_are_what_tensors_of_them_are(name: str, constant: bool) -> None
         assert close, f"{row}: {out} instead of {made}"
 
 
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "silu"])  # torch has none of whole numbers
+@pytest.mark.parametrize("dtype", [DataType.Int, DataType.Int32, DataType.Bool])
+def test_scalars_of_whole_numbers_are_of_the_type_that_tensors_of_them_are(name: str, dtype: DataType) -> None:
+    """Doubles in the place of floats: whole numbers have all their digits, and are divided as such."""
+    types, count = [], sum(param.name != "dtype" for param in OPS[name].params)
+    if wanted(name, [1] * count, dtype) is None:
+        pytest.skip("torch has none of these numbers")
+    for define in (lambda fd: fd.define_scalar(dtype=dtype), lambda fd: fd.define_tensor([], dtype=dtype)):
+        fd = mf.FusionDefinition()
+        try:
+            types.append(getattr(fd.ops, name)(*(define(fd) for _ in range(count))).dtype)
+        except mf.DefinitionError:
+            pytest.skip("the op takes no tensors of this type")
+    assert types[0] is {DataType.Float: DataType.Double}.get(types[1], types[1])
+
+
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("name", ["floor", "ceil", "round", "trunc", "real"])
+@pytest.mark.parametrize("value", [2**53 + 1, -(2**60) - 1, 7])
+def test_whole_numbers_are_rounded_to_themselves(name: str, value: int, constant: bool) -> None:
+    assert times(lambda fd, s: getattr(fd.ops, name)(s), value, DataType.Int, constant).tolist() == [2 * value] * 4
+    halved = times(lambda fd, s: getattr(fd.ops, name)(s) // 2, value, DataType.Int, constant)
+    assert halved[0] == 2 * int(torch.div(torch.tensor(value), 2, rounding_mode="trunc"))
+
+
 @pytest.mark.parametrize("constant", [True, False])
 def test_scalars_have_numbers_of_their_own_type(constant: bool) -> None:
     """What an op gives of operands of two types is a number of the greater one: it is not divided as whole ones are."""

@@ -96,20 +96,20 @@ INTEGRAL: dict[str, Function] = {
     "bitwise_left_shift": _left_shift, "bitwise_right_shift": lambda a, b: a >> b,
     "set": lambda a: a, "segment_set": lambda a: a, "where": lambda c, a, b: a if c else b,
     "clamp": lambda x, low, high: _minimum(_maximum(x, low), high),
-}  # fmt: skip
-_FLOATING: dict[str, Function] = {
-    "truediv": lambda a, b: a / b, "fmod": math.fmod, "atan2": math.atan2, "nextafter": math.nextafter,
     **{name: functools.partial(_whole, rounding) for name, rounding in (
         ("ceil", math.ceil), ("floor", math.floor), ("round", round), ("trunc", math.trunc))},
+    "frac": lambda a: a - math.trunc(a), "fmod": _c_mod, "real": lambda a: a.real,
+    "lerp": lambda a, b, w: a + w * (b - a), "addcmul": lambda a, b, c, v: a + v * b * c,
+    "threshold": lambda x, t, v: v if x <= t else x,
+}  # fmt: skip
+_FLOATING: dict[str, Function] = {
+    "truediv": lambda a, b: a / b, "atan2": math.atan2, "nextafter": math.nextafter,
     "reciprocal": lambda a: 1.0 / a, "sqrt": math.sqrt, "rsqrt": lambda a: 1.0 / math.sqrt(a),
     "sigmoid": lambda a: 1.0 / (1.0 + math.exp(-a)), "silu": lambda a: a / (1.0 + math.exp(-a)),
     **{name: getattr(math, name) for name in (
         "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "exp", "expm1", "lgamma",
         "log", "log10", "log1p", "log2", "sin", "sinh", "tan", "tanh")},
-    "lerp": lambda a, b, w: a + w * (b - a), "addcmul": lambda a, b, c, v: a + v * b * c,
-    "threshold": lambda x, t, v: v if x <= t else x,
-    "frac": lambda a: a - math.trunc(a), "exp2": lambda a: 2.0**a,
-    "complex": complex, "real": lambda a: a.real, "imag": lambda a: a.imag,
+    "exp2": lambda a: 2.0**a, "complex": complex, "imag": lambda a: a.imag,
 }  # fmt: skip
 _IN_TORCH = {"truediv": torch.true_divide, "mod": torch.fmod, "silu": F.silu}
 
