@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import operator
 import os
 from array import array
@@ -117,6 +118,37 @@ def test_more_pieces_than_can_be_planned() -> None:
     fd.mesh_split(x, MESH, [[mf.Split(None), mf.Split(4, "tp")], None])
     raises("dim 0: too many pieces: found 268435456 per rank", lambda: fd.bill([2**30, 2]))
     assert torch.equal(fd.simulate([torch.ones(9, 2)])[0], torch.ones(9, 2))
+
+
+def _tiled(ops: Any, x: Any, n: int) -> Any:
+    return ops.reshape(ops.expand(ops.broadcast(x, [True, False, False]), [n, 8, 4]), [n * 8, 4])
+
+
+# Of x, whose first dim of 8 (or second, of [n, 8, 4]) lies over 8 ranks, results that could lie in a run per row.
+ROWS: dict[str, tuple[Callable[[int], list[int]], Callable[[Any, Any, int], Any]]] = {
+    "padded": (lambda n: [8, 4], lambda ops, x, n: ops.pad(x, [0, 0, 8 * n, 0])),
+    "tiled": (lambda n: [8, 4], _tiled),
+    "merged": (lambda n: [n, 8, 4], lambda ops, x, n: ops.reshape(x, [8 * n, 4])),
+    "sliced": (lambda n: [8 * n, 4], lambda ops, x, n: ops.slice(x, [8, 0], [16, 4])),
+    "joined": (lambda n: [8, 4], lambda ops, x, n: ops.cat([ops.full([8 * n, 4], 1.0, mf.DataType.Float), x], 0)),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::meshfuse.PlanWarning")
+@pytest.mark.parametrize("n", [2**22, 2**37])
+@pytest.mark.parametrize("name", ROWS)
+def test_no_plan_has_more_pieces_than_can_be_planned(name: str, n: int) -> None:
+    """Though nothing would move: no list of a rank's runs would ever end."""
+    shape, make = ROWS[name]
+    fd, mesh = mf.FusionDefinition(), mf.DeviceMesh((8,), ("tp",))
+    x = fd.define_tensor(shape(n))
+    made = make(fd.ops, x, n)
+    fd.add_output(made)
+    fd.mesh_split(x, mesh, [None, "tp", None] if x.ndim == 3 else ["tp", None])
+    assert fd.bill().total <= math.prod(shape(n)) * 4
+    (sharding,) = fd.output_shardings()
+    assert math.prod(sharding.local_shape([made.type.shape[0], 4], 7)) > 0
 
 
 def test_more_chunks_than_can_be_planned() -> None:

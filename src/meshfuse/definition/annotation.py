@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MeshfuseError, SourceLine, located, shown, user_error
 from ..mesh import STREAM, DeviceMesh
-from ..sharding.layout import Layout, Split, canonical, resolve, stream_count, text
+from ..sharding.layout import MOST_RUNS, Layout, Split, canonical, pieces, resolve, stream_count, text
 from ..sharding.value import Sharding, conflicting, intersecting
 from ..user_values import as_int
 from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain
 
 # One dim in `mesh_split`: None, an axis, axes from major to minor, or splits of any kind.
 DimSpec = Any
-# Runs of indices of one dim on one rank: a million take seconds to plan.
-_MOST_RUNS = 1 << 20
 _MOST_CHUNKS = 1 << 14
 
 
@@ -130,11 +127,9 @@ def _check_runs(what: str, layout: Layout, n: int, line: SourceLine) -> None:
             "Give the stream a smaller factor.",
             line,
         )
-    last = max((place for place, split in enumerate(layout) if split.bound), default=0)
-    pieces = min(n, math.prod(split.size or 1 for split in layout[:last] if not split.bound))
-    if pieces > _MOST_RUNS:
+    if (found := min(n, pieces(layout))) > MOST_RUNS:
         raise user_error(
-            f"{what}: too many pieces", f"{pieces} per rank in {text(layout)} of size {n}", f"at most {_MOST_RUNS}",
+            f"{what}: too many pieces", f"{found} per rank in {text(layout)} of size {n}", f"at most {MOST_RUNS}",
             "Split into larger blocks: bind a more major factor.", line,
         )  # fmt: skip
 

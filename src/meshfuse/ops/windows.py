@@ -74,9 +74,16 @@ def _slice_infer(call: Call) -> tuple[TensorType, ...]:
 WindowIndex = tuple[int, int]
 
 
+# More windows than a dim is ever made of on purpose: a dim sharded inside each would lie in as many runs.
+_MOST_WINDOWS = 1 << 12
+
+
 def windows_of(whole: int, start: int, size: int) -> WindowIndex | None:
-    """(how many windows of this size the dim has, which one begins at `start`); None where they do not line up."""
-    return (whole // size, start // size) if size > 0 and whole % size == 0 and start % size == 0 else None
+    """(how many windows of this size the dim has, which one begins at `start`); None where they do not line up, or are
+    very many.
+    """
+    lines_up = size > 0 and whole <= size * _MOST_WINDOWS and whole % size == 0 and start % size == 0
+    return (whole // size, start // size) if lines_up else None
 
 
 def _windowed(builder: RuleBuilder, whole: int, start: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -182,7 +182,7 @@ def _free_part(split: Split, clashes: Sequence[Split]) -> Split:
 
 
 def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> Layouts | None:
-    """The layouts of a tensor's dims; None where a merged dim cannot have them."""
+    """The layouts of a tensor's dims; None where a merged dim cannot have them, or in too many runs."""
     out = []
     for factors, n in zip(dims, shape, strict=True):
         if not factors:
@@ -192,19 +192,36 @@ def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts
             out.append(layouts[factors[0]])
             continue
         joined = lay.concat(tuple([layouts[f] for f in factors]), tuple([rule.factors[f].size for f in factors]), n)
-        if joined is None:
+        if joined is None or lay.pieces(joined) > lay.MOST_RUNS:
             return None
         out.append(joined)
     return tuple(out)
 
 
 def representable(rule: Rule, layouts: Layouts) -> Layouts:
-    """The layouts with factors below the most major one of a merged dim left whole where they are uneven."""
+    """The layouts with factors below the most major one of a merged dim left whole where they are uneven, or would have
+    a rank hold the dim in too many runs.
+    """
     minor = [f for f in _minor_factors(rule) if layouts[f]]
     if not minor:
         return layouts
-    uneven = [f for f in minor if lay.extent(lay.padded(layouts[f], rule.factors[f].size)) != rule.factors[f].size]
-    return tuple([WHOLE if f in uneven else layout for f, layout in enumerate(layouts)]) if uneven else layouts
+    left = {f for f in minor if lay.extent(lay.padded(layouts[f], rule.factors[f].size)) != rule.factors[f].size}
+    left |= {f for f, above in _far_apart(rule) if layouts[f] and _steps(rule, layouts, above) > lay.MOST_RUNS}
+    return tuple([WHOLE if f in left else layout for f, layout in enumerate(layouts)]) if left else layouts
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _far_apart(rule: Rule) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The factors below others of some dim, with those, where the others have more steps than a dim may have runs."""
+    dims = [dim for tensor in (*rule.operands, *rule.results) for dim in tensor]
+    pairs = {(factor, dim[:place]): None for dim in dims for place, factor in enumerate(dim) if place}
+    return tuple(p for p in pairs if math.prod([rule.factors[f].size for f in p[1]]) > lay.MOST_RUNS)
+
+
+def _steps(rule: Rule, layouts: Layouts, factors: tuple[int, ...]) -> int:
+    """How many steps of these factors a rank has."""
+    ways = [math.prod([split.size or 1 for split in lay.axes(layouts[f])]) for f in factors]
+    return math.prod([-(-rule.factors[f].size // way) for f, way in zip(factors, ways, strict=True)])
 
 
 @functools.lru_cache(maxsize=1 << 12)

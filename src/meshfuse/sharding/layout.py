@@ -159,6 +159,17 @@ def runs(layout: Layout, n: int, digits: tuple[int, ...]) -> Runs:
     return _clip(intervals, n)
 
 
+# The most runs in which a rank holds a dim: a million take seconds to plan.
+MOST_RUNS = 1 << 20
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def pieces(layout: Layout) -> int:
+    """In how many runs a rank holds a dim of this layout that is large enough."""
+    last = max((place for place, split in enumerate(layout) if split.bound), default=0)
+    return math.prod([split.size or 1 for split in layout[:last] if not split.bound])
+
+
 def as_runs(intervals: list[tuple[int, int]]) -> Runs:
     """Ascending intervals as runs: neighbours as one, empty ones left out."""
     return _clip([(a, b) for a, b in intervals if a < b], max((b for _, b in intervals), default=0))
