@@ -71,9 +71,17 @@ NO_VALUE: dict[str, tuple[Make, Any, str]] = {
     "powers of powers": (repeated(6, lambda fd, s: fd.ops.pow(s, 60)), 2, "an int of more than 64 bits"),
     "a shift beyond all types": (lambda fd, s: fd.ops.bitwise_left_shift(s, 2**62), 1, "more than 64 bits"),
     "squares of squares": (repeated(60, lambda fd, s: s * s), 3, "an int of more than 64 bits"),
-    "bits of a float": (lambda fd, s: fd.ops.bitwise_and(s, 2), 1.5, "unsupported operand"),
+    "bits of a float": (
+        lambda fd, s: fd.ops.bitwise_and(s, 2),
+        1.5,
+        "operand type: found Double, needed Bool or integer",
+    ),
     "an order of complex numbers": (lambda fd, s: fd.ops.where(s < 2, 1, 2), 1j, "not supported"),
-    "a common divisor of floats": (lambda fd, s: fd.ops.gcd(s, 2), 1.5, "interpreted as an integer"),
+    "a common divisor of floats": (
+        lambda fd, s: fd.ops.gcd(s, 2),
+        1.5,
+        "operand type: found Double, needed Bool or integer",
+    ),
     "a division by zero": (lambda fd, s: fd.ops.div(s, 0), 7, "by zero"),
 }
 

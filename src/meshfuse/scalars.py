@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .dtypes import Category, DataType, promote, scalar_dtype
+from .errors import user_error
 from .kernels.scalars import FUNCTIONS, INTEGRAL, NARROW, PREDICATES, within_64_bits
 from .ops.base import ScalarRef, TensorRef
 
@@ -22,8 +23,16 @@ class ScalarDef:
     dtype: DataType
 
 
+_ON_BITS = frozenset((
+    "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "gcd",
+))  # fmt: skip
+
+
 def result_dtype(op: str, operands: list[DataType]) -> DataType:
-    """The type of a scalar op's result."""
+    """The type of a scalar op's result. DefinitionError for numbers that it is not computed of."""
+    wrong = next((d for d in operands if op in _ON_BITS and d.category > Category.INTEGER), None)
+    if wrong is not None:
+        raise user_error(f"{op}: operand type", wrong.name, "Bool or integer operands", "Cast the operand.")
     if op in PREDICATES:
         return DataType.Bool
     out = operands[0]
