@@ -232,6 +232,15 @@ def test_a_function_whose_error_has_no_good_text(kind: str, sharded: bool) -> No
     assert len(str(caught.value)) < 2000
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_function_for_which_a_device_has_no_memory(sharded: bool) -> None:
+    made = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with pytest.raises(
+        mf.OutOfMemoryError, match=r"no memory for .*of_the_user.* on rank 0: found OutOfMemoryError: CUDA"
+    ):
+        ran(failing(made), "a b -> a b", sharded)
+
+
 @pytest.mark.parametrize("option", FUNCTIONS)
 @pytest.mark.parametrize("kind", ERRORS)
 def test_what_says_something_of_a_call_with_an_error_of_no_good_text(kind: str, option: str) -> None:

@@ -145,3 +145,17 @@ def test_no_indices_at_all_are_fine() -> None:
         table, ids = fd.define_tensor([6, 4]), fd.define_tensor([0], dtype=mf.DataType.Int)
         fd.add_output(fd.ops.embedding_fwd(ids, table))
     assert fd.execute([torch.ones(6, 4), torch.empty(0, dtype=torch.int64)])[0].shape == (0, 4)
+
+
+def test_a_lack_of_memory_is_told_with_the_op() -> None:
+    with mf.FusionDefinition() as fd:
+        y = fd.ops.sin(fd.define_tensor([1 << 60]))
+        fd.add_output(y)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fd.execute([torch.ones(1).expand(1 << 60)])
+    text = str(caught.value)
+    assert isinstance(caught.value, mf.OutOfMemoryError) and isinstance(caught.value.__cause__, RuntimeError)
+    assert re.match(
+        r"no memory for y \(sin\) on rank 0: found RuntimeError: .*allocate.*, needed less at once\. ", text
+    )
+    assert "print(fd.memory())" in text and text.endswith(f"(at {fd.nodes[0].line})")

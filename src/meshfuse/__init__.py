@@ -39,6 +39,7 @@ _HOME = {
     "RankTimeout": "errors",
     "CheckpointError": "errors",
     "KernelError": "errors",
+    "OutOfMemoryError": "executor.kernel_errors",
     "save": "checkpoint",
     "load": "checkpoint",
 }
@@ -54,6 +55,7 @@ __all__ = [
     "Machine",
     "MeshfuseError",
     "OpDef",
+    "OutOfMemoryError",
     "ParallelType",
     "Partial",
     "PlanWarning",
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
         RankError,
         RankTimeout,
     )
+    from .executor.kernel_errors import OutOfMemoryError
     from .executor.shards import shard_tensor
     from .fusion_definition import FusionDefinition
     from .mesh import DeviceMesh, ParallelType

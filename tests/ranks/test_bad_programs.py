@@ -83,6 +83,35 @@ def test_tensors_without_numbers(ranks2, whole):
         assert torch.equal(found, torch.full((4,), 2.0))
 
 
+def on_rank_without_memory() -> tuple[str, bool, list[torch.Tensor]]:
+    """A gather of more than any memory; then a call that fits."""
+    mesh, size = mf.DeviceMesh((2,), ("tp",)), 1 << 60
+    with mf.FusionDefinition(max_wire=1e30) as large:
+        x = large.define_tensor([size])
+        whole = large.ops.set(x)
+        large.mesh_split(x, mesh, ["tp"])
+        large.mesh_split(whole, mesh, [None])
+        large.add_output(whole)
+    fd, inputs = replicated_product(mesh)
+    try:
+        large.execute([torch.ones(1).expand(size // 2)])
+        said, is_known = "no error", False
+    except torch.OutOfMemoryError as error:
+        said, is_known = str(error), isinstance(error, mf.OutOfMemoryError)
+    return said, is_known, fd.execute(inputs)
+
+
+def test_no_memory_for_a_communication(ranks2):
+    for error, is_known, (found,) in ranks2.run(on_rank_without_memory):
+        assert re.match(
+            r"no memory for [-a-z]+ of (x|whole) \(t\d\) over tp \(.*\) on rank \d: found RuntimeError: .*allocat",
+            error,
+        )
+        assert is_known and "print(fd.memory()) tells what a rank holds" in error
+        assert "max_memory=...). (at test_bad_programs.py:" in error
+        assert torch.equal(found, torch.full((4,), 2.0))
+
+
 def test_a_world_larger_than_the_mesh(ranks4):
     text = (
         "DefinitionError: the world is larger than the mesh: found 4 ranks, of which the meshes use [0, 1], "

@@ -9,16 +9,20 @@ from types import FrameType, TracebackType
 import torch
 
 from ..errors import KernelError, MeshfuseError, SourceLine, told, user_error
-from ..host_ir.instructions import Kernel
+from ..host_ir.instructions import CommunicationCall, Instruction, Kernel, Launch
 from ..host_ir.program import HostProgram
 from ..kernels.lookup import IndexOutOfRange
-from .bind import BoundProgram
+from .bind import BoundProgram, instruction_at
+
+
+class OutOfMemoryError(MeshfuseError, torch.OutOfMemoryError):
+    """No memory for what an op makes, or for a buffer of a communication: one of torch's, with the user's line."""
 
 
 @contextlib.contextmanager
 def kernel_errors(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
     """Turns an error that torch raises in a kernel's line into a KernelError that names the op, its operands and the
-    user's line. Other errors pass as they are, and so does a lack of memory.
+    user's line, and a lack of memory into an OutOfMemoryError. Other errors pass as they are.
     """
     try:
         yield
@@ -27,16 +31,53 @@ def kernel_errors(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
         place = _place(program, *frame) if frame else None
         error.where = error.where or (place[0].origins[place[1]][1] if place else None)
         raise
-    except (MeshfuseError, torch.OutOfMemoryError):
+    except MeshfuseError:
         raise
     except Exception as error:
         # A generator, as the programs of simulated ranks are, gives a StopIteration from inside another class.
         cause = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
         frame = _kernel_frame(bound, cause.__traceback__)
         found = _refusal(program, cause, *frame) if frame else None
+        if lacks_memory(cause):
+            found = _lack(bound, program, cause, frame)
         if found is None:
             raise
         raise found from cause
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether torch had no memory: on a device it has a class for that, on the host a text."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        type(error) is RuntimeError
+        and any(text in str(error) for text in ("can't allocate memory", "not enough memory"))
+    )
+
+
+def _lack(
+    bound: BoundProgram, program: HostProgram, error: Exception, frame: tuple[FrameType, int] | None
+) -> MeshfuseError:
+    place = _place(program, *frame) if frame else None
+    what, where = _asker(program, instruction_at(bound, error.__traceback__)) if place is None else _op(*place)
+    return user_error(
+        f"no memory for {what} on rank {program.rank}", told(error), "less at once",
+        "print(fd.memory()) tells what a rank holds, and in which op most; split more of it, or bound it: "
+        "FusionDefinition(max_memory=...).", where, OutOfMemoryError,
+    )  # fmt: skip
+
+
+def _op(kernel: Kernel, place: int) -> tuple[str, SourceLine | None]:
+    op, where = kernel.origins[place]
+    return where.label(op), where
+
+
+def _asker(program: HostProgram, instruction: Instruction | None) -> tuple[str, SourceLine | None]:
+    """What an instruction is for: a kernel's last op, else the communication that it is, or that comes next."""
+    if isinstance(instruction, Launch) and instruction.kernel.origins:
+        return _op(instruction.kernel, -1)
+    start = program.instructions.index(instruction) if instruction in program.instructions else 0
+    following = program.instructions[start:] if instruction is not None else ()
+    about = next((i.about for i in following if isinstance(i, CommunicationCall)), None)
+    return ("a step", None) if about is None else (about.said, about.line)
 
 
 def _kernel_frame(bound: BoundProgram, trace: TracebackType | None) -> tuple[FrameType, int] | None:

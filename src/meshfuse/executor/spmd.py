@@ -12,7 +12,7 @@ import torch
 
 from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
-from ..host_ir.instructions import Communication, CommunicationCall
+from ..host_ir.instructions import CommunicationCall
 from ..host_ir.program import HostProgram, digest_of
 from ..ops.base import ScalarRef
 from ..plan_store.nearby import RENEWED
@@ -246,7 +246,7 @@ class RankProgram:
         found = instruction_at(self.bound, error.__traceback__) if self.active else None
         about = communication_of(self.program, found) if self.active else None
         if error.where is None:
-            place = f"{self.name if about is None else _said(about)} in step {self.step}: "
+            place = f"{self.name if about is None else about.said} in step {self.step}: "
             error.where = self.line if about is None else about.line
             error.args, error.ended = (place + error.args[0], *error.args[1:]), place + error.ended
 
@@ -273,7 +273,7 @@ class RankProgram:
         """Where in the program a thread is whose innermost frame is given: for other ranks, and for last words."""
         about = communication_of(self.program, instruction_of(self.bound, frame)) if self.active else None
         when = f"{'in' if self.running else 'after'} step {self.step}"
-        return when if about is None else f"{_said(about)} {when} at {about.line}"
+        return when if about is None else f"{about.said} {when} at {about.line}"
 
     def _gather(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
         """The global outputs on every rank, from every rank's shards."""
@@ -285,10 +285,6 @@ class RankProgram:
             with torch.no_grad():
                 out.append(gather_output(self.world, local, sharding, kind.shape, dtype, self.device))
         return out
-
-
-def _said(about: Communication) -> str:
-    return f"{about.kind} of {about.tensor} over {about.axes or 'two meshes'} ({about.why})"
 
 
 def agreed_text(compiled: CompiledProgram, source: str, backend: str) -> str:

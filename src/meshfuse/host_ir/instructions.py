@@ -293,6 +293,11 @@ class Communication:
     move: str
     parts: tuple[Communication, ...] = ()
 
+    @property
+    def said(self) -> str:
+        """What it moves, and for whom, as errors say it."""
+        return f"{self.kind} of {self.tensor} over {self.axes or 'two meshes'} ({self.why})"
+
 
 # As the methods of groups are called.
 CollectiveKind = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
