@@ -1,4 +1,4 @@
-"""Python's garbage collector while a program is compiled."""
+"""Python's garbage collector while a program is compiled, or its backward written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FROZEN = _Frozen()
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Compilation makes many objects and no cycles of them: looking for some takes up to a third of its time."""
+    """For what makes many objects and no cycles of them: looking for some takes up to a third of its time."""
     was_on = gc.isenabled()
     try:
         gc.disable()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .backends.assignment import assigned, requested
+from .collector import no_collection
 from .compiler import CompiledProgram
 from .definition.attributes import calling_ours, check_attribute
 from .definition.tensor_view import TensorView
@@ -136,7 +137,8 @@ class FusionDefinition(PlannedDefinition):
                 "grad: grad_outputs", f"{len(given)} for {len(sources)} outputs", "one per output, or None", "", line
             )
         seeds = [None if g is None else self._own(g, "grad: grad_outputs", line) for g in given]
-        made = gradients(self, sources, targets, seeds, self._constants, line)
+        with no_collection():
+            made = gradients(self, sources, targets, seeds, self._constants, line)
         self.primals.update((grad.id, primal.id) for grad, primal in zip(made, targets, strict=True))
         return made if isinstance(wrt, (list, tuple)) else made[0]
 
