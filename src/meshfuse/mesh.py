@@ -229,7 +229,7 @@ class DeviceMesh:
     @functools.lru_cache(maxsize=65536)  # noqa: B019 - meshes are few and live as long as the program
     def group(self, rank: int, axes: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along (axis, pre, size) sub-axes, first axis major."""
-        return tuple(r for _, r in sorted(self._groups(axes)[self._group_key(rank, axes)]))
+        return self._groups(axes)[self._group_key(rank, axes)]
 
     def _group_key(self, rank: int, axes: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
         coordinate = list(self._coordinates[rank])
@@ -240,14 +240,12 @@ class DeviceMesh:
         return tuple(coordinate)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def _groups(
-        self, axes: tuple[tuple[str, int, int], ...]
-    ) -> dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]:
+    def _groups(self, axes: tuple[tuple[str, int, int], ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
         groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
         for rank in self.ranks:
             digits = tuple(self.digit(rank, *axis) for axis in axes)
             groups.setdefault(self._group_key(rank, axes), []).append((digits, rank))
-        return groups
+        return {key: tuple(rank for _, rank in sorted(found)) for key, found in groups.items()}
 
 
 def mesh_of_text(text: str) -> DeviceMesh:
