@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
 import layers
@@ -55,6 +57,23 @@ def attention_with_weights_split_backward(fd: Fd, s: Sizes) -> None:
 def attention_of_many_rows_with_weights_split_backward(fd: Fd, s: Sizes) -> None:
     """As above: weights are gathered before the first product, though that pays in the backward only."""
     attention_and_its_gradients(fd, s, 4 * s.batch)
+
+
+def longer(s: Sizes) -> Sizes:
+    """Sequences of twice the length, and half of the heads."""
+    return dataclasses.replace(s, length=2 * s.length, width=s.width // 2, heads=s.heads // 2)
+
+
+# XLA was not asked.
+@known(math.inf, 13.11)
+def attention_of_a_batch_of_four_with_weights_split_backward(fd: Fd, s: Sizes) -> None:
+    """As above, though eight ranks do not share four samples: four do (heads over all ranks would send 15.6)."""
+    attention_and_its_gradients(fd, longer(s), s.batch // 2)
+
+
+@known(math.inf, 8.66)
+def attention_of_a_batch_of_two_with_weights_split_backward(fd: Fd, s: Sizes) -> None:
+    attention_and_its_gradients(fd, longer(s), s.batch // 4)
 
 
 @known(75.89, 33.04)

@@ -8,6 +8,7 @@ all-to-alls that bring them there are paid for like any other move.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -103,12 +104,29 @@ def _reach(graph: Graph, places: Iterable[_InputDim]) -> dict[_InputDim, int]:
 
 
 def _parts(home: Sharding, shape: tuple[int, ...], used: Container[Axis]) -> Iterator[tuple[int, Sharding]]:
-    """The sharding with all used axes that it leaves free as the minor ones of a dim, for each that they divide."""
+    """The sharding with the used axes that it leaves free as the minor ones of a dim: with all of them, or with as many
+    ranks as divide it, such as four of eight for a batch of four.
+    """
     mesh, taken = home.mesh, {split.axis for split in home.splits}
     axes = zip(mesh.names, mesh.shape, strict=True)
     free = [Split(n, axis) for axis, n in axes if (mesh, axis) in used and axis not in taken]
-    if free:
-        yield from _with_minor(home, shape, free)
+    for dim, layout in enumerate(home.dims):
+        grown = (*layout, *_fitting(free, shape[dim] // lay.extent(layout)))
+        if len(grown) > len(layout) and shape[dim] % lay.extent(grown) == 0:
+            yield dim, Sharding.make(mesh, [*home.dims[:dim], grown, *home.dims[dim + 1 :]], shape)
+
+
+def _fitting(axes: Sequence[Split], steps: int) -> tuple[Split, ...]:
+    """Those axes that cut so many steps evenly into most parts; the minor part of one where none does."""
+    if not steps:
+        return ()
+    some = (kept for n in range(len(axes), 0, -1) for kept in itertools.combinations(axes, n))
+    even = [kept for kept in some if steps % lay.extent(kept) == 0]
+    if even:
+        return max(even, key=lay.extent)
+    parts = ((split, math.gcd(split.size or 1, steps)) for split in axes)
+    minor = (split._replace(size=part, pre=(split.size or 1) // part) for split, part in parts if part > 1)
+    return tuple(itertools.islice(minor, 1))
 
 
 def _read_inputs(graph: Graph) -> list[int]:
