@@ -1,4 +1,6 @@
-"""Reports do as much for each op of many layers as of few: none looks through the whole program for each of its ops."""
+"""Reports do as much for each op of many layers as of few: none looks through the whole program for each of its ops.
+So does planning for each rank of many.
+"""
 
 from __future__ import annotations
 
@@ -77,3 +79,40 @@ def test_reports_do_as_much_for_an_op_of_many_layers(name: str) -> None:
 
     work(2)
     assert work(24) <= 1.15 * work(6)
+
+
+def halves_swapped(fd: mf.FusionDefinition, x: mf.TensorView) -> mf.TensorView:
+    rows, columns = x.size(0), x.size(1)
+    last = fd.ops.slice(x, [rows // 2, 0], [rows, columns])
+    return fd.ops.cat([last, fd.ops.slice(x, [0, 0], [rows // 2, columns])], 0)
+
+
+ON_MANY_RANKS: dict[str, Callable[[mf.FusionDefinition, mf.TensorView], mf.TensorView]] = {
+    "halves swapped": halves_swapped,
+    "padded by a row": lambda fd, x: fd.ops.pad(x, [0, 0, 1, -1]),
+    "without its first row": lambda fd, x: fd.ops.slice(x, [1, 0], [x.size(0), x.size(1)]),
+    "scanned along its rows": lambda fd, x: fd.ops.cumsum(x, 0),
+    "transposed": lambda fd, x: fd.ops.permute(x, [1, 0]),
+    "sent to another mesh": lambda fd, x: fd.ops.relu(x),
+}
+
+
+@pytest.mark.parametrize("name", ON_MANY_RANKS)
+def test_planning_does_as_much_for_a_rank_of_many(name: str) -> None:
+    """A rank of thousands has a few neighbours, or one equal block for each other: none looks at all pairs of ranks,
+    nor a sample of ranks at all others each.
+    """
+
+    def work(ranks: int) -> int:
+        mesh = mf.DeviceMesh((ranks,), ("dp",))
+        other = mf.DeviceMesh((ranks,), ("dp",), ranks=range(ranks, 2 * ranks))
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([4 * 1024, 1024])
+            y = ON_MANY_RANKS[name](fd, x)
+            fd.mesh_split(x, mesh, ["dp", None])
+            fd.mesh_split(y, other if name == "sent to another mesh" else mesh, ["dp", None])
+            fd.add_output(y)
+        return calls(lambda: (fd.compile(), fd.host_program(1), fd.bill()))
+
+    work(4)
+    assert work(512) - work(256) <= 256 * 700

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
-from ..moves.move import Move, MoveKind, pieces
+from ..moves.move import Move, MoveKind
 from ..sharding import layout as lay
 from ..sharding.layout import Runs
 from .boxes import Box
@@ -49,16 +50,28 @@ def dealt_dims(move: Move, shape: tuple[int, ...], group: Group) -> tuple[int, i
     """
     if move.kind is not MoveKind.ALL_TO_ALL or move.only is not None:
         return None
-    held, wanted = ({r: index(shape, r) for r in group} for index in (move.held, move.wanted))
-    if any(len(set(map(local_shape, side.values()))) != 1 for side in (held, wanted)):
-        return None
-    found = {(p.source, p.target): p.box for p in pieces(move, shape, group)}
-    if len(found) != len(group) ** 2:
-        return None
-    cut = {_cut_dim([local_box(held[r], found[r, t]) for t in group], local_shape(held[r])) for r in group}
-    joined = {_cut_dim([local_box(wanted[r], found[s, r]) for s in group], local_shape(wanted[r])) for r in group}
-    (source,), (target,) = (cut, joined) if len(cut) == len(joined) == 1 else ((None,), (None,))
-    return None if source is None or target is None else (source, target)
+    held, wanted = ([*zip(*[index(shape, rank) for rank in group], strict=True)] for index in (move.held, move.wanted))
+    changed = [d for d in range(len(shape)) if len({*held[d], *wanted[d]}) > 1]
+    # All of the group have the same of the other dims: dim by dim tells of all pairs of ranks, which may be millions.
+    if len(changed) == 2 and all(along[0] for along in held):
+        for cut, joined in itertools.permutations(changed):
+            if _are_slices(wanted[cut], held[cut]) and _are_slices(held[joined], wanted[joined]):
+                return cut, joined
+    return None
+
+
+def _are_slices(parts: Sequence[Runs], wholes: Sequence[Runs]) -> bool:
+    """Whether the parts of a dim, in order, are equal slices of the wholes, which are all the same."""
+    whole = wholes[0]
+    size = lay.count(whole) // len(parts)
+    return (
+        len(set(wholes)) == 1
+        and size * len(parts) == lay.count(whole)
+        and all(
+            lay.intersect(part, whole) == part and lay.positions(part, whole) == ((i * size, (i + 1) * size),)
+            for i, part in enumerate(parts)
+        )
+    )
 
 
 def _cut_dim(boxes: Sequence[Box], shape: tuple[int, ...]) -> int | None:

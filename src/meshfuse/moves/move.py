@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..mesh import DeviceMesh
@@ -296,6 +297,10 @@ class Piece:
         return math.prod(lay.count(part) for part in self.box)
 
 
+# What is held, in the target's indices, and the ranks that have it.
+_Holder = tuple[tuple[lay.Runs, ...], list[int]]
+
+
 @functools.lru_cache(maxsize=4096)
 def pieces(move: Move, shape: tuple[int, ...], group: tuple[int, ...]) -> tuple[Piece, ...]:
     """Every piece of a move among the ranks of a group that gives each exactly the elements of its new shard, each from
@@ -323,15 +328,35 @@ def _group_pieces(
     for rank in sources:
         held = move.held(shape, rank)
         holders.setdefault(move.window.to_target(held) if move.window else held, []).append(rank)
-    from_it = {held: ranks for held, ranks in holders.items() if about in ranks}
+    from_it = [(held, ranks) for held, ranks in holders.items() if about in ranks]
+    sharing = _sharing(list(holders.items()))
     for place, target in enumerate(targets):
         wanted = move.wanted(shape, target)
-        for held, ranks in (holders if about in (None, target) else from_it).items():
+        for held, ranks in sharing(wanted) if about in (None, target) else from_it:
             box = _common(held, wanted)
             if all(box):
                 source = _nearest(move.src.mesh, ranks, target, place)
                 parts = move.window.in_order(box) if move.window else (box,)
                 yield from (Piece(source, target, part) for part in parts)
+
+
+def _sharing(holders: list[_Holder]) -> Callable[[tuple[lay.Runs, ...]], list[_Holder]]:
+    """Those of the holders that may have something of a box, by the dim that most tells them apart."""
+    if not holders or not holders[0][0]:
+        return lambda wanted: holders
+    boxes = [held for held, _ in holders]
+    parts = [[*dict.fromkeys(along)] for along in zip(*boxes, strict=True)]
+    dim = max(range(len(parts)), key=lambda d: len(parts[d]))
+    with_part: dict[lay.Runs, list[int]] = {}
+    for place, held in enumerate(boxes):
+        with_part.setdefault(held[dim], []).append(place)
+    index = lay.Parts(parts[dim])
+
+    def sharing(wanted: tuple[lay.Runs, ...]) -> list[_Holder]:
+        found = [with_part[parts[dim][part]] for part in index.sharing(wanted[dim])]
+        return [holders[place] for place in sorted(itertools.chain.from_iterable(found))]
+
+    return sharing
 
 
 def _ends(move: Move, group: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 
 from ..ops.base import BlockOrder, Call, ScalarRef
 from ..ops.local import plain_text
 from ..sharding import layout as lay
 from ..sharding.value import Sharding, disjoint
-from .move import Move, MoveKind, Reordering, Window, lacking_numel, sampled_ranks
+from .move import Move, MoveKind, Reordering, Window, lacking_numel, restricted, sampled_ranks
 
 
 def window_of(call: Call) -> Window | Reordering | None:
@@ -39,13 +41,32 @@ def _indices(move: Move, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Run
 @functools.lru_cache(maxsize=1 << 12)
 def window_peers(move: Move) -> int:
     """From how many others a rank gets something, at most: one where all is shifted by whole shards."""
-    assert move.window is not None
     most = 0
     for rank in sampled_ranks(move.src.mesh):
         held, wanted = _indices(move, rank)
-        others = {move.window.to_target(move.held((), peer)) for peer in move.group(rank)} - {held}
-        most = max(most, sum(all(map(lay.intersect, other, wanted)) for other in others))
+        sides = enumerate(zip(held, wanted, strict=True))
+        holders = math.prod([_holders(move, dim, *side) for dim, side in sides])
+        most = max(most, holders - all(map(lay.intersect, held, wanted)))
     return most
+
+
+def _holders(move: Move, dim: int, held: lay.Runs, wanted: lay.Runs) -> int:
+    """How many parts of a dim, of those of the rank's group, have something of what it wants there."""
+    assert move.window is not None
+    if move.src.dims[dim] == move.dst.dims[dim] and not move.window.changes(dim):
+        return bool(lay.intersect(held, wanted))  # its axes are not the move's: all of the group have the same
+    return len(_parts(move.src.dims[dim], move.window, dim, move.only).sharing(wanted))
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def _parts(layout: lay.Layout, window: Window | Reordering, dim: int, only: tuple[int, lay.Runs] | None) -> lay.Parts:
+    """What each rank has of a dim of the source, as indices of the target: found once for all, and not for each rank
+    among all others, as meshes may have thousands.
+    """
+    digits = itertools.product(*[range(split.size or 1) for split in lay.axes(layout)])
+    held = [lay.runs(layout, window.source_shape[dim], there) for there in digits]
+    boxes = [tuple([runs if d == dim else () for d in range(len(window.source_shape))]) for runs in held]
+    return lay.Parts([window.to_target(restricted(box, only))[dim] for box in boxes])
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -9,8 +9,10 @@ means "four chunks" whatever the size, and a layout that is a prefix of another 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..mesh import STREAM, DeviceMesh
@@ -219,6 +221,23 @@ def intersect(a: Runs, b: Runs) -> Runs:
         else:
             j += 1
     return tuple(out)
+
+
+class Parts:
+    """Parts of a dim no two of which share an index, in order of where they lie: those that have something of some
+    indices are neighbours there, which are found without a look at all others.
+    """
+
+    def __init__(self, parts: Iterable[Runs]):
+        runs = sorted([(a, b, place) for place, runs in enumerate(parts) for a, b in runs])
+        self._starts, self._ends, self._places = ([run[i] for run in runs] for i in range(3))
+
+    def sharing(self, wanted: Runs) -> set[int]:
+        """The places (in the order given) of the parts that have some of these indices."""
+        found = set[int]()
+        for a, b in wanted:
+            found.update(self._places[bisect.bisect_right(self._ends, a) : bisect.bisect_left(self._starts, b)])
+        return found
 
 
 def positions(part: Runs, whole: Runs) -> Runs:
