@@ -126,6 +126,5 @@ def _total(counts: Iterable[tuple[int, ...]]) -> int:
 @functools.lru_cache(maxsize=1 << 16)
 def _shared(old: Layout, new: Layout, n: int, mesh: DeviceMesh) -> tuple[int, ...]:
     """How many indices of a dim each of some ranks holds in both layouts."""
-    sides = [[lay.runs(layout, n, lay.digits(layout, mesh, rank)) for rank in sampled_ranks(mesh)]
-             for layout in (old, new)]  # fmt: skip
-    return tuple([lay.count(lay.intersect(a, b)) for a, b in zip(*sides, strict=True)])
+    sides = [[lay.digits(layout, mesh, rank) for rank in sampled_ranks(mesh)] for layout in (old, new)]
+    return tuple([lay.shared(old, a, new, b, n) for a, b in zip(*sides, strict=True)])

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..mesh import STREAM, DeviceMesh
@@ -204,7 +206,8 @@ def count(intervals: Runs) -> int:
 @functools.lru_cache(maxsize=1 << 16)
 def largest(layout: Layout, n: int) -> int:
     """How many indices of a dim of size n the rank with the most of them holds: the first one."""
-    return count(runs(layout, n, (0,) * len(axes(layout))))
+    first = (0,) * len(axes(layout))
+    return shared(layout, first, layout, first, n)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -221,6 +224,45 @@ def intersect(a: Runs, b: Runs) -> Runs:
         else:
             j += 1
     return tuple(out)
+
+
+def shared(a: Layout, a_digits: Sequence[int], b: Layout, b_digits: Sequence[int], n: int) -> int:
+    """How many indices of a dim of size n the ranks of these digits both hold in two layouts."""
+    places = _common_places(a, b, n)
+    if places is None:
+        return count(intersect(runs(a, n, tuple(a_digits)), runs(b, n, tuple(b_digits))))
+    # Told by digits: a rank may hold a dim in a million runs.
+    ours, theirs = _fixed(a, a_digits, n, places), _fixed(b, b_digits, n, places)
+    if any(ours[place] != digit for place, digit in theirs.items() if place in ours):
+        return 0
+    return math.prod([high // low for low, high in itertools.pairwise(places) if low not in ours and low not in theirs])
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _common_places(a: Layout, b: Layout, n: int) -> tuple[int, ...] | None:
+    """The place values, from 1 to n, of digits that those of both layouts are made of; None where there are none."""
+    found = {1, n}
+    for layout in (a, b):
+        splits = padded(layout, n)
+        if n == 0 or extent(splits) != n:
+            return None
+        found.update(itertools.accumulate([split.size or 1 for split in reversed(splits)], operator.mul))
+    places = tuple(sorted(found))
+    return None if any(high % low for low, high in itertools.pairwise(places)) else places
+
+
+def _fixed(layout: Layout, digits: Sequence[int], n: int, places: tuple[int, ...]) -> dict[int, int]:
+    """The digits of these places that are the same of all indices that a rank of these digits of the layout holds."""
+    fixed, rest = dict[int, int](), list(digits)
+    place = 1
+    for split in reversed(padded(layout, n)):
+        end = place * (split.size or 1)
+        if split.bound:
+            digit = rest.pop()
+            cells = [cell for cell in itertools.pairwise(places) if place <= cell[0] < end]
+            fixed.update({low: digit * place // low % (high // low) for low, high in cells})
+        place = end
+    return fixed
 
 
 class Parts:
