@@ -254,11 +254,22 @@ def travels(move: Move, shape: tuple[int, ...]) -> bool:
 
 def arriving(move: Move, shape: tuple[int, ...], rank: int) -> int:
     """Elements of a move in pieces that come to a rank from others: what it wants of the source but has not."""
+    if move.window is None and move.only is None:
+        there = _in_both(move.src, move.dst, shape, rank) if rank in move.src.mesh else 0
+        return _in_both(move.dst, move.dst, shape, rank) - there
     wanted = move.wanted(shape, rank)
     if move.window is not None:
         wanted = _common(wanted, move.window.to_target(tuple(((0, n),) if n else () for n in move.window.source_shape)))
     held = move.held(shape, rank) if rank in move.src.mesh else tuple(() for _ in wanted)
     return lacking_numel(move.window.to_target(held) if move.window else held, wanted)
+
+
+def _in_both(a: Sharding, b: Sharding, shape: tuple[int, ...], rank: int) -> int:
+    """Elements of a tensor that a rank has in one sharding as in the other."""
+    rows = zip(a.dims, b.dims, shape, strict=True)
+    return math.prod([
+        lay.shared(x, lay.digits(x, a.mesh, rank), y, lay.digits(y, b.mesh, rank), n) for x, y, n in rows
+    ])  # fmt: skip
 
 
 def box_numel(index: Sequence[lay.Runs]) -> int:
