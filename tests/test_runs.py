@@ -25,6 +25,9 @@ def test_shared_indices_are_those_of_the_runs(
     (a, here), (b, there) = map(part, (one, other))
     counted = lay.count(lay.intersect(lay.runs(a, n, here), lay.runs(b, n, there)))
     assert lay.shared(a, here, b, there, n) == counted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lay, "_FEW_RUNS", 0)  # as if these were very many
+        assert lay.shared(a, here, b, there, n) == counted
 
 
 def test_prices_do_not_look_at_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,9 +226,14 @@ def intersect(a: Runs, b: Runs) -> Runs:
     return tuple(out)
 
 
+# So many are looked through in less time than their digits take.
+_FEW_RUNS = 16
+
+
 def shared(a: Layout, a_digits: Sequence[int], b: Layout, b_digits: Sequence[int], n: int) -> int:
     """How many indices of a dim of size n the ranks of these digits both hold in two layouts."""
-    places = _common_places(a, b, n)
+    few = pieces(a) <= _FEW_RUNS and pieces(b) <= _FEW_RUNS
+    places = None if few else _common_places(a, b, n)
     if places is None:
         return count(intersect(runs(a, n, tuple(a_digits)), runs(b, n, tuple(b_digits))))
     # Told by digits: a rank may hold a dim in a million runs.
