@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from .dtypes import DataType, scalar_dtype
 from .errors import SourceLine, located, user_error
 from .ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorRef, TensorType, count_tensors
-from .ops.shape_arithmetic import check_rule
+from .ops.shape_arithmetic import check_fits, check_rule
 from .scalars import ScalarDef, evaluate, inputs_of, python_cast
 from .sharding.layout import Layout, stream_count
 from .sharding.value import Sharding
@@ -352,9 +352,7 @@ def _check_sizes(call: Call) -> None:
             raise user_error(
                 f"{call.op.name}: a size is negative", str(list(made.shape)), "sizes >= 0", "Correct the sizes."
             )
-        if made.is_too_large:
-            wrong = f"{call.op.name}: the result is larger than any memory"
-            raise user_error(wrong, str(made), "less than 2**63 bytes", "")
+        check_fits(call.op.name, made)
 
 
 @dataclass(frozen=True, slots=True)

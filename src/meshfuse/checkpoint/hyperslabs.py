@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..sharding.layout import Runs
+from ..sharding.layout import Runs, everything
 from ..sharding.value import Sharding
 
 
@@ -35,7 +35,7 @@ def boxes(sharding: Sharding | None, shape: Sequence[int], rank: int) -> tuple[H
     A dim that is split inside gives several runs of indices, and each combination of runs is a box.
     """
     if sharding is None:
-        runs: tuple[Runs, ...] = tuple(((0, n),) if n else () for n in shape)
+        runs: tuple[Runs, ...] = tuple(map(everything, shape))
     elif rank not in sharding.mesh:
         return ()
     else:

@@ -12,6 +12,7 @@ from ..errors import MeshfuseError, SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
 from ..ops.base import REQUIRED, ParamKind, TensorType
 from ..ops.binding import Resolve, described, of_kind, wrong_kind
+from ..ops.shape_arithmetic import check_fits
 from ..scalars import python_cast
 from ..sharding.value import MOST_DIMS
 from ..user_values import as_int
@@ -138,8 +139,7 @@ def check_results(op: str, types: Sequence[TensorType]) -> None:
         _check_count(op, found.ndim)
         if found.dtype is DataType.Null:
             raise user_error(f"{op}: dtype", "DataType.Null", "a type of elements", "Pass DataType.Float, for example.")
-        if found.is_too_large:
-            raise user_error(f"{op}: the result is larger than any memory", str(found), "less than 2**63 bytes", "")
+        check_fits(op, found)
 
 
 def check_meshes(annotations: Iterable[Annotation]) -> None:

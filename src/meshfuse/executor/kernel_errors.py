@@ -37,15 +37,15 @@ def kernel_errors(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
         # A generator, as the programs of simulated ranks are, gives a StopIteration from inside another class.
         cause = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
         frame = _kernel_frame(bound, cause.__traceback__)
+        if _lacks_memory(cause):
+            raise _lack(bound, program, cause, frame) from cause
         found = _refusal(program, cause, *frame) if frame else None
-        if lacks_memory(cause):
-            found = _lack(bound, program, cause, frame)
         if found is None:
             raise
         raise found from cause
 
 
-def lacks_memory(error: BaseException) -> bool:
+def _lacks_memory(error: BaseException) -> bool:
     """Whether torch had no memory: on a device it has a class for that, on the host a text."""
     return isinstance(error, torch.OutOfMemoryError) or (
         type(error) is RuntimeError

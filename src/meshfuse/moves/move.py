@@ -52,7 +52,7 @@ class Window:
     def to_target(self, index: tuple[lay.Runs, ...]) -> tuple[lay.Runs, ...]:
         """Source indices as target indices; those outside the target left out."""
         pairs = zip(index, self.offsets, self.target_shape, strict=True)
-        return tuple(lay.intersect(_shifted(runs, -offset), ((0, n),) if n else ()) for runs, offset, n in pairs)
+        return tuple(lay.intersect(_shifted(runs, -offset), lay.everything(n)) for runs, offset, n in pairs)
 
     def to_source(self, index: tuple[lay.Runs, ...]) -> tuple[lay.Runs, ...]:
         """Target indices that have a source, as source indices."""
@@ -181,6 +181,17 @@ def restricted(index: tuple[lay.Runs, ...], only: tuple[int, lay.Runs] | None) -
     return (*index[:dim], lay.intersect(index[dim], runs), *index[dim + 1 :])
 
 
+def group_size(axes: Sequence[Split]) -> int:
+    """How many ranks take part in a collective over these axes."""
+    return math.prod([split.size or 1 for split in axes])
+
+
+def is_even(src: Sharding, dst: Sharding, shape: Sequence[int]) -> bool:
+    """True where all ranks hold as much, before and after."""
+    layouts = zip((*src.dims, *dst.dims), (*shape, *shape), strict=True)
+    return all(n % lay.extent(layout) == 0 for layout, n in layouts)
+
+
 def axis_keys(axes: Sequence[Split]) -> tuple[tuple[str, int, int], ...]:
     """Splits as (axis, pre, size), as meshes name sub-axes."""
     return tuple((s.axis, s.pre, s.size) for s in axes)  # type: ignore[misc]
@@ -192,7 +203,7 @@ def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
     All-reduce 2(n-1)/n of its tensor, all-gather its block to n-1 peers, reduce-scatter all but its own part,
     otherwise what leaves; exact for uneven blocks, and (n-1)/n of the whole tensor for even ones.
     """
-    n = math.prod(size for _, _, size in axis_keys(move.axes))
+    n = group_size(move.axes)
     if move.kind is MoveKind.SLICE or (n == 1 and move.kind is not MoveKind.TRANSFER):
         return 0.0
     if move.kind is MoveKind.ALL_REDUCE:
@@ -209,7 +220,7 @@ def mean_wire_elements(move: Move, shape: Sequence[int]) -> float:
     """The mean of `wire_elements` over the ranks of the source. What leaves ranks is what comes to others, and ranks'
     parts of a dim make up the dim: a mesh may be of thousands.
     """
-    n = math.prod(size for _, _, size in axis_keys(move.axes))
+    n = group_size(move.axes)
     if move.kind in _FROM_HOLDERS:
         ranks, groups = _for_all(move, tuple(shape))
         return groups * sum(arriving(move, tuple(shape), rank) for rank in ranks) / move.src.mesh.size
@@ -222,26 +233,17 @@ def mean_wire_elements(move: Move, shape: Sequence[int]) -> float:
 
 
 def _mean_numel(sharding: Sharding, shape: Sequence[int], only: tuple[int, lay.Runs] | None) -> float:
-    index = restricted(tuple(((0, n),) if n else () for n in shape), only)
-    return box_numel(index) / math.prod(size for _, _, size in axis_keys(sharding.splits))
+    index = restricted(tuple(map(lay.everything, shape)), only)
+    return box_numel(index) / group_size(sharding.splits)
 
 
 def _for_all(move: Move, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """Ranks that something comes to, and how many times as much comes to all: one group's where all are alike."""
     ranks = move.dst.mesh.ranks
-    if (
-        move.kind is MoveKind.TRANSFER
-        or move.window is not None
-        or not (_is_even(move.src, shape) and _is_even(move.dst, shape))
-    ):
+    if move.kind is MoveKind.TRANSFER or move.window is not None or not is_even(move.src, move.dst, shape):
         return ranks, 1
     group = move.group(ranks[0])
     return group, len(ranks) // len(group)
-
-
-def _is_even(sharding: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether all ranks' parts of a tensor are of one size."""
-    return all(n % (lay.extent(layout) or 1) == 0 for n, layout in zip(shape, sharding.dims, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -259,7 +261,7 @@ def arriving(move: Move, shape: tuple[int, ...], rank: int) -> int:
         return _in_both(move.dst, move.dst, shape, rank) - there
     wanted = move.wanted(shape, rank)
     if move.window is not None:
-        wanted = _common(wanted, move.window.to_target(tuple(((0, n),) if n else () for n in move.window.source_shape)))
+        wanted = _common(wanted, move.window.to_target(tuple(map(lay.everything, move.window.source_shape))))
     held = move.held(shape, rank) if rank in move.src.mesh else tuple(() for _ in wanted)
     return lacking_numel(move.window.to_target(held) if move.window else held, wanted)
 

@@ -14,8 +14,8 @@ from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, canonical_partial, conflicting, disjoint, nested
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping
 from .bounds import Bound, is_possible
-from .move import Move, MoveKind
-from .prices import MOVE_SECONDS, is_even, price
+from .move import Move, MoveKind, is_even
+from .prices import MOVE_SECONDS, price
 
 
 @dataclass(frozen=True, slots=True)

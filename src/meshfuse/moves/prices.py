@@ -13,7 +13,7 @@ from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
-from .move import Move, MoveKind, sampled_ranks
+from .move import Move, MoveKind, group_size, is_even, sampled_ranks
 from .windows import window_peers, window_wire
 
 # Of plans that take as long the one of fewer moves is the better one: a slice, which moves nothing, counts half, and an
@@ -65,17 +65,6 @@ def price(move: Move, shape: tuple[int, ...], itemsize: float) -> Price:
 def _partners(n: int, elements: float) -> int:
     """How many of n ranks take part in an exchange with one of them that gets so many elements, from another each."""
     return min(n, 1 + max(math.ceil(elements), (n - 1).bit_length()))
-
-
-def is_even(src: Sharding, dst: Sharding, shape: Sequence[int]) -> bool:
-    """True where all ranks hold as much, before and after."""
-    layouts = zip((*src.dims, *dst.dims), (*shape, *shape), strict=True)
-    return all(n % lay.extent(layout) == 0 for layout, n in layouts)
-
-
-def group_size(axes: Sequence[Split]) -> int:
-    """How many ranks take part in a collective over these axes."""
-    return math.prod([split.size or 1 for split in axes])
 
 
 def link_over(mesh: DeviceMesh, axes: Sequence[Split]) -> Link:

@@ -34,11 +34,6 @@ class TensorType(NamedTuple):
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
-    def is_too_large(self) -> bool:
-        """Whether no memory holds it, whatever its open sizes are."""
-        return math.prod(max(n, 1) for n in self.shape) * self.dtype.itemsize >= 2**63
-
     def __str__(self) -> str:
         return f"{self.dtype.name}[{', '.join('?' if n < 0 else str(n) for n in self.shape)}]"
 

@@ -181,6 +181,12 @@ def check_positive(op: str, what: str, n: int) -> None:
         raise user_error(f"{op}: {what}", str(n), "1 or more", "Pass a positive number.")
 
 
+def check_fits(op: str, result: TensorType) -> None:
+    """Raises DefinitionError for a result that no memory holds, whatever its open sizes are."""
+    if math.prod(max(n, 1) for n in result.shape) * result.dtype.itemsize >= 2**63:
+        raise user_error(f"{op}: the result is larger than any memory", str(result), "less than 2**63 bytes", "")
+
+
 def check_rule(call: Call, rule: Rule) -> None:
     """Raises DefinitionError where an operand does not have the dims and sizes that the op's factor rule gives it.
 

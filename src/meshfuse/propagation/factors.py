@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..dtypes import Category, DataType
 from ..mesh import DeviceMesh
-from ..moves.move import Move
+from ..moves.move import Move, group_size
 from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
@@ -220,7 +220,7 @@ def _far_apart(rule: Rule) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 def _steps(rule: Rule, layouts: Layouts, factors: tuple[int, ...]) -> int:
     """How many steps of these factors a rank has."""
-    ways = [math.prod([split.size or 1 for split in lay.axes(layouts[f])]) for f in factors]
+    ways = [group_size(lay.axes(layouts[f])) for f in factors]
     return math.prod([-(-rule.factors[f].size // way) for f, way in zip(factors, ways, strict=True)])
 
 

@@ -163,6 +163,11 @@ def runs(layout: Layout, n: int, digits: tuple[int, ...]) -> Runs:
     return _clip(intervals, n)
 
 
+def everything(n: int) -> Runs:
+    """All indices of a dim of size n."""
+    return ((0, n),) if n else ()
+
+
 # The most runs in which a rank holds a dim: a million take seconds to plan.
 MOST_RUNS = 1 << 20
 

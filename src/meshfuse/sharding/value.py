@@ -166,7 +166,7 @@ class Sharding:
         """For every dim, the intervals of global indices that the rank holds, ascending."""
         try:
             return tuple(
-                lay.runs(d, n, lay.digits(d, self.mesh, rank)) if d else ((0, n),) if n else ()
+                lay.runs(d, n, lay.digits(d, self.mesh, rank)) if d else lay.everything(n)
                 for d, n in zip(self.dims, shape, strict=True)
             )
         except (TypeError, ValueError, RuntimeError) as error:
