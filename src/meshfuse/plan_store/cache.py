@@ -11,8 +11,9 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -137,7 +138,9 @@ def key_of(graph: Graph, world: DeviceMesh, how: str = "") -> str:
     text = hashlib.sha256(_code_and_versions().encode())
     described: dict[int, str] = {}
     for node in graph.nodes:
-        said = described.setdefault(id(node.call), _described(node.call, node.rule))
+        said = described.get(id(node.call))
+        if said is None:
+            said = described[id(node.call)] = _described(node.call, node.rule)
         text.update(f"{said}|{node.inputs}|{node.outputs}|{node.origin}\n".encode())
     placed = [f"{i} {sharding!r} {_mesh(sharding.mesh)}" for i, sharding in sorted(graph.annotations.items())]
     types = [(tensor.id, tensor.type) for tensor in graph.tensors]
@@ -161,8 +164,19 @@ def _mesh(mesh: DeviceMesh) -> str:
 def _code_and_versions() -> str:
     """meshfuse's version and, as it may be edited, the sizes and times of its files; torch's. Raises OSError."""
     root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
-    if not files:
+    if not root.is_dir():
         raise FileNotFoundError(errno.ENOENT, "they are no files of a folder, as in a zip archive")
-    stamps = [f"{file.relative_to(root)} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    stamps = sorted(_stamps(root, ""))
     return "\n".join([__version__, torch.__version__, *stamps])
+
+
+def _stamps(root: Path, folder: str) -> Iterator[str]:
+    """The path, size and time of each Python file in a folder of the root and in those in it. Raises OSError."""
+    with os.scandir(root / folder) as entries:
+        for entry in entries:
+            path = f"{folder}{entry.name}"
+            if entry.is_dir(follow_symlinks=False):
+                yield from _stamps(root, f"{path}/")
+            elif path.endswith(".py"):
+                found = entry.stat()
+                yield f"{path} {found.st_size} {found.st_mtime_ns}"

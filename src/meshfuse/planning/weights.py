@@ -1,0 +1,141 @@
+"""Whether a plan spends more on reducing activations than gathering weights would take, told without planning anew.
+
+Tensor parallelism (Megatron-LM: Shoeybi et al. 2019) reduces a sum of all rows for every few weights that are split.
+From some number of rows on it takes less to bring these weights together and to split the rows instead, as FSDP does
+(ZeRO: Rajbhandari et al. 2020). What is best exactly a search finds; what is told here is whether it is worth its time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..costs import all_gather
+from ..graph import Node
+from ..propagation.choose import cheapest
+from ..propagation.factors import Placement
+from ..propagation.sharded import ShardedDefinition
+from ..sharding.value import Sharding
+
+
+def saved_by_gathering(plan: ShardedDefinition) -> float:
+    """The part of the time of a plan's reductions along an axis that gathering weights would save, where it takes less;
+    of the axis where that part is largest. Sums that no op reads, as most gradients of weights, are not counted.
+    """
+    return max([_Parts(plan, axis).saved() for axis in _reduced_over(plan)], default=0.0)
+
+
+def _reduced_over(plan: ShardedDefinition) -> list[str]:
+    """The axes over which there are sums that ops read."""
+    left, sums = set(plan.graph.outputs), dict[Sharding, None]()
+    for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
+        for i, made in zip(node.outputs, choice.placement.results, strict=True):
+            if made.partial and i not in left:
+                sums[made] = None
+    return list(dict.fromkeys(split.axis for made in sums for split in made.partial if split.axis))
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Ops between which tensors stay split along an axis, such as a layer's attention, forward and backward.
+
+    Seconds of the reductions of its sums; and those that it takes to gather the weights that it reads, and to scatter
+    the gradients that it makes.
+    """
+
+    reducing: float = 0.0
+    gathering: float = 0.0
+    joined: _Part | None = None
+
+    def root(self) -> _Part:
+        """The part that this one and others have become."""
+        found = self
+        while found.joined is not None:
+            found = found.joined
+        return found
+
+    def join(self, other: _Part | None) -> _Part:
+        """Both as one."""
+        mine = self.root()
+        its = mine if other is None else other.root()
+        if mine is not its:
+            its.joined = mine
+            mine.reducing += its.reducing
+            mine.gathering += its.gathering
+        return mine
+
+
+class _Parts:
+    """The parts of a plan along an axis: of each tensor that is split or unreduced along it, and of ~i where tensor i
+    is read that has been reduced.
+    """
+
+    def __init__(self, plan: ShardedDefinition, axis: str):
+        self.graph, self.homes, self.axis = plan.graph, plan.homes, axis
+        self._inputs, self._left = set(plan.graph.input_tensors), set(plan.graph.outputs)
+        self._of: dict[int, _Part] = {}
+        self._sums: dict[int, Sharding] = {}
+        self._along: dict[Sharding, bool] = {}
+        self._split: dict[int, bool] = {}
+        for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
+            split = self._is_split(choice.placement)
+            if split or not self._sums.keys().isdisjoint(node.inputs):
+                self._add(node, choice.placement)
+
+    def saved(self) -> float:
+        """The part of the reductions' time that gathering would save."""
+        roots = dict.fromkeys([part.root() for part in self._of.values()])
+        saved = sum([max(part.reducing - part.gathering, 0.0) for part in roots])
+        return saved / sum([part.reducing for part in roots]) if saved else 0.0
+
+    def _add(self, node: Node, placement: Placement) -> None:
+        part = None
+        for i, need in zip(node.inputs, placement.operands, strict=True):
+            place = self._reduced(i, need) if i in self._sums and not self._is_sum(need) else i
+            if self._is_along(need):
+                part = (self._of.get(place) or self._begun(place)).join(part)
+        for i, made in zip(node.outputs, placement.results, strict=True):
+            if self._is_along(made):
+                self._of[i] = part = part or _Part()
+                if self._is_sum(made):
+                    self._sums[i] = made
+                elif i in self._left:
+                    part.root().gathering += self._gathering(i, made)
+
+    def _is_split(self, placement: Placement) -> bool:
+        """Whether an op reads or makes what is split or unreduced along the axis."""
+        found = self._split.get(id(placement))
+        if found is None:
+            touched = (*placement.operands, *placement.results)
+            found = self._split[id(placement)] = any([self._is_along(sharding) for sharding in touched])
+        return found
+
+    def _is_along(self, sharding: Sharding) -> bool:
+        """Whether a tensor is split or unreduced along the axis."""
+        found = self._along.get(sharding)
+        if found is None:
+            found = self._along[sharding] = any(split.axis == self.axis for split in sharding.used())
+        return found
+
+    def _is_sum(self, sharding: Sharding) -> bool:
+        """Whether a tensor is unreduced along the axis."""
+        return any([split.axis == self.axis for split in sharding.partial])
+
+    def _begun(self, place: int) -> _Part:
+        """The part that reads a tensor which none has made or read."""
+        part = self._of[place] = _Part()
+        if place in self._inputs:
+            part.gathering += self._gathering(place, self.homes[place])
+        return part
+
+    def _reduced(self, tensor: int, need: Sharding) -> int:
+        """Where a sum is read that was reduced; what that takes counts once, where the sum is made."""
+        if ~tensor not in self._of:
+            self._of[~tensor] = _Part()
+            kind = self.graph.tensors[tensor].type
+            self._of[tensor].root().reducing += cheapest((self._sums[tensor],), need, kind.shape, kind.dtype.itemsize)
+        return ~tensor
+
+    def _gathering(self, tensor: int, home: Sharding) -> float:
+        """Seconds to gather a tensor along the axis, or to scatter it there: as long."""
+        link, ways = home.mesh.link((self.axis,)), home.mesh.shape[home.mesh.names.index(self.axis)]
+        return all_gather(link, ways, self.graph.tensors[tensor].type.nbytes)

@@ -1,0 +1,107 @@
+"""Long programs whose rows outgrow their weights: to gather the weights takes less than to reduce sums of all rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+import meshfuse as mf
+from defining import graph_of
+from meshfuse.planning.search import MOST
+from meshfuse.planning.weights import saved_by_gathering
+from meshfuse.propagation.propagate import propagate
+from meshfuse.testing import assert_same_as_unsharded
+
+DP, TP = 2, 4
+MESH = mf.DeviceMesh((DP, TP), ("dp", "tp"))
+HEADS = 4
+Fd, T = mf.FusionDefinition, mf.TensorView
+
+
+class Stack:
+    """Layers of attention and an MLP, split as Megatron-LM does, and their gradients."""
+
+    def __init__(self, layers: int, batch: int, length: int, width: int, dtype: mf.DataType = mf.DataType.Float):
+        self.size, self.dtype, self.weights = (batch, length, width), dtype, list[T]()
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([batch, length, width], dtype=dtype)
+            fd.mesh_split(x, MESH, ["dp", None, None])
+            for _ in range(layers):
+                x = self.mlp(fd, x + self.attention(fd, fd.ops.layer_norm(x, [width])))
+            loss = fd.ops.mean(x * x)
+            for made in (loss, *fd.grad(loss, self.weights)):
+                fd.add_output(made)
+        self.fd = fd
+
+    def weight(self, fd: Fd, out: int, into: int, columns: bool) -> T:
+        made = fd.define_tensor([out, into], dtype=self.dtype)
+        fd.mesh_split(made, MESH, ["tp", None] if columns else [None, "tp"])
+        self.weights.append(made)
+        return made
+
+    def attention(self, fd: Fd, x: T) -> T:
+        batch, length, width = self.size
+
+        def heads() -> T:
+            rows = fd.ops.linear(x, self.weight(fd, width, width, True))
+            return fd.ops.permute(fd.ops.reshape(rows, [batch, length, HEADS, width // HEADS]), [0, 2, 1, 3])
+
+        mixed, *_ = fd.ops.sdpfa_fwd(heads(), heads(), heads(), is_causal=True)
+        merged = fd.ops.reshape(fd.ops.permute(mixed, [0, 2, 1, 3]), [batch, length, width])
+        return fd.ops.linear(merged, self.weight(fd, width, width, False))
+
+    def mlp(self, fd: Fd, x: T) -> T:
+        width = self.size[-1]
+        hidden = fd.ops.gelu(fd.ops.linear(fd.ops.layer_norm(x, [width]), self.weight(fd, 4 * width, width, True)))
+        return x + fd.ops.linear(hidden, self.weight(fd, width, 4 * width, False))
+
+    @property
+    def gathered(self) -> float:
+        """Bytes per rank if every weight is gathered over tp, and its gradient scattered there and summed over dp."""
+        nbytes = sum(4 * math.prod(made.type.shape) for made in self.weights)
+        return 2 * (TP - 1) / TP * nbytes + 2 * (DP - 1) / DP * nbytes / TP
+
+
+@pytest.mark.parametrize("layers, batch, width", [(8, 64, 256), (8, 128, 2048), (24, 128, 2048)])
+def test_weights_are_gathered_where_rows_outgrow_them(layers: int, batch: int, width: int) -> None:
+    stack = Stack(layers, batch, 512, width)
+    assert len(stack.fd.nodes) > MOST
+    assert stack.fd.bill().total <= 1.02 * stack.gathered
+
+
+def in_torch(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The loss and the gradients, unsharded."""
+    batch, length, width = x.shape
+    for at in range(0, len(weights), 6):
+        q, k, v, out, up, down = weights[at : at + 6]
+        rows = functional.layer_norm(x, [width])
+        heads = [(rows @ w.T).view(batch, length, HEADS, width // HEADS).transpose(1, 2) for w in (q, k, v)]
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + mixed.transpose(1, 2).reshape(batch, length, width) @ out.T
+        x = x + functional.gelu(functional.layer_norm(x, [width]) @ up.T) @ down.T
+    loss = (x * x).mean()
+    return [loss, *torch.autograd.grad(loss, weights)]
+
+
+def test_numbers_of_a_program_whose_weights_are_gathered() -> None:
+    stack = Stack(8, 16, 64, 16, mf.DataType.Double)
+    torch.manual_seed(0)
+    x, *weights = (torch.randn(stack.fd.tensors[i].type.shape, dtype=torch.float64) / 4
+                   for i in stack.fd.input_tensors())  # fmt: skip
+    found = [made.detach() for made in in_torch(x, [w.requires_grad_() for w in weights])]
+    assert_same_as_unsharded(stack.fd, [x, *(w.detach() for w in weights)], found)
+
+
+@pytest.mark.parametrize("batch", [4, 16, 32, 64])
+def test_what_gathering_would_save_is_told_by_part(batch: int) -> None:
+    """Of each layer's attention (four weights) and MLP (eight times one of them) what is reduced, forward and backward,
+    and what gathering its weights and scattering their gradients would take. In the first layer nothing flows back.
+    """
+    length, width, layers = 512, 2048, 12
+    plan = propagate(graph_of(Stack(layers, batch, length, width).fd), MESH)
+    reduced, weight = 2 * 2 * batch // DP * length * width, 2 * width * width
+    saved = [max(reduced - count * weight, 0) / (2 * reduced) for count in (4, 8)]
+    assert saved_by_gathering(plan) == pytest.approx(sum(saved), abs=1 / (2 * layers))
