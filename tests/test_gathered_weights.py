@@ -1,4 +1,6 @@
-"""Long programs whose rows outgrow their weights: to gather the weights takes less than to reduce sums of all rows."""
+"""Long programs whose rows outgrow their weights, so that to gather these takes less than to reduce sums of all rows;
+and those whose weights outgrow their rows.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,29 @@ from torch.nn import functional
 import meshfuse as mf
 from defining import graph_of
 from meshfuse.planning.search import MOST
-from meshfuse.planning.weights import saved_by_gathering
+from meshfuse.planning.weights import saved_by_gathering, saved_by_leaving
 from meshfuse.propagation.propagate import propagate
 from meshfuse.testing import assert_same_as_unsharded
 
 DP, TP = 2, 4
 MESH = mf.DeviceMesh((DP, TP), ("dp", "tp"))
+TALL = mf.DeviceMesh((TP, DP), ("dp", "tp"))
 HEADS = 4
 Fd, T = mf.FusionDefinition, mf.TensorView
 
 
 class Stack:
-    """Layers of attention and an MLP, split as Megatron-LM does, and their gradients."""
+    """Layers of attention and an MLP, split as Megatron-LM does, and their gradients; also over dp, as FSDP does."""
 
-    def __init__(self, layers: int, batch: int, length: int, width: int, dtype: mf.DataType = mf.DataType.Float):
-        self.size, self.dtype, self.weights = (batch, length, width), dtype, list[T]()
-        with mf.FusionDefinition() as fd:
+    def __init__(
+        self, layers: int, batch: int, length: int, width: int, dtype: mf.DataType = mf.DataType.Float, *,
+        mesh: mf.DeviceMesh = MESH, fsdp: bool = False, search: str = "auto",
+    ):  # fmt: skip
+        self.size, self.dtype, self.mesh, self.weights = (batch, length, width), dtype, mesh, list[T]()
+        self.other = "dp" if fsdp else None
+        with mf.FusionDefinition(search=search) as fd:
             x = fd.define_tensor([batch, length, width], dtype=dtype)
-            fd.mesh_split(x, MESH, ["dp", None, None])
+            fd.mesh_split(x, mesh, ["dp", None, None])
             for _ in range(layers):
                 x = self.mlp(fd, x + self.attention(fd, fd.ops.layer_norm(x, [width])))
             loss = fd.ops.mean(x * x)
@@ -38,7 +45,7 @@ class Stack:
 
     def weight(self, fd: Fd, out: int, into: int, columns: bool) -> T:
         made = fd.define_tensor([out, into], dtype=self.dtype)
-        fd.mesh_split(made, MESH, ["tp", None] if columns else [None, "tp"])
+        fd.mesh_split(made, self.mesh, ["tp", self.other] if columns else [self.other, "tp"])
         self.weights.append(made)
         return made
 
@@ -93,6 +100,23 @@ def test_numbers_of_a_program_whose_weights_are_gathered() -> None:
                    for i in stack.fd.input_tensors())  # fmt: skip
     found = [made.detach() for made in in_torch(x, [w.requires_grad_() for w in weights])]
     assert_same_as_unsharded(stack.fd, [x, *(w.detach() for w in weights)], found)
+
+
+@pytest.mark.parametrize("width, part", [(1024, 1.0), (2048, 0.9)])
+def test_weights_are_left_where_they_outgrow_rows(width: int, part: float) -> None:
+    """Gathered over dp they would be more than the rows of all groups."""
+    once, ours = (Stack(8, 4, 512, width, mesh=TALL, fsdp=True, search=how).fd for how in ("fast", "auto"))
+    assert len(ours.nodes) > MOST
+    assert ours.bill().total <= part * once.bill().total
+
+
+@pytest.mark.parametrize("width", [1024, 2048])
+def test_what_leaving_weights_would_save_is_told_one_by_one(width: int) -> None:
+    """Each of a layer's four weights of attention, and two four times as large, that is larger than the rows."""
+    plan = propagate(graph_of(Stack(8, 4, 512, width, mesh=TALL, fsdp=True).fd), TALL)
+    rows, weight = 4 * 512 * width, width * width / DP
+    saved = 4 * max(weight - rows, 0) + 2 * max(4 * weight - rows, 0)
+    assert saved_by_leaving(plan) == pytest.approx(saved / (12 * weight), abs=0.01)
 
 
 @pytest.mark.parametrize("batch", [4, 16, 32, 64])

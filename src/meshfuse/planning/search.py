@@ -37,7 +37,7 @@ from .grids import grids
 from .pins import Pin, most, pins
 from .starts import Starts, elsewhere, in_rounds, shared_starts
 from .translated import translated
-from .weights import saved_by_gathering
+from .weights import saved_by_gathering, saved_by_leaving
 
 VARIABLE = "MESHFUSE_SEARCH"
 # The most ops of a program that is planned several times as it is, whatever it moves: about a second's work.
@@ -60,8 +60,9 @@ WORTH = 0.75
 NOTABLE = 0.98
 # In a loose search, plans count as one that differ by no more than this part of what the best one's moves take.
 SLACK = 0.01
-# A long program is searched where weights that are gathered would save more than this part of its reductions.
-GATHERED = 0.1
+# A long program is searched where weights that are gathered would save more than this part of its reductions, or
+# weights that are left where they are more than this part of what gathers them.
+SAVED = 0.1
 
 # What goes on from the best plan so far.
 _Search = Callable[["_PlanSearch"], None]
@@ -126,15 +127,15 @@ class Effort(Enum):
         """Whether a long program with this plan is planned several times. On several axes that takes longest, as there
         are many more ways to put them on an op's factors, but where layers are of few different ops. Where a plan only
         reduces sums and brings inputs where they are read, there is little to find, but where sums are larger than the
-        weights behind them.
+        weights behind them, or weights than the rows that they are gathered for.
         """
         if self is not Effort.AUTO:
             return self is Effort.THOROUGH
         graph = plan.graph
         axes = max(sum(n > 1 for n in sharding.mesh.shape) for sharding in graph.annotations.values())
-        return axes <= 1 or len({id(node.call) for node in graph.nodes}) <= FEW or _moves_results(plan) or (
-            saved_by_gathering(plan) > GATHERED
-        )
+        if axes <= 1 or len({id(node.call) for node in graph.nodes}) <= FEW or _moves_results(plan):
+            return True
+        return saved_by_leaving(plan) > SAVED or saved_by_gathering(plan) > SAVED
 
 
 def _moves_results(plan: ShardedDefinition) -> bool:

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 
 from ..costs import all_gather
 from ..graph import Node
+from ..moves.move import group_size
+from ..moves.prices import link_over
+from ..ops.base import TensorType
 from ..propagation.choose import cheapest
 from ..propagation.factors import Placement
 from ..propagation.sharded import ShardedDefinition
+from ..sharding.layout import Split, axes, is_prefix
 from ..sharding.value import Sharding
 
 
@@ -22,6 +26,48 @@ def saved_by_gathering(plan: ShardedDefinition) -> float:
     of the axis where that part is largest. Sums that no op reads, as most gradients of weights, are not counted.
     """
     return max([_Parts(plan, axis).saved() for axis in _reduced_over(plan)], default=0.0)
+
+
+def saved_by_leaving(plan: ShardedDefinition) -> float:
+    """The part of the time in which a plan gathers weights that would be saved if they were left where they are, where
+    it takes less to bring the rows there. Each is gathered, or the rows brought, once more in the backward.
+    """
+    unread, spent, saved = set(plan.graph.input_tensors), 0.0, 0.0
+    for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
+        for i, need in zip(node.inputs, choice.placement.operands, strict=True):
+            if i in unread:
+                unread.discard(i)
+                lost = _lost(plan.homes[i], need)
+                if lost and len(node.inputs) > 1:
+                    gathering = _gathering(lost, need, _nbytes(need, plan.graph.tensors[i].type))
+                    spent += gathering
+                    saved += max(gathering - _bringing_rows(node, choice.placement, lost), 0.0)
+    return saved / spent if saved else 0.0
+
+
+def _lost(home: Sharding, need: Sharding) -> tuple[Split, ...]:
+    """The axes over which a tensor is gathered, if it is no more than that."""
+    if home is need or home.mesh != need.mesh:
+        return ()
+    rows = zip(home.dims, need.dims, strict=True)
+    return tuple([split for old, new in rows if is_prefix(new, old) for split in axes(old[len(new) :])])
+
+
+def _bringing_rows(node: Node, placement: Placement, lost: tuple[Split, ...]) -> float:
+    """Seconds to gather the rows that an op reads beside a weight, or to scatter those that it makes: of the fewer."""
+    pairs = zip((*node.call.types, *node.call.results), (*placement.operands, *placement.results), strict=True)
+    rows = [_nbytes(sharding, kind) for kind, sharding in pairs if sharding.used().issuperset(lost)]
+    return _gathering(lost, placement.results[0], group_size(lost) * min(rows, default=0.0))
+
+
+def _gathering(over: tuple[Split, ...], sharding: Sharding, nbytes: float) -> float:
+    """Seconds to gather so many bytes over axes of a mesh."""
+    return all_gather(link_over(sharding.mesh, over), group_size(over), nbytes)
+
+
+def _nbytes(sharding: Sharding, kind: TensorType) -> float:
+    """Bytes of one rank."""
+    return sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
 
 
 def _reduced_over(plan: ShardedDefinition) -> list[str]:
@@ -99,7 +145,7 @@ class _Parts:
                 if self._is_sum(made):
                     self._sums[i] = made
                 elif i in self._left:
-                    part.root().gathering += self._gathering(i, made)
+                    part.root().gathering += self._gathered(i)
 
     def _is_split(self, placement: Placement) -> bool:
         """Whether an op reads or makes what is split or unreduced along the axis."""
@@ -124,7 +170,7 @@ class _Parts:
         """The part that reads a tensor which none has made or read."""
         part = self._of[place] = _Part()
         if place in self._inputs:
-            part.gathering += self._gathering(place, self.homes[place])
+            part.gathering += self._gathered(place)
         return part
 
     def _reduced(self, tensor: int, need: Sharding) -> int:
@@ -135,7 +181,8 @@ class _Parts:
             self._of[tensor].root().reducing += cheapest((self._sums[tensor],), need, kind.shape, kind.dtype.itemsize)
         return ~tensor
 
-    def _gathering(self, tensor: int, home: Sharding) -> float:
+    def _gathered(self, tensor: int) -> float:
         """Seconds to gather a tensor along the axis, or to scatter it there: as long."""
-        link, ways = home.mesh.link((self.axis,)), home.mesh.shape[home.mesh.names.index(self.axis)]
-        return all_gather(link, ways, self.graph.tensors[tensor].type.nbytes)
+        home = self.homes[tensor]
+        axis = Split(home.mesh.shape[home.mesh.names.index(self.axis)], self.axis)
+        return _gathering((axis,), home, (axis.size or 1) * _nbytes(home, self.graph.tensors[tensor].type))
