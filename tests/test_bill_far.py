@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from layers import Sizes, Tensor, floats, mlp, one_hot
-from programs import X4_Y2, Fd, gradients, outputs, split
+from programs import TP8, X4_Y2, Fd, gradients, outputs, split
 
 import meshfuse as mf
 from bill_known import Classes, by_hand
@@ -166,6 +166,22 @@ def a_language_model_whose_weights_are_whole(fd: Fd, s: Sizes) -> None:
     outputs(fd, loss, *fd.grad(loss, [head, w1, w2]))
     for t in (tokens, index):
         split(fd, DP2_FS4, (t, [("dp", "fs"), None]))  # type: ignore[list-item]
+
+
+@known(math.inf, 5.521)
+def gradients_of_a_contrastive_loss(fd: Fd, s: Sizes) -> None:
+    """Of pairs of samples over all ranks, as in CLIP (2021): AG of one side's embeddings, RS of their gradient and of
+    those of both weights; or as much by AG of both inputs, of which one comes for the forward already.
+    """
+    x, y = (floats(fd, s.length, s.width) for _ in range(2))
+    weights = [floats(fd, s.width, s.width // 2) for _ in range(2)]
+    split(fd, TP8, *((t, ["tp", None]) for t in (x, y)), *((w, [None, None]) for w in weights))
+    a, b = (fd.ops.matmul(t, w) for t, w in zip((x, y), weights, strict=True))
+    scores, loss = fd.ops.matmul(a, fd.ops.permute(b, [1, 0])), -2 * fd.ops.sum(a * b)
+    for dim in (0, 1):
+        most = fd.ops.max(scores, [dim], keepdim=True)
+        loss = loss + fd.ops.sum(fd.ops.log(fd.ops.sum(fd.ops.exp(scores - most), [dim], keepdim=True)) + most)
+    outputs(fd, loss, *fd.grad(loss, weights))
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

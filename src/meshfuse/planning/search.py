@@ -35,7 +35,7 @@ from ..sharding.layout import is_prefix
 from ..sharding.value import Sharding
 from .grids import grids
 from .pins import Pin, most, pins
-from .starts import Starts, elsewhere, in_rounds, shared_starts
+from .starts import Starts, come_for_some, elsewhere, in_rounds, shared_starts
 from .translated import translated
 from .weights import saved_by_gathering, saved_by_leaving
 
@@ -264,8 +264,18 @@ class _PlanSearch:
         for starts in elsewhere(insert_resharding(self.best)):
             asked = _followed(self.graph, self.best, starts)
             self._keep(self.propagation.again(asked, starts=starts))
+        self._bring_sooner()
         if self.cost != before:
             self._go_on()
+
+    def _bring_sooner(self) -> None:
+        """As if inputs that the best plan brings somewhere for some readers came there before all of them."""
+        for _ in range(ROUNDS):
+            before = self.cost
+            for starts in come_for_some(self.best):
+                self._keep(self.propagation.again(self._made(self.best), starts=starts))
+            if self.cost == before:
+                return
 
     def far(self) -> None:
         """As if an axis were two, or ranks shared inputs, with choices that stay open, and with tensors elsewhere."""

@@ -19,6 +19,7 @@ from ..moves.move import MoveKind
 from ..moves.planner import plan
 from ..ops.base import FactorKind
 from ..propagation.growth import EPSILON
+from ..propagation.sharded import ShardedDefinition
 from ..resharding.resharded import ReshardedDefinition, Set
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
@@ -65,6 +66,20 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
     saved = [(spent[origin] - _price(resharded, starts), starts) for (origin, _, _), starts in found.items()]
     worth = sorted([entry for entry in saved if entry[0] > EPSILON], key=lambda entry: -entry[0])
     return [starts for _, starts in worth[:MOST]]
+
+
+def come_for_some(plan: ShardedDefinition) -> list[Starts]:
+    """Inputs that a plan brings somewhere for one reader, where others read them as they lie, as if they came there
+    before all of them, one at a time: it takes nothing more. The largest come first.
+    """
+    needs: dict[int, set[Sharding]] = {i: set() for i in plan.graph.input_tensors}
+    for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
+        for i, need in zip(node.inputs, choice.placement.operands, strict=True):
+            if i in needs:
+                needs[i].add(need)
+    found = [(i, need) for i, here in needs.items() if len(here) > 1 for need in here if need is not plan.homes[i]]
+    found.sort(key=lambda place: (-plan.graph.tensors[place[0]].type.numel, place[0], str(place[1])))
+    return [{i: need} for i, need in found[:MOST]]
 
 
 def shared_starts(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
