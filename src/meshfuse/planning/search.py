@@ -235,11 +235,12 @@ class _PlanSearch:
         self._costs = [(first, self.cost)]
 
     def briefly(self) -> None:
-        """With more placements to choose from, from a greedy plan and the best: nearly all that `near` finds of long
-        programs, in half its time.
+        """With more placements to choose from, from a greedy plan and the best, and with inputs brought sooner: nearly
+        all that `near` finds of long programs, in half its time.
         """
         self._try(None, NARROW)
         self._go_on()
+        self._bring_sooner()
 
     def briefly_on_grids(self) -> None:
         """The same, and as if an axis were two."""
