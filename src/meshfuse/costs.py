@@ -17,7 +17,7 @@ from .errors import line_in_script, shown, user_error
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one rank sends to its neighbours along a mesh axis: bytes per second in one direction, seconds to start.
+    """What a rank sends to its neighbours along a mesh axis: bytes per second in one direction, seconds to start.
 
     Raises DefinitionError for a bandwidth that is not positive and finite, or a latency that is negative.
     """
@@ -61,7 +61,7 @@ RATES = f"more than 0 ({SLOWEST:g} to {FASTEST:g})"
 
 
 def is_rate(value: object) -> bool:
-    """Whether a value can be so many of something per second."""
+    """Whether a value is a usable number of something per second."""
     return _is_number(value) and SLOWEST <= value <= FASTEST  # type: ignore[operator]
 
 
@@ -82,7 +82,7 @@ DEVICE_LINK = Link(50e9, 4e-6)
 
 
 def slowest(links: Iterable[Link]) -> Link:
-    """The link that a collective over several axes goes at: the least bandwidth and the greatest latency of them."""
+    """The link of a collective over several axes: the least bandwidth and the greatest latency of theirs."""
     found = list(dict.fromkeys(links))
     return found[0] if len(found) == 1 else Link(min(k.bandwidth for k in found), max(k.latency for k in found))
 
@@ -149,10 +149,11 @@ def computation(flops: float, rate: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Links and peak rate of a kind of machine: `inside` between ranks of a host, `between` hosts.
+    """The links and the peak rate of a kind of machine. Pass one as `links=` of a DeviceMesh.
 
-    `host` is the number of ranks of a host, `flops` the dense bfloat16 operations per second of a rank. Ranks 0 to
-    host - 1 are on the first host, and so on. Pass one as `links=` of a DeviceMesh. Raises DefinitionError for others.
+    `inside` is the link between ranks of one host, `between` that between hosts. A host has `host` ranks: 0 to host - 1
+    are on the first one, and so on. `flops` is a rank's dense bfloat16 operations per second. Raises DefinitionError
+    for values that are none of these.
     """
 
     inside: Link

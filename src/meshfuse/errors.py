@@ -84,7 +84,7 @@ def _line_of(frame: FrameType) -> SourceLine:
 
 
 class MeshfuseError(Exception):
-    """Base of meshfuse's errors. `where`, a line of the script, may be set later; the text has it."""
+    """Base of meshfuse's errors. `where` is the script's line, which ends the text; it may be set after the raise."""
 
     def __init__(self, message: str = "", where: SourceLine | None = None):
         super().__init__(message)
@@ -111,14 +111,14 @@ USER_ERRORS = (DefinitionError, ArgumentError)
 
 
 class SizeError(ArgumentError, DefinitionError):
-    """Arguments whose sizes, which the definition leaves open, its ops cannot take together."""
+    """The arguments' sizes, which the definition leaves open, do not fit together in one of its ops."""
 
 
 class RankError(MeshfuseError, RuntimeError):
     """A peer rank failed, stopped answering, or disagrees with this one.
 
-    `peer` is the rank whose failure caused it, where it is known, and `ended` what that ended here, as the message
-    begins; `silent` are ranks that did not answer.
+    `peer` is the rank whose failure caused it, if known; `ended` what was interrupted here, in the words that the
+    message begins with; `silent` are the ranks that did not answer.
     """
 
     peer: int | None = None
@@ -131,16 +131,16 @@ class RankTimeout(RankError, TimeoutError):
 
 
 class KernelError(MeshfuseError, ValueError, RuntimeError):
-    """torch refused an op while a program ran: it has no kernel for the dtypes, or not for these values."""
+    """torch refused an op while a program ran: it has no kernel for these dtypes, or the values are not allowed."""
 
 
 class CheckpointError(MeshfuseError, OSError):
-    """A checkpoint could not be written or read: no space, no file, or other bytes than were written."""
+    """A checkpoint could not be written or read: no space, no such file, or bytes that are not those written."""
 
 
 @contextlib.contextmanager
 def located(line: SourceLine) -> Iterator[None]:
-    """Gives errors that come from inside, and name no line yet, this line of the user's."""
+    """Within this context, errors of meshfuse that name no line get this line of the script."""
     try:
         yield
     except MeshfuseError as error:
@@ -163,7 +163,7 @@ def _in_one_line(value: object, text: str) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Another's error for a text of ours: its class, and the first line of what it says, cut where it is long.
+    """Somebody else's error in one line of ours: its class and the first line of its text, cut where it is long.
 
     Classes of users may have a text that fails, is as large as what they worked on, or cannot be written.
     """

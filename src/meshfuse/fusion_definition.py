@@ -57,22 +57,25 @@ class _Simulated:
 
 
 class FusionDefinition(PlannedDefinition):
-    """A program for one big imaginary device, and how a few of its tensors split over a mesh.
+    """A program written for one large imaginary device, and how a few of its tensors split over a mesh of ranks.
 
-    Use it as a context manager, define inputs, apply `fd.ops`, mark outputs and annotate; then `execute` runs it on
-    this process' rank (shards in, shards out) and `simulate` on all ranks in this process (global tensors in and
-    out). Compiling happens at the first call for a set of shapes; later calls with the same shapes plan nothing.
-    `seed` is that of its random numbers, which depend on no mesh.
+    Use it as a context manager: define inputs, apply `fd.ops`, mark outputs, annotate. Then call it with global
+    tensors, `execute` it on this process' rank (shards in, shards out) or `simulate` all ranks here (global tensors in
+    and out). The first call with a new set of shapes compiles; later calls with the same shapes plan nothing.
 
-    A plan that moves more than `max_wire` bytes per rank (MESHFUSE_MAX_WIRE, where it is None) gives a PlanWarning
-    that names the annotation to change; without a bound, only one that another annotation would halve.
+    seed: of the program's random numbers, which are the same on every mesh.
+    max_wire: bytes that a rank may send (None: MESHFUSE_MAX_WIRE, else no bound). A plan that sends more gives a
+        PlanWarning that names the annotation to change. Without a bound there is one only for a very large collective,
+        where another annotation would halve what the whole plan sends.
+    max_memory: bytes that a rank may hold (None: MESHFUSE_MAX_MEMORY, else no bound). Where a plan holds more, gathered
+        tensors are dropped after one use and gathered again for the next; where that is not enough, a PlanWarning says
+        what takes the memory.
+    search: how long to plan (None: MESHFUSE_SEARCH, else "auto"). "fast": every program once. "auto": those of up to
+        400 ops several times (a tenth of a second to some seconds), longer ones by a few of their repeated layers where
+        that takes about a second: on one mesh axis, or with few different ops. "thorough": every program several times,
+        in seconds.
 
-    Where a rank would hold more than `max_memory` bytes (MESHFUSE_MAX_MEMORY), what was gathered is dropped after one
-    use and gathered again for the next; where that is not enough, a PlanWarning says what takes the memory.
-
-    `search` (MESHFUSE_SEARCH): "fast" plans every program once; "auto", the default, those of up to 400 ops several
-    times, which takes a tenth of a second to some seconds, and longer ones by few of their layers where that takes
-    about a second: on one mesh axis, or of few different ops; "thorough" all of them, in seconds.
+    Raises DefinitionError for a seed, bound or search that is none of these.
     """
 
     _state: frozenset[str] = frozenset()  # The names of a made definition's own attributes.
@@ -102,12 +105,12 @@ class FusionDefinition(PlannedDefinition):
             observe(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Scripts keep their tensors as attributes. DefinitionError for a name that the definition uses itself."""
+        """Scripts keep tensors as attributes. Raises DefinitionError for a name that the definition itself uses."""
         check_attribute(name, value, self._state, caller_line)
         super().__setattr__(name, value)
 
     def __init_subclass__(cls) -> None:
-        """A script's class whose `__init__` has not called this one's is told so where it is made."""
+        """Have a subclass whose `__init__` does not call this one's be told so where it is instantiated."""
         super().__init_subclass__()
         if "__init__" in vars(cls):
             setattr(cls, "__init__", calling_ours(cls.__init__))  # noqa: B010  # no type of a method fits
@@ -121,12 +124,15 @@ class FusionDefinition(PlannedDefinition):
     # gradients --------------------------------------------------------------------------------------------------
 
     def grad(self, outputs: Any, wrt: Any, grad_outputs: Any = None) -> Any:
-        """Append the backward of this definition; the gradients by `wrt`, one TensorView or a list as `wrt` is.
+        """Append the backward of this definition; returns the gradients by `wrt`, a list where `wrt` is a list.
 
-        Each has its primal's shape and dtype: the derivative of the sum of output * grad_output over all outputs
-        (grad_outputs of None are ones), zeros where nothing depends on it. A gradient that is an output lies as its
-        primal is annotated (whole, where that is an input of which nothing is said) unless it is annotated itself.
-        Raises DefinitionError for tensors without gradients and where an op on the way has no derivative.
+        A gradient has its primal's shape and dtype. It is the derivative of the sum of output * grad_output over all
+        `outputs`, a grad_output of None standing for ones, and zeros where no output depends on the primal. A gradient
+        that is added as an output is sharded as its primal is annotated (whole, where the primal is an input without an
+        annotation), unless the gradient is annotated itself.
+
+        Raises DefinitionError for tensors that are no real or complex numbers, and where an op on the way has no
+        derivative.
         """
         line = self._changing()
         sources = [self._own(t, "grad: outputs", line) for t in _listed(outputs)]
@@ -143,24 +149,26 @@ class FusionDefinition(PlannedDefinition):
         return made if isinstance(wrt, (list, tuple)) else made[0]
 
     def stop_gradient(self, tensor: TensorView) -> TensorView:
-        """Let no gradient pass through this tensor; the same tensor. `fd.ops.set` makes another to do it to."""
+        """Let no gradient pass through `tensor`, and return it; for one use of it alone, pass `fd.ops.set(tensor)`."""
         self._constants.add(self._own(tensor, "stop_gradient", self._changing()).id)
         return tensor
 
     # what is done once ------------------------------------------------------------------------------------------
 
     def prepared(self, inputs: Any, *shapes: Sequence[int]) -> tuple[FusionDefinition, FusionDefinition]:
-        """This program in two definitions: what follows from these inputs alone, and the rest.
+        """Cut this program in two definitions: what follows from `inputs` alone, and everything else.
 
-        For weights that stay as they are between many calls, as in inference: the first brings them where they are read
-        (a re-layout, a gather, a cast, a product of two), and the second takes what it returns behind the inputs that
-        are left. Both have the sizes of the latest (or the given) shapes, and the plan for them is cut in two::
+        For weights that keep their values over many calls, as in inference. The first definition brings them to where
+        they are read (a reshard, a gather, a cast, a product of two). The second takes the inputs that are left, in
+        their order, and then what the first returned::
 
             once, each = fd.prepared([w])
             kept = once.execute([w_shard])
             out = each.execute([x_shard, *kept])
 
-        Random numbers of the second are others than this definition's. Raises DefinitionError for what is no input.
+        Both are for one set of global shapes: `shapes`, one per input tensor, or those of the latest call. The second
+        draws other random numbers than this definition. Raises DefinitionError for anything in `inputs` that is no
+        input.
         """
         line = caller_line()
         given = [self._own(t, "prepared", line).id for t in _listed(inputs)]
@@ -175,14 +183,20 @@ class FusionDefinition(PlannedDefinition):
     def execute(
         self, inputs: Sequence[Any], *, idle_ranks: bool = False, backend: str | None = None, cuda_graph: bool = False
     ) -> list[Any]:  # fmt: skip
-        """Run on this rank: `inputs` are the rank's shards (or DTensors), in the order of definition.
+        """Run on this process' rank, on shards.
 
-        Returns the rank's shards of the outputs, DTensors if an input was one; None for an output on a mesh that the
-        rank is not part of. Raises ArgumentError for arguments that do not fit, RankError where a peer fails or
-        disagrees and RankTimeout where one does not answer. `idle_ranks` allows a mesh smaller than the world.
-        `backend` says what computes the segments between communications: "eager" (torch, op by op), "inductor",
-        "nvfuser", or "auto" (eager, and compiled once that pays); for None MESHFUSE_BACKEND, else "auto". With
-        `cuda_graph` a step on a GPU is captured once and replayed: for programs of tensors that draw no random numbers.
+        `inputs` are this rank's shards of the input tensors (or DTensors), and scalars, in the order of their
+        definition. Returns this rank's shard of every output: DTensors if an input was one, None for an output on a
+        mesh that this rank is not part of.
+
+        idle_ranks: allow a mesh of fewer ranks than the job has.
+        backend: what computes the segments between communications: "eager" (torch, op by op), "inductor", "nvfuser", or
+            "auto" (eager until compiling pays). None is MESHFUSE_BACKEND, else "auto".
+        cuda_graph: capture the step on a GPU at its first call, and replay it from then on. The program must take no
+            scalars and draw no random numbers.
+
+        Raises ArgumentError for arguments that do not fit, RankError where a peer fails or disagrees, RankTimeout where
+        one does not answer, and KernelError or OutOfMemoryError where torch cannot compute an op.
         """
         program, outputs, homes, step = None, None, None, self._steps["ranks"]
         try:
@@ -207,8 +221,9 @@ class FusionDefinition(PlannedDefinition):
             return None
 
     def _fitted(self, known: Any, inputs: Sequence[Any]) -> tuple[RankProgram, list[Any], Any]:
-        """The program for arguments of which nothing is known, these as it takes them, and what makes DTensors of its
-        outputs if they are to be some.
+        """The program for arguments that have not been checked yet.
+
+        Also the arguments in the form that it takes, and how its outputs become DTensors (None where they do not).
         """
         line, (_, idle_ranks, backend, cuda_graph) = caller_line(), known
         World.current()  # What is wrong with the arguments of one rank its peers learn.
@@ -227,10 +242,9 @@ class FusionDefinition(PlannedDefinition):
         return program, given.in_order(self.inputs), homes
 
     def _leave_off(self, program: RankProgram | None, step: int, outputs: Any, error: BaseException) -> None:
-        """Tell the world of an error that came before this rank's program ran at a step, or after it: others may not
-        have got it.
+        """Tell the world of an error at a step, outside of this rank's program: other ranks may not have met it.
 
-        What is wrong with other ranks is told to all, where they meet: by the user's line, if by no other.
+        An error about other ranks is known to all of them already; it gets the user's line if it has none.
         """
         if isinstance(error, RankError):
             error.where = error.where or caller_line()
@@ -243,12 +257,13 @@ class FusionDefinition(PlannedDefinition):
     def simulate(
         self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
     ) -> list[torch.Tensor]:
-        """Run all ranks in this process: `inputs` and the results are global tensors.
+        """Run all ranks' programs in this process, on global tensors; returns the global outputs.
 
-        With `check_replicas` every replica of every output is compared with the first. With `check_streams` every
-        rank's kernels and communications are ordered as on a GPU, by streams and events alone: where two of them would
-        use the same memory with no order between them, AssertionError. Raises ArgumentError for arguments that do not
-        fit.
+        check_replicas: compare all replicas of each shard of the outputs; AssertionError where two differ.
+        check_streams: follow each rank's kernels and communications as a GPU would order them, by streams and events
+            alone; AssertionError where two of them use the same memory and nothing orders them.
+
+        Raises ArgumentError for arguments that do not fit.
         """
         line = caller_line()
         check_flags(line, check_replicas=check_replicas, check_streams=check_streams)
@@ -268,10 +283,10 @@ class FusionDefinition(PlannedDefinition):
             return self._run_simulation(self._simulated[key], given, check_replicas)
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
-        """Global tensors in and out, on the ranks that there are: simulated ones unless a launcher started several.
+        """Global tensors in and out, on the ranks that a launcher started; on simulated ones where it started none.
 
-        On real ranks each must pass the same tensors: RankError at the first call, with shapes that are new, where they
-        do not.
+        On real ranks every rank must pass the same tensors: the first call with new shapes compares them, and raises
+        RankError where they differ. Other errors are those of `execute`.
         """
         world = World.current()
         if world.size == 1:
@@ -352,7 +367,7 @@ class FusionDefinition(PlannedDefinition):
         return out
 
     def random_state(self, device: torch.device, step: int) -> tuple[int, int]:
-        """The seed and the offset by which a step on this device draws random numbers."""
+        """The seed and the offset by which step number `step` on this device draws random numbers."""
         return self._seed, step
 
     def _next_step(self, where: str) -> int:
@@ -374,8 +389,10 @@ class FusionDefinition(PlannedDefinition):
         backend: str | None = None,
         cuda_graph: bool = False,
     ) -> RankProgram:
-        """The program for such arguments, compiled and bound to this rank. `known` are the global shapes that they
-        tell, all of them where they are `whole` and no shards; of shards ranks tell each other the rest.
+        """The program for these arguments, compiled and bound to this rank.
+
+        `known` are global shapes by input tensor: all of them if the arguments are `whole`, else those of DTensors. The
+        shapes of plain shards are completed from the ranks' local shapes.
         """
         world = World.current()
         check_world(self, world.size, idle_ranks, line)
@@ -399,7 +416,10 @@ class FusionDefinition(PlannedDefinition):
         return RankProgram(compiled, world, given.device, source, requested(backend, line), renewed, capture)
 
     def backends(self, *shapes: Sequence[int]) -> str:
-        """What computes each segment, and why: as it is bound to a rank, or as MESHFUSE_BACKEND would have it."""
+        """A table of what computes each segment, and why, for the latest (or the given) shapes.
+
+        Where no rank has bound the program yet it says what MESHFUSE_BACKEND (else "auto") would choose.
+        """
         compiled = self.latest(shapes)
         bound = self._segments_of(compiled)
         if bound:
@@ -408,9 +428,10 @@ class FusionDefinition(PlannedDefinition):
         return backends_table(compiled, {f"segment_{number}": what for number, what in chosen.items()})
 
     def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
-        """The program of a rank for the latest (or the given) shapes.
+        """The program of a rank for the latest (or the given) global shapes, one per input tensor.
 
-        Printed, it says what computes each kernel, and why, where the rank has compiled any.
+        Its text says what computes each kernel, and why, once the rank has bound the program. Raises DefinitionError
+        for a rank that the program does not have.
         """
         program = super().host_program(rank, *shapes)
         for segments in self._segments_of(self.latest(shapes)):

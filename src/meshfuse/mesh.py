@@ -22,9 +22,9 @@ _MARKS = ",:=()[]"
 
 
 class ParallelType(enum.Enum):
-    """What a factor of a dim is bound to, in nvFuser's words; mesh_x is the last axis of a mesh.
+    """What a loop axis is bound to, in nvFuser's words: `mesh_x` is the last axis of a mesh, `mesh_y` the one before.
 
-    Those after `stream` order the work inside a kernel: they are accepted and change nothing.
+    The types after `stream` order the work inside a kernel: they are accepted and change nothing.
     """
 
     serial = 0
@@ -51,18 +51,22 @@ class ParallelType(enum.Enum):
 class DeviceMesh:
     """Ranks in a grid with one name per axis. Immutable; meshes of equal ranks, shape, names and links are equal.
 
-    `DeviceMesh((2, 4), ("dp", "tp"))` is ranks 0..7 in that shape; `DeviceMesh(array)` and
-    `DeviceMesh(array, names)` take the ranks themselves from a list, a range or a torch tensor (nvFuser's
-    form): a shape needs a name for each of its axes, and `DeviceMesh((2, 4))` is the ranks 2 and 4. As many numbers
-    as names are a shape, in a list too: rank 1 alone is `DeviceMesh((1,), ("s",), ranks=[1])`. Unnamed axes are
-    called x (the last), y, z. A name is a word without any of `,:=()[]`. Raises DefinitionError for other names,
-    and for ranks or names that occur twice.
+    A shape needs names; without names (nvFuser's form) numbers are the ranks themselves::
 
-    `links` says how fast each axis is, and so which of several plans is the fastest: one `Link` for all axes, one
-    per axis (`{"dp": Link(25e9, 20e-6), "tp": Link(450e9, 5e-6)}`), a `Machine` or the name of one in
-    `meshfuse.costs.MACHINES` ("dgx-h100"). `flops` is a rank's operations per second. A definition may annotate
-    some tensors on the mesh with links and others on the same mesh without: the links hold for all. Links and flops
-    that are the defaults say nothing.
+        DeviceMesh((2, 4), ("dp", "tp"))  # ranks 0 to 7 in that shape
+        DeviceMesh([[0, 1], [4, 5]])  # these ranks, from lists, a range or a tensor; axes are called y and x
+        DeviceMesh((2, 4))  # the ranks 2 and 4
+        DeviceMesh((1,), ("s",), ranks=[1])  # a shape, and its ranks: rank 1 alone
+
+    As many numbers as names are a shape, in a list too. Unnamed axes are called x (the last), y, z. A name is a word
+    without any of `,:=()[]`.
+
+    `links` says how fast each axis is, and so which of several plans is the fastest: one `Link` for all axes, a mapping
+    (`{"dp": Link(25e9, 20e-6), "tp": Link(450e9, 5e-6)}`), a `Machine`, or the name of one in `meshfuse.costs.MACHINES`
+    ("dgx-h100"). `flops` is a rank's operations per second. If some tensors of a definition are annotated on the mesh
+    with links and others on the same mesh without, the links hold for all; default links and flops count as none.
+
+    Raises DefinitionError for other names, for ranks or names that occur twice, and for links that are none of these.
     """
 
     __slots__ = (
@@ -124,7 +128,7 @@ class DeviceMesh:
         return f"DeviceMesh({self.shape}, {self.names}{'' if plain else f', ranks={list(self.ranks)}'}{self._costs()})"
 
     def _costs(self) -> str:
-        """What is said of links and rate, as arguments."""
+        """The links and flops that are not the defaults, as arguments of DeviceMesh."""
         rate = f", flops={plain(self.flops)}" if self.flops != DEFAULT_FLOPS else ""
         if all(link == DEFAULT_LINK for link in self.links):
             return rate
@@ -137,7 +141,10 @@ class DeviceMesh:
         return (self.shape, self.names, self.ranks)
 
     def link(self, axes: tuple[str, ...]) -> Link:
-        """The link of a collective over these axes (all of the mesh, if none is named): the slowest of theirs."""
+        """The link of a collective over these axes: the slowest of theirs; () means all axes of the mesh.
+
+        Raises DefinitionError for names that the mesh does not have.
+        """
         try:
             found = self._over.get(axes)
         except TypeError:  # of what is no name
@@ -158,10 +165,11 @@ class DeviceMesh:
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return len(self.shape)
 
     def axis_size(self, name: str) -> int:
-        """How many ranks there are along an axis. Raises DefinitionError for a name that the mesh has not."""
+        """How many ranks there are along an axis. Raises DefinitionError for a name that the mesh does not have."""
         try:
             return self.shape[self.names.index(name)]
         except ValueError:
@@ -174,7 +182,7 @@ class DeviceMesh:
             ) from None
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """The place of a rank along every axis. Raises DefinitionError for a rank that the mesh has not."""
+        """The place of a rank along every axis. Raises DefinitionError for a rank that the mesh does not have."""
         try:
             return self._coordinates[rank]
         except (KeyError, TypeError):
@@ -193,7 +201,11 @@ class DeviceMesh:
             return False
 
     def digit(self, rank: int, axis: str, pre: int, size: int) -> int:
-        """The place of a rank along a sub-axis: `size` steps, after `pre` more major ones, of a mesh axis."""
+        """The place of a rank along a sub-axis, from 0 to `size` - 1.
+
+        A mesh axis of n ranks is read as a number of three digits (pre, size, rest), pre * size * rest = n; the
+        sub-axis is the middle one. With pre = 1 and size = n it is the whole axis.
+        """
         try:
             place = self.names.index(axis)
             step, left = divmod(self.shape[place], pre * size)
@@ -210,7 +222,10 @@ class DeviceMesh:
         )  # fmt: skip
 
     def parallel_axis(self, kind: ParallelType) -> str:
-        """The name of the axis that nvFuser's DIDx, DIDy or DIDz means."""
+        """The name of the axis that `ParallelType.mesh_x`, `mesh_y` or `mesh_z` means.
+
+        Raises DefinitionError for other types, and where the mesh has too few axes.
+        """
         axes = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
         place = next((n for n, axis in enumerate(axes, 1) if axis is kind), None)
         if place is None:
@@ -228,7 +243,7 @@ class DeviceMesh:
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019 - meshes are few and live as long as the program
     def group(self, rank: int, axes: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along (axis, pre, size) sub-axes, first axis major."""
+        """The ranks that differ from `rank` only along these sub-axes (axis, pre, size), in order, the first major."""
         return self._groups(axes)[self._group_key(rank, axes)]
 
     def _group_key(self, rank: int, axes: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
@@ -276,7 +291,7 @@ def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_name(name: Any) -> bool:
-    """Whether an axis may be called so: a word that is read in lists of axes as what it is."""
+    """Whether a mesh axis may have this name: a word that cannot be misread where axes are listed."""
     return isinstance(name, str) and name.isprintable() and name not in ("", "-") and not set(name) & {*_MARKS, " "}
 
 

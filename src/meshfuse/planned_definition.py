@@ -25,7 +25,7 @@ from .user_values import check_flags
 
 
 class Holder(Protocol):
-    """What has a program, which may be another one after some runs."""
+    """Something with a program that may be replaced by another after some runs."""
 
     @property
     def compiled(self) -> CompiledProgram: ...
@@ -34,7 +34,8 @@ class Holder(Protocol):
 class PlannedDefinition(DefinitionBuilder):
     """The part of `FusionDefinition` that compiles, and answers questions about plans.
 
-    `max_wire`, `max_memory` and `search` are as there.
+    `max_wire`, `max_memory` and `search` are those of FusionDefinition. The methods that ask about a plan take global
+    `shapes`, one per input tensor, and without them mean the latest program: the one that ran or was compiled last.
     """
 
     def __init__(self, max_wire: float | None, max_memory: float | None, search: str | None) -> None:
@@ -61,7 +62,11 @@ class PlannedDefinition(DefinitionBuilder):
         line: SourceLine,
         near_factor: float = 1.0,
     ) -> CompiledProgram:
-        """The program for these shapes; with a `near_factor` over 1 it may be that of a plan which was taken over."""
+        """The program for these shapes.
+
+        With a `near_factor` over 1 it may take over the plan of other shapes, all of whose sizes are within that
+        factor.
+        """
         missing = [f"s{i}" for i in sorted(self.sized_by()) if i not in given.scalars]
         if missing:
             raise user_error(
@@ -98,16 +103,20 @@ class PlannedDefinition(DefinitionBuilder):
     def _renewed(
         self, old: CompiledProgram, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh
     ) -> CompiledProgram:
-        """The program by a plan of its own in the place of one taken over, if its outputs lie as they did."""
+        """A program with a plan of its own, in the place of `old`, whose plan was taken over from other shapes.
+
+        It is `old` itself if the outputs would be sharded otherwise.
+        """
         key = self._program_key(given, shapes, world)
         new = self._planned(shapes, key, world)
         self._compiled[key] = new if new.output_shardings() == old.output_shardings() else old
         return self._compiled[key]
 
     def compile(self, *shapes: Sequence[int], scalars: Mapping[int, Any] | None = None) -> CompiledProgram:
-        """Compile for global shapes, one per input tensor; without arguments for the shapes as defined.
+        """Compile for these global shapes, one per input tensor; without shapes, for the sizes in the definition.
 
-        Raises DefinitionError where a shape is left open.
+        `scalars` gives the values of scalar inputs that sizes depend on, by Val. Raises DefinitionError where a size is
+        left open, and at the user's line where an op cannot take the sizes.
         """
         line = caller_line()
         given = Inputs({}, scalar_values(self, scalars, line), torch.device("cpu"))
@@ -116,10 +125,7 @@ class PlannedDefinition(DefinitionBuilder):
     # asking
 
     def latest(self, shapes: Sequence[Sequence[int]] = ()) -> CompiledProgram:
-        """The program that ran or was compiled last, for the given shapes if there are any.
-
-        What is not compiled yet is compiled as defined.
-        """
+        """The program that ran or was compiled last, for these shapes if any are given; compiled if there is none."""
         if self._latest is not None and not shapes:
             return self._latest.compiled
         wanted = tuple(sorted(compile_shapes(self, shapes, caller_line()).items())) if shapes else None
@@ -129,32 +135,29 @@ class PlannedDefinition(DefinitionBuilder):
         return self.compile(*shapes)
 
     def explain(self, tensor: TensorView | None = None, *shapes: Sequence[int]) -> str:
-        """Why a tensor is sharded as it is and what is communicated for it, for the latest (or the given) shapes.
-
-        Without a tensor a table of all of them.
-        """
+        """Why a tensor is sharded as it is, and what is communicated for it; without a tensor a table of them all."""
         line = caller_line()
         if tensor is None:
             return explain_all(self.latest(shapes))
         return explain_tensor(self.latest(shapes), self._own(tensor, "explain", line).id)
 
     def bill(self, *shapes: Sequence[int], alternatives: bool = False) -> Bill:
-        """The bytes that each rank puts on the wire, by collective, axis and source line.
+        """The bytes that each rank sends, and their modelled seconds, by collective, mesh axis and source line.
 
-        With `alternatives` also each collective's runner-up, the best plan in which an annotation behind it is another
-        one; that takes as long as some compilations. `print(bill.details())` shows all that is known.
+        With `alternatives` each collective also has its runner-up: the best plan in which one of the annotations behind
+        it is another one. That takes as long as some compilations; `print(bill.details())` shows them.
         """
         check_flags(caller_line(), alternatives=alternatives)
         return bill_of(self.latest(shapes), alternatives)
 
     def memory(self, *shapes: Sequence[int]) -> Memory:
-        """The most bytes that a rank holds at once, as modelled, and what they are; `print(fd.memory())` shows it."""
+        """The most bytes that a rank holds at once, as modelled, and in what; `print(fd.memory())` shows it."""
         return modelled_memory(self.latest(shapes))
 
     def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:
-        """The program of a rank for the latest (or the given) shapes."""
+        """The program of a rank. Raises DefinitionError for a rank that the program does not have."""
         return self.latest(shapes).host_program(rank)
 
     def output_shardings(self, *shapes: Sequence[int]) -> list[Sharding]:
-        """The sharding of every output."""
+        """The sharding of every output, in the order of the outputs."""
         return self.latest(shapes).output_shardings()

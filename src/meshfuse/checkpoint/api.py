@@ -32,16 +32,21 @@ _OVERTAKEN = 10
 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: float | None = None) -> None:
-    """Save tensors and plain values under their names, as one checkpoint in the folder `path`.
+    """Save tensors and plain values under their names, as one checkpoint in the folder `path`. All ranks call it alike.
 
-    A value is a tensor that every rank holds whole (stored once), a DTensor, `(shard, sharding)` with a Sharding or an
-    annotated TensorView (`(shard, sharding, global shape)` saves a comparison; None for the shard on ranks outside the
-    mesh), or a number, text or None. All ranks call this with the same names. The checkpoint that was there stays
-    until this one is whole on the disk, and remains if this save fails or is killed. `timeout` is of each wait for the
-    other ranks, in seconds: ten times MESHFUSE_TIMEOUT by default.
+    A value of `state` is one of:
 
-    Raises ArgumentError for values that cannot be saved, CheckpointError where the disk refuses (on every rank), and
-    RankError where ranks fail or pass different names.
+    - a tensor that every rank holds whole (compared, and stored once), or a DTensor;
+    - `(shard, sharding)`, with a Sharding or an annotated TensorView; the shard is None on ranks outside the mesh.
+        `(shard, sharding, global shape)` saves the ranks from telling each other their shapes;
+    - a number, text or None.
+
+    The checkpoint that was in the folder stays until this one is whole on the disk, and remains if this save fails or
+    is killed. `timeout` is the limit of each wait for the other ranks, in seconds: ten times MESHFUSE_TIMEOUT by
+    default.
+
+    Raises ArgumentError for values that cannot be saved, CheckpointError (on every rank) where the disk refuses, and
+    RankError where ranks fail or pass different things.
     """
     team = _Team(World.current(), timeout, "save")
     with located(caller_line()), team.turns:
@@ -55,16 +60,20 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
 def load(
     path: str | os.PathLike[str], wanted: Mapping[str, Any] | None = None, *, timeout: float | None = None
 ) -> dict[str, Any]:
-    """Load what `wanted` names from the checkpoint in the folder `path`; everything, whole, without it.
+    """Load a checkpoint from the folder `path`; returns its values by name. All ranks call it alike.
 
-    Each value says how: None for the whole tensor (or the plain value), a Sharding or an annotated TensorView for this
-    rank's shard in it (None outside its mesh), a tensor, a DTensor or `(shard, sharding)` to fill. How many ranks saved
-    the checkpoint, and in which shardings, makes no difference. All ranks call this alike; every file is compared with
-    its checksum first, each by one of the ranks. (The files' index is a pickle, as torch writes it: load only what you
-    trust.) `timeout` is as for `save`.
+    How many ranks saved it, and in which shardings, makes no difference: one process without ranks may load it, too.
+    Without `wanted` everything is loaded, whole. With it only these names are, each as its value says:
+
+    - None: the whole tensor, or the plain value;
+    - a Sharding or an annotated TensorView: this rank's shard in it, None outside its mesh;
+    - a tensor, a DTensor or `(shard, sharding)`: loaded into that memory.
+
+    Every file is compared with its checksum first, each by one of the ranks. The files' index is a pickle, as torch
+    writes it: load only what you trust. `timeout` is as for `save`.
 
     Raises CheckpointError where there is no checkpoint or it is damaged, ArgumentError where it lacks a name or has
-    another dtype or shape.
+    another dtype or shape, and RankError where ranks fail.
     """
     team = _Team(World.current(), timeout, "load")
     with located(caller_line()), team.turns:
@@ -183,8 +192,9 @@ def _compared(team: _Team, entries: Mapping[str, CheckpointEntry], values: Mappi
 
 
 def _kind(entry: CheckpointEntry, world: World) -> str:
-    """What must be equal on all ranks: of whole tensors, of which one rank's is stored, all. A rank without a shard
-    does not know the dtype.
+    """What must be equal on all ranks: for a whole tensor everything, as only one rank's is stored.
+
+    A rank without a shard does not know the dtype.
     """
     if entry.sharding is not None or entry.local is None:
         return f"{'whole' if entry.sharding is None else entry.sharding} {entry.shape}"

@@ -51,10 +51,10 @@ class AnnotatedDefinition:
         self._annotate(tensor, mesh, layouts_of_spec(tensor.label, mesh, spec, ndim, line), line)
 
     def shard(self, tensor: TensorView, sharding: Any, mesh: Any = None) -> None:
-        """Annotate with a `Sharding`, or with DTensor placements and a (torch or meshfuse) device mesh.
+        """Annotate with a `Sharding`, or with DTensor placements and their (torch or meshfuse) device mesh.
 
-        Raises DefinitionError for another number of dims, for placements that are no `Shard` or `Replicate`, and where
-        it contradicts an earlier annotation.
+        Raises DefinitionError for another number of dims, for placements that are neither `Shard` nor `Replicate`, and
+        where an earlier annotation says something else.
         """
         line = self._changing()
         ndim = self._own(tensor, "shard", line).ndim
@@ -68,11 +68,12 @@ class AnnotatedDefinition:
         self._annotate(tensor, mesh, layouts_of_placements(tensor.label, mesh, sharding, ndim, line), line)
 
     def overlap(self, tensor: TensorView, chunks: int, dim: int = 0, ring: bool = False) -> None:
-        """Ask that what makes a tensor and what is communicated for it be done in chunks of one of its dims.
+        """Ask that a tensor's op, and the communication around it, be done in `chunks` parts of dim `dim`.
 
-        While a chunk is communicated the next one is computed; no number changes. `ring=True` asks that shards
-        travel from rank to rank: `chunks` must be a multiple of their number. Where that cannot be done it runs whole,
-        and `fd.explain(tensor)` says why. Raises DefinitionError for wrong numbers.
+        While one chunk is communicated the next is computed; no number changes. With `ring=True` shards travel from
+        rank to rank instead of through collectives; `chunks` must then be a multiple of the number of shards. Where it
+        cannot be done the op runs whole, and `fd.explain(tensor)` says why. Raises DefinitionError for what is no
+        number of chunks or dim, and where an earlier call asked for something else.
         """
         line = self._changing()
         asked = checked_overlap(self._own(tensor, "overlap", line), chunks, dim, ring, line)
@@ -82,7 +83,7 @@ class AnnotatedDefinition:
         self.overlaps[tensor.id] = asked
 
     def annotate_mesh(self, tensor: TensorView, mesh: Any) -> None:
-        """nvFuser's set_device_mesh."""
+        """Put a tensor on a mesh and leave open how it splits there: nvFuser's `set_device_mesh`."""
         line = self._changing()
         found, mesh = self.annotation(self._own(tensor, "set_device_mesh", line)), checked_mesh(mesh, line)
         if found.mesh is not None and found.mesh != mesh:
@@ -113,7 +114,7 @@ class AnnotatedDefinition:
         return caller_line()
 
     def annotation(self, tensor: TensorView) -> Annotation:
-        """The tensor's annotation, made empty where there is none."""
+        """The tensor's annotation, which nvFuser's calls edit in place; an empty one is made where there is none."""
         self._own(tensor, "annotation", caller_line())
         if tensor.id not in self._annotations:
             domain = LoopDomain.whole(self.reduction_flags(tensor.id))
@@ -121,29 +122,29 @@ class AnnotatedDefinition:
         return self._annotations[tensor.id]
 
     def say(self, tensor: TensorView, annotation: Annotation) -> None:
-        """Give a tensor the annotation of one of another definition."""
+        """Give a tensor an annotation that was made for a tensor of another definition."""
         self._annotations[tensor.id] = annotation
 
     def is_annotated(self, tensor: TensorView) -> bool:
-        """Whether an annotation of the user's puts the tensor on a mesh."""
+        """Whether the user has put the tensor on a mesh."""
         found = self._annotations.get(self._own(tensor, "is_annotated", caller_line()).id)
         return found is not None and found.mesh is not None
 
     @property
     def annotations(self) -> Mapping[int, Annotation]:
-        """The annotations that name a mesh, by tensor: those of gradients that follow their primals, too."""
+        """The annotations that name a mesh, by tensor. An output gradient without one of its own has its primal's."""
         given = {i: a for i, a in self._annotations.items() if a.mesh is not None}
         return dict(sorted((of_gradients(self, given) | given).items()))
 
     def placed(self, tensor: int) -> Annotation | None:
-        """A tensor's of `annotations`, which take as long as there are gradients."""
+        """`annotations.get(tensor)`, without working out those of all gradients where this tensor is none."""
         found = self._annotations.get(tensor)
         if found is not None and found.mesh is not None:
             return found
         return self.annotations.get(tensor) if tensor in self.primals else None
 
     def check_complete(self, line: SourceLine | None) -> None:
-        """Raises DefinitionError without outputs, and for axes parallelized on a tensor without a mesh."""
+        """Raises DefinitionError without outputs, and where an axis is parallelized on a tensor without a mesh."""
         if not self.outputs:
             raise user_error(
                 "the definition has no outputs", "no add_output call", "at least one",
@@ -153,13 +154,14 @@ class AnnotatedDefinition:
 
     @property
     def all_annotations(self) -> Mapping[int, Annotation]:
-        """Those too that name no mesh."""
+        """`annotations`, and those of tensors that nvFuser's calls have edited but put on no mesh."""
         return dict(sorted((self._annotations | dict(self.annotations)).items()))
 
     def set_allocation(self, tensor: TensorView, domain: LoopDomain, loop: Sequence[Any]) -> None:
-        """The memory order of a tensor's dims, from a list of axes of this loop domain of it.
+        """Set the order in which a tensor's dims lie in memory, from axes of its loop domain, major to minor.
 
-        That of a copy that a kernel makes, or of unreduced terms, says nothing of the tensor itself.
+        Ignored for the loop domain of a kernel's copy or of unreduced terms, which says nothing of the tensor itself.
+        Raises DefinitionError where a dim of the tensor is missing.
         """
         line = self._changing()
         found = self.annotation(tensor)
@@ -193,11 +195,11 @@ class AnnotatedDefinition:
         return self.nodes[self._producers[tensor]] if tensor in self._producers else None
 
     def reduction_flags(self, tensor: int) -> tuple[bool, ...]:
-        """For every dim of the loop domain whether the op that makes the tensor reduces it."""
+        """For every dim of the tensor's loop domain, True if the op that makes the tensor reduces it."""
         return reduction_flags(self.tensors, tensor, self.producer(tensor))
 
     def loop_dims(self, tensor: int) -> int:
-        """How many dims a tensor has, those that its op reduces counted."""
+        """How many dims the tensor's loop domain has: its own, and those that its op reduces."""
         return len(self.reduction_flags(tensor))
 
     def input_tensors(self) -> list[int]:

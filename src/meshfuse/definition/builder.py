@@ -72,10 +72,16 @@ class DefinitionBuilder(AnnotatedDefinition):
         static_sizes: bool = False,
         symbolic_sizes: Sequence[int] | None = None,
     ) -> TensorView:
-        """An input tensor. `shape` holds global sizes, -1 where the arguments decide (and are more than 1).
+        """A new input tensor.
 
-        nvFuser's second form takes `sizes` and `strides` of an example tensor. Raises DefinitionError for
-        what is no size, dtype or order of the dims.
+        shape: global sizes; -1 leaves a size to the arguments, which then must be more than 1.
+        dtype: nvFuser's or torch's.
+        stride_order: for every dim its place in memory, 0 the fastest; arguments must lie so. None: any order.
+        sizes, strides: nvFuser's second form, the sizes and strides of an example tensor; sizes other than 1 are left
+            open unless `static_sizes`.
+
+        `contiguity`, `is_cpu` and `symbolic_sizes` are nvFuser's; they change nothing here, but for `symbolic_sizes` in
+        the place of `shape`. Raises DefinitionError for what is no size, dtype or order of the dims.
         """
         line = self._changing()
         check_flags(line, static_sizes=static_sizes, is_cpu=is_cpu)
@@ -90,9 +96,10 @@ class DefinitionBuilder(AnnotatedDefinition):
         return self.new_input(TensorType(found, checked_dtype("define_tensor", dtype, line)), line, order)
 
     def from_pytorch(self, tensor: Any, static_sizes: bool = False) -> TensorView:
-        """An input with the shape, strides and dtype of a torch tensor; of a DTensor also its sharding.
+        """A new input with the shape, strides and dtype of a torch tensor; of a DTensor also its mesh and placements.
 
-        Sizes other than 1 are left to the arguments unless they are static. Raises DefinitionError for anything else.
+        Sizes other than 1 are left to the arguments unless `static_sizes`. Raises DefinitionError for anything but a
+        tensor.
         """
         line = self._changing()
         check_flags(line, static_sizes=static_sizes)
@@ -109,7 +116,10 @@ class DefinitionBuilder(AnnotatedDefinition):
         return out
 
     def define_scalar(self, value: Any = None, dtype: Any = None) -> Val:
-        """A scalar input of this dtype; or, given a number, a constant."""
+        """A scalar input of this dtype (Double by default), whose number every call passes; given a number, a constant.
+
+        Raises DefinitionError for what is no number, or none of the dtype.
+        """
         line = self._changing()
         if isinstance(value, DataType):
             value, dtype = None, value
@@ -122,7 +132,10 @@ class DefinitionBuilder(AnnotatedDefinition):
         return self.new_scalar(ScalarDef("const", (number,), found or scalar_dtype(number)))
 
     def define_vector(self, size: int | Sequence[Any], dtype: Any = DataType.Int) -> list[Val]:
-        """As many scalar inputs as a number says, or a constant per entry of a list (-1 stays as it is)."""
+        """A list of scalars: `size` inputs where it is an int; where it is a list, a constant for each of its numbers.
+
+        Entries that are -1 or scalars already are kept as they are. Raises DefinitionError for anything else.
+        """
         line = self._changing()
         count = as_int(size)
         if count is not None and 0 <= count <= _MOST_SCALARS:
@@ -143,7 +156,7 @@ class DefinitionBuilder(AnnotatedDefinition):
     # ops
 
     def call_with_keywords(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """`call` in the form of the op's own function, as `fd.ops` has it."""
+        """`call`, with keyword arguments: what the functions of `fd.ops` do."""
         return self.call(name, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -155,13 +168,13 @@ class DefinitionBuilder(AnnotatedDefinition):
         )  # fmt: skip
 
     def call(self, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Apply an op by its name, or an OpDef: a TensorView, a tuple of them, or (for scalars alone) a Val."""
+        """Apply an op, by its name or as an OpDef: a TensorView, a tuple of them, or (on scalars alone) a Val."""
         return self.call_at(caller_line(), name, args, kwargs)
 
     def call_at(
         self, line: SourceLine, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """As `call`, asked for by this line of the user's."""
+        """`call`, on behalf of this line of the script."""
         with located(line):
             self.check_open()
             if not isinstance(args, (list, tuple)):
@@ -177,7 +190,7 @@ class DefinitionBuilder(AnnotatedDefinition):
             return self._apply(find_op(name), args, kwargs or {}, line)
 
     def call_composite(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Apply a function that is written in ops of the table."""
+        """Call a composite: a function of `fd.ops` that is written in ops of the table."""
         with located(caller_line()):
             self.check_open()
             return composite_call(self, name, COMPOSITES[name], args, kwargs, self._resolve)
@@ -207,7 +220,10 @@ class DefinitionBuilder(AnnotatedDefinition):
         return self.new_scalar(ScalarDef(op.name, refs, result_dtype(op.name, found)))
 
     def size(self, tensor: TensorView, dim: int) -> Val:
-        """The size of a dim as a scalar of the definition."""
+        """The size of a dim (counted from the back if negative) as a scalar of the definition.
+
+        Raises DefinitionError for a dim that the tensor does not have.
+        """
         line = self._changing()
         ndim, place = self._own(tensor, "size", line).ndim, as_int(dim)
         if place is None or not -ndim <= place < ndim:
@@ -221,10 +237,10 @@ class DefinitionBuilder(AnnotatedDefinition):
         return self.new_scalar(ScalarDef("size", (tensor.ref, place % ndim), DataType.Int))
 
     def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
-        """Return a tensor from the program. Its order among the outputs is the order of these calls.
+        """Have the program return this tensor; outputs come in the order of these calls.
 
-        Raises DefinitionError for anything but a tensor of this definition, and for `alias_input`: nothing is
-        written into arguments.
+        Raises DefinitionError for anything but a tensor of this definition, and for `alias_input`: meshfuse writes into
+        no arguments.
         """
         line = self._changing()
         if alias_input is not None:
@@ -235,7 +251,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         self.outputs.append(self._own(output, "add_output", line).id)
 
     def expression(self, node: OpNode) -> Any:
-        """An op as a tensor's `definition` and `uses` give it."""
+        """An op in the form in which `tensor.definition()` and `tensor.uses()` give it."""
         return node
 
     # internals
@@ -251,7 +267,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         return plain_number(value)
 
     def new_input(self, kind: TensorType, line: SourceLine, order: tuple[int, ...] | None) -> TensorView:
-        """An input tensor that this line asks for, with nvFuser's stride order or none."""
+        """A new input tensor at this line of the script, in nvFuser's stride order if one is given."""
         tensor = self._new_tensor(kind, line, order)
         self.inputs.append(tensor.ref)
         self.history.append(tensor.ref)
@@ -263,7 +279,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         return TensorView(self, ref)
 
     def new_scalar(self, made: ScalarDef) -> Val:
-        """A scalar; an input must be put among the inputs, too."""
+        """A new scalar; for an input the caller adds it to `inputs`, too."""
         ref = ScalarRef(len(self.scalars), made.dtype)
         self.scalars[ref.id] = made
         self.history.append(ref)

@@ -31,7 +31,7 @@ class NoAttributeError(DefinitionError, AttributeError):
 
 
 class Val(Arithmetic):
-    """A scalar of the definition: an input, the size of a dim, or arithmetic on them."""
+    """A scalar of the definition: an input, a constant, the size of a dim, or arithmetic on these."""
 
     __slots__ = ("ref",)
 
@@ -43,6 +43,7 @@ class Val(Arithmetic):
         return self.fd.scalars[self.ref.id].dtype
 
     def is_tensor(self) -> bool:
+        """False: tells scalars from tensors among a definition's values."""
         return False
 
     def is_symbolic(self) -> bool:
@@ -50,12 +51,12 @@ class Val(Arithmetic):
         return self.fd.scalars[self.ref.id].op != "const"
 
     def definition(self) -> Any:
-        """The arithmetic that makes the scalar, None for an input, a constant and the size of a dim."""
+        """The arithmetic that makes the scalar; None for an input, a constant or the size of a dim."""
         made = self.fd.scalars[self.ref.id]
         return None if made.op in ("input", "const", "size") else made
 
     def uses(self) -> list[Any]:
-        """The scalars that arithmetic makes of this one."""
+        """The scalars that are computed from this one."""
         return [made for made in self.fd.scalars.values() if self.ref in made.operands]
 
     def __repr__(self) -> str:
@@ -63,7 +64,11 @@ class Val(Arithmetic):
 
 
 class TensorView(Arithmetic):
-    """A tensor of the definition: its type, its mesh and its loop domain, edited in place as in nvFuser."""
+    """A tensor of the definition: its type, its mesh, and its loop domain, which nvFuser's calls edit in place.
+
+    The *loop domain* is a list of axes, at first one per dim. `split`, `merge` and `reorder` change the list,
+    `axis(i).parallelize(...)` binds one of its axes to a mesh axis: together they say how the tensor is sharded.
+    """
 
     __slots__ = ("_rfactored", "ref")
 
@@ -72,23 +77,26 @@ class TensorView(Arithmetic):
 
     @property
     def id(self) -> int:
+        """The tensor's number in its definition."""
         return self.ref.id
 
     @property
     def type(self) -> TensorType:
+        """Shape (-1 where the arguments decide) and dtype."""
         return self.fd.tensors[self.ref.id].type
 
     @property
     def name(self) -> str:
+        """`t` and the number: `t0`."""
         return self.fd.tensors[self.ref.id].name
 
     @property
     def label(self) -> str:
-        """The name after the script's own variable where its line shows one: `x (t0)`."""
+        """The script's variable, if its line shows one, with the name: `x (t0)`."""
         return self.fd.tensors[self.ref.id].label
 
     def is_tensor(self) -> bool:
-        """Tells tensors from scalars among a definition's values."""
+        """True: tells tensors from scalars among a definition's values."""
         return True
 
     def num_dims(self) -> int:
@@ -97,7 +105,7 @@ class TensorView(Arithmetic):
 
     @property
     def ndim(self) -> int:
-        """The number of (logical) dims."""
+        """The number of dims."""
         return self.type.ndim
 
     @property
@@ -109,6 +117,10 @@ class TensorView(Arithmetic):
         return [self.size(dim) for dim in range(self.ndim)]
 
     def size(self, dim: int) -> Val:
+        """The size of a dim, counted from the back if negative, as a scalar of the definition.
+
+        Raises DefinitionError for a dim that the tensor does not have.
+        """
         return self.fd.size(self, dim)
 
     def __len__(self) -> int:
@@ -144,7 +156,7 @@ class TensorView(Arithmetic):
 
     @property
     def T(self) -> TensorView:
-        """A matrix with its two dims in the other order. Raises DefinitionError for other numbers of dims."""
+        """The transpose of a matrix. Raises DefinitionError for tensors that do not have two dims."""
         if self.ndim != 2:
             raise user_error(f"{self.label}.T", str(self.type), "two dims",
                              "Name the order: fd.ops.permute(tensor, [0, 2, 1]).", caller_line())  # fmt: skip
@@ -157,11 +169,11 @@ class TensorView(Arithmetic):
         return tensor_text(self.fd, self.id, self.domain())
 
     def is_symbolic(self) -> bool:
-        """True: a tensor is no constant."""
+        """True: no tensor is a constant."""
         return True
 
     def definition(self) -> Any:
-        """The op that makes the tensor, None for an input."""
+        """The op that makes the tensor; None for an input."""
         node = self.fd.producer(self.id)
         return None if node is None else self.fd.expression(node)
 
@@ -176,30 +188,36 @@ class TensorView(Arithmetic):
         return self._rfactored if self._rfactored is not None else self.fd.annotation(self).domain
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
-        """Put the tensor on a mesh. Without parallelized axes it is replicated there."""
+        """Put the tensor on a mesh; it is whole on each of its ranks unless axes are parallelized.
+
+        Raises DefinitionError where the tensor has been put on another mesh.
+        """
         self.fd.annotate_mesh(self, mesh)
 
     @property
     def mesh(self) -> DeviceMesh | None:
+        """The mesh that an annotation puts the tensor on; None if none does."""
         return self.fd.annotation(self).mesh
 
     def has_device_mesh(self) -> bool:
+        """Whether an annotation puts the tensor on a mesh."""
         return self.fd.is_annotated(self)
 
     def axis(self, index: int) -> AxisView:
-        """An axis of the loop domain, to parallelize or ask."""
+        """An axis of the loop domain, counted from the back if negative. Raises DefinitionError where there is none."""
         domain = self._domain
         return AxisView(domain, domain.order[domain.place(index, f"axis of {self.label}")], self)
 
     def has_axis(self, domain: LoopDomain, leaf: Leaf) -> bool:
-        """Whether this is the tensor's loop domain, as it is now, and has the axis."""
+        """Whether `domain` is still this tensor's loop domain, and `leaf` still one of its axes."""
         return domain is self._domain and any(other is leaf for other in domain.order)
 
     def loop_text(self) -> str:
+        """The loop domain in meshfuse's words, for errors."""
         return str(self._domain)
 
     def domain(self) -> TensorDomain:
-        """The loop domain: its `str` is nvFuser's text of it."""
+        """The loop domain as a value whose `str` is nvFuser's text of it."""
         return self._numbered(self._domain)
 
     def _numbered(self, domain: LoopDomain) -> TensorDomain:
@@ -211,7 +229,7 @@ class TensorView(Arithmetic):
         return self._numbered(domain).axis(leaf, place)
 
     def extent(self, domain: LoopDomain, leaf: Leaf) -> Any:
-        """The size of a loop axis: an int where the definition says it, else a scalar of the definition."""
+        """The size of a loop axis: an int where the definition tells it, else a scalar of the definition."""
         extents = Extents(domain, self.type.shape, self.mesh)
         dim = extents.dim(leaf)
         if (known := extents.known(leaf)) is not None or dim is None:
@@ -235,17 +253,18 @@ class TensorView(Arithmetic):
         return self.split(axis, factor, True)
 
     def merge(self, axis_o: int, axis_i: int) -> TensorView:
-        """Put two loop axes together, in the place of `axis_o`.
+        """Join two loop axes into one, in the place of `axis_o`; both must be unbound.
 
-        Parts of one dim become one axis of it. An axis over several dims orders a kernel's work; it cannot be
-        parallelized over a mesh.
+        Neighbouring parts of one dim become one axis of that dim. Any other pair becomes an axis that only orders a
+        kernel's work: it cannot be bound to a mesh axis. Raises DefinitionError where one is a reduction and the other
+        not.
         """
         self.fd.check_open()
         self._domain.merge(axis_o, axis_i)
         return self
 
     def cache_before(self, op_type: Any = None) -> TensorView:
-        """nvFuser's copy in a kernel, to schedule: torch's kernels have none, and what is done to it has no effect."""
+        """nvFuser's copy of the tensor inside a kernel: accepted, and its schedule has no effect."""
         return TensorView(self.fd, self.ref, self._domain.copy())
 
     def cache_after(
@@ -255,11 +274,11 @@ class TensorView(Arithmetic):
         propagate_allocation_domain: bool = True,
         cached_uses: Sequence[Any] = (),
     ) -> TensorView:
-        """As `cache_before`."""
+        """The same as `cache_before`."""
         return self.cache_before()
 
     def reorder(self, old2new: Mapping[int, int] | Sequence[int] = _NO_MOVES) -> TensorView:
-        """Move loop axes; a mapping old → new, or for every new position the old one."""
+        """Move loop axes: a mapping {old position: new position}, or a list with the old position for every new one."""
         self.fd.check_open()
         self._domain.reorder(self._moves(old2new))
         return self
@@ -280,16 +299,16 @@ class TensorView(Arithmetic):
         return {old: new for new, old in enumerate(found) if old is not None}
 
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
-        """Let every rank begin its loop over the axis at its own place (a ring); moves nothing."""
+        """Let every rank begin its loop over the axis at another place: a ring. No data moves."""
         self.fd.check_open()
         self._domain.order[self._domain.place(axis, "swizzle1d")].swizzled = True
         return self
 
     def rfactor(self, axes: Sequence[int]) -> TensorView:
-        """The tensor of unreduced terms: its reduction axes named in `axes` are reduced first, the others
-        later.
+        """Split a reduction in two steps: the reduction axes named in `axes` are reduced first, the others later.
 
-        Annotating the result's remaining axes says over which mesh axis the later reduction runs.
+        Returns the tensor of the terms in between. Binding one of its remaining reduction axes to a mesh axis says that
+        the later step runs over the ranks of that axis. Raises DefinitionError for axes that are no reductions.
         """
         self.fd.check_open()
         domain = self._domain
@@ -305,33 +324,34 @@ class TensorView(Arithmetic):
         return TensorView(self.fd, self.ref, domain.factor_out(chosen))
 
     def swizzle(self, x: int, y: int) -> TensorView:
-        """nvFuser's order of the work inside a kernel: accepted, and changes nothing."""
+        """nvFuser's order of work inside a kernel. Accepted; changes nothing."""
         return self
 
     def set_allocation_domain(self, new_allocation_domain: Sequence[Any], new_contiguity: Any = True) -> None:
-        """Lay the tensor out in memory in the order of these loop axes, major to minor.
+        """Lay the tensor out in memory in the order of these loop axes, major to minor; outputs have such strides.
 
-        Outputs come back with such strides. Raises DefinitionError unless every dim is there.
+        `new_contiguity` changes nothing. Raises DefinitionError unless every dim is there.
         """
         self.fd.set_allocation(self, self._domain, new_allocation_domain)
 
     def get_loop_domain(self) -> list[AxisView]:
+        """The axes of the loop domain, in their order."""
         domain = self._domain
         return [AxisView(domain, leaf, self) for leaf in domain.loop]
 
     def get_logical_domain(self) -> list[AxisView]:
-        """The first loop axis of every dim that is no reduction."""
+        """For every dim that is no reduction, its first loop axis."""
         domain = self._domain
         return [AxisView(domain, root[0], self) for root in domain.roots if not root[0].reduction]
 
     get_root_domain = get_logical_domain
 
     def has_root(self) -> bool:
-        """Whether the op that makes the tensor has dims besides its logical ones: meshfuse keeps none."""
+        """False: nvFuser's root domain, where it differs from the logical one, does not exist here."""
         return False
 
     def set_memory_type(self, memory_type: Any) -> None:
-        """Accepted for nvFuser's symmetric memory; a hint that changes no value."""
+        """nvFuser's kind of memory (symmetric memory). Accepted; changes no value."""
         self.fd.check_open()
         self.fd.annotation(self).memory = str(memory_type)
 

@@ -18,13 +18,14 @@ from ..user_values import as_int
 
 
 def shard_tensor(tensor: torch.Tensor, tv: TensorView | Sharding, rank: int | None = None) -> torch.Tensor:
-    """The shard of a global tensor that a rank (this process' by default) holds of an annotated tensor view.
+    """The shard of a global tensor that a rank holds (this process' rank by default), of an annotated TensorView.
 
-    In place of the view there may be a Sharding, such as those that `fd.output_shardings()` gives.
+    In place of the view there may be a Sharding, such as one of `fd.output_shardings()`. Returns the whole tensor where
+    the view has no mesh. A rank outside the mesh takes no part: it gets a stand-in of the global shape that takes the
+    memory of one element, so that it knows the sizes that the definition leaves open.
 
-    The whole tensor where `tv` has no mesh. On a rank outside the mesh one element that stands for a tensor of the
-    global shape: the rank takes no part in it, and knows the sizes that the definition leaves open. Raises
-    ArgumentError for what is no dense tensor of the view's sizes, and for what is no rank.
+    Raises ArgumentError for anything but a dense tensor of the view's sizes, for a partial Sharding, and for what is no
+    rank.
     """
     _check_whole(tensor, tv, line := caller_line())
     place = World.current().rank if rank is None else as_int(rank)
@@ -61,7 +62,7 @@ def _check_whole(tensor: Any, tv: Any, line: SourceLine) -> None:
 
 
 def _wanted(tv: Any) -> tuple[Sequence[int] | None, str]:
-    """The sizes that a tensor must have, as far as they are known, and that in words; None where nothing fits."""
+    """The sizes that the tensor must have (-1 for any), and those in words; None where `tv` is nothing to cut by."""
     if isinstance(tv, TensorView):
         return tv.type.shape, f"a dense tensor of shape {_sizes(tv.type)} for {tv.label}"
     if isinstance(tv, Sharding) and not tv.partial:

@@ -24,9 +24,9 @@ from .instructions import (
 class HostProgram:
     """The program of one rank.
 
-    `params` are the inputs' names; `outputs` the names returned, None for outputs that this rank has no part of.
-    `digest` names the definition and shapes that it was made from, equal on all ranks. `notes` say for a reader what
-    computes kernels, by their names.
+    `params` are the inputs' names, `outputs` the names returned (None for an output that this rank has no part of).
+    `digest` names the definition and the shapes that it was made from, and is equal on all ranks. `notes` are (kernel,
+    what computes it and why), for a reader.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class HostProgram:
 
     @property
     def communications(self) -> tuple[Communication, ...]:
-        """What this rank takes part in, in order: each message of a transfer, and each part of what one call does."""
+        """This rank's communications, in order: each message of a transfer, each part of a call that does several."""
         calls = [i.about for i in self.instructions if isinstance(i, CommunicationCall)]
         return tuple(part for about in calls for part in about.parts or (about,))
 
@@ -58,7 +58,7 @@ class HostProgram:
         return tuple(dict.fromkeys(i.group for i in self.instructions if isinstance(i, CommunicationCall)))
 
     def source(self, simulated: bool = False) -> str:
-        """Python text of a function `main`; with `simulated`, a generator that yields at every wait."""
+        """The program as Python: a function `main`; with `simulated` a generator that yields where it would wait."""
         return "\n".join(self.lines(simulated)[0])
 
     def lines(self, simulated: bool = False) -> tuple[list[str], Mapping[int, Instruction]]:

@@ -12,10 +12,10 @@ from .program import HostProgram
 
 
 def verify(program: HostProgram) -> None:
-    """Every name is there when it is used and freed once, and memory is written, waited for and read in this order.
+    """Check one program: names exist when they are used and are freed once; memory is written, then read.
 
     In particular each work is waited for exactly once, before what it writes is read and before what it reads is
-    written or freed (`memory.Book`).
+    written or freed (`buffer_book.Book`). Raises AssertionError.
     """
     tensors = [name for name in program.params if name.startswith("v")]
     alive, book = set(tensors), Book(tensors)

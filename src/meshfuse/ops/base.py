@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorType(NamedTuple):
-    """Shape (global; -1 where it is not known before the arguments come) and element type."""
+    """The global shape (-1 for a size that only the arguments tell) and the element type."""
 
     shape: tuple[int, ...]
     dtype: DataType
@@ -86,8 +86,11 @@ class Param:
 
 
 class FactorKind(enum.Enum):
-    """What sharding a factor of an op does to it. A result that has a reduction's factor in its dims passes it through:
-    it is reduced in the others.
+    """What sharding a factor of an op does.
+
+    PASS: each rank computes its part of the result. REDUCE: each rank computes its term of a reduction; a result that
+    has the factor among its dims (of an op with several results) is computed in parts. BLOCK: the op needs the factor
+    whole.
     """
 
     PASS = "pass-through"
@@ -97,7 +100,7 @@ class FactorKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A dimension of an op's iteration space: its size, its kind and, for a reduction, by which operation."""
+    """One dimension of an op's iteration space: its size, its kind and, for a reduction, the operation."""
 
     size: int
     kind: FactorKind = FactorKind.PASS
@@ -125,27 +128,29 @@ class Rule:
 
 
 def letter(factor: int) -> str:
-    """A factor of a rule by its number, in texts."""
+    """The letter of a factor, given its number, in texts."""
     return chr(ord("a") + factor) if factor < 26 else f"f{factor}"
 
 
 class RuleBuilder:
-    """Collects the factors of a rule."""
+    """Collects the factors of a rule. Each method gives factors in the form of a dim: a tuple of their numbers."""
 
     def __init__(self) -> None:
         self._factors: list[Factor] = []
 
     def factor(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
-        """A new factor, as the factors of a dim: none at all where the size is 1, as there is nothing to shard."""
+        """A new factor; () for size 1, where there is nothing to shard, unless it is blocked."""
         if size == 1 and kind is not FactorKind.BLOCK:
             return ()
         self._factors.append(Factor(size, kind, reduce))
         return (len(self._factors) - 1,)
 
     def blocked(self, size: int) -> tuple[int, ...]:
+        """A new factor that must be whole."""
         return self.factor(size, FactorKind.BLOCK)
 
     def reduction(self, size: int, reduce: str = "sum") -> tuple[int, ...]:
+        """A new factor that the op reduces: sharded, it makes the result partial."""
         return self.factor(size, FactorKind.REDUCE, reduce)
 
     def dims(
@@ -159,6 +164,7 @@ class RuleBuilder:
         return tuple(self.factor(n, kind, reduce) if d in chosen else self.factor(n) for d, n in enumerate(shape))
 
     def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
+        """The rule in which the dims of operands and results are made of these factors."""
         return _rule(tuple(self._factors), tuple(operands), tuple(results))
 
 
@@ -167,7 +173,7 @@ _rule = functools.lru_cache(maxsize=1 << 13)(Rule)
 
 
 class Partial(enum.Enum):
-    """How an op carries an unreduced sum in its operands to its result."""
+    """Which unreduced (partial) operands an op carries through to its result."""
 
     NONE = "needs its operands reduced"
     MOVE = "moves elements: any one partial operand passes, whatever the reduction"
@@ -180,7 +186,7 @@ class Partial(enum.Enum):
 
     @property
     def reduce(self) -> str:
-        """The reduction that it carries; MOVE carries any."""
+        """The reduction by which operands may be unreduced; MOVE carries any."""
         return {Partial.MAX: "max", Partial.MIN: "min"}.get(self, "sum")
 
 
@@ -201,12 +207,12 @@ class Call:
         return self.types[self.first_operand(name)] if isinstance(self[name], TensorRef) else None
 
     def first_operand(self, name: str) -> int:
-        """The number, among the operands, of the first tensor passed as this parameter, where one is."""
+        """The place, among the operands, of the first tensor passed as this parameter."""
         return sum(count_tensors(arg) for arg in self.args[: self.op.places[name]])
 
     @property
     def has_form(self) -> bool:
-        """Whether the op has a distributed form for such calls."""
+        """Whether the op has a distributed form for this call."""
         op = self.op
         return op.distributed is not None and (op.has_form is None or op.has_form(self))
 
@@ -290,7 +296,7 @@ class Writing(Protocol):
 
 
 def cast_to(r: Writing, x: TensorRef, dtype: DataType) -> TensorRef:
-    """The tensor in a type; itself where it is of that type."""
+    """The tensor cast to a type; itself if it has that type."""
     return x if r.type(x).dtype is dtype else r.call("cast", x, dtype)
 
 
@@ -299,7 +305,7 @@ Apart = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"
 
 
 class BlockOrder(NamedTuple):
-    """What an op does that puts the equal blocks of a dim into another order: its block i was block order[i]."""
+    """How an op reorders the equal blocks of a dim: block i of the result is block order[i] of the operand."""
 
     dim: int
     order: tuple[int, ...]
@@ -311,11 +317,11 @@ DistributedForm = Callable[[Writing, "Call", tuple[TensorRef, ...], int, int], "
 
 
 class Rounds(NamedTuple):
-    """How ranks compute an op together in rounds, where the user asks for it.
+    """How ranks compute an op in rounds, passing blocks on in between, where the user asks for it.
 
-    rule: the op's factor rule between rounds: what lies beside what on a rank, though every rank needs more of it.
-    write: (writing, the call, its operands) -> its results, the rounds as ordinary ops, each local where its operands
-    are, and orders of blocks, which travel.
+    rule: the factor rule that holds inside one round: which blocks meet on a rank, though over all rounds every rank
+    needs more than these. write: (writing, the call, its operands) -> its results, written as ordinary ops: the ops of
+    each round, local where its operands are, and the block orders (`BlockOrder`) by which blocks travel.
     """
 
     rule: Callable[[Call], Rule]
@@ -329,7 +335,7 @@ def _elementwise_flops(call: Call) -> float:
 
 
 def picked(call: Call) -> float:
-    """Operations of an op that reads no more of its operands than it makes of them, however large they are."""
+    """Operations of an op that reads only as many elements of its operands as it makes, however large they are."""
     return float(sum([made.numel for made in call.results]))
 
 
@@ -339,10 +345,10 @@ def _no_samples() -> tuple[Sample, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A call for tests: tensors as types, everything else as passed.
+    """A call for tests: tensors as their types, everything else as it is passed.
 
-    `values` gives tensors (by their place among the operands) that cannot be any numbers, such as indices:
-    the numbers in row-major order, repeated until the tensor is full.
+    `values[i]` are the numbers of operand i where random ones would not do, such as indices: in row-major order,
+    repeated until the tensor is full.
     """
 
     args: tuple[Any, ...]
@@ -351,63 +357,67 @@ class Sample:
 
     @classmethod
     def of_floats(cls, *args: Any) -> Sample:
-        """Of these arguments, where a tuple stands for a Float tensor of that shape."""
+        """A sample of these arguments, where a tuple stands for a Float tensor of that shape."""
         return cls(tuple(TensorType(a, DataType.Float) if isinstance(a, tuple) else a for a in args))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpDef:
-    """Everything about one op.
+    """Everything about one op: passes read these facts, and know no op by its name.
 
-    infer: the types of the results from a call whose `results` are not known yet (raises DefinitionError).
-    rule: the factor rule of a call with concrete types. emit: Python text of the result(s) in torch, on local
-    tensors. partial: what the op does with an unreduced operand. flops: operations on global
-    tensors, if it is not one for each element (none of a view).
-    window: for an op whose one result is a window of its first operand, or the other way round: (per dim, which
-    operand index result index 0 is; what stands where the operand has nothing), or the order of a dim's blocks; None
-    where the call is neither.
-    distributed: the op as a graph of other ops, for a sharded dim of an operand that it needs whole (if it needs none
-    so, that it sums over); has_form: for which calls there is one, None for all.
-    apart: an op that adds its last operand once, where it has one that it sums nothing of, in two.
-    rounds: how the op is computed where its operands are sharded otherwise than `rule` takes them, whatever it costs.
-    into: a Python statement that writes the one result into an existing tensor, None where the call cannot.
-    widens: of operands cast to a wider float type the lowering makes the result in that type.
-    pieced: what the one result is on the parts of a dim, put together or (where the dim is reduced) reduced, is what it
-    is on the dim; a SHAPE parameter is the result's shape.
-    is_view: the result lies in the memory of the first operand, if that is dense.
-    vanishes: where the result has the shape of the first operand it is that operand.
-    nvfuser: what the op is in nvFuser: None for its function of the same name, or the reason to leave it to
-    torch. vjp: its gradients as ops of the table; None where it has no derivative. domain: the open interval that
-    tests draw real operands from. compute: a Python function that the emitted text calls as OP.name. adjoints: ops of a
-    registered op's own that its gradients are written in; they are registered with it. about: what it computes, one
-    line for `help`, `meshfuse ops` and docs/ops.md. draws: for which calls it draws random numbers by the definition's
-    seed (of a call's arguments alone), None for none.
+    The first five are needed, the others have defaults. Facts of a call follow from the call alone.
     """
 
     name: str
     params: tuple[Param, ...]
+    # The results' types, of a call whose `results` are not known yet. Raises DefinitionError.
     infer: Callable[[Call], tuple[TensorType, ...]]
+    # The factor rule of a call with concrete types.
     rule: Callable[[Call], Rule]
+    # Python text of the result(s) in torch, on a rank's local tensors.
     emit: Lowering
+    # Which unreduced operands it carries to its result.
     partial: Partial = Partial.NONE
+    # Operations on the global tensors; by default one per element, none for a view.
     flops: Callable[[Call], float] = _elementwise_flops
+    # Calls for the tests.
     samples: Callable[[], Sequence[Sample]] = _no_samples
+    # The op in nvFuser: None for its function of the same name, a lowering, or the reason to leave the op to torch.
     nvfuser: Callable[[NvfuserEmit], Any] | str | None = None
+    # The op as a graph of other ops, for a sharded dim that it needs whole; of an op that needs no dim whole, for one
+    # that it sums over.
     distributed: DistributedForm | None = None
+    # For which calls there is a distributed form; None for all.
     has_form: Callable[[Call], bool] | None = None
+    # How the op is computed in rounds where its operands are sharded otherwise than `rule` takes them.
     rounds: Rounds | None = None
+    # The op in two: without its last operand, and adding that (a bias, which the op adds once and does not sum).
     apart: Apart | None = None
+    # Of an op whose result is a window of its first operand, or the other way round: the index of the operand, per dim,
+    # that is index 0 of the result, and what fills the rest. Or the order of blocks. None where a call is neither.
     window: Callable[[Call], tuple[tuple[int, ...], Any] | BlockOrder | None] | None = None
+    # Its gradients in ops of the table; None where it has no derivative.
     vjp: Vjp | None = None
+    # A Python statement that writes the one result into an existing tensor; None for calls that cannot.
     into: Callable[[Emit, str], str | None] | None = None
+    # Whether operands that are cast to a wider float type give a result of that type.
     widens: bool = False
+    # Whether the parts of a dim, each computed by itself and then put together (or, for a dim that is reduced, reduced)
+    # give the one result. A SHAPE parameter is then the result's shape.
     pieced: bool = False
+    # Whether the result lies in the memory of the first operand, where that is dense.
     is_view: bool = False
+    # Whether the result is the first operand itself where both have the same shape.
     vanishes: bool = False
+    # The open interval from which tests draw real operands.
     domain: tuple[float, float] | None = None
+    # A Python function that the emitted text calls as OP.name.
     compute: Callable[..., Any] | None = None
+    # A registered op's own ops that its gradients are written in; they are registered with it.
     adjoints: tuple[OpDef, ...] = ()
+    # What it computes, one line for `help`, `meshfuse ops` and docs/ops.md.
     about: str = ""
+    # For which calls it draws random numbers by the definition's seed; None for none.
     draws: Callable[[Call], bool] | None = None
     places: Mapping[str, int] = field(init=False, repr=False)
 

@@ -12,10 +12,10 @@ _registered: dict[str, OpDef] = {}
 
 
 def register_op(op: OpDef) -> OpDef:
-    """Give `fd.ops` of every definition an op of the user's own, from here on and in this process; the op itself.
+    """Give `fd.ops` of every definition of this process an op of your own, from here on; returns it.
 
-    On real ranks the script, which every rank runs, registers it on each. Raises DefinitionError for what is no
-    OpDef, for a name that is no Python name, and for a name that is taken: no op takes another's place unseen.
+    On real ranks every rank must register it, as it does when it runs the script. Raises DefinitionError for what is no
+    OpDef, for a name that is no Python name or begins with an underscore, and for a name that is taken.
     """
     if not isinstance(op, OpDef):
         raise user_error("register_op", f"{shown(op)} ({type(op).__name__})", "an OpDef",
@@ -39,8 +39,9 @@ def _check_name(name: str) -> None:
 
 
 def unregister_op(op: str | OpDef) -> None:
-    """Take a registered op back out of `fd.ops`; definitions that use it keep it. Raises DefinitionError where it is
-    not registered.
+    """Take a registered op, or the op of this name, back out of `fd.ops`; definitions that use it keep it.
+
+    Raises DefinitionError where it is not registered.
     """
     name = op.name if isinstance(op, OpDef) else op
     if not isinstance(name, str) or name not in _registered:

@@ -51,21 +51,34 @@ def torch_op(
     domain: tuple[float, float] | None = None,
     differentiable: bool = True,
 ) -> Callable[[Function], OpDef]:
-    """Make an op of the decorated torch function. It is ready for `mf.register_op` and `meshfuse.testing.check_op`.
+    """Make an op of the decorated torch function, ready for `mf.register_op` and `meshfuse.testing.check_op`::
 
-    The function is called on every rank with the rank's parts of the tensors, then the numbers; its tensor parameters
-    come first, as many as `rule` (see `ops/notation.py`) has operands, and may not be changed in place. Other
-    parameters are numbers by their annotation (bool, int, float, tuple) or default. `blocked` names the factors that
-    must be whole; factors that only operands have are combined over ranks by `reduce` (sum, prod, max, min).
+        @mf.torch_op("b* m k, k n -> b* m n", partial=mf.Partial.EACH)
+        def product(a, b):
+            return a @ b
 
-    `halo` tells how many elements before and after a rank's own the function sees along the dims marked `~`, from the
-    call's types: the function is given that many more, `fill` beyond the tensor's ends, and returns the rank's own.
-    `sizes` are those of factors that no operand tells, `dtype` the results' types where torch's promotion of the
-    operands is not theirs; what functions tell follows from the call alone, and is asked once for equal calls.
-    `partial` says in what the op is linear, and `domain` the numbers that tests draw. Unless `differentiable` is False,
-    gradients are torch's own, on each rank's part.
+    Every rank calls the function with its own parts of the tensors, then the numbers. Tensor parameters come first, as
+    many as `rule` has operands, and must not be changed in place. Other parameters are numbers, by their annotation
+    (bool, int, float, complex, tuple, list) or default.
 
-    Raises DefinitionError for a rule that cannot be read or does not fit the function.
+    rule: the factors of every dim of operands and results (`ops/notation.py`).
+    name: the op's name in `fd.ops`; the function's own by default.
+    blocked: the factors, separated by spaces, that must be whole.
+    reduce: how factors that only operands have are combined over ranks: "sum", "prod", "max" or "min".
+    halo: by factor how many elements (before, after) its own a rank sees along the dims marked `~`, or a function of
+        the call that tells. The function is given that many more elements and returns the results of its own.
+    fill: what stands beyond the ends of such dims.
+    sizes: a function of the call that gives the sizes of factors which no operand has.
+    dtype: the dtype of the results, one for each, or a function of the call; by default torch's promotion of the
+        operands.
+    partial: which unreduced operands may pass: in what the op is linear.
+    flops: a function of the call: operations on the global tensors; by default one per element.
+    samples: calls for tests.
+    domain: the open interval that tests draw real operands from.
+    differentiable: whether gradients are torch's autograd through the function, on each rank's part.
+
+    Functions of the call are asked once for equal calls. Raises DefinitionError for a rule that cannot be read or does
+    not fit the function.
     """
     with located(caller_line()):
         notation = parse(rule)

@@ -27,7 +27,7 @@ LOOKED_AT = 3
 
 
 class PlanWarning(UserWarning):
-    """A plan that moves more than its bound, or far more than with another annotation."""
+    """A plan that moves or holds more bytes than its bound, or moves far more than with another annotation."""
 
 
 def bound(name: str, given: Any, line: SourceLine | None = None) -> float | None:

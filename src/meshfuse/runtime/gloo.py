@@ -141,7 +141,7 @@ class Gloo:
         return self._issue("recv", self._pg.recv, ([movable(tensor)], src_index, _TAG), sliced=False)
 
     def abort(self) -> None:
-        """Break the connections to all peers; unless work is under way, which keeps them (`bounds.left_running`)."""
+        """Break the connections to all peers; unless work is under way, which keeps them (`deadlines.left_running`)."""
         within(1.0, lambda: setattr(self, "_pg", _Left()), COLLECTIVES)
 
     def _issue(

@@ -69,10 +69,14 @@ class History:
 
 
 class World:
-    """The ranks of this job. `World.current()` is the process's own; alone, it opens no socket.
+    """The ranks of this job, as one of them sees them. `World.current()` is this process' own.
 
-    Everything lives in a store and process groups of meshfuse's own: whether the script uses torch's default
-    process group, before or after, makes no difference. Every wait ends after `limit` seconds.
+    rank, size: this rank's number, and how many ranks there are.
+    local_rank, local_size: the same among the ranks of this machine.
+    limit: seconds after which every wait for other ranks ends, from MESHFUSE_TIMEOUT.
+
+    It uses a store and process groups of meshfuse's own: whether the script makes torch's default process group, before
+    or after, makes no difference. A process that is alone opens no socket.
     """
 
     _current: ClassVar[World | None] = None
@@ -96,9 +100,10 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """This process's world, joined at the first call. RankTimeout if rank 0 is not to be found.
+        """This process' world; joins the job at the first call. Raises RankTimeout if rank 0 cannot be reached.
 
-        Another one where the script has made itself a rank since then, by torch's default process group alone.
+        If this process was alone and the script has made it a rank since, by `torch.distributed.init_process_group`, it
+        joins that job.
         """
         if cls._current is None or (cls._current.place.source == "none" and _in_default_group()):
             with located(caller_line()):
@@ -108,9 +113,7 @@ class World:
 
     @classmethod
     def leave_off(cls, where: str, error: BaseException) -> None:
-        """Note that an error kept this rank from what all do together at this place, so that its next execution waits
-        until they have come to it, too.
-        """
+        """Note that an error kept this rank from a step of all ranks: its next execution waits for the others there."""
         if cls._current is not None and cls._current.size > 1:
             cls._current.turns.leave_off(where, cls._current.all_ranks, error)
 
@@ -122,12 +125,12 @@ class World:
 
     @property
     def attempt(self) -> int:
-        """How often the launcher has restarted this job: 0 in its first attempt."""
+        """How often the launcher has restarted this job: 0 in the first attempt."""
         return self.place.restarts
 
     @property
     def all_ranks(self) -> tuple[int, ...]:
-        """0, 1, … size - 1."""
+        """The numbers of all ranks: 0 to size - 1."""
         return tuple(range(self.size))
 
     def _join(self) -> None:
@@ -169,9 +172,10 @@ class World:
         return f"rank {self.rank}: ended by SIGTERM{because}. It {where}"
 
     def group(self, ranks: Sequence[int], label: str = "") -> Group:
-        """The group of `ranks`, of which this rank is one; the same object at every call.
+        """The group of `ranks`, of which this rank must be one; the same object at every call.
 
-        Its members connect at their first collective. Raises ArgumentError for ranks outside this world.
+        Its members connect at their first collective. `label` names it in errors. Raises ArgumentError for ranks that
+        do not exist or occur twice.
         """
         ranks = tuple(ranks)
         group = self._groups.get(ranks)
@@ -196,15 +200,15 @@ class World:
             )
 
     def barrier(self) -> None:
-        """Wait for all ranks of the world."""
+        """Wait for all ranks of the job. Raises RankTimeout where one does not come, RankError where one has failed."""
         with located(caller_line()):
             self.meetings.barrier()
 
     def begin(self, activity: Activity, numbers: str = "") -> None:
-        """Note the program that this rank runs from here on, for errors and other ranks' questions.
+        """Note the program that this rank runs from here on, for errors and for other ranks' questions.
 
-        All ranks run the same programs in the same order with the same `numbers`: RankError where they do not, told at
-        the latest when twice as many calls are made. (Compared at calls 4, 8, 16, … it costs nothing in the long run.)
+        All ranks must run the same programs in the same order, with the same `numbers`. This is compared at calls 4, 8,
+        16, …, so that it costs next to nothing in the long run: RankError where ranks differ.
         """
         self.turns.resume(self.meetings.check_same)
         CLOCK.now += 1
@@ -226,10 +230,10 @@ class World:
         raise peer_failed(scene, what, failure)
 
     def check(self, work: Work) -> None:
-        """RankError if the wait for a collective is in vain: a peer has published a failure, or is no more.
+        """RankError where the wait for a collective is in vain: a peer has told of a failure, or its process has ended.
 
-        gloo does not always notice that a connection breaks while a collective begins. A peer that was gone at the last
-        look, too, without a good-bye, left it time enough.
+        gloo does not always notice a connection that breaks while a collective begins, so processes are looked at, too.
+        One that had ended without a good-bye at the last look as well has had time to publish why.
         """
         self.raise_if_failed(str(work))
         gone = [rank for rank in self._peers.gone(work.group.ranks) if rank != self.rank]
@@ -242,7 +246,7 @@ class World:
         return failed(self.scene(), str(work), work.group.ranks, error, work.start)
 
     def scene(self) -> Scene:
-        """Who asks, and whom, where an error is to name the rank at fault."""
+        """What errors that name the rank at fault are made from: this rank, its store and its peers."""
         host = None if self.place.agent_store or self.place.source == DEFAULT_GROUP else 0
         return Scene(self.rank, self.store, host, self.limit, self._peers, self.all_ranks)
 
@@ -264,10 +268,11 @@ class World:
             within(_LINGER, lambda: self._await_others(_LINGER, lambda: None, gone))
 
     def leave(self) -> None:
-        """At a normal exit: let go of the other ranks and end all threads but Python's own.
+        """At a normal exit: let go of the other ranks, and end all threads but Python's own.
 
-        One that comes back from torch into an interpreter that finalises ends the process by SIGABRT: a thread of the
-        script's that executes, or one of gloo's, which lets go of tensors only after it has told that they are there.
+        A thread that comes back from torch into an interpreter that is being finalised ends the process by SIGABRT: one
+        of the script's that executes, or one of gloo's, which lets go of tensors only after it has reported that they
+        are there.
         """
         if self._responder is None or os.getpid() != self._process:
             return

@@ -21,10 +21,11 @@ from ..mesh import STREAM, DeviceMesh
 
 
 class Split(NamedTuple):
-    """One factor of a dim: `size` steps, bound to a mesh axis (or to a part of it), to a stream or to nothing.
+    """One factor of a dim: `size` steps, bound to a mesh axis or a part of it, to a stream, or (axis None) to nothing.
 
-    `pre` is the product of the more major parts when only a part of the axis is meant (Shardy's sub-axes).
-    A size of None is the one that follows from the dim's size; only annotations hold it.
+    `pre` tells which part of the axis: the product of the sizes of its more major parts, 1 for the first part or the
+    whole axis (Shardy's sub-axes). Of an axis tp of 4 ranks, `Split(2, "tp")` is the major half and `Split(2, "tp", 2)`
+    the minor one. A size of None is whatever the dim's size leaves; only annotations hold it.
     """
 
     size: int | None
@@ -53,7 +54,7 @@ def extent(layout: Layout) -> int:
 
 
 def resolve(layout: Layout, n: int) -> Layout:
-    """The layout with its free size (if any) made the smallest that reaches n."""
+    """The layout with its free size, if it has one, made as small as reaches n."""
     if not any(split.size is None for split in layout):
         return layout
     size = max(1, -(-n // extent(layout)))
@@ -61,7 +62,7 @@ def resolve(layout: Layout, n: int) -> Layout:
 
 
 def _joined(a: Split, b: Split) -> Split | None:
-    """The one split that two neighbours amount to, or None."""
+    """The one split that two neighbouring splits amount to; None where they amount to no single one."""
     assert a.size is not None and b.size is not None
     if a.axis is None and b.axis is None:
         return Split(a.size * b.size)
@@ -105,7 +106,7 @@ def padded(layout: Layout, n: int) -> Layout:
 
 @functools.lru_cache(maxsize=1 << 16)
 def without_streams(layout: Layout, n: int) -> Layout:
-    """Where the data lies: stream factors order work in time and move nothing."""
+    """The layout without its stream factors, which order work in time and place no data."""
     if not any(split.axis == STREAM for split in layout):
         return layout
     return canonical(tuple(Split(s.size) if s.axis == STREAM else s for s in padded(layout, n)), n)
@@ -134,7 +135,7 @@ def axes(layout: Layout) -> tuple[Split, ...]:
 
 
 def is_prefix(coarse: Layout, fine: Layout) -> bool:
-    """True where `fine` only splits further what `coarse` splits."""
+    """True where `fine` splits the dim as `coarse` does, and perhaps further."""
     return len(coarse) <= len(fine) and fine[: len(coarse)] == coarse
 
 
@@ -174,13 +175,13 @@ MOST_RUNS = 1 << 20
 
 @functools.lru_cache(maxsize=1 << 14)
 def pieces(layout: Layout) -> int:
-    """In how many runs a rank holds a dim of this layout that is large enough."""
+    """How many runs of indices a rank holds of a dim in this layout, if the dim is large enough."""
     last = max((place for place, split in enumerate(layout) if split.bound), default=0)
     return math.prod([split.size or 1 for split in layout[:last] if not split.bound])
 
 
 def as_runs(intervals: list[tuple[int, int]]) -> Runs:
-    """Ascending intervals as runs: neighbours as one, empty ones left out."""
+    """Ascending intervals as runs: touching neighbours joined, empty ones left out."""
     return _clip([(a, b) for a, b in intervals if a < b], max((b for _, b in intervals), default=0))
 
 
@@ -210,7 +211,7 @@ def count(intervals: Runs) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def largest(layout: Layout, n: int) -> int:
-    """How many indices of a dim of size n the rank with the most of them holds: the first one."""
+    """The number of indices of a dim of size n that the rank with the most holds: the first rank."""
     first = (0,) * len(axes(layout))
     return shared(layout, first, layout, first, n)
 
@@ -236,7 +237,7 @@ _FEW_RUNS = 16
 
 
 def shared(a: Layout, a_digits: Sequence[int], b: Layout, b_digits: Sequence[int], n: int) -> int:
-    """How many indices of a dim of size n the ranks of these digits both hold in two layouts."""
+    """How many indices of a dim of size n two ranks both hold, one with some digits in layout a, one in layout b."""
     few = pieces(a) <= _FEW_RUNS and pieces(b) <= _FEW_RUNS
     places = None if few else _common_places(a, b, n)
     if places is None:
@@ -250,7 +251,7 @@ def shared(a: Layout, a_digits: Sequence[int], b: Layout, b_digits: Sequence[int
 
 @functools.lru_cache(maxsize=1 << 14)
 def _common_places(a: Layout, b: Layout, n: int) -> tuple[int, ...] | None:
-    """The place values, from 1 to n, of digits that those of both layouts are made of; None where there are none."""
+    """The place values, from 1 to n, at which both layouts' digits can be cut; None where there are none."""
     found = {1, n}
     for layout in (a, b):
         splits = padded(layout, n)
@@ -262,7 +263,7 @@ def _common_places(a: Layout, b: Layout, n: int) -> tuple[int, ...] | None:
 
 
 def _fixed(layout: Layout, digits: Sequence[int], n: int, places: tuple[int, ...]) -> dict[int, int]:
-    """The digits of these places that are the same of all indices that a rank of these digits of the layout holds."""
+    """For every such place, the digit that all indices share which a rank with these digits of the layout holds."""
     fixed, rest = dict[int, int](), list(digits)
     place = 1
     for split in reversed(padded(layout, n)):
@@ -276,8 +277,9 @@ def _fixed(layout: Layout, digits: Sequence[int], n: int, places: tuple[int, ...
 
 
 class Parts:
-    """Parts of a dim no two of which share an index, in order of where they lie: those that have something of some
-    indices are neighbours there, which are found without a look at all others.
+    """Parts of a dim that share no index, in their order along it.
+
+    The parts that have some of a run of indices are then neighbours, and are found without looking at all others.
     """
 
     def __init__(self, parts: Iterable[Runs]):

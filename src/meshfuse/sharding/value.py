@@ -41,7 +41,7 @@ def _no_sharding(parts: tuple[object, ...]) -> MeshfuseError:
 
 
 def _misfit(sharding: Sharding, shape: object, error: Exception) -> Exception:
-    """The error of a shape that the sharding cannot be of; the error itself, where that tells of something else."""
+    """The error of a shape that does not fit the sharding; `error` itself if it already says what is wrong."""
     if isinstance(error, MeshfuseError):
         return error
     if any(split.size is None for split in sharding.splits):
@@ -56,9 +56,12 @@ def _misfit(sharding: Sharding, shape: object, error: Exception) -> Exception:
 class Sharding:
     """Where the elements of a tensor are. Immutable; equal shardings are one object, so that comparing them is free.
 
-    `dims[d]` is the layout of dim d. `partial` are the axes over which the value on each rank is one term of a
-    reduction by `reduce` ("sum", "prod", "max" or "min") that has not been done. Raises DefinitionError for parts of
-    other types; whether they fit a tensor is asked by `make`, which knows its shape.
+    `dims[d]` is the layout of dim d: a tuple of `Split`s, major to minor, () for a dim that is whole on every rank.
+    `partial` are the axes over which each rank holds one term of a reduction by `reduce` ("sum", "prod", "max" or
+    "min") that has not been done.
+
+    Raises DefinitionError for parts of other types. Only `make`, which is given a shape, checks whether they fit a
+    tensor.
     """
 
     __slots__ = ("__weakref__", "dims", "mesh", "partial", "reduce")
@@ -106,7 +109,7 @@ class Sharding:
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh, ndim: int) -> Sharding:
-        """Whole on every rank of the mesh. Raises DefinitionError for what is no number of dims."""
+        """Whole on every rank of the mesh. Raises DefinitionError for an impossible number of dims."""
         if not isinstance(ndim, int) or not 0 <= ndim <= MOST_DIMS:
             raise user_error("Sharding.replicated: ndim", shown(ndim), f"an int from 0 to {MOST_DIMS}",
                              "Pass the tensor's number of dims.", caller_line())  # fmt: skip
@@ -121,7 +124,7 @@ class Sharding:
         partial: Iterable[Split] = (),
         reduce: str = "",
     ) -> Sharding:
-        """The canonical sharding of a tensor of this shape. Raises DefinitionError for other parts, or sizes."""
+        """The canonical sharding of a tensor of this global shape. Raises DefinitionError for parts that do not fit."""
         try:
             terms = canonical_partial(partial)
             layouts = tuple(lay.canonical(tuple(d), n) for d, n in zip(dims, shape, strict=True))
@@ -135,6 +138,7 @@ class Sharding:
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return len(self.dims)
 
     @property
@@ -147,15 +151,15 @@ class Sharding:
         return frozenset(self.splits) | frozenset(self.partial)
 
     def with_dims(self, dims: Sequence[Layout]) -> Sharding:
-        """Other layouts of dims, on the same mesh and unreduced over the same axes."""
+        """The same mesh and the same unreduced axes, with other layouts of the dims."""
         return Sharding(self.mesh, dims, self.partial, self.reduce)
 
     def reduced(self) -> Sharding:
-        """The same dims, with the reduction done and its result on every rank."""
+        """The sharding once the reduction is done, its result on every rank that held a term."""
         return Sharding(self.mesh, self.dims) if self.partial else self
 
     def placement(self, shape: Sequence[int]) -> Sharding:
-        """Without streams, which place nothing."""
+        """The sharding without stream factors, which place no data. Raises DefinitionError for other shapes."""
         try:
             dims = tuple(lay.without_streams(d, n) for d, n in zip(self.dims, shape, strict=True))
         except (TypeError, ValueError, RuntimeError) as error:
@@ -163,7 +167,10 @@ class Sharding:
         return self if dims == self.dims else self.with_dims(dims)
 
     def runs(self, shape: Sequence[int], rank: int) -> tuple[Runs, ...]:
-        """For every dim, the intervals of global indices that the rank holds, ascending."""
+        """For every dim the intervals [start, stop) of global indices that the rank holds, ascending.
+
+        Raises DefinitionError for a global shape that does not fit.
+        """
         try:
             return tuple(
                 lay.runs(d, n, lay.digits(d, self.mesh, rank)) if d else lay.everything(n)
@@ -173,7 +180,7 @@ class Sharding:
             raise _misfit(self, shape, error) from None
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The shape of the rank's shard; all zeros outside the mesh."""
+        """The shape of the rank's shard of a tensor of this global shape; all zeros for a rank outside the mesh."""
         if rank not in self.mesh:
             return (0,) * len(self.dims)
         try:
@@ -182,7 +189,7 @@ class Sharding:
             raise _misfit(self, shape, error) from None
 
     def max_local_numel(self, shape: Sequence[int]) -> int:
-        """Elements of the largest shard."""
+        """The number of elements of the largest shard of a tensor of this global shape."""
         try:
             return math.prod([lay.largest(d, n) if d else n for d, n in zip(self.dims, shape, strict=True)])
         except (TypeError, ValueError, RuntimeError) as error:
@@ -200,13 +207,13 @@ class Sharding:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _text(sharding: Sharding) -> str:
-    """Of all placements' in a fingerprint."""
+    """Kept, as fingerprints print the shardings of all placements."""
     more = f", {sharding.partial}, {sharding.reduce!r}" if sharding.partial else ""
     return f"Sharding({sharding.mesh}, {sharding.dims}{more})"
 
 
 def canonical_partial(partial: Iterable[Split]) -> tuple[Split, ...]:
-    """Sub-axes in order and joined; axes of size 1 have nothing to reduce."""
+    """These sub-axes in order, neighbours joined; those of size 1 left out, as they have nothing to reduce."""
     ordered = sorted({s for s in partial if s.size != 1}, key=lambda s: (s.axis or "", s.pre))
     joined: list[Split] = []
     for split in ordered:
@@ -219,9 +226,9 @@ def canonical_partial(partial: Iterable[Split]) -> tuple[Split, ...]:
 
 
 def disjoint(splits: Iterable[Split]) -> tuple[Split, ...]:
-    """Sub-axes without overlap that cover the same parts of the mesh's axes, in order.
+    """Sub-axes that do not overlap and together cover the same parts of the mesh's axes, in order.
 
-    Parts of an axis that do not nest, as 2 and 3 of 6, are in one part that holds them all.
+    Sub-axes of one axis that do not nest, as 2 and 3 of 6, become the one sub-axis that covers both.
     """
     by_axis: dict[str, set[Split]] = {}
     for split in splits:
@@ -237,17 +244,17 @@ def disjoint(splits: Iterable[Split]) -> tuple[Split, ...]:
 
 
 def boundaries(splits: Iterable[Split]) -> tuple[int, ...]:
-    """Where parts of one mesh axis begin and end, ascending."""
+    """The place values at which sub-axes of one mesh axis begin and end, ascending."""
     return tuple(sorted({c for s in splits for c in (s.pre, s.pre * (s.size or 1))}))
 
 
 def nested(cuts: Sequence[int]) -> bool:
-    """Whether an axis can be cut at all of these boundaries."""
+    """Whether one axis can be cut at all of these boundaries: each divides the next."""
     return all(b % a == 0 for a, b in itertools.pairwise(cuts))
 
 
 def _covering(found: Iterable[Split]) -> list[Split]:
-    """The smallest parts of an axis that hold these parts and overlap no others."""
+    """The smallest sub-axes of one axis that cover these and do not overlap."""
     out: list[Split] = []
     for part in sorted(found, key=lambda s: s.pre):
         while met := [other for other in out if conflicting(part, other)]:
@@ -258,14 +265,15 @@ def _covering(found: Iterable[Split]) -> list[Split]:
 
 
 def _hull(parts: Sequence[Split]) -> Split:
-    """The smallest part of an axis that holds some of its parts."""
+    """The smallest sub-axis that covers some sub-axes of its axis."""
     first, end = math.gcd(*(s.pre for s in parts)), math.lcm(*(s.pre * (s.size or 1) for s in parts))
     return Split(end // first, parts[0].axis, first)
 
 
 def conflicting(a: Split, b: Split) -> bool:
-    """True where two bound splits cannot be of one tensor: they share a part of a mesh axis, or are parts that do not
-    nest. The halves of 6 ranks and their even ones share nothing, yet half of a group of even ranks is no group.
+    """True where two bound splits cannot be of one tensor: they share a part of an axis, or do not nest.
+
+    The halves of 6 ranks and their even ones share nothing, yet half of a group of even ranks is no group.
     """
     if a.axis != b.axis:
         return False
