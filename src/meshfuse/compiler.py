@@ -1,12 +1,13 @@
 """The stages in their order: the page to open first.
 
-definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `moments_merged`
-→ `searched` → `in_parts` → `in_place` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted`
-→ `postponed` → `overlap` → `segment` → `lower_to_host_ir` → executor.
-Every stage is a function from one printable value to the next and changes nothing of what it is given.
+definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `moments_merged` → `searched`
+→ `in_parts` → `in_place` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `postponed`
+→ `overlap` → `segment` → `lower_to_host_ir` → executor. Every stage is a function from one printable value to the next
+and changes nothing of what it is given.
 
-From `distribute` to `shifted` a stage may write ops in other ops, and then has the stages before it plan the graph once
-more: the better plan goes on. `decided` has all of these, `compile_sharded` those after them.
+From `distribute` to `shifted`, a stage may write some ops in other ops. It then has the earlier stages plan that graph
+as well, and the better of the two plans goes on. `decided` runs all of these stages, `compile_sharded` those after
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from .plan_store.cache import planned
 from .plan_store.nearby import PLANS
 from .planning.search import Effort, better, searched, searched_far, spent
 from .propagation.growth import EPSILON
-from .propagation.propagate import propagate
 from .propagation.sharded import ShardedDefinition
 from .resharding.early import early
 from .resharding.insert import insert_resharding
@@ -57,9 +57,9 @@ from .user_values import as_int
 class CompiledProgram:
     """All stages of one definition for one set of shapes. Host programs are made per rank, when asked for.
 
-    `planned` is what propagation decided; in `sharded` the ops that are computed in rounds are written out.
-    `in_flight` bounds the bytes of communications that are issued ahead of their need. `taken_from` is the graph
-    of other sizes that the plan was made for, where it was taken over.
+    `planned` is what propagation decided. In `sharded`, ops that are computed in rounds are written out. `in_flight` is
+    the most bytes of communications that may be issued before they are needed. If the plan was taken over from other
+    sizes, `taken_from` is the graph it was made for.
     """
 
     planned: ShardedDefinition
@@ -77,7 +77,7 @@ class CompiledProgram:
         return self.sharded.graph
 
     def host_program(self, rank: int) -> HostProgram:
-        """The verified program of a rank. Raises DefinitionError for what is no rank of the program."""
+        """The verified program of a rank. Raises DefinitionError for a rank that the program does not have."""
         number = as_int(rank)
         if number is None or number not in self.ranks:
             needed = f"one of {list(self.ranks)}"
@@ -102,11 +102,14 @@ def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
     max_memory: float | None = None, near_factor: float = 1.0, effort: Effort = Effort.AUTO,
 ) -> CompiledProgram:  # fmt: skip
-    """Compile for inputs of these global shapes. `world` is the mesh of programs that no annotation puts on one.
+    """Compile for inputs of these global shapes and scalars of these values, by number.
 
-    What is planned for long is kept on disk (`plan_store.cache`). `max_memory`: bytes that a rank may hold, if that is
-    known. With a `near_factor` over 1 the plan of sizes that are all within it is taken over, or this one kept
-    (`plan_store.nearby`).
+    world: the mesh of a program that no annotation puts on one.
+    max_memory: bytes that a rank may hold; None for any number.
+    near_factor: above 1, the plan of other sizes is taken over if all of them are within this factor
+        (`plan_store.nearby`).
+
+    A plan that took long is kept on disk (`plan_store.cache`).
     """
     with no_collection():
         graph = _graph(fd, shapes, scalars)
@@ -123,7 +126,7 @@ def decided_without(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh, free: Collection[int],
     effort: Effort,
 ) -> ShardedDefinition | None:  # fmt: skip
-    """The plan if nothing were said of these inputs; None where nothing else is said."""
+    """The plan if the inputs in `free` were not annotated; None where no other annotation is left."""
     with no_collection():
         graph = _graph(fd, shapes, {})
         left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
@@ -136,9 +139,9 @@ def _graph(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars
 
 
 def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """What propagation decides: in which forms ops are written, and where each is computed.
+    """The best plan over all the forms in which the graph's ops may be written.
 
-    Far searches take longest: the form that looks best is planned by them, and the one that the user wrote.
+    Far searches take longest: only the form that looks best is planned by them, and the one that the user wrote.
     """
     plain, best = _forms(graph, world, effort)
     other = Surrounded()(graph) if effort.rewrites else graph
@@ -149,7 +152,7 @@ def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> Sh
 
 
 def _forms(graph: Graph, world: DeviceMesh, effort: Effort) -> tuple[ShardedDefinition, ShardedDefinition]:
-    """The plan of the graph as it is, and the best of those of the forms in which its ops may be written."""
+    """The plan of the graph as it is, and the best plan over the forms in which its ops may be written."""
 
     def plan(form: Graph) -> ShardedDefinition:
         return searched(moments_merged(distribute(form, world), world), world, effort)
@@ -159,11 +162,6 @@ def _forms(graph: Graph, world: DeviceMesh, effort: Effort) -> tuple[ShardedDefi
         graph, lambda form: in_parts(form, lambda last: plain if last is graph else plan(last), effort), effort
     )
     return plain, shifted(regrouped(found, world, effort), world, effort)
-
-
-def compile_graph(graph: Graph, world: DeviceMesh) -> CompiledProgram:
-    """The stages after the choice of distributed forms."""
-    return compile_sharded(propagate(graph, world))
 
 
 def compile_sharded(
@@ -181,8 +179,9 @@ def compile_sharded(
 
 
 def _in_order(resharded: ReshardedDefinition, max_memory: float | None) -> tuple[ReshardedDefinition, int]:
-    """With moves that may be one call beside each other, as far as a rank has the memory; and how many bytes may be in
-    flight beside what it holds.
+    """The moves reordered so that those that may be one call are neighbours, if a rank has the memory for that.
+
+    Also the most bytes that communications may then have in flight.
     """
     found = postponed(resharded)
     if max_memory is None:

@@ -1,18 +1,23 @@
-"""Choosing placements along the ops with a beam of partial plans, so that a choice may pay off only later.
+"""A beam search along the ops: several partial plans are kept, so that a choice may pay off only later.
 
-A plan of the beam is its cost so far and the shardings in which each tensor that is still read exists. A plan that
-another reaches by resharding, at no greater cost, is dropped: what is left are the few plans that really differ.
-Unreduced sums count as if they were reduced at once. (Beam search as in Alpa's and TePDist's relatives; the dominance
-test is our own.) In a loose search a plan is also dropped where another reaches it at little more cost: else a beam is
-full of plans that differ in where small tensors are, and what is dear at first and pays late is not among them. (What
-is kept is an epsilon-approximate front, as in Laumanns et al., 2002.)
+*State.* A plan is the seconds that it has cost so far and, for every tensor that is still read, the shardings in which
+the tensor exists. At an op every plan goes on in each way worth trying (`growth.growths`), and the cheapest `width`
+plans are kept. Sums that a plan leaves unreduced are charged as if they were reduced at once.
 
-What the beam does at an op is a function of the plans relative to the cheapest one, of the op, and of where its
-operands are; tensors are named by where they stand, not by number. So the second of two equal layers finds everything
-that the first one worked out: it is looked up, not searched. For the plans at the ends of two layers to be equal, they
-must not remember for ever in what they once differed: after a horizon of so many ops the best plan's choice is final
-(as a Viterbi decoder truncates its traceback). Of plans that differ in nothing but tensors that no op within the
-horizon reads, such as those kept for the backward, the cheapest is as good as any.
+*Dominance.* A plan is dropped if another plan can be turned into it by resharding, at no greater cost in all: those
+left are the few that really differ. In a loose search (`slack`) it is dropped even if the other one costs a little
+more. Else a beam fills with plans that differ only in small tensors, and drops those that are dear at first and pay
+late. (What is left is an epsilon-approximate front, as in Laumanns et al., 2002. Alpa and TePDist search with beams,
+too; the dominance test is our own.)
+
+*Repeated layers.* What happens at an op, a `Stride`, follows from the op, from the plans relative to the cheapest one,
+and from where the operands are, tensors being named by place and not by number. Strides are kept, so that the second of
+two equal layers is looked up and not searched.
+
+*Horizon.* For that, the plans after two equal layers must come to be equal, so they may not remember for ever where
+they once differed: `horizon` ops later a choice is final, as the best plan has it (a Viterbi decoder truncates its
+traceback so). Plans that differ only in tensors which no op within the horizon reads, such as those kept for the
+backward, count as one: the cheapest stands for them.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ class Decision(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Seconds more than the cheapest plan's, and how each open tensor exists, in the numbers of its table."""
+    """Seconds more than the cheapest plan, and for each open tensor the number, in its table, of how it exists."""
 
     seconds: float
     held: tuple[int, ...]
@@ -49,10 +54,11 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Front:
-    """The plans of the beam at some op, cheapest first, in terms of the open tensors: those in which they differ.
+    """The plans of the beam before some op, cheapest first. The open tensors are those in which the plans differ.
 
-    `known[i]` are the shardings that open tensor i has in some plan, a plan that was dropped included: an op may
-    follow it in any plan. Only so may a plan stand for those that it reaches. `near[i]`: it is read before the horizon.
+    `tables[i]` numbers the ways in which open tensor i may exist. `near[i]`: it is read before the horizon. `known[i]`
+    are the shardings that it has in any plan, dropped plans included: an op in one plan may follow a sharding of
+    another. Without that, a plan could not stand for those that it was found to reach.
     """
 
     tables: tuple[Table, ...]
@@ -62,7 +68,7 @@ class Front:
 
 
 class Child(NamedTuple):
-    """How a plan of the next front comes from one of this front."""
+    """A plan of the next front: from which plan of this front it comes, and how that went on."""
 
     parent: int
     growth: Growth
@@ -76,10 +82,11 @@ OperandState = tuple[Available, Available] | int
 
 @dataclass(frozen=True, slots=True)
 class Stride:
-    """What the beam does at one op: the children of its plans, the tensors on which all agree then, and the next front.
+    """What the beam does at one op: from one front to the next.
 
-    `settled` says of each of these how it exists and in which shardings it is known; `open` says where the tensors of
-    the next front come from.
+    `children` are the plans of the next front. `settled` are tensors on which all of them agree: where the tensor stood
+    before, how it exists, and the shardings in which it is known. `open` tells where each open tensor of the next front
+    stood before.
     """
 
     children: tuple[Child, ...]
@@ -93,9 +100,13 @@ _front = functools.lru_cache(maxsize=1 << 13)(Front)
 
 
 class BeamSettings(NamedTuple):
-    """How many plans are kept, after how many ops a choice is final, and whether ops try more placements: all of them
-    (`thorough`), or only those that have `sums` to reduce and reduce nothing themselves, which have few. A plan that
-    another reaches is dropped also where it costs less, by up to so many seconds of `slack`.
+    """How wide and how far a beam searches.
+
+    width: how many plans are kept.
+    horizon: after how many ops a choice is final.
+    thorough: ops try more placements than are asked for (`votes.unasked`).
+    sums: so do ops that reduce nothing, on unreduced operands: these are few.
+    slack: a plan is dropped if another reaches it at up to so many seconds more.
     """
 
     width: int
@@ -111,7 +122,7 @@ def _has_terms(front: Front, entry: Sequence[OperandState]) -> bool:
 
 
 class Beam:
-    """The search over one graph. `inputs` tells how its inputs exist."""
+    """The search over one graph. `wanted` and `inputs` are by tensor: what is wanted of it, and how an input exists."""
 
     def __init__(
         self, roles: Roles, wanted: Mapping[int, Available], inputs: Mapping[int, Available], search: BeamSettings
@@ -140,7 +151,7 @@ class Beam:
         return self.open.index(tensor) if tensor in self.open else self.agreed[tensor]
 
     def _old(self, now: int) -> int:
-        """How many of the open tensors, the first ones, were opened before the horizon."""
+        """How many of the open tensors (they are in order of age) are older than the horizon."""
         return sum([then < now - self.search.horizon for then in self._opened]) if self._opened else 0
 
     def _enter(self, stride: Stride, tensors: Sequence[int], now: int) -> None:
@@ -161,15 +172,19 @@ def _stride(
     thorough: bool,
     slack: float,
 ) -> Stride:
-    """`near[i]`: the op's tensor i is read again before the horizon. `entry` tells of the distinct operands; what the
-    first `old` open tensors are is decided now.
+    """One stride; kept, so that equal layers look it up.
+
+    `near[i]`: tensor i of the op is read again before the horizon. `entry` says how the distinct operands exist. The
+    first `old` open tensors are decided here.
     """
     return _Striding(front, role, near, entry, width, thorough, slack).run(old)
 
 
 class _Found(NamedTuple):
-    """A plan that goes on. `old` and `new` stand for how it holds the tensors that are read before the horizon: those
-    that were open already, and the op's.
+    """A plan that goes on over an op.
+
+    `old` and `new` are numbers for how it holds those tensors that are read before the horizon: those that were open
+    before, and the op's own.
     """
 
     parent: int
@@ -183,7 +198,7 @@ _seconds = operator.attrgetter("seconds")
 
 
 class _Striding:
-    """The work of one stride."""
+    """The work of one stride: the plans grown, pruned, and written as the next front."""
 
     def __init__(
         self,
@@ -229,7 +244,7 @@ class _Striding:
         return Stride(tuple([Child(f.parent, f.growth) for f in found]), agreed, of_differing(origins), front)
 
     def _grown(self) -> list[_Found]:
-        """Every plan gone on with in every way; of those that hold the same the cheapest."""
+        """Every plan gone on with in every way; of several that hold the same, the cheapest."""
         best: dict[tuple[int, int], _Found] = {}
         ways: dict[tuple[int, ...], list[tuple[Growth, float, int]]] = {}
         of_entry = _picker([e for e in self.entry if isinstance(e, int)])
@@ -244,7 +259,7 @@ class _Striding:
         return list(best.values())
 
     def _ways(self, held: tuple[int, ...]) -> list[tuple[Growth, float, int]]:
-        """How such a plan goes on, and the numbers for what it has of the op's tensors then."""
+        """The growths of a plan that holds `held`, their seconds, and the number of how they hold the op's tensors."""
         front, entry = self.front, self.entry
         available = tuple([front.tables[e].ways[held[e]] if isinstance(e, int) else e[0] for e in entry])
         known = tuple([front.known[e] if isinstance(e, int) else e[1] for e in entry])
@@ -252,7 +267,7 @@ class _Striding:
         return [(growth, growth.seconds, self.new[self.near_new(growth.codes)]) for growth in found]
 
     def _pruned(self, found: Sequence[_Found]) -> list[_Found]:
-        """The cheapest plans that no other reaches."""
+        """The cheapest plans, up to the width, that no cheaper plan reaches."""
         kept: list[_Found] = []
         groups: dict[int, list[tuple[float, int]]] = {}
         for f in found:
@@ -264,9 +279,9 @@ class _Striding:
         return kept
 
     def _is_reached(self, f: _Found, groups: Mapping[int, Sequence[tuple[float, int]]]) -> bool:
-        """Whether resharding turns what a cheaper plan holds into what this one does, at no notably greater cost.
+        """Whether a cheaper plan can be resharded into this one at no greater cost (but for the slack).
 
-        The plans of a group hold the op's tensors alike, the cheapest first.
+        `groups` has the plans kept so far by how they hold the op's own tensors, each group cheapest first.
         """
         limit, old = f.seconds + self.margin, f.old
         bounds = self.old.bounds[old]
@@ -282,7 +297,7 @@ class _Striding:
         return False
 
     def _known(self, found: Sequence[_Found], grown: Sequence[_Found]) -> list[Available]:
-        """For each open tensor its shardings in the plans that are kept, then in the cheapest of the others."""
+        """By tensor its shardings in the plans that are kept, then, up to `KNOWN`, in the cheapest dropped ones."""
         known = [self.front.known[place] for place in self.kept]
         for k in self.alive:
             seen = dict.fromkeys([s for f in found for s in f.growth.after[k]])
@@ -293,19 +308,19 @@ class _Striding:
         return known
 
     def _decided(self, found: list[_Found], old: int) -> list[_Found]:
-        """The plans that hold the first tensors as the best one does."""
+        """The plans that hold the first `old` tensors as the best plan does."""
         if not old:
             return found
         best = self._held(found[0])[:old]
         return [f for f in found if self._held(f)[:old] == best]
 
     def _held(self, found: _Found) -> tuple[int, ...]:
-        """How each of the tensors that are read again exists."""
+        """The numbers of how a plan holds each tensor that is read again."""
         return self.of_kept(self.front.plans[found.parent].held) + self.of_alive(found.growth.codes)
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What takes these places of a sequence."""
+    """A function that takes the entries at these places of a sequence."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return (lambda row: (row[places[0]],)) if places else (lambda row: ())
@@ -321,7 +336,7 @@ def _decisions(strides: Sequence[Stride]) -> list[Decision]:
 
 
 def greedy(roles: Roles, wanted: Mapping[int, Available], inputs: Mapping[int, Available]) -> dict[int, Sharding]:
-    """What every op makes where each is decided at once: a beam of one plan, from which nothing is left open."""
+    """By tensor its sharding in a sweep that decides each op at once: a beam of one plan, nothing left open."""
     held, made = dict(inputs), {}
     for kind, tensors, _ in roles.parts:
         role = role_of(kind, tuple([wanted.get(i, ()) for i in tensors]))

@@ -48,9 +48,9 @@ _Candidate = tuple[Placement, Source, float]
 
 
 def options(setting: Setting, available: tuple[Available, ...], places: Sequence[int]) -> tuple[Option, ...]:
-    """Every placement that some operand or result asks for, from operands that exist as `available`; cheapest first.
+    """Every placement that some operand or result asks for, cheapest first, if the operands exist as `available`.
 
-    Operands of equal `places` are one tensor.
+    A thorough setting adds the cheapest of those that nobody asks for. Operands of equal `places` are one tensor.
     """
     asked, *more = _candidates(setting)
     wire = _Wire(setting.call, available, places)
@@ -66,7 +66,7 @@ _seconds = operator.attrgetter("seconds")
 
 
 def _by_terms(candidates: Iterable[_Candidate]) -> tuple[list[_Candidate], list[_Candidate]]:
-    """Those that leave nothing to reduce, and the others."""
+    """Candidates whose results are all reduced, and the others."""
     complete, owing = list[_Candidate](), list[_Candidate]()
     for candidate in candidates:
         (owing if any(made.partial for made in candidate[0].results) else complete).append(candidate)
@@ -75,7 +75,7 @@ def _by_terms(candidates: Iterable[_Candidate]) -> tuple[list[_Candidate], list[
 
 @functools.lru_cache(maxsize=1 << 13)
 def _candidates(setting: Setting) -> tuple[tuple[_Candidate, ...], ...]:
-    """The placements that someone asks for, and those that only a thorough search tries, in kinds."""
+    """The placements that someone asks for; for a thorough search more groups of placements, each new ones alone."""
     votes = tuple(votes_of(setting))
     known = dict(_placed(setting, asked_for(setting, votes)))
     found = [(*known.values(), *_window_candidates(setting))]
@@ -87,7 +87,7 @@ def _candidates(setting: Setting) -> tuple[tuple[_Candidate, ...], ...]:
 
 
 def _placed(setting: Setting, votes: Iterable[Vote]) -> Iterator[tuple[Layouts, _Candidate]]:
-    """The placements of the votes that have one, by their layouts; of equal ones the first."""
+    """By layouts the placements that the votes lead to; of votes for equal layouts the first counts."""
     sources: dict[Layouts, Source] = {}
     for source, layouts in votes:
         sources.setdefault(layouts, source)
@@ -98,7 +98,7 @@ def _placed(setting: Setting, votes: Iterable[Vote]) -> Iterator[tuple[Layouts, 
 
 
 def _carried(setting: Setting, available: tuple[Available, ...]) -> Iterator[_Candidate]:
-    """The op on unreduced operands, where it can carry what they have left to reduce."""
+    """The op on unreduced operands, if it can carry what is left to reduce of them to its result."""
     if not any([s.partial for found in available for s in found]):
         return
     rule, call = setting.rule, setting.call
@@ -116,7 +116,7 @@ def _carried(setting: Setting, available: tuple[Available, ...]) -> Iterator[_Ca
 
 
 def _own_seconds(setting: Setting, placement: Placement) -> float:
-    """Seconds of one rank's computation, and to bring annotated results to where they must be."""
+    """Seconds of one rank's computation, and of bringing annotated results to where they must be."""
     total = computation(work(setting.call, placement), setting.mesh.flops)
     return total + _to_annotations(setting, placement.results)
 
@@ -130,7 +130,7 @@ def _to_annotations(setting: Setting, results: Sequence[Sharding]) -> float:
 
 
 class _Wire:
-    """The seconds to bring operands that exist as `available` to where placements need them."""
+    """The seconds of bringing operands from where they exist (`available`) to where a placement needs them."""
 
     def __init__(self, call: Call, available: Sequence[Available], places: Sequence[int]):
         self._reshards = [reshards(found, kind) for found, kind in zip(available, call.types, strict=True)]
@@ -138,12 +138,12 @@ class _Wire:
         self._apart = len(set(places)) == len(places)
 
     def options(self, candidates: Iterable[_Candidate]) -> list[Option]:
-        """The candidates that can be had."""
+        """The candidates whose operands can be brought there."""
         found = [Option(placement, source, own + self.seconds(placement)) for placement, source, own in candidates]
         return [option for option in found if math.isfinite(option.seconds)]
 
     def cheapest(self, candidates: Sequence[_Candidate], count: int) -> list[Option]:
-        """So many of the candidates that can be had, cheapest first. What takes longer than these is not searched."""
+        """The `count` cheapest of the candidates. Reshards are searched only for those that may be among them."""
         bounds = [own + sum([self._reshards[i].at_least(need) for i, need in self._needs(placement)])
                   for placement, _, own in candidates]  # fmt: skip
         found: list[tuple[float, int, Option]] = []
@@ -155,18 +155,18 @@ class _Wire:
         return [option for _, _, option in found[:count]]
 
     def seconds(self, placement: Placement) -> float:
-        """Of all operands."""
+        """The seconds to bring all operands to where the placement needs them."""
         if self._apart:
             return sum([known[need] for known, need in zip(self._reshards, placement.operands, strict=False)])
         return sum([self._reshards[i][need] for i, need in self._needs(placement)])
 
     def _needs(self, placement: Placement) -> Iterable[tuple[int, Sharding]]:
-        """What is needed of each operand; a tensor that is two of them comes once, if they need the same."""
+        """(operand, sharding it is needed in), once where one tensor is several operands and is needed alike."""
         return dict.fromkeys(zip(map(self._places.index, self._places), placement.operands, strict=False))
 
 
 def _window_candidates(setting: Setting) -> Iterator[_Candidate]:
-    """For an op that takes a window of a sharded dim: the exact pieces, from where they are to where they belong."""
+    """For an op that takes a window of a sharded dim: a move of exact pieces does the op's work."""
     window = window_of(setting.call)
     if window is None:
         return
@@ -188,7 +188,7 @@ def _cuts(window: Window | Reordering, src: Sharding) -> bool:
 
 
 def _window_targets(setting: Setting, src: Sharding, window: Window | Reordering) -> list[Sharding]:
-    """Shardings for the result: over the same axes as the operand, most of it where it is, or as someone asks."""
+    """Shardings for the window: where the operand has most of it, in shared blocks, or as someone asks."""
     shape = window.target_shape
     dims = [lay.axes(d) if m != n else d for d, n, m in zip(src.dims, window.source_shape, shape, strict=True)]
     asked = [w for w in setting.wanted[0] if w.mesh == setting.mesh and not w.partial]
@@ -197,10 +197,10 @@ def _window_targets(setting: Setting, src: Sharding, window: Window | Reordering
 
 
 def _shared(src: Sharding, window: Window) -> Sharding | None:
-    """The blocks of a slice on the ranks that hold them, each shared with those that hold the same of the other parts.
+    """The sharding of a slice that shares its blocks with the ranks that hold the same blocks of other slices.
 
-    So the two halves of a gated unit's rows come to lie alike by half a shard each. None where a dim is not cut into
-    whole parts, or its parts into whole blocks.
+    If a gated unit's rows are (gate, up) and the dim is split over ranks, half of these have gate and the others up; so
+    sliced, gate and up come to lie alike. None where a dim is not made of whole slices, or these of whole blocks.
     """
     dims = list(src.dims)
     rows = zip(src.dims, window.source_shape, window.target_shape, window.offsets, strict=True)
@@ -214,7 +214,7 @@ def _shared(src: Sharding, window: Window) -> Sharding | None:
 
 
 class Reshards(dict[Sharding, float]):
-    """The seconds to bring a tensor that exists as `available` to any sharding, worked out as they are asked for."""
+    """By sharding, the seconds to bring a tensor there that exists as `available`; worked out when asked for."""
 
     def __init__(self, available: Available, kind: TensorType):
         super().__init__(dict.fromkeys(available, 0.0))
@@ -225,7 +225,7 @@ class Reshards(dict[Sharding, float]):
         return found
 
     def at_least(self, needed: Sharding) -> float:
-        """What it takes at least, without a search for the ways there; what it takes, if that is known."""
+        """A lower bound of these seconds that takes no search; the seconds themselves if they are known."""
         found = self.get(needed)
         if found is not None:
             return found
@@ -237,7 +237,7 @@ reshards = functools.lru_cache(maxsize=1 << 15)(Reshards)
 
 
 def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
-    """Modelled seconds of the cheapest reshard from any sharding that the tensor exists in; inf where there is none."""
+    """Modelled seconds of the cheapest reshard from any sharding in `available`; inf where there is none."""
     if needed in available:
         return 0.0
     plans = [plan(have, needed, shape, itemsize) for have in available]
@@ -245,7 +245,7 @@ def cheapest(available: Sequence[Sharding], needed: Sharding, shape: tuple[int, 
 
 
 def work(call: Call, placement: Placement) -> float:
-    """Operations of one rank, where every op has at least one."""
+    """Operations of one rank; every op counts as one at least."""
     return _operations(call) / placement.ways
 
 

@@ -1,7 +1,8 @@
-"""What it costs to come from how one plan holds some tensors to how another does: the test by which plans are dropped.
+"""What it costs to reshard tensors from how one plan holds them to how another does: the test by which plans are
+dropped.
 
-Plans are compared by the thousand, so that the ways in which a tensor of some type exists have numbers, and what it
-costs to come from one to another is looked up by these.
+Plans are compared by the thousand. So the ways in which a tensor may exist are numbered, and costs are looked up by
+these numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from .votes import Available
 
 
 def conversion(held: Available, wanted: Available, kind: TensorType) -> float:
-    """Seconds to reshard what exists so that everything wanted does."""
+    """Seconds to reshard a tensor that exists as `held` into all of `wanted`."""
     return sum(map(reshards(held, kind).__getitem__, wanted))
 
 
 def conversion_at_least(held: Available, wanted: Available, kind: TensorType) -> float:
-    """What it takes at least, without a search for the ways there."""
+    """A lower bound of `conversion` that takes no search."""
     lacking = [want for want in wanted if want not in held]
     return sum(map(reshards(held, kind).at_least, lacking))
 
@@ -31,10 +32,10 @@ _LOCK = threading.Lock()
 
 
 class _Numbers(dict[Available, int]):
-    """The numbers of ways, a new one where it was not seen before; and by number the ways, and what is known of costs.
+    """A number for each way, given when it is first looked up; by number, the ways and their known costs.
 
-    Threads share tables: a number is found only after all that it stands for. What an interrupt left half done, as
-    Ctrl-C does, is written over.
+    Threads share tables: a number can be found only once its entries are there. Entries that an interrupt (Ctrl-C) left
+    half written are written over.
     """
 
     def __init__(self) -> None:
@@ -52,10 +53,10 @@ class _Numbers(dict[Available, int]):
 
 
 class Table:
-    """The ways in which tensors of one type exist, and their `numbers`. `costs[b][a]`: the seconds to way b from a, if
-    known.
+    """Numbers for the ways in which tensors of one type may exist, and the costs between these.
 
-    `_least[b][a]`: what they are at least. What a table has seen before changes numbers, but no costs.
+    `costs[b][a]` are the seconds from way a to way b, `_least[b][a]` a lower bound; both as far as they were asked for.
+    Which number a way gets depends on what was seen before; its costs do not.
     """
 
     def __init__(self, kind: TensorType):
@@ -63,7 +64,7 @@ class Table:
         self.ways, self.costs, self._least = self.numbers.ways, self.numbers.costs, self.numbers.least
 
     def cost(self, have: int, want: int, most: float = math.inf) -> float:
-        """The seconds from one way to another, or what they are at least if that is more than `most`."""
+        """The seconds from one way to another; only a lower bound of them, if that is more than `most` already."""
         known = self.costs[want]
         found = known.get(have)
         if found is None:
@@ -85,9 +86,9 @@ table_of = functools.lru_cache(maxsize=1 << 10)(Table)
 
 
 class JointTable(dict[tuple[int, ...], int]):
-    """Numbers for the ways in which some tensors exist together, from their numbers in each one's table.
+    """Numbers for the ways in which several tensors exist together, from their numbers in each one's table.
 
-    `bounds[b][a]`: what it costs at least to come to b from a, as far as that was asked.
+    `bounds[b][a]` is a lower bound of the seconds from a to b, as far as it was asked for.
     """
 
     def __init__(self, tables: Sequence[Table]):
@@ -98,7 +99,7 @@ class JointTable(dict[tuple[int, ...], int]):
         self._known: list[list[Callable[[int], float | None]]] = []
 
     def __missing__(self, way: tuple[int, ...]) -> int:
-        """A new number, where the ways together were not seen before."""
+        """A new number, for a combination that was not seen before."""
         found = self[way] = len(self._ways)
         self._ways.append(way)
         self._known.append([table.costs[number].get for table, number in zip(self.tables, way, strict=True)])
@@ -106,7 +107,7 @@ class JointTable(dict[tuple[int, ...], int]):
         return found
 
     def cost(self, have: int, want: int, most: float) -> float:
-        """The seconds from one to another, or a part of them that is more than `most`."""
+        """The seconds from one way to another; only a part of them, if that is more than `most` already."""
         bounds = self.bounds[want]
         known = bounds.get(have)
         if known is not None and known > most:

@@ -1,4 +1,4 @@
-"""Between shardings of tensors and layouts of an op's factors."""
+"""From shardings of tensors to layouts of an op's factors, and back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_CARRY = Carry((), "", ())
 
 @functools.lru_cache(maxsize=1 << 16)
 def layouts_of(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> Layouts:
-    """The factor layouts that a tensor's dims ask for; WHOLE for those that it leaves out or that are blocked."""
+    """The factor layouts that a tensor in these layouts asks for; WHOLE for factors it lacks or that are blocked."""
     out = [WHOLE] * len(rule.factors)
     for factors, n, layout in zip(dims, shape, layouts, strict=True):
         if not layout or not factors:
@@ -48,9 +48,10 @@ def layouts_of(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: La
 
 
 def _spread(axes: Sequence[Split], sizes: tuple[int, ...], open_: tuple[bool, ...]) -> Layouts:
-    """Axes that do not fall between the factors of a dim, or fall on a blocked one, given to the others by sub-axes.
+    """Axes of a dim whose splits do not fall between its factors, or fall on a blocked one, given to the other factors.
 
-    8 ranks on 12 heads of 128 become 4 on the heads and 2 inside; what divides no factor is left out.
+    Axes are taken apart for that: 8 ranks on 12 heads of 128 become 4 on the heads and 2 inside. What divides no factor
+    is left out.
     """
     out: list[list[Split]] = [[] for _ in sizes]
     room = [size if free else 1 for size, free in zip(sizes, open_, strict=True)]
@@ -66,12 +67,12 @@ def _spread(axes: Sequence[Split], sizes: tuple[int, ...], open_: tuple[bool, ..
 
 @functools.lru_cache(maxsize=1 << 16)
 def displaced(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> tuple[Layouts, ...]:
-    """As `layouts_of`, with axes that it leaves out, such as those of blocked dims, on the tensor's roomiest others.
+    """As `layouts_of`, with the axes that it leaves out (of blocked dims, say) on the tensor's roomiest others.
 
-    The tensor comes there by an all-to-all, which moves an n-th of what gathering the dim would (attention from rows to
-    heads: Jacobs et al. 2023, DeepSpeed Ulysses). Where that dim has fewer steps than the axis ranks, a part of the
-    axis that divides them goes there; or all of it, if fewer than half of the ranks are idle then: seven of eight have
-    one of seven heads each. Nothing where no axis can move.
+    The tensor gets there by an all-to-all, which moves an n-th of what gathering the dim would (attention from rows to
+    heads: Jacobs et al. 2023, DeepSpeed Ulysses). If that dim has fewer steps than the axis has ranks, a part of the
+    axis goes there that divides the steps; or all of it, if that leaves fewer than half of the ranks idle: seven of
+    eight ranks then have one of seven heads each. Empty where no axis can move.
     """
     if not any(layouts):
         return ()
@@ -103,7 +104,7 @@ def reduces(rule: Rule) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def moved(rule: Rule, layouts: Layouts, axis: Split, side: tuple[int, ...]) -> Layouts | None:
-    """The layouts with an axis on the roomiest of some factors instead; None where it divides none of them."""
+    """The layouts with an axis moved to the roomiest factor in `side`; None where it divides none of them."""
     left = [tuple(split for split in layout if not (split.bound and conflicting(split, axis))) for layout in layouts]
     out = [lay.canonical(layout, factor.size) for layout, factor in zip(left, rule.factors, strict=True)]
     best, room = _roomiest(rule, side, out, axis.size or 1)
@@ -114,16 +115,17 @@ def moved(rule: Rule, layouts: Layouts, axis: Split, side: tuple[int, ...]) -> L
 
 
 def _roomiest(rule: Rule, free: Sequence[int], layouts: Sequence[Layout], ways: int) -> tuple[int, int]:
-    """The factor with the most steps left to split, before all others one that so many ways divide, and their count."""
+    """The factor with the most steps left to split, and how many; factors that `ways` divides come first."""
     room = {f: rule.factors[f].size // lay.extent(layouts[f]) for f in free}
     best = max(free, key=lambda f: (room[f] > 0 and room[f] % ways == 0, room[f]))
     return best, room[best]
 
 
 def merged(votes: Sequence[Layouts], taken: Sequence[Split] = (), beyond: bool = False) -> Layouts:
-    """Factor layouts from the votes in their order: later ones only refine, and no part of an axis is used twice.
+    """One layout per factor from votes: later votes only refine, and no part of an axis is used twice.
 
-    A layout ends where an axis of it is used; if `beyond`, it goes on after it, as where that axis alone is gathered.
+    Where a vote's layout has an axis that is used already, it is cut off there; with `beyond` it goes on without that
+    axis, as if that axis alone were gathered. `taken` are axes that may not be used at all.
     """
     return _merged(tuple(votes), tuple(taken), beyond)
 
@@ -143,7 +145,7 @@ def _merged(votes: tuple[Layouts, ...], taken: tuple[Split, ...], beyond: bool) 
 
 
 def _unused(layout: Layout, used: Sequence[Split]) -> Layout:
-    """The most major splits of a layout that use no used part of an axis, and what is left of the first that does."""
+    """The most major splits of a layout, up to the first that is used already, and what is still free of that one."""
     out: list[Split] = []
     for split in layout:
         clashes = [u for u in used if split.bound and conflicting(split, u)]
@@ -155,7 +157,7 @@ def _unused(layout: Layout, used: Sequence[Split]) -> Layout:
 
 
 def _unused_beyond(layout: Layout, used: Sequence[Split]) -> Layout:
-    """The layout with nothing bound where it uses a used part of an axis."""
+    """The whole layout, with splits that are used already left unbound."""
     out: list[Split] = []
     for split in layout:
         free = not split.bound or any(conflicting(split, u) for u in used)
@@ -167,14 +169,14 @@ def _unused_beyond(layout: Layout, used: Sequence[Split]) -> Layout:
 
 
 def _up_to_axes(splits: list[Split]) -> Layout:
-    """The splits down to the most minor one that is bound."""
+    """The splits without the unbound ones at the minor end."""
     while splits and not (splits[-1].bound and splits[-1].size != 1):
         splits.pop()
     return tuple(splits)
 
 
 def _free_part(split: Split, clashes: Sequence[Split]) -> Split:
-    """The part of an axis more major than all that is used of it."""
+    """The most major part of an axis that none of the clashing splits uses."""
     assert split.size is not None
     start = min(clash.pre for clash in clashes)
     fits = start > split.pre and start % split.pre == 0 and split.size % (start // split.pre) == 0
@@ -182,7 +184,7 @@ def _free_part(split: Split, clashes: Sequence[Split]) -> Split:
 
 
 def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts: Layouts) -> Layouts | None:
-    """The layouts of a tensor's dims; None where a merged dim cannot have them, or in too many runs."""
+    """The layouts of a tensor's dims; None where a merged dim cannot be laid out so, or only in too many runs."""
     out = []
     for factors, n in zip(dims, shape, strict=True):
         if not factors:
@@ -199,8 +201,10 @@ def tensor_layouts(rule: Rule, dims: DimFactors, shape: tuple[int, ...], layouts
 
 
 def representable(rule: Rule, layouts: Layouts) -> Layouts:
-    """The layouts with factors below the most major one of a merged dim left whole where they are uneven, or would have
-    a rank hold the dim in too many runs.
+    """The layouts with those factors left whole that no merged dim could show.
+
+    Below the most major factor of a merged dim these are uneven ones, and those that would have a rank hold the dim in
+    too many runs.
     """
     minor = [f for f in _minor_factors(rule) if layouts[f]]
     if not minor:
@@ -212,14 +216,14 @@ def representable(rule: Rule, layouts: Layouts) -> Layouts:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _far_apart(rule: Rule) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The factors below others of some dim, with those, where the others have more steps than a dim may have runs."""
+    """(factor, the factors above it in some dim), where those above have more steps than a dim may have runs."""
     dims = [dim for tensor in (*rule.operands, *rule.results) for dim in tensor]
     pairs = {(factor, dim[:place]): None for dim in dims for place, factor in enumerate(dim) if place}
     return tuple(p for p in pairs if math.prod([rule.factors[f].size for f in p[1]]) > lay.MOST_RUNS)
 
 
 def _steps(rule: Rule, layouts: Layouts, factors: tuple[int, ...]) -> int:
-    """How many steps of these factors a rank has."""
+    """How many steps of these factors together a rank has."""
     ways = [group_size(lay.axes(layouts[f])) for f in factors]
     return math.prod([-(-rule.factors[f].size // way) for f, way in zip(factors, ways, strict=True)])
 
@@ -232,13 +236,13 @@ def _minor_factors(rule: Rule) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def without_reductions(rule: Rule, layouts: Layouts) -> Layouts:
-    """The layouts with factors that are reduced left whole."""
+    """The layouts with reduced factors left whole."""
     pairs = zip(rule.factors, layouts, strict=True)
     return tuple(WHOLE if factor.kind is FactorKind.REDUCE else layout for factor, layout in pairs)
 
 
 def following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> tuple[Layouts | None, ...]:
-    """The dims of an op's results where they follow its operands, the first ones first; nothing is reduced for it."""
+    """By result the dims that follow from the operands, the first operands first, if nothing may be left to reduce."""
     rows = zip(rule.operands, call.types, operands, strict=True)
     votes = [without_reductions(rule, layouts_of(rule, dims, t.shape, s.dims)) for dims, t, s in rows]
     agreed = representable(rule, merged(votes) if votes else (WHOLE,) * len(rule.factors))
@@ -248,10 +252,10 @@ def following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> tuple[Lay
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where an op is computed: its factors' layouts and, following from them, its operands' and results' shardings.
+    """Where an op is computed: its factors' layouts and, following from these, the shardings of operands and results.
 
-    `ways`: its work over that of the rank which has most of it. With a `move` the op is not computed but communicated:
-    the move makes its result from its first operand.
+    `ways` is the op's work divided by that of the rank with most of it. With a `move` the op is not computed: the move
+    makes its result from its first operand.
     """
 
     layouts: Layouts
@@ -264,7 +268,7 @@ class Placement:
 
 @functools.lru_cache(maxsize=1 << 14)
 def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:
-    """The placement of an op on a mesh; None where some dim cannot be laid out so."""
+    """The placement of an op on a mesh; None where a dim cannot be laid out so, or reductions would mix."""
     operand_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.operands, call.types, strict=True)]
     result_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.results, call.results, strict=True)]
     if None in operand_dims or None in result_dims:
@@ -286,7 +290,7 @@ def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Ca
 
 @functools.lru_cache(maxsize=1 << 12)
 def _sums(rule: Rule) -> tuple[tuple[int, ...], ...]:
-    """Of every result the factors that it is reduced over: those of a reduction that it does not have as dims."""
+    """For every result the factors that are reduced for it: reductions that are not among its dims."""
     reduced = [f for f, factor in enumerate(rule.factors) if factor.kind is FactorKind.REDUCE]
     return tuple(tuple(f for f in reduced if not any(f in dim for dim in dims)) for dims in rule.results)
 
@@ -294,7 +298,7 @@ def _sums(rule: Rule) -> tuple[tuple[int, ...], ...]:
 def left_to_reduce(
     rule: Rule, layouts: Layouts, result: int, carry: Carry = NO_CARRY
 ) -> tuple[tuple[Split, ...], str] | None:
-    """The axes that a result is unreduced over, and the reduction; None where two kinds would mix."""
+    """The axes that a result is unreduced over, and the reduction; None where two kinds of reductions would mix."""
     found = list(carry.axes)
     kinds = {carry.reduce} if carry.axes else set()
     for f in _sums(rule)[result]:
@@ -308,7 +312,7 @@ def left_to_reduce(
 
 
 def carries(call: Call, rule: Rule, available: Sequence[Sequence[Sharding]]) -> Carry | None:
-    """What the op can carry of its operands' unreduced axes as they are; None where it needs them reduced."""
+    """What the op carries of its operands' unreduced axes to its results; None where it needs its operands reduced."""
     found = [next((s for s in shardings if s.partial), None) for shardings in available]
     partial = [(i, s) for i, s in enumerate(found) if s is not None]
     if not partial:
@@ -322,7 +326,7 @@ def carries(call: Call, rule: Rule, available: Sequence[Sequence[Sharding]]) -> 
 
 
 def passes(call: Call, rule: Rule, partial: Sequence[int], reduce: str) -> bool:
-    """Whether the op carries what is left to reduce of these operands, where the others are reduced."""
+    """Whether the op carries what is left to reduce of the operands at these places, the others being reduced."""
     kind, types = call.op.partial, call.types
     if kind is Partial.MOVE:
         return len(types) == 1
@@ -334,7 +338,7 @@ def passes(call: Call, rule: Rule, partial: Sequence[int], reduce: str) -> bool:
 
 
 def _is_linear(call: Call, rule: Rule, partial: Sequence[int]) -> bool:
-    """Whether the op is linear in these operands, types aside."""
+    """Whether the op is linear in these operands together, apart from what casts do."""
     kind = call.op.partial
     if kind is Partial.CAST:
         return True
@@ -353,12 +357,12 @@ def _is_pure(call: Call) -> bool:
 
 
 def _converts(call: Call, partial: Sequence[int], may: Callable[[DataType, DataType], bool]) -> bool:
-    """Whether these operands' types may, each, become the results' before anything is reduced."""
+    """Whether these operands may be cast to the results' types before they are reduced."""
     return all(may(call.types[i].dtype, made.dtype) for i in partial for made in call.results)
 
 
 def _by_terms(old: DataType, new: DataType) -> bool:
-    """Whether terms of a sum may be converted one by one: the sum of integers wraps, fractions are cut or rounded."""
+    """Whether the terms of a sum may be cast one by one: sums of integers wrap, fractions are cut or rounded."""
     if old is new:
         return True
     return min(old.category, new.category) >= Category.FLOAT and (
@@ -367,5 +371,5 @@ def _by_terms(old: DataType, new: DataType) -> bool:
 
 
 def _in_order(old: DataType, new: DataType) -> bool:
-    """Whether what is greater stays so when it is converted: integers of another sign and the same size change it."""
+    """Whether a cast keeps the order of numbers: one to integers of another sign and the same size does not."""
     return old is new or old.category < new.category or old.itemsize < new.itemsize

@@ -1,4 +1,4 @@
-"""How one op goes on from what a plan has so far: the options worth trying, and what exists after each."""
+"""How one op goes on from what a plan has so far: the options worth trying, and how tensors exist after each."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ EPSILON = 1e-11
 
 
 class Touched(NamedTuple):
-    """One of the tensors that an op reads or makes: its type, its annotation, and whether it is an input.
+    """Facts about one of the tensors that an op reads or makes.
 
-    `read_again` tells whether a later op, or the outside, reads it. `owed` is the part of a reduction that it needs
-    before the op, and `owes` after it (`Owing.shares`).
+    `read_again`: a later op, or the outside, reads it. `owed` is the part of its reduction that it will need, seen from
+    before the op, and `owes` from after it (`Owing.shares`).
     """
 
     type: TensorType
@@ -41,17 +41,17 @@ class Touched(NamedTuple):
 
     @property
     def unplaced(self) -> bool:
-        """An input that no annotation places is whole on every rank, so on every mesh."""
+        """Whether it is an input without an annotation, which is whole on every rank of every mesh."""
         return self.is_input and self.annotation is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """All that an op's options depend on but where its operands are and what is wanted; one object for equal ones.
+    """What an op's options depend on, but for where its operands are and what is wanted; one object for equal ones.
 
     `tensors` are the distinct operands, `read` of them, then the results; `operands[i]` is the place of operand i among
-    them. `tables` give numbers to the ways in which each of the tensors exists. `said` are the results'
-    annotations, `read_again` says it of each tensor, and `unplaced` whether any operand is an input on no mesh.
+    them. For each of the tensors `tables` number the ways in which it exists, and `read_again` tells whether it is.
+    `said` are the results' annotations. `unplaced`: some operand is an input without an annotation.
     """
 
     call: Call
@@ -68,7 +68,7 @@ class Kind:
 
     @property
     def may_move(self) -> bool:
-        """Whether a thorough search may find placements that a plain one does not (`votes.reassigned`)."""
+        """Whether thorough searches may find placements by moving axes between factors (`votes.reassigned`)."""
         return len(self.rule.operands) > 1 and not self.reductions and reduces(self.rule)
 
 
@@ -90,7 +90,7 @@ class Role:
         )  # fmt: skip
 
     def operands(self, held: Sequence[Available]) -> tuple[Available, ...]:
-        """The shardings of each operand, from those of the distinct ones."""
+        """The shardings of each operand, given those of the distinct ones."""
         if not self.kind.unplaced:
             return tuple([held[i] for i in self.kind.operands])
         return tuple([self._here(i, held[i]) for i in self.kind.operands])
@@ -107,7 +107,7 @@ def _kind(
     call: Call, rule: Rule, mesh: DeviceMesh, operands: tuple[int, ...], tensors: tuple[Touched, ...],
     reductions: tuple[Layout, ...],
 ) -> Kind:  # fmt: skip
-    """Equal kinds are one object."""
+    """The kind of these facts; equal kinds are one object."""
     read, tables = len(tensors) - len(call.results), tuple([table_of(t.type) for t in tensors])
     said, again = tuple([t.annotation for t in tensors[read:]]), tuple([t.read_again for t in tensors])
     unplaced = any([t.unplaced for t in tensors[:read]])
@@ -118,10 +118,11 @@ role_of = functools.lru_cache(maxsize=1 << 13)(Role)
 
 
 class Growth(NamedTuple):
-    """One option of an op in a plan, and the seconds that it adds: those that unreduced sums will need count.
+    """One option of an op in a plan.
 
-    `after[i]` is how the i-th of the op's tensors exists then, () where it is not read again, and `codes[i]` its number
-    in the kind's tables. `runner_up` is the best of the op's other options.
+    `seconds` is what it adds to the plan, with what unreduced sums will need. `after[i]` is how the i-th of the op's
+    tensors then exists, () if it is not read again, and `codes[i]` the number of that in the kind's tables. `runner_up`
+    is the best of the op's other options.
     """
 
     option: Option
@@ -142,7 +143,7 @@ class Ways:
         self._best: dict[int, tuple[Growth, ...]] = {}
 
     def best(self, width: int) -> tuple[Growth, ...]:
-        """The best of them that none of the others reaches at no greater cost, cheapest first."""
+        """The cheapest growths that no other reaches by resharding at no greater cost."""
         count = min(max(width, 2), len(self.found))
         if count not in self._best:
             self._best[count] = self._unreached(count)
@@ -166,14 +167,14 @@ class Ways:
         return Growth(option, other, option.seconds + (owed - self._owed_before), after, codes)
 
     def _owing(self, place: int, code: int, found: Available) -> float:
-        """What the op's tensor of this place will take at least to be reduced after the op; told once for each way."""
+        """The least seconds that reducing the tensor at this place will take after the op; known once per way."""
         known = self._owed_after[place]
         if code not in known:
             known[code] = self._reducing(place, found, self.role.kind.tensors[place].owes)
         return known[code]
 
     def _owed(self, available: Sequence[Available], shares: Sequence[float]) -> float:
-        """The seconds that reductions will take at least, of all tensors that exist unreduced only."""
+        """The least seconds that reducing these tensors takes; those that exist reduced as well need none."""
         rows = enumerate(zip(available, shares, strict=False))
         return sum([self._reducing(place, found, share) for place, (found, share) in rows])
 
@@ -200,15 +201,15 @@ _ways = functools.lru_cache(maxsize=1 << 14)(Ways)
 def growths(
     role: Role, available: tuple[Available, ...], known: tuple[Available, ...], width: int, thorough: bool
 ) -> tuple[Growth, ...]:
-    """The best ways to go on.
+    """The best ways to go on over an op, cheapest first.
 
-    `available[i]` is how the i-th distinct operand exists; `known[i]` how it does in some plan.
+    `available[i]` is how the i-th distinct operand exists in this plan; `known[i]` are its shardings in any plan.
     """
     return _ways(role, available, known, thorough).best(width)
 
 
 def _is_reached(growth: Growth, tables: Sequence[Table], kept: Iterable[Growth]) -> bool:
-    """Whether resharding turns what one of the others leaves into what this one does, at no greater cost."""
+    """Whether one of the others can be resharded into this growth at no greater cost."""
     limit, wanted = growth.seconds + EPSILON, growth.codes
     for other in kept:
         room = limit - other.seconds
@@ -231,7 +232,7 @@ def _reduction(kind: TensorType, wanted: Available, home: Sharding) -> float:
 
 
 class Occurrence(NamedTuple):
-    """A kind where it occurs in a graph: its tensors' numbers, and which later op reads each of them next."""
+    """A kind where it occurs in a graph: its tensors' numbers, and by tensor the next op that reads it, if any."""
 
     kind: Kind
     tensors: tuple[int, ...]
@@ -239,7 +240,7 @@ class Occurrence(NamedTuple):
 
 
 class Roles:
-    """The kinds of a graph's nodes."""
+    """The kind of every node of a graph, in order."""
 
     def __init__(self, graph: Graph, meshes: Mapping[int, DeviceMesh]):
         self.graph, self.meshes = graph, meshes
@@ -251,7 +252,7 @@ class Roles:
         self.parts = [self._part(node) for node in reversed(graph.nodes)][::-1]
 
     def holding(self, places: Mapping[int, Sharding]) -> Roles:
-        """The same with tensors annotated."""
+        """The same with these tensors annotated as well."""
         held = copy.copy(self)
         held.parts = [_holding(p, places) if not places.keys().isdisjoint(p.tensors) else p for p in self.parts]
         return held

@@ -22,7 +22,7 @@ class Meshes:
 
 
 def node_meshes(graph: Graph, world: DeviceMesh) -> Meshes:
-    """An op runs where its result is annotated to be, else where its first placed operand is, else where it is used."""
+    """An op runs where its result is annotated to be, else where its first placed operand is, else where it is read."""
     tensors = {i: sharding.mesh for i, sharding in graph.annotations.items()}
     default = next(iter(tensors.values()), world)
     nodes: dict[int, DeviceMesh] = {}

@@ -1,4 +1,4 @@
-"""Where outputs that nobody places are left."""
+"""Where outputs that no annotation places are left."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def _followed(call: Call, rule: Rule, operands: tuple[Sharding, ...]) -> tuple[S
 def all_followed(
     graph: Graph, inputs: Mapping[int, Sharding], otherwise: Callable[[int], Sharding]
 ) -> dict[int, Sharding]:
-    """Every op's results where they would be if they followed the annotations and never were reduced or moved.
+    """Every op's results if all ops followed the annotations and nothing were reduced or moved.
 
-    `otherwise` tells of those that cannot be laid out so.
+    `otherwise` gives the sharding of those that cannot be laid out so.
     """
     known, made = dict(inputs), dict[int, Sharding]()
     for node in graph.nodes:
@@ -42,10 +42,10 @@ def all_followed(
 
 
 def ends(sharded: ShardedDefinition) -> dict[int, Sharding]:
-    """Of every output where it is left: at home, its sums reduced.
+    """For every output where it is left: where its op makes it, reduced.
 
-    A free output that is a sum follows the operands of the ops that carry it, if that takes less time: rows that are
-    looked up in a split table by split indices stay split, by a reduce-scatter.
+    A free output that is a sum may be scattered to where the ops that carry it would follow their operands, if that
+    takes less time: rows that are looked up in a split table by split indices stay split, by a reduce-scatter.
     """
     homes = sharded.homes
     done = {i: homes[i].reduced() for i in sharded.graph.outputs}
@@ -56,7 +56,7 @@ def ends(sharded: ShardedDefinition) -> dict[int, Sharding]:
 
 
 class _Tracer:
-    """Follows unreduced sums back to the ops that make them."""
+    """Follows unreduced sums back through the ops that make them."""
 
     def __init__(self, sharded: ShardedDefinition):
         self.graph, self.homes = sharded.graph, sharded.homes
@@ -71,7 +71,7 @@ class _Tracer:
         return targets[1] if seconds[1] < seconds[0] else targets[0]
 
     def _follow(self, tensor: int) -> Sharding:
-        """Where a sum would be if all that it is made of were followed; any other tensor is where it is."""
+        """Where a sum would be if its op, and all ops that it carries sums from, followed their operands."""
         for i in inner_first(tensor, self._unknown_sums):
             self._known[i] = self._followed(i) if self._is_followed(i) else self.homes[i]
         return self._known[tensor]

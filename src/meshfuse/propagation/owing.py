@@ -1,8 +1,9 @@
-"""How much of its reduction a tensor that stays unreduced will need, as far as the graph alone tells.
+"""How much of its reduction an unreduced tensor will need in the end, as far as the graph alone tells.
 
 A plan is charged for the sums that it leaves unreduced, as if each were reduced where it is. But readers that are
-linear in one may make so much less of it that their results are reduced at last, never the tensor itself: of the
-products y of experts the sum of y * gates over experts, and for the gates' gradient that of y * grad over the width.
+linear in a sum may make so much less of it that only their results are reduced, never the tensor itself. So of the
+products y of experts: what is read of it is the sum of y * gates over experts and, for the gates' gradient, that of y *
+grad over the width.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LESS = 4
 
 
 class Owing:
-    """What is left to reduce of each tensor at last, in elements, for the nodes met so far, the last ones first."""
+    """For each tensor how many elements must be reduced in the end; nodes are met last ones first."""
 
     def __init__(self, graph: Graph):
         made = {i for node in graph.nodes for i in (*node.inputs, *node.outputs)}
@@ -30,11 +31,11 @@ class Owing:
         self._shares: dict[int, float] = {}
 
     def shares(self, tensors: Iterable[int]) -> tuple[float, ...]:
-        """The part of its reduction that those who read it need, for each tensor."""
+        """For each tensor the part of its own reduction that its readers, met so far, need."""
         return tuple([self._shares.get(i, 1.0) for i in tensors])
 
     def meet(self, node: Node) -> None:
-        """Count a node among the readers."""
+        """Count a node among the readers of its operands."""
         numels, left = self._numels, self._left
         made = sum([min(numels[i], left.get(i, 0)) for i in node.outputs])
         for i in dict.fromkeys(node.inputs):
@@ -45,7 +46,7 @@ class Owing:
                 self._note(i)
 
     def _note(self, tensor: int) -> None:
-        """Shares are powers of two, so that equal layers have equal ones though what they make adds up."""
+        """Shares are powers of two, so that equal layers have equal ones, though elements add up over layers."""
         left, numel = self._left[tensor], self._numels[tensor]
         if 0 < left * LESS <= numel:
             self._shares[tensor] = 2.0 ** math.ceil(math.log2(left / numel))
@@ -59,5 +60,5 @@ def _places(node: Node, tensor: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1 << 13)
 def _passes_alone(call: Call, rule: Rule, places: tuple[int, ...]) -> bool:
-    """Whether a sum that is these operands, and no other is, can stay one."""
+    """Whether the op carries a sum that stands at these places, its other operands being reduced."""
     return passes(call, rule, places, "sum")

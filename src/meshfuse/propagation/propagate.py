@@ -1,8 +1,8 @@
 """Propagation: forward, backward and forward again over the ops, each decision by modelled time.
 
-The first sweep follows the data from the inputs, the second carries what results are wanted as back to where they
-are made, the third decides every op for good with a beam of plans. Annotated tensors never change. (The factor form of
-the rules is GSPMD's and Shardy's; deciding by modelled time is our own.)
+The first sweep finds what every tensor would be if all ops followed the annotations on the inputs. The second carries
+that back from results to operands, as wishes. The third decides every op for good, with a beam of plans. Annotated
+tensors never change. (The factor form of the rules is GSPMD's and Shardy's; deciding by modelled time is our own.)
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ from .sharded import Choice, ShardedDefinition
 from .votes import Available
 from .wishes import wishes
 
-FAST = BeamSettings(24, 32)
+# A horizon beyond the end of any program: no choice is final before the end.
+_NONE = 1 << 30
+FAST = BeamSettings(width=24, horizon=32)
 # The first search, all that long programs get.
-FIRST = BeamSettings(6, 16)
-THOROUGH = BeamSettings(16, 32, thorough=True)
+FIRST = BeamSettings(width=6, horizon=16)
+THOROUGH = BeamSettings(width=16, horizon=32, thorough=True)
 # Several of these go on from one another: with more plans each takes longer, and they find no more together.
 NARROW = THOROUGH._replace(width=8)
 # Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
-_LONG = BeamSettings(32, 1 << 30)
+_LONG = BeamSettings(width=32, horizon=_NONE)
 # What pays in the backward only is far behind for most of the forward.
-LATE = BeamSettings(64, 1 << 30)
+LATE = BeamSettings(width=64, horizon=_NONE)
+# Programs of so many ops are searched without a horizon.
 SMALL = 256
 # Of many programs that differ in one place each.
-LOOK = BeamSettings(12, 32, sums=True)
+LOOK = BeamSettings(width=12, horizon=32, sums=True)
 _NOWHERE: Mapping[int, Sharding] = {}
 
 
 def propagate(graph: Graph, world: DeviceMesh, twice: bool = True) -> ShardedDefinition:
-    """A sharding for every tensor and a placement for every op. `world` is the mesh where no annotation names one.
+    """A sharding for every tensor and a placement for every op.
 
-    `twice`: search small programs a second time. Long ones of equal layers are planned with few of them.
+    `world` is the mesh of a program in which no annotation names one. `twice`: search small programs a second time.
+    Long programs of equal layers are planned by few of their layers (`folding`).
     """
     fold = folded(graph)
     if fold is not None:
@@ -55,7 +59,7 @@ def propagate(graph: Graph, world: DeviceMesh, twice: bool = True) -> ShardedDef
 
 
 def total_seconds(done: ShardedDefinition) -> float:
-    """The modelled time of a plan, with that of the reductions which its outputs leave to do."""
+    """The modelled time of a plan, and of the reductions that its outputs still need."""
     left = [(done.homes[i], end, done.graph.tensors[i].type) for i, end in ends(done).items()]
     owed = [cheapest((home,), end, t.shape, t.dtype.itemsize) for home, end, t in left]
     return sum(choice.seconds for choice in done.choices) + sum(owed)
@@ -79,14 +83,14 @@ class Propagation:
         self._done: list[tuple[BeamSettings, dict[int, Available], Mapping[int, Sharding], ShardedDefinition]] = []
 
     def _input_home(self, tensor: int) -> Sharding:
-        """Inputs that no annotation places are whole on every rank."""
+        """An input's annotation; inputs without one are whole on every rank."""
         return self.graph.annotations.get(tensor) or self._whole(tensor)
 
     def _whole(self, tensor: int) -> Sharding:
         return Sharding.replicated(self.meshes.of_tensor(tensor), len(self.graph.shape(tensor)))
 
     def first(self, twice: bool = True) -> ShardedDefinition:
-        """The best plan from what follows the annotations, and for small programs from what a greedy sweep makes."""
+        """A first plan: wishes from what follows the annotations, and in small programs also from a greedy sweep."""
         found = self._searched(FIRST, self._following)
         if twice and FAST.horizon < len(self.graph.nodes) <= SMALL:
             other = self._searched(_LONG, self.greedily)
@@ -99,11 +103,11 @@ class Propagation:
         search: BeamSettings = FAST,
         starts: Mapping[int, Sharding] = _NOWHERE,
     ) -> ShardedDefinition:
-        """A plan from what is `asked` of what ops make; from what the greedy sweep makes where nothing is.
+        """A plan whose wishes start from what is `asked` of ops' results; from those of a greedy sweep if that is None.
 
-        Where the search is thorough, ops try more placements (`votes.reassigned`). One to whose end no choice is final
-        is for small programs, others are searched fast. `starts`: where inputs lie, too, as if they had come for
-        nothing. What that saves may come long after the choice is final; whether it pays is for others to say.
+        A search without a horizon is for small programs; longer ones are then searched with that of `FAST`. `starts`
+        are other places for inputs, as if the inputs were there, too, for nothing: what a start saves may come only
+        after many ops. Its price is added to the plan where such an input is read.
         """
         if search.horizon > FAST.horizon and len(self.graph.nodes) > SMALL:
             search = search._replace(width=FAST.width, horizon=FAST.horizon)
@@ -112,15 +116,15 @@ class Propagation:
     def holding(
         self, asked: Mapping[int, Sharding], tensor: int, place: Sharding, search: BeamSettings
     ) -> ShardedDefinition:
-        """A plan in which what an op makes is somewhere, as if it were annotated, from what is asked elsewhere."""
+        """As `again`, with one tensor held in a place, as if it were annotated."""
         return self._unheld(self._held({tensor: place}).again(asked, search))
 
     def leaving(self, asked: Mapping[int, Sharding], ends: Mapping[int, Sharding]) -> ShardedDefinition:
-        """A plan in which free outputs end up in places, as if they were annotated, from what is asked elsewhere."""
+        """As `again`, with free outputs left in these places, as if they were annotated."""
         return self._unheld(self._held(ends).again(asked, NARROW), ends)
 
     def _held(self, places: Mapping[int, Sharding]) -> Propagation:
-        """The searches of the same graph with tensors held in places."""
+        """The searches of the same graph with these tensors annotated as well."""
         held = copy.copy(self)
         held.graph = dataclasses.replace(self.graph, annotations={**self.graph.annotations, **places})
         held.roles = self.roles.holding(places)
@@ -129,7 +133,7 @@ class Propagation:
         return held
 
     def _unheld(self, plan: ShardedDefinition, ends: Mapping[int, Sharding] = _NOWHERE) -> ShardedDefinition:
-        """A plan of the graph with tensors held as one of the graph itself, but for outputs that end where they are."""
+        """A plan that was made with tensors held, as one of the graph itself; outputs in `ends` stay where held."""
         choices = plan.choices
         found = ShardedDefinition(self.graph, choices, self._homes(list(choices)) | dict(ends))
         found.verify()
@@ -137,18 +141,18 @@ class Propagation:
 
     @functools.cached_property
     def _following(self) -> Mapping[int, Sharding]:
-        """What ops make where all follow the annotations; whole where they cannot."""
+        """By tensor its sharding if all ops follow the annotations; whole where that cannot be laid out."""
         return all_followed(self.graph, {i: available[0] for i, available in self.inputs.items()}, self._whole)
 
     @functools.cached_property
     def greedily(self) -> Mapping[int, Sharding]:
-        """What a sweep that decides every op at once makes."""
+        """By tensor its sharding in a sweep that decides every op at once."""
         return greedy(self.roles, self.placed, self.inputs)
 
     def _searched(
         self, search: BeamSettings, asked: Mapping[int, Sharding], starts: Mapping[int, Sharding] = _NOWHERE
     ) -> ShardedDefinition:
-        """The plan that a search finds, which follows from what is wanted before it and where inputs lie."""
+        """The plan of one search; searches that start from the same wishes and places are done once."""
         key = (search, self._wanted(asked), starts)
         found = next((plan for *known, plan in self._done if tuple(known) == key), None)
         if found is None:
@@ -158,7 +162,7 @@ class Propagation:
         return found
 
     def _paid(self, plan: ShardedDefinition, starts: Mapping[int, Sharding]) -> ShardedDefinition:
-        """The plan with what the inputs' being there would have saved counted where they are read."""
+        """The plan with the price of bringing inputs to their `starts` added, where they are first read there."""
         if not starts:
             return plan
         held, choices = {i: self.inputs[i] for i in starts}, list[Choice]()
@@ -172,13 +176,13 @@ class Propagation:
         return dataclasses.replace(plan, choices=tuple(choices))
 
     def _saved(self, tensor: int, held: Available, start: Sharding, need: Sharding) -> float:
-        """The seconds by which a tensor comes sooner to where it is needed if it is at the start as well."""
+        """The seconds that a tensor takes less to where it is needed if it is at `start`, too."""
         kind = self.graph.tensors[tensor].type
         slow, fast = (cheapest(there, need, kind.shape, kind.dtype.itemsize) for there in (held, (*held, start)))
         return slow - fast
 
     def _wanted(self, asked: Mapping[int, Sharding]) -> dict[int, Available]:
-        """What is asked, where no annotation says otherwise, with what readers need to give what is wanted of them."""
+        """What is wanted of every tensor: what is asked of it or its annotation first, then its readers' wishes."""
         wanted = {i: (sharding.reduced(),) for i, sharding in asked.items()} | self.placed
         fixed = self.placed.keys() | self.inputs.keys()
         for kind, tensors, _ in reversed(self.roles.parts):
@@ -196,7 +200,7 @@ class Propagation:
         return found
 
     def _homes(self, choices: list[Choice]) -> dict[int, Sharding]:
-        """Where each tensor is after its op: its annotation, or what the op makes."""
+        """Every tensor's sharding after its op: its annotation, or as the op makes it."""
         homes = {i: available[0] for i, available in self.inputs.items()}
         for node, choice in zip(self.graph.nodes, choices, strict=True):
             homes.update(zip(node.outputs, choice.placement.results, strict=True))

@@ -25,7 +25,7 @@ class Choice:
 class ShardedDefinition:
     """A graph with a sharding for every tensor and a placement for every op.
 
-    `homes[t]` is the sharding a tensor has after its op (and, if it is annotated, its annotation): it may be partial.
+    `homes[t]` is the sharding that tensor t has after its op: its annotation, if it has one. It may be partial.
     """
 
     graph: Graph
@@ -33,7 +33,7 @@ class ShardedDefinition:
     homes: Mapping[int, Sharding]
 
     def verify(self) -> None:
-        """Every tensor has a sharding, annotated ones theirs, and every placement fits its op."""
+        """Assert that every tensor has a sharding, annotated ones their own, and that every placement fits its op."""
         graph = self.graph
         made = {i for node in graph.nodes for i in node.outputs}
         assert set(self.homes) == made | set(graph.input_tensors)

@@ -1,6 +1,4 @@
-"""What an op's factors may be laid out as: what operands and results ask for, and, for thorough searches, what none of
-them asks for.
-"""
+"""The layouts that an op's factors may have: what operands and results ask for, and what thorough searches add."""
 
 from __future__ import annotations
 
@@ -24,9 +22,8 @@ Available = tuple[Sharding, ...]
 class Setting(NamedTuple):
     """What the placements of a node depend on; equal for equal layers, so that each is worked out once.
 
-    `known[i]` are shardings that operand i has in some plan; `wanted[j]` those that someone asks of result j;
-    `fixed[j]` tells whether it is one, from its annotation. `reductions` are layouts that the user gave the op's
-    reduction dims.
+    `known[i]` are shardings that operand i has in some plan. `wanted[j]` are those that someone asks of result j; if
+    `fixed[j]`, it is the result's annotation. `reductions` are layouts that the user gave the op's reduction dims.
     """
 
     call: Call
@@ -45,7 +42,7 @@ SourceKind = Literal["operand", "result", "carry", "whole", "pieces"]
 
 
 class Source(NamedTuple):
-    """What a placement follows, and of operands or results which."""
+    """What a placement follows; `place` tells which operand or result."""
 
     kind: SourceKind
     place: int = 0
@@ -73,8 +70,10 @@ def votes_of(setting: Setting) -> list[Vote]:
 
 
 def asked_for(setting: Setting, votes: tuple[Vote, ...]) -> Iterator[Vote]:
-    """What operands and results ask for, each alone and joined by the others; the op whole on every rank; and of
-    products what is left to the others where they give up axes to the first.
+    """All layouts that operands and results ask for.
+
+    Each vote, alone and refined by the others; the op whole on every rank; and, for products, each vote with what the
+    others ask for beyond the axes that the first one has taken.
     """
     rule = setting.rule
     yield from _agreed(rule, votes, tuple(_displaced_votes(setting)), setting.reductions)
@@ -84,13 +83,13 @@ def asked_for(setting: Setting, votes: tuple[Vote, ...]) -> Iterator[Vote]:
 
 
 def unasked(setting: Setting, votes: Sequence[Vote]) -> Iterator[Vote]:
-    """What nobody asks for as it is."""
+    """Layouts that nobody asks for as they are."""
     yield from (reassigned if _is_product(setting.rule) else _beyond)(setting.rule, votes)
     yield from _scattered(setting, votes)
 
 
 def _is_product(rule: Rule) -> bool:
-    """Whether operands meet and something is reduced."""
+    """Whether several operands meet in the op and something is reduced."""
     return len(rule.operands) > 1 and reduces(rule)
 
 
@@ -98,7 +97,7 @@ def _is_product(rule: Rule) -> bool:
 def _agreed(
     rule: Rule, votes: tuple[Vote, ...], displaced: tuple[Vote, ...], reductions: tuple[Layout, ...]
 ) -> tuple[Vote, ...]:
-    """What each vote gives with the others after it, and alone; the same with nothing split that is reduced."""
+    """Each vote refined by the others, and alone; and the same with reduced factors left whole."""
     found: dict[Layouts, Source] = {}
     for source, vote in (*votes, *displaced):
         order = _led_by(vote, votes)
@@ -112,14 +111,14 @@ def _agreed(
 
 
 def _led_by(vote: Layouts, votes: Sequence[Vote]) -> list[Layouts]:
-    """The vote, and the others after it."""
+    """The votes with this one first."""
     return [vote, *[other for _, other in votes if other != vote]]
 
 
 def reassigned(rule: Rule, votes: Sequence[Vote]) -> Iterator[Vote]:
-    """Every way to put the axes of the votes on factors; of very many ways, those with but one axis where nobody asks.
+    """Every way to put the axes of the votes on factors; if these are too many, those that move one axis only.
 
-    Where operands disagree, the best may be what none of them asks for: an operand comes there by an all-to-all, which
+    Where operands disagree, the best may be what none of them asks for: an operand gets there by an all-to-all, which
     moves an n-th of what gathering it would, and nothing is left to reduce.
     """
     on, free = _axes_of(votes), _free_factors(rule)
@@ -133,10 +132,10 @@ def reassigned(rule: Rule, votes: Sequence[Vote]) -> Iterator[Vote]:
 
 
 def _where_it_was(rule: Rule, layouts: Layouts, votes: Sequence[Vote]) -> Layouts:
-    """The layouts, with the blocks that a vote has where it asks for more axes on a factor.
+    """The layouts in the blocks that data already lie in, where a vote has more axes on a factor.
 
-    A dim over (x, y) that gives up x comes from a gather over x if each rank then has all blocks of its place on y, and
-    from a gather and a permutation if it has neighbouring ones.
+    If a dim over (x, y) gives up x, a gather over x brings each rank all blocks of its place on y: that layout needs
+    one gather. Neighbouring blocks, as (y) alone means, would need a permutation after it.
     """
     rows = zip(layouts, zip(*(vote for _, vote in votes), strict=True), rule.factors, strict=True)
     return tuple(_among(layout, asked, factor.size) for layout, asked, factor in rows)
@@ -151,7 +150,7 @@ def _among(layout: Layout, asked: Iterable[Layout], size: int) -> Layout:
 
 
 def _axes_of(votes: Iterable[Vote]) -> dict[Split, set[int]]:
-    """The axes of the votes, the first of those that overlap, and the factors that they are asked for on."""
+    """The axes of the votes, with the factors they are asked for on; of axes that overlap only the first."""
     on: dict[Split, set[int]] = {}
     for factor, axis in ((f, axis) for _, vote in votes for f, layout in enumerate(vote) for axis in lay.axes(layout)):
         if axis in on or not any(conflicting(axis, other) for other in on):
@@ -164,10 +163,10 @@ def _free_factors(rule: Rule) -> list[int]:
 
 
 def apportioned(setting: Setting, votes: Sequence[Vote]) -> Iterator[Vote]:
-    """Every way to put one axis on a factor too small for it, by its minor part, and the rest of it on another; the
-    other axes are where they are asked for.
+    """Every way to put the minor part of an axis on a factor too small for all of it, and the rest on another factor.
 
-    So eight ranks go on four experts: two ranks share one, with half of its rows each.
+    Other axes are where they are asked for. So eight ranks go on four experts: two ranks share one, with half of its
+    rows each.
     """
     rule = setting.rule
     on, free = _axes_of(votes), _free_factors(rule)
@@ -190,7 +189,7 @@ def _seats(rule: Rule, axis: Split, free: Sequence[int]) -> Iterator[tuple[tuple
 
 
 def _beyond(rule: Rule, votes: Sequence[Vote]) -> Iterator[Vote]:
-    """What each vote gives with the others after it, where those whose axes it uses keep their other axes."""
+    """Each vote refined by the others, where these keep the axes that it has not taken."""
     for source, vote in votes if len(votes) > 1 else ():
         order = _led_by(vote, votes)
         layouts = merged(order, beyond=True)
@@ -203,7 +202,10 @@ def _divides(rule: Rule, layouts: Layouts) -> bool:
 
 
 def _on_factors(rule: Rule, parts: Iterable[tuple[int, Split]]) -> Layouts | None:
-    """Each part of an axis on its factor; None where one is not divided, and is not of one step for most ranks."""
+    """The parts of axes on these factors; None where one is not divided evenly.
+
+    A factor of fewer steps than ranks counts as divided if more than half of the ranks have one.
+    """
     out = [WHOLE] * len(rule.factors)
     for place, axis in parts:
         out[place] = lay.canonical((*out[place], axis), rule.factors[place].size)
@@ -212,8 +214,9 @@ def _on_factors(rule: Rule, parts: Iterable[tuple[int, Split]]) -> Layouts | Non
 
 
 def _scattered(setting: Setting, votes: Sequence[Vote]) -> Iterator[Vote]:
-    """What the votes agree on with the axes that an operand is unreduced over on its roomiest dim, of those that pass
-    or are reduced: it comes there by a reduce-scatter, which moves half of what an all-reduce does.
+    """What the votes agree on, with the axes that an operand is unreduced over on its roomiest dim.
+
+    The operand gets there by a reduce-scatter, which moves half of what an all-reduce does.
     """
     rule = setting.rule
     base = merged([vote for _, vote in votes]) if votes else (WHOLE,) * len(rule.factors)
@@ -228,13 +231,13 @@ def _scattered(setting: Setting, votes: Sequence[Vote]) -> Iterator[Vote]:
 
 
 def _in_order(sharding: Sharding) -> tuple[Split, ...]:
-    """The axes that a sharding is unreduced over, as the mesh has them: names decide nothing."""
+    """The axes that a sharding is unreduced over, in the order of the mesh: so that names decide nothing."""
     names = sharding.mesh.names
     return tuple(sorted(sharding.partial, key=lambda split: (names.index(split.axis or ""), split.pre)))
 
 
 def _with_all(rule: Rule, layouts: Layouts, axes: Sequence[Split], side: tuple[int, ...]) -> Layouts | None:
-    """The layouts with all the axes on the roomiest of some factors; None where one divides none of them."""
+    """The layouts with all these axes on the roomiest factors in `side`; None where one divides none of them."""
     for axis in axes:
         found = moved(rule, layouts, axis, side)
         if found is None:
@@ -250,7 +253,7 @@ def _operand_votes(setting: Setting, operand: int) -> list[Layouts]:
 
 
 def _displaced_votes(setting: Setting) -> list[Vote]:
-    """What operands ask for where an all-to-all moves the axes of dims that the op needs whole to other dims."""
+    """What operands ask for if an all-to-all moves the axes of dims that the op needs whole to other dims."""
     rule, found = setting.rule, []
     for i, (dims, kind) in enumerate(zip(rule.operands, setting.call.types, strict=True)):
         for sharding in setting.known[i]:
@@ -261,7 +264,7 @@ def _displaced_votes(setting: Setting) -> list[Vote]:
 
 
 def _with_reductions(rule: Rule, reductions: tuple[Layout, ...], layouts: Layouts) -> Layouts:
-    """The layouts that the user gave the reduction dims, before all others."""
+    """The layouts merged under those that the user gave the reduction dims, which come first."""
     if not reductions:
         return layouts
     given = iter(reductions)

@@ -1,4 +1,4 @@
-"""Carrying back what results are wanted as to what operands are: the layouts that an op needs to give them."""
+"""Carrying wishes back: from what is wanted of an op's results to what is wanted of its operands."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ASKED = 3
 
 @functools.lru_cache(maxsize=1 << 14)
 def wishes(kind: Kind, wanted: tuple[Available, ...], free: tuple[bool, ...]) -> tuple[Available, ...]:
-    """What is wanted of an op's operands after it has asked for what it needs.
+    """What is wanted of an op's operands, once the op has added what it needs to give what is wanted of its results.
 
-    `wanted` is what is wanted of the op's tensors before, by their place in its kind; `free` tells which operands take
-    wishes.
+    `wanted` is what is wanted of the op's tensors (operands, then results) before; `free[i]` tells whether operand i
+    takes wishes: annotated tensors and inputs do not.
     """
     known = list(wanted)
     results = known[kind.read :]
@@ -46,7 +46,7 @@ def _layouts(kind: Kind, results: Sequence[Sharding], wanted: Sequence[Available
 
 
 def _asked(kind: Kind, operand: int, wanted: Available, layouts: Layouts) -> Available:
-    """Refine what is wanted first where the new wish is finer; else it is one wish more, up to a few."""
+    """The wishes with one more: it replaces the first one if it refines it, else comes last, up to `ASKED`."""
     dims = tensor_layouts(kind.rule, kind.rule.operands[operand], kind.call.types[operand].shape, layouts)
     if dims is None or wanted[0].mesh != kind.mesh:
         return wanted

@@ -25,7 +25,7 @@ from .parts import Sharded, Wrong, ways
 REDUCTIONS = ("sum", "prod", "max", "min")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """One sample of an op, sharded along some of its factors."""
 
@@ -34,7 +34,7 @@ class Case:
     layouts: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Unreduced:
     """One sample of an op, some of its operands being terms of a reduction over an axis of two ranks."""
 

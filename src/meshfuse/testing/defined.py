@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compiler import CompiledProgram, compile_graph
+from ..compiler import CompiledProgram, compile_sharded
 from ..errors import SourceLine, told
 from ..executor.arguments import Inputs
 from ..fusion_definition import FusionDefinition
@@ -15,6 +15,7 @@ from ..graph import concretize
 from ..mesh import DeviceMesh
 from ..ops.base import FactorKind, OpDef, Sample
 from ..ops.binding import make_call
+from ..propagation.propagate import propagate
 from ..rewriting.distribution import Blocked, with_forms
 from ..sharding.layout import Layout, Split, extent
 from ..sharding.value import Sharding
@@ -22,7 +23,7 @@ from .calls import define_call, operands_of
 from .cases import report, tolerance, wrong_results
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Annotated:
     """A call whose operands, then results, some of them, are laid out so; `form` writes it in its distributed form."""
 
@@ -45,7 +46,7 @@ class _Formed(FusionDefinition):
         line: SourceLine,
         near_factor: float = 1.0,
     ) -> CompiledProgram:
-        return compile_graph(with_forms(concretize(self, shapes, {}), {0: self.form}), world)
+        return compile_sharded(propagate(with_forms(concretize(self, shapes, {}), {0: self.form}), world))
 
 
 def form_cases(op: OpDef, sample: Sample) -> Iterator[Annotated]:
