@@ -27,7 +27,7 @@ _SIZES = (ParamKind.SIZE, ParamKind.SHAPE)
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of the graph: its concrete type, its number as text and the user's line that made it."""
+    """A tensor of the graph: its number, its concrete type and the line of the script that made it."""
 
     id: int
     type: TensorType
@@ -39,16 +39,16 @@ class Tensor:
 
     @property
     def label(self) -> str:
-        """The user's own variable name where the source line shows one, with the number."""
+        """The script's variable, if its line shows one, with the name: `x (t0)`."""
         return self.line.label(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A dim that is to be worked on in chunks, so that communication of one goes on while another is computed.
+    """A dim that is worked on in chunks: one chunk is communicated while another is computed.
 
-    `layout` are the dim's factors, those of the chunks bound to the stream; None leaves their place to the compiler.
-    `ring`: every rank begins with its own shard, and shards travel from rank to rank.
+    `layout` has the dim's factors, that of the chunks bound to the stream; None leaves it to the compiler where they
+    lie. `ring`: every rank begins with its own shard, and shards travel from rank to rank.
     """
 
     dim: int
@@ -60,10 +60,10 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One op: the call with concrete types, its factor rule, and the tensors it takes and makes.
+    """One op: the call with concrete types, its factor rule, and the tensors that it reads and makes.
 
-    `origin` numbers the op of the definition that it is, or is a part of; `salt` counts those before that one that draw
-    random numbers, which depend on it.
+    `origin` is the number of the definition's op that it is, or is a part of. `salt` counts the ops before that one
+    that draw random numbers: what this op draws depends on it.
     """
 
     id: int
@@ -81,7 +81,10 @@ class Node:
 
 
 class Rewriting(Protocol):
-    """Ops of a graph, by their numbers, written in others. It can be done again: for any sizes, unless `sized`."""
+    """A function that writes some ops of a graph, known by their numbers, in other ops.
+
+    It is kept with the graph and done again for other sizes, unless `sized`: then it is right for these sizes only.
+    """
 
     sized: ClassVar[bool]
 
@@ -90,10 +93,11 @@ class Rewriting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Ops in an order in which each comes after what it reads, and the user's annotations.
+    """Ops, each after those whose results it reads, and the user's annotations.
 
-    `reductions[node]` are layouts that the user gave reduction dims of the op's result, in the rule's order.
-    `streams` are the tensors to be worked on in chunks. `rewritings` made it of the definition's own ops, in turn.
+    `reductions[node]` are the layouts that the user gave the reduction dims of a node's result, in the rule's order.
+    `streams` are the tensors to be worked on in chunks. `rewritings` are those that made this graph of the definition's
+    own ops, first one first.
     """
 
     tensors: tuple[Tensor, ...]
@@ -111,7 +115,7 @@ class Graph:
         return self.tensors[tensor].type.shape
 
     def noting(self, rewriting: Rewriting) -> Graph:
-        """The graph, which this rewriting has made of another: the last of its `rewritings`."""
+        """The graph, with this rewriting noted as the one that made it."""
         return replace(self, rewritings=(*self.rewritings, rewriting))
 
     @property
@@ -129,7 +133,7 @@ class Graph:
 
 
 def shape_scalars(fd: DefinitionBuilder) -> frozenset[int]:
-    """The scalar inputs that sizes depend on: their values are part of what a plan is made for."""
+    """The scalar inputs that some size depends on: a plan is made for their values."""
     found: set[int] = set()
     given = any(isinstance(ref, ScalarRef) for ref in fd.inputs)
     for node in fd.nodes if given else ():
@@ -152,9 +156,10 @@ def concretize(
     shapes: Mapping[int, tuple[int, ...]],
     scalars: Mapping[int, Any],
 ) -> Graph:
-    """The graph of a definition for inputs of these shapes and (where sizes need them) scalars of these values.
+    """The graph of a definition for inputs of these global shapes.
 
-    Raises DefinitionError without outputs and, at the user's line, where an op cannot take the sizes that come out.
+    `scalars` gives, by number, the values of the scalar inputs that sizes depend on. Raises DefinitionError without
+    outputs and, at the line of the op, where an op cannot take the sizes that come out.
     """
     fd.check_complete(None)
     types: dict[int, TensorType] = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
@@ -179,7 +184,7 @@ def concretize(
 
 
 def _shardings(noted: Mapping[int, Annotation], tensors: Sequence[Tensor]) -> dict[int, Sharding]:
-    """What annotations mean; of those that say the same of tensors of one shape, as layers have them, told once."""
+    """The shardings that annotations mean; worked out once for those that say the same of tensors of one shape."""
     known: dict[Any, Sharding] = {}
     found: dict[int, Sharding] = {}
     for i, annotation in noted.items():
@@ -192,7 +197,7 @@ def _shardings(noted: Mapping[int, Annotation], tensors: Sequence[Tensor]) -> di
 
 
 def _without_vanished(nodes: Sequence[Node], named: Container[int]) -> Sequence[Node]:
-    """The nodes without those that do nothing for these sizes, unless something is said of what they make."""
+    """The nodes without those that do nothing for these sizes, unless their result is in `named`."""
     if not any(node.call.op.vanishes for node in nodes):
         return nodes
     stands: dict[int, int] = {}
@@ -207,7 +212,7 @@ def _without_vanished(nodes: Sequence[Node], named: Container[int]) -> Sequence[
 
 
 def _reductions(noted: Mapping[int, Annotation], producer: Mapping[int, int]) -> dict[int, tuple[Layout, ...]]:
-    """By node the layouts of its reduction dims, where an annotation of what it makes binds any."""
+    """By node the layouts of its reduction dims, where an annotation of its result binds any of them."""
     found: dict[int, tuple[Layout, ...]] = {}
     for i, annotation in noted.items():
         layouts = tuple(annotation.named(reduction=True))
@@ -219,7 +224,7 @@ def _reductions(noted: Mapping[int, Annotation], producer: Mapping[int, int]) ->
 def _streams(
     fd: DefinitionBuilder, said: Mapping[int, Annotation], shapes: Mapping[int, tuple[int, ...]]
 ) -> dict[int, Stream]:
-    """What is to be worked on in chunks, by tensor: of tensors that are there, `fd.overlap` before annotations."""
+    """By tensor the stream that the user asked for; `fd.overlap` counts before annotations."""
     found: dict[int, Stream] = {}
     for i, shape in sorted(shapes.items()):
         if i in fd.overlaps:
@@ -233,14 +238,14 @@ def _streams(
 
 
 def rewritten(graph: Graph, rewritings: Sequence[Rewriting]) -> Graph:
-    """The graph after these rewritings, in turn."""
+    """The graph after these rewritings, one after the other."""
     for rewriting in rewritings:
         graph = rewriting(graph)
     return graph
 
 
 def needed(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:
-    """The nodes that an output follows from, numbered anew."""
+    """The nodes that some output depends on, numbered anew."""
     wanted, kept = set(outputs), []
     for node in reversed(nodes):
         if wanted.intersection(node.outputs):
@@ -250,7 +255,7 @@ def needed(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:
 
 
 def numbered(node: Node, number: int, inputs: tuple[int, ...] | None = None) -> Node:
-    """The node with another number, and with other inputs if any (`replace` takes several times as long)."""
+    """The node with another number and, if given, other inputs; several times as fast as `dataclasses.replace`."""
     inputs = node.inputs if inputs is None else inputs
     if node.id == number and node.inputs == inputs:
         return node
@@ -409,10 +414,10 @@ _SHORT = 16
 
 
 def depth_first(graph: Graph) -> tuple[int, ...]:
-    """The nodes, each after what it reads, in an order that follows from the outputs alone.
+    """The nodes, each after what it reads, in an order that depends on the outputs alone.
 
-    It is the same however independent ops are permuted, and keeps what is read together close together: the few ops
-    that one output alone needs, such as a weight's gradient, stand where what they read is made.
+    It is the same however independent ops were permuted, and keeps what is read together close together: the few ops
+    that only one output needs, such as a weight's gradient, stand right behind what they read.
     """
     producer = {out: node.id for node in graph.nodes for out in node.outputs}
     places: dict[int, tuple[int, ...]] = {}
@@ -427,7 +432,7 @@ def depth_first(graph: Graph) -> tuple[int, ...]:
 
 
 def _missing(graph: Graph, producer: Mapping[int, int], root: int, have: Container[int]) -> list[int]:
-    """The nodes that are missing for one, in the order of a depth-first search, itself the last."""
+    """The nodes that a node still lacks, in depth-first order, and the node itself last."""
     found: dict[int, None] = {}
     stack = [root]
     while stack:

@@ -1,4 +1,4 @@
-"""Runs of ops between moves, as the segments that one kernel (or one generated function) computes."""
+"""Segments: runs of ops between moves, each computed by one kernel or one generated function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Segment:
 
     @classmethod
     def of(cls, number: int, computes: Sequence[Compute], is_read: Callable[[int], bool]) -> Segment:
-        """The segment of these ops, which gives what `is_read` by others of the values that they make."""
+        """The segment of these ops; its outputs are those of their results that `is_read` says others read."""
         made = dict.fromkeys(v for c in computes for v in c.outputs)
         taken = dict.fromkeys(v for c in computes for v in c.inputs if v not in made)
         return cls(number, tuple(computes), tuple(taken), tuple(filter(is_read, made)))
@@ -34,7 +34,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentedDefinition:
-    """Segments and moves in order."""
+    """Segments, moves and loops, in order."""
 
     overlapped: OverlappedDefinition
     parts: tuple[Segment | Set | ChunkLoop, ...]
@@ -44,7 +44,7 @@ class SegmentedDefinition:
         return self.overlapped.resharded
 
     def verify(self) -> None:
-        """Segments hold every op once, and what they give is what others read."""
+        """Assert that segments hold every op once, and give what others read."""
         nodes = [c.node for part in self.parts if not isinstance(part, Set) for c in part.computes]
         nodes += [part.node for part in self.parts if isinstance(part, Set) and part.node is not None]
         assert sorted(nodes) == list(range(len(self.resharded.graph.nodes)))
@@ -66,7 +66,7 @@ class SegmentedDefinition:
 
 
 def segment(overlapped: OverlappedDefinition) -> SegmentedDefinition:
-    """Cut the steps into segments: as many ops in a row as run on one mesh."""
+    """Put ops into segments: as many in a row as possible that run on one mesh."""
     read_after = _readers(overlapped)
     parts: list[Segment | Set | ChunkLoop] = []
     count = 0
@@ -82,7 +82,7 @@ def segment(overlapped: OverlappedDefinition) -> SegmentedDefinition:
 
 
 def _groups(parts: Sequence[Compute | Set | ChunkLoop], seconds: Seconds) -> Iterator[Set | ChunkLoop | list[Compute]]:
-    """Ops in a row that one kernel computes: on one mesh, and none that waits for a move that others could hide."""
+    """Runs of ops that one kernel computes: all on one mesh, and none waiting for a move that the others could hide."""
     run: list[Compute] = []
     work = 0.0
     moving: set[int] = set()
@@ -112,7 +112,7 @@ def _on_one_mesh(a: Compute, b: Compute) -> bool:
 
 
 def _readers(overlapped: OverlappedDefinition) -> dict[int, set[int]]:
-    """For every value the nodes that read it; -1 stands for moves, loops and outputs."""
+    """By value the nodes that read it; -1 stands for moves, loops and outputs."""
     found: defaultdict[int, set[int]] = defaultdict(set, {value: {-1} for value in overlapped.resharded.outputs})
     for part in overlapped.parts:
         reader = part.node if isinstance(part, Compute) else -1

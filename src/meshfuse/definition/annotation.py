@@ -301,7 +301,11 @@ def layouts_of_sharding(name: str, sharding: Sharding, ndim: int, line: SourceLi
 def layouts_of_placements(
     name: str, mesh: DeviceMesh, placements: Any, ndim: int, line: SourceLine
 ) -> tuple[Layout, ...]:
-    """Layouts from torch's DTensor placements, one per mesh axis. Raises DefinitionError for Partial."""
+    """Layouts from torch's DTensor placements, one per mesh axis.
+
+    Raises DefinitionError for another number of placements, for those that are neither Shard nor Replicate, and for
+    dims that the tensor does not have.
+    """
     listed = isinstance(placements, (list, tuple)) and all(hasattr(p, "is_shard") for p in placements)
     if not listed or len(placements) != mesh.ndim:
         raise user_error(
@@ -313,23 +317,27 @@ def layouts_of_placements(
         )
     dims: list[list[Split]] = [[] for _ in range(ndim)]
     for axis, size, placement in zip(mesh.names, mesh.shape, placements, strict=True):
-        if placement.is_partial():
-            raise user_error(
-                f"tensor {name}: an annotation must say where the elements are",
-                str(placement),
-                "Shard or Replicate",
-                "Annotate the tensor that it is reduced to.",
-                line,
-            )
-        if type(placement).__name__ == "_StridedShard":  # of FSDP over tensor parallelism
-            raise user_error(
-                f"tensor {name}: a strided placement", str(placement), "Shard or Replicate",
-                "Name a dim's axes from major to minor, as fd.mesh_split does, and pass the rank's own part: "
-                "t.to_local().", line,
-            )  # fmt: skip
+        _check_placement(name, placement, line)
         if placement.is_shard():
             dims[_placed_dim(name, placement, ndim, line)].append(Split(size, axis))
     return tuple(map(tuple, dims))
+
+
+def _check_placement(name: str, placement: Any, line: SourceLine) -> None:
+    if placement.is_partial():
+        raise user_error(
+            f"tensor {name}: an annotation must say where the elements are",
+            str(placement),
+            "Shard or Replicate",
+            "Annotate the tensor that it is reduced to.",
+            line,
+        )
+    if type(placement).__name__ == "_StridedShard":  # of FSDP over tensor parallelism
+        raise user_error(
+            f"tensor {name}: a strided placement", str(placement), "Shard or Replicate",
+            "Name a dim's axes from major to minor, as fd.mesh_split does, and pass the rank's own part: "
+            "t.to_local().", line,
+        )  # fmt: skip
 
 
 def _placed_dim(name: str, placement: Any, ndim: int, line: SourceLine) -> int:

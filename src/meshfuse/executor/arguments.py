@@ -295,16 +295,17 @@ def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLin
         )
     found = {i: tuple(int(n) for n in shape) for i, shape in zip(tensors, given, strict=True)}
     for i, shape in found.items():
-        wanted = fd.tensors[i].type.shape
-        if len(shape) != len(wanted) or any(n not in (-1, m) for n, m in zip(wanted, shape, strict=True)):
-            raise user_error(
-                f"compile: the shape of {fd.tensors[i].label}",
-                shown(list(shape)),
-                f"{list(wanted)} as defined",
-                "Correct it.",
-                line,
-            )
+        _check_as_defined(fd.tensors[i], shape, line)
     return found
+
+
+def _check_as_defined(tensor: TensorDef, shape: tuple[int, ...], line: SourceLine) -> None:
+    wanted = tensor.type.shape
+    if len(shape) != len(wanted) or any(n not in (-1, m) for n, m in zip(wanted, shape, strict=True)):
+        raise user_error(
+            f"compile: the shape of {tensor.label}", shown(list(shape)), f"{list(wanted)} as defined", "Correct it.",
+            line,
+        )  # fmt: skip
 
 
 def _open_inputs(fd: DefinitionBuilder) -> list[int]:

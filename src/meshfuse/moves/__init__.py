@@ -1,5 +1,5 @@
-"""From one sharding of a tensor to another: what a move is (`move`), what it costs, and the cheapest path of them.
+"""From one sharding of a tensor to another: what a move is (`move`), what it costs, and the cheapest path of moves.
 
-Knows meshes and shardings, and of ops only the windows that they take; no graph. The planners ask it what a reshard
-costs, `resharding` which moves to place.
+Knows meshes, shardings and the windows that ops take, and no graph. Planners ask it what a reshard costs; `resharding`
+asks which moves to place.
 """

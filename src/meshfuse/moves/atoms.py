@@ -1,6 +1,7 @@
-"""Layouts in terms of atoms: the parts of mesh axes between the boundaries that a reshard's two ends have.
+"""Layouts in terms of atoms: mesh axes cut at every boundary that either end of a reshard uses.
 
-Searches ask the same of the same layouts over and over, so that every answer is kept.
+If the source uses an axis of 8 as 2 x 4 and the target uses its major 4, the atoms are 2, 2 and 2. Searches ask the
+same of the same layouts over and over, so that every answer is kept.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ Atoms = frozenset[Split]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
-    """For every axis the boundaries at which it is cut, ascending; one object for equal ones."""
+    """By axis the boundaries at which it is cut, ascending; one object for equal ones."""
 
     by_axis: Mapping[str, tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def cuts_of(shardings: tuple[Sharding, ...]) -> Cuts:
-    """The boundaries of all parts of axes that any of the shardings uses."""
+    """The boundaries of all sub-axes that any of these shardings uses."""
     by_axis: dict[str, set[Split]] = {}
     for split in [s for sharding in shardings for s in (*sharding.splits, *sharding.partial)]:
         assert split.axis is not None
@@ -41,7 +42,7 @@ def _cuts(by_axis: frozenset[tuple[str, tuple[int, ...]]]) -> Cuts:
 
 @functools.lru_cache(maxsize=1 << 16)
 def cut(cuts: Cuts, splits: tuple[Split, ...]) -> tuple[Split, ...]:
-    """Bound splits cut at every boundary."""
+    """These splits, each cut into atoms."""
     out: list[Split] = []
     for split in splits:
         assert split.axis is not None and split.size is not None
@@ -72,15 +73,19 @@ def outside(cuts: Cuts, layout: Layout, n: int, axes: frozenset[str]) -> Layout:
 
 @functools.lru_cache(maxsize=1 << 16)
 def growing(cuts: Cuts, layout: Layout, target: Layout, n: int, more: Atoms) -> Layout | None:
-    """The layout with these atoms bound as the target has them; None where it is not a part of the target."""
+    """The layout with the atoms in `more` bound as well, where `target` has them.
+
+    None where the layout is not the target with some atoms unbound.
+    """
     bound = atoms(cuts, layout)
     return keeping(cuts, target, n, bound | more) if keeping(cuts, target, n, bound) == layout else None
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def crossed(cuts: Cuts, layout: Layout, target: Layout, n: int) -> Atoms:
-    """The atoms that a dim of size n has in a layout and not where the target has them: ranks that differ in one of
-    these must come to speak to each other. Of blocks of several sizes nothing is told.
+    """The atoms that the layout binds otherwise than the target: ranks that differ in one of them must communicate.
+
+    Empty where blocks are not of one size: nothing is known of these.
     """
     if layout == target or n % lay.extent(layout) or n % lay.extent(target):
         return frozenset()

@@ -1,4 +1,4 @@
-"""What a reshard takes at least, told without a search for its moves."""
+"""Lower bounds of what a reshard takes, without a search for its moves."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _ROUNDING = 1e-12
 
 
 class Level(NamedTuple):
-    """The axes with links of this bandwidth or a greater one, and the seconds that a byte takes more over the next
-    slower links, in parts by all ranks that these axes connect.
+    """Axes whose links have at least some bandwidth, and what it costs to go beyond them.
+
+    `detour` is the seconds that a byte takes longer over the next slower links, shared by all ranks that these axes
+    connect.
     """
 
     axes: frozenset[str]
@@ -27,7 +29,7 @@ class Level(NamedTuple):
 
 
 class Speeds(NamedTuple):
-    """The greatest bandwidth of a mesh's links, its levels but the slowest, and each axis' latency."""
+    """The greatest bandwidth of a mesh's links, its levels but for the slowest, and by axis the latency."""
 
     fastest: float
     levels: tuple[Level, ...]
@@ -47,11 +49,11 @@ def speeds(mesh: DeviceMesh) -> Speeds:
 
 
 class Bound:
-    """What it takes at least to come to one sharding from others of its mesh, which are in terms of these atoms.
+    """A lower bound of the seconds to one sharding (`dst`) from others of its mesh.
 
-    What a rank lacks comes over the fastest links. What none of the ranks has to which the fastest lead takes a slower
-    one, once for all these ranks; and so on to the slowest. Before it, n parts of an axis come together in log n
-    messages, one after the other.
+    What a rank lacks comes over the fastest links. What none of the ranks has that the fastest links connect must come
+    over slower ones, once for all these ranks together; and so on, level by level. Before that, bringing together n
+    parts of an axis takes log2 n messages, one after the other.
     """
 
     def __init__(self, cuts: Cuts, dst: Sharding, shape: tuple[int, ...], itemsize: float):
@@ -63,7 +65,7 @@ class Bound:
         self._known: dict[Sharding, float] = {}
 
     def seconds(self, state: Sharding) -> float:
-        """Seconds from a state to the target."""
+        """The bound for coming from `state`."""
         found = self._known.get(state)
         if found is None:
             found = self._known[state] = self._seconds(state)
@@ -81,16 +83,16 @@ class Bound:
         return self._starts(state, to_reduce) + per_element * self._element
 
     def to_reduce(self, state: Sharding) -> list[Split]:
-        """What is left to reduce of a state."""
+        """The atoms over which `state` is unreduced and the target is not."""
         return [split for split in cut(self.cuts, state.partial) if split not in self._kept]
 
     def _together(self, state: Sharding, level: Level) -> Sharding:
-        """What all ranks have together that differ along a level's axes alone."""
+        """What ranks that differ along a level's axes alone have together, as a sharding."""
         rows = zip(state.dims, self.shape, strict=True)
         return state.with_dims([outside(self.cuts, layout, n, level.axes) for layout, n in rows])
 
     def _starts(self, state: Sharding, to_reduce: list[Split]) -> float:
-        """Seconds that messages take to start, and what moves count: an exchange as two, whatever is left to do."""
+        """Seconds for messages to start, and what moves count by themselves; an exchange counts as two moves."""
         rows = zip(state.dims, self.dst.dims, self.shape, strict=True)
         found = [to_reduce, *(crossed(self.cuts, old, new, n) for old, new, n in rows if old != new)]
         latency = self.speeds.latency
@@ -100,9 +102,7 @@ class Bound:
 
 @functools.lru_cache(maxsize=1 << 16)
 def at_least(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
-    """Seconds that the cheapest path takes at least; inf where there is none. It is soon told, where the path is
-    searched.
-    """
+    """A lower bound of the cheapest path's seconds; inf where there is no path, 0 between meshes. Takes no search."""
     if src.mesh != dst.mesh:
         return 0.0
     if not is_possible(src, dst):
@@ -111,5 +111,5 @@ def at_least(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
 
 
 def is_possible(src: Sharding, dst: Sharding) -> bool:
-    """Whether the target is reduced, or unreduced in the way that the source is."""
+    """Whether there is a path: the target is reduced, or unreduced over axes that the source is unreduced over, too."""
     return not dst.partial or (set(dst.partial) <= set(src.partial) and src.reduce == dst.reduce)

@@ -16,7 +16,7 @@ from ..sharding.value import Sharding
 
 
 class MoveKind(enum.Enum):
-    """What a step does. Only SLICE is free."""
+    """What a move does. Only SLICE sends nothing."""
 
     SLICE = "slice"
     ALL_REDUCE = "all-reduce"
@@ -39,9 +39,9 @@ _FROM_HOLDERS = (*_IN_PIECES, MoveKind.ALL_TO_ALL)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How the indices of two tensors correspond: target index i is source index i + offset, dim by dim.
+    """A tensor whose index i is another one's index i + offset, dim by dim: a slice or a pad.
 
-    Target elements without a source are `fill`, a Python number or (as text) a scalar of the program.
+    Elements of the target that the source does not have are `fill`: the text of a number or of a scalar of the program.
     """
 
     source_shape: tuple[int, ...]
@@ -50,28 +50,26 @@ class Window:
     fill: str = "0"
 
     def to_target(self, index: tuple[lay.Runs, ...]) -> tuple[lay.Runs, ...]:
-        """Source indices as target indices; those outside the target left out."""
+        """Source indices as target indices, without those that the target does not have."""
         pairs = zip(index, self.offsets, self.target_shape, strict=True)
         return tuple(lay.intersect(_shifted(runs, -offset), lay.everything(n)) for runs, offset, n in pairs)
 
     def to_source(self, index: tuple[lay.Runs, ...]) -> tuple[lay.Runs, ...]:
-        """Target indices that have a source, as source indices."""
+        """Target indices as source indices; they must have a source."""
         return tuple(_shifted(runs, offset) for runs, offset in zip(index, self.offsets, strict=True))
 
     def in_order(self, box: tuple[lay.Runs, ...]) -> tuple[tuple[lay.Runs, ...], ...]:
-        """A box of target indices in parts whose elements stand in one order in both tensors."""
+        """A box of target indices, cut into boxes whose elements stand in the same order in both tensors: itself."""
         return (box,)
 
     def changes(self, dim: int) -> bool:
-        """Whether indices of this dim are others in the target."""
+        """Whether an index of this dim is another one in the target."""
         return self.offsets[dim] != 0 or self.source_shape[dim] != self.target_shape[dim]
 
 
 @dataclass(frozen=True, slots=True)
 class Reordering:
-    """How the indices of two tensors of one shape correspond: block i of the target's dim is block order[i] of the
-    source's, all blocks of one size.
-    """
+    """A tensor that is another one with the equal blocks of a dim reordered: block i is the other's order[i]."""
 
     source_shape: tuple[int, ...]
     dim: int
@@ -92,7 +90,7 @@ class Reordering:
         return self._mapped(index, self.order)
 
     def in_order(self, box: tuple[lay.Runs, ...]) -> tuple[tuple[lay.Runs, ...], ...]:
-        """A box of target indices in parts whose elements stand in one order in both tensors."""
+        """A box of target indices, cut into boxes whose elements stand in the same order in both tensors."""
         parts: list[list[tuple[int, int]]] = []
         last = -1
         for a, b in self._cut(box[self.dim]):
@@ -104,7 +102,7 @@ class Reordering:
         return tuple((*box[: self.dim], lay.as_runs(part), *box[self.dim + 1 :]) for part in parts)
 
     def changes(self, dim: int) -> bool:
-        """Whether indices of this dim are others in the target."""
+        """Whether an index of this dim is another one in the target."""
         return dim == self.dim
 
     @property
@@ -112,7 +110,7 @@ class Reordering:
         return max(1, self.source_shape[self.dim] // len(self.order))
 
     def _cut(self, runs: lay.Runs) -> list[tuple[int, int]]:
-        """Runs of the dim, none of them over the edge of a block."""
+        """Runs of the dim, cut at the edges of blocks."""
         size = self._block
         return [
             (max(a, block * size), min(b, (block + 1) * size))
@@ -133,10 +131,10 @@ def _shifted(runs: lay.Runs, by: int) -> lay.Runs:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A step from `src` to `dst` among the ranks that differ along `axes` only (TRANSFER: between two meshes).
+    """A step from `src` to `dst` among ranks that differ along `axes` only (for TRANSFER: between two meshes).
 
-    WINDOW: `src` is the sharding of one tensor and `dst` that of another, whose indices correspond by `window`.
-    `only` (a dim, and indices of it) leaves out all elements but those of a chunk.
+    For WINDOW, `src` is the sharding of one tensor and `dst` that of another, which is its `window`. With `only`, (a
+    dim, indices of it), the step moves that chunk alone.
     """
 
     kind: MoveKind
@@ -147,12 +145,12 @@ class Move:
     only: tuple[int, lay.Runs] | None = None
 
     def held(self, shape: Sequence[int], rank: int) -> tuple[lay.Runs, ...]:
-        """What the rank has, in the source's indices."""
+        """The global indices that the rank has before, dim by dim, of the source."""
         shape = self.window.source_shape if self.window else tuple(shape)
         return restricted(_runs(self.src, shape, rank), self.only)
 
     def wanted(self, shape: Sequence[int], rank: int) -> tuple[lay.Runs, ...]:
-        """What the rank gets, in the target's indices."""
+        """The global indices that the rank has after, dim by dim, of the target."""
         shape = self.window.target_shape if self.window else tuple(shape)
         return restricted(_runs(self.dst, shape, rank), self.only)
 
@@ -161,7 +159,7 @@ class Move:
         return f"{self.kind.value}{over} {self.src} -> {self.dst}"
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that take part together with this one, in order."""
+        """The ranks that communicate with this one in the move, itself among them, in order."""
         if self.kind is MoveKind.TRANSFER:
             return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
         return self.src.mesh.group(rank, axis_keys(self.axes))
@@ -169,12 +167,12 @@ class Move:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _runs(sharding: Sharding, shape: tuple[int, ...], rank: int) -> tuple[lay.Runs, ...]:
-    """What a rank has of a tensor: asked of all moves, and several times of each."""
+    """Kept: it is asked for every move, and several times for each."""
     return sharding.runs(shape, rank)
 
 
 def restricted(index: tuple[lay.Runs, ...], only: tuple[int, lay.Runs] | None) -> tuple[lay.Runs, ...]:
-    """The indices of a box that are in a chunk of one dim."""
+    """A box of indices without those outside a chunk of one dim."""
     if only is None:
         return index
     dim, runs = only
@@ -187,21 +185,21 @@ def group_size(axes: Sequence[Split]) -> int:
 
 
 def is_even(src: Sharding, dst: Sharding, shape: Sequence[int]) -> bool:
-    """True where all ranks hold as much, before and after."""
+    """Whether all ranks hold equally much, before as well as after."""
     layouts = zip((*src.dims, *dst.dims), (*shape, *shape), strict=True)
     return all(n % lay.extent(layout) == 0 for layout, n in layouts)
 
 
 def axis_keys(axes: Sequence[Split]) -> tuple[tuple[str, int, int], ...]:
-    """Splits as (axis, pre, size), as meshes name sub-axes."""
+    """Splits as (axis, pre, size), which is how meshes name sub-axes."""
     return tuple((s.axis, s.pre, s.size) for s in axes)  # type: ignore[misc]
 
 
 def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
-    """Elements that the rank puts on the wire, collectives counted as rings.
+    """Elements that the rank sends, collectives counted as rings over n ranks.
 
-    All-reduce 2(n-1)/n of its tensor, all-gather its block to n-1 peers, reduce-scatter all but its own part,
-    otherwise what leaves; exact for uneven blocks, and (n-1)/n of the whole tensor for even ones.
+    All-reduce: 2 (n - 1) / n of its tensor. All-gather: its block to n - 1 peers. Reduce-scatter: all but its own part.
+    All else: what leaves the rank. This is exact for uneven blocks, too.
     """
     n = group_size(move.axes)
     if move.kind is MoveKind.SLICE or (n == 1 and move.kind is not MoveKind.TRANSFER):
@@ -217,8 +215,10 @@ def wire_elements(move: Move, shape: Sequence[int], rank: int) -> float:
 
 
 def mean_wire_elements(move: Move, shape: Sequence[int]) -> float:
-    """The mean of `wire_elements` over the ranks of the source. What leaves ranks is what comes to others, and ranks'
-    parts of a dim make up the dim: a mesh may be of thousands.
+    """The mean of `wire_elements` over the ranks of the source.
+
+    Worked out without asking each rank, as a mesh may have thousands: what leaves some ranks is what reaches others,
+    and the ranks' parts of a dim add up to the dim.
     """
     n = group_size(move.axes)
     if move.kind in _FROM_HOLDERS:
@@ -238,7 +238,7 @@ def _mean_numel(sharding: Sharding, shape: Sequence[int], only: tuple[int, lay.R
 
 
 def _for_all(move: Move, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Ranks that something comes to, and how many times as much comes to all: one group's where all are alike."""
+    """(ranks, times): what reaches these ranks, so many times, is what reaches all; one group's where all are alike."""
     ranks = move.dst.mesh.ranks
     if move.kind is MoveKind.TRANSFER or move.window is not None or not is_even(move.src, move.dst, shape):
         return ranks, 1
@@ -248,14 +248,14 @@ def _for_all(move: Move, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
 
 @functools.lru_cache(maxsize=4096)
 def travels(move: Move, shape: tuple[int, ...]) -> bool:
-    """Whether anything of a tensor of this shape goes from rank to rank."""
+    """Whether any element of a tensor of this global shape goes from one rank to another."""
     if move.kind in _IN_PIECES:
         return any(arriving(move, shape, rank) for rank in _for_all(move, shape)[0])
     return move.kind is not MoveKind.SLICE
 
 
 def arriving(move: Move, shape: tuple[int, ...], rank: int) -> int:
-    """Elements of a move in pieces that come to a rank from others: what it wants of the source but has not."""
+    """Elements that reach the rank from others, of a move in pieces: what it wants of the source and does not have."""
     if move.window is None and move.only is None:
         there = _in_both(move.src, move.dst, shape, rank) if rank in move.src.mesh else 0
         return _in_both(move.dst, move.dst, shape, rank) - there
@@ -267,7 +267,7 @@ def arriving(move: Move, shape: tuple[int, ...], rank: int) -> int:
 
 
 def _in_both(a: Sharding, b: Sharding, shape: tuple[int, ...], rank: int) -> int:
-    """Elements of a tensor that a rank has in one sharding as in the other."""
+    """The number of elements that a rank has in both shardings."""
     rows = zip(a.dims, b.dims, shape, strict=True)
     return math.prod([
         lay.shared(x, lay.digits(x, a.mesh, rank), y, lay.digits(y, b.mesh, rank), n) for x, y, n in rows
@@ -275,12 +275,12 @@ def _in_both(a: Sharding, b: Sharding, shape: tuple[int, ...], rank: int) -> int
 
 
 def box_numel(index: Sequence[lay.Runs]) -> int:
-    """Elements of a box of indices."""
+    """The number of elements in a box of indices."""
     return math.prod(map(lay.count, index))
 
 
 def lacking_numel(held: Sequence[lay.Runs], wanted: Sequence[lay.Runs]) -> int:
-    """Elements of one box of indices that another has not."""
+    """How many elements of the box `wanted` are not in the box `held`."""
     return box_numel(wanted) - box_numel(_common(held, wanted))
 
 
@@ -293,7 +293,7 @@ _SAMPLE = 16
 
 
 def sampled_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Some ranks of a mesh, evenly spread; all of a small one."""
+    """Up to some tens of ranks, evenly spread over the mesh: prices are means over these."""
     return mesh.ranks[:: max(1, mesh.size // _SAMPLE)]
 
 
@@ -316,18 +316,16 @@ _Holder = tuple[tuple[lay.Runs, ...], list[int]]
 
 @functools.lru_cache(maxsize=4096)
 def pieces(move: Move, shape: tuple[int, ...], group: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Every piece of a move among the ranks of a group that gives each exactly the elements of its new shard, each from
-    one holder.
+    """Every piece of a move within a group, so that each rank gets exactly its new shard, each element from one holder.
 
-    A rank keeps what it holds; the rest comes from the replica nearest to it in mesh coordinates, replicas of one
-    shard being shared evenly among those who need it.
+    A rank keeps what it has. The rest comes from the replica nearest in mesh coordinates; equally near ones take turns.
     """
     return tuple(_group_pieces(move, shape, group))
 
 
 @functools.lru_cache(maxsize=4096)
 def rank_pieces(move: Move, shape: tuple[int, ...], rank: int) -> tuple[Piece, ...]:
-    """Those of the pieces that one rank sends, gets or keeps."""
+    """The pieces that this rank sends, receives or keeps."""
     found = _group_pieces(move, shape, move.group(rank), rank)
     return tuple(p for p in found if rank in (p.source, p.target))
 
@@ -335,7 +333,7 @@ def rank_pieces(move: Move, shape: tuple[int, ...], rank: int) -> tuple[Piece, .
 def _group_pieces(
     move: Move, shape: tuple[int, ...], group: Sequence[int], about: int | None = None
 ) -> Iterator[Piece]:
-    """All, or at least those that are about one rank."""
+    """All pieces of a group; with `about`, at least those that concern this rank."""
     sources, targets = _ends(move, group)
     holders: dict[tuple[lay.Runs, ...], list[int]] = {}
     for rank in sources:
@@ -354,7 +352,7 @@ def _group_pieces(
 
 
 def _sharing(holders: list[_Holder]) -> Callable[[tuple[lay.Runs, ...]], list[_Holder]]:
-    """Those of the holders that may have something of a box, by the dim that most tells them apart."""
+    """The holders that may have elements of a box, judged by the dim that tells most of them apart."""
     if not holders or not holders[0][0]:
         return lambda wanted: holders
     boxes = [held for held, _ in holders]
@@ -373,12 +371,12 @@ def _sharing(holders: list[_Holder]) -> Callable[[tuple[lay.Runs, ...]], list[_H
 
 
 def _ends(move: Move, group: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """The ranks that send, and those that get something, each in its mesh's order."""
+    """The ranks that send, and those that receive, each in the order of its mesh."""
     return (move.src.mesh.ranks, move.dst.mesh.ranks) if move.kind is MoveKind.TRANSFER else (group, group)
 
 
 def _nearest(mesh: DeviceMesh, ranks: Sequence[int], target: int, place: int) -> int:
-    """The rank itself, else the holder that shares most coordinates with it, taking turns among equals."""
+    """The rank itself if it is a holder, else the holder nearest to it in coordinates; equal ones take turns."""
     if len(ranks) == 1 or target in ranks:
         return ranks[0] if len(ranks) == 1 else target
     if target not in mesh:

@@ -43,7 +43,10 @@ _PRIMES = (1009, 1013)
 
 @functools.lru_cache(maxsize=1 << 16)
 def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Path | None:
-    """The cheapest path; None where there is none (the target is partial in a way the source is not)."""
+    """The cheapest path from `src` to `dst` for a tensor of this global shape.
+
+    None where there is none: the target is unreduced in a way in which the source is not.
+    """
     if src == dst:
         return NOTHING
     if src.mesh != dst.mesh:
@@ -60,8 +63,10 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
 
 
 def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """Sizes for which the cheapest path is the same: between equal blocks each path moves its part of the bytes, and
-    which paths there are depends on the divisors of sizes alone. None where blocks differ, or more than bytes counts.
+    """Stand-in sizes with the same cheapest path, so that it is searched once for all of them.
+
+    Between equal blocks the bytes of a path are proportional to the tensor's, and which paths there are depends on the
+    divisors of sizes alone. None where blocks differ in size, or where more than bytes counts.
     """
     mesh, nbytes = src.mesh, itemsize * math.prod(shape)
     start_bytes = mesh.links[0].latency * mesh.links[0].bandwidth  # What a link carries while a message starts.
@@ -76,9 +81,9 @@ def _alike(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, ...] | None:
-    """The moves of the cheapest path for these sizes, of a tensor so large that bytes alone decide.
+    """The moves of the cheapest path for stand-in sizes, where bytes alone decide.
 
-    Where nothing is reduced, dims that are whole stay so.
+    Where nothing is reduced, dims that are whole at both ends are left out of the search: they stay whole.
     """
     places = tuple([d for d, layouts in enumerate(zip(src.dims, dst.dims, strict=True)) if any(layouts)])
     if src.partial != dst.partial or len(places) == len(sizes):
@@ -90,7 +95,7 @@ def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, .
 
 
 def _among_whole(move: Move, places: Sequence[int], ndim: int) -> Move:
-    """The move of a tensor of more dims, at these places of it; its others are whole."""
+    """The move for a tensor of more dims: it has the move's dims at these places, and all others whole."""
     before, after = (end.with_dims(_spread(end.dims, places, ndim)) for end in (move.src, move.dst))
     return Move(move.kind, move.axes, before, after)
 
@@ -106,7 +111,7 @@ def _priced(moves: tuple[Move, ...], shape: tuple[int, ...], itemsize: int) -> P
 
 
 def _room(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> int:
-    """The most elements that a rank may hold on the way; 0 where no layout has more."""
+    """The most elements that a rank may hold on the way; 0 for any number."""
     if itemsize * math.prod(shape) <= ROOM:
         return 0
     return max(src.max_local_numel(shape), dst.max_local_numel(shape), ROOM // itemsize)
@@ -122,7 +127,10 @@ def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsi
 
 
 def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Path:
-    """Between parts of an axis that do not nest, as 2 and 3 of 6: in no group of ranks is anything but an exchange."""
+    """The path between sub-axes that do not nest, as 2 and 3 of 6: reduce, then one exchange.
+
+    No other collective has groups of ranks for that.
+    """
     reduced = Sharding(src.mesh, src.dims, dst.partial, dst.reduce)
     first = plan(src, reduced, shape, itemsize)
     assert first is not None
@@ -131,7 +139,7 @@ def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
 
 
 def _filled(layout: Layout, atom: Split) -> Iterator[Layout]:
-    """A layout with an atom on steps that it leaves together, the major or the minor ones: (4, x, 2) as (y, x, 2)."""
+    """The layout with an unbound factor bound to an atom at its major or minor end: (4, x) as (y, x), if y is 4."""
     for place, split in enumerate(layout):
         rest, left = divmod(split.size or 1, atom.size or 1)
         if not split.bound and split.size and not left:
@@ -140,7 +148,10 @@ def _filled(layout: Layout, atom: Split) -> Iterator[Layout]:
 
 
 class _PathSearch:
-    """A* from one sharding of a mesh to another; states are shardings in terms of the same sub-axis atoms."""
+    """A* from one sharding to another on the same mesh.
+
+    Its states are shardings whose axes are cut into the same atoms.
+    """
 
     def __init__(self, src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: float, room: int):
         self.src, self.dst, self.shape, self.itemsize = src, dst, shape, itemsize
@@ -237,20 +248,20 @@ class _PathSearch:
             yield from self._scattered_for_a_while(state, atom, rest)
 
     def _places(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """The dims where the target has the atom and the state can take it."""
+        """The changes that put the atom on a dim where the target has it and the state can take it."""
         for dim, wanted in enumerate(self.wanted):
             grown = self._grown(state, dim, frozenset((atom,))) if atom in wanted else None
             if grown is not None:
                 yield {dim: grown}
 
     def _out_of_place(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """Every dim that the atom cuts evenly, where axes are still to move: so that less moves, and comes right."""
+        """While axes are still to move: changes that put the atom on any dim that it cuts evenly, so that less moves."""
         if any(self._grown(state, dim, frozenset()) is None for dim in range(state.ndim)):
             yield from self._minor(state, atom)
             yield from self._beside_others(state, atom)
 
     def _beside_others(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """The dims where the target has the atom, with it there among axes that are to go: (4, x) as (y, x) for (y)."""
+        """Changes that put the atom where the target has it, among axes that still have to go: (4, x) as (y, x)."""
         only = frozenset((atom,))
         for dim, (layout, n) in enumerate(zip(state.dims, self.shape, strict=True)):
             if atom in self.wanted[dim] and not n % lay.extent(layout):
@@ -259,24 +270,25 @@ class _PathSearch:
                 yield from ({dim: way} for way in filled if self._keep(dim, way, only) == there)
 
     def _scattered_for_a_while(self, state: Sharding, atom: Split, rest: list[Split]) -> Iterator[Move]:
-        """Where axes differ in speed: scattered over a fast axis, so that less is reduced over a slow one.
+        """Where axes differ in speed: a reduce-scatter over a fast axis, so that less is reduced over a slow one.
 
-        The gather that undoes it comes last (as hierarchical all-reduces do, in NCCL and Horovod).
+        An all-gather undoes it in the end (a hierarchical all-reduce, as in NCCL and Horovod).
         """
         if self._unequal and rest:
             for parts in self._for_a_while(state, atom):
                 yield Move(MoveKind.REDUCE_SCATTER, (atom,), state, self._with(state, parts, rest))
 
     def _minor(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """Every dim that the atom cuts evenly, with it as its minor split."""
+        """The changes that make the atom the minor split of any dim it cuts evenly."""
         for dim, layout in enumerate(state.dims):
             n = self.shape[dim]
             if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
                 yield {dim: lay.canonical((*layout, atom), n)}
 
     def _for_a_while(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """Every dim with the atom as its minor split; and inside what the target will have there of slower axes, so
-        that nothing else has to move when these come: (4, x) for (y).
+        """As `_minor`; also inside what the target will have there of slower axes, as (4, x) for (y), if y is 4.
+
+        Then nothing else has to move when the slower axes come.
         """
         minor, only = list(self._minor(state, atom)), frozenset((atom,))
         yield from minor
@@ -287,9 +299,9 @@ class _PathSearch:
                     yield {dim: grown}
 
     def _sliced_for_a_while(self, state: Sharding, reducing: bool) -> Iterator[Move]:
-        """Replicas along an idle axis each reduce a part, or move one over a slower axis, and put them together after.
+        """Slices over an idle axis: its replicas each reduce or move a part, and gather the parts afterwards.
 
-        A sum of p terms, each there q times, sends 1 + (p - 2) / pq of a tensor, and 2 - 2 / p if none is shared.
+        A sum of p terms, each on q replicas, then sends 1 + (p - 2) / (p q) of a tensor instead of 2 - 2 / p.
         """
         used = {split.axis for split in (*state.splits, *state.partial)}
         leaving = [self._speed[split.axis] for dim, layout in enumerate(state.dims) if layout != self.dst.dims[dim]
@@ -322,7 +334,7 @@ class _PathSearch:
                 yield Move(MoveKind.ALL_GATHER, lay.axes(layout), state, whole)
 
     def _all_to_alls(self, state: Sharding, dim: int, atom: Split, left: Layout) -> Iterator[Move]:
-        """To where the target has the atom; where that is not the slowest also for a while, out of a slower's way."""
+        """To dims where the target has the atom; of faster axes also to others, out of a slower axis' way."""
         for other, wanted in enumerate(self.wanted):
             grown = self._grown(state, other, frozenset((atom,))) if other != dim and atom in wanted else None
             if grown is not None:
@@ -332,21 +344,21 @@ class _PathSearch:
                 yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, **parts}))
 
     def _exchange(self, state: Sharding, target: Sharding) -> Move:
-        """Everything at once: each rank gets exactly what it lacks."""
+        """Everything in one step: each rank gets exactly what it lacks."""
         axes = [s for s in cut(self.cuts, (*state.splits, *target.splits)) if s not in self.kept_partial]
         return Move(MoveKind.EXCHANGE, tuple(sorted(set(axes))), state, target)
 
     def _exchanged_in_parts(self, state: Sharding) -> Iterator[Move]:
-        """Everything over slow axes, to replicas along idle fast ones a part each, which they put together after."""
+        """One exchange after which replicas along idle fast axes have a part each, which they gather then."""
         if self._shared and self._lent.isdisjoint([split.axis for split in state.splits]):
             yield from (self._exchange(state, end) for end in self._shared)
 
     def _fast_axes(self) -> frozenset[str | None]:
-        """All but the slowest."""
+        """All axes but the slowest ones."""
         return frozenset([axis.axis for axis in self.axes if self._speed[axis.axis] > self._slowest])
 
     def _ends(self) -> list[Sharding]:
-        """The target, and all that replicas of it along idle axes may have of it."""
+        """The target, and the shardings in which replicas of it along idle axes each have a part."""
         found = [self.dst]
         for axis in self.axes:
             if axis.axis in self._idle:

@@ -1,4 +1,4 @@
-"""What one move costs: its modelled seconds on the links of its axes, and the bytes per rank on the wire."""
+"""What a move costs: its modelled seconds on the links of its axes, and the bytes that a rank sends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLICE_SECONDS, MOVE_SECONDS, EXCHANGE_SECONDS = 1e-13, 2e-13, 4e-13
 
 
 class Price(NamedTuple):
-    """Modelled seconds, and bytes per rank on the wire: of the largest shards, exact where sizes divide."""
+    """Modelled seconds, and the bytes that the rank with the largest shard sends: exact where sizes divide."""
 
     seconds: float
     wire: float
@@ -63,7 +63,7 @@ def price(move: Move, shape: tuple[int, ...], itemsize: float) -> Price:
 
 
 def _partners(n: int, elements: float) -> int:
-    """How many of n ranks take part in an exchange with one of them that gets so many elements, from another each."""
+    """How many of n ranks take part in an exchange in which a rank gets so few elements, each from another rank."""
     return min(n, 1 + max(math.ceil(elements), (n - 1).bit_length()))
 
 
@@ -73,12 +73,12 @@ def link_over(mesh: DeviceMesh, axes: Sequence[Split]) -> Link:
 
 
 def between(a: DeviceMesh, b: DeviceMesh) -> Link:
-    """The link between two meshes: as slow as their slowest axis."""
+    """The link between two meshes: that of the slowest axis of both."""
     return costs.slowest((a.link(()), b.link(())))
 
 
 def received(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
-    """Elements that a rank gets from others when everything moves at once: the mean over some ranks."""
+    """Elements that a rank gets from others if it gets everything in one step: the mean over sampled ranks."""
     if not shape:
         return 0.0
     there = _total([_shared(old, new, n, dst.mesh) for old, new, n in zip(src.dims, dst.dims, shape, strict=True)])
@@ -86,20 +86,20 @@ def received(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
 
 
 def held(sharding: Sharding, shape: tuple[int, ...]) -> float:
-    """Elements that a rank has: the mean over some ranks."""
+    """Elements that a rank has: the mean over sampled ranks."""
     return _held(sharding, shape) / len(sampled_ranks(sharding.mesh)) if shape else 1.0
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _held(sharding: Sharding, shape: tuple[int, ...]) -> int:
-    """Elements of some ranks together."""
+    """Elements of all sampled ranks together."""
     return _total([_shared(layout, layout, n, sharding.mesh) for layout, n in zip(sharding.dims, shape, strict=True)])
 
 
 def lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
-    """Elements that a rank gets at least on the way, as a mean.
+    """Elements that a rank must get on any way, as a mean.
 
-    A sum of p terms takes p - 1 messages until some rank has it, and one more to every other rank that needs it.
+    A sum of p terms takes p - 1 messages until one rank has it, and one more for every other rank that needs it.
     """
     if src.partial == dst.partial:
         return received(src, dst, shape)
@@ -108,12 +108,12 @@ def lacking(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> float:
 
 
 def _total(counts: Iterable[tuple[int, ...]]) -> int:
-    """Elements of all of some ranks together, of how many indices of each dim each holds."""
+    """Elements of all sampled ranks together, given how many indices of each dim each of them holds."""
     return sum(map(math.prod, zip(*counts, strict=True)))
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _shared(old: Layout, new: Layout, n: int, mesh: DeviceMesh) -> tuple[int, ...]:
-    """How many indices of a dim each of some ranks holds in both layouts."""
+    """For each sampled rank how many indices of a dim it holds in both layouts."""
     sides = [[lay.digits(layout, mesh, rank) for rank in sampled_ranks(mesh)] for layout in (old, new)]
     return tuple([lay.shared(old, a, new, b, n) for a, b in zip(*sides, strict=True)])

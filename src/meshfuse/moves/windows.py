@@ -14,7 +14,10 @@ from .move import Move, MoveKind, Reordering, Window, lacking_numel, restricted,
 
 
 def window_of(call: Call) -> Window | Reordering | None:
-    """The window that a call takes, None where it takes none or fills it with a number known only at run time."""
+    """The window that a call takes of its operand.
+
+    None where it takes none, or fills it with a number that only the run tells.
+    """
     found = call.op.window(call) if call.op.window is not None else None
     if isinstance(found, BlockOrder):
         return Reordering(call.types[0].shape, found.dim, found.order)
@@ -24,14 +27,14 @@ def window_of(call: Call) -> Window | Reordering | None:
 
 
 def window_move(src: Sharding, dst: Sharding, window: Window | Reordering) -> Move:
-    """The move from a tensor to its window among the ranks that differ along an axis of a dim that it changes."""
+    """The move from a tensor to its window, among ranks that differ along the axes of the dims that it changes."""
     rows = enumerate(zip(src.dims, dst.dims, strict=True))
     changed = [split for d, (a, b) in rows if a != b or window.changes(d) for split in (*lay.axes(a), *lay.axes(b))]
     return Move(MoveKind.WINDOW, disjoint(changed), src, dst, window)
 
 
 def _indices(move: Move, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Runs, ...]]:
-    """What a rank has and what it wants of what there is, both as indices of the target."""
+    """Of one dim, what a rank has and what it wants of what exists, both as indices of the target."""
     assert move.window is not None
     everywhere = move.window.to_target(tuple(((0, n),) for n in move.window.source_shape))
     wanted = tuple(map(lay.intersect, move.wanted((), rank), everywhere))
@@ -40,7 +43,7 @@ def _indices(move: Move, rank: int) -> tuple[tuple[lay.Runs, ...], tuple[lay.Run
 
 @functools.lru_cache(maxsize=1 << 12)
 def window_peers(move: Move) -> int:
-    """From how many others a rank gets something, at most: one where all is shifted by whole shards."""
+    """From how many other ranks a rank gets something at most: one, if all is shifted by whole shards."""
     most = 0
     for rank in sampled_ranks(move.src.mesh):
         held, wanted = _indices(move, rank)
@@ -51,7 +54,7 @@ def window_peers(move: Move) -> int:
 
 
 def _holders(move: Move, dim: int, held: lay.Runs, wanted: lay.Runs) -> int:
-    """How many parts of a dim, of those of the rank's group, have something of what it wants there."""
+    """How many of the parts of a dim, among the rank's group, have something that it wants."""
     assert move.window is not None
     if move.src.dims[dim] == move.dst.dims[dim] and not move.window.changes(dim):
         return bool(lay.intersect(held, wanted))  # its axes are not the move's: all of the group have the same
@@ -60,9 +63,7 @@ def _holders(move: Move, dim: int, held: lay.Runs, wanted: lay.Runs) -> int:
 
 @functools.lru_cache(maxsize=1 << 8)
 def _parts(layout: lay.Layout, window: Window | Reordering, dim: int, only: tuple[int, lay.Runs] | None) -> lay.Parts:
-    """What each rank has of a dim of the source, as indices of the target: found once for all, and not for each rank
-    among all others, as meshes may have thousands.
-    """
+    """The parts of a dim of the source, as indices of the target; found once for all ranks of a large mesh."""
     digits = itertools.product(*[range(split.size or 1) for split in lay.axes(layout)])
     held = [lay.runs(layout, window.source_shape[dim], there) for there in digits]
     boxes = [tuple([runs if d == dim else () for d in range(len(window.source_shape))]) for runs in held]
@@ -71,6 +72,6 @@ def _parts(layout: lay.Layout, window: Window | Reordering, dim: int, only: tupl
 
 @functools.lru_cache(maxsize=1 << 12)
 def window_wire(move: Move) -> float:
-    """Elements that a rank gets from others: the mean over some ranks."""
+    """Elements that a rank gets from others: the mean over sampled ranks."""
     ranks = sampled_ranks(move.src.mesh)
     return sum(lacking_numel(*_indices(move, rank)) for rank in ranks) / len(ranks)

@@ -1,7 +1,8 @@
-"""Large moves are put where they can begin: right after what makes their source, or ahead of their reader.
+"""Large moves put where they can begin: right after what makes their source, or ahead of their reader.
 
-Moves are inserted just before their first readers, and those of outputs last. With the op that they could run beside in
-one segment they would run alone; a segment is cut where both the move and the work beside it are worth it.
+Moves are inserted just before their first readers, and those of outputs last. There they would run alone, if the ops
+that they could run beside are in the same segment as their reader: so the segment is cut, if both the move and the work
+beside it take long enough to be worth a launch more.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _AHEAD = 2.0
 
 
 def local_cost(call: Call, placement: Placement) -> tuple[float, float]:
-    """Operations, and bytes read and written at least, of an op on one rank of its placement."""
+    """Of an op on one rank: (operations, bytes that it reads and writes at least)."""
     pairs = [*zip(placement.operands, call.types, strict=True), *zip(placement.results, call.results, strict=True)]
     nbytes = sum(t.nbytes / math.prod(s.size or 1 for s in sharding.splits) for sharding, t in pairs)
     return call.op.flops(call) / placement.ways, nbytes
 
 
 class Seconds:
-    """Modelled seconds of a graph's steps; equal ops are looked up."""
+    """Modelled seconds of steps on one rank, looked up for equal ones."""
 
     def __init__(self, resharded: ReshardedDefinition):
         self.resharded = resharded
@@ -41,7 +42,7 @@ class Seconds:
         self._known: dict[object, float] = {}
 
     def of(self, step: Step) -> float:
-        """Of an op's computation on a rank, or of a move."""
+        """Seconds of an op's computation, or of a move."""
         if isinstance(step, Compute):
             call = self.graph.nodes[step.node].call
             key: object = (id(call), id(step.placement))
@@ -57,7 +58,7 @@ class Seconds:
 
 
 def _moved(move: Move, shape: Sequence[int]) -> float:
-    """Elements that a rank sends or gets, but for its own."""
+    """Elements of the largest shard that a move sends or receives."""
     if move.kind is MoveKind.SLICE:
         return 0.0
     sizes = move.src.max_local_numel(shape), move.dst.max_local_numel(shape)
@@ -65,7 +66,7 @@ def _moved(move: Move, shape: Sequence[int]) -> float:
 
 
 def early(resharded: ReshardedDefinition) -> ReshardedDefinition:
-    """The same steps, moves that are worth it earlier; the same on all ranks."""
+    """The same steps, with moves that are worth it earlier. The order is the same on all ranks."""
     seconds = Seconds(resharded)
     if not any(isinstance(step, Set) and seconds.of(step) >= WORTH_A_LAUNCH for step in resharded.steps):
         return resharded
@@ -76,7 +77,7 @@ def early(resharded: ReshardedDefinition) -> ReshardedDefinition:
 
 
 def _places(resharded: ReshardedDefinition, costs: Sequence[float]) -> list[tuple[int, int]]:
-    """Of every step the place after which it goes, and its turn there."""
+    """For each step a key to sort by: the place that it comes after, and its turn there."""
     work = [c if isinstance(s, Compute) else 0.0 for s, c in zip(resharded.steps, costs, strict=True)]
     until = list(itertools.accumulate(work, initial=0.0))
     made_at: dict[int, int] = dict.fromkeys(resharded.inputs, -1)
@@ -96,5 +97,5 @@ def _places(resharded: ReshardedDefinition, costs: Sequence[float]) -> list[tupl
 
 
 def _ahead(until: Sequence[float], place: int, seconds: float) -> int:
-    """The last place before this one with so much work in between; the first where there is not so much."""
+    """The last place with `seconds` of work between it and this one; the first place where there is not so much."""
     return bisect.bisect_right(until, until[place] - seconds) - 2

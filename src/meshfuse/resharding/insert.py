@@ -1,4 +1,4 @@
-"""From a sharded definition to one with a `set` wherever a tensor must lie otherwise than it does."""
+"""From a sharded definition to one with a `Set` wherever a tensor is needed otherwise than it lies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from .resharded import Compute, ReshardedDefinition, Set, Step, Value
 
 @dataclass(slots=True)
 class _Inserter:
-    """The values and steps so far. `by_tensor` has each tensor's values, the one that was made first in front; `before`
-    what of a tensor is to be there before another.
+    """The values and steps so far.
+
+    `by_tensor` has each tensor's values, the first one made in front. `before` tells what to make of a tensor first, on
+    the way to another of its shardings.
     """
 
     sharded: ShardedDefinition
@@ -74,7 +76,7 @@ class _Inserter:
         return self.need(tensor, target, "output", self.sharded.graph.tensors[tensor].line)
 
     def need(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
-        """The value of a tensor in a sharding, made from the nearest one that there is."""
+        """The number of the value of a tensor in a sharding; made from the nearest one if it is not there."""
         there = self._there(tensor, sharding)
         return self._brought(tensor, sharding, why, line) if there is None else there
 
@@ -89,7 +91,7 @@ class _Inserter:
         return self._move(value, found, why, line)
 
     def _there(self, tensor: int, sharding: Sharding) -> int | None:
-        """The value of a tensor in a sharding, if there is one."""
+        """The number of the value of a tensor in a sharding, if there is one."""
         for value in self.by_tensor[tensor]:
             if value.sharding is sharding:
                 return value.id
@@ -116,10 +118,10 @@ class _Inserter:
         return tensor in graph.input_tensors and tensor not in graph.annotations
 
     def _reuse_input(self, tensor: int, mesh: DeviceMesh) -> None:
-        """An input that no annotation places is passed whole on every rank: it is there on this mesh as well."""
+        """Add an input's value on this mesh: one without an annotation is passed whole on every rank of every mesh."""
         self.inputs.append(self._new(tensor, Sharding.replicated(mesh, len(self.sharded.graph.shape(tensor)))))
 
 
 def insert_resharding(sharded: ShardedDefinition) -> ReshardedDefinition:
-    """Put in the moves that the placements need, each planned as the cheapest path; equal ones once."""
+    """Put in the moves that the placements need: each reshard by its cheapest path, equal moves once."""
     return _Inserter(sharded).run()

@@ -1,7 +1,7 @@
-"""In which order a tensor is brought to the shardings that are needed of it, where one of them may lie on the way.
+"""In which order to bring a tensor to several shardings, as one of them may lie on the way to another.
 
-A gather that the last op needs serves the first one, too, if it comes first: what that one takes is a slice of it. So
-what moves does not depend on which of the readers happens to stand first.
+If one reader needs a tensor gathered and another a slice of that, the gather is best made first, whichever reader
+stands first in the program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST = 4
 
 
 class Asked(NamedTuple):
-    """A sharding that someone needs of a tensor: why, and the line that asks for it."""
+    """A sharding that is needed of a tensor, why, and the line of the script that asks for it."""
 
     sharding: Sharding
     why: str
@@ -35,7 +35,7 @@ _AskedOf = dict[int, dict[Sharding, Asked]]
 
 
 def before(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> Before:
-    """What to make first, of each tensor that is needed in several shardings, so that all take the least time."""
+    """By tensor and sharding, what to make of the tensor before: so that all shardings together take the least time."""
     origins, asked = _asked(sharded, ends)
     found: dict[tuple[int, Sharding], Asked] = {}
     for tensor, needs in asked.items():
@@ -46,7 +46,7 @@ def before(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> Before:
 
 
 def _asked(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> tuple[dict[int, Sharding], _AskedOf]:
-    """In which sharding every tensor is made, and the others that are needed of it, in the order of who needs them."""
+    """The sharding in which every tensor is made, and what else is needed of it, in the order of its readers."""
     graph, asked = sharded.graph, _AskedOf()
     origins, said = {i: sharded.homes[i] for i in graph.input_tensors}, graph.annotations
     for node, choice in zip(graph.nodes, sharded.choices, strict=True):
@@ -67,13 +67,13 @@ def _asked(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> tuple[di
 
 @functools.lru_cache(maxsize=1 << 12)
 def _cheapest(origin: Sharding, needs: tuple[Sharding, ...], kind: TensorType) -> dict[Sharding, Sharding]:
-    """For each need what it is made from, in the order that takes the least; the given one of equal ones."""
+    """What each needed sharding is made from, in the order that takes the least time; of equal orders the first."""
     found = [_in_turn(origin, order, kind) for order in itertools.permutations(needs)]
     return min(found, key=lambda entry: round(entry[0], 15))[1]
 
 
 def _in_turn(origin: Sharding, order: Sequence[Sharding], kind: TensorType) -> tuple[float, dict[Sharding, Sharding]]:
-    """The time to make these in turn, each from the nearest before it, and which that is."""
+    """The time to make these in turn, each from the nearest that is there, and from which each is made."""
     total, sources = 0.0, dict[Sharding, Sharding]()
     for needed in order:
         ways = [(cheapest((have,), needed, kind.shape, kind.dtype.itemsize), have) for have in (origin, *sources)]

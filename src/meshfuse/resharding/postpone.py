@@ -1,10 +1,10 @@
 """Small collectives of one kind brought together, as each costs a start.
 
-Reductions are put off until their results are needed. Gradients and statistics are many small ones over the same
-ranks. The step that makes a program wait is the first that reads a reduced value: what does not depend on it goes
-first, and the reductions that it meets on its way go with it (PyTorch's DistributedDataParallel buckets gradients so:
-Li et al., VLDB 2020). Reductions that only outputs read come last. All-gathers of inputs, such as the biases and scales
-of a layer, go with the first of them (as its FullyShardedDataParallel gathers a layer's parameters: Zhao et al., VLDB
+Reductions are put off until a result is needed. Gradients and statistics are many small ones over the same ranks. The
+first step that reads a reduced value waits, and so do those after it that depend on it; what does not depend on it goes
+first, and the reductions met on the way are done together (as PyTorch's DistributedDataParallel buckets gradients: Li
+et al., VLDB 2020). Reductions that only outputs read come last. All-gathers of inputs, such as the biases and scales of
+a layer, go with the first of them (as its FullyShardedDataParallel gathers a layer's parameters: Zhao et al., VLDB
 2023). Exchanges are brought together where they are neighbours.
 """
 
@@ -30,7 +30,7 @@ _EXCHANGES = (MoveKind.ALL_TO_ALL, MoveKind.EXCHANGE, MoveKind.WINDOW)
 
 
 def bucket_key(resharded: ReshardedDefinition, step: Step) -> object:
-    """Equal for moves that may be one call; None for any other step."""
+    """Equal for moves that can be one call; None for steps that are always one of their own."""
     if not isinstance(step, Set) or step.move.kind in (MoveKind.SLICE, MoveKind.TRANSFER):
         return None
     kind, src = step.move.kind, step.move.src
@@ -42,9 +42,9 @@ def bucket_key(resharded: ReshardedDefinition, step: Step) -> object:
 
 
 def postponed(resharded: ReshardedDefinition, sparing: bool = False) -> ReshardedDefinition:
-    """The same steps in an order in which moves that may be one call are neighbours; the same on all ranks.
+    """The same steps, reordered so that moves that can be one call are neighbours. The order is the same on all ranks.
 
-    `sparing`: all-reduces alone, where what is put off takes no more memory than its result.
+    `sparing` puts off all-reduces only: their operands take no more memory than their results.
     """
     kinds = _REDUCTIONS[:1] if sparing else _REDUCTIONS
     steps = _Postponer(resharded, kinds).run()
@@ -52,7 +52,7 @@ def postponed(resharded: ReshardedDefinition, sparing: bool = False) -> Resharde
 
 
 def _sooner(resharded: ReshardedDefinition, steps: list[Step]) -> list[Step]:
-    """The steps with small all-gathers of inputs, or of what few ops make of them, beside the first of their kind."""
+    """The steps with small all-gathers of inputs, or of a few ops on inputs, beside the first of their kind."""
     keys = {place: key for place, step in enumerate(steps)
             if _is_gather(step) and (key := bucket_key(resharded, step)) is not None}  # fmt: skip
     if len(keys) == len(set(keys.values())):
@@ -72,7 +72,7 @@ def _sooner(resharded: ReshardedDefinition, steps: list[Step]) -> list[Step]:
 
 
 def _made_by(resharded: ReshardedDefinition, steps: Sequence[Step]) -> dict[int, tuple[int, ...]]:
-    """The places of the few ops that make a value of inputs alone, such as a cast."""
+    """By value that a few ops make of inputs alone, such as a cast, the places of these ops."""
     known: dict[int, tuple[int, ...]] = dict.fromkeys(resharded.inputs, ())
     for place, step in enumerate(steps):
         if isinstance(step, Compute) and all(v in known for v in step.inputs):
@@ -87,7 +87,7 @@ def _is_gather(step: Step) -> bool:
 
 
 class _Postponer:
-    """`held` reductions and the `waiting` steps that depend on them; all others are `done` in their order."""
+    """`held` are reductions put off, `waiting` the steps that depend on them, `done` all others, in their order."""
 
     def __init__(self, resharded: ReshardedDefinition, kinds: Sequence[MoveKind]):
         self.resharded, self.kinds = resharded, kinds
@@ -123,7 +123,7 @@ class _Postponer:
             self.done.append(step)
 
     def _release(self) -> None:
-        """Reduce what the first waiting step needs, and small ones with it; then go on with what waited."""
+        """Do the reductions that the first waiting step needs, and small ones with them; then take up what waited."""
         needed = set(self.waiting[0].inputs)
         # In the order of the reductions: that of a set of texts is another one on every rank.
         keys = list(dict.fromkeys(self._key(s) for s in self.held if s.target in needed))

@@ -1,4 +1,4 @@
-"""What resharding gives: ops in their placements, and a `Set` for each move between them, on values."""
+"""What resharding gives: on values, ops in their placements and a `Set` for each move between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..sharding.value import Sharding
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor in one of the shardings that it exists in."""
+    """A tensor in one of the shardings in which it exists."""
 
     id: int
     tensor: int
@@ -30,7 +30,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One op in its placement: takes and makes values by number."""
+    """One op in its placement. It reads and makes values, by number."""
 
     node: int
     placement: Placement
@@ -40,9 +40,10 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """One move of a reshard, from a value to a value of the same tensor. `why` says who asked for it, and where.
+    """One move of a reshard: from one value of a tensor to another.
 
-    `node` is the op that the move does the work of (a slice or pad of a sharded dim): its target is the op's result.
+    `why` says who asked for it, at `line`. If `node` is given, the move does that op's work (a slice or pad of a
+    sharded dim), and its target is a value of the op's result.
     """
 
     source: int
@@ -54,12 +55,12 @@ class Set:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The value that is moved, as of any step."""
+        """The value that is moved; steps of all kinds have this."""
         return (self.source,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The value that is made, as of any step."""
+        """The value that is made; steps of all kinds have this."""
         return (self.target,)
 
 
@@ -86,16 +87,16 @@ class ReshardedDefinition:
         return self.sharded.graph
 
     def type_of(self, value: int) -> TensorType:
-        """The type of the tensor that a value is: its shape is the global one."""
+        """The type of a value's tensor, with its global shape."""
         return self.graph.tensors[self.values[value].tensor].type
 
     def nbytes(self, value: int) -> int:
-        """Of a rank's largest shard of a value."""
+        """Bytes of the largest shard of a value."""
         found = self.values[value]
         return _shard_bytes(found.sharding, self.graph.tensors[found.tensor].type)
 
     def price(self, step: Set) -> Price:
-        """The modelled time of a move, and its bytes."""
+        """A move's modelled seconds, and the bytes that it sends."""
         kind = self.type_of(step.source)
         return price(step.move, kind.shape, kind.dtype.itemsize)
 
@@ -104,21 +105,21 @@ class ReshardedDefinition:
         return self.price(step).seconds
 
     def name_of(self, step: Step) -> str:
-        """The op, or what kind of move it is."""
+        """The name of a step's op, or the kind of its move."""
         return self.graph.nodes[step.node].name if isinstance(step, Compute) else step.move.kind.value
 
     @property
     def moves(self) -> tuple[Set, ...]:
-        """All moves but slices, in order: those that may put bytes on the wire."""
+        """All moves but slices, in order."""
         return tuple(s for s in self.steps if isinstance(s, Set) and s.move.kind is not MoveKind.SLICE)
 
     @property
     def collectives(self) -> tuple[Set, ...]:
-        """The moves of which something travels between ranks, in order."""
+        """The moves in which something travels between ranks, in order."""
         return tuple(s for s in self.moves if travels(s.move, self.graph.shape(self.values[s.source].tensor)))
 
     def verify(self) -> None:
-        """Every value is made once, before it is read; moves start from and end in the shardings of their values."""
+        """Assert that every value is made once, before it is read, and that moves fit the shardings of their values."""
         known, shardings = set(self.inputs), [value.sharding for value in self.values]
         for step in self.steps:
             assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
@@ -145,9 +146,11 @@ class ReshardedDefinition:
         return "\n".join([*lines, "return " + ", ".join(f"v{v}" for v in self.outputs)])
 
     def fingerprint(self) -> str:
-        """A text that is equal for equal definitions only; an op or a move that comes again is numbered, not repeated.
+        """A text that is equal only for equal definitions.
 
-        (`str` of a large definition takes as long as a fifth of its compilation.)
+        An op or move that repeats is written once and then numbered.
+
+        (The `str` of a large definition would take a fifth of its compilation.)
         """
         known: dict[tuple[int, int], int] = {}
         numbers: dict[str, int] = {}

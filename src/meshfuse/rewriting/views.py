@@ -262,15 +262,8 @@ def _joined(graph: Graph, before: Shifted, own: OpWindow, result: Offsets) -> Sh
     if not all(dim.some for dim in seen):
         return None
     alike = before.fill is None or own.fill is None or before.fill == own.fill
-    rows = [
-        [_Seen(n[d], term.offsets[d], before.steps[d], m) for n, term in zip(sizes, before.terms, strict=True)]
-        for d, m in enumerate(before.shape)
-    ]
-    spans = [_known_span(span, row, alike) for span, row in zip(before.valid, rows, strict=True)]
-    valid = tuple(
-        (_first_at(low, *row), _first_at(high, *row))
-        for (low, high), row in zip(spans, zip(by, steps, shape, strict=True), strict=True)
-    )
+    spans = zip(_known_spans(before, sizes, alike), zip(by, steps, shape, strict=True), strict=True)
+    valid = tuple((_first_at(low, *view), _first_at(high, *view)) for (low, high), view in spans)
     fill = before.fill if before.fill is not None else own.fill
     views = enumerate(zip(by, steps, before.shape, shape, strict=True))
     changed = before.changed | {d for d, (o, s, n, m) in views if o or s != 1 or n != m}
@@ -306,10 +299,18 @@ class _Seen(NamedTuple):
         return self.first >= 0 and self.first + self.step * (self.m - 1) < self.n
 
 
-def _known_span(span: tuple[int, int], roots: Sequence[_Seen], alike: bool) -> tuple[float, float]:
-    """The indices of a dim of which is known what would stand there, beyond its ends, too, where nothing was cut off
-    and the same number comes in.
+def _known_spans(view: Shifted, sizes: Sequence[Offsets], alike: bool) -> Iterator[tuple[float, float]]:
+    """By dim the indices at which it is known what would stand there.
+
+    Also beyond the dim's ends, if nothing was cut off there and a window on the view is filled with the same number
+    (`alike`). `sizes` are those of the terms' dims.
     """
+    for d, (span, step, m) in enumerate(zip(view.valid, view.steps, view.shape, strict=True)):
+        seen = [_Seen(n[d], term.offsets[d], step, m) for n, term in zip(sizes, view.terms, strict=True)]
+        yield _known_span(span, seen, alike)
+
+
+def _known_span(span: tuple[int, int], roots: Sequence[_Seen], alike: bool) -> tuple[float, float]:
     low, high = span
     below = alike and low == 0 and all(r.first < r.step for r in roots)
     above = alike and high == roots[0].m and all(r.first + r.step * r.m >= r.n for r in roots)

@@ -12,7 +12,10 @@ from ..sharding.layout import Layout, Split
 
 @dataclass(frozen=True, slots=True)
 class ChunkedDim:
-    """A dim of a tensor in chunks: the indices of each. `layout` says the same in factors; None where none can."""
+    """A dim of a tensor in chunks: the global indices of each.
+
+    `layout` says the same in factors; None where no layout does.
+    """
 
     dim: int
     chunks: tuple[lay.Runs, ...]
@@ -20,7 +23,7 @@ class ChunkedDim:
 
     @classmethod
     def of(cls, dim: int, layout: Layout, n: int) -> ChunkedDim:
-        """The chunks that a layout, with its stream, cuts a dim of size n into."""
+        """The chunks into which the stream of a layout cuts a dim of size n."""
         layout = lay.canonical(layout, n)
         chunks = tuple(lay.chunk_runs(layout, n, c) for c in range(lay.stream_count(layout)))
         return cls(dim, chunks, layout)
@@ -34,7 +37,10 @@ class Refused(Exception):
 
 
 def of_shards(dim: int, n: int, ways: int, inner: int, ring: bool) -> ChunkedDim:
-    """Chunks of a dim in `ways` shards, each cut into `inner` parts: of all shards a part, or in a ring of one."""
+    """Chunks of a dim that lies in `ways` shards, each of which is cut into `inner` parts.
+
+    A chunk is one part of every shard; in a ring it is one part of one shard.
+    """
     if n % (ways * inner) == 0:
         outer = Split(ways, STREAM if ring else None)
         return ChunkedDim.of(dim, (outer, Split(inner, STREAM)) if ways > 1 else (Split(inner, STREAM),), n)
@@ -49,7 +55,7 @@ def of_shards(dim: int, n: int, ways: int, inner: int, ring: bool) -> ChunkedDim
 def chunked_factor(
     rule: Rule, dims: DimFactors, shape: tuple[int, ...], cut: ChunkedDim, name: str
 ) -> tuple[int, ChunkedDim]:
-    """The factor that a dim's chunks cut, and how (as if it were a dim of its own)."""
+    """The op's factor that a dim's chunks cut, and the chunks as those of a dim that is this factor. Raises Refused."""
     factors, n = dims[cut.dim], shape[cut.dim]
     if not factors:
         raise Refused(f"as dim {cut.dim} of {name} has one element")
@@ -70,7 +76,7 @@ def chunked_factor(
 def chunked_dim(
     rule: Rule, dims: DimFactors, shape: tuple[int, ...], factor: int, cut: ChunkedDim
 ) -> ChunkedDim | None:
-    """How the dim of a tensor that a factor is in is cut; None where it is in none."""
+    """How the dim that has this factor is cut, given how the factor is; None where no dim has it. Raises Refused."""
     for dim, factors in enumerate(dims):
         if factors == (factor,):
             return ChunkedDim(dim, cut.chunks, cut.layout)

@@ -21,7 +21,7 @@ _CHUNKED = (
 
 
 def overlap(resharded: ReshardedDefinition) -> OverlappedDefinition:
-    """Put what the graph's streams ask for into loops."""
+    """Put the steps around every tensor that has a stream into a loop, where that can be done."""
     if not resharded.graph.streams:
         return OverlappedDefinition(resharded, resharded.steps, {})
     builder = _LoopBuilder(resharded)
@@ -33,11 +33,11 @@ def overlap(resharded: ReshardedDefinition) -> OverlappedDefinition:
 
 
 class _LoopBuilder:
-    """Makes a loop for each stream of the graph, as far as there can be one; `refused` says why there is none.
+    """Makes a loop for each stream of the graph; `refused` says why there is none for a tensor.
 
-    A stream's loop begins with the ops that make or read its tensor (`_ask`); what is cut with that tensor follows
-    (`_cut_ops`), then come the moves around the ops (`_grow`) and later products (`_follow`). `steps` are known by
-    their places, values by the place of their `maker` and those of their `readers`.
+    A loop begins with the ops that make or read the stream's tensor (`_ask`). Cutting that tensor cuts others
+    (`_cut_ops`). Then the loop takes in the moves around its ops (`_grow`) and, for nvFuser's streams, later products
+    (`_follow`). Steps are known by their places, values by the place of their `maker` and of their `readers`.
     """
 
     def __init__(self, resharded: ReshardedDefinition):
@@ -93,7 +93,7 @@ class _LoopBuilder:
         self.in_draft.update(dict.fromkeys(draft.steps, draft))
 
     def _joinable(self, draft: LoopDraft) -> LoopDraft | None:
-        """A loop that makes what this one reads, cut in the same way: the two are one."""
+        """An earlier loop that makes what this one reads, cut in the same way: the two become one."""
         read = {v for place in draft.steps for v in self.steps[place].inputs}
         for other in self.drafts:
             made = {v for place in other.steps for v in self.steps[place].outputs}
@@ -103,7 +103,7 @@ class _LoopBuilder:
         return None
 
     def _agree(self, one: LoopDraft, other: LoopDraft) -> bool:
-        """Whether steps of both take what they have in common alike: cut in the same way, or as a whole."""
+        """Whether both take the tensors that they share alike: cut in the same way, or whole."""
         shared = self._tensors(one.steps) & self._tensors(other.steps)
         return all(one.cuts.get(t) == other.cuts.get(t) for t in shared)
 
@@ -116,7 +116,7 @@ class _LoopBuilder:
             raise Refused(f"as its op is cut as {other} asks")
 
     def _seeds(self, tensor: int) -> list[int]:
-        """The op that makes the tensor, or those from it to the first products that read what comes of it."""
+        """The place of the op that makes the tensor; of an input, the places up to the first products that read it."""
         producer = self._producer(tensor)
         if producer is not None:
             return [producer]
@@ -128,7 +128,7 @@ class _LoopBuilder:
         return found[0] if found else None
 
     def _forward(self, tensor: int, depth: int) -> set[int]:
-        """Places of the products that read the tensor, with the ops in between."""
+        """The places of the products that a tensor leads to, and of the ops in between."""
         found: set[int] = set()
         for value in self.values_of.get(tensor, ()):
             for place in self.readers.get(value, ()):
@@ -144,12 +144,12 @@ class _LoopBuilder:
     # where a tensor is cut
 
     def _cut(self, draft: LoopDraft, tensor: int, cut: ChunkedDim) -> None:
-        """Cut a tensor, and with it all that the loop's ops make of it or make it of."""
+        """Cut a tensor, and with it the other operands and results of the loop's ops."""
         draft.cuts[tensor] = cut
         self._cut_ops(draft)
 
     def _cut_ops(self, draft: LoopDraft) -> None:
-        """Cut what the loop's ops take and make, as the tensors that are cut already tell."""
+        """Cut operands and results of the loop's ops as far as those that are cut already tell how."""
         for place in sorted(draft.steps):
             step = self.steps[place]
             if isinstance(step, Compute):
@@ -218,13 +218,13 @@ class _LoopBuilder:
         return step_mesh(self.steps[min(draft.steps)])
 
     def _follow(self, draft: LoopDraft) -> None:
-        """A stream in nvFuser's words goes on: later products of what the loop makes join it, as far as they can."""
+        """Take later products of what the loop makes into it, as far as possible: nvFuser's streams go on so."""
         while draft.ring != "scatter" and any(self._joins(draft, found) for found in self._later_products(draft)):
             if not draft.ring:
                 self._add_moves(draft, self._around(draft, forward=True))
 
     def _later_products(self, draft: LoopDraft) -> Iterator[set[int]]:
-        """Places of products that read what the loop makes, each set with the ops in between."""
+        """For each product that reads what the loop makes, its place and those of the ops in between."""
         made = {self._tensor(v) for place in draft.steps for v in self.steps[place].outputs}
         for tensor in sorted(made):
             found = self._forward(tensor, 8) - draft.steps
@@ -232,7 +232,7 @@ class _LoopBuilder:
                 yield found
 
     def _joins(self, draft: LoopDraft, found: set[int]) -> bool:
-        """Take steps into a loop, if all of them can be cut as it is and none is to be cut otherwise."""
+        """Take steps into a loop, and say so, if all of them can be cut and nothing has to be cut in two ways."""
         trial = LoopDraft(draft.tensor, draft.stream, found, dict(draft.cuts))
         try:
             self._cut_ops(trial)
@@ -251,7 +251,7 @@ class _LoopBuilder:
     # rings
 
     def _in_ring(self, draft: LoopDraft, before: Sequence[int], after: Sequence[int]) -> bool:
-        """Make the loop a ring; False (and a note why) where it cannot be one."""
+        """Make the loop a ring; False, with a note why, where it cannot be one."""
         tried: tuple[tuple[RingKind, Sequence[int]], ...] = (("scatter", after), ("gather", before), ("gather", after))
         for kind, places in tried:
             wanted = MoveKind.REDUCE_SCATTER if kind == "scatter" else MoveKind.ALL_GATHER
@@ -267,7 +267,7 @@ class _LoopBuilder:
         return False
 
     def _travels(self, draft: LoopDraft, step: Set, kind: RingKind) -> bool:
-        """Whether each chunk is (a part of) the shard of one rank of each group, in the group's order."""
+        """Whether each chunk is a shard of one rank of each group, or a part of one, in the order of the group."""
         tensor = self._tensor(step.source)
         shape, cut = self.graph.shape(tensor), draft.cuts[tensor]
         side, n = step.move.src if kind == "gather" else step.move.dst, len(cut.chunks)
@@ -288,7 +288,7 @@ class _LoopBuilder:
     # chunks
 
     def _chosen(self, draft: LoopDraft, tensor: int, stream: Stream) -> ChunkedDim:
-        """As the user says; else chunks that take a part of every rank's shard, and in a ring of one shard each."""
+        """How the stream's dim is cut: as the user says, else each chunk a part of every shard (in a ring, of one)."""
         dim, n = stream.dim, self.graph.shape(tensor)[stream.dim]
         if stream.layout is not None:
             return ChunkedDim.of(dim, stream.layout, n)
@@ -305,7 +305,7 @@ class _LoopBuilder:
         return anyhow
 
     def _neighbours(self, draft: LoopDraft, tensor: int, stream: Stream) -> Iterator[ChunkedDim]:
-        """How loops that make what this one reads cut it, in terms of the tensor."""
+        """How loops that make what this one reads cut it, as chunks of the stream's tensor."""
         read = {t for place in draft.steps for t in self._tensors_read(place)}
         for other in self.drafts:
             for shared in sorted(read.intersection(other.cuts)):
@@ -322,7 +322,7 @@ class _LoopBuilder:
         return self.resharded.values[value].tensor
 
     def _shards(self, draft: LoopDraft) -> Iterator[Layout]:
-        """The layouts over ranks alone that the cut dim has where it is scattered, gathered or computed."""
+        """The layouts over ranks that the stream's dim has where it is scattered, gathered or computed."""
         values = [*self._around(draft, True), *self._around(draft, False), *sorted(draft.steps)]
         for place in values:
             step = self.steps[place]
@@ -336,7 +336,7 @@ class _LoopBuilder:
     # order
 
     def ordered(self) -> tuple[Step | ChunkLoop, ...]:
-        """All steps, those of loops in one place, each after what it reads; otherwise as they were."""
+        """All steps with each loop's in one place, each after what it reads, and otherwise in their order."""
         while True:
             parts = in_order(self.steps, self.maker, self.drafts)
             if parts is not None:

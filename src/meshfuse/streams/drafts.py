@@ -1,4 +1,4 @@
-"""Loops that are being made, as places of steps: whether steps can be one, and the order of a program with them."""
+"""Loops in the making: whether some steps can be one loop, and the order of a program with its loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .overlap import ChunkLoop, RingKind
 
 @dataclass(slots=True)
 class LoopDraft:
-    """A loop that is being made, by the places of its steps."""
+    """A loop in the making; `steps` are the places of its steps in the program."""
 
     tensor: int
     stream: Stream
@@ -24,7 +24,7 @@ class LoopDraft:
 
 
 def is_convex(steps: Sequence[Step], places: set[int]) -> bool:
-    """True where nothing outside stands between two of the steps at these places."""
+    """Whether these steps can be done in a row: no other step both depends on one of them and is needed by another."""
     inside = set(steps[min(places)].outputs)
     outside: set[int] = set()
     for place in range(min(places) + 1, max(places) + 1):
@@ -41,8 +41,9 @@ def is_convex(steps: Sequence[Step], places: set[int]) -> bool:
 def in_order(
     steps: Sequence[Step], maker: Mapping[int, int], drafts: Sequence[LoopDraft]
 ) -> tuple[Step | ChunkLoop, ...] | None:
-    """All steps, those of loops in one place, each after what it reads; otherwise as they were. None where loops stand
-    between each other's steps. `maker` tells the place of the step that makes a value.
+    """All steps with each loop's in one place, each after what it reads, and otherwise in their order.
+
+    None where two loops need results of each other. `maker` is, by value, the place of the step that makes it.
     """
     unit_of = {place: min(draft.steps) for draft in drafts for place in draft.steps}
     before: dict[int, set[int]] = {}

@@ -1,7 +1,7 @@
-"""Ops and moves that are worked on in chunks: what a stream on a dim, or `fd.overlap`, asks for.
+"""Ops and moves done in chunks, as a stream on a dim or `fd.overlap` asks.
 
-A loop holds an op (or several in a row), the moves that bring its operands and those that take its results. Cut along
-one dim, one chunk's collective runs while the next chunk is computed (Wang et al., "Overlap Communication with
+A loop holds an op (or several in a row), the moves that bring its operands and those that take its results away. Cut
+along one dim, one chunk's collective runs while the next chunk is computed (Wang et al., "Overlap Communication with
 Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). In a ring every rank begins with
 its own shard, and shards, or sums of them, travel from rank to rank.
 """
@@ -25,10 +25,11 @@ RingKind = Literal["gather", "scatter"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkLoop:
-    """Steps done chunk by chunk. `cuts` says of every tensor that is cut how.
+    """Steps that are done chunk by chunk.
 
-    `ring` is None for collectives per chunk, "gather" where shards of an operand travel round, and "scatter" where sums
-    do. `asked` is the tensor that the user named, at the line of `stream`.
+    `cuts` says how each of the tensors that are cut is cut. `ring` is None where every chunk has a collective, "gather"
+    where shards of an operand travel round, "scatter" where sums do. `asked` is the tensor that the user named, at the
+    line of `stream`.
     """
 
     id: int
@@ -54,17 +55,17 @@ class ChunkLoop:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Values that come from outside."""
+        """The values that come from outside the loop."""
         made = set(self.outputs)
         return tuple(dict.fromkeys(v for s in self.steps for v in s.inputs if v not in made))
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """All values that it makes."""
+        """All values that the loop makes."""
         return tuple(v for s in self.steps for v in s.outputs)
 
     def only(self, tensor: int, chunk: int) -> tuple[int, lay.Runs]:
-        """The dim, and the indices of it, that a chunk of a tensor has."""
+        """(dim, indices of it) of a chunk of a tensor."""
         cut = self.cuts[tensor]
         return cut.dim, cut.chunks[chunk]
 
@@ -77,7 +78,10 @@ class ChunkLoop:
 
 @dataclass(frozen=True, slots=True)
 class OverlappedDefinition:
-    """The steps of a resharded definition, some of them in loops. `refused` says why a tensor's stream is none."""
+    """The steps of a resharded definition, some of them in loops.
+
+    `refused` tells for each tensor whose stream could not be used why that is.
+    """
 
     resharded: ReshardedDefinition
     parts: tuple[Step | ChunkLoop, ...]
@@ -88,7 +92,7 @@ class OverlappedDefinition:
         return tuple(part for part in self.parts if isinstance(part, ChunkLoop))
 
     def verify(self) -> None:
-        """Every step is there once, after what it reads."""
+        """Assert that every step is there once, after what it reads."""
         steps = [s for part in self.parts for s in (part.steps if isinstance(part, ChunkLoop) else (part,))]
         assert len(steps) == len(self.resharded.steps)
         known = set(self.resharded.inputs)
@@ -97,7 +101,7 @@ class OverlappedDefinition:
             known.update(step.outputs)
 
     def fingerprint(self) -> str:
-        """A text that is equal only for equal definitions with their steps and loops in the same order."""
+        """A text that is equal only for equal definitions with equal loops, in the same order."""
         order = [part.outputs for part in self.parts] if self.loops else []
         return f"{self}\n{self.resharded.fingerprint()}\n{order}"
 
@@ -116,5 +120,5 @@ class OverlappedDefinition:
 
 
 def step_mesh(step: Step) -> DeviceMesh:
-    """The mesh that a step runs on (of a transfer, the one that it comes from)."""
+    """The mesh that a step runs on; for a transfer the one that it sends from."""
     return step.placement.results[0].mesh if isinstance(step, Compute) else step.move.src.mesh
