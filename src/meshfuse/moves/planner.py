@@ -255,7 +255,7 @@ class _PathSearch:
                 yield {dim: grown}
 
     def _out_of_place(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """While axes are still to move: changes that put the atom on any dim that it cuts evenly, so that less moves."""
+        """While axes are still to move: changes that put the atom on any dim it cuts evenly, so that less moves."""
         if any(self._grown(state, dim, frozenset()) is None for dim in range(state.ndim)):
             yield from self._minor(state, atom)
             yield from self._beside_others(state, atom)
