@@ -1,4 +1,4 @@
-"""A definition in two: what follows from some inputs alone, such as weights, and the rest."""
+"""A definition as two: what follows from some inputs alone, such as weights, and the rest."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def prepared(
     fd: PlannedDefinition, inputs: Sequence[int], shapes: Sequence[Sequence[int]], make: Callable[[], Definition],
     line: SourceLine,
 ) -> tuple[Definition, Definition]:  # fmt: skip
-    """The two, by the plan for the latest (or the given) shapes; `make` gives empty ones like `fd`.
+    """The two definitions, for the latest (or the given) shapes; `make` gives empty ones of the same kind as `fd`.
 
-    It is the plan in which it does not count where these inputs come from, if the second takes less time so, and a rank
-    keeps no more than by the definition's own, or than the inputs. Raises DefinitionError for what is no input.
+    Of two plans, `fd`'s own and the one in which these inputs are not annotated, that is cut by which the second
+    definition takes less time; the latter only if a rank then keeps no more than by the former, or than the inputs.
+    Raises DefinitionError for anything that is no input, and where sizes depend on scalar inputs.
     """
     _check(fd, inputs, line)
     compiled = fd.latest(shapes)
@@ -52,7 +53,7 @@ def _check(fd: PlannedDefinition, inputs: Sequence[int], line: SourceLine) -> No
 
 
 def _freed(fd: PlannedDefinition, compiled: CompiledProgram, found: HalvedPlan) -> HalvedPlan | None:
-    """The cut of the plan in which nothing is said of the inputs, if there is one."""
+    """The cut of the plan in which these inputs are not annotated; None where no other annotation is left."""
     shapes = {i: compiled.graph.shape(i) for i in fd.input_tensors()}
     world = compiled.resharded.values[0].sharding.mesh
     free = decided_without(fd, shapes, world, found.inputs, fd.effort)
@@ -60,7 +61,7 @@ def _freed(fd: PlannedDefinition, compiled: CompiledProgram, found: HalvedPlan) 
 
 
 def _each(fd: PlannedDefinition, found: HalvedPlan) -> Spent:
-    """What the second part takes. These two are of a class that tells nobody of its plans: others may be taken."""
+    """What the second definition takes. (It is written as a plain DefinitionBuilder: `observers` do not see it.)"""
     first, rest = DefinitionBuilder(), DefinitionBuilder()
     write_halves(fd, found, first, rest)
     shapes = {i: rest.tensors[i].type.shape for i in rest.input_tensors()}

@@ -1,9 +1,9 @@
 """Plans kept on disk, so that the second start of a script does not plan again.
 
-Planning is the dear part of compiling, and all it gives are decisions: which ops are written in their distributed
-forms, and where each op is computed. These are what is stored, under a digest of everything that they follow from:
-the definition, its shapes and annotations, the world, meshfuse's own code, torch's version. The rest of compiling is
-done again, from the user's own lines. Whatever is wrong with a stored plan, or with the disk, planning goes on.
+Planning is the dear part of compiling, and all it gives are decisions: which ops are written in other forms, and where
+each op is computed. These are stored, under a digest of everything that they follow from: the definition, its shapes
+and annotations, the world, meshfuse's own code, torch's version. The rest of compiling is done again, from the user's
+own lines. Whatever is wrong with a stored plan, or with the disk, planning goes on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SUFFIX = ".plan"
 
 
 def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinition], how: str = "") -> ShardedDefinition:
-    """What `plan()` gives for this graph and world, planned so; from the disk where an earlier process left it."""
+    """The plan for this graph, world and effort (`how`): one that is on the disk, else what `plan()` makes."""
     folder = disk_cache.folder()
     if folder is None or not all(OPS.get(node.name) is node.call.op for node in graph.nodes):
         return plan()  # What a user's own op does may change without a trace in its name.
@@ -86,7 +86,7 @@ def _keep(folder: Path, key: str, graph: Graph, sharded: ShardedDefinition) -> N
 
 
 def packed(sharded: ShardedDefinition) -> str:
-    """The decisions that led to the sharded definition."""
+    """The decisions that led to this sharded definition."""
     return dump((sharded.graph.rewritings, sharded.choices, tuple(sorted(sharded.homes.items()))))
 
 
@@ -100,9 +100,7 @@ def unpacked(text: str, graph: Graph) -> ShardedDefinition:
 
 
 def _check_parts(sharded: ShardedDefinition) -> None:
-    """What a plan holds follows from the layouts of ops' factors: anything else is none. Raises NotStorable, or what
-    parts of other types give.
-    """
+    """Raises NotStorable (or what parts of other types give) unless each placement follows from its layouts."""
     graph = sharded.graph
     for i, home in sharded.homes.items():
         if not isinstance(home, Sharding) or home.ndim != graph.tensors[i].type.ndim:
@@ -119,13 +117,13 @@ def _check_parts(sharded: ShardedDefinition) -> None:
 
 
 def _may_be_left(made: Sharding, home: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether an output that an op makes so may be left at home."""
+    """Whether an output may be left at `home`, if its op makes it in `made`."""
     fits = Sharding.make(home.mesh, home.dims, shape) is home
     return fits and home.mesh == made.mesh
 
 
 def _is_told(choice: Choice) -> bool:
-    """Whether what a choice follows, and what it took, can be told."""
+    """Whether the source and the seconds of a choice are of the types that `explain` prints."""
     told = [(choice.source, choice.seconds), choice.runner_up or (choice.source, choice.seconds)]
     return all(isinstance(source, Source) and isinstance(seconds, float) for source, seconds in told)
 
@@ -162,7 +160,7 @@ def _mesh(mesh: DeviceMesh) -> str:
 
 @functools.cache
 def _code_and_versions() -> str:
-    """meshfuse's version and, as it may be edited, the sizes and times of its files; torch's. Raises OSError."""
+    """meshfuse's version, torch's, and (meshfuse may be edited) the sizes and times of its files. Raises OSError."""
     root = Path(__file__).parents[1]
     if not root.is_dir():
         raise FileNotFoundError(errno.ENOENT, "they are no files of a folder, as in a zip archive")

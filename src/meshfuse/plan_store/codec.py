@@ -40,18 +40,18 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 class NotStorable(ValueError):
-    """A value of a class that plans are not known to hold, or a text that is no plan."""
+    """A value of a class that plans do not consist of, or a text that is no plan."""
 
 
 def dump(value: Any) -> str:
-    """The value as text. NotStorable for what `load` could not read."""
+    """The value as text. Raises NotStorable for what `load` could not read."""
     writer = _RowWriter()
     root = writer.write(value)
     return json.dumps([root, writer.rows])
 
 
 def load(text: str) -> Any:
-    """The value of a text. NotStorable where it is none of `dump`'s."""
+    """The value of a text that `dump` made. Raises NotStorable for any other text."""
     try:
         root, rows = json.loads(text)
         values: list[Any] = []

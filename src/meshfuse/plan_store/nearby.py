@@ -1,12 +1,12 @@
 """A shape takes over the plan of one near it, so that its first call does not wait for a plan of its own.
 
-Which plan is best follows from sizes. Where every size is within a factor of what it was, and splits as evenly, the
-plan of one shape is mostly that of the other, too; a search for a better one pays where the shape comes again
-(`RENEWED`). What is taken over are the decisions (rewritings, layouts of factors, homes); they are made
-again for the new sizes, and where one does not fit, nothing is taken over.
+Which plan is best follows from sizes. If all sizes are within a factor of what they were, and split as evenly, the plan
+made for one shape is mostly the best for the other, too; a search for a better one pays where the shape comes again
+(`RENEWED`). What is taken over are the decisions (rewritings, layouts of factors, homes). They are made again for the
+new sizes, and if one does not fit, nothing is taken over.
 
 Only executions on real ranks take plans over, all ranks alike, as they compile the same definitions in the same order.
-Who asks (`fd.compile`, `fd.bill`, `fd.simulate`) gets the plan of a search.
+`fd.compile`, `fd.bill` and `fd.simulate` always search.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SIZES = (ParamKind.SIZE, ParamKind.SHAPE)
 
 
 def nearness(line: SourceLine | None) -> float:
-    """The factor by which sizes may differ, of MESHFUSE_NEAR: 1 is not at all. DefinitionError where it is none."""
+    """MESHFUSE_NEAR: the factor by which sizes may differ; 1 for none. Raises DefinitionError for anything else."""
     text = os.environ.get(VARIABLE, "")
     try:
         found = float(text) if text else NEAR
@@ -59,7 +59,7 @@ class Taken(NamedTuple):
 
 
 class Plans:
-    """What searches found, by structure, the latest used last."""
+    """Plans that searches found, by the structure of the graph; the ones used last are kept."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[Hashable, list[tuple[Graph, ShardedDefinition]]] = OrderedDict()
@@ -78,9 +78,9 @@ class Plans:
         return sum(len(graph.nodes) for plans in self._found.values() for graph, _ in plans)
 
     def near(self, graph: Graph, world: DeviceMesh, factor: float) -> Taken | None:
-        """The plan of a graph that differs in sizes alone, by no more than a factor; None where none is known or fits.
+        """The plan of a graph that differs in sizes alone, all within a factor; None where there is none.
 
-        Where one was made for these very sizes, it is that.
+        A plan that was made for these very sizes comes first.
         """
         key = _structure(graph, world)
         with self._lock:
@@ -92,7 +92,7 @@ class Plans:
 
 
 def _same_sizes(graph: Graph, other: Graph) -> bool:
-    """Of the tensors, and of what ops are called with, such as the bounds of slices."""
+    """Whether tensors have the same sizes, and ops the same arguments, such as the bounds of slices."""
     same_types = all(a.type == b.type for a, b in zip(graph.tensors, other.tensors, strict=True))
     return same_types and all(a.call.args == b.call.args for a, b in zip(graph.nodes, other.nodes, strict=True))
 
@@ -101,7 +101,7 @@ PLANS = Plans()
 
 
 def _structure(graph: Graph, world: DeviceMesh) -> Hashable:
-    """All of a graph that a plan follows from but its sizes."""
+    """All of a graph that a plan follows from, but for sizes."""
     nodes = tuple([(id(n.call.op), n.inputs, n.outputs, n.origin) for n in graph.nodes])
     said = (tuple(sorted(graph.reductions.items())), tuple(sorted(graph.streams)))
     return (nodes, graph.inputs, graph.outputs, tuple(sorted(graph.annotations.items(), key=_first)), said, world)
@@ -115,7 +115,7 @@ def _first(entry: tuple[int, Any]) -> int:
 
 
 def _near(graph: Graph, old: Graph, factor: float) -> bool:
-    """Whether all sizes are within the factor, and the ops' other arguments the same."""
+    """Whether all sizes are within the factor, and the ops' arguments the same but for sizes."""
     kinds = {(new.type, was.type) for new, was in zip(graph.tensors, old.tensors, strict=True)}
     calls = {(new.call, was.call) for new, was in zip(graph.nodes, old.nodes, strict=True)}
     return all(_alike(*pair, factor) for pair in kinds) and all(_same_arguments(*pair) for pair in calls)
@@ -128,7 +128,7 @@ def _alike(new: TensorType, old: TensorType, factor: float) -> bool:
 
 
 def _same_arguments(new: Call, old: Call) -> bool:
-    """A number beside a tensor may be another one: that by which a mean divides is a size."""
+    """Whether two ops have the same arguments; numbers beside tensors may differ, as a mean divides by a size."""
     rows = zip(new.op.params, new.args, old.args, strict=True)
     return all(p.kind in _SIZES or repr(arg) == repr(was) or _numbers(p.kind, arg, was) for p, arg, was in rows)
 
@@ -141,7 +141,7 @@ def _numbers(kind: ParamKind, new: object, old: object) -> bool:
 
 
 def _made(graph: Graph, plan: ShardedDefinition) -> ShardedDefinition | None:
-    """The plan's decisions for the graph's sizes; None where one does not fit them."""
+    """The plan's decisions, made for the sizes of this graph; None where one does not fit."""
     if any(rewriting.sized for rewriting in plan.graph.rewritings):
         return None
     made = rewritten(graph, plan.graph.rewritings)
@@ -163,7 +163,7 @@ def _same_wiring(graph: Graph, old: Graph) -> bool:
 
 
 def _split_alike(graph: Graph, plan: ShardedDefinition) -> bool:
-    """Whether every tensor's dims are laid out as evenly as they were."""
+    """Whether each dim of each tensor is divided evenly by its layout where it was before."""
     rows = {(home, graph.shape(i), plan.graph.shape(i)) for i, home in plan.homes.items()}
     return all(_as_even(*row) for row in rows)
 
@@ -176,7 +176,7 @@ def _as_even(home: Sharding, new: tuple[int, ...], old: tuple[int, ...]) -> bool
 
 
 def _choices(graph: Graph, plan: ShardedDefinition) -> Iterator[Choice]:
-    """The choices with their times, up to the first whose placement the new sizes cannot have."""
+    """The choices for the new sizes, with their times; they end at the first that the new sizes do not allow."""
     known: dict[Any, Choice | None] = {}
     for node, was, choice in zip(graph.nodes, plan.graph.nodes, plan.choices, strict=True):
         homes = tuple([plan.homes[i] for i in node.inputs])
@@ -202,13 +202,13 @@ def _choice(
 
 
 def _same_factors(new: Rule, old: Rule) -> bool:
-    """Whether two rules differ in nothing but sizes."""
+    """Whether two rules are the same but for sizes."""
     kinds = [[(factor.kind, factor.reduce) for factor in rule.factors] for rule in (new, old)]
     return kinds[0] == kinds[1] and (new.operands, new.results) == (old.operands, old.results)
 
 
 def placed_again(node: Node, old: Placement) -> Placement | None:
-    """The placement for the node's sizes, if tensors are laid out in it as they were."""
+    """The placement for the new sizes of a node; None where its tensors would be laid out otherwise than before."""
     if old.move is None:
         carry = carries(node.call, node.rule, [[s] for s in old.operands]) if old.carry.axes else NO_CARRY
         found = placed(node.call, node.rule, _mesh(old), old.layouts, old.carry)
@@ -225,7 +225,7 @@ def _mesh(placement: Placement) -> DeviceMesh:
 
 
 def _seconds(call: Call, placement: Placement, homes: tuple[Sharding, ...], ends: tuple[Sharding, ...]) -> float:
-    """What an op takes where its operands are at home: to bring these, to compute, and to bring its results home."""
+    """Seconds of an op and its reshards, if its operands are at home and its results are brought home."""
     brought = zip(homes, placement.operands, call.types, strict=True)
     done = zip(placement.results, ends, call.results, strict=True)
     wire = [cheapest((have,), need, t.shape, t.dtype.itemsize) for have, need, t in (*brought, *done)]

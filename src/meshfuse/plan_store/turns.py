@@ -1,4 +1,4 @@
-"""One of several processes plans a program, and the others wait for its plan: ranks of one machine begin together."""
+"""One of several processes makes a plan, and the others wait for it: the ranks of one machine begin together."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STEP = 0.005  # seconds between two looks
 
 @contextlib.contextmanager
 def in_turn(path: Path) -> Iterator[None]:
-    """Begins at once for the process that has this file from then to its end; for those that come meanwhile, then.
+    """A context that the first process to come is in alone; those that come meanwhile enter when it has left.
 
-    They wait half of MESHFUSE_TIMEOUT at most, lest peers that have gone ahead give them up, and go on beside each
-    other. Nobody waits where files cannot be made or locked. The file goes with the process that has it.
+    They wait half of MESHFUSE_TIMEOUT at most, so that peers which are ahead do not give them up. Nobody waits where
+    files cannot be made or locked. The first process removes the file.
     """
     handle = _opened(path)
     if handle is None:

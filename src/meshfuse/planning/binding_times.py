@@ -1,4 +1,4 @@
-"""What of a plan follows from some inputs alone: it needs to be done but once while these stay as they are."""
+"""Which ops of a plan follow from some inputs alone, and so need to be done once only while these stay the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..sharding.value import Sharding
 
 
 class Need(NamedTuple):
-    """A tensor, and where it is read, its sums reduced."""
+    """A tensor, and a sharding in which it is read (reduced)."""
 
     tensor: int
     sharding: Sharding
@@ -24,10 +24,12 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HalvedPlan:
-    """A plan in two. `before` numbers the ops that are done once; `free` those that need no inputs, for either part.
+    """A plan cut in two: what is done once, and the rest.
 
-    `needs[node][place]` is what another op reads of what is there before as this operand; `ends[i]` where output i ends
-    that is there before.
+    before: the numbers of the ops that are done once.
+    free: those of ops that depend on no input; both parts may do them.
+    needs: by node of the rest and place, the operands that come from the first part.
+    ends: by output that the first part makes, where it is left.
     """
 
     plan: ShardedDefinition
@@ -39,18 +41,18 @@ class HalvedPlan:
 
     @property
     def handed_on(self) -> tuple[Need, ...]:
-        """All that the second part reads of the first, each once."""
+        """All that the rest reads of what the first part makes, each once."""
         needs = [need for operands in self.needs.values() for need in operands.values()]
         return tuple(dict.fromkeys([*needs, *self.ends.values()]))
 
     @property
     def kept(self) -> int:
-        """The bytes of what is handed on, on a rank."""
+        """Bytes on a rank of what is handed on."""
         return sum(map(self._nbytes, self.handed_on))
 
     @property
     def given(self) -> int:
-        """The bytes of the inputs, on a rank."""
+        """Bytes on a rank of the inputs."""
         return sum(self._nbytes(Need(i, self.plan.homes[i])) for i in self.inputs)
 
     def _nbytes(self, need: Need) -> int:
@@ -59,10 +61,10 @@ class HalvedPlan:
 
 
 def halved(plan: ShardedDefinition, inputs: tuple[int, ...]) -> HalvedPlan:
-    """The plan in what follows from these inputs alone, and the rest.
+    """The plan cut in two: what follows from these inputs alone, and the rest.
 
-    (Partial evaluation of what is known early, as in Jones, Gomard and Sestoft's book; but what is larger than what it
-    is made of, such as a bias that is broadcast, is left to the rest.)
+    (Partial evaluation by binding times, as in Jones, Gomard and Sestoft's book. But results that are larger than what
+    they are made of, such as a bias that is broadcast, are left to the rest.)
     """
     found = _Following(plan, inputs)
     graph, there = plan.graph, found.there
@@ -76,7 +78,7 @@ def halved(plan: ShardedDefinition, inputs: tuple[int, ...]) -> HalvedPlan:
 
 
 class _Following:
-    """The ops of a plan that follow from some inputs alone, and the tensors that are there after them."""
+    """The ops that follow from some inputs alone (`before`), and the tensors that are then `there`."""
 
     def __init__(self, plan: ShardedDefinition, inputs: tuple[int, ...]):
         self.graph, self.there = plan.graph, set(inputs)
@@ -109,7 +111,7 @@ class _Following:
                 (self.there if follows else made_of_nothing).update(node.outputs)
 
     def _is_left(self, node: Node) -> bool:
-        """Whether an op is as well done by the rest: that alone reads what it makes, there, and that is larger."""
+        """Whether the rest does an op better: it alone reads the result, as it is made, and the result is larger."""
         made = self.results[node.id]
         reads = [read for i in made for read in self.readers.get(i, ())]
         if any(reader in self.before for reader, _ in reads):
@@ -123,7 +125,7 @@ class _Following:
 
 
 def _is_fixed(node: Node, placement: Placement) -> bool:
-    """Whether an op makes the same of the same tensors at each call: it draws nothing and reads no scalar inputs."""
+    """Whether an op gives the same results for the same tensors at each call: no random numbers, no scalar inputs."""
     if node.call.op.rounds is not None or any(map(_has_scalars, node.call.args)):
         return False
     return placement.move is not None or _text(node, placement, 0) == _text(node, placement, 1)
@@ -134,7 +136,7 @@ def _has_scalars(arg: object) -> bool:
 
 
 def _text(node: Node, placement: Placement, number: int) -> tuple[str, ...]:
-    """The op's text on a rank. Random numbers follow from the op's number."""
+    """The op's text on a rank, if its number in the program is `number`: random numbers depend on that."""
     names = [f"t{i}" for i in node.inputs]
     rank = placement.results[0].mesh.ranks[0]
     return LocalCall(node.call, names, placement.operands, placement.results, rank, number=number).text()

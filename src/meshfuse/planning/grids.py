@@ -1,9 +1,9 @@
-"""An axis of the mesh written as two: programs planned on such a grid may use parts of the axis on several dims.
+"""An axis of the mesh written as two, so that a plan may use its parts on several dims.
 
-What each op asks for has the whole axis on one dim or, where that is too small, on its neighbours. Rows in two groups
-of ranks and columns over the four ranks of each may move less than either alone, as in products on grids of ranks (van
-de Geijn & Watts 1997, SUMMA). On a mesh with an axis of 2 and one of 4 all searches try that; what they find there is a
-plan on the mesh with an axis of 8, in parts of the axis.
+By itself an op asks for the whole axis on one dim or, where that is too small, on its neighbours. Rows over two groups
+of ranks and columns over the four ranks of each may move less than rows or columns over eight, as in products on grids
+of ranks (van de Geijn & Watts 1997, SUMMA). On a mesh with axes of 2 and 4 all searches try that, and what they find is
+a plan on the mesh with one axis of 8, using parts of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_WAYS = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """A mesh whose `axis` is written as two: its `major` ways, and the rest of them."""
+    """A mesh one `axis` of which is written as two (in `written`): the first of `major` ranks, and the rest."""
 
     mesh: DeviceMesh
     axis: str
@@ -48,12 +48,12 @@ class Grid:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the two."""
+        """The names of the two axes."""
         place = self.mesh.names.index(self.axis)
         return self.written.names[place], self.written.names[place + 1]
 
     def holds(self, graph: Graph) -> bool:
-        """Whether all parts of the axis that the graph's annotations use are parts of the two."""
+        """Whether all sub-axes of the axis that the graph's annotations use are sub-axes of the two."""
         return all(self._nests(split) for split in _splits(graph) if split.axis == self.axis)
 
     def _nests(self, split: Split) -> bool:
@@ -61,7 +61,7 @@ class Grid:
         return all(end % self.major == 0 or self.major % end == 0 for end in ends)
 
     def graph(self, graph: Graph) -> Graph:
-        """The graph with its annotations on the grid."""
+        """The same graph, annotated on the grid."""
         annotations = {i: self._there(sharding, graph.shape(i)) for i, sharding in graph.annotations.items()}
         reductions = {node: tuple(map(self._apart, layouts)) for node, layouts in graph.reductions.items()}
         return dataclasses.replace(graph, annotations=annotations, reductions=reductions)
@@ -74,7 +74,7 @@ class Grid:
         return tuple(part for split in layout for part in self._parts(split))
 
     def _parts(self, split: Split) -> Layout:
-        """What a part of the axis has of the first of the two, and of the second."""
+        """A split over the axis as splits over the two."""
         if split.axis != self.axis:
             return (split,)
         first, last = split.pre, split.pre * (split.size or 1)
@@ -86,11 +86,11 @@ class Grid:
         return tuple(part for part in both if part.size != 1)
 
     def plan_back(self, graph: Graph, plan: ShardedDefinition) -> ShardedDefinition:
-        """The plan on the grid, as one of the graph on the mesh."""
+        """A plan made on the grid as a plan of `graph` on the mesh."""
         return translated(plan, graph, self.back, self._together)
 
     def back(self, sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
-        """A sharding on the grid, on the mesh."""
+        """A sharding on the grid as a sharding on the mesh."""
         dims = [self._together(layout) for layout in sharding.dims]
         return Sharding.make(self.mesh, dims, shape, self._together(sharding.partial), sharding.reduce)
 
@@ -115,8 +115,9 @@ def _splits(graph: Graph) -> Iterable[Split]:
 
 
 def grids(graph: Graph) -> Iterator[Grid]:
-    """The ways to write its one axis as two, of a graph on a mesh that is no grid yet; none where the user asks for
-    chunks or rounds, which are of whole axes.
+    """The ways to write the mesh's one axis as two.
+
+    None for a graph on several axes or meshes, and where the user asks for chunks or rounds, which take whole axes.
     """
     meshes = {sharding.mesh for sharding in graph.annotations.values()}
     axes = [(mesh, axis, n) for mesh in meshes for axis, n in zip(mesh.names, mesh.shape, strict=True) if n > 1]

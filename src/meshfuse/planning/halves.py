@@ -16,8 +16,10 @@ from .binding_times import HalvedPlan, Need
 
 
 def write_halves(fd: DefinitionBuilder, cut: HalvedPlan, first: DefinitionBuilder, rest: DefinitionBuilder) -> None:
-    """Fill two empty definitions. The first makes what `cut.handed_on` names, in that order; the rest takes the inputs
-    that are left, in theirs, and then that.
+    """Fill two empty definitions from a plan cut in two.
+
+    `first` returns what `cut.handed_on` names, in that order. `rest` takes the inputs that are left, in their order,
+    and then what `first` returns.
     """
     once = _Half(fd, cut.plan.graph, first)
     for tensor in cut.inputs:
@@ -41,7 +43,7 @@ def write_halves(fd: DefinitionBuilder, cut: HalvedPlan, first: DefinitionBuilde
 
 
 class _Half:
-    """One of the two: `made` are the graph's tensors that it has."""
+    """One of the two definitions while it is written; `made` are its tensors, by their numbers in the graph."""
 
     def __init__(self, fd: DefinitionBuilder, graph: Graph, new: DefinitionBuilder):
         self.fd, self.graph, self.new = fd, graph, new
@@ -49,20 +51,20 @@ class _Half:
         self._said, self._names_mesh = fd.all_annotations, bool(fd.annotations)
 
     def take(self, tensor: int) -> None:
-        """An input of the definition's."""
+        """Take an input of the whole definition."""
         made = self.graph.tensors[tensor]
         self.made[tensor] = self.new.new_input(made.type, made.line, self.fd.tensors[tensor].stride_order)
         self._annotate(tensor)
 
     def take_handed(self, need: Need) -> TensorView:
-        """What the first part makes, as an input."""
+        """Take what the first definition returns."""
         made = self.graph.tensors[need.tensor]
         given = self.new.new_input(made.type, made.line, None)
         self._place(given, need.sharding)
         return given
 
     def take_scalars(self) -> None:
-        """All of the definition's scalars, under their numbers; sizes are known."""
+        """Take all scalars, under their own numbers; sizes become constants."""
         for made in self.fd.scalars.values():
             self.new.new_scalar(self._sized(made))
 
@@ -73,7 +75,7 @@ class _Half:
         return ScalarDef("const", (self.graph.shape(tensor.id)[dim],), made.dtype)
 
     def write(self, nodes: Iterable[int], handed: Mapping[int, Mapping[int, TensorView]]) -> None:
-        """These ops, on what was handed on as some of their operands."""
+        """Append these ops. `handed` has, by op and place, the operands that the first definition returned."""
         for number in sorted(nodes):
             node = self.graph.nodes[number]
             read = handed.get(number, {})
@@ -91,7 +93,7 @@ class _Half:
             self._annotate(tensor)
 
     def _annotate(self, tensor: int) -> None:
-        """Say of a tensor what the user says of it, where the same op still makes it; else where it must lie."""
+        """Annotate a tensor as the user did if it is made by the same op, else with the sharding that this means."""
         made = self.made[tensor]
         said = self._said.get(tensor)
         if said is not None and self.new.reduction_flags(made.id) == self.fd.reduction_flags(tensor):
@@ -102,12 +104,12 @@ class _Half:
             self.new.overlaps[made.id] = self.fd.overlaps[tensor]
 
     def _place(self, made: TensorView, sharding: Sharding) -> None:
-        """Say where a tensor must lie, if the user names a mesh at all: else the program runs on any."""
+        """Annotate a tensor with a sharding, unless the user names no mesh: then the program runs on any."""
         if self._names_mesh:
             self.new.shard(made, sharding)
 
     def hand_on(self, need: Need) -> None:
-        """Give what is there, where it will be read."""
+        """Return a tensor in the sharding in which it will be read."""
         op = find("set")
         assert op is not None
         given = self.new.append(op, (self.made[need.tensor].ref,), self.graph.tensors[need.tensor].line)

@@ -1,9 +1,8 @@
-"""Other places for what a program makes: a tensor beside a dear move is held elsewhere while all is planned anew.
+"""Other places for what ops make: a tensor beside a dear move is held elsewhere while all else is planned anew.
 
-A beam drops what pays off only after several ops have changed together, such as experts whose ranks share the hidden
-dim and not the rows. So each tensor at a costly move is held, one at a time, in the places next to its own, as if the
-user had annotated it; all others follow by the search. (A large neighbourhood, as in Shaw, 1998: most of a solution is
-free at every step.)
+A beam drops what pays only after several ops have changed together, such as experts whose ranks share the hidden dim
+and not the rows. So each tensor at a costly move is held in places next to its own, one at a time, as if the user had
+annotated it, and the search finds places for all others. (A large neighbourhood search, as in Shaw, 1998.)
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ class Pin(NamedTuple):
 
 
 def most(graph: Graph) -> int:
-    """How many pins of a program are tried."""
+    """How many pins are tried for a program of this size."""
     return min(_TIMES, _OPS // max(len(graph.nodes), 1))
 
 
 def pins(resharded: ReshardedDefinition) -> list[Pin]:
-    """What to hold elsewhere, one at a time, of equal layers in one alone."""
+    """The pins to try, one at a time; of equal layers those of one only."""
     graph, homes = resharded.graph, resharded.sharded.homes
     makers = {i: node for node in graph.nodes for i in node.outputs}
     used = {(home.mesh, split.axis) for home in homes.values() for split in home.splits}
@@ -50,7 +49,7 @@ def pins(resharded: ReshardedDefinition) -> list[Pin]:
 
 
 def _beside_moves(resharded: ReshardedDefinition, makers: Mapping[int, Node]) -> dict[int, None]:
-    """What is moved, the dearest first, with what it is made of and what its readers make."""
+    """The tensors that are moved, the dearest first, each followed by its op's operands and its readers' results."""
     spent: dict[int, float] = {}
     for step in resharded.moves:
         tensor = resharded.values[step.source].tensor
@@ -62,9 +61,7 @@ def _beside_moves(resharded: ReshardedDefinition, makers: Mapping[int, Node]) ->
 
 
 def _in_order(tensors: Iterable[int], graph: Graph, homes: Mapping[int, Sharding]) -> list[int]:
-    """The largest first; and last, those that an op reads or makes beside another in the same place: they go where that
-    goes.
-    """
+    """The largest first; last, those that some op has beside another in the same place: they follow it."""
     beside: dict[int, set[int]] = {}
     for node in graph.nodes:
         for i in (*node.inputs, *node.outputs):
@@ -78,7 +75,7 @@ def _in_order(tensors: Iterable[int], graph: Graph, homes: Mapping[int, Sharding
 
 
 def _made_of(graph: Graph) -> dict[int, list[int]]:
-    """What the readers of each tensor make."""
+    """By tensor the results of its readers."""
     made: dict[int, list[int]] = {}
     for node in graph.nodes:
         for i in dict.fromkeys(node.inputs):
@@ -87,7 +84,7 @@ def _made_of(graph: Graph) -> dict[int, list[int]]:
 
 
 def _next_to(home: Sharding, shape: Sequence[int], used: Container[Axis]) -> Iterator[Sharding]:
-    """The shardings with one axis, or all of a dim, on another dim or on none; or with one of the used axes more."""
+    """Shardings next to this one: an axis, or all of a dim, on another dim or on none; or a used axis added."""
     dims = [lay.axes(layout) for layout in home.dims]
     for dim, axes in enumerate(dims):
         for left, gone in _taken(axes):
@@ -106,7 +103,7 @@ _Axes = tuple[Split, ...]
 
 
 def _taken(axes: _Axes) -> Iterator[tuple[_Axes, _Axes]]:
-    """Axes without one of them, or without all, and what is gone."""
+    """(axes that stay, axes that are taken away): one axis, or all."""
     for k, split in enumerate(axes):
         yield (*axes[:k], *axes[k + 1 :]), (split,)
     if len(axes) > 1:

@@ -1,8 +1,8 @@
-"""Other places for what a program is given: inputs whose parts a plan moves often may be moved once, at the start.
+"""Other places for inputs: one whose parts a plan moves again and again may be moved once, at the start.
 
-A sequence is split, and attention needs all of it: q, k and v each go to the heads by an all-to-all, and what they
-give comes back by another. Rows brought to the batch before the first product leave nothing to move, but no op asks
-for that, as nothing is wrong at the first one. So a search may go on from inputs that lie elsewhere (`search.py`); the
+If a sequence is split and attention needs all of it, q, k and v each go to the heads by an all-to-all, and the results
+come back by another. Rows brought to the batch before the first product leave nothing to move; but no op asks for that,
+as nothing is wrong at the first one. So a search may start from inputs that lie elsewhere (`search.py`); the
 all-to-alls that bring them there are paid for like any other move.
 """
 
@@ -33,7 +33,7 @@ MOST, MOST_SHARED = 6, 3
 
 
 class _InputGroup(NamedTuple):
-    """Inputs of so many dims on a mesh that lie alike on one of them."""
+    """All inputs of `ndim` dims on a mesh whose dim `dim` lies in the same layout."""
 
     mesh: DeviceMesh
     ndim: int
@@ -42,17 +42,17 @@ class _InputGroup(NamedTuple):
 
 
 class _Origins(NamedTuple):
-    """Of each dim of a tensor, the inputs that it is split after; of a sum, those after which its terms are."""
+    """By dim of a tensor, the inputs that its split comes from; `terms`: those that its unreduced sum comes from."""
 
     dims: tuple[frozenset[_InputGroup], ...]
     terms: frozenset[_InputGroup] = frozenset()
 
 
 def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
-    """Inputs in other places, where bringing them there takes less than is spent on what is split after them.
+    """Inputs in other places, where bringing them there takes less than the moves of what is split after them.
 
-    Inputs of one origin go to another dim together, if that dim is of one size, or are whole, but where the user
-    asks for rounds. Those that may save most come first.
+    All inputs of a group go to another dim together, if that dim has one size, or are made whole (but not where the
+    user asks for rounds). Those that may save most come first.
     """
     homes, graph = resharded.sharded.homes, resharded.graph
     spent, rounds = _spent(resharded), in_rounds(graph)
@@ -83,10 +83,9 @@ def come_for_some(plan: ShardedDefinition) -> list[Starts]:
 
 
 def shared_starts(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
-    """Inputs that are whole over axes on which others lie, as if each rank took its part of a dim: of those dims that
-    most of what is computed follows.
+    """Inputs that are whole over used axes, as if each rank had a part of a dim: of dims that most computation follows.
 
-    Where weights alone are split, nobody asks for that; it moves nothing. Not where the user asks for rounds.
+    Where weights alone are split nobody asks for that, and it moves nothing. None where the user asks for rounds.
     """
     if in_rounds(graph):
         return []
@@ -98,14 +97,12 @@ def shared_starts(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
 
 
 def in_rounds(graph: Graph) -> bool:
-    """Whether the user asks for ops in rounds: what they cost is not counted, and ranks are to keep to their own rows,
-    whatever that costs elsewhere.
-    """
+    """Whether the user asks for an op in rounds: ranks then keep their own rows, whatever that costs elsewhere."""
     return any(node.call.op.rounds for node in graph.nodes)
 
 
 def _reach(graph: Graph, places: Iterable[_InputDim]) -> dict[_InputDim, int]:
-    """For these dims of inputs, the elements of all that is computed with a dim that follows one."""
+    """For these dims of inputs, how many elements are computed with a dim that follows them."""
     reach, none = dict.fromkeys(places, 0), frozenset[_InputDim]()
     follow = {i: tuple([frozenset({(i, dim)} & reach.keys()) for dim in range(len(graph.shape(i)))])
               for i in graph.input_tensors}  # fmt: skip
@@ -119,8 +116,9 @@ def _reach(graph: Graph, places: Iterable[_InputDim]) -> dict[_InputDim, int]:
 
 
 def _parts(home: Sharding, shape: tuple[int, ...], used: Container[Axis]) -> Iterator[tuple[int, Sharding]]:
-    """The sharding with the used axes that it leaves free as the minor ones of a dim: with all of them, or with as many
-    ranks as divide it, such as four of eight for a batch of four.
+    """By dim, the sharding with the used axes that are free in it on that dim, as its minor splits.
+
+    Where these do not divide the dim, as many of their ranks as do: four of eight for a batch of four.
     """
     mesh, taken = home.mesh, {split.axis for split in home.splits}
     axes = zip(mesh.names, mesh.shape, strict=True)
@@ -132,7 +130,7 @@ def _parts(home: Sharding, shape: tuple[int, ...], used: Container[Axis]) -> Ite
 
 
 def _fitting(axes: Sequence[Split], steps: int) -> tuple[Split, ...]:
-    """Those axes that cut so many steps evenly into most parts; the minor part of one where none does."""
+    """The axes that together cut so many steps evenly, into most parts; the minor part of one axis where none does."""
     if not steps:
         return ()
     some = (kept for n in range(len(axes), 0, -1) for kept in itertools.combinations(axes, n))
@@ -157,7 +155,7 @@ def _own_origins(home: Sharding) -> Iterator[_InputGroup]:
 
 
 def _moved(home: Sharding, origin: _InputGroup, shape: tuple[int, ...]) -> Iterator[tuple[int, Sharding]]:
-    """The sharding with the axes of the origin as the minor ones of another dim, for each that they divide."""
+    """The sharding with the group's axes moved to another dim, as its minor splits, for each dim that they divide."""
     yield from _with_minor(home, shape, lay.axes(origin.layout), origin.dim)
 
 
@@ -168,7 +166,7 @@ def _whole(home: Sharding, dim: int, shape: tuple[int, ...]) -> Sharding:
 def _with_minor(
     home: Sharding, shape: tuple[int, ...], axes: Sequence[Split], left: int | None = None
 ) -> Iterator[tuple[int, Sharding]]:
-    """The sharding with these axes as the minor ones of a dim, for each that they divide; `left` is whole then."""
+    """By dim that these axes divide, the sharding with them as its minor splits; dim `left` is made whole."""
     for dim, layout in enumerate(home.dims):
         grown = (*layout, *axes)
         if dim != left and shape[dim] and shape[dim] % lay.extent(grown) == 0:
@@ -183,7 +181,7 @@ def _price(resharded: ReshardedDefinition, starts: Starts) -> float:
 
 
 def _spent(resharded: ReshardedDefinition) -> dict[_InputGroup, float]:
-    """Modelled time of the moves by which dims lose a split, or sums their terms, by where these come from."""
+    """By group of inputs, the modelled time of moves in which dims that follow them lose a split, or are summed."""
     origins, found = _origins(resharded.graph, resharded.sharded.homes), dict[_InputGroup, float]()
     for step in resharded.moves:
         for origin in _left(step, origins[resharded.values[step.source].tensor]):
@@ -192,7 +190,7 @@ def _spent(resharded: ReshardedDefinition) -> dict[_InputGroup, float]:
 
 
 def _left(step: Set, origins: _Origins) -> set[_InputGroup]:
-    """The origins of the dims that a move changes, and of the terms that it adds."""
+    """The origins of the dims that a move changes, and of the sums that it reduces."""
     src, dst = step.move.src, step.move.dst
     window = step.move.kind is MoveKind.WINDOW
     rows = zip(src.dims, dst.dims, origins.dims, strict=True)
@@ -201,9 +199,9 @@ def _left(step: Set, origins: _Origins) -> set[_InputGroup]:
 
 
 def _origins(graph: Graph, homes: Mapping[int, Sharding]) -> dict[int, _Origins]:
-    """Of every tensor, the inputs that its dims are split after in a plan.
+    """By tensor the inputs that its dims and its unreduced sums come from, in a plan.
 
-    A dim that takes its split from no dim of an operand has it by a move: then it comes from whatever had those axes.
+    A dim that does not follow an operand's split got it by a move: it comes from whatever had those axes.
     """
     found: dict[int, _Origins] = {i: _of_input(homes[i]) for i in graph.input_tensors}
     for node in graph.nodes:
@@ -225,7 +223,7 @@ def _of_input(home: Sharding) -> _Origins:
 
 
 def _of_factors(node: Node, dims: Mapping[int, Sequence[frozenset[_T]]]) -> list[frozenset[_T]]:
-    """Of each factor of the op what the dims of its operands come from."""
+    """By factor of the op, the origins of the operands' dims that it is in."""
     known = [frozenset[_T]()] * len(node.rule.factors)
     for i, rows in zip(node.inputs, node.rule.operands, strict=True):
         for here, factors in zip(dims[i], rows, strict=True):
@@ -243,5 +241,5 @@ def _of_dim(
 
 
 def _sharing(origins: frozenset[_InputGroup], over: Container[Axis]) -> frozenset[_InputGroup]:
-    """Those that lie over one of the axes."""
+    """Those of the origins that lie over one of these axes."""
     return frozenset([o for o in origins if any((o.mesh, split.axis) in over for split in lay.axes(o.layout))])

@@ -1,4 +1,4 @@
-"""A plan made on meshes that stand for others, as the same plan on those."""
+"""A plan on meshes that stand for other meshes, as the same plan on those."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OfLayout = Callable[[Layout], Layout]
 
 
 def translated(plan: ShardedDefinition, graph: Graph, sharding: OfSharding, layout: OfLayout) -> ShardedDefinition:
-    """The plan as one of the graph, which differs from the plan's own in the meshes of its annotations alone."""
+    """The plan as one of `graph`, which is the plan's own graph annotated on other meshes."""
     choices = tuple(
         dataclasses.replace(choice, placement=_placement(node, choice.placement, sharding, layout))
         for node, choice in zip(graph.nodes, plan.choices, strict=True)

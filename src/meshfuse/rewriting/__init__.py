@@ -1,1 +1,1 @@
-"""Graphs with ops written in other ops, where that makes a better plan: what each stage knows how to rewrite."""
+"""Graphs with some ops written in other ops, where that makes a better plan. Each module knows one such rewriting."""

@@ -1,5 +1,4 @@
-"""Ops that add an operand once, as a linear its bias, written in two where that operand lies over the ranks that
-share the op's sum.
+"""Ops that add an operand once, as a linear its bias, in two, where that operand lies over ranks that share the sum.
 
 In one op the operand would have to be whole on the rank that adds it. Added by an op of its own it stays as it is, and
 the sum may be scattered to where it lies: half the bytes of an all-reduce.
@@ -17,13 +16,13 @@ from .graphs import GraphWriter
 
 
 def taken_apart(graph: Graph) -> Graph:
-    """The graph with such ops in two; itself where the annotations of the inputs leave none."""
+    """The graph with such ops in two; itself where there are none, going by the annotations of its inputs."""
     chosen = {node.id for node in graph.nodes if node.call.op.apart is not None and _clashes(graph, node)}
     return _ApartWriter(graph).run(chosen) if chosen else graph
 
 
 def _clashes(graph: Graph, node: Node) -> bool:
-    """Whether the last operand, that the op sums nothing of, lies over an axis that splits a dim of the sum."""
+    """Whether the last operand, which the op does not sum over, lies over an axis that splits a dim of the sum."""
     if node.id in graph.reductions or any(i in graph.streams for i in node.outputs):
         return False
     last, summed = len(node.inputs) - 1, set[Axis]()
@@ -38,7 +37,7 @@ def _clashes(graph: Graph, node: Node) -> bool:
 
 
 def _axes(graph: Graph, node: Node, operand: int, dim: int) -> set[Axis]:
-    """The mesh axes that an operand's dim is annotated to lie over."""
+    """The mesh axes that an annotation has an operand's dim lie over."""
     known = graph.annotations.get(node.inputs[operand])
     return set() if known is None else {(known.mesh, split.axis) for split in axes(known.dims[dim])}
 

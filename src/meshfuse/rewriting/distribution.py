@@ -1,8 +1,8 @@
-"""Ops that need a dim whole, rewritten where that dim is sharded: into a small graph of ordinary ops.
+"""Ops that need a dim whole, where it is sharded, written as a small graph of ordinary ops.
 
-An op's `OpDef.distributed` writes its form for one sharded dim that its plain form would put together. The form is
-propagated, resharded and run like anything that a user writes. It is taken where the modelled time of the plan is
-less with it than with the plain op, which may also move the sharding to another dim.
+An op's `OpDef.distributed` writes it for one sharded dim, which the plain op would have to gather. This form is
+propagated, resharded and run like anything that a user writes. It is taken where the plan's modelled time is less with
+it than with the plain op, which may also move the sharding to another dim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .graphs import GraphWriter
 
 
 class Blocked(NamedTuple):
-    """A sharded dim of an operand that the op needs whole, in so many blocks over ranks (0: not in blocks)."""
+    """A sharded dim of an operand that an op needs whole; in how many blocks it lies over ranks, 0 for none."""
 
     operand: int
     dim: int
@@ -36,7 +36,7 @@ Forms = Mapping[int, Blocked]  # ops by number, and for which dim of theirs the 
 
 @dataclass(frozen=True, slots=True)
 class Distributed:
-    """The rewriting of these ops, by number, in their forms for these dims."""
+    """The rewriting of ops, by number, in their distributed forms for these dims."""
 
     forms: tuple[tuple[int, Blocked], ...]
     sized: ClassVar[bool] = False
@@ -47,10 +47,10 @@ class Distributed:
 
 
 def distribute(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
-    """The graph propagated, with distributed forms in the place of ops where they are cheaper.
+    """A plan of the graph, with ops in their distributed forms where that is cheaper.
 
-    To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if it were so: else
-    a plan may put a dim together long before the op that would not have needed it.
+    To see which dims would be sharded if nothing had to be whole, the graph is first propagated as if that were so.
+    Else a plan may gather a dim long before the op that, in its distributed form, would not need it whole.
     """
     if not any(node.call.has_form for node in graph.nodes):
         return propagate(graph, world)
@@ -62,7 +62,7 @@ def distribute(graph: Graph, world: DeviceMesh) -> ShardedDefinition:
 
 
 def _holds(graph: Graph, probe: ShardedDefinition) -> bool:
-    """Whether the plan of the optimistic graph left whole what the ops need whole."""
+    """Whether that first plan leaves whole all that ops with a distributed form need whole."""
     return all(
         not layout
         for node, choice in zip(graph.nodes, probe.choices, strict=True)
@@ -73,7 +73,7 @@ def _holds(graph: Graph, probe: ShardedDefinition) -> bool:
 
 
 def _settled(graph: Graph, groups: list[Forms], world: DeviceMesh) -> ShardedDefinition:
-    """The plan with those of the forms without which the whole would be dearer."""
+    """The best plan over these groups of forms: a group is dropped if the whole is no dearer without it."""
     best = propagate(_written(graph, groups), world)
     for group in list(groups):
         without = [other for other in groups if other is not group]
@@ -89,7 +89,7 @@ def _written(graph: Graph, groups: Sequence[Forms]) -> Graph:
 
 
 def with_forms(graph: Graph, forms: Forms) -> Graph:
-    """The graph with these ops in their forms, whatever they cost; itself where they have none."""
+    """The graph with these ops in their distributed forms, whatever that costs; ops without one stay."""
     return Distributed(tuple(forms.items()))(graph)
 
 
@@ -98,7 +98,7 @@ def _seconds(graph: Graph, world: DeviceMesh) -> float:
 
 
 def _optimistic(graph: Graph) -> Graph:
-    """The graph with every op that has a distributed form taking sharded dims as they are."""
+    """The graph in which ops that have a distributed form take sharded dims as they are."""
     rules: dict[int, Rule] = {}
     nodes = []
     for node in graph.nodes:
@@ -109,8 +109,10 @@ def _optimistic(graph: Graph) -> Graph:
 
 
 def _opened(rule: Rule) -> Rule:
-    """The rule with no factor that must be whole. The dim of a cat is one factor, lest all operands but one be gathered
-    to have it split.
+    """The rule with its blocked factors passing through.
+
+    The dim along which a cat joins becomes one factor of all operands: else all but one of them would be gathered for
+    it.
     """
     factors = tuple([Factor(f.size) if f.kind is FactorKind.BLOCK else f for f in rule.factors])
     made = rule.results[0]
@@ -120,7 +122,7 @@ def _opened(rule: Rule) -> Rule:
 
 
 def _is_put_together(rule: Rule, dim: int) -> bool:
-    """Whether the result has in this dim what each operand has in it, one after the other."""
+    """Whether this dim of the result is the operands' dims one after the other."""
     tensors = (*rule.results, *rule.operands)
     if len(rule.operands) == 1 or any(len(dims) <= dim or len(dims[dim]) != 1 for dims in tensors):
         return False
@@ -129,14 +131,14 @@ def _is_put_together(rule: Rule, dim: int) -> bool:
 
 
 class _Chooser:
-    """Compares, one op at a time, its form with the plain op, from the shardings that its operands have."""
+    """Compares an op's distributed forms with the plain op, by itself, from the shardings that its operands have."""
 
     def __init__(self, graph: Graph, probe: ShardedDefinition, world: DeviceMesh):
         self.graph, self.homes, self.world = graph, probe.homes, world
         self.read = {i for node in graph.nodes for i in node.inputs} | set(graph.outputs)
 
     def groups(self) -> list[Forms]:
-        """The forms that pay: alike ops, such as those of a model's layers, together."""
+        """The forms that pay, one group for all ops that have the same choice, such as those of a model's layers."""
         alike: dict[Any, list[Node]] = {}
         for node in self.graph.nodes:
             if node.call.has_form:
@@ -145,13 +147,13 @@ class _Chooser:
         return [dict.fromkeys((n.id for n in nodes), where) for nodes, where in found if where is not None]
 
     def _kind(self, node: Node) -> Any:
-        """Equal for ops with the same choice to make."""
+        """Equal for ops that have the same choice to make."""
         places = tuple(node.inputs.index(i) for i in node.inputs)
         asked = tuple(self.graph.annotations.get(i, i in self.read) for i in node.outputs)
         return (node.call, places, tuple(self.homes[i] for i in node.inputs), asked)
 
     def _cheapest(self, node: Node) -> Blocked | None:
-        """The dim for which to write the op's form; None where the plain op is as good."""
+        """The dim whose distributed form is the cheapest; None where the plain op is as cheap."""
         found = list(_blocked(node, [self.homes[i] for i in node.inputs]))
         if not found:
             return None
@@ -165,7 +167,7 @@ class _Chooser:
         return best[1] if best is not None and best[0] < plain - EPSILON else None
 
     def _alone(self, node: Node, back: bool = False) -> Graph:
-        """A graph of this op alone, its operands annotated as they are; its results, too, if they must come `back`."""
+        """A graph of this op alone, its operands annotated where they are; with `back` its results as well."""
         inputs = tuple(dict.fromkeys(node.inputs))
         known = {i: self.homes[i].reduced() for i in inputs}
         known |= {i: self.homes[i].reduced() for i in node.outputs if back and i in self.read}
@@ -182,9 +184,7 @@ class _Chooser:
 
 
 def _blocked(node: Node, homes: Sequence[Sharding]) -> Iterator[Blocked]:
-    """The sharded dims of an op's operands that the op needs whole, or of one that needs none that it sums over, each
-    operand's in turn.
-    """
+    """The sharded dims of operands that the op needs whole; if it needs none whole, those that it sums over."""
     kinds = [factor.kind for factor in node.rule.factors]
     asked = FactorKind.BLOCK if FactorKind.BLOCK in kinds else FactorKind.REDUCE
     for operand, (home, dims) in enumerate(zip(homes, node.rule.operands, strict=True)):

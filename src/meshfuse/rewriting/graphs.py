@@ -1,4 +1,4 @@
-"""Graphs with some of their ops written in other ops of the table."""
+"""Writing some ops of a graph in other ops of the table."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..ops.registry import find
 
 
 class GraphWriter:
-    """Writes ops of a graph in other forms: `form`, which a subclass has, says in which, as an op's own forms do.
+    """Writes ops of a graph in other ops. A subclass says in which, by `form`.
 
-    It is what these are written with (`ops.base.Writing`): `call` appends an op of the table, and `type` tells what a
-    tensor is. `operand` is the place of the operand whose dim a distributed form is for.
+    It implements `ops.base.Writing`, in which ops' own forms are written: `call` appends an op, `type` tells what a
+    tensor is, and `operand` is the place of the operand that a distributed form is for.
     """
 
     def __init__(self, graph: Graph):
@@ -28,11 +28,11 @@ class GraphWriter:
         self._origin: Node | None = None
 
     def type(self, ref: TensorRef) -> TensorType:
-        """What a tensor is, an own one or a new one."""
+        """The type of a tensor, whether of the graph or a new one."""
         return self.tensors[ref.id].type
 
     def call(self, name: str | OpDef, *args: Any, **kwargs: Any) -> Any:
-        """Apply an op (or an op by its name) to references, sizes and numbers: a reference, or a tuple of them."""
+        """Append an op, by name or itself, on references, sizes and numbers: gives a reference, or a tuple of them."""
         assert self._origin is not None
         op = find(name)
         assert op is not None, name
@@ -48,14 +48,14 @@ class GraphWriter:
         return made[0] if len(made) == 1 else tuple(made)
 
     def _new(self, kind: TensorType) -> TensorRef:
-        """A tensor of ours: it is not the variable that the user's line assigns."""
+        """A new tensor. It does not have the name of the variable that the user's line assigns."""
         assert self._origin is not None
         tensor = Tensor(len(self.tensors), kind, dataclasses.replace(self._origin.line, given=""))
         self.tensors.append(tensor)
         return TensorRef(tensor.id)
 
     def run(self, chosen: Collection[int]) -> Graph:
-        """The graph with these ops, by number, in their forms. Its tensors keep their numbers; new ones come after."""
+        """The graph with these ops, by number, in their forms. Tensors keep their numbers, and new ones follow."""
         numbers: dict[int, int] = {}
         for node in self.graph.nodes:
             if node.id not in chosen or not self._replace(node):
@@ -65,11 +65,11 @@ class GraphWriter:
         return with_nodes(self.graph, self.tensors, self.nodes, numbers)
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
-        """Write the op with `call`: its results, None where it stays as it is."""
+        """Write the op by calls of `call`, and give its results; None leaves it as it is."""
         raise NotImplementedError
 
     def _replace(self, node: Node) -> bool:
-        """Write the form, and let its last ops make what the op made; False where there is no form."""
+        """Write the form and let its last ops make the op's own results; False where there is no form."""
         start, self._origin = len(self.nodes), node
         results = self.form(node)
         self._origin = None
@@ -81,20 +81,20 @@ class GraphWriter:
         return True
 
     def _check(self, node: Node, results: Sequence[TensorRef], start: int) -> None:
-        """A form makes each result, of the type of the op's own."""
+        """Assert that the form makes each result, in the op's own types."""
         made = {i for new in self.nodes[start:] for i in new.outputs}
         assert len({ref.id for ref in results}) == len(results) and made.issuperset(ref.id for ref in results)
         assert tuple(map(self.type, results)) == node.call.results, (node.name, results)
 
     def _rename(self, names: dict[int, int], start: int) -> None:
-        """Give tensors other numbers in the nodes from `start` on."""
+        """Give tensors other numbers, in the nodes from `start` on."""
         for place in range(start, len(self.nodes)):
             made = self.nodes[place]
             inputs, outputs = (tuple(names.get(i, i) for i in ids) for ids in (made.inputs, made.outputs))
             self.nodes[place] = dataclasses.replace(made, inputs=inputs, outputs=outputs)
 
     def _number_tensors(self) -> None:
-        """Drop the new tensors that no op makes any more, and number the others on."""
+        """Drop new tensors that no op makes any more, and number the others without gaps."""
         old = len(self.graph.tensors)
         made = [i for node in self.nodes for i in node.outputs if i >= old]
         names = {i: old + place for place, i in enumerate(made)}
@@ -104,7 +104,7 @@ class GraphWriter:
 
 
 def with_nodes(graph: Graph, tensors: Sequence[Tensor], nodes: Sequence[Node], numbers: Mapping[int, int]) -> Graph:
-    """The graph of these tensors and ops; `numbers` has the new number of each of its own ops that is still there."""
+    """The graph with these tensors and ops; `numbers` has the new numbers of its own ops that are still there."""
     reductions = {numbers[i]: layouts for i, layouts in graph.reductions.items() if i in numbers}
     return dataclasses.replace(graph, tensors=tuple(tensors), nodes=tuple(nodes), reductions=reductions)
 

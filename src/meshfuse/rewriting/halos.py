@@ -1,6 +1,6 @@
-"""Windows of a tensor whose blocks come with their neighbours' edges; and sums of windows, whose edges go back to them.
+"""Windows of a tensor in blocks that come with their neighbours' edges; and sums of windows, whose edges go back.
 
-However many windows there are, and in what steps, and of how many dims: each edge travels once.
+Each edge travels once, however many windows there are, in whatever steps and along however many dims.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Room = Mapping[int, tuple[int, int]]
 
 
 class Frame(NamedTuple):
-    """A dim in blocks of so many elements, each with so many before and after its own.
+    """A dim in `blocks` blocks of `size` elements, each with `before` and `after` elements of its neighbours.
 
-    `early`: blocks begin with what comes before them, where a rank has it: blocks are longer than those of the tensor.
+    `early`: blocks are longer than the tensor's own and begin with the elements before them, where a rank has these.
     """
 
     dim: int
@@ -33,8 +33,10 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, place: tuple[int, int, int], reach: tuple[int, int], last: int, n: int) -> Frame | None:
-        """Of the blocks of a dim of size n that windows reach so far beyond, up to the `last` element; None where they
-        reach further than the next block, or there are more elements than the blocks have.
+        """The frame of a dim of size n for windows that reach beyond blocks by `reach`, up to element `last`.
+
+        `reach` is (before, after). None where they reach further than the next block, or the blocks hold fewer
+        elements.
         """
         dim, blocks, size = place
         before, after = (max(0, far) for far in reach)
@@ -46,18 +48,19 @@ class Frame(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Where the elements that a block brings along begin, of all that it has in the end."""
+        """Where the elements that a block has of its own begin among all that it has."""
         return 0 if self.early else self.before
 
     @property
     def edges(self) -> tuple[int, int]:
-        """How many elements come from the blocks before and after."""
+        """How many elements come from the block before, and from the one after."""
         return (0, self.before + self.after) if self.early else (self.before, self.after)
 
 
 class HaloGroup(NamedTuple):
-    """A tensor that windows are of, what stands around it, how many elements each block of a dim has for them, and the
-    dims along which some of them reach beyond their blocks at once.
+    """Windows that share their blocks: of one tensor (`root`), with the same `fill` around it.
+
+    `sizes` are (dim, blocks, elements of a block); along `dims` some of the windows reach beyond their blocks.
     """
 
     root: int
@@ -67,8 +70,9 @@ class HaloGroup(NamedTuple):
 
 
 def groups(windows: Iterable[Shifted], graph: Graph, cut: CutDims) -> dict[Shifted, HaloGroup]:
-    """The group of each window of one tensor whose dims lie over ranks in blocks: where one reaches beyond its blocks
-    along several dims, those that do so along one of these go with it.
+    """By window its group, for those of tensors whose sharded dims lie in blocks.
+
+    A window that reaches beyond its blocks along several dims takes those with it that do so along some of them.
     """
     alone = {made: group for made in windows if (group := _group_of(made, graph, cut)) is not None}
     largest = sorted(dict.fromkeys(alone.values()), key=lambda group: (-len(group.dims), sorted(group.dims)))
@@ -90,8 +94,9 @@ def _holds(group: HaloGroup, other: HaloGroup) -> bool:
 
 
 def frames_of(group: HaloGroup, members: Sequence[Shifted], shape: Offsets) -> tuple[Frame, ...]:
-    """The frames of a group's windows; none where they reach further than the next block, or go on beyond the last, and
-    where shifts by their offsets move as much.
+    """The frames of a group's windows.
+
+    None where they reach further than the next block or beyond the last one, and where shifts would move as little.
     """
     found = []
     for d, blocks, size in group.sizes:
@@ -107,8 +112,10 @@ def frames_of(group: HaloGroup, members: Sequence[Shifted], shape: Offsets) -> t
 
 
 def sum_frames(made: Shifted, graph: Graph, cut: CutDims) -> tuple[Frame, ...]:
-    """The frames of a sum; none where its terms' blocks are not alike, or reach further than the next block, and where
-    shifts by their offsets move as much.
+    """The frames of a sum of windows.
+
+    None where its terms' blocks are not alike or reach further than the next one, and where shifts would move as
+    little.
     """
     if set(made.steps) != {1} or made.fill or any(cut[t.root] != cut[made.terms[0].root] for t in made.terms):
         return ()
@@ -132,7 +139,7 @@ def sum_frames(made: Shifted, graph: Graph, cut: CutDims) -> tuple[Frame, ...]:
 def framed(
     r: Writing, x: TensorRef, frames: Sequence[Frame], fill: Number, rest: Mapping[int, tuple[int, int]]
 ) -> TensorRef:
-    """x in blocks with their edges; `rest`: how much of what fills stands before and after other dims."""
+    """x in blocks with their edges. `rest` is how much of `fill` stands before and after the other dims."""
     for place, frame in enumerate(frames):
         dim, whole = frame.dim + place, frame.blocks * frame.size
         if frame.early:
@@ -146,14 +153,14 @@ def framed(
 
 
 def _place(dim: int, frames: Sequence[Frame]) -> int:
-    """Where a dim (its elements inside a block) is after frames are made."""
+    """Where a dim stands (its elements inside a block) once frames are made."""
     return dim + sum(frame.dim <= dim for frame in frames)
 
 
 def taken(
     r: Writing, x: TensorRef, frames: Sequence[Frame], made: Shifted, rest: Mapping[int, tuple[int, int]]
 ) -> TensorRef:
-    """The window, of its tensor in frames."""
+    """The window, taken of its tensor in frames."""
     shape = r.type(x).shape
     starts, ends, steps = [0] * len(shape), list(shape), [1] * len(shape)
     framed_dims = {frame.dim: frame for frame in frames}
@@ -169,7 +176,7 @@ def taken(
 
 
 def room(members: Sequence[Shifted], shape: Offsets) -> Room:
-    """How far windows reach beyond the ends of each dim."""
+    """By dim, how far windows reach beyond its two ends."""
     found = {}
     for d, n in enumerate(shape):
         spans = [(m.terms[0].offsets[d], m.terms[0].offsets[d] + m.steps[d] * (m.shape[d] - 1) + 1) for m in members]
@@ -178,7 +185,7 @@ def room(members: Sequence[Shifted], shape: Offsets) -> Room:
 
 
 def term_in_frames(r: Writing, term: Term, frames: Sequence[Frame], made: Shifted) -> TensorRef:
-    """A term of a sum: its own elements in each block and beyond its edges, zeros elsewhere."""
+    """A term of a sum in frames: its own elements in each block and the edges, zeros elsewhere."""
     x, by_dim = TensorRef(term.root), {frame.dim: frame for frame in frames}
     for d in reversed(range(len(made.shape))):
         frame, up, offset = by_dim.get(d), made.ups[d], term.offsets[d]
@@ -197,7 +204,7 @@ def _padded(r: Writing, x: TensorRef, dim: int, before: int, after: int, fill: N
 
 
 def _spread(r: Writing, x: TensorRef, dim: int, up: int) -> TensorRef:
-    """Each element of a dim with zeros after it."""
+    """A dim with zeros after each of its elements."""
     shape = r.type(x).shape
     if up == 1:
         return x
@@ -207,7 +214,7 @@ def _spread(r: Writing, x: TensorRef, dim: int, up: int) -> TensorRef:
 
 
 def edges_added(r: Writing, x: TensorRef, frames: Sequence[Frame], shape: Offsets) -> TensorRef:
-    """The tensor of which each block has terms for its neighbours' edges, too: these are sent there and added."""
+    """The tensor whose blocks have sums for their neighbours' edges, too: these are sent there and added."""
     for place, frame in reversed(list(enumerate(frames))):
         x = _fold(r, x, frame.dim + place, frame)
     for frame in frames:
@@ -218,7 +225,7 @@ def edges_added(r: Writing, x: TensorRef, frames: Sequence[Frame], shape: Offset
 
 
 def _fold(r: Writing, x: TensorRef, dim: int, frame: Frame) -> TensorRef:
-    """Dims (block, before + size + after) as (block, size)."""
+    """The dims (block, before + size + after) as (block, size)."""
     blocks, size, start = frame.blocks, frame.size, frame.own
     before, after = frame.edges
     own = _cut(r, x, dim + 1, start, start + size)

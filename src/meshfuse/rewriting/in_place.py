@@ -1,11 +1,11 @@
-"""What is sliced and put back where it was stays there, and what stands beside it is chosen by index.
+"""What is sliced and put back where it was stays there; the rest is chosen by index.
 
-A cache with a new token at a place is written as its rows before, the token, and its rows after, put together; the
-gradient of a slice is the slice's gradient with zeros around it. Where the dim lies over ranks each slice has other
-blocks than the tensor, so most of it moves, and moves back. But the result is the tensor, but for some indices: every
-rank can tell which of its own these are. So is what is put back at another place, as in a roll, or where the states of
-a pipeline's stages go on to the next ones: that is the tensor shifted, which moves what a rank lacks of it alone. It is
-done where it pays: unsharded, a copy of the parts is as good.
+A cache with a new token is written as its rows before, the token, and its rows after, in a cat; the gradient of a slice
+is the slice's gradient with zeros around it. Where the dim lies over ranks, each slice has other blocks than the
+tensor, so most of it moves, and moves back. But the result is the tensor, but for some indices, and every rank can tell
+which of its own these are. What is put back at another place, as in a roll, or where the states of a pipeline's stages
+go on to the next ones, is the tensor shifted: that moves only what a rank lacks of it. It is done where it pays:
+unsharded, a copy of the parts is as good.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MOST = 8
 
 
 class DimSpan(NamedTuple):
-    """What stands in a dim from `start` on: a tensor, or a number.
+    """What stands in a dim from index `start` on: a tensor or a number.
 
-    `stays`: the tensor is as long as the result, and stands there as it does in itself, but `shift` further on.
-    `split`: its dim lies over ranks.
+    `stays`: it is a tensor as long as the result, whose elements keep their index, but for `shift`. `split`: its dim
+    lies over ranks.
     """
 
     value: int | Number
@@ -46,14 +46,14 @@ class DimSpan(NamedTuple):
 
 
 class DimSpans(NamedTuple):
-    """A dim of a result, and what stands along it."""
+    """All that stands along a dim of a result, in order."""
 
     dim: int
     spans: tuple[DimSpan, ...]
 
 
 class Turn(NamedTuple):
-    """A tensor rolled along a dim: so far, the shorter way round."""
+    """A tensor rolled along a dim, by so many indices, the shorter way round."""
 
     root: int
     dim: int
@@ -62,7 +62,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The rewriting of ops, by number, as choices among what stands along a dim of theirs."""
+    """The rewriting of cats and pads, by number, as choices by index among what stands along their dim."""
 
     ops: tuple[tuple[int, DimSpans], ...]
     sized: ClassVar[bool] = True
@@ -74,7 +74,7 @@ class Placed:
 
 
 def in_place(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The plan of a graph, or, if that is better, of one where what is sliced and put back stays where it is."""
+    """The plan of a graph; if that is better, of the graph in which what is sliced and put back stays where it is."""
     plain = plan(graph)
     if not effort.rewrites or not any(node.name in _PUT for node in graph.nodes):
         return plain
@@ -86,9 +86,9 @@ def in_place(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> Shard
 
 
 class _PlacesFinder:
-    """Looks for what is put together of slices that stay in their place, along a dim that lies over ranks.
+    """Looks for ops that put slices back, along a dim that lies over ranks.
 
-    `dims`: by number the dims of the ops that do so, and of the slices.
+    `dims`: by the number of such an op, and of the slices, the dim.
     """
 
     def __init__(self, graph: Graph, plan: ShardedDefinition):
@@ -116,7 +116,7 @@ class _PlacesFinder:
         return [{d: dims[d] for dims in staying for d in sorted(dims)}]
 
     def _spans(self, node: Node) -> DimSpans | None:
-        """What stands along a dim of the op's result, if some of it stays in its place and lies over ranks."""
+        """What stands along the dim of an op's result, if a part of it stays in place and lies over ranks."""
         found = _cat_spans(node) if node.name == "cat" else _pad_spans(node) if node.name == "pad" else None
         if found is None or len(found.spans) > _MOST:
             return None
@@ -125,7 +125,7 @@ class _PlacesFinder:
         return DimSpans(found.dim, spans) if kept else None
 
     def _told(self, node: Node, dim: int, span: DimSpan) -> DimSpan:
-        """The span, of the tensor that it is a slice of where that stays in its place, or in another."""
+        """The span as one of the tensor that it is a slice of, if that stays in its place or is shifted."""
         if not span.is_tensor:
             return span
         root, home = self._root(node, dim, span), self.homes.get(int(span.value))
@@ -134,7 +134,7 @@ class _PlacesFinder:
         return span._replace(split=home is not None and bool(axes(home.dims[dim])))
 
     def _root(self, node: Node, dim: int, span: DimSpan) -> DimSpan | None:
-        """The tensor of the result's size that the span is a slice of; what a pad shifts is one window (`shifts`)."""
+        """The tensor of the result's size that the span is a slice of. (A shifting pad is one window: see `shifts`.)"""
         maker, shape = self.makers.get(int(span.value)), node.call.results[0].shape
         window = own_window(maker) if maker is not None and maker.name == "slice" else None
         if maker is None or window is None or maker.outputs[0] in self.noted:
@@ -145,7 +145,7 @@ class _PlacesFinder:
 
 
 def _cat_spans(node: Node) -> DimSpans | None:
-    """The operands of a `cat` that are not empty."""
+    """The operands of a cat along its dim, without empty ones."""
     dim, start, spans = joined_dim(node), 0, list[DimSpan]()
     for i, kind in zip(node.inputs, node.call.types, strict=True):
         if kind.shape[dim]:
@@ -155,7 +155,7 @@ def _cat_spans(node: Node) -> DimSpans | None:
 
 
 def _pad_spans(node: Node) -> DimSpans | None:
-    """The operand of a `pad` of one dim by numbers, and these."""
+    """The operand of a pad along its one dim, with the number before and after it."""
     window, (source, target) = own_window(node), (node.call.types[0].shape, node.call.results[0].shape)
     padded = [d for d, (n, m) in enumerate(zip(source, target, strict=True)) if n != m]
     if window is None or len(padded) != 1 or not source[padded[0]]:
@@ -171,13 +171,13 @@ def _pad_spans(node: Node) -> DimSpans | None:
 
 
 def _is_on_the_way(turn: Turn, further: Turn) -> bool:
-    """Whether one turn of a tensor goes as far as another in its direction, or less far."""
+    """Whether one turn of a tensor goes in the same direction as another and no further."""
     alike = turn._replace(by=0) == further._replace(by=0)
     return alike and turn.by * further.by > 0 and abs(turn.by) <= abs(further.by)
 
 
 def _turn(node: Node, spans: DimSpans) -> Turn | None:
-    """The turn that the spans are: the end of a tensor, then what was before it."""
+    """The turn that these spans are: the end of a tensor, then what stood before it."""
     (first, *others), size = spans.spans, node.call.results[0].shape[spans.dim]
     if len(others) != 1 or first.value != others[0].value or not first.stays:
         return None
@@ -188,7 +188,7 @@ def _turn(node: Node, spans: DimSpans) -> Turn | None:
 
 
 class _PlacesWriter(GraphWriter):
-    """Writes what is put together as choices by index. Turns of one tensor go on from one another, each made once."""
+    """Writes what is put together as choices by index. A turn goes on from shorter turns of the same tensor."""
 
     def __init__(self, graph: Graph, put: Mapping[int, DimSpans]):
         super().__init__(graph)
@@ -204,7 +204,7 @@ class _PlacesWriter(GraphWriter):
         return [made] if self.type(made) == node.call.results[0] else None
 
     def _turned(self, node: Node, turn: Turn) -> TensorRef:
-        """By way of the turns that go less far in the same direction."""
+        """The turned tensor, by way of the turns that go less far in the same direction."""
         if turn in self._made:
             return self.call("set", TensorRef(self._made[turn]))
         shape, root, done = node.call.results[0].shape, turn.root, 0
@@ -229,7 +229,7 @@ class _PlacesWriter(GraphWriter):
         return made
 
     def _value(self, span: DimSpan, dim: int, size: int) -> Any:
-        """What stands there, as long as the dim or of size 1: elsewhere it is not read."""
+        """What stands in the span, as long as the dim or of size 1: it is not read elsewhere."""
         if not span.is_tensor:
             return span.value
         ref = TensorRef(int(span.value))
@@ -244,6 +244,6 @@ class _PlacesWriter(GraphWriter):
         return self.call("index_select", ref, self._within(span.start, here, size), dim)
 
     def _within(self, start: int, here: int, size: int) -> TensorRef:
-        """For each index of the dim its place in a tensor that stands from `start` on, its ends beyond them."""
+        """For each index of the dim its place in a tensor that stands from `start` on, limited to that tensor."""
         place = self.call("sub", self.call("iota", size), start)
         return self.call("minimum", self.call("maximum", place, 0), here - 1)

@@ -1,4 +1,4 @@
-"""One set of links per grid of ranks: what one annotation says of a mesh's links holds for all on the same mesh."""
+"""One set of links per grid of ranks: links given in one annotation hold for all annotations on the same grid."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..sharding.value import Sharding
 
 
 def with_links(graph: Graph) -> Graph:
-    """The graph with every annotation on the mesh that has the links of its grid; itself where none is changed.
+    """The graph with every annotation on the mesh that has its grid's links; itself where that changes none.
 
-    Raises DefinitionError where two annotations give the same grid different links.
+    Raises DefinitionError where two annotations give one grid different links.
     """
     said: dict[object, tuple[DeviceMesh, int]] = {}
     for tensor, sharding in graph.annotations.items():

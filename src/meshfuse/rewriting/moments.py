@@ -1,10 +1,11 @@
-"""Moments of a sharded dim by one collective: every rank's mean and sum of squares, merged.
+"""The mean and variance of a sharded dim by one collective: every rank's own mean and sum of squares, gathered and
+merged.
 
-The mean is a sum over ranks, and the squares of the differences from it are another, which cannot begin before the
-first is there. Where starting a collective costs more than its bytes, each rank's own mean and squared differences from
-that are gathered instead, and merged as exactly (Chan, Golub & LeVeque 1983). Over two ranks that takes as many bytes.
-The difference of the means of squares and of the square of the mean would need one sum, and is nothing but rounding
-where the mean is large beside the deviation.
+The mean is a sum over ranks. The squares of the differences from it are another, which cannot begin before the first is
+done. Where starting a collective costs more than its bytes, each rank's own mean and squared differences from that are
+gathered instead, and merged without loss (Chan, Golub & LeVeque 1983). Over two ranks that takes as many bytes. (The
+mean of squares less the square of the mean would need one sum only, but is all rounding where the mean is large beside
+the deviation.)
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from .graphs import with_nodes
 
 
 class Moments(NamedTuple):
-    """Ops of a graph by number: the sum of x, its mean, the squares of x less its mean, and their sum.
+    """Ops by number: the sum of x, its mean, the squares of x less the mean, and their sum.
 
-    Of the dims of x that are reduced, `dim` alone lies over ranks, in so many `blocks`.
+    Of the reduced dims of x `dim` alone lies over ranks, in `blocks` blocks.
     """
 
     total: int
@@ -45,20 +46,20 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The rewriting of moments into two ops each, in the place of their sum."""
+    """The rewriting of moments: two ops each, that make and merge each rank's own moments."""
 
     moments: tuple[Moments, ...]
     sized: ClassVar[bool] = False
 
     def __call__(self, graph: Graph) -> Graph:
-        """Itself, where a sum is divided by another number than that of its terms."""
+        """The graph itself, where a sum is divided by another number than that of its terms: it is no mean then."""
         if not all(_is_mean(graph.nodes[m.total], graph.nodes[m.mean]) for m in self.moments):
             return graph
         return _rewritten(graph, self.moments).noting(self)
 
 
 def moments_merged(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefinition:
-    """The definition with its moments over sharded dims from one collective each, if that plan takes less time."""
+    """The plan with moments over sharded dims merged, if that takes less time; else the plan itself."""
     found = tuple(_MomentsFinder(sharded).run())
     if not found:
         return sharded
@@ -67,7 +68,7 @@ def moments_merged(sharded: ShardedDefinition, world: DeviceMesh) -> ShardedDefi
 
 
 def _by_gathers(sharded: ShardedDefinition) -> bool:
-    """Whether all moments are merged where they are gathered: an all-to-all would need more calls after it."""
+    """Whether all moments are merged after a gather; an all-to-all would need more calls after it."""
     merges = [(n, c) for n, c in zip(sharded.graph.nodes, sharded.choices, strict=True) if n.name == "block_merge"]
     return all(c.placement.operands[0].dims[2:] == sharded.homes[n.inputs[0]].dims[2:] for n, c in merges)
 
@@ -97,7 +98,7 @@ class _MomentsFinder:
                 yield from self._squares(total, mean, place)
 
     def _squares(self, total: Node, mean: Node, place: tuple[int, int]) -> Iterator[Moments]:
-        """The first sum of the squares of what x differs from the mean."""
+        """The first op that sums the squares of x less its mean."""
         for centred in self._readers(mean, "sub", (total.inputs[0], mean.outputs[0])):
             for squared in self._readers(centred, "mul", centred.outputs * 2):
                 squares = self._only_reader(squared, "sum")
@@ -106,12 +107,12 @@ class _MomentsFinder:
                     return
 
     def _readers(self, node: Node, name: str, inputs: Sequence[int]) -> list[Node]:
-        """The ops of this name that read these tensors, one of which a node makes."""
+        """The ops of this name whose operands are these tensors."""
         found = self.readers.get(node.outputs[0], [])
         return [other for other in found if other.name == name and other.inputs == tuple(inputs)]
 
     def _only_reader(self, node: Node, name: str) -> Node | None:
-        """The op of this name that alone reads what a node makes, which the user has not named."""
+        """The op of this name that alone reads a node's result, if the user has not named that."""
         (made,), graph = node.outputs, self.graph
         found = self.readers.get(made, [])
         free = made not in graph.outputs and made not in graph.annotations and made not in graph.streams
@@ -119,7 +120,7 @@ class _MomentsFinder:
 
 
 def _place(total: Node, operand: Sharding) -> tuple[int, int] | None:
-    """The dim in blocks over ranks that a sum reduces, and their number; None where that is not what it does."""
+    """(dim, blocks) of the one reduced dim that lies in blocks over ranks; None where a sum is not of that kind."""
     kind, dims = total.call.types[0], reduced_dims(total.call)
     cut = [d for d in dims if axes(operand.dims[d])]
     fits = total.call["keepdim"] and kind.dtype is total.call.results[0].dtype and kind.dtype.category is Category.FLOAT
@@ -129,13 +130,13 @@ def _place(total: Node, operand: Sharding) -> tuple[int, int] | None:
 
 
 def _is_mean(total: Node, mean: Node) -> bool:
-    """Whether the sum is divided by the number of its terms."""
+    """Whether the node divides the sum by the number of its terms."""
     shape = total.call.types[0].shape
     return mean.call.args[1] == math.prod(shape[d] for d in reduced_dims(total.call))
 
 
 def _rewritten(graph: Graph, moments: Sequence[Moments]) -> Graph:
-    """The graph with two ops in the place of each moments' sum, and without their others."""
+    """The graph with each moments' sums replaced by two ops, its other ops left out."""
     tensors, kinds = list(graph.tensors), CallTable()
     firsts = {m.total: m for m in moments}
     dropped = {number for m in moments for number in (m.mean, m.squared, m.squares)}
@@ -151,7 +152,7 @@ def _rewritten(graph: Graph, moments: Sequence[Moments]) -> Graph:
 
 
 def _merging(graph: Graph, m: Moments, start: int, tensors: list[Tensor], kinds: CallTable) -> list[Node]:
-    """The ops that make the mean and the sum of squares; the tensor between them is a new one."""
+    """The ops that make the mean and the sum of squares, by way of a new tensor with each block's moments."""
     total = graph.nodes[m.total]
     kind, dims = total.call.types[0], reduced_dims(total.call)
     others = math.prod(kind.shape[d] for d in dims if d != m.dim)
@@ -165,7 +166,7 @@ def _merging(graph: Graph, m: Moments, start: int, tensors: list[Tensor], kinds:
 
 
 def _node(kinds: CallTable, name: str, more: tuple[Any, ...], total: Node, number: int, made: int, kind: Any) -> Node:
-    """An op of x and these arguments that makes the tensor `made`."""
+    """An op on x with these arguments that makes the tensor `made`."""
     (x,) = total.inputs
     call, rule = kinds.get(OPS[name], (TensorRef(x), *more), (kind,))
     return Node(number, call, rule, (x,), (made,), total.line, total.origin, total.salt)

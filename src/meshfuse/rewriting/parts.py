@@ -1,9 +1,9 @@
-"""Tensors that are put together of parts and then summed over, or taken apart again, left in parts.
+"""Tensors that are put together of parts, and then summed over or taken apart again, left in parts.
 
-The keys that a cache holds and the one of a new token, or those of two memories, are put together, and attention sums
-over both. Where the parts lie over ranks, what is put together has other blocks than they have, and most of it moves.
-But a sum over it is the sum of the parts' sums, and so is a maximum: each part stays where it is. (So FlashDecoding
-merges attention over parts.) It is done where it pays: unsharded, one op is better than two.
+The keys in a cache and that of a new token, or the keys of two memories, are put together, and attention sums over
+both. Where the parts lie over ranks, what is put together has other blocks than they have, and most of it moves. But a
+sum over it is the sum of the parts' sums, and likewise for a maximum: each part can stay where it is. (FlashDecoding
+merges attention over parts so.) It is done where it pays: unsharded, one op is better than two.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _MOST_PARTS = 8
 
 
 class Parts(NamedTuple):
-    """What a dim of a tensor is put together of."""
+    """The tensors that a tensor is made of, one after the other along `dim`."""
 
     dim: int
     refs: tuple[TensorRef, ...]
 
 
 class _FactorParts(NamedTuple):
-    """A factor of an op, and the sizes of its parts."""
+    """A factor of an op that is in parts, and their sizes."""
 
     factor: int
     sizes: tuple[int, ...]
@@ -50,7 +50,7 @@ class _FactorParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """The rewriting of what follows from these `cat`s, by number, as what follows from their operands."""
+    """The rewriting in which what follows from these cats, by number, is computed on their operands."""
 
     cats: tuple[int, ...]
     sized: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class Parted:
 
 
 def in_parts(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The plan of a graph, or, if that is better, one of the graph with what lies over ranks left in parts."""
+    """The plan of a graph; if that is better, of the graph in which what lies over ranks is left in parts."""
     found = plan(graph)
     if not effort.rewrites:
         return found
@@ -74,9 +74,10 @@ def in_parts(graph: Graph, plan: Planner, effort: Effort = Effort.AUTO) -> Shard
 
 
 def _over_ranks(plan: ShardedDefinition, graph: Graph) -> Iterator[Node]:
-    """The `cat`s of whose dim a part or the whole is split; not what an annotation says the place of, between.
+    """The cats along a dim that is split, in the result or an operand; not those that an annotation places.
 
-    What a plan gathers at the first of several is in the next ones' operands, too.
+    Outputs may be annotated. A cat that reads the result of another one counts as well: the plan may have gathered
+    that.
     """
     reached = set[int]()
     for node in graph.nodes:
@@ -89,8 +90,9 @@ def _over_ranks(plan: ShardedDefinition, graph: Graph) -> Iterator[Node]:
 
 
 def moves_along(plan: ShardedDefinition, dims: Mapping[int, int]) -> bool:
-    """Whether what these ops (by origin, in whatever form) read or make is moved along a dim for a notable part of all
-    moves' time.
+    """Whether moves along these dims, of what these ops read or make, take a notable part of all moves' time.
+
+    `dims` is by the number that the op has in the definition (`Node.origin`).
     """
     resharded, total, along = insert_resharding(plan), 0.0, 0.0
     written = [node for node in plan.graph.nodes if node.origin in dims]
@@ -103,7 +105,7 @@ def moves_along(plan: ShardedDefinition, dims: Mapping[int, int]) -> bool:
 
 
 def joined_dim(cat: Node) -> int:
-    """The dim along which a `cat` puts together."""
+    """The dim along which a cat joins."""
     return cat.call["dim"] % cat.call.results[0].ndim
 
 
@@ -117,7 +119,7 @@ _Place = tuple[int, int]
 
 
 class _PartsWriter(GraphWriter):
-    """Writes ops on parts. What nobody reads as a whole is dropped afterwards."""
+    """Writes ops on parts. The whole tensors, where nobody reads them, are dropped afterwards."""
 
     def __init__(self, graph: Graph, cats: Iterable[int]):
         super().__init__(graph)
@@ -130,7 +132,7 @@ class _PartsWriter(GraphWriter):
         self._ends = 0
 
     def pays(self) -> bool:
-        """Whether something is summed over parts, or is one of them."""
+        """Whether something sums over parts, or reads one of them alone."""
         self.run(range(len(self.graph.nodes)))
         return self._ends > 0
 
@@ -146,7 +148,7 @@ class _PartsWriter(GraphWriter):
         return None if cut is None else self._on_parts(node, cut)
 
     def _put_together(self, cat: Node) -> None:
-        """The parts of a `cat`: its operands, or those of an operand that is in parts itself; none that is empty."""
+        """Note the parts of a cat: its operands, or the parts of those; empty ones left out."""
         dim, refs = joined_dim(cat), list[TensorRef]()
         for i in cat.inputs:
             inner = self.parts.get(i)
@@ -159,7 +161,7 @@ class _PartsWriter(GraphWriter):
         return tuple(self.type(ref).shape[parts.dim] for ref in parts.refs)
 
     def _windowed(self, node: Node) -> Sequence[TensorRef] | None:
-        """A window without anything from outside: what it has of each part."""
+        """A slice of a tensor in parts: what it has of each part."""
         assert node.call.op.window is not None
         window, parts = node.call.op.window(node.call), self.parts[node.inputs[0]]
         if isinstance(window, BlockOrder) or window is None or not _lies_within(window[0], node):
@@ -181,7 +183,7 @@ class _PartsWriter(GraphWriter):
         return self.call("slice", ref, tuple(starts), tuple(map(operator.add, starts, shape)))
 
     def _cut(self, node: Node) -> _FactorParts | None:
-        """The factor that an operand has in parts; None where the op cannot be computed on them."""
+        """The factor that an operand has in parts; None where the op cannot be computed part by part."""
         if not node.call.op.pieced or len(node.outputs) > 1 or node.id in self.graph.reductions:
             return None
         rows = zip(node.inputs, node.rule.operands, strict=True)
@@ -190,7 +192,7 @@ class _PartsWriter(GraphWriter):
         return found[0] if found and self._can_be_parted(node, found[0].factor) else None
 
     def _can_be_parted(self, node: Node, factor: int) -> bool:
-        """Whether the factor is a dim of its own wherever it is, and passes through or is reduced in all operands."""
+        """Whether the factor is a whole dim wherever it is, and in all operands passes through or is reduced."""
         sides = (*node.rule.operands, *node.rule.results)
         alone = all(factors == (factor,) for dims in sides for factors in dims if factor in factors)
         kind, (made,) = node.rule.factors[factor].kind, node.outputs
@@ -219,7 +221,7 @@ class _PartsWriter(GraphWriter):
         return self._again(node, cut.factor, cut.sizes[place], [self._part(i, dims, cut, place) for i, dims in rows])
 
     def _part(self, tensor: int, dims: DimFactors, cut: _FactorParts, place: int) -> TensorRef:
-        """An operand's part: one that it is put together of, if it is so; what is alike all over; else a slice."""
+        """An operand's part: one of its own, the operand itself if it is the same all along, else a slice."""
         dim, parts, size = _dim_of(dims, cut.factor), self.parts.get(tensor), cut.sizes[place]
         if dim is None:
             return TensorRef(tensor)
@@ -232,14 +234,14 @@ class _PartsWriter(GraphWriter):
         return self._slice(TensorRef(tensor), starts, _with(shape, dim, size))
 
     def _is_alike(self, tensor: int, dim: int) -> bool:
-        """Whether a dim is one that an op spreads what it reads along."""
+        """Whether a tensor is the same all along a dim: an op spreads what it reads along it."""
         for place in inner_first((tensor, dim), lambda place: _without(self._read_along(*place), self._alike)):
             read = self._read_along(*place)
             self._alike[place] = read is not None and all(self._alike[other] for other in read)
         return self._alike[tensor, dim]
 
     def _read_along(self, tensor: int, dim: int) -> list[_Place] | None:
-        """The operands, and the dim of each, that an op passes on as this dim; None where the dim is another thing."""
+        """The operands that an op passes on along this dim, and the dim of each; None if it does anything else."""
         node = self._makers.get(tensor)
         if node is None or not node.call.op.pieced or len(node.outputs) > 1 or tensor in self.noted:
             return None
@@ -250,7 +252,7 @@ class _PartsWriter(GraphWriter):
         return [(i, there) for i, there in rows if there is not None]
 
     def _of_size(self, tensor: int, dim: int, size: int) -> TensorRef:
-        """What is alike all along a dim, of another size there."""
+        """A tensor that is the same all along a dim, with another size there."""
         known = self._spread.setdefault(size, {})
         for place in inner_first((tensor, dim), lambda place: _without(self._read_along(*place), known)):
             if place not in known:
@@ -265,7 +267,7 @@ class _PartsWriter(GraphWriter):
         return self._again(node, factor, size, read)
 
     def _again(self, node: Node, factor: int, size: int, operands: Sequence[TensorRef]) -> TensorRef:
-        """The op on other operands, where one of its factors has another size."""
+        """The op on other operands, with another size of one of its factors."""
         given, dim = iter(operands), _dim_of(node.rule.results[0], factor)
         args = [_sized(param.kind, _with_tensors(arg, given), dim, size)
                 for param, arg in zip(node.call.op.params, node.call.args, strict=True)]  # fmt: skip
@@ -277,12 +279,12 @@ def _without(places: Iterable[_Place] | None, known: Collection[_Place]) -> list
 
 
 def _dim_of(dims: DimFactors, factor: int) -> int | None:
-    """The dim that is made of the factor."""
+    """The dim that consists of this factor."""
     return next((dim for dim, factors in enumerate(dims) if factor in factors), None)
 
 
 def _dims_of(node: Node, factor: int) -> list[int | None]:
-    """The dim of a factor in each operand."""
+    """By operand the dim that consists of this factor."""
     return [_dim_of(dims, factor) for dims in node.rule.operands]
 
 
@@ -291,20 +293,20 @@ def _with(row: Sequence[int], dim: int, n: int) -> tuple[int, ...]:
 
 
 def _lies_within(starts: Sequence[int], node: Node) -> bool:
-    """Whether a window has no element from outside."""
+    """Whether all elements of a window are elements of the tensor."""
     rows = zip(starts, node.call.results[0].shape, node.call.types[0].shape, strict=True)
     return all(0 <= start <= n - m for start, m, n in rows)
 
 
 def _with_tensors(arg: Any, given: Iterator[TensorRef]) -> Any:
-    """An argument with the next tensors in the place of its own."""
+    """An argument with its tensors replaced by the next ones."""
     if isinstance(arg, TensorRef):
         return next(given)
     return tuple(next(given) for _ in arg) if type(arg) is tuple and arg and isinstance(arg[0], TensorRef) else arg
 
 
 def _sized(kind: ParamKind, arg: Any, dim: int | None, size: int) -> Any:
-    """The shape of a result with another size in a dim; any other argument as it is."""
+    """A SHAPE argument with another size in a dim; any other argument as it is."""
     if kind is not ParamKind.SHAPE or dim is None or arg is None:
         return arg
     return _with(arg, dim, size)

@@ -1,8 +1,8 @@
 """Ops that the user asked to be computed in rounds (`OpDef.rounds`), written out as ordinary ops and moves.
 
-Propagation takes such an op as one that is computed where its operands lie, so that nothing is put together for it.
-Here it becomes the rounds: ops that follow their operands' shardings, and blocks that travel from rank to rank in
-between. Where the plain op is local anyway, it stays.
+Propagation treats such an op as if it were computed where its operands lie, so that nothing is gathered for it. Here it
+becomes the rounds: ops that follow their operands' shardings, and blocks that travel from rank to rank in between.
+Where the plain op is local anyway it stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .graphs import GraphWriter
 
 
 def written(sharded: ShardedDefinition) -> ShardedDefinition:
-    """The definition with rounds in the places of the ops that are computed in them; itself if there are none."""
+    """The plan with such ops written out; itself if there are none."""
     graph = sharded.graph
     if not any(node.call.op.rounds for node in graph.nodes):
         return sharded
@@ -38,9 +38,9 @@ def written(sharded: ShardedDefinition) -> ShardedDefinition:
 
 
 def _plain(node: Node, choice: Choice, homes: Mapping[int, Sharding]) -> tuple[Node, Choice] | None:
-    """The op by its own rule, where its operands have been brought or are anyway; None where it needs them otherwise.
+    """The plain op's placement, if its operands lie as its own rule takes them; else None.
 
-    Keys and values that are whole on every rank need not go round.
+    So keys and values that are whole on every rank do not go round.
     """
     if node.call.op.rounds is None:
         return node, choice
@@ -53,7 +53,7 @@ def _plain(node: Node, choice: Choice, homes: Mapping[int, Sharding]) -> tuple[N
 
 
 def _following(call: Call, rule: Rule, operands: Sequence[Sharding], carry: Carry = NO_CARRY) -> Placement | None:
-    """The op where its operands are."""
+    """The op's placement where its operands lie."""
     rows = zip(rule.operands, call.types, operands, strict=True)
     votes = [layouts_of(rule, dims, kind.shape, sharding.dims) for dims, kind, sharding in rows]
     return placed(call, rule, operands[0].mesh, representable(rule, merged(votes, carry.axes)), carry)
@@ -66,7 +66,7 @@ class _RoundsWriter(GraphWriter):
 
 
 class _Follower:
-    """Places the ops of rounds where their operands are, and keeps all others where they were."""
+    """Places the ops of rounds where their operands lie; all other ops stay where they were."""
 
     def __init__(self, sharded: ShardedDefinition, graph: Graph):
         self.sharded, self.graph = sharded, graph
@@ -105,14 +105,14 @@ class _Follower:
         return found
 
     def _unreduced(self, node: Node, operands: Sequence[Sharding]) -> Placement | None:
-        """The op where its operands are, on unreduced sums where it can carry them."""
+        """The op's placement where its operands lie, carrying what is unreduced of them if it can."""
         carry = carries(node.call, node.rule, [[operand] for operand in operands])
         if carry is not None:
             return _following(node.call, node.rule, operands, carry)
         return _following(node.call, node.rule, [operand.reduced() for operand in operands])
 
     def _operands(self, node: Node) -> Iterator[Sharding]:
-        """Where the op's operands are: what the op in rounds takes, where it asked for them."""
+        """Where the op's operands lie; of the op in rounds, where it asked for them."""
         whole, asked = self.asked[node.origin]
         taken = dict(zip(whole.inputs, asked.operands, strict=True))
         return (taken.get(i) or self.homes[i] for i in node.inputs)

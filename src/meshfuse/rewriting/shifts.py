@@ -1,10 +1,10 @@
-"""Windows of windows as one, and all of one tensor together: what neighbours hold comes once.
+"""Windows of windows as one window, and all windows of one tensor together: what neighbours hold comes once.
 
-A convolution by hand is a pad and a slice of it for every tap, and its gradient a slice of a sum of pads. A padded dim
-that lies over ranks has other blocks than the tensor, so each slice moves more than the rows it lacks; one in steps
-moves most of it. As one op, a slice of a pad is a window of the tensor, and each is a part of a rank's own rows and the
-edges of its neighbours' (`halos`). Those that reach further are shifts: one by two of a tensor that is shifted by one,
-too, goes on from that, and moves one row, not two. In a sum of shifts the terms that go furthest go a part of the way
+A convolution by hand is a pad and a slice of it for every tap; its gradient is a slice of a sum of pads. A padded dim
+that lies over ranks has other blocks than the tensor, so each slice moves more than the rows that it lacks, and one in
+steps moves most of it. As one op, a slice of a pad is a window of the tensor: a part of a rank's own rows and the edges
+of its neighbours' (`halos`). Windows that reach further are shifts. A shift by two goes on from the tensor shifted by
+one, if there is one, and moves one row, not two. In a sum of shifts, terms that go further travel a part of the way
 together with the others (as in Horner's rule). It is done where it pays: unsharded, a slice is no work at all.
 """
 
@@ -28,7 +28,7 @@ from .views import CutDims, Number, Offsets, Shifted, Term, WindowFinder, cut_di
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The rewriting of ops, by number, as the windows that they make; `cut`: by root the dims that lie over ranks."""
+    """The rewriting of ops, by number, as the windows that they make. `cut`: by root the dims that lie over ranks."""
 
     windows: tuple[tuple[int, Shifted], ...]
     cut: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
@@ -41,10 +41,10 @@ class Joined:
 
 
 def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The definition with windows of sharded dims joined and chained, if that plan is better.
+    """The plan; if that is better, one with windows of sharded dims joined and chained.
 
-    Windows one by one may cost so much that the plan goes out of their way, and has none of a sharded dim. So they are
-    looked for where they would be if nothing did, too.
+    Windows one by one may cost so much that the plan avoids them, by having no windows of sharded dims. So windows are
+    also looked for along dims that would lie over ranks if the plan did not avoid that.
     """
     graph = sharded.graph
     if not any(node.call.op.window is not None for node in graph.nodes):
@@ -57,7 +57,7 @@ def shifted(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effo
 
 
 def _followed(sharded: ShardedDefinition) -> CutDims:
-    """The dims that would lie over ranks if those of inputs did all the way, through windows, too."""
+    """By tensor the dims that would lie over ranks if inputs' dims stayed sharded all the way, through windows."""
     cut = placed_dims(sharded)
     for node in sharded.graph.nodes:
         for i, dims in zip(node.outputs, dims_after(node, cut), strict=True):
@@ -66,7 +66,7 @@ def _followed(sharded: ShardedDefinition) -> CutDims:
 
 
 def _joined(graph: Graph, cut: CutDims, windows: Mapping[int, Shifted]) -> Joined | None:
-    """What writes those of the windows as one that move less so; None where there are none."""
+    """The rewriting of the windows that move less joined; None where there are none."""
     ways = _WindowForms(graph, cut, windows.values())
     paying = {number: made for number, made in windows.items() if ways.pays(made)}
     roots = {term.root: tuple(cut[term.root].items()) for made in paying.values() for term in made.terms}
@@ -74,7 +74,7 @@ def _joined(graph: Graph, cut: CutDims, windows: Mapping[int, Shifted]) -> Joine
 
 
 class _WindowForms:
-    """How each window is written: of blocks with their neighbours' edges, or in shifts of the whole tensor."""
+    """How each window is written: in blocks with their neighbours' edges, or by shifts of the whole tensor."""
 
     def __init__(self, graph: Graph, cut: CutDims, windows: Collection[Shifted]):
         self.graph, self.cut = graph, cut
@@ -87,13 +87,13 @@ class _WindowForms:
         self.steps = _Steps(graph, cut, [made for made in windows if made.is_plain])
 
     def of(self, made: Shifted) -> tuple[Frame, ...]:
-        """The frames that a window, or a sum of windows, is written with; none where it is written in shifts."""
+        """The frames that a window, or a sum of windows, is written with; none where it is written by shifts."""
         if len(made.terms) > 1 or max(made.ups, default=1) > 1:
             return sum_frames(made, self.graph, self.cut)
         return self.frames[self.groups[made]] if made in self.groups else ()
 
     def pays(self, made: Shifted) -> bool:
-        """Whether a sharded dim is changed by ops that can be one, or seen from several places."""
+        """Whether several ops on a sharded dim become one, or several windows of it share what moves."""
         if not any(d in made.changed for term in made.terms for d in self.cut[term.root]):
             return False
         if self.of(made):
@@ -109,7 +109,7 @@ _Way = tuple[int, tuple[tuple[int, int], ...], int, Number | None]
 
 
 class _Steps:
-    """The shifts of sharded dims, one tensor's by what they shift: each may go on from one that goes less far."""
+    """The shifts of sharded dims, by what they shift: each may go on from one that goes less far."""
 
     def __init__(self, graph: Graph, cut: CutDims, windows: Iterable[Shifted]):
         self.graph, self.cut = graph, cut
@@ -119,7 +119,7 @@ class _Steps:
                 self._offsets.setdefault(way, set()).add(offset)
 
     def ways(self, made: Shifted) -> Iterator[tuple[_Way, int]]:
-        """The shifts that a window is made by, one sharded dim after the other; none for sums."""
+        """The shifts that make a window, one sharded dim after the other; none for sums of windows."""
         if len(made.terms) == 1:
             root, offsets = made.terms[0]
             before: tuple[tuple[int, int], ...] = ()
@@ -129,13 +129,14 @@ class _Steps:
                     before = (*before, (d, offsets[d]))
 
     def are_many(self, made: Shifted) -> bool:
-        """Whether one of the shifts of a plain window goes on from another, or another from it."""
+        """Whether one of a window's shifts goes on from another shift, or another from it."""
         chains = [(self.up_to(way, o), offset) for way, offset in self.ways(made) for o in self._offsets[way]]
         return any(len(chain) > 1 and offset in chain for chain, offset in chains)
 
     def up_to(self, way: _Way, offset: int) -> list[int]:
-        """The offsets in this direction, nearest first, up to this one, each no step from the next that moves more than
-        is left of the tensor there: so much may come alone.
+        """The offsets on the way to this one, nearest first.
+
+        A step is left out where it would move more than is left of the tensor there: that much may as well come alone.
         """
         size, chain = self.graph.shape(way[0])[way[2]], [offset]
         nearer = [o for o in self._offsets[way] if o * offset > 0 and abs(o) < abs(offset)]
@@ -151,7 +152,7 @@ def _changed(offsets: Sequence[int], source: Sequence[int], target: Sequence[int
 
 
 class _ShiftWriter(GraphWriter):
-    """Writes shifts, each once."""
+    """Writes windows by frames or shifts, each once."""
 
     def __init__(self, graph: Graph, cut: CutDims, windows: Mapping[int, Shifted]):
         super().__init__(graph)
@@ -180,7 +181,7 @@ class _ShiftWriter(GraphWriter):
         return [result]
 
     def _in_frames(self, made: Shifted, frames: Sequence[Frame]) -> TensorRef:
-        """Of blocks with their neighbours' edges."""
+        """A window, or a sum, in blocks with their neighbours' edges."""
         group = self.ways.groups.get(made)
         if group is None:
             terms = [term_in_frames(self, term, frames, made) for term in made.terms]
@@ -194,7 +195,7 @@ class _ShiftWriter(GraphWriter):
         return taken(self, TensorRef(self._framed[group]), frames, made, rest)
 
     def _alone(self, made: Shifted) -> TensorRef:
-        """Shifted along one sharded dim after the other, in steps, then cut along the others."""
+        """A window shifted along one sharded dim after the other, in steps, and then cut along the other dims."""
         ((root, offsets),) = made.terms
         ref, left = TensorRef(root), list(offsets)
         for way, offset in self.steps.ways(made):
@@ -208,7 +209,7 @@ class _ShiftWriter(GraphWriter):
         return self._cut_out(ref, [by if d == dim else 0 for d in range(len(shape))], shape, fill)
 
     def _cut_out(self, ref: TensorRef, offsets: Sequence[int], shape: Sequence[int], fill: Number | None) -> TensorRef:
-        """One window of a tensor, the tensor itself where that is all of it; equal ones once."""
+        """A window of a tensor, the tensor itself if the window is all of it; equal ones once."""
         key = (ref.id, tuple(offsets), tuple(shape), fill or 0)
         if not _changed(offsets, self.type(ref).shape, shape):
             return ref
@@ -223,7 +224,7 @@ class _ShiftWriter(GraphWriter):
         return self.call("pad", ref, [w for o, n, m in reversed(rows) for w in (-o, m + o - n)], fill)
 
     def _total(self, terms: Sequence[Term], dims: Sequence[int]) -> TensorRef:
-        """The sum of terms of one shape, those that go further along a dim on their way with the others."""
+        """The sum of terms of one shape; terms that go further along a dim travel with the others."""
         if not dims:
             shape = self.type(TensorRef(terms[0].root)).shape
             return self._added([self._cut_out(TensorRef(root), offsets, shape, 0) for root, offsets in terms])
@@ -242,7 +243,7 @@ class _ShiftWriter(GraphWriter):
         return self._added([ref for ref in (sums.get(0), *ends) if ref is not None])
 
     def _round(self, by_offset: dict[int, list[Term]], size: int) -> dict[int, list[Term]]:
-        """Takes what is shifted out at one end and comes in at the other, as in a roll: by how far, the shorter way."""
+        """Take out what goes out at one end and comes in at the other: by offset, the shorter way round, the turns."""
         found: dict[int, list[Term]] = {}
         for offset in [o for o in by_offset if 0 < o < size and o - size in by_offset]:
             by = offset if 2 * offset <= size else offset - size
@@ -256,7 +257,7 @@ class _ShiftWriter(GraphWriter):
         return found
 
     def _gathered(self, sums: Mapping[int, TensorRef], dim: int, move: _Mover) -> TensorRef | None:
-        """Sums by how far they are to be moved in one direction: the furthest first, to the next, and on with it."""
+        """Sums, by how far they go in one direction, as one: the furthest moves to the next, and on with it."""
         order = [*sorted(sums, key=abs, reverse=True), 0]
         ref = None
         for offset, then in itertools.pairwise(order):
@@ -265,7 +266,7 @@ class _ShiftWriter(GraphWriter):
         return ref
 
     def _turn(self, ref: TensorRef, dim: int, by: int, fill: Number | None) -> TensorRef:
-        """Shifted, and what goes out at one end comes in at the other."""
+        """The tensor shifted, what goes out at one end coming in at the other."""
         back = by - self.type(ref).shape[dim] * (1 if by > 0 else -1)
         return self.call("add", self._shift(ref, dim, by, fill), self._shift(ref, dim, back, fill))
 

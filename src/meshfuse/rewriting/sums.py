@@ -1,9 +1,9 @@
-"""The terms of a sum in another order: those that are sums over ranks first, so that they are reduced together.
+"""Sums in another order: terms that are unreduced sums over ranks are added first, so that they are reduced together.
 
-Of x + A + B, where A and B are products whose terms lie on the ranks, x + A is added first as it is written, and needs
-A reduced: two all-reduces, or a plan that goes out of their way. A + B stays on the ranks, and takes one. (So the
-parallel attention and MLP of a GPT-J or PaLM layer are written by hand, where each rank adds its two products.) Sums
-of floats in another order round otherwise, so the plan is taken only where it is better.
+In (x + A) + B, where A and B are products whose terms lie on the ranks, A must be reduced before x is added, and then
+B: two all-reduces, or a plan that goes out of their way. In x + (A + B) one all-reduce is enough. (The parallel
+attention and MLP of a GPT-J or PaLM layer are written so by hand.) Sums of floats in another order round otherwise, so
+the plan is taken only where it is better.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BETWEEN = 8
 
 @dataclass(frozen=True, slots=True)
 class Regrouped:
-    """The rewriting of sums, by the number of their last op, as the sums of these tensors in this order."""
+    """The rewriting of sums: by the number of a sum's last addition, its terms in their new order."""
 
     sums: tuple[tuple[int, tuple[int, ...]], ...]
     sized: ClassVar[bool] = False
@@ -56,7 +56,7 @@ class _SumWriter(GraphWriter):
 
 
 def regrouped(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The definition with sums over ranks added before other terms, if that plan is better."""
+    """The plan; if that is better, one in which terms that may be sums over ranks are added before others."""
     graph = sharded.graph
     if not graph.annotations or not effort.rewrites:
         return sharded
@@ -67,7 +67,7 @@ def regrouped(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Ef
 
 
 class _SumFinder:
-    """Looks for sums of which some terms may be sums over ranks and others not."""
+    """Looks for sums in which only some terms may be unreduced."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -77,7 +77,7 @@ class _SumFinder:
         self.kept = {*graph.outputs, *graph.annotations, *graph.streams}
 
     def run(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """The last op of each, and its terms in the better order."""
+        """(last addition, its terms in the better order) of each such sum."""
         for node in self.graph.nodes:
             if _adds(node) and not self._is_inner(node):
                 terms = list(self._terms(node))
@@ -86,7 +86,7 @@ class _SumFinder:
                     yield node.id, (*reduced, *(i for i in terms if i not in reduced))
 
     def _is_inner(self, node: Node) -> bool:
-        """Whether what an addition makes is a term of another alone, and of no name to the user."""
+        """Whether a result is read by one addition alone, and the user has not named it."""
         (made,) = node.outputs
         if made in self.kept or self.reads[made] != 1:
             return False
@@ -94,12 +94,12 @@ class _SumFinder:
         return _adds(reader) and reader.call == node.call
 
     def _inner(self, tensor: int) -> Node | None:
-        """The addition that makes a term, where that is a part of the sum."""
+        """The addition that makes a term, if that is an inner part of the sum."""
         node = self.producers.get(tensor)
         return node if node is not None and _adds(node) and self._is_inner(node) else None
 
     def _terms(self, node: Node) -> Iterator[int]:
-        """In their order, from left to right."""
+        """The terms of a sum, from left to right."""
         waiting = list(reversed(node.inputs))
         while waiting:
             term = waiting.pop()
@@ -110,7 +110,7 @@ class _SumFinder:
                 waiting += reversed(inner.inputs)
 
     def _together(self, node: Node, terms: Sequence[int]) -> bool:
-        """Whether these are the terms of one of the additions already."""
+        """Whether one of the sum's additions already adds just these terms."""
         wanted, known = set(terms), dict[int, set[int] | None]()
         for part in reversed(self._parts(node)):
             (made,) = part.outputs
@@ -120,14 +120,14 @@ class _SumFinder:
         return False
 
     def _parts(self, node: Node) -> list[Node]:
-        """The additions that a sum consists of but the last, each before those that make its terms."""
+        """The inner additions of a sum, each before those that make its terms."""
         found = [node]
         for part in found:
             found += [inner for i in part.inputs if (inner := self._inner(i)) is not None]
         return found[1:]
 
     def _may_be_unreduced(self, tensor: int) -> bool:
-        """Whether a tensor is made by an op that reduces, but for ops that pass on what is unreduced."""
+        """Whether a tensor is the result of a reduction, perhaps by way of ops that pass on what is unreduced."""
         for _ in range(_BETWEEN):
             node = self.producers.get(tensor)
             if node is None or reduces(node.rule):
@@ -139,7 +139,7 @@ class _SumFinder:
 
 
 def _joined(terms: Sequence[set[int] | None]) -> set[int] | None:
-    """All of these, in the largest of the sets; None where one is."""
+    """The union of these sets, in the largest of them; None where one is None."""
     known = [some for some in terms if some is not None]
     if len(known) < len(terms):
         return None
@@ -149,7 +149,7 @@ def _joined(terms: Sequence[set[int] | None]) -> set[int] | None:
 
 
 def _adds(node: Node) -> bool:
-    """Whether it adds two tensors of its result's own type, of floats."""
+    """Whether the node adds two tensors of floats that have its result's type."""
     if node.call.op.name != "add":
         return False
     (made, *_) = node.call.results

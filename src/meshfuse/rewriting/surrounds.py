@@ -1,8 +1,7 @@
-"""Numbers around a tensor are put there late, and cut off early: op(pad(x)) is pad(op(x)), slice(op(x)) op(slice(x)).
+"""Pads moved behind other ops and slices before them: op(pad(x)) is pad(op(x)), and slice(op(x)) is op(slice(x)).
 
-Of a convolution by hand of relu(pad(x)) each tap is then a slice of a pad, as `shifts` looks for, and in its gradient
-the slice is one of the sum of pads that it meets behind the relu's. Numbers that a `cat` puts before and after a tensor
-are a pad.
+In a convolution by hand of relu(pad(x)) each tap is then a slice of a pad, which `shifts` looks for; in its gradient
+the slice meets the sum of pads behind the relu's own gradient. A cat of a tensor with tensors of one number is a pad.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NUMBERS = (ParamKind.SCALAR, ParamKind.OPTIONAL_SCALAR, ParamKind.TENSOR, Param
 
 
 class Padded(NamedTuple):
-    """A tensor with a number around it: how many before and after, as `pad` takes them."""
+    """A tensor with numbers around it; the widths are as `pad` takes them."""
 
     inner: TensorRef
     widths: tuple[int, ...]
@@ -42,7 +41,7 @@ class Padded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Surrounded:
-    """The rewriting of pads as late, and of slices as early as they may come."""
+    """The rewriting of pads as late, and of slices as early, as they may come."""
 
     sized: ClassVar[bool] = True
 
@@ -56,7 +55,7 @@ class Surrounded:
 
 
 class _SurroundsWriter(GraphWriter):
-    """Writes every op that may change places with a pad or a slice beside it."""
+    """Moves pads and slices past the ops that may change places with them."""
 
     def __init__(self, graph: Graph):
         super().__init__(graph)
@@ -85,12 +84,12 @@ class _SurroundsWriter(GraphWriter):
         return [result]
 
     def _note(self, node: Node, padded: Padded | None) -> None:
-        """What an op makes, unless it is to be there as the user says."""
+        """Note what an op makes as a pad, unless an annotation says where it is to lie."""
         if padded is not None and node.outputs[0] not in self.noted:
             self.pads[node.outputs[0]] = padded
 
     def _of_cat(self, node: Node) -> Padded | None:
-        """What stands between two tensors of one number."""
+        """The pad that a cat is, if it puts a tensor between tensors of one number."""
         if node.name != "cat":
             return None
         fills, dim = [self._number(i) for i in node.inputs], joined_dim(node)
@@ -108,14 +107,14 @@ class _SurroundsWriter(GraphWriter):
         return Padded(ref, tuple(widths), outside.pop() or 0)
 
     def _number(self, tensor: int) -> Number | None:
-        """What a tensor is all over."""
+        """The number that a tensor has everywhere, if it has one."""
         node = self.makers.get(tensor)
         told = node is not None and node.name == "full" and tensor not in self.noted
         value = node.call["fill_value"] if node is not None and told else None
         return value if isinstance(value, int | float) and _is_plain(value) else None
 
     def _of_op(self, node: Node) -> Padded | None:
-        """What a pointwise op makes of pads alike, and of numbers."""
+        """The pad that a pointwise op on alike pads and numbers makes."""
         found = [self.pads.get(i) for i in node.inputs]
         if not found or None in found or not _is_pointwise(node) or node.id in self.graph.reductions:
             return None
@@ -134,7 +133,7 @@ class _SurroundsWriter(GraphWriter):
         return self.call(node.call.op, *_with_tensors(node.call.args, given))
 
     def _goes_up(self, node: Node) -> bool:
-        """Whether slices of what it makes are what it makes of slices, one of them of something that is padded."""
+        """Whether an op may be computed on slices in place of slicing its result, one operand being padded."""
         return self._may_go_up(node) and any(self._is_padded(i) or i in self.rising for i in node.inputs)
 
     def _may_go_up(self, node: Node) -> bool:
@@ -147,7 +146,7 @@ class _SurroundsWriter(GraphWriter):
         return tensor in self.pads or (isinstance(known, Shifted) and known.fill is not None)
 
     def _sliced(self, cut: Node, tensor: int) -> TensorRef:
-        """The slice of a tensor, by way of what the tensor is made of."""
+        """The slice of a tensor, taken of what the tensor is made of."""
         made: dict[int, TensorRef] = {}
         for i in inner_first(tensor, lambda i: self.makers[i].inputs if i in self.rising else ()):
             if i in self.rising:
@@ -164,7 +163,7 @@ class _SurroundsWriter(GraphWriter):
 
 
 def _pad_of(node: Node) -> Padded | None:
-    """A pad that cuts nothing off."""
+    """The pad that a node is, if it cuts nothing off."""
     window = own_window(node) if node.name == "pad" else None
     if window is None or window[1] is None or min(map(min, pad_widths(node.call).values())) < 0:
         return None
@@ -172,7 +171,7 @@ def _pad_of(node: Node) -> Padded | None:
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Whether an op computes each element from those in the same place of operands of one shape, and from numbers."""
+    """Whether each element of the result follows from numbers and those in its place, of one shape."""
     (made, *more), rule = node.rule.results, node.rule
     alike = bool(node.inputs) and not more and all(dims == made for dims in rule.operands)
     kinds = {param.kind for param in node.call.op.params}
@@ -185,7 +184,7 @@ def _with_tensors(args: Sequence[Any], given: Iterator[Any]) -> list[Any]:
 
 
 def _value(call: Call, fills: Sequence[Number]) -> Number | None:
-    """What a pointwise op makes of numbers; None for what is no number that a pad takes."""
+    """The result of a pointwise op on numbers; None where it is no number that a pad takes."""
     if any(isinstance(arg, ScalarRef) for arg in call.args):
         return None
     small = CallTable().get(call.op, call.args, tuple(kind._replace(shape=(1,)) for kind in call.types))[0]
@@ -202,5 +201,5 @@ def _value(call: Call, fills: Sequence[Number]) -> Number | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a number is itself again after it was added to zero, or filled in."""
+    """Whether adding zero to a number, or filling it in, gives the very same number."""
     return isinstance(value, int | float) and math.isfinite(value) and (value != 0 or math.copysign(1, value) > 0)

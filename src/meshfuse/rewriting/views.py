@@ -1,4 +1,4 @@
-"""What tensors are windows of: slices, pads, steps and zeros between, of what, and sums of these."""
+"""Which tensors are windows of others: by slices, pads, steps and zeros in between, and as sums of such."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _MOVING = ("permute", "set", "segment_set")
 
 
 class Term(NamedTuple):
-    """A tensor whose element i * step + offset is what stands at i; where the dim is spread by `up`, element
-    (i + offset) / up, and zeros between them.
+    """One root tensor of a window: at index i of the window stands its element i * step + offset.
+
+    Where a dim is spread by `up` it is element (i + offset) / up, with zeros between such elements.
     """
 
     root: int
@@ -31,7 +32,7 @@ class Term(NamedTuple):
 
 
 class OpWindow(NamedTuple):
-    """What an op takes of its operand: element i of a dim is its element i * step + offset, else `fill`."""
+    """What an op takes of its operand: at index i of a dim its element i * step + offset, else `fill`."""
 
     offsets: Offsets
     steps: Offsets
@@ -39,11 +40,11 @@ class OpWindow(NamedTuple):
 
 
 class Shifted(NamedTuple):
-    """A sum of terms, and its shape; `fill` is what stands where a term has no element, None where all have them all.
+    """What a tensor is: a sum of windows (`terms`) of root tensors.
 
-    `changed` are the dims that some of the windows on the way change, `depth` tells of how many ops it is made. All of
-    this is in the order of dims that the roots have; `order`, where it is another, is the one of the result. `valid`
-    are the indices of each dim of which it is true.
+    `fill` stands where a term has no element; None where all have one everywhere. `changed` are the dims that windows
+    on the way change, `depth` is the number of ops that make it. All rows are in the order of the roots' dims; if the
+    tensor's own order is another, `order` says which. It is true of the indices in `valid`, by dim.
     """
 
     terms: tuple[Term, ...]
@@ -58,26 +59,26 @@ class Shifted(NamedTuple):
 
     @property
     def is_true(self) -> bool:
-        """Whether it holds of all indices."""
+        """Whether it is true of all indices."""
         return all(span == (0, n) for span, n in zip(self.valid, self.shape, strict=True))
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has neither steps nor zeros between."""
+        """Whether it has no steps and no zeros in between."""
         return {*self.steps, *self.ups} <= {1}
 
     def permuted(self, dims: Sequence[int]) -> Shifted:
-        """With the dims of the result in another order."""
+        """The same with the tensor's dims in another order."""
         order = tuple(self.order[d] for d in dims) if self.order else tuple(dims)
         return self._replace(order=order if order != tuple(sorted(order)) else ())
 
     def in_roots(self, row: Sequence[int]) -> tuple[int, ...]:
-        """An entry per dim of the result, in the order of the roots."""
+        """A row with an entry for each dim of the tensor, in the order of the roots' dims."""
         return tuple(entry for _, entry in sorted(zip(self.order, row, strict=True))) if self.order else tuple(row)
 
 
 def view_of(node: Node) -> OpWindow | None:
-    """What a slice or a pad with a number takes; None for other ops."""
+    """The window that a slice, or a pad with a number, takes; None for other ops."""
     window = own_window(node)
     if window is not None:
         return OpWindow(window[0], (1,) * len(window[0]), window[1])
@@ -88,7 +89,7 @@ def view_of(node: Node) -> OpWindow | None:
 
 
 def own_window(node: Node) -> tuple[Offsets, Number | None] | None:
-    """The offsets and the fill of a slice without steps, or of a pad with a number."""
+    """(offsets, fill) of a slice without steps, or of a pad with a number; None for other ops."""
     window = node.call.op.window(node.call) if node.call.op.window is not None else None
     if type(window) is not tuple or not isinstance(window[1], int | float):
         return None
@@ -98,18 +99,18 @@ def own_window(node: Node) -> tuple[Offsets, Number | None] | None:
 
 
 def placed_dims(sharded: ShardedDefinition) -> dict[int, Mapping[int, int]]:
-    """The dims of inputs, and of what is annotated, that lie over ranks."""
+    """By input and annotated tensor, the dims that lie over ranks."""
     return {i: cut_dims(sharded.homes[i]) for i in (*sharded.graph.input_tensors, *sharded.graph.annotations)}
 
 
 def cut_dims(home: Sharding) -> Mapping[int, int]:
-    """The dims that lie over ranks, and in how many blocks."""
+    """By dim that lies over ranks, in how many blocks; 0 where it does not lie in blocks."""
     there = {d: layout for d, layout in enumerate(home.dims) if axes(layout)}
     return {d: extent(layout) if all(split.bound for split in layout) else 0 for d, layout in there.items()}
 
 
 def dims_after(node: Node, cut: CutDims) -> Iterator[Mapping[int, int]]:
-    """The dims of an op's results that are those dims of its operands: a window's own, or of the same factor."""
+    """By result, the dims that follow those dims of the operands: through a window, or by the same factor."""
     if view_of(node) is not None:
         yield cut[node.inputs[0]]
         return
@@ -124,7 +125,7 @@ def dims_after(node: Node, cut: CutDims) -> Iterator[Mapping[int, int]]:
 
 
 class WindowFinder:
-    """Looks for windows, and sums of windows."""
+    """Looks for tensors that are windows, or sums of windows."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -134,12 +135,12 @@ class WindowFinder:
         self.known: dict[int, Shifted] = {}
 
     def known_all(self) -> Mapping[int, Shifted]:
-        """What every tensor is that is known to be made by windows."""
+        """All tensors that are known to be windows."""
         self.run()
         return self.known
 
     def run(self) -> dict[int, Shifted]:
-        """By node the windows that it makes, where that is the whole truth."""
+        """By node what it makes, where that is true of all indices."""
         found: dict[int, Shifted] = {}
         for node in self.graph.nodes:
             if node.name in _MOVING:
@@ -155,13 +156,13 @@ class WindowFinder:
         return found
 
     def _fresh(self, tensor: int) -> Shifted:
-        """A tensor as what it is."""
+        """A tensor as a window of itself."""
         shape = self.graph.shape(tensor)
         ones, spans = (1,) * len(shape), tuple((0, n) for n in shape)
         return Shifted((Term(tensor, (0,) * len(shape)),), shape, None, frozenset(), ones, ones, spans, 0)
 
     def _window(self, node: Node) -> Shifted | None:
-        """What a slice or pad makes, from before the windows that its operand is made by."""
+        """What a slice or a pad makes, in terms of the roots of its operand."""
         own = view_of(node)
         if own is None:
             return None
@@ -171,20 +172,18 @@ class WindowFinder:
         return joined if joined is not None else _joined(self.graph, self._fresh(operand), own, shape)
 
     def _moved(self, node: Node) -> None:
-        """Windows of what is permuted are those before it, permuted: so the rows of an image whose channels go last. A
-        place for an annotation is what is in it.
-        """
+        """Note that a permuted window is a window, as of images with channels last, and that `set` changes nothing."""
         before = self._before(node.inputs[0])
         if before is not None:
             self.known[node.outputs[0]] = before.permuted(_dims(node)) if node.name == "permute" else before
 
     def _before(self, operand: int) -> Shifted | None:
-        """What an operand is made by, where it need not be there itself."""
+        """What an operand is, if the operand itself need not be there."""
         before = self.known.get(operand) if operand not in self.kept else None
         return before if before is not None and (len(before.terms) == 1 or self._read_once(operand)) else None
 
     def _sum(self, node: Node) -> Shifted | None:
-        """What an addition makes of windows with zeros around them."""
+        """The sum that an addition of two windows with zeros around them makes."""
         parts = [self.known.get(i) for i in node.inputs]
         kinds = {*node.call.types, *node.call.results}
         if node.name != "add" or len(parts) != 2 or len(kinds) != 1 or not all(map(self._read_once, node.inputs)):
@@ -203,9 +202,7 @@ class WindowFinder:
         return free and len(self.readers.get(tensor, ())) == 1
 
     def _spread(self, node: Node) -> Shifted | None:
-        """What a dim becomes each of whose elements stands among zeros: a dim of one behind it, padded, is merged with
-        it.
-        """
+        """What a reshape makes of a dim of 1, padded with zeros, and the dim before it: elements among zeros."""
         pad = self.makers.get(node.inputs[0]) if node.name == "reshape" else None
         own = own_window(pad) if pad is not None and pad.outputs[0] not in self.kept else None
         if pad is None or own is None or own[1] != 0:
@@ -219,7 +216,7 @@ class WindowFinder:
         return self._between_zeros(root, dim - 1, target[dim], -own[0][dim]) if root is not None else None
 
     def _without(self, tensor: int, dim: int) -> int | None:
-        """The tensor that has no such dim of size 1, and else is this one."""
+        """The tensor that this one is, but for a dim of size 1."""
         node, shape = self.makers.get(tensor), self.graph.shape(tensor)
         if node is None or node.name not in ("broadcast", "reshape") or tensor in self.kept:
             return None
@@ -243,14 +240,14 @@ def _with(row: Offsets, dim: int, n: int) -> Offsets:
 
 
 def _dims(node: Node) -> list[int]:
-    """The dims of a permute, none counted from the end."""
+    """The dims of a permute, counted from the front."""
     return [int(d) % len(node.call["dims"]) for d in node.call["dims"]]
 
 
 def _joined(graph: Graph, before: Shifted, own: OpWindow, result: Offsets) -> Shifted | None:
-    """A view of windows as one; None where nothing of a root is to be seen, or it steps through several.
+    """A window on a window as one; None where it shows nothing of a root, or steps through several.
 
-    It is not true of what the second shows where the first has cut something off, or another number stands.
+    It is not true of indices at which the first one has cut something off, or another number stands.
     """
     by, steps, shape = (before.in_roots(row) for row in (own.offsets, own.steps, result))
     if set(steps) != {1} and (len(before.terms) > 1 or set(before.ups) != {1}):
@@ -275,12 +272,12 @@ def _joined(graph: Graph, before: Shifted, own: OpWindow, result: Offsets) -> Sh
 
 
 def _among_zeros(up: int, n: int) -> int:
-    """How many elements there are from the first to the last of n, with zeros between."""
+    """How many elements there are from the first to the last of n, if zeros stand between them."""
     return up * (n - 1) + 1 if n else 0
 
 
 class _Seen(NamedTuple):
-    """What a dim of size m shows of n elements: that at `first`, and on in steps."""
+    """What a dim of size m shows of n elements: that at `first`, and so on in steps."""
 
     n: int
     first: int
@@ -289,13 +286,13 @@ class _Seen(NamedTuple):
 
     @property
     def some(self) -> bool:
-        """Whether there is one of them."""
+        """Whether it shows one of them."""
         place = max(0, -(self.first // self.step))
         return place < self.m and self.first + self.step * place < self.n
 
     @property
     def all(self) -> bool:
-        """Whether there is nothing else."""
+        """Whether it shows nothing else."""
         return self.first >= 0 and self.first + self.step * (self.m - 1) < self.n
 
 
@@ -318,5 +315,5 @@ def _known_span(span: tuple[int, int], roots: Sequence[_Seen], alike: bool) -> t
 
 
 def _first_at(index: float, by: int, step: int, m: int) -> int:
-    """The first index of a view of a dim that is at this index of it or behind, within the view."""
+    """The first index of a view of a dim that shows this index of it or a later one; at most the view's size m."""
     return min(max(-((by - index) // step), 0), m) if math.isfinite(index) else 0 if index < 0 else m  # type: ignore[return-value]
