@@ -132,6 +132,11 @@ def numel_along(t: Tensor, dims: Sequence[int]) -> Any:
     return found
 
 
+def dim_of(b: Backward) -> int:
+    """The op's `dim`, one of its `arg`'s, counted from the front."""
+    return b["dim"] % b["arg"].ndim
+
+
 def listed_dims(dims: Any, ndim: int) -> list[int]:
     """The dims of an argument that is one, a list of them or None for all, counted from the front, ascending."""
     if dims is None:

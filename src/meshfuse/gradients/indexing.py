@@ -9,16 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import user_error
-from .context import Backward, Tensor, Vjp, each, sizes, sum_to
+from .context import Backward, Tensor, Vjp, dim_of, each, sizes, sum_to
 from .windows import WindowGradient, zero_padded
 
 
-def _dim(b: Backward) -> int:
-    return b["dim"] % b["arg"].ndim
-
-
 def _written(b: Backward, index: Tensor) -> Tensor:
-    return b.ops.take_along_axis_bwd(b.grad, index, _dim(b), sizes(b["arg"])[_dim(b)])
+    return b.ops.take_along_axis_bwd(b.grad, index, dim_of(b), sizes(b["arg"])[dim_of(b)])
 
 
 def _take_along_axis(b: Backward) -> Tensor:
@@ -27,7 +23,7 @@ def _take_along_axis(b: Backward) -> Tensor:
 
 def _gather(b: Backward) -> Tensor:
     """Of the dims in which the index was shorter the rest was not read."""
-    x, index, dim = b["arg"], b["index"], _dim(b)
+    x, index, dim = b["arg"], b["index"], dim_of(b)
     pairs = zip(sizes(x), sizes(index), strict=True)
     after = [0 if d == dim else n - m for d, (n, m) in enumerate(pairs)]
     return zero_padded(b.ops, _written(b, index), [0] * x.ndim, after)
@@ -35,7 +31,7 @@ def _gather(b: Backward) -> Tensor:
 
 def _index_select(b: Backward) -> Tensor:
     index, ndim = b["index"], b["arg"].ndim
-    flags = [d != _dim(b) for d in range(ndim)]
+    flags = [d != dim_of(b) for d in range(ndim)]
     return _written(b, b.ops.broadcast(index, flags if index.ndim else [True] * ndim))
 
 
@@ -48,7 +44,7 @@ def _from_front(b: Backward, index: Any, n: Any) -> Any:
 
 def _select(b: Backward) -> Tensor | WindowGradient:
     """Zeros around what was selected; by comparing where the index is a scalar of the definition."""
-    x, dim, index = b["arg"], _dim(b), b["index"]
+    x, dim, index = b["arg"], dim_of(b), b["index"]
     n = sizes(x)[dim]
     grad = b.ops.broadcast(b.grad, [d == dim for d in range(x.ndim)])
     if isinstance(index, int) and isinstance(n, int):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dtypes import DataType
-from .context import Backward, Tensor, Vjp, each, kept, listed_dims, numel_along, restored, sizes
+from .context import Backward, Tensor, Vjp, dim_of, each, kept, listed_dims, numel_along, restored, sizes
 
 
 def _dims(b: Backward) -> list[int]:
@@ -80,17 +80,13 @@ def _welford(b: Backward) -> Tensor:
     return _moments(b, 1, 0, 1, False)
 
 
-def _scan_dim(b: Backward) -> int:
-    return b["dim"] % b["arg"].ndim
-
-
 def _cumsum(b: Backward) -> Tensor:
-    return b.ops.cumsum_bwd(b.grad, _scan_dim(b))
+    return b.ops.cumsum_bwd(b.grad, dim_of(b))
 
 
 def _cumprod(b: Backward) -> Tensor:
     """By x_i the sum of grad_j y_j / x_i for j >= i. Only the first 0 of a line counts beside what is before it."""
-    o, x, dim = b.ops, b["arg"], _scan_dim(b)
+    o, x, dim = b.ops, b["arg"], dim_of(b)
     is_zero = o.eq(x, 0)
     zeros = o.cumsum(o.cast(is_zero, DataType.Int), dim)
     before = o.cumsum_bwd(b.times(b.result), dim)
@@ -102,7 +98,7 @@ def _cumprod(b: Backward) -> Tensor:
 
 def _cumulative_extreme(b: Backward) -> Tensor:
     """To the last element that is the extreme so far, as in torch; to none where `init` is."""
-    o, x, dim = b.ops, b["arg"], _scan_dim(b)
+    o, x, dim = b.ops, b["arg"], dim_of(b)
     index = o.broadcast(o.iota(sizes(x)[dim]), [d != dim for d in range(x.ndim)])
     found = o.cummax(o.where(o.eq(x, b.result), index, -1), dim)
     return o.take_along_axis_bwd(b.grad, found, dim, sizes(x)[dim])

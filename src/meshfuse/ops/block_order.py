@@ -18,30 +18,26 @@ from .base import (
     Sample,
     TensorType,
 )
-from .shape_arithmetic import UNKNOWN, check_dim
+from .shape_arithmetic import UNKNOWN, dim_of
 
 K = ParamKind
 
 
-def _dim(call: Call) -> int:
-    return check_dim("reorder_blocks", call["dim"], call.types[0].ndim)
-
-
 def _infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), order = call.types, call["order"]
-    n = arg.shape[_dim(call)]
+    n = arg.shape[dim_of(call)]
     if not order or sorted(order) != list(range(len(order))):
         raise user_error("reorder_blocks: order", shown(list(order)), "the numbers of all blocks, 0 on, each once",
                          "Say which block of the operand each block of the result is.")  # fmt: skip
     if n != UNKNOWN and n % len(order):
-        raise user_error(f"reorder_blocks: dim {_dim(call)} of {arg}", f"{n} elements in {len(order)} blocks",
+        raise user_error(f"reorder_blocks: dim {dim_of(call)} of {arg}", f"{n} elements in {len(order)} blocks",
                          "equal blocks", "Pad the dim, or cut it in a number of blocks that divides it.")  # fmt: skip
     return call.types
 
 
 def _rule(call: Call) -> Rule:
     """The dim is (block, inside a block), the first of which is needed whole."""
-    builder, dim, blocks = RuleBuilder(), _dim(call), len(call["order"])
+    builder, dim, blocks = RuleBuilder(), dim_of(call), len(call["order"])
     shape = call.types[0].shape
     dims = [(*builder.blocked(blocks), *builder.factor(n // blocks)) if d == dim else builder.factor(n)
             for d, n in enumerate(shape)]  # fmt: skip
@@ -49,7 +45,7 @@ def _rule(call: Call) -> Rule:
 
 
 def _emit(e: Emit) -> str:
-    dim, order = _dim(e.call), e.call["order"]
+    dim, order = dim_of(e.call), e.call["order"]
     size = e.operand_shapes[0][dim] // len(order)
     if size == 1 and list(order) == list(range(len(order)))[::-1]:
         return f"{e.operands[0]}.flip({dim})"
@@ -71,7 +67,8 @@ def _samples() -> list[Sample]:
 
 OPS = (
     OpDef("reorder_blocks", (Param("arg", K.TENSOR), Param("dim", K.DIM), Param("order", K.INTS)), _infer, _rule, _emit,
-          Partial.MOVE, samples=_samples, window=lambda call: BlockOrder(_dim(call), tuple(call["order"])), vjp=REORDER,
+          Partial.MOVE, samples=_samples, vjp=REORDER,
+          window=lambda call: BlockOrder(dim_of(call), tuple(call["order"])),
           nvfuser="nvFuser has no op that puts the blocks of a dim into another order",
           about="the equal blocks of `dim` in another order: block i was block `order[i]`"),
 )  # fmt: skip

@@ -33,17 +33,9 @@ from .base import (
     Writing,
     picked,
 )
-from .shape_arithmetic import UNKNOWN, aligned_dims, broadcast_shapes, check_dim, check_index, check_ndim
+from .shape_arithmetic import UNKNOWN, aligned_dims, broadcast_shapes, check_index, check_ndim, dim_of, with_size
 
 K = ParamKind
-
-
-def _dim(call: Call) -> int:
-    return check_dim(call.op.name, call["dim"], call.types[0].ndim)
-
-
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], 1, *shape[dim + 1 :])
 
 
 def _is_whole(e: Emit, operand: int, dim: int) -> bool:
@@ -64,8 +56,8 @@ def _take_infer(call: Call) -> tuple[TensorType, ...]:
     arg, index = call.types
     _same_ndim(call, index)
     check_index(call, index)
-    dim = _dim(call)
-    shape = list(broadcast_shapes(call.op.name, [_without(arg.shape, dim), _without(index.shape, dim)]))
+    dim = dim_of(call)
+    shape = list(broadcast_shapes(call.op.name, [with_size(arg.shape, dim, 1), with_size(index.shape, dim, 1)]))
     shape[dim] = index.shape[dim]
     return (TensorType(tuple(shape), arg.dtype),)
 
@@ -73,9 +65,9 @@ def _take_infer(call: Call) -> tuple[TensorType, ...]:
 def _take_rule(call: Call) -> Rule:
     """b* n, b* m -> b* m, summed over n."""
     arg, index = call.types
-    dim, result, builder = _dim(call), call.results[0].shape, RuleBuilder()
+    dim, result, builder = dim_of(call), call.results[0].shape, RuleBuilder()
     factors = builder.dims(result)
-    looked_up = list(aligned_dims(_without(arg.shape, dim), result, factors))
+    looked_up = list(aligned_dims(with_size(arg.shape, dim, 1), result, factors))
     looked_up[dim] = builder.reduction(arg.shape[dim])
     return builder.build([tuple(looked_up), aligned_dims(index.shape, result, factors)], [factors])
 
@@ -86,7 +78,7 @@ def _checked(e: Emit, index: int, n: int) -> str:
 
 
 def _take_emit(e: Emit) -> str:
-    dim = _dim(e.call)
+    dim = dim_of(e.call)
     index = _checked(e, 1, e.call.types[0].shape[dim])
     if _is_whole(e, 0, dim):
         return f"torch.take_along_dim({e.operands[0]}, {index}, {dim})"
@@ -97,7 +89,7 @@ def _gather_infer(call: Call) -> tuple[TensorType, ...]:
     arg, index = call.types
     _same_ndim(call, index)
     check_index(call, index)
-    dim = _dim(call)
+    dim = dim_of(call)
     for d, (n, m) in enumerate(zip(arg.shape, index.shape, strict=True)):
         if d != dim and UNKNOWN not in (n, m) and m > n:
             raise user_error(
@@ -112,7 +104,7 @@ def _gather_infer(call: Call) -> tuple[TensorType, ...]:
 def _gather_rule(call: Call) -> Rule:
     """As take_along_axis; of a dim in which the index is shorter the operand is whole."""
     arg, index = call.types
-    dim, builder = _dim(call), RuleBuilder()
+    dim, builder = dim_of(call), RuleBuilder()
     factors = builder.dims(index.shape)
     looked_up = tuple(
         builder.reduction(n) if d == dim else factors[d] if n == index.shape[d] else builder.blocked(n)
@@ -122,7 +114,7 @@ def _gather_rule(call: Call) -> Rule:
 
 
 def _gather_emit(e: Emit) -> str:
-    (arg, index), dim, text = e.call.types, _dim(e.call), e.operands[0]
+    (arg, index), dim, text = e.call.types, dim_of(e.call), e.operands[0]
     for d, (n, m) in enumerate(zip(arg.shape, index.shape, strict=True)):
         if d != dim and n != m:
             text = f"K.take_rows({text}, {d}, {e.operand_runs(1)[d]})"
@@ -136,13 +128,13 @@ def _index_select_infer(call: Call) -> tuple[TensorType, ...]:
     arg, index = call.types
     check_ndim("index_select", "the index", index, 0, 1)
     check_index(call, index)
-    dim = _dim(call)
+    dim = dim_of(call)
     return (TensorType((*arg.shape[:dim], index.shape[0] if index.ndim else 1, *arg.shape[dim + 1 :]), arg.dtype),)
 
 
 def _index_select_rule(call: Call) -> Rule:
     """a* n b*, m -> a* m b*, summed over n."""
-    (arg, index), dim, builder = call.types, _dim(call), RuleBuilder()
+    (arg, index), dim, builder = call.types, dim_of(call), RuleBuilder()
     kept = builder.dims(arg.shape, [dim], FactorKind.REDUCE)
     places = builder.dims(index.shape)
     result = (*kept[:dim], places[0] if places else (), *kept[dim + 1 :])
@@ -150,7 +142,7 @@ def _index_select_rule(call: Call) -> Rule:
 
 
 def _index_select_emit(e: Emit) -> str:
-    dim = _dim(e.call)
+    dim = dim_of(e.call)
     index = _checked(e, 1, e.call.types[0].shape[dim])
     if _is_whole(e, 0, dim):
         return f"{e.operands[0]}.index_select({dim}, {index})"
@@ -158,7 +150,7 @@ def _index_select_emit(e: Emit) -> str:
 
 
 def _select_infer(call: Call) -> tuple[TensorType, ...]:
-    (arg,), dim = call.types, _dim(call)
+    (arg,), dim = call.types, dim_of(call)
     index, n = call["index"], arg.shape[dim]
     if isinstance(index, int) and n != UNKNOWN and not -n <= index < n:
         raise user_error(
@@ -168,13 +160,13 @@ def _select_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _select_rule(call: Call) -> Rule:
-    (arg,), dim, builder = call.types, _dim(call), RuleBuilder()
+    (arg,), dim, builder = call.types, dim_of(call), RuleBuilder()
     operand = builder.dims(arg.shape, [dim], FactorKind.REDUCE)
     return builder.build([operand], [(*operand[:dim], *operand[dim + 1 :])])
 
 
 def _select_emit(e: Emit) -> str:
-    dim = _dim(e.call)
+    dim = dim_of(e.call)
     index = f"K.checked_place({e.scalar('index')}, {e.call.types[0].shape[dim]})"
     if _is_whole(e, 0, dim):
         return f"{e.operands[0]}.select({dim}, {index})"
@@ -190,7 +182,7 @@ def _sliced_select(
 ) -> Sequence[TensorRef] | None:
     """A slice of one element, which moves that alone, where the sum over ranks of what one of them has is reduced."""
     (arg,), index = call.types, call["index"]
-    if dim != _dim(call) or arg.shape[dim] == 1:
+    if dim != dim_of(call) or arg.shape[dim] == 1:
         return None
     start, stop = [0] * arg.ndim, list(arg.shape)
     start[dim] = index % arg.shape[dim]
@@ -242,7 +234,7 @@ def _scatter_infer(call: Call) -> tuple[TensorType, ...]:
     arg, *others = call.types
     _same_ndim(call, *others)
     check_index(call, others[0])
-    index, dim = others[0], _dim(call)
+    index, dim = others[0], dim_of(call)
     for what, limit in (("the tensor", arg), ("the source", others[-1])):
         for d, (n, most) in enumerate(zip(index.shape, limit.shape, strict=True)):
             if UNKNOWN not in (n, most) and n > most and not (limit is arg and d == dim):
@@ -253,7 +245,7 @@ def _scatter_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _scatter_rule(call: Call) -> Rule:
     """Written dim by dim: the index is whole along the dim that it names; the others are shared where equal."""
-    dim, builder, shape = _dim(call), RuleBuilder(), call.types[0].shape
+    dim, builder, shape = dim_of(call), RuleBuilder(), call.types[0].shape
     written: list[tuple[int, ...]] = []
     sources: list[list[tuple[int, ...]]] = [[] for _ in call.types[1:]]
     for d, n in enumerate(shape):
@@ -266,7 +258,7 @@ def _scatter_rule(call: Call) -> Rule:
 
 
 def _scatter_emit(e: Emit) -> str:
-    dim, source = _dim(e.call), e.operand("src") or e.scalar("src")
+    dim, source = dim_of(e.call), e.operand("src") or e.scalar("src")
     arg, index = e.call.types[0], _checked(e, 1, e.call.types[0].shape[dim])
     if not _is_whole(e, 0, dim):
         return f"K.scatter({e.operands[0]}, {index}, {source}, {dim}, {e.operand_runs(0)[dim]})"

@@ -19,7 +19,7 @@ from .nvfuser_lowering import (
     zero_where_not,
     zeros,
 )
-from .shape_arithmetic import one_dim_widths
+from .shape_arithmetic import dim_of, one_dim_widths
 
 # Ours are a function of the seed and the global index, the same on every mesh (see `kernels.random`).
 RANDOM = "nvFuser's random numbers depend on how the tensor is cut and scheduled"
@@ -47,7 +47,7 @@ def scan(n: NvfuserEmit) -> Any:
 
 def sum_after(n: NvfuserEmit) -> Any:
     """All, less what is before: nvFuser scans from the start only."""
-    (x,), ops, dim = n.operands, n.ops, n.call["dim"] % n.call.types[0].ndim
+    (x,), ops, dim = n.operands, n.ops, dim_of(n.call)
     found = ops.sub(ops.add(ops.sum(x, [dim], True), x), ops.cumsum(x, dim))
     return ops.cast(found, n.dtype(n.call.results[0].dtype))
 
@@ -161,13 +161,9 @@ def triu(n: NvfuserEmit) -> Any:
     return zero_where_not(n, kept, n.operands[0], n.call.types[0].dtype)
 
 
-def _dim(n: NvfuserEmit) -> int:
-    return n.call["dim"] % n.call.types[0].ndim
-
-
 def take(n: NvfuserEmit) -> Any:
     """A rank finds the indices that it holds; the others count as zero (see `kernels.lookup`)."""
-    dim, runs = _dim(n), n.operand_runs(0)[_dim(n)]
+    dim, runs = dim_of(n.call), n.operand_runs(0)[dim_of(n.call)]
     if is_whole(n, 0, dim):
         return n.plain()
     if not runs:
@@ -178,7 +174,7 @@ def take(n: NvfuserEmit) -> Any:
 
 def gather(n: NvfuserEmit) -> Any:
     """As take_along_axis; where the index is shorter, only its part of the operand is read."""
-    (arg, index), dim, tensor = n.call.types, _dim(n), n.operands[0]
+    (arg, index), dim, tensor = n.call.types, dim_of(n.call), n.operands[0]
     for d in range(arg.ndim):
         if d != dim and arg.shape[d] != index.shape[d] and n.operand_runs(1)[d] != ((0, index.shape[d]),):
             tensor = n.ops.index_select(tensor, global_index(n, n.operand_runs(1)[d]), d)
@@ -191,7 +187,7 @@ def gather(n: NvfuserEmit) -> Any:
 
 
 def index_select(n: NvfuserEmit) -> Any:
-    dim = _dim(n)
+    dim = dim_of(n.call)
     return _rows(n, n.operands[0], n.operands[1], dim, n.operand_runs(0)[dim], is_whole(n, 0, dim))
 
 
@@ -210,7 +206,7 @@ def _rows(n: NvfuserEmit, tensor: Any, index: Any, dim: int, runs: Runs, whole: 
 
 def select(n: NvfuserEmit) -> Any:
     """An index that the rank does not have gives zeros; negative ones count from the end of the whole dim."""
-    dim, index = _dim(n), n.call["index"]
+    dim, index = dim_of(n.call), n.call["index"]
     if not isinstance(index, int):
         if is_whole(n, 0, dim):
             return n.plain()
@@ -243,7 +239,7 @@ def scatter(n: NvfuserEmit) -> Any:
 
     The `set` gives the result dims that nvFuser's other ops take.
     """
-    arg, dim, index, tensor = n.call.types[0], _dim(n), n.operands[1], n.operands[0]
+    arg, dim, index, tensor = n.call.types[0], dim_of(n.call), n.operands[1], n.operands[0]
     source = _scattered(n, arg.dtype)
     if is_whole(n, 0, dim):
         return n.ops.set(n.plain(src=source))
@@ -269,7 +265,7 @@ def argsort(n: NvfuserEmit) -> Any:
 
 def topk(n: NvfuserEmit) -> Any:
     """By a stable sort: nvFuser's topk leaves open which of equal elements it takes."""
-    dim, x, shape = _dim(n), n.operands[0], n.result_shapes[0]
+    dim, x, shape = dim_of(n.call), n.operands[0], n.result_shapes[0]
     order = n.ops.argsort(x, dim, n.call["largest"], True)
     order = n.ops.slice(order, [0] * len(shape), list(shape))
     return n.ops.take_along_axis(x, order, dim), order

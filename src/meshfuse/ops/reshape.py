@@ -133,7 +133,8 @@ def reshape_rule(call: Call) -> Rule:
     return builder.build([operand], [result])
 
 
-def _emit(e: Emit) -> str:
+def reshape_emit(e: Emit) -> str:
+    """Python text of the operand in the result's local shape."""
     return f"{e.operands[0]}.reshape({list(e.result_shapes[0])})"
 
 
@@ -146,7 +147,7 @@ def _samples() -> list[Sample]:
 
 
 OPS = (
-    OpDef("reshape", (Param("arg", K.TENSOR), Param("new_shape", K.SHAPE)), _infer, reshape_rule, _emit,
+    OpDef("reshape", (Param("arg", K.TENSOR), Param("new_shape", K.SHAPE)), _infer, reshape_rule, reshape_emit,
           Partial.MOVE, samples=_samples, nvfuser=with_local_shape("new_shape"), vjp=RESHAPE, pieced=True, is_view=True,
           about="the same elements in row-major order under another shape; a -1 is worked out"),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from ..gradients.reductions import CUMSUM_BWD, SCANS
 from . import nvfuser_forms
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .blocks import distributed_scan, distributed_sum_after
-from .shape_arithmetic import check_dim, check_number, check_order
+from .shape_arithmetic import check_number, check_order, dim_of
 
 K = ParamKind
 
@@ -15,7 +15,7 @@ K = ParamKind
 def _infer(call: Call) -> tuple[TensorType, ...]:
     """The operand's type: unlike torch, nvFuser keeps Int32 and Bool."""
     name, (arg,) = call.op.name, call.types
-    check_dim(name, call["dim"], arg.ndim)
+    dim_of(call)
     if name in ("cummax", "cummin"):
         check_order(name, arg)
     if arg.dtype.category is Category.INTEGER and "init" in call.op.places:
@@ -31,12 +31,12 @@ def whole_dim_rule(call: Call, dim: int) -> Rule:
 
 
 def _rule(call: Call) -> Rule:
-    return whole_dim_rule(call, call["dim"] % call.types[0].ndim)
+    return whole_dim_rule(call, dim_of(call))
 
 
 def _emit(e: Emit) -> str:
     """Of the terms of a partial operand only one begins with `init`."""
-    name, dim = e.call.op.name, e.call["dim"] % e.call.types[0].ndim
+    name, dim = e.call.op.name, dim_of(e.call)
     init = e.scalar("init") if e.call["init"] is not None and (name != "cumsum" or e.leads()) else None
     if init is None and e.call.types[0].dtype.category >= Category.FLOAT:
         return f"torch.{name}({e.operands[0]}, {dim})" + (".values" if name in ("cummax", "cummin") else "")

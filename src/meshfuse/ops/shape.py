@@ -22,6 +22,7 @@ from .base import (
     TensorType,
 )
 from .nvfuser_lowering import with_local_shape
+from .reshape import reshape_emit
 from .shape_arithmetic import (
     UNKNOWN,
     broadcast_shapes,
@@ -50,10 +51,6 @@ def _broadcast_rule(call: Call) -> Rule:
     operand = builder.dims(call.types[0].shape)
     factors = iter(operand)
     return builder.build([operand], [tuple(() if new else next(factors) for new in call["is_broadcast_dim"])])
-
-
-def _reshape_emit(e: Emit) -> str:
-    return f"{e.operands[0]}.reshape({list(e.result_shapes[0])})"
 
 
 def _in_dim_infer(call: Call) -> tuple[TensorType, ...]:
@@ -186,7 +183,7 @@ def _stride_order_emit(e: Emit) -> str:
 _sample = Sample.of_floats
 _ARG = Param("arg", K.TENSOR)
 OPS = (
-    OpDef("broadcast", (_ARG, Param("is_broadcast_dim", K.BOOLS)), _broadcast_infer, _broadcast_rule, _reshape_emit,
+    OpDef("broadcast", (_ARG, Param("is_broadcast_dim", K.BOOLS)), _broadcast_infer, _broadcast_rule, reshape_emit,
           Partial.MOVE, samples=lambda: [_sample((4, 6), [False, True, False])], vjp=SHAPES["broadcast"], pieced=True,
           is_view=True,
           about="new dims of size 1 where `is_broadcast_dim` is True"),

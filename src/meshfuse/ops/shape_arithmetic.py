@@ -86,6 +86,16 @@ def check_dim(op: str, dim: int, ndim: int) -> int:
     return dim % ndim
 
 
+def dim_of(call: Call) -> int:
+    """A call's `dim` of its first operand, counted from the front. Raises DefinitionError where there is none."""
+    return check_dim(call.op.name, call["dim"], call.types[0].ndim)
+
+
+def with_size(shape: Sequence[int], dim: int, n: int) -> tuple[int, ...]:
+    """The sizes with n in one dim."""
+    return (*shape[:dim], n, *shape[dim + 1 :])
+
+
 def check_dims(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[int, ...]:
     """The dims counted from the front, ascending; all of them for None. Raises DefinitionError for one given
     twice.

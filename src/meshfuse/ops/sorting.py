@@ -24,28 +24,24 @@ from .base import (
 )
 from .blocks import block_size
 from .scans import whole_dim_rule
-from .shape_arithmetic import UNKNOWN, check_dim, check_order, known_size
+from .shape_arithmetic import UNKNOWN, check_order, dim_of, known_size
 
 K = ParamKind
 
 
-def _dim(call: Call) -> int:
-    return check_dim(call.op.name, call["dim"], call.types[0].ndim)
-
-
 def _argsort_infer(call: Call) -> tuple[TensorType, ...]:
-    _dim(call)
+    dim_of(call)
     check_order("argsort", call.types[0])
     return (TensorType(call.types[0].shape, DataType.Int),)
 
 
 def _argsort_emit(e: Emit) -> str:
     """Always stable: the order of equal elements must not depend on the mesh."""
-    return f"torch.argsort({e.operands[0]}, dim={_dim(e.call)}, descending={e.call['descending']}, stable=True)"
+    return f"torch.argsort({e.operands[0]}, dim={dim_of(e.call)}, descending={e.call['descending']}, stable=True)"
 
 
 def _topk_infer(call: Call) -> tuple[TensorType, ...]:
-    (arg,), dim, k = call.types, _dim(call), known_size(call["k"])
+    (arg,), dim, k = call.types, dim_of(call), known_size(call["k"])
     check_order("topk", arg)
     if UNKNOWN not in (k, arg.shape[dim]) and not 0 <= k <= arg.shape[dim]:
         raise user_error("topk: k", str(k), f"at most {arg.shape[dim]}, the size of dim {dim}", "Ask for fewer.")
@@ -54,15 +50,15 @@ def _topk_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _topk_rule(call: Call) -> Rule:
-    dim, builder = _dim(call), RuleBuilder()
+    dim, builder = dim_of(call), RuleBuilder()
     operand = builder.dims(call.types[0].shape, [dim], FactorKind.BLOCK)
     result = (*operand[:dim], builder.blocked(call.results[0].shape[dim]), *operand[dim + 1 :])
     return builder.build([operand], [result, result])
 
 
 def _topk_emit(e: Emit) -> str:
-    k = e.call.results[0].shape[_dim(e.call)]
-    return f"K.topk({e.operands[0]}, {k}, {_dim(e.call)}, {e.call['largest']})"
+    k = e.call.results[0].shape[dim_of(e.call)]
+    return f"K.topk({e.operands[0]}, {k}, {dim_of(e.call)}, {e.call['largest']})"
 
 
 def _distributed_topk(
@@ -100,7 +96,7 @@ OPS = (
         "argsort",
         (_ARG, Param("dim", K.DIM), Param("descending", K.BOOL, False), Param("stable", K.BOOL, False)),
         _argsort_infer,
-        lambda call: whole_dim_rule(call, _dim(call)),
+        lambda call: whole_dim_rule(call, dim_of(call)),
         _argsort_emit,
         samples=_argsort_samples,
         nvfuser=nvfuser_forms.argsort,

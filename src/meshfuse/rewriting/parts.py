@@ -17,6 +17,7 @@ from ..dtypes import Category
 from ..graph import Graph, Node
 from ..moves.move import Move
 from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef, cast_to
+from ..ops.shape_arithmetic import with_size
 from ..planning.search import Effort, better
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
@@ -171,12 +172,12 @@ class _PartsWriter(GraphWriter):
         for ref, size in zip(parts.refs, self._sizes(parts), strict=True):
             low, high = max(first, 0), min(first + shape[dim], size)
             if low < high:
-                found.append(self._slice(ref, _with(starts, dim, low), _with(shape, dim, high - low)))
+                found.append(self._slice(ref, with_size(starts, dim, low), with_size(shape, dim, high - low)))
             first -= size
         self._ends += 1
         if len(found) > 1 and made not in self.noted:
             self.parts[made] = Parts(dim, tuple(found))
-        nothing = () if found else (self._slice(parts.refs[0], _with(starts, dim, 0), shape),)
+        nothing = () if found else (self._slice(parts.refs[0], with_size(starts, dim, 0), shape),)
         return (*found, *nothing) if len(found) < 2 else [self.call("cat", tuple(found), dim)]
 
     def _slice(self, ref: TensorRef, starts: Sequence[int], shape: Sequence[int]) -> TensorRef:
@@ -230,8 +231,8 @@ class _PartsWriter(GraphWriter):
         if self._is_alike(tensor, dim):
             return self._of_size(tensor, dim, size)
         shape = self.graph.shape(tensor)
-        starts = _with([0] * len(shape), dim, sum(cut.sizes[:place]))
-        return self._slice(TensorRef(tensor), starts, _with(shape, dim, size))
+        starts = with_size([0] * len(shape), dim, sum(cut.sizes[:place]))
+        return self._slice(TensorRef(tensor), starts, with_size(shape, dim, size))
 
     def _is_alike(self, tensor: int, dim: int) -> bool:
         """Whether a tensor is the same all along a dim: an op spreads what it reads along it."""
@@ -288,10 +289,6 @@ def _dims_of(node: Node, factor: int) -> list[int | None]:
     return [_dim_of(dims, factor) for dims in node.rule.operands]
 
 
-def _with(row: Sequence[int], dim: int, n: int) -> tuple[int, ...]:
-    return tuple(n if d == dim else old for d, old in enumerate(row))
-
-
 def _lies_within(starts: Sequence[int], node: Node) -> bool:
     """Whether all elements of a window are elements of the tensor."""
     rows = zip(starts, node.call.results[0].shape, node.call.types[0].shape, strict=True)
@@ -309,4 +306,4 @@ def _sized(kind: ParamKind, arg: Any, dim: int | None, size: int) -> Any:
     """A SHAPE argument with another size in a dim; any other argument as it is."""
     if kind is not ParamKind.SHAPE or dim is None or arg is None:
         return arg
-    return _with(arg, dim, size)
+    return with_size(arg, dim, size)

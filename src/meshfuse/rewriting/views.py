@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..graph import Graph, Node, users
+from ..ops.shape_arithmetic import with_size
 from ..ops.windows import slice_bounds
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.layout import axes, extent
@@ -228,15 +229,11 @@ class WindowFinder:
             place = before.order[dim] if before.order else dim
         if before is None or not before.is_true or before.fill or {*before.steps, before.ups[place]} != {1}:
             before, place = self._fresh(root), dim
-        terms = tuple(Term(t.root, _with(t.offsets, place, up * t.offsets[place] - inside)) for t in before.terms)
-        shape, ups = _with(before.shape, place, up * before.shape[place]), _with(before.ups, place, up)
+        terms = tuple(Term(t.root, with_size(t.offsets, place, up * t.offsets[place] - inside)) for t in before.terms)
+        shape, ups = with_size(before.shape, place, up * before.shape[place]), with_size(before.ups, place, up)
         spans, changed = tuple((0, n) for n in shape), before.changed | {place}
         depth = before.depth + 1
         return before._replace(terms=terms, shape=shape, fill=0, ups=ups, valid=spans, changed=changed, depth=depth)
-
-
-def _with(row: Offsets, dim: int, n: int) -> Offsets:
-    return tuple(n if d == dim else old for d, old in enumerate(row))
 
 
 def _dims(node: Node) -> list[int]:
