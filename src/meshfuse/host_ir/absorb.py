@@ -1,8 +1,8 @@
-"""Copies between kernels and communications, done by the kernels.
+"""Copies between kernels and communications, done inside the kernels.
 
 What a communication brings is unpacked by the kernel that reads it first, and what one sends is packed by the kernel
-that makes it: a compiler fuses these copies with the ops beside them. The order of kernels, communications and waits
-stays what it is, and no communication is issued after more work than before.
+that makes it: a compiler fuses these copies with the ops beside them. Kernels, communications and waits stay in their
+order, and no communication is issued after more work than before.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _SCALAR = re.compile(r"\bs\d+\b")
 def absorbed(
     body: Sequence[Instruction], fusible: Mapping[str, Fusible], outputs: Collection[str], room: float
 ) -> list[Instruction]:
-    """The instructions in their order, copies inside the kernels beside them. `fusible` is by the names of kernels.
+    """The instructions in their order, with copies inside the kernels beside them.
 
-    What is unpacked in a kernel is held until it ends: of such buffers and those in flight, at most `room` bytes.
+    `fusible` is by the names of kernels. What a kernel unpacks is held until it ends: together with what is in flight,
+    no more than `room` bytes.
     """
     if not any(isinstance(i, _COPIES) for i in body):
         return list(body)
@@ -53,8 +54,9 @@ def absorbed(
 
 
 class _Absorber:
-    """`makers` are the places that make or write each name, `readers` those that read it; `inside` are places of
-    instructions that a kernel does.
+    """By name, `makers` are the places that make or write it, `readers` those that read it.
+
+    `inside` goes into kernels.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class _Absorber:
         return [made.get(place, ins) for place, ins in enumerate(self.body) if place not in self.inside]
 
     def _takes_copies(self, ins: Instruction) -> bool:
-        """Whether it is a kernel of a segment, which is compiled; those of loops are not."""
+        """Whether it launches a segment's kernel, which is compiled; kernels of loops are not."""
         return isinstance(ins, Launch) and ins.kernel.name in self.read
 
     def _launch(self, place: int, ins: Instruction) -> Launch:
@@ -96,7 +98,7 @@ class _Absorber:
     # unpacking
 
     def _unpacks(self, place: int, launch: Launch) -> Iterator[int]:
-        """The places of what makes inputs of a kernel out of what was received, if the kernel is there to do it."""
+        """The places of instructions that make the kernel's inputs from what was received, and that it can do."""
         left = self.room - self.flying[place]
         for name in launch.inputs:
             group = self.makers.get(name, [])
@@ -107,7 +109,7 @@ class _Absorber:
                     yield from group
 
     def _may_wait(self, group: Sequence[int], launch: int) -> bool:
-        """Whether these copy, and nothing before the kernel needs them."""
+        """Whether these instructions copy, and nothing before the kernel needs what they make."""
         parts = [self.body[place] for place in group]
         if not group or group[-1] > launch or not _copies(parts):
             return False
@@ -123,7 +125,7 @@ class _Absorber:
     # packing
 
     def _packs(self, place: int, launch: Launch) -> list[int]:
-        """The places of what packs a kernel's results before anything else is launched or issued."""
+        """The places of instructions that pack the kernel's results, before the next launch or communication."""
         found: list[int] = []
         for after in range(place + 1, len(self.body)):
             ins = self.body[after]
@@ -165,7 +167,7 @@ class _Absorber:
 
 
 def _copies(parts: Sequence[Instruction]) -> bool:
-    """Whether these instructions make a tensor out of others by copying, and are all that there is of it."""
+    """Whether these instructions together make one tensor, by nothing but copying."""
     if len(parts) == 1:
         return isinstance(parts[0], Fold) or (isinstance(parts[0], Join) and not parts[0].is_view)
     puts = [part for part in parts[1:] if isinstance(part, Put)]
@@ -175,14 +177,14 @@ def _copies(parts: Sequence[Instruction]) -> bool:
 
 
 def _may_be_a_view(ins: Pack | Deal | Flatten | Own) -> bool:
-    """Whether it copies nothing where its source is dense."""
+    """Whether it may copy nothing: where its source is dense, its result is a view."""
     if isinstance(ins, Own):
         return ins.fresh
     return isinstance(ins, Pack) and len(ins.boxes) == 1 and is_dense(ins.boxes[0], ins.shape)
 
 
 def _in_flight(body: Sequence[Instruction], sizes: Mapping[str, int]) -> list[int]:
-    """The bytes of buffers that communications hold at each place."""
+    """By place, the bytes of buffers that communications hold there."""
     held: dict[str, int] = {}
     found: list[int] = []
     for ins in body:

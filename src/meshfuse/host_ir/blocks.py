@@ -1,4 +1,4 @@
-"""Where the parts of a move stand in local tensors, and whether they are equal blocks in the order of the ranks."""
+"""Where the parts of a move lie in local tensors, and whether they are equal blocks in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Group = tuple[int, ...]
 
 
 def local_shape(index: Sequence[Runs]) -> tuple[int, ...]:
-    """The shape of a local tensor that has these global indices, dim by dim."""
+    """The shape of a local tensor with these global indices, dim by dim."""
     return tuple(map(lay.count, index))
 
 
 def local_box(held: Sequence[Runs], part: Sequence[Runs]) -> Box:
-    """Where a box of global indices stands in a local tensor that holds `held`."""
+    """Where a box of global indices lies in a local tensor that holds `held`."""
     return tuple(lay.positions(lay.intersect(p, h), h) for h, p in zip(held, part, strict=True))
 
 
@@ -35,7 +35,7 @@ def is_dense(box: Box, shape: Sequence[int]) -> bool:
 
 
 def gathered_dim(move: Move, shape: tuple[int, ...], group: Group, rank: int) -> int | None:
-    """The dim along which the equal blocks of the group, in order, make up the gathered tensor; None if none does."""
+    """The dim along which the ranks' equal blocks, in order, make the gathered tensor; None where none does."""
     held = [move.held(shape, r) for r in group]
     if len(set(map(local_shape, held))) != 1:
         return None
@@ -45,8 +45,9 @@ def gathered_dim(move: Move, shape: tuple[int, ...], group: Group, rank: int) ->
 
 @functools.lru_cache(maxsize=4096)
 def dealt_dims(move: Move, shape: tuple[int, ...], group: Group) -> tuple[int, int] | None:
-    """The dims along which each rank of the group cuts what it has, and puts together what it gets, where both are
-    equal blocks in the order of the ranks, from and for every rank one; None for all other exchanges.
+    """(the dim along which each rank cuts its source, the dim along which it joins what comes) of an all-to-all.
+
+    Both must be equal blocks in the order of the ranks, one from and for each rank; None for all other exchanges.
     """
     if move.kind is not MoveKind.ALL_TO_ALL or move.only is not None:
         return None
@@ -61,7 +62,7 @@ def dealt_dims(move: Move, shape: tuple[int, ...], group: Group) -> tuple[int, i
 
 
 def _are_slices(parts: Sequence[Runs], wholes: Sequence[Runs]) -> bool:
-    """Whether the parts of a dim, in order, are equal slices of the wholes, which are all the same."""
+    """Whether the parts of a dim are, in order, equal slices of the wholes, which are all the same."""
     whole = wholes[0]
     size = lay.count(whole) // len(parts)
     return (
@@ -75,7 +76,7 @@ def _are_slices(parts: Sequence[Runs], wholes: Sequence[Runs]) -> bool:
 
 
 def _cut_dim(boxes: Sequence[Box], shape: tuple[int, ...]) -> int | None:
-    """The dim along which these boxes, in order, are equal slices of a tensor of this shape."""
+    """The dim along which these boxes are, in order, equal slices of a tensor of this shape."""
     changed = [d for d in range(len(shape)) if len({box[d] for box in boxes}) > 1]
     if len(changed) != 1 or not math.prod(shape):
         return None

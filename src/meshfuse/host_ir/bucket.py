@@ -47,7 +47,7 @@ _BUCKET_BYTES = 25 << 20
 def buckets(
     resharded: ReshardedDefinition, parts: Sequence[Segment | Set | ChunkLoop]
 ) -> Iterator[Segment | ChunkLoop | list[Set]]:
-    """The parts with their moves in lists, of one move each but for those that may be one call."""
+    """The parts of a program with its moves in lists: those that can be one call together, all others alone."""
     open_: list[Set] = []
     for part in parts:
         if open_ and not _fits(resharded, open_, part):
@@ -71,7 +71,7 @@ def _fits(resharded: ReshardedDefinition, bucket: list[Set], part: Segment | Set
 
 
 def lower_bucket(moves: Sequence[MoveContext]) -> list[Instruction]:
-    """Moves of one kind over one group, which this rank is in: one call for those that may be one."""
+    """The instructions of moves of one kind over one group, as one call where that can be."""
     kind = moves[0].move.kind
     if kind is MoveKind.ALL_REDUCE:
         return _reduced(moves)
@@ -105,7 +105,7 @@ def _reduced(moves: Sequence[MoveContext]) -> list[Instruction]:
 
 
 def _gathered(together: Sequence[tuple[MoveContext, int]]) -> list[Instruction]:
-    """All-gathers whose blocks are equal, each along a dim: every rank's blocks one behind the other."""
+    """All-gathers as one, in which each rank sends the blocks of all moves, one after the other."""
     moves = [c for c, _ in together]
     first, counts = moves[0], [math.prod(c.source_shape) for c in moves]
     mine, flat, row, n = f"{first.target}_mine", f"{first.target}_flat", sum(counts), len(first.group)
@@ -121,7 +121,7 @@ def _gathered(together: Sequence[tuple[MoveContext, int]]) -> list[Instruction]:
 
 
 def _dealt(moves: Sequence[MoveContext]) -> list[Instruction]:
-    """All-to-alls of equal blocks: for each rank the blocks of all, one move after the other."""
+    """All-to-alls of equal blocks as one, in which each rank gets its blocks of all moves, one after the other."""
     first, n = moves[0], len(moves[0].group)
     dims = [c.dealt_dims or (0, 0) for c in moves]
     blocks = [dealt_block(c, cut) for c, (cut, _) in zip(moves, dims, strict=True)]
@@ -141,7 +141,7 @@ def _dealt(moves: Sequence[MoveContext]) -> list[Instruction]:
 
 
 def _swapped(together: Sequence[tuple[MoveContext, Traffic]]) -> list[Instruction]:
-    """Exchanges, or reduce-scatters by them: for each peer the pieces of all, one move after the other."""
+    """Exchanges, or reduce-scatters by exchanges, as one, in which each peer gets its pieces of all moves."""
     moves = [c for c, _ in together]
     first = moves[0]
     sent = [sum(numel(traffic.sent[r]) for _, traffic in together) for r in range(len(first.group))]
@@ -168,14 +168,14 @@ def _packed(moved: Sequence[tuple[MoveContext, Traffic]], name: str) -> Instruct
 
 
 def _puts(moved: Sequence[tuple[MoveContext, Traffic]], flat: str) -> Iterator[Instruction]:
-    """The pieces that came, in their places."""
+    """Put the pieces that came into their places."""
     came = [(c, box) for r in range(len(moved[0][0].group)) for c, traffic in moved for box in traffic.received[r]]
     for (c, box), start in zip(came, starts([box for _, box in came]), strict=False):
         yield put(c, flat, start, box)
 
 
 def _folds(moves: Sequence[MoveContext], flat: str) -> Iterator[Instruction]:
-    """The terms of a rank's parts, which every other rank sent one behind the other, reduced with its own."""
+    """Reduce the terms that every other rank sent with the rank's own."""
     counts = [math.prod(c.target_shape) for c in moves]
     starts = itertools.accumulate(counts, initial=0)
     for c, start in zip(moves, starts, strict=False):
@@ -192,6 +192,6 @@ def _call(
 
 
 def joined_communication(parts: Sequence[Communication]) -> Communication:
-    """What a call that does the work of several is about."""
+    """What a call that does the work of several moves is about."""
     names = ", ".join(part.tensor for part in parts)
     return dataclasses.replace(parts[0], tensor=names, wire=sum(part.wire for part in parts), parts=tuple(parts))

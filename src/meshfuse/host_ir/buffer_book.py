@@ -1,4 +1,4 @@
-"""A checker's book of buffers: what is written, what is read, and what a communication in flight still holds."""
+"""A book of buffers for checks: what is written, what is read, and what a communication in flight still holds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ _WHOLE = 0
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory under one name. `missing` elements were never written; `sealed` since it was read; `parts` cut `dim`."""
+    """The memory under one name.
+
+    `missing` elements have not been written yet. It is `sealed` once it has been read. `parts` of it are cut along
+    `dim`.
+    """
 
     missing: int
     root: str
@@ -39,10 +43,10 @@ class _Buffer:
 
 
 class Book:
-    """Every name's memory while a program is gone through; each step raises AssertionError where it is wrong.
+    """Every name's memory, while the instructions of a program are gone through; AssertionError where one is wrong.
 
-    A buffer is written whole, then read, and never written again: any write that has come to stand after a read that
-    it was meant for, or a read before its write, breaks this.
+    A buffer is written whole, then read, and never written again. A write that has come to stand behind a read of it,
+    or a read before its write, breaks this.
     """
 
     def __init__(self, params: Iterable[str]):
@@ -51,7 +55,7 @@ class Book:
         self._given: set[str] = set()
 
     def step(self, instruction: Instruction, found: Effects) -> None:
-        """An instruction that is no wait and no free, with its effects."""
+        """Go through an instruction that is neither a wait nor a free."""
         self._check_given((*found.reads, *found.writes, found.shares))
         for name in found.reads:
             self._read(name, instruction)
@@ -71,7 +75,7 @@ class Book:
     # reading and writing
 
     def _related(self, name: str) -> list[_Buffer]:
-        """The buffer, those that are parts of it, and the one that it is a part of."""
+        """The buffer, its parts, and the buffer that it is a part of."""
         buffer = self._buffers[name]
         found = [buffer, *(self._buffers[part] for part in buffer.parts)]
         return found if buffer.root == name else [*found, self._buffers[buffer.root]]
@@ -92,7 +96,7 @@ class Book:
             self._fill(buffer, _written(instruction, buffer))
 
     def _fill(self, buffer: _Buffer, more: int) -> None:
-        """That many elements more are written."""
+        """Note that so many more elements are written."""
         if not buffer.missing:
             return
         buffer.missing = max(0, buffer.missing - more)
@@ -110,7 +114,7 @@ class Book:
             self._buffers[name].writing.add(work)
 
     def finish(self, work: str) -> None:
-        """A work is waited for: what it writes is there, and what it reads is free."""
+        """Go through a wait: what the work writes is there, and what it reads may be freed."""
         assert work in self._held, f"waited for twice, or before it was issued: {work}"
         reads, writes = self._held.pop(work)
         for name in reads:
@@ -120,12 +124,12 @@ class Book:
             self._fill(self._buffers[name], self._buffers[name].size)
 
     def read_all(self, names: Iterable[str]) -> None:
-        """What the program returns is written whole."""
+        """Check that what the program returns is written whole."""
         for name in names:
             self._read(name, "returned")
 
     def free(self, names: Iterable[str]) -> None:
-        """Memory that nothing reads or writes any more is given back."""
+        """Go through a free: nothing in flight may read or write the memory."""
         for name in names:
             buffer = self._buffers.get(name)
             assert buffer is None or not (buffer.reading or buffer.writing), f"{name} is freed before the wait"
@@ -133,7 +137,7 @@ class Book:
 
     @property
     def in_flight(self) -> list[str]:
-        """Works that were not waited for."""
+        """The works that have not been waited for."""
         return sorted(self._held)
 
     # making
@@ -153,7 +157,7 @@ class Book:
             self._buffers[name] = _Buffer(_WHOLE, name)
 
     def _cut(self, part: BufferPart) -> None:
-        """A part must share no element with the other parts of its buffer."""
+        """Note a part of a buffer; it must share no element with other parts."""
         whole, size = self._buffers[part.source_name], box_numel(part.box)
         for interval in part.box[_cut_dim(part.box, part.shape)] if size else ():
             at = bisect.bisect(whole.intervals, interval)

@@ -13,7 +13,7 @@ from .communicate import local_shape
 
 @dataclass(frozen=True, slots=True)
 class ChunkCall(LocalCall):
-    """A call on one rank for one chunk: `operand_only` and `result_only` are the chunk's dim and indices of each."""
+    """A call on one rank for one chunk: `operand_only` and `result_only` are (dim, indices) of the chunk in each."""
 
     operand_only: tuple[tuple[int, Runs] | None, ...] = ()
     result_only: tuple[tuple[int, Runs] | None, ...] = ()
@@ -35,7 +35,7 @@ class ChunkCall(LocalCall):
         return restricted(runs, self.result_only[result])
 
     def lines(self, targets: Sequence[str], filled: Sequence[str]) -> list[str]:
-        """Python of the results, those in `filled` written into the tensors of these names."""
+        """Python that makes the results; those in `filled` are written into tensors of these names."""
         if len(targets) == 1 and filled and (text := self.into(targets[0])) is not None:
             return text
         names = [f"{t}_new" if t in filled else t for t in targets]

@@ -1,4 +1,4 @@
-"""The chunks of a loop on one rank: how they are called, where they lie, and a step's instructions on one of them."""
+"""The chunks of a loop on one rank: their names, where they lie, and a step's instructions for one of them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
 
 class Chunks:
-    """What the instructions of a loop are made with; `out` has those made so far, in the order that a subclass gives.
+    """Writes the instructions of a loop on one rank into `out`; a subclass decides their order.
 
-    Names: `v6` is a whole tensor, `v6_2` its chunk 2: a part of its memory, or a tensor of its own. Of the loop's
-    values `whole` are those that are read outside of it, and so have memory for all chunks. Chunks of those in `parts`
-    are written straight into it; of the others they are copied there. `into` has values that are written where another
-    will be. `known` are the names of the chunks that are there. `wide` is an op whose results are float32 here.
+    `v6` is a whole tensor, `v6_2` its chunk 2: a part of the whole's memory, or a tensor of its own. Of the loop's
+    values:
+
+    whole: those that are read outside of it, and so have memory for all chunks.
+    parts: those of the whole ones whose chunks are written straight into it; of the others chunks are copied there.
+    into: values that are written where another value will be.
+    known: the names of the chunks that are there.
+    wide: an op whose results are float32 here.
     """
 
     def __init__(self, low: RankLowering, loop: ChunkLoop):
@@ -54,7 +58,7 @@ class Chunks:
         return self.low.graph
 
     def run(self) -> list[Instruction]:
-        """The whole loop."""
+        """The instructions of the whole loop."""
         for v in self.loop.outputs:
             if v in self.whole and not self._is_only_chunk(v):
                 self.out.append(Allocate(self.low.name(v), local_shape(self._held(v)), self._dtype(v)))
@@ -66,7 +70,7 @@ class Chunks:
         raise NotImplementedError
 
     def _is_only_chunk(self, v: int) -> bool:
-        """Whether a whole is the one chunk of it that this rank makes: no memory is needed beside."""
+        """Whether this rank makes a whole value in one chunk, and so needs no other memory for it."""
         return False
 
     # facts
@@ -78,7 +82,7 @@ class Chunks:
         return self.low.segmented.resharded.type_of(v).dtype
 
     def _held(self, v: int, chunk: int | None = None) -> tuple[Runs, ...]:
-        """The global indices of the value's elements on this rank, all or a chunk's."""
+        """The global indices that the rank has of a value, or of a chunk of it."""
         value = self._value(v)
         runs = value.sharding.runs(self.graph.shape(value.tensor), self.rank)
         return runs if chunk is None else restricted(runs, self._only(v, chunk))
@@ -93,14 +97,14 @@ class Chunks:
         return local_box(self._held(v), self._held(v, chunk))
 
     def _lies_in_parts(self, v: int) -> bool:
-        """Whether all chunks of a whole can be written in their places: by a collective where they are dense there."""
+        """Whether chunks can be written straight into the whole: collectives need dense places for that."""
         shape, boxes = local_shape(self._held(v)), [self._box(v, c) for c in range(self.loop.chunks)]
         if any(v in s.outputs for s in self.loop.computes):
             return all("K." not in box_text(box, shape) for box in boxes)
         return all(is_dense(box, shape) for box in boxes)
 
     def _is_fresh(self, v: int) -> bool:
-        """Whether chunks of a value lie in memory that nothing else reads, so that they may be written to."""
+        """Whether nothing else reads the memory of a value's chunks, so that it may be written to."""
         return v in self.made and v not in self.whole and self.low.is_fresh(v)
 
     def _note(self, chunk: int) -> str:
@@ -109,7 +113,7 @@ class Chunks:
     # chunks by name
 
     def _read(self, v: int, chunk: int) -> str:
-        """The name of a chunk (or of the whole, of what is not cut), made a view if it comes from outside."""
+        """The name of a chunk (of a whole value, if it is not cut); a view is made of what comes from outside."""
         if (v, chunk) in self.known:
             return self.known[v, chunk]
         if self._only(v, chunk) is None:
@@ -120,7 +124,7 @@ class Chunks:
         return name
 
     def _target(self, v: int, chunk: int) -> tuple[str, bool]:
-        """The name of a chunk to be made, and whether it is a part of a whole that is there."""
+        """(name of a chunk to be made, whether it is a part of a whole that is there)."""
         if (v, chunk) in self.known:
             return self.known[v, chunk], True
         if v in self.into:
@@ -134,7 +138,7 @@ class Chunks:
         return name, placed
 
     def _store(self, v: int, chunk: int) -> None:
-        """Put a chunk that lies in memory of its own into the whole."""
+        """Copy a chunk from memory of its own into the whole."""
         if v in self.whole and v not in self.parts:
             box, shape = self._box(v, chunk), local_shape(self._held(v))
             self.out.append(Put(self.low.name(v), box, shape, self.known[v, chunk]))
@@ -159,7 +163,7 @@ class Chunks:
             self._store(v, chunk)
 
     def _kernel(self, step: Compute, chunk: int, placed: tuple[bool, ...]) -> tuple[Kernel, tuple[str, ...]]:
-        """The function of an op on a chunk, which chunks of equal text share."""
+        """The kernel of an op on a chunk; chunks with equal text share one."""
         call = self._call(step, chunk)
         given = list(dict.fromkeys(self.low.name(v) for v in step.inputs))
         targets = [f"v{v}" for v in step.outputs]
@@ -180,7 +184,7 @@ class Chunks:
         return self.kernels[key], scalars
 
     def _share(self, step: Compute, chunk: int) -> float:
-        """The part of an op's work that is in a chunk."""
+        """The part of an op's work that a chunk is."""
         whole = box_numel(self._held(step.outputs[0]))
         return box_numel(self._held(step.outputs[0], chunk)) / whole if whole else 0.0
 

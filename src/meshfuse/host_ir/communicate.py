@@ -35,10 +35,11 @@ from .instructions import (
 
 @dataclass(frozen=True, slots=True)
 class MoveContext:
-    """A move as one rank sees it: the names of what it reads and makes, and whether it may write to what it reads.
+    """A move as one rank sees it, with the names of what it reads and makes.
 
-    `is_spared`: what reads the target first can put it together out of what comes. Of a chunk the source and target
-    are the chunk's; `placed`: the target is there, a dense part of a whole.
+    fresh: the source may be written to.
+    is_spared: the kernel that first reads the target can put it together from what comes.
+    placed: the target is there already, as a dense part of a whole (for a chunk of a loop).
     """
 
     rank: int
@@ -74,21 +75,21 @@ class MoveContext:
 
     @property
     def gathered_dim(self) -> int | None:
-        """The dim along which the ranks' equal blocks, in order, make up the target; None if none does."""
+        """The dim along which the ranks' equal blocks, in order, make the target; None where none does."""
         return gathered_dim(self.move, self.type.shape, self.group, self.rank)
 
     @property
     def dealt_dims(self) -> tuple[int, int] | None:
-        """The dims along which the source is cut and the target put together, of equal blocks in the ranks' order.
+        """(dim along which the source is cut, dim along which the target is joined) of an all-to-all of equal blocks.
 
-        The rank's own block goes along, so that all that comes is the target as it lies, or can be read as such: where
-        it would only be copied once more, this is None.
+        The rank's own block is sent along, so that what comes is the target as it lies, or can be read as such. None
+        where it would have to be copied once more, and for all other moves.
         """
         dims = None if self.placed else dealt_dims(self.move, self.type.shape, self.group)
         return dims if dims is not None and (self.is_spared or math.prod(self.target_shape[: dims[1]]) == 1) else None
 
     def source_box(self, box: Sequence[Runs]) -> Box:
-        """Where a box of the target's global indices stands in the local source."""
+        """Where a box of the target's global indices lies in the local source."""
         window = self.move.window
         return local_box(self.held, window.to_source(tuple(box)) if window else box)
 
@@ -100,7 +101,7 @@ class MoveContext:
 
 
 def lower_move(c: MoveContext) -> list[Instruction]:
-    """The instructions of a move on its rank."""
+    """The instructions of a move on this rank."""
     kind = c.move.kind
     if kind is MoveKind.TRANSFER:
         return _transfer(c)
@@ -122,7 +123,7 @@ def lower_move(c: MoveContext) -> list[Instruction]:
 
 
 def _simple(c: MoveContext) -> list[Instruction] | None:
-    """A chunk that no rank of the group has elements of, or that one rank has for all; None for all others."""
+    """The instructions where no rank of the group has anything of a chunk, or one rank has it for all; else None."""
     if not any(box_numel(c.move.wanted(c.type.shape, rank)) for rank in c.group):
         return _make_target(c)
     if c.move.kind is MoveKind.REDUCE_SCATTER:
@@ -134,7 +135,7 @@ def _simple(c: MoveContext) -> list[Instruction] | None:
 
 
 def _make_target(c: MoveContext) -> list[Instruction]:
-    """The target's memory, with what fills the elements of a window that no rank has."""
+    """New memory for the target, with `fill` where no rank has an element of a window."""
     fill = c.move.window.fill if c.move.window else ""
     return [] if c.placed else [Allocate(c.target, c.target_shape, c.type.dtype, fill)]
 
@@ -181,8 +182,9 @@ def _packed(c: MoveContext, name: str) -> Pack:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Per peer of the group, the boxes that this rank sends and gets (in global indices), and those it keeps. `any`:
-    some rank of the group sends some.
+    """By peer of the group the boxes, of global indices, that this rank sends and gets; `kept` are those it keeps.
+
+    `any`: some rank of the group sends something.
     """
 
     sent: tuple[tuple[tuple[Runs, ...], ...], ...]
@@ -192,7 +194,7 @@ class Traffic:
 
     @classmethod
     def of(cls, mine: Sequence[Piece], rank: int, group: Sequence[int], some: bool) -> Traffic:
-        """Of the pieces that are about the rank, and whether any rank of the group sends some."""
+        """From the pieces that concern this rank; `any` says whether some rank of the group sends something."""
         sent, received = ({r: list[tuple[Runs, ...]]() for r in group} for _ in range(2))
         for p in mine:
             if p.source == rank != p.target:
@@ -204,12 +206,12 @@ class Traffic:
 
 
 def numel(boxes: Sequence[Sequence[Runs]]) -> int:
-    """Elements in some boxes."""
+    """The number of elements in some boxes."""
     return sum(map(box_numel, boxes))
 
 
 def _deal(c: MoveContext, cut: int, joined: int) -> list[Instruction]:
-    """An all-to-all of equal blocks, the rank's own among them: what comes is put together by one view or copy."""
+    """An all-to-all of equal blocks, the rank's own among them; one view or copy makes the target of what comes."""
     n, block = len(c.group), dealt_block(c, cut)
     deal = Deal(_sent(c), c.source, n, c.source_shape, cut)
     sizes = [math.prod(block)] * n
@@ -223,7 +225,7 @@ def dealt_block(c: MoveContext, cut: int) -> tuple[int, ...]:
 
 
 def dealt_part(c: MoveContext, cut: int, place: int) -> str:
-    """Python text that takes of the source the block for one rank of the group."""
+    """Python text that takes, of the source, the block for one rank of the group."""
     size = dealt_block(c, cut)[cut]
     mine = ((place * size, (place + 1) * size),)
     box = tuple(mine if d == cut else ((0, n),) for d, n in enumerate(c.source_shape))
@@ -231,7 +233,7 @@ def dealt_part(c: MoveContext, cut: int, place: int) -> str:
 
 
 def _all_to_all(c: MoveContext, boxes: Sequence[Box], sent: Sequence[int], got: Sequence[int]) -> list[Instruction]:
-    """Boxes of the source on their way to the peers, and the peers' to `_flat`: so many elements for and from each."""
+    """The call that sends boxes of the source to the peers and gets theirs into `_flat`, with these counts per peer."""
     return _sent_to_all(c, Pack(_sent(c), c.source, tuple(boxes), c.source_shape), sent, got)
 
 
@@ -246,12 +248,12 @@ def _sent_to_all(c: MoveContext, pack: Pack | Deal, sent: Sequence[int], got: Se
 
 
 def _sent(c: MoveContext) -> str:
-    """The buffer that is sent to peers."""
+    """The name of the buffer that is sent."""
     return f"{c.target}_sent"
 
 
 def _flat(c: MoveContext) -> str:
-    """The buffer that holds what peers send, one behind the other."""
+    """The name of the buffer that receives what peers send, one after the other."""
     return f"{c.target}_flat"
 
 
@@ -273,7 +275,7 @@ def _swap(c: MoveContext, traffic: Traffic) -> list[Instruction]:
 
 
 def begun(c: MoveContext, kept: Sequence[Sequence[Runs]], arrives: bool = False) -> list[Instruction]:
-    """The target, unless it arrives as it lies in memory, with what the rank keeps."""
+    """The target's memory with what the rank keeps; nothing where what arrives is the target."""
     copies = [
         Put(c.target, local_box(c.wanted, box), c.target_shape, c.source,
             box_text(c.source_box(box), c.source_shape))
@@ -283,21 +285,21 @@ def begun(c: MoveContext, kept: Sequence[Sequence[Runs]], arrives: bool = False)
 
 
 def _unpack(c: MoveContext, flat: str, boxes: Sequence[Sequence[Runs]]) -> list[Instruction]:
-    """The boxes that a flat buffer has, one behind the other, in their places; a view where they are the target."""
+    """Put the boxes that stand in a flat buffer, one after the other, in their places; a view if it is the target."""
     if _is_target(c, boxes):
         return [Unflatten(c.target, flat, 0, numel(boxes), c.target_shape)]
     return [put(c, flat, start, box) for start, box in zip(starts(boxes), boxes, strict=False)]
 
 
 def put(c: MoveContext, flat: str, start: int, box: Sequence[Runs]) -> Put:
-    """A box that begins there in a flat buffer, in its place."""
+    """Put a box of a flat buffer, which begins at `start` there, into its place."""
     shape = list(local_shape(box))
     part = f"[{start}:{start + math.prod(shape)}].view({shape})"
     return Put(c.target, local_box(c.wanted, box), c.target_shape, flat, part)
 
 
 def _is_target(c: MoveContext, boxes: Sequence[Sequence[Runs]]) -> bool:
-    """Whether these boxes, one behind the other, are a target that is still to be made, as it lies in memory."""
+    """Whether these boxes, one after the other, are the whole target as it lies in memory, not made yet."""
     if c.placed or not boxes or numel(boxes) != math.prod(c.target_shape):
         return False
     places = [local_box(c.wanted, box) for box in boxes]
@@ -308,29 +310,29 @@ def _is_target(c: MoveContext, boxes: Sequence[Sequence[Runs]]) -> bool:
 
 
 def starts(boxes: Sequence[Sequence[Runs]]) -> Iterator[int]:
-    """Where each box begins in a flat buffer of them, and at last where it ends."""
+    """Where each box begins in a flat buffer, and where the last one ends."""
     return itertools.accumulate((box_numel(box) for box in boxes), initial=0)
 
 
 def _first(box: Box, shape: Sequence[int]) -> int:
-    """The place in memory of a box's first element, in a contiguous tensor of this shape."""
+    """The place of a box's first element in the memory of a contiguous tensor of this shape."""
     return functools.reduce(lambda place, dim: place * dim[1] + dim[0][0][0], zip(box, shape, strict=True), 0)
 
 
 def _reduce_scatter(c: MoveContext) -> list[Instruction]:
-    """One all-to-all, by which each rank gets all terms of its part, and their reduction."""
+    """An all-to-all that brings each rank all terms of its part, and their reduction."""
     if _in_rows(c):
         return _scatter_rows(c)
     return [*_issue(c, scattered(c)), Wait(c.work), *_folded(c, len(c.group) - 1, own_term(c))]
 
 
 def own_term(c: MoveContext) -> str:
-    """Python text that takes of the source the rank's own term of its part."""
+    """Python text that takes, of the source, the rank's own term of its part."""
     return box_text(local_box(c.held, c.wanted), c.source_shape)
 
 
 def _folded(c: MoveContext, terms: int, own: str | None = None) -> list[Instruction]:
-    """The terms that came, and the rank's own (what of the source it is), reduced to the target."""
+    """Reduce the terms that came, and the rank's own, to the target."""
     made = f"{c.target}_new" if c.placed else c.target
     mine = (c.source, own) if own is not None else ("", "")
     fold = Fold(made, _flat(c), terms, c.target_shape, c.move.src.reduce, *mine)
@@ -338,7 +340,7 @@ def _folded(c: MoveContext, terms: int, own: str | None = None) -> list[Instruct
 
 
 def _in_rows(c: MoveContext) -> bool:
-    """Whether the ranks' parts, in order, are equal slices of the outermost dim: the tensor is sent as it lies."""
+    """Whether the ranks' parts are, in order, equal slices of the outermost dim: then the tensor is sent as it lies."""
     parts = [local_box(c.held, c.move.wanted(c.type.shape, rank)) for rank in c.group]
     rows = c.source_shape[0] // len(c.group) if c.source_shape else 0
     rest = whole_box(c.source_shape[1:])
@@ -357,13 +359,13 @@ def _exchange(c: MoveContext) -> list[Instruction]:
 
 
 def exchanged(c: MoveContext) -> Traffic:
-    """What an exchange of exact pieces is."""
+    """The communication that an exchange of exact pieces is."""
     some = any(arriving(c.move, c.type.shape, rank) for rank in c.group)
     return Traffic.of(rank_pieces(c.move, c.type.shape, c.rank), c.rank, c.group, some)
 
 
 def scattered(c: MoveContext) -> Traffic:
-    """What a reduce-scatter by an exchange is: a term of its part from every other rank."""
+    """The communication that a reduce-scatter by an exchange is: each rank gets a term from every other."""
     wanted = {rank: c.move.wanted(c.type.shape, rank) for rank in c.group}
     sent = [Piece(c.rank, rank, box) for rank, box in wanted.items() if all(box)]
     received = [Piece(rank, c.rank, wanted[c.rank]) for rank in c.group if rank != c.rank and all(wanted[c.rank])]
@@ -371,16 +373,16 @@ def scattered(c: MoveContext) -> Traffic:
 
 
 def _stay(c: MoveContext, kept: Sequence[Sequence[Runs]]) -> list[Instruction]:
-    """What each rank of the group wants it has, such as the parts of a dim that is split inside each of them."""
+    """The target, where each rank of the group already has all that it wants."""
     if list(kept) == [c.wanted] and not c.placed:
         return [Slice(c.target, c.source, c.source_box(c.wanted), c.source_shape)]
     return begun(c, kept)
 
 
 def _transfer(c: MoveContext) -> list[Instruction]:
-    """Messages between the ranks of two meshes: all are issued before any is waited for.
+    """Messages between the ranks of two meshes, all issued before any is waited for.
 
-    Every rank issues its messages by their senders and then by their receivers, so that all have one order.
+    Every rank issues its messages ordered by their senders and then their receivers, so that all have one order.
     """
     group, shape = c.group, c.type.shape
     members = _talking(pieces(c.move, shape, group))
@@ -409,8 +411,9 @@ def _transfer(c: MoveContext) -> list[Instruction]:
 
 
 def _talking(moved: Sequence[Piece]) -> tuple[int, ...]:
-    """The ranks that send or get anything: a group connects once all of it have come to their first message, so that
-    nobody may be in it who has none.
+    """The ranks that send or get something.
+
+    A group connects once all its ranks have come to their first message, so it must have no others.
     """
     return tuple(sorted({rank for p in moved if p.source != p.target for rank in (p.source, p.target)}))
 

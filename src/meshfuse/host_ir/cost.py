@@ -1,4 +1,4 @@
-"""How long kernels and communications take, as a model: what the schedule goes by and the timeline plays."""
+"""How long kernels and communications take, as a model, for the schedule and for the timeline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .instructions import CommunicationCall, Kernel, SendRecv
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds from facts: operations and bytes per second of a rank, seconds to start a kernel, speeds of axes.
+    """A rank's operations and bytes of memory per second, its seconds to start a kernel, and the speeds of mesh axes.
 
-    Each op of a kernel takes the longer of its operations and its bytes (the roofline: Williams et al. 2009); a
-    communication starts once per step and then sends its bytes (Hockney 1994). Axes that `axes` does not name have the
+    Each op of a kernel takes the longer of its operations and its bytes (the roofline: Williams et al. 2009). A
+    communication takes a start per step and then its bytes (Hockney 1994). Axes that `axes` does not name have the
     speed `network`.
     """
 
@@ -29,7 +29,7 @@ class CostModel:
 
     @classmethod
     def of(cls, meshes: Iterable[DeviceMesh]) -> CostModel:
-        """What the links and rates of the meshes say; the default of all that they leave open."""
+        """The model that the links and rates of these meshes give; defaults where they give none."""
         linked = [mesh for mesh in meshes if mesh.linked]
         speeds: dict[str, Link] = {}
         for mesh in linked:
@@ -38,11 +38,11 @@ class CostModel:
         return cls(flops=min(mesh.flops for mesh in linked), axes=speeds) if linked else cls()
 
     def kernel(self, kernel: Kernel) -> float:
-        """Seconds of one launch."""
+        """Seconds of one launch of a kernel."""
         return self.start + sum(max(flops / self.flops, nbytes / self.memory) for flops, nbytes in kernel.work)
 
     def communication(self, call: CommunicationCall) -> float:
-        """Seconds from the moment that all have issued it to its end."""
+        """Seconds of a communication, from when all ranks have issued it."""
         speed = self.speed(call.about.axes)
         if isinstance(call, SendRecv):
             return speed.latency + payload_bytes(call) / speed.bandwidth
@@ -50,25 +50,25 @@ class CostModel:
         return steps * speed.latency + call.about.wire / speed.bandwidth
 
     def speed(self, axes: str) -> Link:
-        """The speed of a communication over axes as texts name them ("dp,tp:(2)4"): the slowest of theirs."""
+        """The speed of a communication over axes, named as texts do ("dp,tp:(2)4"): that of the slowest."""
         found = [self.axes[name] for name in axis_names(axes) if name in self.axes]
         return slowest(found) if found else self.network
 
 
 def directions(call: CommunicationCall) -> tuple[str, ...]:
-    """The ways of a rank's link that a communication takes: messages one, collectives both."""
+    """The directions of a rank's link that a communication takes: one for a message, both for a collective."""
     if isinstance(call, SendRecv):
         return ("out",) if call.kind == "send" else ("in",)
     return ("in", "out")
 
 
 def axis_names(axes: str) -> list[str]:
-    """The mesh axes in a communication's text, sub-axes by the name of the whole."""
+    """The mesh axes in a communication's text; a sub-axis counts as its axis."""
     return [part.partition(":")[0] for part in axes.split(",") if part]
 
 
 def payload_bytes(call: CommunicationCall) -> int:
-    """The bytes that a rank gives to a communication."""
+    """The bytes that a rank passes to a communication."""
     count, dtype = call.payload
     return count * _ITEMSIZE[dtype]
 

@@ -1,4 +1,4 @@
-"""Which instructions must come before which: through the names that they make and the memory that they touch."""
+"""Which instructions must stay behind which: by the names that they make and the memory that they touch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .instructions import BufferPart, CommunicationCall, Instruction, Wait
 
 
 class _BufferAccesses:
-    """The accesses to one buffer (or to one part of it) so far: the last write and the reads since."""
+    """The last write to a buffer, or to a part of it, and the reads since."""
 
     __slots__ = ("parts", "reads", "whole", "write")
 
@@ -20,18 +20,20 @@ class _BufferAccesses:
         self.parts: list[_BufferAccesses] = []
 
     def related(self) -> list[_BufferAccesses]:
-        """What shares elements with it."""
+        """The accesses to the buffers that share elements with it."""
         return [self, *self.parts] if self.whole is None else [self, self.whole]
 
 
 def dependences(body: Sequence[Instruction]) -> list[tuple[int, ...]]:
-    """For every place the places before it that it must stay behind."""
+    """By place the earlier places that it must stay behind."""
     return _Dependences(body).run()
 
 
 class _Dependences:
-    """The instructions so far: the `maker` of each name, the accesses to its `memory` (one object for names of one
-    buffer), and what each of the `works` in flight reads and writes.
+    """The instructions so far.
+
+    `maker` is the place that makes a name, `memory` the accesses to its buffer (one object for all names of a buffer),
+    and `works` what each communication in flight reads and writes.
     """
 
     def __init__(self, body: Sequence[Instruction]):
@@ -62,7 +64,7 @@ class _Dependences:
         return before
 
     def _share(self, ins: Instruction, facts: Effects) -> None:
-        """What lies in the memory of another buffer is that memory; a part is one of its own."""
+        """Note that a name lies in another buffer's memory; a part is memory of its own."""
         if not facts.shares or not facts.makes:
             return
         source = self._of(facts.shares)

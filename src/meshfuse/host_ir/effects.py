@@ -1,4 +1,4 @@
-"""What each instruction reads, writes and makes: the facts that frees, the schedule and the checks go by."""
+"""What each instruction reads, writes and makes: what frees, the schedule and the checks go by."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from .instructions import (
 
 
 class Effects(NamedTuple):
-    """Names of buffers and works. `shares` is the buffer that what is made may lie in the memory of.
+    """Names of buffers and works.
 
-    A communication reads and writes from its issue to the end of its wait.
+    `shares` is the buffer in whose memory what is made may lie. A communication reads and writes from its issue to the
+    end of its wait.
     """
 
     reads: tuple[str, ...] = ()
@@ -43,7 +44,7 @@ class Effects(NamedTuple):
 
 
 def effects(instruction: Instruction) -> Effects:
-    """The effects of an instruction; scalars and the names of what is not in memory are left out."""
+    """The effects of an instruction; names of scalars and of other things outside memory are left out."""
     return _EFFECTS[type(instruction)](instruction)
 
 
@@ -88,7 +89,7 @@ _EFFECTS: dict[type, Callable[[Any], Effects]] = {
 
 
 def mentioned(instructions: Iterable[Instruction]) -> set[str]:
-    """Every buffer and work that instructions mention, frees left out."""
+    """All buffers and works in these instructions, but for frees."""
     found: set[str] = set()
     for instruction in instructions:
         made = effects(instruction)

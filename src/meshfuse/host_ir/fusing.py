@@ -1,4 +1,4 @@
-"""What of a segment's inputs and results a compiler can fuse a copy with."""
+"""Which inputs and results of a segment a compiler can fuse a copy with."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..segmentation import Segment, SegmentedDefinition
 
 
 def by_element(call: Call) -> bool:
-    """Whether an op does no more than a little work per element: pointwise ops, reductions, changes of shape."""
+    """Whether an op does little work per element: pointwise ops, reductions, changes of shape."""
     return call.op.flops(call) <= max((t.numel for t in (*call.types, *call.results)), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Fusible:
-    """Inputs of a segment that ops by element alone read, and results that such ops make.
+    """Inputs that only such ops read (`read`), and results that such ops make (`made`).
 
-    A product wants its operands in memory, and writes what it makes there: a copy beside it stays one. `turned` are
-    those results that may lie otherwise than row by row, as they are made of others' parts or in another order.
+    A product wants its operands in memory and writes its result there: a copy beside it stays a copy. `turned` are
+    results that may lie otherwise than row by row, as they are parts of others, or these in another order of dims.
     """
 
     read: frozenset[int]
@@ -29,7 +29,7 @@ class Fusible:
 
 
 def fusible_parts(segmented: SegmentedDefinition) -> Mapping[str, Fusible]:
-    """By the names of segments."""
+    """By the name of each segment."""
     graph = segmented.resharded.graph
     # Calls of equal layers are the same objects, and live as long as the graph.
     calls = {id(node.call): node.call for node in graph.nodes}
@@ -38,7 +38,7 @@ def fusible_parts(segmented: SegmentedDefinition) -> Mapping[str, Fusible]:
 
 
 def spared(segmented: SegmentedDefinition, parts: Mapping[str, Fusible]) -> frozenset[int]:
-    """Values whose first reader is a segment that can put them together."""
+    """The values whose first reader is a segment that can put them together itself."""
     seen: set[int] = set()
     found: set[int] = set()
     for part in segmented.parts:
@@ -55,7 +55,7 @@ def _fusible(graph: Graph, part: Segment, light: Collection[int]) -> Fusible:
 
 
 def _read_by_products(graph: Graph, part: Segment, light: Collection[int]) -> set[int]:
-    """Values that products and the like read, or views of them."""
+    """The values that products and the like read, or views of which they read."""
     found: set[int] = set()
     for compute in reversed(part.computes):
         call = graph.nodes[compute.node].call
@@ -65,7 +65,7 @@ def _read_by_products(graph: Graph, part: Segment, light: Collection[int]) -> se
 
 
 def _made(graph: Graph, part: Segment, light: Collection[int]) -> tuple[frozenset[int], set[int]]:
-    """Values that ops by element make, or views of such; and those that follow from views in another order."""
+    """(values made by element, or views of such; those of them that may lie in another order)."""
     made: set[int] = set()
     turned: set[int] = set()
     for compute in part.computes:

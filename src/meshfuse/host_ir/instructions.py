@@ -16,11 +16,12 @@ from .boxes import Box, box_text
 class Kernel:
     """A segment on one rank: a local function of tensors and scalars, one line of torch code per op.
 
-    Results go to new tensors, but for those that it writes into parameters of its own (`written`: their places).
-    `functions` are those of registered ops that its lines call as OP.name. `work` has of every op the operations of one
-    call, and the bytes that it reads and writes at least. `origins` tells of every line the op and the user's line.
-    Before its lines it does `unpacks`, which make values that these read out of what was received, and after them
-    `packs`, which make what is sent.
+    written: the places of parameters that it writes results into; all other results are new tensors.
+    functions: of registered ops, which lines call as OP.name.
+    work: for every op its operations, and the bytes that it reads and writes at least.
+    origins: for every line the op, and the user's line.
+    unpacks: done first: they make values that the lines read from what was received.
+    packs: done last: they make what is sent of the results.
     """
 
     name: str
@@ -36,12 +37,12 @@ class Kernel:
 
     @property
     def head(self) -> str:
-        """The line that its text begins with."""
+        """The first line of its text."""
         return f"def {self.name}({', '.join(self.params)}):"
 
     @property
     def before(self) -> int:
-        """How many lines of its text come before those of its ops."""
+        """How many lines of its text stand before those of its ops."""
         return bool(self.written) + 1 + len(self.unpacks)
 
     def source(self) -> list[str]:
@@ -60,7 +61,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Run a kernel. `note` says for a reader which part of a loop it is."""
+    """Run a kernel. `note` tells a reader which part of a loop this is."""
 
     kernel: Kernel
     inputs: tuple[str, ...]
@@ -92,7 +93,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class BufferPart:
-    """A name for a part of a buffer that one chunk of a loop writes: parts of one buffer share no element."""
+    """A name for the part of a buffer that one chunk of a loop writes. Parts of a buffer share no element."""
 
     target: str
     source_name: str
@@ -132,7 +133,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Boxes of a tensor behind each other in a flat buffer."""
+    """Copy boxes of a tensor into a flat buffer, one after the other."""
 
     target: str
     source_name: str
@@ -149,7 +150,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Equal blocks of a tensor along one dim, behind each other in a flat buffer: what a `Join` puts together again."""
+    """Copy equal blocks of a tensor along one dim into a flat buffer, one after the other: a `Join` undoes it."""
 
     target: str
     source_name: str
@@ -159,7 +160,7 @@ class Deal:
 
     @property
     def is_view(self) -> bool:
-        """True where the blocks lie one behind the other already."""
+        """Whether the blocks lie one after the other already, so that nothing is copied."""
         return math.prod(self.shape[: self.dim]) == 1
 
     def source(self) -> str:
@@ -169,10 +170,7 @@ class Deal:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Write a part of a tensor or of a flat buffer into a box of the target.
-
-    `part` is the Python text that takes the part of the source.
-    """
+    """Copy a tensor, or a flat buffer, into a box of the target; `part` is Python text that takes a part of it."""
 
     target: str
     box: Box
@@ -190,9 +188,10 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Terms of a reduction behind each other in a flat buffer reduced, with the rank's own if one is given.
+    """Reduce terms that stand one after the other in a flat buffer.
 
-    `part` is the Python text that takes the rank's own term from the tensor `own`. `among`: see `_blocks`.
+    `own` is a tensor with the rank's own term, if that is not among them; `part` is Python text that takes it. `among`:
+    see `_blocks`.
     """
 
     target: str
@@ -215,7 +214,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The blocks of a gathered flat buffer put together along one dim. `among`: see `_blocks`."""
+    """Put the blocks of a flat buffer together along one dim. `among`: see `_blocks`."""
 
     target: str
     source_name: str
@@ -226,12 +225,12 @@ class Join:
 
     @property
     def is_view(self) -> bool:
-        """True where the blocks one behind the other are the joined tensor."""
+        """Whether the blocks, one after the other, are the joined tensor already."""
         return self.among is None and (self.dim == 0 or self.block_shape[: self.dim].count(1) == self.dim)
 
     @property
     def text(self) -> str:
-        """Python text that makes of the flat buffer the joined tensor."""
+        """Python text that makes the joined tensor."""
         if self.is_view:
             return f".view({_tuple(self._shape)})"
         return f"{self._in_place}.reshape({_tuple(self._shape)})"
@@ -252,7 +251,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Flatten:
-    """Tensors behind each other in a new flat buffer, or of each the part that a Python text takes."""
+    """Copy tensors, or of each the part that a Python text takes, into a new flat buffer, one after the other."""
 
     target: str
     source_names: tuple[str, ...]
@@ -265,7 +264,7 @@ class Flatten:
 
 @dataclass(frozen=True, slots=True)
 class Unflatten:
-    """A tensor of this shape that is a part of a flat buffer."""
+    """A part of a flat buffer as a tensor of this shape."""
 
     target: str
     source_name: str
@@ -280,8 +279,10 @@ class Unflatten:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Where a collective comes from and what it costs: the ring-counted bytes of this rank. `kind` is that of the move,
-    and `move` its text; `why` and `line` say who asked for it. `parts` are those that one call does together.
+    """What a collective is for, and what it costs: `wire` is this rank's bytes, counted as rings.
+
+    `kind` is the kind of the move, `move` its text. `why` and `line` tell who asked for it. `parts` are those moves
+    that one call does together.
     """
 
     kind: str
@@ -295,7 +296,7 @@ class Communication:
 
     @property
     def said(self) -> str:
-        """What it moves, and for whom, as errors say it."""
+        """What is moved and for whom, as errors say it."""
         return f"{self.kind} of {self.tensor} over {self.axes or 'two meshes'} ({self.why})"
 
 
@@ -306,8 +307,9 @@ MessageKind = Literal["send", "recv"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of a group, issued; its Wait, for `work`, comes later. `text` is the call on the group, and
-    `payload` how many elements a rank gives, with their dtype.
+    """A collective of a group, issued; its Wait, for `work`, comes later.
+
+    `text` is the call on the group; `payload` is how many elements the rank passes, and their dtype.
     """
 
     work: str
@@ -325,7 +327,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class SendRecv:
-    """A message to (send) or from (recv) one rank of a group, issued. `payload`: its elements, and their dtype."""
+    """A message to ("send") or from ("recv") a rank of a group, issued; `payload` is its elements and their dtype."""
 
     work: str
     group: tuple[int, ...]
@@ -339,7 +341,7 @@ class SendRecv:
         return f"{self.work} = {group_name(self.group)}.{self.kind}({self.buffer}, {self.group.index(self.peer)})"
 
     def ends(self, rank: int) -> tuple[int, int]:
-        """From which rank to which the message goes that this rank issues."""
+        """(rank that sends, rank that receives), if this rank issues it."""
         return (rank, self.peer) if self.kind == "send" else (self.peer, rank)
 
 
@@ -350,8 +352,9 @@ Meeting = tuple[object, int]
 
 
 def meeting_place(rank: int, call: CommunicationCall) -> tuple[object, int]:
-    """Among what a rank's call is counted, as the n-th calls of all meet: a group's collectives, or the messages from
-    one rank to another; and how many ranks meet there.
+    """(what a call is counted among, how many ranks meet there): the n-th calls of all ranks in one place meet.
+
+    A place is a group's collectives, or the messages from one rank to another.
     """
     if isinstance(call, Collective):
         return call.group, len(call.group)
@@ -360,7 +363,7 @@ def meeting_place(rank: int, call: CommunicationCall) -> tuple[object, int]:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Until the work is done, what it writes must not be read, nor what it reads be written."""
+    """Wait for a work. Until then what it writes must not be read, nor what it reads be written."""
 
     work: str
 
@@ -370,7 +373,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The last use of these buffers is over."""
+    """These buffers are not used any more."""
 
     names: tuple[str, ...]
 
@@ -403,8 +406,9 @@ def _part(shape: Sequence[int], among: tuple[int, int] | None) -> str:
 
 
 def _blocks(count: int, shape: Sequence[int], among: tuple[int, int] | None) -> str:
-    """Python text that takes blocks of a shape from a flat buffer: one behind the other, or each `among` others in a
-    row (where it begins there, how long a row is).
+    """Python text that takes blocks of a shape from a flat buffer: they stand one after the other.
+
+    With `among`, (where it begins there, how long a row is), each block stands in a row among others.
     """
     rows = "" if among is None else f".view({count}, {among[1]})[:, {_part(shape, among)[1:]}"
     return f"{rows}.view({_tuple((count, *shape))})"

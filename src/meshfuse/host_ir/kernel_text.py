@@ -1,4 +1,4 @@
-"""What the text of a kernel needs beside its ops' lines: scalars, functions, and where its values' lives end."""
+"""What a kernel's text has beside the lines of its ops: scalars, functions, and where values are used last."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def scalar_inputs(graph: Graph, computes: Sequence[Compute]) -> list[int]:
 
 
 def scalar_params(graph: Graph, computes: Sequence[Compute], lines: Sequence[str]) -> tuple[str, ...]:
-    """The scalars that these ops read, and what random numbers follow from where their lines draw some."""
+    """The names of the scalars that these ops read, and of the random state where a line draws from it."""
     text = "\n".join(lines)
     states = [name for name in RANDOM_STATE if name in text]
     return (*[f"s{i}" for i in scalar_inputs(graph, computes)], *states)
 
 
 def functions(graph: Graph, computes: Sequence[Compute]) -> tuple[tuple[str, Callable[..., Any]], ...]:
-    """What the ops' lines call as OP.name."""
+    """The functions that the ops' lines call as OP.name."""
     ops = {graph.nodes[c.node].call.op for c in computes}
     found = sorted((op.name, op.compute) for op in ops if op.compute is not None)
     assert len({name for name, _ in found}) == len(found), "two ops of one name"
@@ -51,7 +51,7 @@ def origin(node: Node) -> tuple[str, SourceLine]:
 
 
 def dying(part: Segment) -> list[list[str]]:
-    """For each op of a segment the names that no later op of it reads, and nobody else."""
+    """For each op of a segment the names that neither later ops of it nor others read."""
     last = {v: place for place, compute in enumerate(part.computes) for v in (*compute.inputs, *compute.outputs)}
     kept = {*part.inputs, *part.outputs}
     dead: list[list[str]] = [[] for _ in part.computes]

@@ -9,7 +9,7 @@ from .instructions import CommunicationCall, Free, Instruction, Wait
 
 
 def with_frees(body: Sequence[Instruction], keep: Iterable[str]) -> list[Instruction]:
-    """The instructions with a Free after the last use of every name; what a work reads lives until its Wait."""
+    """The instructions with a Free after the last use of every name; a work uses what it reads until its Wait."""
     dying: dict[int, list[str]] = {}
     for name, end in _last_uses(body, set(keep)).items():
         dying.setdefault(end, []).append(name)
@@ -22,7 +22,7 @@ def with_frees(body: Sequence[Instruction], keep: Iterable[str]) -> list[Instruc
 
 
 def _last_uses(body: Sequence[Instruction], kept: set[str]) -> dict[str, int]:
-    """The place of the last instruction that uses each name that is not kept."""
+    """By name that is not kept, the place of the last instruction that uses it."""
     last: dict[str, int] = {}
     held_by_work: dict[str, tuple[str, ...]] = {}
     for place, instruction in enumerate(body):

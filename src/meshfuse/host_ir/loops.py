@@ -35,29 +35,27 @@ _SHORT = 64 * 1024
 
 
 def lower_loop(low: RankLowering, loop: ChunkLoop) -> list[Instruction]:
-    """The instructions of a loop on the lowering's rank; none outside of its mesh."""
+    """The instructions of a loop on the lowering's rank; none outside the loop's mesh."""
     if low.rank not in loop.mesh:
         return []
     return _WRITERS[loop.ring](low, loop).run()
 
 
 class _InTurn(Chunks):
-    """One chunk after the other, with a collective for each."""
+    """One chunk after the other, with collectives for each."""
 
     def __init__(self, low: RankLowering, loop: ChunkLoop):
         super().__init__(low, loop)
         self.into = {s.source: s.target for s in loop.moves if self._in_place(s)}
 
     def _in_place(self, step: Set) -> bool:
-        """An all-reduce whose source nothing else reads: its source is written where its target will be."""
+        """Whether a move is an all-reduce of what nothing else reads: then its source is written into the target."""
         if step.move.kind is not MoveKind.ALL_REDUCE or step.target not in self.parts:
             return False
         return step.source in self.made and step.source not in self.whole and self.low.readers[step.source] == 1
 
     def _write(self) -> None:
-        """What comes before the first op that reads a moved value (before the first op, where none does) is done for
-        the next chunk before the rest is done for this one.
-        """
+        """For each chunk the steps before the first op that reads a moved value, then the others for the chunk before."""
         steps = self.loop.steps
         first = self._first_reader() or next(i for i, s in enumerate(steps) if isinstance(s, Compute))
         chunks = self.loop.filled
@@ -68,7 +66,7 @@ class _InTurn(Chunks):
                 self._step(step, chunks[place - 1])
 
     def _first_reader(self) -> int:
-        """The place of the first op that reads what a move of the loop brings; 0 where there is none."""
+        """The place of the first op that reads a value moved in the loop; 0 where there is none."""
         moved = {s.target for s in self.loop.moves}
         readers = (i for i, s in enumerate(self.loop.steps) if isinstance(s, Compute) and moved.intersection(s.inputs))
         return next(readers, 0)
@@ -76,7 +74,7 @@ class _InTurn(Chunks):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A rank's place among the ranks of a ring, and how many chunks each shard is cut into."""
+    """A rank's place in a ring of ranks, and into how many chunks each shard is cut."""
 
     group: tuple[int, ...]
     index: int
@@ -95,20 +93,20 @@ class Ring:
         return self.group[(self.index + 1) % self.size]
 
     def block(self, place: int) -> range:
-        """The chunks of the shard of the rank at this place, counted round."""
+        """The chunks of the shard of the rank at this place, counted round the ring."""
         start = place % self.size * self.inner
         return range(start, start + self.inner)
 
 
 class _InRing(Chunks):
-    """Shards, or sums of them, on their way from rank to rank."""
+    """A loop in which shards, or sums of them, travel from rank to rank."""
 
     def _ring(self, step: Set) -> Ring:
         group = step.move.group(self.rank)
         return Ring(group, group.index(self.rank), self.loop.chunks // len(group))
 
     def _sum_type(self, step: Set) -> DataType:
-        """The type of the sums that travel in a ring."""
+        """The type of the sums that travel."""
         return DataType.Float if self.wide is not None else self._dtype(step.source)
 
     def _message(self, step: Set, kind: MessageKind, peer: int, name: str, chunk: int, size: int) -> SendRecv:
@@ -121,7 +119,7 @@ class _InRing(Chunks):
 
 
 class _GatherRing(_InRing):
-    """Each shard goes to the rank before; a rank works on its own, then on that of the rank after it, and so on."""
+    """Each shard goes to the rank before: a rank works on its own, then on that of the rank after it, and so on."""
 
     def _write(self) -> None:
         step = self.loop.moves[0]
@@ -141,7 +139,7 @@ class _GatherRing(_InRing):
                         self._step(other, here)
 
     def _makers(self, value: int) -> list[Compute | Set]:
-        """The loop's steps that a value comes of, in order."""
+        """The loop's steps that a value is made by, in order."""
         found: list[Compute | Set] = []
         wanted = {value}
         for step in reversed(self.loop.steps):
@@ -193,16 +191,16 @@ class _GatherRing(_InRing):
 
 
 class _ScatterRing(_InRing):
-    """The sum of each chunk goes round by way of all ranks, each adding its term, and ends where it belongs."""
+    """The sum of each chunk goes round all ranks, each of which adds its term, and ends where it belongs."""
 
     def __init__(self, low: RankLowering, loop: ChunkLoop):
         super().__init__(low, loop)
         self.wide = self._wide_term()
 
     def _wide_term(self) -> Compute | None:
-        """The op whose terms, of 16-bit floats, are made, sent and added in float32: rounded once, like a collective's.
+        """The op whose terms, of 16-bit floats, are made, sent and added in float32, so that they are rounded once.
 
-        One whose tensors are so small that a ring takes no longer for it.
+        Only where tensors are so small that this takes a ring no longer.
         """
         step = self.loop.moves[-1]
         maker = next((s for s in self.loop.computes if step.source in s.outputs), None)
@@ -234,7 +232,7 @@ class _ScatterRing(_InRing):
                 self.out += [] if ring.index else coming
 
     def _coming(self, step: Set, ring: Ring, chunk: int) -> list[Instruction]:
-        """Ask for the sum so far of a chunk, which the rank before sends after this turn."""
+        """Ask for a chunk's sum so far, which the rank before sends after its own turn."""
         shape, size = local_shape(self._held(step.source, chunk)), box_numel(self._held(step.source, chunk))
         name = f"v{step.target}_{chunk}_sum"
         call = self._message(step, "recv", ring.before, name, chunk, size)

@@ -30,19 +30,19 @@ from .schedule import IN_FLIGHT, schedule
 
 
 def lower_to_host_ir(segmented: SegmentedDefinition, rank: int, digest: str, in_flight: int = IN_FLIGHT) -> HostProgram:
-    """The program of a rank: its kernels, its part in every collective, and where each buffer's life ends.
+    """The program of a rank: its kernels, its part in every collective, and the frees of its buffers.
 
-    `in_flight` bounds the bytes of communications that are issued ahead of their need.
+    `in_flight` is the most bytes of communications that are issued before they are needed.
     """
     return RankLowering(segmented, rank, digest).run(in_flight)
 
 
 class RankLowering:
-    """What the instructions of all parts are made from: names, readers and facts of values.
+    """What the instructions of all parts of a program are made from.
 
-    `names` are those of all values: their numbers, of an input that is several values the first one's. `readers` says
-    how many steps and outputs read each, and `fresh` are the values in memory of their own: a reader that is the only
-    one may write there. `fusible` says of every segment's kernel beside which values it may do the copies.
+    By value: `names` (for an input that is several values, that of the first one), `readers`, the number of steps and
+    outputs that read it, and `fresh`: it is in memory of its own, so that an only reader may write there. `fusible`
+    tells beside which values each segment's kernel may do the copies.
     """
 
     def __init__(self, segmented: SegmentedDefinition, rank: int, digest: str):
@@ -62,7 +62,7 @@ class RankLowering:
         self._move_texts: dict[Move, tuple[str, str, str]] = {}
 
     def run(self, in_flight: int) -> HostProgram:
-        """The whole program, scheduled, with what is dead freed."""
+        """The whole program, scheduled and with frees."""
         self._name_inputs()
         for part in buckets(self.segmented.resharded, self.segmented.parts):
             if isinstance(part, Segment):
@@ -80,7 +80,7 @@ class RankLowering:
         return HostProgram(self.rank, self._params(), tuple(body), outputs, self.digest)
 
     def _name_inputs(self) -> None:
-        """An input that is whole on several meshes is a value on each, and one argument."""
+        """Give an input that is whole on several meshes, a value on each, one name."""
         first: dict[int, str] = {}
         for v in self.segmented.resharded.inputs:
             self.names[v] = first.setdefault(self.values[v].tensor, self.names[v])
@@ -108,7 +108,7 @@ class RankLowering:
         self.instructions.append(Launch(kernel, params, outputs))
 
     def cost(self, compute: Compute) -> tuple[float, float]:
-        """Operations, and bytes read and written at least, of an op on one rank."""
+        """(operations, bytes read and written at least) of an op on one rank."""
         call = self.graph.nodes[compute.node].call
         key = (id(call), id(compute.placement))
         if key not in self._costs:
@@ -116,7 +116,7 @@ class RankLowering:
         return self._costs[key]
 
     def _kernel_lines(self, part: Segment) -> tuple[list[str], list[tuple[str, SourceLine]]]:
-        """The ops' lines, with intermediate values dropped after their last use, and of each line its origin."""
+        """(the ops' lines, with values dropped after their last use; for each line the op and the user's line)."""
         dead = dying(part)
         lines: list[str] = []
         origins: list[tuple[str, SourceLine]] = []
@@ -139,7 +139,7 @@ class RankLowering:
     # moves ----------------------------------------------------------------------------------------------------
 
     def _communicate(self, steps: Sequence[Set]) -> None:
-        """Moves that are one call where they are several."""
+        """Lower moves; several at once may be one call."""
         mine = [s for s in steps if self.rank in s.move.src.mesh or self.rank in s.move.dst.mesh]
         moves = [self.move_context(s, self.name(s.source), f"v{s.target}", self.is_fresh(s.source)) for s in mine]
         if len(moves) > 1 and len(moves[0].group) > 1:
@@ -157,35 +157,35 @@ class RankLowering:
         return MoveContext(self.rank, step.move, tensor.type, source, target, about, fresh, work, is_spared)
 
     def _move_text(self, move: Move) -> tuple[str, str, str]:
-        """The kind of a move, its axes and all of it in words; of equal moves once."""
+        """(kind, axes, text) of a move; worked out once for equal moves."""
         found = self._move_texts.get(move)
         if found is None:
             found = self._move_texts[move] = (move.kind.value, ",".join(map(str, move.axes)), str(move))
         return found
 
     def wire(self, move: Move, source: int) -> float:
-        """Bytes that this rank puts on the wire for a move of a value."""
+        """The bytes that this rank sends in a move of a value."""
         kind = self.segmented.resharded.type_of(source)
         return wire_elements(move, kind.shape, self.rank) * kind.dtype.itemsize
 
     def is_fresh(self, value: int) -> bool:
-        """True for memory that one reader alone sees, which may write to it."""
+        """Whether a value is in memory that only one reader sees, which may write there."""
         return value in self.fresh and self.readers[value] == 1
 
     def new_name(self, name: str, loop: int) -> str:
-        """The name, with the loop's number where another loop has it: of a chunk that both read."""
+        """The name, with the loop's number added if another loop has it already."""
         found = name if name not in self._taken else f"{name}_{loop}"
         self._taken.add(found)
         return found
 
     def is_read_outside(self, loop: ChunkLoop, value: int) -> bool:
-        """True where more than the loop's own steps reads a value."""
+        """Whether a value is read by more than the loop's own steps."""
         inside = sum(step.inputs.count(value) for step in loop.steps)
         return self.readers.get(value, 0) > inside
 
 
 def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:
-    """How many ops, moves and outputs read each value."""
+    """By value how many ops, moves and outputs read it."""
     counts: dict[int, int] = dict.fromkeys(segmented.resharded.outputs, 1)
     for step in segmented.resharded.steps:
         for v in step.inputs:
@@ -194,7 +194,7 @@ def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:
 
 
 def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
-    """Values in memory of their own: results that an op has summed over."""
+    """The values that are surely in memory of their own: results of ops that sum."""
     nodes, found = segmented.resharded.graph.nodes, set[int]()
     known: dict[tuple[int, int], bool] = {}  # of equal ops in equal placements, which are the same objects
     for part in segmented.parts:

@@ -1,4 +1,4 @@
-"""The Python lines of ops on one rank: written once for equal ops in equal places, such as those of layers."""
+"""The Python lines of ops on one rank, written once for equal ops in equal places, such as those of layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _is_arithmetic(lines: Sequence[str]) -> bool:
 
 
 class _Learned(NamedTuple):
-    """The lines of an op, none where they depend on its number; and whether its last result is in new memory."""
+    """The lines of an op (None where they depend on its number), and whether its last result is in new memory."""
 
     templates: tuple[Template, ...]
     in_new_memory: bool
@@ -42,7 +42,7 @@ class _Learned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Watched(LocalCall):
-    """A call of which is noted whether its number is `asked` for."""
+    """A call that notes whether its number is asked for."""
 
     asked: list[bool] = field(default_factory=list)
 
@@ -60,13 +60,13 @@ class OpText:
     _known: dict[tuple[object, ...], _Learned] = field(default_factory=dict)
 
     def lines(self, node: Node, placement: Placement, operands: Sequence[str], results: Sequence[str]) -> list[str]:
-        """The statements that make the results' names of the operands'."""
+        """The statements that assign the results' names, from the operands' names."""
         return self.statements(node, placement, operands, results)[0]
 
     def statements(
         self, node: Node, placement: Placement, operands: Sequence[str], results: Sequence[str]
     ) -> tuple[list[str], bool]:
-        """These lines; and whether the last result is sure to be in memory of its own."""
+        """(these lines, whether the last result is surely in memory of its own)."""
         names = list(dict.fromkeys(operands))
         places = tuple(map(names.index, operands))
         # Calls and placements of equal layers are the same objects, and live as long as the graph.
@@ -82,7 +82,7 @@ class OpText:
         return [text % pick(names) for text, pick in found.templates], found.in_new_memory
 
     def _learned(self, node: Node, placement: Placement, places: Sequence[int], results: int) -> _Learned:
-        """The lines with holes for the names."""
+        """The lines, with holes for the names."""
         operands = list(map(_hole, places))
         first = len(set(places))
         targets = list(map(_hole, range(first, first + results)))

@@ -62,7 +62,7 @@ class HostProgram:
         return "\n".join(self.lines(simulated)[0])
 
     def lines(self, simulated: bool = False) -> tuple[list[str], Mapping[int, Instruction]]:
-        """The lines of `source`, and for each line number (from 1) the instruction that it belongs to."""
+        """(the lines of `source`, by line number from 1 the instruction that the line belongs to)."""
         out: list[str] = []
         where: dict[int, Instruction] = {}
         for kernel in self.kernels:

@@ -26,19 +26,19 @@ _SENDS = 8
 def schedule(
     body: Sequence[Instruction], model: CostModel | None = None, in_flight: int = IN_FLIGHT
 ) -> list[Instruction]:
-    """The instructions in a better order with the same results. `in_flight` bounds the bytes issued ahead."""
+    """The instructions in a better order, with the same results. At most `in_flight` bytes are issued ahead."""
     if not any(isinstance(i, Wait) for i in body):
         return list(body)
     return _Scheduler(body, model or CostModel(), in_flight).run()
 
 
 class _Scheduler:
-    """Places in the body stand for instructions. A place is done once its instruction is in `out`.
+    """Goes through the instructions of `body` by their places; a place is done once its instruction is in `out`.
 
-    What is known of the body: `depends` has for every place those that it must stay behind, `after_launch` the last
-    kernel of them (-1 for none); `follow` the writes that go right behind a place, and `ending` those behind a wait.
-    What is modelled: `clock` is the time on the rank, `free` when each direction of its link is, and `finish` when each
-    work is over; `holding` and `held` are the bytes of the works in flight.
+    depends: for every place those that it must stay behind; after_launch: the last kernel among these, -1 for none.
+    follow: the writes that go right behind a place; ending: those behind a wait.
+    clock: the modelled time on this rank; free: when each direction of its link is; finish: when each work is over.
+    holding, held: the bytes of each work in flight, and of all.
     """
 
     def __init__(self, body: Sequence[Instruction], model: CostModel, in_flight: int):
@@ -73,7 +73,7 @@ class _Scheduler:
         return self.model.communication(ins)
 
     def _classify(self) -> None:
-        """For every place the last kernel that it comes after; and which writes go with which kernel or wait."""
+        """Find for every place the last kernel that it comes after, and which writes go with which kernel or wait."""
         late: dict[int, int] = {}
         driver = -1
         for place, ins in enumerate(self.body):
@@ -109,11 +109,11 @@ class _Scheduler:
     # what is needed
 
     def _need(self, place: int) -> None:
-        """Emit an instruction and all that it comes after, in their original order."""
+        """Emit an instruction, after all that it must stay behind, in their original order."""
         self._emit_all(self._missing(place))
 
     def _missing(self, place: int) -> list[int]:
-        """The instruction, which is the last one, and all that it comes after, less what is done."""
+        """What is not done yet of the instructions that this one must stay behind, and this one last."""
         if self.done[place]:
             return []
         missing, stack = {place}, [place]
@@ -150,7 +150,7 @@ class _Scheduler:
         self._follow(place)
 
     def _follow(self, place: int) -> None:
-        """What is written straight after this instruction."""
+        """Emit the writes that go right behind this instruction."""
         for found in self.follow.get(place, ()):
             kernel = self.after_launch[found]
             if kernel >= 0 and not self.done[kernel]:
@@ -161,7 +161,7 @@ class _Scheduler:
     # communications
 
     def _issue_ready(self) -> None:
-        """Issue what can be issued without a kernel that has not run, a wait that would last, or too much memory."""
+        """Issue communications, until one needs a kernel that has not run, a long wait or too much memory."""
         while self.next_call < len(self.calls):
             place = self.calls[self.next_call]
             kernel = self.after_launch[place]
@@ -185,13 +185,13 @@ class _Scheduler:
         return False
 
     def _patience(self) -> float:
-        """Seconds worth waiting to issue the next communication: a kernel's, where communications take longest."""
+        """How long to wait, in seconds, to issue the next communication: as a kernel takes, if they take longest."""
         if self.wire_left <= self.work_left or self.next_launch >= len(self.launches):
             return self.model.start
         return self.costs[self.launches[self.next_launch]]
 
     def _has_room(self, place: int) -> bool:
-        """Room for one more in flight; works that should be over by now are waited for to make it."""
+        """Whether one more may be in flight, once works that should be over by now have been waited for."""
         wanted = self._bytes(place)
         while self.held and self.held + wanted > self.limit:
             work = next(iter(self.holding))

@@ -45,11 +45,11 @@ def _verify_names(instruction: Instruction, found: Effects, alive: set[str]) -> 
 
 
 def verify_together(programs: Sequence[HostProgram]) -> None:
-    """All ranks agree on the order of their communications, in every group and across groups.
+    """Check that all ranks agree on the order of their communications, in every group and across groups.
 
-    Collectives of a group come in one order with equal kinds and sizes, every message is received, and no rank comes
-    to a communication that another reaches only after one that waits for this rank, even if none went on before all
-    of its ranks had come.
+    A group's collectives come in one order, with equal kinds and sizes. Every message is received. And no rank comes to
+    a communication that another reaches only after one that waits for this rank, even if each waits for all of its
+    ranks.
     """
     orders: dict[tuple[int, ...], tuple[int, list[tuple[object, ...]]]] = {}
     sent: dict[tuple[int, int], list[tuple[int, str]]] = {}
@@ -84,9 +84,9 @@ def _verify_members(orders: Mapping[tuple[int, ...], object], programs: Sequence
 
 
 def _meetings(program: HostProgram) -> list[tuple[Meeting, int]]:
-    """All that a rank takes part in, in order, and how many come to each.
+    """All that a rank takes part in, in order, and how many ranks come to each.
 
-    Before the first message in a group all of it connect, which is a meeting, too.
+    Before the first message in a group all of its ranks connect, which is a meeting, too.
     """
     numbers: Counter[object] = Counter()
     known: set[tuple[int, ...]] = set()
@@ -103,7 +103,7 @@ def _meetings(program: HostProgram) -> list[tuple[Meeting, int]]:
 
 
 def _verify_meetings(programs: Sequence[HostProgram]) -> None:
-    """Let all ranks go through their meetings, each over when all have come: all must get to their ends."""
+    """Let all ranks go through their meetings, each of which is over when all have come: all must get to their ends."""
     left = {program.rank: _meetings(program)[::-1] for program in programs}
     waiting: dict[object, list[int]] = {}
     moving = [program.rank for program in programs]
