@@ -55,7 +55,7 @@ class _InTurn(Chunks):
         return step.source in self.made and step.source not in self.whole and self.low.readers[step.source] == 1
 
     def _write(self) -> None:
-        """For each chunk the steps before the first op that reads a moved value, then the others for the chunk before."""
+        """By chunk the steps before the first op that reads a moved value, then the others for the chunk before."""
         steps = self.loop.steps
         first = self._first_reader() or next(i for i, s in enumerate(steps) if isinstance(s, Compute))
         chunks = self.loop.filled
