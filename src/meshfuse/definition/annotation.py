@@ -20,9 +20,9 @@ _MOST_CHUNKS = 1 << 14
 
 @dataclass(eq=False, slots=True)
 class Annotation:
-    """A mesh and a loop domain for one tensor; mutable while the definition is written, as nvFuser's is.
+    """What is said of one tensor: a mesh and a loop domain; nvFuser's calls edit it while the definition is written.
 
-    `stated` tells that a mesh_split or a sharding said all of it; a mesh alone leaves the splits to be said.
+    `stated`: a mesh_split or a sharding said all of it. A mesh alone leaves the splits to be said later.
     """
 
     line: SourceLine
@@ -48,12 +48,12 @@ class Annotation:
         return Sharding.make(self.mesh, dims, shape)
 
     def said(self) -> object:
-        """Equal for annotations of which the meanings for a shape are equal."""
+        """Equal for annotations that give tensors of equal shapes equal shardings."""
         return self.mesh, self.domain.layouts(), self.domain.layouts(reduction=True)
 
     @property
     def is_on_devices(self) -> bool:
-        """Whether an axis is bound to a mesh axis."""
+        """Whether some axis of the loop domain is bound to a mesh axis."""
         return any(leaf.axis not in (None, STREAM) for leaf in self.domain.order)
 
     @property
@@ -63,7 +63,7 @@ class Annotation:
         return any([leaf.axis == STREAM for leaf in leaves]) or any([leaf.swizzled for leaf in self.domain.order])
 
     def streams(self, shape: Sequence[int]) -> list[tuple[int, Layout, bool]]:
-        """(dim, its factors with those of the chunks bound to the stream, whether in a ring) for dims in chunks."""
+        """For each dim in chunks (dim, its factors with that of the chunks bound to the stream, whether in a ring)."""
         roots = [root for root in self.domain.roots if not root[0].reduction]
         if not any([leaf.swizzled or leaf.axis == STREAM for root in roots for leaf in root]):
             return []
@@ -79,9 +79,7 @@ class Annotation:
         return found
 
     def named(self, reduction: bool = False) -> list[Layout]:
-        """The layouts of all dims (or of the dims that the tensor's op reduces), with the mesh's axes in the place of
-        nvFuser's parallel types.
-        """
+        """The layouts of all dims (with `reduction`, of those that the tensor's op reduces), over named mesh axes."""
         layouts = enumerate(self.domain.layouts(reduction))
         return [self._named(layout, f"tensor {self.label}, dim {d}") for d, layout in layouts]
 
@@ -94,13 +92,13 @@ class Annotation:
         return (self.mesh, *(tuple(map(_trimmed, self.named(reduction))) for reduction in (False, True)))
 
     def _named(self, layout: Layout, what: str) -> Layout:
-        """The layout with mesh axes for nvFuser's parallel types, its sizes checked against the mesh's."""
+        """The layout with nvFuser's parallel types as mesh axes, its sizes checked against the mesh's."""
         assert self.mesh is not None
         return tuple(_sized(_mesh_axis(split, self.mesh, self.line), self.mesh, what, self.line) for split in layout)
 
 
 def check_agreement(old: Annotation, new: Annotation) -> None:
-    """A mesh alone may be refined by what is said later; anything more must be said the same again."""
+    """Raises DefinitionError unless the second annotation says the same, or the first one gave a mesh only."""
     told = old.stated or any(leaf.axis is not None for leaf in old.domain.order)
     same = old.meaning() == new.meaning() if told and old.mesh is not None else old.mesh in (None, new.mesh)
     if not same:
@@ -108,7 +106,7 @@ def check_agreement(old: Annotation, new: Annotation) -> None:
 
 
 def contradiction(name: str, new: str, old: str, line: SourceLine) -> Exception:
-    """The error of a second annotation of a tensor that says something else, with both and the line of the second."""
+    """The error of a second annotation of a tensor that says something else than the first."""
     return user_error(
         f"tensor {name} is annotated twice", f"{new} after {old}", "one annotation, or equal ones",
         "Remove one, or reshard with fd.ops.set and annotate its result.", line,
@@ -116,9 +114,7 @@ def contradiction(name: str, new: str, old: str, line: SourceLine) -> Exception:
 
 
 def _check_runs(what: str, layout: Layout, n: int, line: SourceLine) -> None:
-    """Raises DefinitionError where a rank would hold a dim in more pieces, or work on it in more chunks, than anything
-    is done with in time.
-    """
+    """Raises DefinitionError where a rank would hold a dim in too many runs, or work on it in too many chunks."""
     if (chunks := stream_count(layout)) > _MOST_CHUNKS:
         raise user_error(
             f"{what}: too many chunks",
@@ -149,7 +145,7 @@ def _mesh_axis(split: Split, mesh: DeviceMesh, line: SourceLine) -> Split:
 
 
 def _sized(split: Split, mesh: DeviceMesh, what: str, line: SourceLine) -> Split:
-    """A bound split of free size takes the axis' size: the dim itself is the axis."""
+    """A split over an axis with the axis' own size, if it gives none; checked against the axis if it gives one."""
     if not split.bound:
         return split
     assert split.axis is not None

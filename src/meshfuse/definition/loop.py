@@ -23,10 +23,10 @@ KIND_OF_NAME = {name: kind for kind, name in PARALLEL_NAMES.items()}
 
 @dataclass(eq=False, slots=True)
 class Leaf:
-    """One axis of a loop domain. A size of None is what remains of its dim.
+    """One axis of a loop domain. A size of None is what the other axes of its dim leave.
 
-    A `merged` axis goes over leaves of several dims, which stay as they are in their roots: it orders a kernel's
-    work and cannot be bound.
+    A `merged` axis goes over leaves of several dims, which stay as they are in their roots: it only orders a kernel's
+    work, and cannot be bound.
     """
 
     size: int | None
@@ -43,9 +43,9 @@ class Leaf:
 
 @dataclass(eq=False, slots=True)
 class LoopDomain:
-    """Leaves of every root dim, major to minor, and all leaves in loop order (what axis(i) counts).
+    """The loop domain of a tensor: `roots` has each dim's leaves, major to minor, `order` all in loop order.
 
-    The last `factored` leaves of the order are reduced earlier (rfactor): axis(i) does not count them.
+    `axis(i)` counts the leaves of `order`, but for the last `factored` ones: these are reduced earlier (rfactor).
     """
 
     roots: list[list[Leaf]]
@@ -67,7 +67,7 @@ class LoopDomain:
 
     @property
     def loop(self) -> list[Leaf]:
-        """The leaves that the tensor itself has."""
+        """The leaves of the tensor itself, in loop order: those that `axis(i)` counts."""
         return self.order[: len(self.order) - self.factored]
 
     def place(self, axis: Any, what: str) -> int:
@@ -84,7 +84,7 @@ class LoopDomain:
         return f"a number from {-len(self.loop)} to {len(self.loop) - 1}" if self.loop else "a tensor with dims"
 
     def split(self, axis: int, factor: int, inner: bool) -> None:
-        """Split an axis in two, `factor` being the size of the inner (or else the outer) one."""
+        """Split an axis in two; the inner one (the outer one, without `inner`) has size `factor`."""
         what = "inner_split" if inner else "outer_split"
         size = as_int(factor)
         if size is None or size < 1:
@@ -134,13 +134,13 @@ class LoopDomain:
         return root[at]
 
     def unmerged(self) -> LoopDomain:
-        """The same sharding without axes over several dims; itself where there are none."""
+        """The same sharding without axes over several dims; itself where it has none."""
         if not any(leaf.merged for leaf in self.order):
             return self
         return LoopDomain(self.roots, [leaf for root in self.roots for leaf in root])
 
     def _root(self, leaf: Leaf) -> list[Leaf]:
-        """The leaves of its dim; an empty list, of no dim, for a merged axis."""
+        """The leaves of the leaf's dim; an empty list for a merged axis, which has no dim."""
         return next((root for root in self.roots if any(other is leaf for other in root)), [])
 
     def reorder(self, moves: Mapping[int, int]) -> None:
@@ -171,14 +171,15 @@ class LoopDomain:
         return terms
 
     def layouts(self, reduction: bool = False) -> tuple[Layout, ...]:
-        """The layout of every dim (or of every reduction dim)."""
+        """The layout of every dim (with `reduction`, of every reduction dim)."""
         roots = [root for root in self.roots if root[0].reduction == reduction]
         return tuple([tuple([Split(leaf.size, leaf.axis, leaf.pre) for leaf in root]) for root in roots])
 
     def dims_in_order(self, leaves: Sequence[Leaf]) -> tuple[int, ...]:
-        """The dims that these leaves are of, in the order in which a rank's memory has them; none for other leaves.
+        """The dims of these leaves as memory has them, major to minor; leaves of other domains are left out.
 
-        Where a dim lies is told by the part of it that the rank has; by its first leaf where all are bound.
+        Where a dim lies is told by its first unbound leaf, which is the rank's own part; by its first leaf if all are
+        bound.
         """
         roots = [root for root in self.roots if not root[0].reduction]
         dim_of = {id(leaf): d for d, root in enumerate(roots) for leaf in root}
@@ -188,7 +189,7 @@ class LoopDomain:
         return tuple(sorted(first, key=lambda d: local.get(d, first[d])))
 
     def copy(self) -> LoopDomain:
-        """One that is edited without changing this one."""
+        """A copy that can be edited without changing this one."""
         leaves = [*self.order, *(leaf for root in self.roots for leaf in root)]
         twins = {id(leaf): dataclasses.replace(leaf) for leaf in leaves}
         roots = [[twins[id(leaf)] for leaf in root] for root in self.roots]
@@ -220,7 +221,7 @@ def _halves(leaf: Leaf, factor: int, inner: bool, what: str) -> list[Leaf]:
 class AxisView:
     """One axis of a tensor's loop domain, as `tv.axis(i)` gives it.
 
-    `tensor` is the TensorView: it knows sizes, and whether the definition is closed.
+    `tensor` is its TensorView, which knows sizes, and whether the definition may still change.
     """
 
     domain: LoopDomain

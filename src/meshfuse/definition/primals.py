@@ -1,4 +1,4 @@
-"""Where gradients lie of which nothing is said: as their primals do."""
+"""Where gradients lie that no annotation places: as their primals do."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def of_gradients(fd: AnnotatedDefinition, given: Mapping[int, Annotation]) -> dict[int, Annotation]:
-    """The annotations of outputs that are gradients: those of their primals, unless something is said of them.
+    """Annotations for outputs that are gradients: those of their primals, unless they have some of their own.
 
-    Inputs of which nothing is said are whole on every rank; on which mesh is clear where there is one.
+    A primal that is an input without an annotation is whole on every rank; if there is one mesh only, on that.
     """
     found: dict[int, Annotation] = {}
     meshes, inputs = {a.mesh for a in given.values()}, set(fd.input_tensors())

@@ -37,7 +37,7 @@ class OpNode:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers by the definition's seed."""
+        """Whether the op draws random numbers by the definition's seed."""
         return self.op.draws is not None and self.op.draws(Call(self.op, self.args, ()))
 
 
@@ -71,12 +71,12 @@ def rule_of(tensors: Sequence[TensorDef], node: OpNode) -> Rule | None:
 
 
 def _known(kind: TensorType) -> TensorType:
-    """A type with a stand-in for unknown sizes, to ask rules that need sizes."""
+    """A type with its open sizes replaced by stand-ins, to ask rules that need sizes."""
     return TensorType(tuple(7 if n < 0 else n for n in kind.shape), kind.dtype)
 
 
 def memory_order(ndim: int, allocation: tuple[int, ...] | None, producer: OpNode | None) -> tuple[int, ...] | None:
-    """nvFuser's stride order of a tensor with this allocation domain or producer; None for row-major."""
+    """nvFuser's stride order of a tensor with this allocation domain, or made by this op; None for row-major."""
     order = None
     if allocation is not None:
         order = tuple(ndim - 1 - allocation.index(d) for d in range(ndim))

@@ -37,9 +37,11 @@ class Inputs:
 
 
 def outline(arguments: Any) -> Any:
-    """All facts but strides that the checks of a call's arguments look at, as a key; None where they look at more: at
-    numbers, DTensors, other subclasses of tensors, those whose memory has other numbers (`settled`), and modes that
-    follow tensors. Memory that its owner has freed would end the process.
+    """A key of all facts (but strides) that the checks of a call's arguments look at: equal keys, one check.
+
+    None where checks look at more: at numbers, DTensors, other subclasses of tensors, tensors whose memory has other
+    numbers (`settled`), and modes that follow tensors. Whether a tensor has memory is one of the facts: if its owner
+    has freed that, its use would end the process.
     """
     if type(arguments) not in (list, tuple) or _dispatch_modes() or forward_ad._current_level >= 0:
         return None
@@ -140,7 +142,7 @@ def _computes(value: torch.Tensor) -> bool:
 
 
 def _follower(value: torch.Tensor) -> str:
-    """What of torch's would have to see all that is done to a tensor, as for its derivatives; "" for nothing."""
+    """What of torch's needs to see all that is done to the tensor, as for its derivatives; "" for nothing."""
     of_torch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     if of_torch.is_batchedtensor(value) or of_torch.is_gradtrackingtensor(value) or torch._is_functional_tensor(value):
         return "a tensor of torch.func (vmap, grad, jvp, functionalize)"
@@ -350,7 +352,7 @@ def check_global_shapes(
 
 
 def _if_shard(fd: DefinitionBuilder, i: int, tensor: torch.Tensor) -> str:
-    """A remark where a tensor has the shape of some rank's shard."""
+    """A remark for an error, where a tensor has the shape of some rank's shard."""
     annotation, shape = fd.placed(i), fd.tensors[i].type.shape
     if annotation is None or annotation.mesh is None or -1 in shape:
         return ""
@@ -382,7 +384,8 @@ def global_shapes(
 ) -> dict[int, tuple[int, ...]]:
     """The global shapes that local arguments mean: fixed sizes as defined, open ones as even shards make them up.
 
-    `globals_` are shapes known otherwise (of DTensors). Raises ArgumentError where a shard is not of its shape.
+    `globals_` are shapes that are known already, of DTensors. Raises ArgumentError where a shard does not have its
+    shape.
     """
     out: dict[int, tuple[int, ...]] = {}
     for i, tensor in inputs.tensors.items():
@@ -429,9 +432,9 @@ def _check_shard(
 def with_open_sizes(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], error: DefinitionError
 ) -> DefinitionError:
-    """An error of an op that did not take the arguments' sizes, with those that the definition left open.
+    """The error of an op that cannot take the arguments' sizes, together with the sizes that the definition left open.
 
-    The error itself where it left none open.
+    It is the error itself where the definition leaves none open.
     """
     made = [(fd.tensors[i].label, fd.tensors[i].type.shape, shape) for i, shape in sorted(shapes.items())]
     given = [f"{label} {list(defined)} is {list(shape)}" for label, defined, shape in made if UNKNOWN in defined]

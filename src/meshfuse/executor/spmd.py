@@ -92,8 +92,10 @@ _SPREAD = 0x5851F42D4C957F2D
 
 
 class _Phase(Enum):
-    """How far a call has come: before its program runs (other than to be compiled), where ranks compile it together,
-    in it, where whole outputs are gathered, or after all that ranks do together.
+    """How far a call has come.
+
+    Before its program runs, while all ranks compile it, in the program, while whole outputs are gathered, or after all
+    that ranks do together.
     """
 
     BEFORE, COMPILING, RUNNING, GATHERING, OVER = range(5)
@@ -102,18 +104,20 @@ class _Phase(Enum):
 class RankProgram:
     """A compiled program bound to this rank's process groups.
 
-    `source` is the definition's text: all ranks compare it (and the plan) before the first execution. Raises
-    RankError on every rank where they differ, with the first line in which they do. `backend` is a name of
-    `backends.assignment.NAMES`: what runs the segments. A plan that was taken over is followed by that of `renew` where
-    the program is executed often. `capture` gives what runs a step in the place of the program's main function, once
-    its segments are compiled.
+    Raises RankError on every rank where ranks' programs differ.
 
-    Where a call is: `step` is its number (the last call's, after it), `running` whether its program is under way,
-    `_phase` how far it has come, and `_gathered` which output is being gathered. From these a rank tells where it was.
+    source: the definition's text, which all ranks compare, with the plan, before the first execution.
+    backend: what runs the segments, one of `backends.assignment.NAMES`.
+    renew: makes a program with a plan of its own, where this one's was taken over and it is executed often.
+    capture: makes what runs a step in place of the program's main function, once its segments are compiled.
 
-    What runs: `_main` is the program's main function, `_run` what a step calls, `_main` or what was captured of it.
-    `_calls` counts the steps of this plan. Before step `_due` of these segments are compiled (None: they are, or there
-    are none), before step `_renewal` the plan is made anew (None: it stays).
+    Where a call is: `step` is its number (after the call, the last one's), `running` whether its program is under way,
+    `_phase` how far it has come, `_gathered` which output is being gathered. From these a rank tells others where it
+    is.
+
+    What runs: `_main` is the program's main function; `_run` is what a step calls, `_main` or what was captured of it.
+    `_calls` counts the steps of this plan. Before step `_due` segments are compiled (None: they are, or there are
+    none); before step `_renewal` the plan is made anew (None: it stays).
     """
 
     def __init__(

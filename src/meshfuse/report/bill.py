@@ -13,7 +13,7 @@ from .causes import Cause, Causes, quoted
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """The runner-up of a collective: an annotation to change, and the bytes and seconds of the whole plan then."""
+    """The runner-up of a collective: an annotation to change, and the whole plan's bytes and seconds then."""
 
     tensor: str
     line: str
@@ -28,11 +28,14 @@ class Instead:
 
 @dataclass(frozen=True, slots=True)
 class BillEntry:
-    """One collective: `wire` is the bytes per rank, counted as a ring; the mean over the starting ranks.
+    """One collective of a program.
 
-    `seconds` is its modelled time, `source` and `target` the shardings it moves the tensor between. `op` is the op
-    that reads the result ("" for outputs and annotations). `held_by` and `needed_by` are the annotations that those
-    shardings follow, with their lines. `instead` is None where it was not asked for, or nothing else may be said.
+    wire: bytes per rank, counted as a ring; the mean over the ranks that it starts from.
+    seconds: its modelled time.
+    source, target: the shardings between which it moves the tensor.
+    op: the op that reads the result, "" for outputs and annotations.
+    held_by, needed_by: the annotations that source and target follow, with their lines.
+    instead: the runner-up; None where it was not asked for, or no other annotation is possible.
     """
 
     collective: str
@@ -53,22 +56,22 @@ class BillEntry:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """All collectives of a program in order."""
+    """All collectives of a program, in order. `print` shows a table of them."""
 
     entries: tuple[BillEntry, ...]
 
     @property
     def total(self) -> float:
-        """Bytes per rank on the wire."""
+        """The bytes that a rank sends, the mean over ranks."""
         return sum(entry.wire for entry in self.entries)
 
     @property
     def seconds(self) -> float:
-        """Modelled time of all collectives, one after the other."""
+        """The modelled seconds of all collectives, one after the other."""
         return sum(entry.seconds for entry in self.entries)
 
     def to_dict(self) -> dict[str, object]:
-        """The bill as JSON's types."""
+        """The bill in types of JSON."""
         entries = [asdict(entry) for entry in self.entries]
         return {"total": self.total, "seconds": self.seconds, "entries": entries}
 
@@ -124,9 +127,9 @@ def micro(seconds: float) -> str:
 
 
 def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
-    """The bill of a compiled program, the same for every rank: each collective's mean over its ranks.
+    """The bill of a compiled program, which is the same for every rank.
 
-    With `alternatives` every collective has its runner-up: plans are made anew, so that it takes as long as several
+    With `alternatives` every collective has its runner-up. Plans are made anew for that: it takes as long as several
     compilations.
     """
     causes, others = Causes(compiled), Alternatives(compiled) if alternatives else None

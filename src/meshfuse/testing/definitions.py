@@ -38,15 +38,20 @@ def definitions(
     dtypes: Sequence[DataType] = DTYPES,
     open_sizes: bool = False,
 ) -> st.SearchStrategy[FusionDefinition]:
-    """Definitions of `min_ops` to `max_ops` random ops, or a few more; not annotated.
+    """A Hypothesis strategy for definitions of `min_ops` to `max_ops` random ops, or a few more; not annotated.
 
-    They shrink to few ops, small sizes and simple ops.
+    They shrink to few ops, small sizes and simple ops. What no op reads is an output, and so are a few other tensors;
+    `inputs_for` gives inputs that fit.
 
-    `ops` are ops of the table, or registered ones, by name, or OpDefs, which then make about half of each program,
-    called as their samples call them. `families` (of `blocks.FAMILIES`) narrow the other ops, or `blocks` name them.
-    Inputs are made of `sizes` and `dtypes` (one with many places comes often); with `open_sizes` one program in four
-    leaves some open (-1). No tensor has more than `max_numel` elements. What nothing reads is an output, and so are a
-    few intermediate tensors. `inputs_for` gives inputs that fit. Raises ArgumentError for what there is none of.
+    families: of `blocks.FAMILIES`, which ops there are; all of them by default.
+    ops: names of ops (of the table, or registered) or OpDefs that make about half of each program, called as their
+        samples call them.
+    blocks: what programs are made of, in place of the families.
+    sizes, dtypes: of inputs; what is listed several times comes more often.
+    max_numel: the most elements of a tensor.
+    open_sizes: let one program in four leave some sizes open (-1).
+
+    Raises ArgumentError for families, ops or numbers that do not exist.
     """
     check_names("definitions: families", families, FAMILIES)
     check_entries("definitions: ops", ops, (str, OpDef), "a list of names of ops, or OpDefs")
@@ -99,9 +104,10 @@ def _add_outputs(draw: st.DrawFn, w: DefinitionWriter) -> None:
 def annotations(
     fd: FusionDefinition, max_tensors: int = 6, second_mesh: bool = True, max_ranks: int = 8
 ) -> st.SearchStrategy[FusionDefinition]:
-    """Annotate some tensors of a definition, which is returned, in any of the forms that there are.
+    """A Hypothesis strategy that annotates up to `max_tensors` of a definition's tensors, and gives it back.
 
-    Over one mesh of 2 to `max_ranks` ranks or, with `second_mesh`, now and then over two that have as many together.
+    They lie on one mesh of 2 to `max_ranks` ranks, in any form; with `second_mesh` now and then on two meshes with as
+    many ranks together. Raises ArgumentError for what is no definition, and for impossible numbers.
     """
     check_type("annotations: fd", fd, FusionDefinition, "Pass a definition.")
     check_int("annotations: max_tensors", max_tensors, 1, _MOST_OPS)
