@@ -25,8 +25,8 @@ from .sharded import Choice, ShardedDefinition
 from .votes import Available
 from .wishes import wishes
 
-# A horizon beyond the end of any program: no choice is final before the end.
-_NONE = 1 << 30
+# Beyond the end of any program: no choice is final before that.
+_NO_HORIZON = 1 << 30
 FAST = BeamSettings(width=24, horizon=32)
 # The first search, all that long programs get.
 FIRST = BeamSettings(width=6, horizon=16)
@@ -34,9 +34,9 @@ THOROUGH = BeamSettings(width=16, horizon=32, thorough=True)
 # Several of these go on from one another: with more plans each takes longer, and they find no more together.
 NARROW = THOROUGH._replace(width=8)
 # Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
-_LONG = BeamSettings(width=32, horizon=_NONE)
+_LONG = BeamSettings(width=32, horizon=_NO_HORIZON)
 # What pays in the backward only is far behind for most of the forward.
-LATE = BeamSettings(width=64, horizon=_NONE)
+LATE = BeamSettings(width=64, horizon=_NO_HORIZON)
 # Programs of so many ops are searched without a horizon.
 SMALL = 256
 # Of many programs that differ in one place each.
