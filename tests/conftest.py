@@ -32,6 +32,13 @@ for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 os.environ["MESHFUSE_CACHE"] = "off"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that draws new examples until one fails has no time limit."""
+    if config.getoption("--hypothesis-profile") == "fuzz":
+        for item in items:
+            item.own_markers = [marker for marker in item.own_markers if marker.name != "timeout"]
+
+
 def pytest_collection_finish() -> None:
     """What is loaded stays to the end: to look through it again and again for cycles takes a sixth of the time."""
     gc.collect()
