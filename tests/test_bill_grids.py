@@ -7,6 +7,8 @@ weights in W / m (k - 1) / k. Here X is 16.78 MB, the weights of an MLP 33.55 MB
 
 from __future__ import annotations
 
+import math
+
 import layers
 from layers import Sizes, Tensor, floats
 from programs import DP8, TP8, Fd, Spec, gradients, outputs, split
@@ -69,6 +71,25 @@ def products_of_all_pairs_of_rows(fd: Fd, s: Sizes) -> None:
     x = floats(fd, s.tokens, s.width)
     split(fd, TP8, (x, ["tp", None]))
     outputs(fd, fd.ops.matmul(x, fd.ops.permute(x, [1, 0])))
+
+
+@known(math.inf, 6.554)  # XLA was not asked.
+def heads_of_one_product_and_rows_that_are_free(fd: Fd, s: Sizes) -> None:
+    """Columns of the first weight go to their heads by a permute, half of the second is gathered; heads go to the
+    batch among four, and the sums are scattered among all.
+    """
+    ops = fd.ops
+    x, w, out = floats(fd, s.batch, s.length, s.width), floats(fd, s.width, 3 * s.width), floats(fd, s.width, s.width)
+    rows = ops.matmul(x, w)
+
+    def heads(i: int) -> Tensor:
+        part = ops.slice(rows, [0, 0, i * s.width], [s.batch, s.length, (i + 1) * s.width])
+        return ops.permute(ops.reshape(part, [s.batch, s.length, s.heads, s.head]), [0, 2, 1, 3])
+
+    mixed, *_ = ops.sdpfa_fwd(*map(heads, range(3)), is_causal=True)
+    merged = ops.reshape(ops.permute(mixed, [0, 2, 1, 3]), [s.batch, s.length, s.width])
+    outputs(fd, ops.matmul(merged, out))
+    split(fd, TP8, (x, [None, None, None]), (w, [None, "tp"]), (out, ["tp", None]))
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

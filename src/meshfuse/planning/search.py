@@ -219,10 +219,10 @@ def _searched(
 
 
 def _found(sharded: ShardedDefinition, world: DeviceMesh, *searches: _Search) -> ShardedDefinition:
-    search = _PlanSearch(sharded.graph, world, sharded)
-    for run in searches if search.cost.moving > EPSILON else ():
-        run(search)
-    return search.best
+    found = _PlanSearch(sharded.graph, world, sharded)
+    for search in searches:
+        found.run(search)
+    return found.best
 
 
 class _PlanSearch:
@@ -233,6 +233,11 @@ class _PlanSearch:
         self.propagation = Propagation(graph, world)
         self.best, self.cost = first, spent(first)
         self._costs = [(first, self.cost)]
+
+    def run(self, search: _Search) -> None:
+        """A search from the best plan, if that moves anything."""
+        if self.cost.moving > EPSILON:
+            search(self)
 
     def briefly(self) -> None:
         """With more placements to choose from, from a greedy plan and the best, and with inputs brought sooner: nearly
@@ -280,7 +285,7 @@ class _PlanSearch:
 
     def far(self) -> None:
         """As if an axis were two, or ranks shared inputs, with choices that stay open, and with tensors elsewhere."""
-        self._on_grids(_PlanSearch.near)
+        self._on_grids(_PlanSearch.near, _PlanSearch._farther)
         for starts in shared_starts(self.graph, self.best.homes):
             for search in (FAST, LATE):
                 self._try(_followed(self.graph, self.best, starts), search)
@@ -304,12 +309,26 @@ class _PlanSearch:
         """The search with the slack for this program: of two digits, so that searches share what they work out."""
         return search._replace(slack=float(f"{SLACK * self.cost.moving:.1e}"))
 
-    def _on_grids(self, search: _Search) -> None:
-        """From the plans that a search finds on meshes on which an axis is two."""
+    def _farther(self) -> None:
+        """What far searches find on a grid in little time. Its plans are in parts of an axis, which no op asks for on
+        the mesh itself: there a search from them finds other plans, not those next to them.
+        """
+        self._loosely()
+        self._go_on()
+        self._leave()
+
+    def _on_grids(self, search: _Search, farther: _Search | None = None) -> None:
+        """From the plans that a search finds on meshes on which an axis is two; and from what a second one makes of
+        those that take no more than the best.
+        """
         for grid in grids(self.graph):
             world = grid.written if self.world == grid.mesh else self.world
-            found = _found(propagate(grid.graph(self.graph), world), world, search)
-            self._keep(grid.plan_back(self.graph, found))
+            graph = grid.graph(self.graph)
+            there = _PlanSearch(graph, world, propagate(graph, world))
+            there.run(search)
+            if farther is not None and there.cost.moving < self.cost.moving + EPSILON:
+                there.run(farther)
+            self._keep(grid.plan_back(self.graph, there.best))
 
     def _hold(self) -> None:
         """With what is made beside moves held elsewhere, from the best plan, as long as that saves moves."""
