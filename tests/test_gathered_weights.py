@@ -129,3 +129,50 @@ def test_what_gathering_would_save_is_told_by_part(batch: int) -> None:
     reduced, weight = 2 * 2 * batch // DP * length * width, 2 * width * width
     saved = [max(reduced - count * weight, 0) / (2 * reduced) for count in (4, 8)]
     assert saved_by_gathering(plan) == pytest.approx(sum(saved), abs=1 / (2 * layers))
+
+
+def stored_in_parts(layers: int) -> Fd:
+    """Blocks whose weights and gradients are stored over one axis of the two that samples lie over, as in FSDP with
+    replicas.
+    """
+    mesh, (batch, length, width, hidden) = mf.DeviceMesh((2, 4), ("dp", "fs")), (8, 128, 256, 1024)
+    weights: list[T] = []
+    with mf.FusionDefinition() as fd:
+        ops = fd.ops
+
+        def weight(*shape: int) -> T:
+            made = fd.define_tensor(list(shape))
+            fd.mesh_split(made, mesh, ["fs"] + [None] * (len(shape) - 1))
+            weights.append(made)
+            return made
+
+        def product(rows: T, into: int) -> T:
+            return ops.matmul(rows, weight(rows.type.shape[-1], into))
+
+        def normalised(rows: T) -> T:
+            return ops.rms_norm(rows, [width], weight(width))
+
+        def heads(rows: T) -> T:
+            made = ops.reshape(product(rows, width), [batch, length, HEADS, width // HEADS])
+            return ops.permute(made, [0, 2, 1, 3])
+
+        x = fd.define_tensor([batch, length, width])
+        fd.mesh_split(x, mesh, [("dp", "fs"), None, None])
+        for _ in range(layers):
+            n = normalised(x)
+            mixed, *_ = ops.sdpfa_fwd(heads(n), heads(n), heads(n), is_causal=True)
+            x = x + product(ops.reshape(ops.permute(mixed, [0, 2, 1, 3]), [batch, length, width]), width)
+            n = normalised(x)
+            x = x + product(ops.silu(product(n, hidden)) * product(n, hidden), width)
+        loss = ops.sum(x * x)
+        fd.add_output(loss)
+        for made in fd.grad(loss, weights):
+            fd.mesh_split(made, mesh, ["fs"] + [None] * (made.ndim - 1))
+            fd.add_output(made)
+    return fd
+
+
+def test_layers_whose_storage_is_split_cost_as_much_in_long_programs_as_in_short_ones() -> None:
+    two, three, six = (stored_in_parts(layers) for layers in (2, 3, 6))
+    assert len(three.nodes) < MOST < len(six.nodes)
+    assert six.bill().total <= 1.01 * (4 * three.bill().total - 3 * two.bill().total)
