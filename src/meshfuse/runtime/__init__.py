@@ -1,7 +1,11 @@
 """The process side: which rank this is, the ranks it talks to, their collectives, and the launcher.
 
-`environment` reads the launcher's variables, `store` joins the ranks' key-value store, `world` is the
-process's own singleton, `meetings` what its ranks tell each other there, `group` the collectives of some ranks
-(`gloo` for CPU, `nccl` for CUDA tensors), `liveness` finds out who failed, `launcher` looks after ranks from their
-`starting` to their end, `doctor` reports what the machine offers.
+`world`: this process' own singleton; `environment` reads the launcher's variables for it, `store` joins the ranks'
+    key-value store.
+`group`: the collectives of some ranks; over `gloo` for CPU tensors, over `nccl` for CUDA tensors, `staged` through the
+    host where ranks share a GPU.
+`meetings`: short texts that ranks exchange through the store; `turns` keeps their calls in one order.
+`liveness`, `peers`, `diagnosis`: who failed or does not answer, and the error that says so.
+`launcher`: starts ranks (`starting`) and looks after them until their end.
+`doctor`, `link_probe`: what the machine offers.
 """

@@ -1,5 +1,8 @@
-"""Actions that must end: the store of a job is another process, which may be stopped in the middle of an answer, and a
-collective may be under way to a rank that never comes."""
+"""Actions with a time limit.
+
+The store of a job is another process, which may be stopped in the middle of an answer, and a collective may be under
+way to a rank that never comes. So such an action runs in a thread, and is left behind there when its time is over.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ T = TypeVar("T")
 
 
 class Silent(RuntimeError):
-    """An action on the store took too long, as its host is stopped."""
+    """An action took too long: the store's host is stopped, say."""
 
 
 STORE, COLLECTIVES = "the store of the job", "collectives that were issued and not waited for"
@@ -25,8 +28,10 @@ _overdue: WeakSet[threading.Thread] = WeakSet()
 def bounded(
     seconds: float, action: Callable[[], T], on: str = STORE, hopeless: Callable[[], bool] = lambda: False
 ) -> T:
-    """The action's result, or its error; Silent if it takes longer than this, as one on a stopped store does, or is
-    hopeless.
+    """The action's result, or its error; Silent where it takes longer than `seconds`, or is `hopeless`.
+
+    `on` says what the action waits for. If an earlier action on the same is still overdue, this one gets a fraction of
+    a second.
     """
     result: list[T] = []
     errors: list[BaseException] = []
@@ -56,7 +61,7 @@ def bounded(
 
 
 def within(seconds: float, action: Callable[[], T], on: str = STORE) -> T | None:
-    """The action's result, None if it fails or takes longer than this: for what may be left undone."""
+    """The action's result; None where it fails or takes longer than `seconds`. For what may be left undone."""
     try:
         return bounded(seconds, action, on)
     except RuntimeError:  # The store's host is gone or stopped.
@@ -64,7 +69,7 @@ def within(seconds: float, action: Callable[[], T], on: str = STORE) -> T | None
 
 
 def left_running(seconds: float) -> set[str]:
-    """What bounded actions still run on after so many seconds: their threads must not outlive the interpreter."""
+    """What overdue actions wait for, after up to `seconds` more: their threads must not outlive the interpreter."""
     until = time.monotonic() + seconds
     for thread in list(_overdue):
         thread.join(max(0.0, until - time.monotonic()))
@@ -72,5 +77,5 @@ def left_running(seconds: float) -> set[str]:
 
 
 def _late() -> set[str]:
-    """What is overdue."""
+    """What the actions that are overdue now wait for."""
     return {thread.name for thread in list(_overdue) if thread.is_alive()}

@@ -1,4 +1,4 @@
-"""From a backend's error or a wait without end to one that names the rank at fault."""
+"""The error that names the rank at fault, from a backend's own error or a wait that reached its limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from .peers import Peers
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The rank that asks, its store, the rank that serves that (None: none), the limit of waits, and the ranks."""
+    """What this rank knows when something fails.
+
+    rank: this rank.
+    store: the job's store; `host` is the rank that serves it, None where no rank does.
+    limit: of every wait, in seconds.
+    peers: the processes of `all_ranks`.
+    """
 
     rank: int
     store: dist.Store
@@ -32,7 +38,7 @@ class Scene:
 
 
 def peer_failed(scene: Scene, what: str, failure: Failure) -> RankError:
-    """The error of a rank whose peer published a failure."""
+    """The error of this rank, whose peer published a failure; `what` is what cannot finish."""
     error = RankError(
         f"{what} cannot finish on rank {scene.rank}: found rank {failure.rank} failed, needed all ranks "
         f"running. Rank {failure.rank} says:\n{textwrap.indent(failure.text, '    ')}"
@@ -42,7 +48,7 @@ def peer_failed(scene: Scene, what: str, failure: Failure) -> RankError:
 
 
 def two_processes(rank: int, other: str) -> MeshfuseError:
-    """The error of a process whose rank another process is."""
+    """The error of a process that finds another process under its own rank number."""
     return user_error(
         f"two processes are rank {rank} of this job", f"process {os.getpid()}, after {processes.pid_of(other)}",
         "one for each rank", "Give each its own RANK, and each job a MASTER_PORT of its own.", cls=RankError,
@@ -50,7 +56,10 @@ def two_processes(rank: int, other: str) -> MeshfuseError:
 
 
 def connection_lost(scene: Scene, what: str, peers: Iterable[int], cause: str, after: float) -> RankError:
-    """The error of a collective whose connection broke: with the failed peer's traceback if it left one."""
+    """The error of a collective whose connection broke after so many seconds.
+
+    It has the failed peer's traceback if that left one.
+    """
     failure = look_for_failure(scene.store, lambda: bool(lost(scene)))
     if failure is not None and failure.rank != scene.rank and (failure.primary or not lost(scene)):
         return peer_failed(scene, what, failure)
@@ -64,7 +73,10 @@ def connection_lost(scene: Scene, what: str, peers: Iterable[int], cause: str, a
 
 
 def failed(scene: Scene, what: str, peers: Iterable[int], error: BaseException, start: float) -> RankError:
-    """The error to raise for a backend's, of something begun at `start`: who failed or did not arrive, if known."""
+    """The error to raise for a backend's `error` in `what`, which began at `start` (a `time.monotonic()`).
+
+    It says who failed or did not arrive, as far as that can be found out.
+    """
     after = seconds_since(start)
     if "timed out" in str(error).lower() or "timeout" in str(error).lower():
         return timed_out(scene, what, peers, after)
@@ -82,7 +94,7 @@ def _goodbye(scene: Scene, rank: int) -> str | None:
 
 
 def peers_gone(scene: Scene, what: str, gone: Sequence[int]) -> RankError:
-    """The error of a meeting to which some ranks will never come."""
+    """The error of a meeting to which the ranks in `gone` will never come."""
     _, report = _report(scene, gone)
     error = RankError(
         f"{what} cannot finish on rank {scene.rank}: found {_ranks(gone)} ended, needed all ranks to arrive. "
@@ -141,7 +153,10 @@ SAME_PROGRAM = "Make every rank run the same definition with the same shapes; le
 
 
 def disagreement(what: str, values: Sequence[str], ranks: Sequence[int], do: str = SAME_PROGRAM) -> RankError:
-    """The error of ranks that were given different things: which have which (the first line that differs)."""
+    """The error of `ranks` that were given different `values`: which rank has which.
+
+    Of values with several lines only the first line that differs is shown. `do` is the advice.
+    """
     by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, _first_difference(values), strict=True):
         by_value.setdefault(value, []).append(rank)
@@ -150,7 +165,7 @@ def disagreement(what: str, values: Sequence[str], ranks: Sequence[int], do: str
 
 
 def _first_difference(values: Sequence[str]) -> Sequence[str]:
-    """The first line in which some texts differ, of each; "nothing" where a text has ended."""
+    """Of each text the first line in which the texts differ; "nothing" where a text has ended before."""
     lines = itertools.zip_longest(*(value.splitlines() for value in values), fillvalue="nothing")
     return next(([line.strip() for line in row] for row in lines if len(set(row)) > 1), values)
 
@@ -164,5 +179,5 @@ def _shorten(value: str) -> str:
 
 
 def seconds_since(start: float) -> float:
-    """Since a `time.monotonic()`."""
+    """Seconds that have passed since `start`, a `time.monotonic()`."""
     return time.monotonic() - start

@@ -22,11 +22,12 @@ _MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """One process's place among its peers and where their store is.
+    """One process's place among its peers, and where their store is.
 
-    `source` is the launcher's name. `agent_store` says that torchrun's agent already serves a store at
-    `address:port`; `listen_fd` is a listening socket that `meshfuse run` gave to rank 0; `attempt` differs
-    between restarts of one job, of which there were `restarts`.
+    source: the launcher's name.
+    agent_store: whether torchrun's agent already serves a store at `address:port`.
+    listen_fd: a listening socket that `meshfuse run` gave to rank 0.
+    attempt: differs between the restarts of one job; `restarts` counts them.
     """
 
     source: str = "none"
@@ -83,7 +84,7 @@ def read_environment(env: Mapping[str, str] = os.environ) -> Environment:
 
 
 def time_limit(env: Mapping[str, str] = os.environ) -> float:
-    """MESHFUSE_TIMEOUT in seconds: the limit of every wait for a peer."""
+    """MESHFUSE_TIMEOUT in seconds: the limit of every wait for a peer. Raises ArgumentError where it is no time."""
     text = env.get("MESHFUSE_TIMEOUT", "") or str(DEFAULT_TIMEOUT)
     try:
         limit = float(text)

@@ -62,7 +62,10 @@ def install_hook(world: Publisher) -> None:
 
 
 def report_user_errors() -> None:
-    """Under `meshfuse run`, let the launcher know of errors that a restart would only repeat."""
+    """Under `meshfuse run`, tell the launcher of errors in definitions and arguments.
+
+    A restart would only repeat them.
+    """
     if FOLLOWER not in os.environ or news.own() is None:
         return
     previous, process = sys.excepthook, os.getpid()
@@ -76,12 +79,12 @@ def report_user_errors() -> None:
 
 
 def _is_told_elsewhere(error: RankError) -> bool:
-    """Whether this rank's traceback would only repeat a failed peer's or the line in its message."""
+    """Whether the error's own text has all that this rank's traceback would say: the failed peer's, or the line."""
     return error.peer is not None or error.where is not None
 
 
 def _print_short(rank: int, error: RankError) -> None:
-    """Without the failed peer's traceback, which its message has: that rank prints it."""
+    """Print an error without the failed peer's traceback that its text has: that rank prints it itself."""
     where = "" if error.where is None else f" at {error.where}"
     followed = f"stopped in {error.ended}{where}, because rank {error.peer} failed"
     print(f"rank {rank}: {error if error.peer is None else followed}", file=sys.stderr)

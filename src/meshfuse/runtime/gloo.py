@@ -1,8 +1,8 @@
-"""Collectives of CPU tensors over gloo, and what it lacks: dtypes, NaN in max, reduce-scatter, speed of small calls.
+"""Collectives of CPU tensors over gloo, and what gloo lacks: dtypes, NaN in max, reduce-scatter, speed of small calls.
 
 gloo's all-reduce and all-gather go round a ring, one peer at a time; its all-to-all sends to all peers at once. So
-small tensors are sent to every rank by an all-to-all of equal blocks. Microseconds on one machine of two cores, quiet
-and (in brackets) under load; the tables below are where the lines cross:
+small tensors are sent to every rank by an all-to-all of equal blocks. The limits in this file are the sizes at which
+the ring becomes faster. Measured in microseconds on one machine of two cores, quiet and (in brackets) under load:
 
     ranks  bytes   all-reduce   exchange and sum   all-gather   exchange
     2      256     249 (1110)   247 (798)          260 (289)    211 (230)
@@ -55,7 +55,10 @@ class Gloo:
         self._broadcast_options = [_broadcast_option(index) for index in range(group.size)]
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
-        """In place. Small tensors and ops that gloo lacks are gathered and folded in the ranks' order."""
+        """Reduce in place.
+
+        Small tensors, and dtypes and ops that gloo lacks, are gathered and then folded in the ranks' order.
+        """
         check_reducible(tensor.dtype, op)
         native = None if tensor.nbytes <= self._exchanged_bytes else gloo_form(tensor, op)
         if native is None:
@@ -78,7 +81,7 @@ class Gloo:
         return self._gather("all_reduce", flat, tensor, finish)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """`out` is flat blocks in the ranks' order."""
+        """Gather flat blocks into `out`, in the ranks' order."""
         return self._gather("all_gather", out, tensor)
 
     def _gather(
@@ -100,7 +103,10 @@ class Gloo:
         )  # fmt: skip
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> Work:
-        """As an exchange of blocks and a local fold: gloo's own moves the bytes of an all-reduce."""
+        """Reduce by an exchange of blocks and a local fold.
+
+        gloo's own reduce-scatter moves the bytes of an all-reduce.
+        """
         check_reducible(tensor.dtype, op)
         flat = self._scratch.take(self._group.size * out.numel(), tensor.dtype)
 
@@ -118,7 +124,7 @@ class Gloo:
     def all_to_all(
         self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
     ) -> Work:
-        """Counts are of elements, in the ranks' order."""
+        """Exchange flat blocks; counts are of elements, in the ranks' order."""
         scale = move_scale(tensor.dtype)
         if scale != 1:
             out_sizes, in_sizes = [n * scale for n in out_sizes], [n * scale for n in in_sizes]
@@ -129,20 +135,23 @@ class Gloo:
         )
 
     def broadcast(self, tensor: torch.Tensor, src_index: int) -> Work:
-        """In place, from the rank at `src_index`."""
+        """Overwrite the tensor by that of the rank at `src_index`."""
         return self._issue("broadcast", self._pg.broadcast, ([movable(tensor)], self._broadcast_options[src_index]))
 
     def send(self, tensor: torch.Tensor, dst_index: int) -> Work:
-        """To the rank at `dst_index`."""
+        """Send to the rank at `dst_index`."""
         return self._issue("send", self._pg.send, ([movable(tensor)], dst_index, _TAG), sliced=False)
 
     def recv(self, tensor: torch.Tensor, src_index: int) -> Work:
-        """From the rank at `src_index`."""
+        """Receive from the rank at `src_index`."""
         return self._issue("recv", self._pg.recv, ([movable(tensor)], src_index, _TAG), sliced=False)
 
     def abort(self) -> None:
-        """Break the connections to all peers; unless work is under way, which keeps them (`deadlines.left_running`)."""
-        within(1.0, lambda: setattr(self, "_pg", _Left()), COLLECTIVES)
+        """Break the connections to all peers.
+
+        They stay while work is under way, which needs them (`deadlines.left_running`).
+        """
+        within(1.0, lambda: setattr(self, "_pg", _BrokenConnections()), COLLECTIVES)
 
     def _issue(
         self,
@@ -160,8 +169,8 @@ class Gloo:
         return work
 
 
-class _Left:
-    """In the place of the connections that this rank has broken, as it ends."""
+class _BrokenConnections:
+    """Stands in for the connections that this rank has broken, as it ends."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise user_error(

@@ -1,4 +1,4 @@
-"""The collectives of some ranks: issued at once, waited for at most MESHFUSE_TIMEOUT seconds."""
+"""The collectives of some ranks: issued at once, and waited for at most MESHFUSE_TIMEOUT seconds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Group:
-    """`ranks` that communicate with each other, of which this process is `ranks[index]`.
+    """`ranks` that communicate with each other; this process is `ranks[index]`.
 
-    All tensors are contiguous. All ranks of the group issue the same collectives in the same order. Any dtype
-    works. A group of one rank and tensors without elements do nothing. Errors are RankError (a peer failed)
-    and RankTimeout (a peer did not arrive), raised by `wait()` and sometimes at once.
+    All ranks of the group issue the same collectives in the same order, on contiguous tensors of any dtype. In a group
+    of one rank, or on tensors without elements, they do nothing. Errors are RankError (a peer failed) and RankTimeout
+    (a peer did not arrive), raised by `wait()` and sometimes at once.
     """
 
     def __init__(self, world: World, ranks: tuple[int, ...], label: str):
@@ -51,7 +51,10 @@ class Group:
         return self._transport(tensor).all_gather(out, tensor) if tensor.numel() else DONE
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str = "sum") -> Work | Done:
-        """Reduce over the ranks the block that is this rank's, out of `tensor`, into `out`; equal blocks."""
+        """Reduce over the ranks, and put this rank's block of the result into `out`.
+
+        `tensor` is one block per rank, all of one size.
+        """
         if self.size == 1:
             out.view(-1).copy_(tensor.view(-1))
             return DONE
@@ -88,7 +91,7 @@ class Group:
 
     @property
     def is_staged(self) -> bool:
-        """Whether collectives of device tensors go by way of the host; known after the first."""
+        """Whether collectives of device tensors go through the host; known after the first one."""
         return isinstance(self._device, Staged)
 
     def _connect_gloo(self) -> Gloo:
@@ -96,7 +99,7 @@ class Group:
         return self._gloo
 
     def _connect_device(self, device: torch.device) -> Nccl | Staged:
-        """NCCL where every rank has a device of its own; by way of the host where some share one."""
+        """Use NCCL where every rank has a device of its own, and the host where some ranks share one."""
         if is_shared(self.world.meetings.told(self.ranks, "devices", device_name(device))):
             self._device = Staged(self._gloo or self._connect_gloo())
         else:
@@ -104,7 +107,7 @@ class Group:
         return self._device
 
     def leave(self) -> None:
-        """Break the connections once what a device was given to communicate is done."""
+        """Break the connections once the device has done the communication that it was given."""
         if isinstance(self._device, Nccl):
             self._device.settle()
         self.abort()

@@ -1,7 +1,7 @@
-"""Ends what a launcher started, should the launcher be killed. Run by path: `keeper.py FD`.
+"""Ends what a launcher started, if the launcher is killed. Run by path: `keeper.py FD`.
 
-The launcher holds the other end of the pipe FD: it writes the process group of each rank, one per line, and
-`done` once it has ended them itself. An end without that word means that the launcher was killed.
+The launcher holds the other end of the pipe FD. It writes the process group of each rank, one per line, and `done` once
+it has ended them itself. If the pipe ends without that word, the launcher was killed.
 """
 
 import contextlib

@@ -13,10 +13,10 @@ from .exits import end_at_once, ending
 
 
 def install_last_words(words: Callable[[], str]) -> None:
-    """At SIGTERM, by which launchers end ranks that a failed peer leaves behind, print `words()` and end.
+    """Have this process, at SIGTERM, print `words()` and end; launchers so end ranks that a failed peer leaves behind.
 
-    A thread does, at once, as the main thread may be inside a wait. Scripts that handle SIGTERM themselves, before or
-    later, or have a wakeup file of their own, keep their ways.
+    A thread of its own does it at once, as the main thread may be inside a wait. A script that handles SIGTERM itself,
+    before or later, or has a wakeup file of its own, keeps its ways.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -49,7 +49,10 @@ def install_last_words(words: Callable[[], str]) -> None:
 
 
 def _wakeup_file() -> int | None:
-    """Where the numbers of signals can be read, as soon as they come; None where the script has its own, or no room."""
+    """A pipe from which the numbers of signals can be read as they come.
+
+    None where the script has its own, or no room.
+    """
     try:
         read, write = os.pipe()
     except OSError:

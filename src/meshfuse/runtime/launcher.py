@@ -74,7 +74,7 @@ def run(
 
 
 def _run_attempts(job: Job, register: Callable[[int], None], pause: float) -> int:
-    """Attempt after attempt until one succeeds or no other could; the last one's exit code."""
+    """Start the job until an attempt succeeds, or no other could succeed; returns the last attempt's exit code."""
     for attempt in range(job.max_restarts + 1):
         page = news.make()
         try:
@@ -151,14 +151,20 @@ def _watch(started: list[RankProcess], deadline: float | None, page: int | None)
 
 
 def _waited_for(running: list[RankProcess]) -> str:
-    """Which ranks a job waits for when the others have ended well: one that is stopped never ends by itself."""
+    """A line that says which ranks a job waits for when the others have ended well.
+
+    A stopped one never ends by itself.
+    """
     states = {r.rank: state_of(identity_of(r.process.pid)) for r in running}
     told = ", ".join(f"rank {rank} ({state or 'running'})" for rank, state in states.items())
     return f"the other ranks have ended {_REMIND:g} s ago; waiting for {told}, for as long as --timeout allows"
 
 
 def _first_failure(started: list[RankProcess], failed: dict[int, int]) -> tuple[int, int]:
-    """The rank that failed by itself; those that follow a peer's failure may have ended before it."""
+    """The rank that failed by itself, and its exit code.
+
+    Ranks that follow a peer's failure may have ended before it.
+    """
     until = time.monotonic() + _GRACE
     codes: dict[int, int | None] = {r.rank: failed.get(r.rank) for r in started}
     while set(failed.values()) == {FOLLOWER_CODE} and None in codes.values() and time.monotonic() < until:
@@ -228,8 +234,10 @@ def _signal_all(started: list[RankProcess], number: signal.Signals) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise, so that the ranks are ended on the way out; what is ignored, as by nohup, stays
-    so."""
+    """Have SIGINT, SIGTERM and SIGHUP raise in here, so that the ranks are ended on the way out.
+
+    A signal that is ignored, as by nohup, stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -266,7 +274,7 @@ def _signals() -> Iterator[None]:
 
 @contextmanager
 def _keeper() -> Iterator[Callable[[int], None]]:
-    """A process that outlives the launcher only to end the ranks if the launcher is killed."""
+    """Start a process that ends the ranks if the launcher is killed; gives the function that tells it of a rank."""
     with startable("a job"):
         read, write = os.pipe()
         try:

@@ -1,8 +1,8 @@
 """`meshfuse doctor --links`: how fast the axes of a mesh are on real ranks, as a text to pass as `links=`.
 
-Along each axis all groups gather at the same time, tensors of several sizes. The time of an all-gather of b bytes by n
-ranks is taken to be latency * ceil(log2 n) + (n - 1) / n * b / bandwidth, as `costs.all_gather` has it; the least
-squares of relative errors give both. On CPUs it is also measured up to which size a gather and a local sum beats the
+All groups of an axis gather at the same time, tensors of several sizes. The time of an all-gather of b bytes by n ranks
+is taken to be latency * ceil(log2 n) + (n - 1) / n * b / bandwidth, as in `costs.all_gather`; a least squares fit of
+relative errors gives both figures. On CPUs the probe also measures up to which size a gather and a local sum beat the
 ring of gloo's all-reduce.
 """
 
@@ -31,7 +31,7 @@ REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """An axis, its link, and the largest relative error of the line through the times that were measured."""
+    """An axis, the link that was fitted to it, and the largest relative error of that fit."""
 
     axis: str
     ranks: int
@@ -42,7 +42,7 @@ class Measured:
 def fit(n: int, times: Sequence[tuple[float, float]]) -> tuple[Link, float]:
     """The link that fits (bytes, seconds) of all-gathers by n ranks best, and its largest relative error.
 
-    Least squares of relative errors, neither figure negative. One size gives a bandwidth without latency.
+    Least squares of relative errors, with neither figure negative. From one size it gives a bandwidth, and no latency.
     """
     steps, share = (n - 1).bit_length(), (n - 1) / n
     rows = [(steps / t, share * b / t) for b, t in times]  # relative errors: each row times (latency, 1/bandwidth) is 1
@@ -66,7 +66,10 @@ def _rounded(value: float) -> float:
 
 
 class Probe:
-    """Measures on this rank, together with the others of a mesh; all take the same decisions."""
+    """Measures on this rank, together with the others of a mesh, which all take the same decisions.
+
+    `limit` is in seconds: late measurements are left out.
+    """
 
     def __init__(self, world: World, mesh: DeviceMesh, limit: float):
         self.world, self.mesh = world, mesh
@@ -96,7 +99,7 @@ class Probe:
         return torch.zeros(count, dtype=torch.uint8, device=self.device)
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """The least time of some runs, after one to connect; of the slowest rank. What else runs only adds to it."""
+        """The seconds of the fastest of some runs, on the slowest rank; a first run, which connects, does not count."""
         work()
         return self._greatest(min(self._once(work) for _ in range(REPEATS)))
 
@@ -156,7 +159,10 @@ def _gather_and_sum(group: Group, stack: torch.Tensor, tensor: torch.Tensor) -> 
 
 
 def report(measured: Sequence[Measured], device: str, crossover: tuple[int, int] | None) -> str:
-    """A table of the axes, the `links=` to use, and the crossover of all-reduces: (measured, meshfuse's)."""
+    """A table of the axes, the `links=` to use, and the crossover of all-reduces.
+
+    That is (measured, meshfuse's own) in bytes.
+    """
     cells = [("axis", "ranks", "latency", "bandwidth", "fits within")]
     cells += [(m.axis, str(m.ranks), _latency(m.link), _bandwidth(m.link), f"{m.error:.0%}") for m in measured]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -1,7 +1,7 @@
 """Who failed, and where everyone else is: published tracebacks, and a roll call of the ranks.
 
-Each rank runs one thread that sleeps on the store until a peer calls it, and then answers where this rank's
-main thread is. A rank that is stopped or gone is thus told from one that is only slow.
+Each rank runs a thread that sleeps on the store until a peer calls it, and then answers where this rank's main thread
+is. So a rank that is stopped or gone can be told from one that is only slow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONG = timedelta(days=20)  # As milliseconds it must fit 31 bits.
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank published before it died: its traceback. `primary` unless it died of a peer's failure."""
+    """What a rank published before it died: its traceback. `primary` is False where it died of a peer's failure."""
 
     rank: int
     text: str
@@ -51,7 +51,7 @@ def text_of(error: BaseException) -> str:
 
 
 def published(store: dist.Store) -> Failure | None:
-    """The failure that a rank published, the primary one if there is one."""
+    """The failure that some rank has published: the primary one if there is one."""
     for key in ("failure/primary", "failure/secondary"):
         if store.check([key]):
             rank, text = json.loads(store.get(key))
@@ -60,9 +60,9 @@ def published(store: dist.Store) -> Failure | None:
 
 
 def look_for_failure(store: dist.Store, gone: Callable[[], bool]) -> Failure | None:
-    """Wait a while for a primary failure: connections break just before or after it is published.
+    """Wait up to two seconds for a primary failure: connections break just before or after it is published.
 
-    A process that the kernel knows to be `gone` publishes nothing more.
+    `gone` says whether the peer's process has ended, and so publishes nothing more.
     """
 
     def wait() -> Failure | None:
@@ -75,7 +75,7 @@ def look_for_failure(store: dist.Store, gone: Callable[[], bool]) -> Failure | N
 
 
 def roll_call(store: dist.Store, ranks: Iterable[int], seconds: float = _LOOK) -> dict[int, str | None] | None:
-    """What each rank says it is doing, None where it does not answer; None if the store does not."""
+    """By rank what it says it is doing, None where it does not answer; None for all if the store does not answer."""
     ranks = tuple(ranks)
     return within(seconds + 2, lambda: _call(store, ranks, seconds))
 
@@ -89,7 +89,7 @@ def _call(store: dist.Store, ranks: tuple[int, ...], seconds: float) -> dict[int
 
 
 def goodbye(store: dist.Store, rank: int) -> str | None:
-    """What a rank said when it left the job, None where it has not."""
+    """What a rank said when it left the job; None where it has not left."""
     key = f"left/{rank}"
     return store.get(key).decode() if store.check([key]) else None
 
@@ -128,7 +128,10 @@ class Responder:
                 continue
 
     def stop(self, seconds: float) -> bool:
-        """End the thread before the interpreter does: it must not wake up in a finalising one. Whether it ended."""
+        """End the thread before the interpreter ends; returns whether it has ended.
+
+        It must not wake up while the interpreter is finalised.
+        """
         within(seconds, self._send_stop)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -139,7 +142,7 @@ class Responder:
 
 
 def main_thread_frame() -> FrameType | None:
-    """The innermost frame of the main thread; where that asks itself, as in a signal handler, the one it was in."""
+    """The innermost frame of the main thread; inside a signal handler of that thread, the frame that it interrupted."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if threading.current_thread() is not threading.main_thread():
         return frame
@@ -149,9 +152,9 @@ def main_thread_frame() -> FrameType | None:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """What a thread executes, as `runs function at file:line`, the line being of the script.
+    """What a thread executes, as `runs function at file:line`; the line is the script's.
 
-    Where it waits for a thread of this package's, that is the package's function that does.
+    If the thread waits for a thread of this package, the function is the one of this package that waits.
     """
     waits = frame
     while waits is not None and waits.f_code.co_filename == threading.__file__:

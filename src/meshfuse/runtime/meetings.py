@@ -1,4 +1,4 @@
-"""Where the ranks of a job come together, at the same places of their programs: short texts, by way of its store."""
+"""Where the ranks of a job meet, at the same places of their programs, and exchange short texts through its store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GRACE = 2.0  # Seconds that the store may answer after a limit is over.
 
 @dataclass(slots=True)
 class _Counters:
-    """How often the ranks of a tuple have met, for this or that; equal on all of them, as they run the same program."""
+    """How often these ranks have met for each purpose: the same number on all of them, as they run the same program."""
 
     meetings: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
@@ -45,7 +45,7 @@ class _Counters:
 
 
 class Meetings:
-    """The meetings of a world's rank, of which `waiting` is the one that it is in, if any.
+    """The meetings of this rank; `waiting` is the one that it is in, "" for none.
 
     Every wait ends after the world's limit: RankTimeout, or RankError where a peer is known to have failed before.
     """
@@ -56,9 +56,10 @@ class Meetings:
         self.waiting = ""
 
     def meet(self, group: Group, kind: str, make: Callable[[dist.Store], T]) -> T:
-        """Make a backend's process group once all of the group's ranks have come to make it.
+        """Make a backend's process group once all ranks of the group have come to make it.
 
-        Each has a name of its own: one that read the addresses of an earlier one would never connect.
+        Each process group has its own name in the store: one that read the addresses of an earlier one would never
+        connect.
         """
         name = f"group/{kind}/{'-'.join(map(str, group.ranks))}/{self._counters.next(group.ranks, kind)}"
         start = time.monotonic()
@@ -85,10 +86,11 @@ class Meetings:
         detail: Callable[[], str] | None = None,
         do: str = SAME_PROGRAM,
     ) -> None:
-        """Compare a short text over `ranks`, which all call this. RankError on every one if it differs.
+        """Compare a short text over `ranks`, which all call this. Raises RankError on all of them where it differs.
 
-        `detail` gives a longer text to show in its place: the first line in which the ranks differ. `do` is the advice.
-        Ranks in other calls compare other things: an execution with new shapes its program, one with known shapes none.
+        `what` says what is compared: ranks that are at different calls compare different things, and the error says
+        that. `detail` gives a longer text for the error, of which the first line that differs is shown. `do` is the
+        advice.
         """
         ranks = tuple(ranks)
         if len(ranks) == 1:
@@ -105,9 +107,10 @@ class Meetings:
         raise disagreement(what, [data.decode().removeprefix(f"{what}\n") for data in values], ranks, do)
 
     def any(self, action: Callable[[], bool], what: str, ranks: Sequence[int]) -> bool:
-        """Whether `action` gives True on any of `ranks`, which all call this; this rank's own answer for less than two.
+        """Whether `action` gives True on any of `ranks`, which all call this.
 
-        What it raises on one of them is told to the others, as that rank's script may catch it: RankError there.
+        If it raises on one rank, the others raise RankError: that rank's script may catch the error, and they would
+        wait. A rank without others does not ask any.
         """
         ranks = tuple(ranks)
         if len(ranks) < 2:
@@ -126,13 +129,16 @@ class Meetings:
         return b"1" in values
 
     def told(self, ranks: Sequence[int], what: str, value: str) -> list[bytes]:
-        """What each of `ranks`, which all call this, says of itself."""
+        """What each of `ranks`, which all call this, gives as `value`."""
         ranks = tuple(ranks)
         name = f"told/{what}/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
         return self._share(name, ranks, f"comparing {what}", value)
 
     def exchange(self, value: bytes, what: str, limit: float | None = None) -> list[bytes]:
-        """Every rank's value, on every rank; all call this and wait `limit` seconds (MESHFUSE_TIMEOUT)."""
+        """Every rank's value, on every rank; all call this.
+
+        The others are waited for `limit` seconds (None: the world's limit).
+        """
         if self.world.size == 1:
             return [value]
         # Counted apart: a checkpoint may be saved in a thread, beside executions.
@@ -142,7 +148,7 @@ class Meetings:
     def _share(
         self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes, limit: float | None = None
     ) -> list[bytes]:
-        """The values of some ranks."""
+        """The value of each of these ranks, once all have come."""
         self._arrive(name, ranks, what, value, limit)
         return self._asked(what, ranks, lambda: self.world.store.multi_get([f"{name}/{rank}" for rank in ranks]))
 
@@ -167,7 +173,10 @@ class Meetings:
             raise timed_out(self.world.scene(), what, [keys[key] for key in missing], seconds_since(start), limit)
 
     def _asked(self, what: str, ranks: tuple[int, ...], action: Callable[[], T], limit: float | None = None) -> T:
-        """What the store says to an action that it may take so long over. RankError where it is gone or stopped."""
+        """The result of an action on the store, within `limit` seconds.
+
+        RankError where the store has gone or stopped.
+        """
         start, limit = time.monotonic(), limit or self.world.limit
         try:
             return action() if hosts_store(self.world.place) else bounded(limit + _GRACE, action)
@@ -179,7 +188,7 @@ class Meetings:
             raise connection_lost(self.world.scene(), what, ranks, str(error), seconds_since(start)) from None
 
     def _raise_if_hopeless(self, keys: Mapping[str, int], what: str) -> None:
-        """RankError if a peer has failed, or one that has not come to a meeting is no more."""
+        """RankError if a peer has failed, or if one that has not come to the meeting has ended."""
         self.world.raise_if_failed(what)
         scene = self.world.scene()
         scene.peers.remember(keys.values())

@@ -38,7 +38,7 @@ class Nccl:
         self._pg: Any = dist.ProcessGroupNCCL(store, group.index, group.size, options)
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
-        """In place; dtypes that NCCL cannot reduce are gathered and folded."""
+        """Reduce in place. Dtypes that NCCL cannot reduce are gathered and then folded."""
         check_reducible(tensor.dtype, op)
         if tensor.dtype not in _NATIVE:
             stack = tensor.new_empty((self._group.size, tensor.numel()))
@@ -52,11 +52,11 @@ class Nccl:
         return self._issue("all_reduce", lambda: self._pg.allreduce([tensor], options))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """`out` is flat blocks in the ranks' order."""
+        """Gather flat blocks into `out`, in the ranks' order."""
         return self._issue("all_gather", lambda: self._pg._allgather_base(movable(out), movable(tensor)))
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> Work:
-        """NCCL's own where it knows the dtype, else an exchange of blocks and a local fold."""
+        """Reduce by NCCL's own reduce-scatter where it takes the dtype, else by an exchange and a local fold."""
         check_reducible(tensor.dtype, op)
         if tensor.dtype not in _NATIVE:
             stack = tensor.new_empty((self._group.size, out.numel()))
@@ -74,7 +74,7 @@ class Nccl:
     def all_to_all(
         self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
     ) -> Work:
-        """Counts are of elements, in the ranks' order."""
+        """Exchange flat blocks; counts are of elements, in the ranks' order."""
         scale = move_scale(tensor.dtype)
         outs, ins = [n * scale for n in out_sizes], [n * scale for n in in_sizes]
         return self._issue(
@@ -83,21 +83,21 @@ class Nccl:
         )
 
     def broadcast(self, tensor: torch.Tensor, src_index: int) -> Work:
-        """In place, from the rank at `src_index`."""
+        """Overwrite the tensor by that of the rank at `src_index`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = src_index, 0
         return self._issue("broadcast", lambda: self._pg.broadcast([movable(tensor)], options))
 
     def send(self, tensor: torch.Tensor, dst_index: int) -> Work:
-        """To the rank at `dst_index`."""
+        """Send to the rank at `dst_index`."""
         return self._issue("send", lambda: self._pg.send([movable(tensor)], dst_index, 0))
 
     def recv(self, tensor: torch.Tensor, src_index: int) -> Work:
-        """From the rank at `src_index`."""
+        """Receive from the rank at `src_index`."""
         return self._issue("recv", lambda: self._pg.recv([movable(tensor)], src_index, 0))
 
     def settle(self) -> None:
-        """Wait for the device to do what was issued, which breaking the connections would cut short."""
+        """Wait until the device has done what was issued: breaking the connections would cut it short."""
         within(self._group.world.limit, lambda: torch.cuda.synchronize(self._device), COLLECTIVES)
 
     def abort(self) -> None:

@@ -1,7 +1,8 @@
-"""A page that `meshfuse run` and its ranks share: who has ended and why. It is memory, and goes with the last of them.
+"""A page of memory that `meshfuse run` and its ranks share: which rank has ended, and why.
 
-The launcher sees first how a rank ended, but only the ranks know what they were doing; the page lets each of them say
-both. Imports no torch. Without `memfd_create` (Linux) there is no page, and nothing is said.
+The launcher sees first how a rank ended, but only the ranks know what they were doing; with the page a rank can say
+both. It is gone when the last of them has ended. Imports no torch. Without `memfd_create` (Linux) there is no page, and
+nothing is said.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _NAME = "meshfuse-news"
 
 
 def make() -> int | None:
-    """A new page, to be passed on to ranks by its file number."""
+    """A new page, as a file number to be passed on to ranks; None where there is none."""
     if not hasattr(os, "memfd_create"):
         return None
     with contextlib.suppress(OSError):  # No room for another file.
@@ -33,23 +34,23 @@ def tell(fd: int | None, rank: int, text: str) -> None:
 
 
 def read(fd: int | None) -> dict[int, str]:
-    """What is known of ranks, first come first kept; errors of users left out."""
+    """By rank what became of it, the first that was told of each; errors of users are left out."""
     return {rank: text for rank, text in reversed(_lines(fd)) if not text.startswith(_USER_ERROR)}
 
 
 def first_user_error(fd: int | None) -> tuple[int, str] | None:
-    """The first rank that raised an error of the user's, and its kind: every attempt would raise it again."""
+    """(rank, kind) of the first error that is the user's own: every attempt would raise it again. None without one."""
     found = [(rank, text.split(" ")[1]) for rank, text in _lines(fd) if text.startswith(_USER_ERROR)]
     return found[0] if found else None
 
 
 def tell_user_error(rank: int, error: BaseException) -> None:
-    """For the launcher, from a rank that ends by an error which follows from the script alone."""
+    """Tell the launcher that this rank ends by an error that follows from the script alone."""
     tell(own(), rank, f"{_USER_ERROR} {type(error).__name__}")
 
 
 def own() -> int | None:
-    """The page that this rank was given, if any."""
+    """The file number of the page that this rank was given; None where it was given none."""
     text = os.environ.get(VARIABLE, "")
     # A process that a rank started has the variable, but another file or none under that number.
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What ranks print, passed on by their launcher: whole lines, all of them. Imports no torch."""
+"""What ranks print, passed on by their launcher line by line. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _POLL = 0.02
 
 
 class Forwarder:
-    """Passes a rank's lines on whole, with its number before those of all but rank 0.
+    """Passes a rank's output on in whole lines, with its number before those of all ranks but 0.
 
-    Where they cannot be passed on, the rank is told as if it wrote there itself: its next write fails.
+    If a line cannot be passed on, the rank's next write fails, as if it wrote there itself.
     """
 
     def __init__(self, rank: int, pipe: IO[bytes], out: TextIO, refused: Callable[[str], None]):
@@ -45,9 +45,10 @@ class Forwarder:
         self._moved, self._writing = time.monotonic(), False
 
     def drain(self, patience: float, until: float = math.inf) -> None:
-        """Wait for what was printed, until a `time.monotonic()` at most.
+        """Wait until all that was printed has been passed on, or until `until`, a `time.monotonic()`.
 
-        A pipe in which nothing moves for `patience` seconds is held by a process that has left its rank's group.
+        A pipe in which nothing moves for `patience` seconds is given up: a process that has left its rank's group holds
+        it.
         """
         start = time.monotonic()
         while self._thread.is_alive() and time.monotonic() < until:
@@ -57,7 +58,10 @@ class Forwarder:
 
 
 def complete_standard_files() -> None:
-    """Open what of files 0, 1 and 2 is closed: what is opened next would be a rank's input or output."""
+    """Open those of the files 0, 1 and 2 that are closed.
+
+    Else the next file to be opened would be a rank's input or output.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -66,7 +70,7 @@ def complete_standard_files() -> None:
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own, where it has a stderr."""
+    """Print a line of the launcher's own to stderr, if there is one."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # Its reader may have gone.
             print(f"meshfuse run: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What is known of the other ranks' processes: the launcher's news, and what the kernel says of those that are here."""
+"""What is known of the other ranks' processes: from the launcher, and of those on this machine from the kernel."""
 
 from __future__ import annotations
 
@@ -24,17 +24,26 @@ class Peers:
         self._page = news.own()
 
     def introduce(self, rank: int) -> str:
-        """Tell the others which process this rank is. Another process that they were told of before it, or nothing."""
+        """Tell the others which process this rank is.
+
+        Returns the other process that has said so before it, "" if none has.
+        """
         mine = self._known[rank] = processes.identity_of(os.getpid())
         there = self._store.compare_set(f"joined/{rank}", "", mine or str(rank)).decode()
         return there if there != (mine or str(rank)) else ""
 
     def do_without(self, other: str, ranks: Iterable[int]) -> bool:
-        """Whether the job needs no more than the other process: that one started this one, or all ranks are there."""
+        """Whether the job does not need this process beside the `other` one of its rank number.
+
+        That is so where the other one started this one, or where all ranks have joined.
+        """
         return processes.descends_from(other) or self._store.check([f"joined/{rank}" for rank in ranks])
 
     def agree(self, rank: int, size: int) -> None:
-        """Tell the others of how many ranks this one is one. RankError where they were told otherwise."""
+        """Tell the others how many ranks this one takes the job to have.
+
+        RankError where another rank has told otherwise.
+        """
         told, first = self._store.compare_set("world", "", f"{size} {rank}").decode().split()
         if int(told) != size:
             raise user_error(
@@ -44,7 +53,7 @@ class Peers:
             )  # fmt: skip
 
     def remember(self, ranks: Iterable[int]) -> None:
-        """Ask the store who these ranks are, while it is there; those that have not joined are left out."""
+        """Ask the store which processes these ranks are. Ranks that have not joined are left out."""
         unknown = [rank for rank in ranks if rank not in self._known]
         keys = [f"joined/{rank}" for rank in unknown]
         if not unknown:
@@ -58,12 +67,12 @@ class Peers:
             self._known[rank] = data.decode()
 
     def strangers(self, ranks: Iterable[int]) -> list[int]:
-        """Those of the ranks that have not introduced themselves, as far as was asked (`remember`)."""
+        """Those of the ranks that `remember` did not find to have joined."""
         unknown = [rank for rank in ranks if rank not in self._known]
         return unknown if len(unknown) <= MANY else []
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
-        """Those of the ranks whose processes, known and of this machine, have ended. Does not ask the store."""
+        """Those of the ranks that are known to have ended, by the launcher or the kernel. Does not ask the store."""
         told = news.read(self._page)
         return [rank for rank in ranks if rank in told or self._state(rank) == processes.GONE]
 
@@ -83,11 +92,11 @@ class Peers:
         return f"does not answer: {about.get(self._state(rank) or '', 'it is stopped or was killed')}"
 
     def runs(self, rank: int) -> bool:
-        """Whether the rank's process, known and of this machine, is there and not stopped."""
+        """Whether the rank's process is known to be on this machine, and to be neither ended nor stopped."""
         return self._state(rank) == processes.RUNNING
 
     def silent_already(self, ranks: Iterable[int]) -> list[int]:
-        """Ranks that cannot answer: ended, or stopped."""
+        """Those of the ranks that cannot answer: their processes have ended, or are stopped."""
         ranks = list(ranks)
         stopped = [rank for rank in ranks if self._state(rank) == processes.STOPPED]
         return [*self.gone(ranks), *stopped]

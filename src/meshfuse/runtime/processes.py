@@ -1,7 +1,7 @@
 """Which process a rank is, and whether it is still there: asked of the kernel, where the rank is on this machine.
 
-A process is known by its number and the time it was started at, so that a number which the kernel gives again later
-is not taken for it. All answers are None where they cannot be had: another machine, or a system without /proc.
+A process is known by its number and its start time, so that a number which the kernel has given again is not taken for
+it. The answers are None where they cannot be had: for another machine, or on a system without /proc.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pid_of(identity: str) -> str:
 
 
 def descends_from(identity: str) -> bool:
-    """Whether this process was started by that one, or by one that it started, and so on."""
+    """Whether that process started this one, or one that started this one, and so on."""
     pid = os.getppid()
     while pid > 1:
         if identity_of(pid) == identity:
@@ -95,7 +95,7 @@ def _status(pid: int) -> list[str]:
 
 
 def hindrance() -> str:
-    """What a failed connection may come from, to be said before its error: torch's words do not tell."""
+    """A likely reason for a failed connection, to be put before torch's error, which does not tell; "" for none."""
     held: list[int] = []
     try:
         for _ in range(_FILES):

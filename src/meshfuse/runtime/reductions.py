@@ -1,4 +1,4 @@
-"""The dtypes in which a backend can move or reduce a tensor, and what it reduces in place of others."""
+"""The dtypes in which a backend can move or reduce a tensor, and what it is given in place of the others."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def movable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense(flat: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of one dim, with stride 1: one element is contiguous whatever its stride, but cannot be
-    viewed as several of a smaller type.
+    """A contiguous tensor of one dim, with stride 1.
+
+    A tensor of one element is contiguous whatever its stride, but only with stride 1 can it be viewed in a smaller
+    type.
     """
     return flat if flat.numel() != 1 else flat.as_strided((1,), (1,))
 
@@ -59,7 +61,7 @@ def move_scale(dtype: torch.dtype) -> int:
 
 
 def check_reducible(dtype: torch.dtype, op: str) -> None:
-    """ArgumentError for a reduction that does not exist."""
+    """Raises ArgumentError for a reduction that there is not, or that the dtype does not have."""
     if op not in REDUCE_OPS:
         raise user_error("an unknown reduction", repr(op), f"one of {', '.join(REDUCE_OPS)}", cls=ArgumentError)
     if dtype.is_complex and op in ("max", "min"):
@@ -68,7 +70,7 @@ def check_reducible(dtype: torch.dtype, op: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GlooReduction:
-    """An all-reduce as the backend gets it right: tensor, op, and how to take the result back."""
+    """An all-reduce that gloo computes right: its tensor, its op, and what takes the result back, if that is needed."""
 
     tensor: torch.Tensor
     op: str
@@ -105,7 +107,7 @@ def _ordered(tensor: torch.Tensor, op: str) -> GlooReduction:
 
 
 def order_keys(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """Integers in the order of the floats, NaN being the largest for max and the smallest for min."""
+    """Integers that compare as the floats do, of which NaN is the largest for max and the smallest for min."""
     values = tensor if tensor.itemsize >= 4 else tensor.float()
     bits = values.view(torch.int32 if values.itemsize == 4 else torch.int64)
     limits = torch.iinfo(bits.dtype)
@@ -114,7 +116,7 @@ def order_keys(tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def from_order_keys(keys: torch.Tensor) -> torch.Tensor:
-    """The floats of `order_keys`; its two extreme keys are the bits of NaNs."""
+    """The floats from which `order_keys` made these keys; NaN for its two extreme keys."""
     bits = torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys)
     return bits.view(torch.float32 if keys.itemsize == 4 else torch.float64)
 

@@ -1,4 +1,4 @@
-"""Buffers of the host for the time of one call: each transport knows when it is done with them, and gives them back."""
+"""Host buffers for the time of one call. A transport takes one, knows when it is done with it, and gives it back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEPT, RECENT = 1 << 28, 8
 
 
 class Clock:
-    """How many executions of programs this process has begun."""
+    """Counts the executions of programs that this process has begun."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -20,9 +20,9 @@ CLOCK = Clock()
 
 
 class Scratch:
-    """Flat buffers by their number of elements and dtype: a program's calls come again at every step.
+    """Flat buffers, kept by number of elements and dtype: at every step a program makes the same calls again.
 
-    `pinned`: page-locked, so that a device copies from and to them by itself.
+    pinned: page-locked memory, which a device copies from and to by itself.
     """
 
     def __init__(self, pinned: bool = False):
@@ -33,7 +33,7 @@ class Scratch:
         self._bytes, self._looked = 0, 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of `count` elements, of any values: one that was given back, if there is one."""
+        """A buffer of `count` elements with any values: one that was given back, if there is one."""
         free = self._free.get((count, dtype))
         self._asked[count, dtype] = CLOCK.now
         if free:
@@ -50,11 +50,11 @@ class Scratch:
             self._bytes -= sum(buffer.nbytes for buffer in self._free.pop(key, ()))
 
     def give(self, *buffers: torch.Tensor) -> None:
-        """Give buffers back: nothing reads or writes them any more."""
+        """Give back buffers that nothing reads or writes any more."""
         for buffer in buffers:
             self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
     @property
     def free(self) -> int:
-        """How many buffers lie ready: all of them where no call runs."""
+        """How many buffers lie ready; while no call runs, all of them do."""
         return sum(map(len, self._free.values()))

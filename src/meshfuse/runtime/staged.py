@@ -1,7 +1,7 @@
-"""Collectives of device tensors by way of the host and gloo, where ranks share a device: NCCL refuses that.
+"""Collectives of device tensors through the host and gloo, for ranks that share a device: NCCL refuses that.
 
-Every tensor is copied to a buffer of host memory first, and what came back to the device at the wait. Both copies are
-in the order of the current stream, which the host waits for.
+Every tensor is first copied to host memory; at the wait the result is copied back to the device. Both copies are in the
+order of the current stream, which the host waits for.
 """
 
 from __future__ import annotations
@@ -18,66 +18,66 @@ from .work import Work
 
 
 def device_name(device: torch.device) -> str:
-    """A device as no other of any machine is called."""
+    """A name for a device that no other device of any machine has."""
     found = torch.cuda.get_device_properties(device)
     return f"{processes.machine()} {getattr(found, 'uuid', device)}"
 
 
 def is_shared(names: Sequence[bytes]) -> bool:
-    """Whether some of the ranks with these devices have the same one."""
+    """Whether two ranks have the same device, by the names of all ranks' devices."""
     return len(set(names)) < len(names)
 
 
 class Staged:
-    """What `Group` needs of a transport, for tensors of any device; by the gloo process group of the same ranks."""
+    """The transport of a `Group` for tensors of any device, over the gloo process group of the same ranks."""
 
     def __init__(self, gloo: Gloo):
         self._gloo = gloo
         self._scratch = Scratch(pinned=torch.cuda.is_available())
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
-        """In place."""
+        """Reduce in place."""
         host = self._copied(tensor)
         return self._gloo.all_reduce(host, op).then(functools.partial(self._back, tensor, host))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """`out` is flat blocks in the ranks' order."""
+        """Gather flat blocks into `out`, in the ranks' order."""
         mine, host = self._copied(tensor), self._like(out)
         return self._gloo.all_gather(host, mine).then(functools.partial(self._back, out, host, mine))
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> Work:
-        """The block of this rank."""
+        """Reduce, and put this rank's block of the result into `out`."""
         mine, host = self._copied(tensor), self._like(out)
         return self._gloo.reduce_scatter(host, mine, op).then(functools.partial(self._back, out, host, mine))
 
     def all_to_all(
         self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
     ) -> Work:
-        """Counts are of elements, in the ranks' order."""
+        """Exchange flat blocks; counts are of elements, in the ranks' order."""
         mine, host = self._copied(tensor), self._like(out)
         work = self._gloo.all_to_all(host, mine, out_sizes, in_sizes)
         return work.then(functools.partial(self._back, out, host, mine))
 
     def broadcast(self, tensor: torch.Tensor, src_index: int) -> Work:
-        """In place, from the rank at `src_index`."""
+        """Overwrite the tensor by that of the rank at `src_index`."""
         host = self._copied(tensor)
         return self._gloo.broadcast(host, src_index).then(functools.partial(self._back, tensor, host))
 
     def send(self, tensor: torch.Tensor, dst_index: int) -> Work:
-        """To the rank at `dst_index`; the tensor may change at once."""
+        """Send to the rank at `dst_index`; the tensor may be changed at once."""
         host = self._copied(tensor)
         return self._gloo.send(host, dst_index).then(functools.partial(self._scratch.give, host))
 
     def recv(self, tensor: torch.Tensor, src_index: int) -> Work:
-        """From the rank at `src_index`."""
+        """Receive from the rank at `src_index`."""
         host = self._like(tensor)
         return self._gloo.recv(host, src_index).then(functools.partial(self._back, tensor, host))
 
     def abort(self) -> None:
-        """Nothing: the group breaks gloo's connections itself."""
+        """Does nothing: the group breaks gloo's connections itself."""
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in a buffer of the host, flat."""
+        """The tensor's elements in a flat host buffer."""
         return self._like(tensor).copy_(tensor.reshape(-1))
 
     def _back(self, tensor: torch.Tensor, host: torch.Tensor, *others: torch.Tensor) -> None:
@@ -85,5 +85,5 @@ class Staged:
         self._scratch.give(host, *others)
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A flat buffer of the host for as many elements."""
+        """A flat host buffer for as many elements as the tensor has."""
         return self._scratch.take(tensor.numel(), tensor.dtype)

@@ -35,7 +35,7 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all attempts share; `deadline` is a `time.monotonic()`."""
+    """What all attempts of a job share; `deadline` is a `time.monotonic()`."""
 
     ranks: int
     argv: list[str]
@@ -46,7 +46,7 @@ class Job:
 
 @contextmanager
 def startable(what: str) -> Iterator[None]:
-    """ArgumentError where this machine does not let it be started."""
+    """Raises ArgumentError where this machine does not let `what` be started."""
     try:
         yield
     except USER_ERRORS:
@@ -62,7 +62,7 @@ def startable(what: str) -> Iterator[None]:
 
 
 def listening() -> socket.socket:
-    """A socket at a free port that other processes of this machine, and no others, may connect to."""
+    """A listening socket at a free port, to which only processes of this machine can connect."""
     return socket.create_server((LOOPBACK, 0), backlog=512)
 
 
@@ -94,7 +94,7 @@ def job_variables(job: Job, attempt: int, store_port: int, page: int | None) -> 
 def start(
     rank: int, job: Job, base: Mapping[str, str], listener: socket.socket, page: int | None, started: list[RankProcess]
 ) -> None:
-    """Add a rank to those that are started."""
+    """Start a rank and append it to `started`."""
     variables = dict(base) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     handed = () if page is None else (page,)
     if rank == 0:

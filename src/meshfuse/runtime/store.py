@@ -1,4 +1,4 @@
-"""The store through which a job's ranks find each other; no keys shared with other users of it."""
+"""The store through which a job's ranks find each other, under keys that no other user of it has."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _BACKLOG = 512  # Ranks that connect at the same time.
 
 
 def connect(place: Environment, limit: float) -> dist.Store:
-    """Join the job's store, or serve it where no one else does and this is rank 0.
+    """Join the job's store; rank 0 serves it where nobody else does.
 
-    Raises RankTimeout where the store does not answer within `limit` seconds, RankError for an address that cannot be.
+    Raises RankTimeout where the store does not answer within `limit` seconds, RankError for an address that does not
+    exist.
     """
     _check_address(place, limit)
     if place.source == DEFAULT_GROUP:
@@ -36,7 +37,7 @@ def connect(place: Environment, limit: float) -> dist.Store:
 
 @contextlib.contextmanager
 def joining(place: Environment) -> Iterator[None]:
-    """RankError where the store takes no more of this rank."""
+    """Within this context, an error of the store means that this rank cannot join: RankError."""
     try:
         yield
     except (RankError, *USER_ERRORS):
@@ -50,7 +51,10 @@ def joining(place: Environment) -> Iterator[None]:
 
 
 def _check_address(place: Environment, limit: float) -> None:
-    """torch asks for a name that does not exist again and again, rank 0 for minutes."""
+    """Raises RankError for a host name that does not exist.
+
+    torch would ask for it again and again, rank 0 for minutes.
+    """
     if place.source == DEFAULT_GROUP:
         return
     try:
@@ -87,7 +91,7 @@ def _join(place: Environment, limit: float) -> dist.Store:
 
 
 def _end_of_host() -> str:
-    """What became of rank 0, where the launcher has told."""
+    """What became of rank 0, if the launcher has told; else ""."""
     return news.read(news.own()).get(0, "")
 
 
@@ -142,7 +146,7 @@ def _start(place: Environment, listener: socket.socket) -> dist.Store:
 
 
 def _share(place: Environment, error: OSError) -> dist.Store:
-    """The store that this process serves already, as the script called init_process_group first."""
+    """The store that this process serves already, where the script called init_process_group first."""
     if error.errno == errno.EADDRINUSE:
         with contextlib.suppress(RuntimeError):
             return dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False, multi_tenant=True)

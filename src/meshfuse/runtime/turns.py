@@ -1,4 +1,4 @@
-"""What a rank does together with others comes one after the other, in one order on all ranks, or not at all."""
+"""What ranks do together, one call after the other and in one order on all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from ..errors import ArgumentError, RankError, caller_line, user_error
 
 @dataclass(frozen=True, slots=True)
 class _LeftOff:
-    """Why the next execution may not simply begin. One that an error ended before all of its communications were
-    issued is at `where`, and so must all of `ranks` be; None where nothing can mend it, for the reasons of an error.
+    """Why the next execution cannot simply begin, in the parts of an error's text.
+
+    An error has ended an execution at `where` before it had issued all of its communications. If `ranks` are given,
+    they can go on once all of them are at that same place; None means that they cannot go on.
     """
 
     found: str
@@ -25,11 +27,11 @@ class _LeftOff:
 
 
 class Turns:
-    """A context for each thing that ranks do together. ArgumentError where another thread is at one, RankError
-    where ranks cannot do any more together.
+    """A lock that a rank takes for each call which ranks make together: an execution, or a save or load.
 
-    Threads come in another order on each rank, and what meets would be of several calls. A program that an op's
-    function runs is at the same place on all ranks.
+    Threads would call in another order on each rank, and the parts of different calls would meet: entering raises
+    ArgumentError while another thread is inside. It raises RankError where the ranks cannot go on together. The same
+    thread may enter again: a program that an op's function runs is at the same place on all ranks.
     """
 
     def __init__(self, rank: int, size: int, doing: str = "execute"):
@@ -61,7 +63,7 @@ class Turns:
             self.check()  # Another thread may have met a peer on its rank.
 
     def check(self) -> None:
-        """RankError where nothing can be done together any more."""
+        """RankError where this rank can do nothing more together with the others."""
         left = self._left
         if left is not None and left.ranks is None:
             raise user_error(left.wrong, left.found, left.needed, left.do, caller_line(), RankError)
@@ -75,8 +77,9 @@ class Turns:
         )  # fmt: skip
 
     def end(self, seconds: float) -> bool:
-        """Let nothing more be done together: this rank tells the others that it is done. Whether what another thread is
-        at has ended within so many seconds.
+        """Refuse all further calls: this rank is about to tell the others that it is done.
+
+        Returns whether the call that another thread is in has ended within so many seconds.
         """
         self._left = _LeftOff(
             f"a call to {self.doing} at the interpreter's exit", wrong="this rank has left its job",
@@ -86,14 +89,15 @@ class Turns:
         return self._lock.acquire(timeout=seconds)
 
     def leave_off(self, where: str, ranks: Sequence[int], error: BaseException) -> None:
-        """Note that an execution of `ranks` ended by an error before its last communication, at `where`."""
+        """Note that an error has ended an execution of `ranks` at `where`, before its last communication."""
         mended_by = None if isinstance(error, RankError) else tuple(ranks)
         self._left = self._left or _LeftOff(f"{type(error).__name__} in {where}", where, mended_by)
 
     def resume(self, check_same: Callable[..., None]) -> None:
-        """Execute again after an error that the script has caught, if it came to all ranks at the same place.
+        """Let this rank execute again after an error that the script has caught, if all ranks stopped at one place.
 
-        Else this rank's next communications would meet those that the others still wait for, in silence.
+        `check_same` compares that over the ranks. Without it this rank's next communications would meet, unnoticed,
+        those that the others still wait for.
         """
         left = self._left
         if left is not None:

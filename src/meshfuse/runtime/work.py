@@ -13,7 +13,7 @@ _SLICE = timedelta(seconds=0.5)
 
 
 class Reporter(Protocol):
-    """What turns a backend's error into one that names the failed rank."""
+    """Turns a backend's error into one that names the failed rank."""
 
     waiting: Work | None
     limit: float
@@ -35,11 +35,11 @@ class Work:
         self._handle, self._keep, self._finish, self._sliced = None, keep, finish, False
 
     def attach(self, handle: Any, sliced: bool = False) -> None:
-        """Take the backend's handle. `sliced`: its wait may be given up and repeated."""
+        """Take the backend's handle. `sliced`: its wait can be ended after a while, and repeated."""
         self._handle, self._sliced = handle, sliced
 
     def then(self, finish: Callable[[], object]) -> Work:
-        """Do this, too, when the wait is over; the work itself."""
+        """Also call `finish` when the wait is over; returns the work itself."""
         before = self._finish
         self._finish = finish if before is None else lambda: (before(), finish())
         return self

@@ -113,7 +113,10 @@ class World:
 
     @classmethod
     def leave_off(cls, where: str, error: BaseException) -> None:
-        """Note that an error kept this rank from a step of all ranks: its next execution waits for the others there."""
+        """Note that an error kept this rank from a step of all ranks.
+
+        Its next execution first compares with the others where they stopped.
+        """
         if cls._current is not None and cls._current.size > 1:
             cls._current.turns.leave_off(where, cls._current.all_ranks, error)
 
@@ -160,7 +163,7 @@ class World:
         return f"{what}, {where}" if where else what
 
     def last_words(self) -> str:
-        """Why this rank is ended from outside, as far as is known, and where it was."""
+        """What this rank prints when it is ended from outside: why, as far as it knows, and where it was."""
         where = self._doing()
         told = {rank: text for rank, text in news.read(news.own()).items() if text != news.FINISHED}
         if not told:
@@ -219,7 +222,7 @@ class World:
             self.meetings.check_same(history.digest, "the order of calls", self.all_ranks, history.text)
 
     def raise_if_failed(self, what: str = "leaving") -> None:
-        """RankError if a peer has published a failure; `what` is what this rank was about to do."""
+        """Raises RankError if a peer has published a failure; `what` is what this rank is about to do."""
         failure = within(1.0, lambda: published(self.store))
         if failure is None or failure.rank == self.rank:
             return
@@ -230,10 +233,11 @@ class World:
         raise peer_failed(scene, what, failure)
 
     def check(self, work: Work) -> None:
-        """RankError where the wait for a collective is in vain: a peer has told of a failure, or its process has ended.
+        """Raises RankError where it is in vain to wait for a collective.
 
-        gloo does not always notice a connection that breaks while a collective begins, so processes are looked at, too.
-        One that had ended without a good-bye at the last look as well has had time to publish why.
+        Then a peer has published a failure, or its process has ended. gloo does not always notice a connection that
+        breaks while a collective begins, so processes are looked at, too. A peer counts as ended when two looks in a
+        row find it gone without a good-bye: until then it may still publish why.
         """
         self.raise_if_failed(str(work))
         gone = [rank for rank in self._peers.gone(work.group.ranks) if rank != self.rank]
@@ -246,7 +250,7 @@ class World:
         return failed(self.scene(), str(work), work.group.ranks, error, work.start)
 
     def scene(self) -> Scene:
-        """What errors that name the rank at fault are made from: this rank, its store and its peers."""
+        """What this rank knows, for errors that name the rank at fault."""
         host = None if self.place.agent_store or self.place.source == DEFAULT_GROUP else 0
         return Scene(self.rank, self.store, host, self.limit, self._peers, self.all_ranks)
 
@@ -256,7 +260,10 @@ class World:
             within(1.0, lambda: publish(self.store, self.rank, error))
 
     def depart(self, error: BaseException) -> None:
-        """After a failure: tell the peers, and keep a store of its own up while they read from it."""
+        """After a failure, tell the peers that this rank leaves.
+
+        If it serves the store, it stays while they read from it.
+        """
         if self._store is None:
             return
         self._say("left", FAILED)
@@ -268,11 +275,11 @@ class World:
             within(_LINGER, lambda: self._await_others(_LINGER, lambda: None, gone))
 
     def leave(self) -> None:
-        """At a normal exit: let go of the other ranks, and end all threads but Python's own.
+        """At a normal exit, let go of the other ranks and end all threads but Python's own.
 
-        A thread that comes back from torch into an interpreter that is being finalised ends the process by SIGABRT: one
-        of the script's that executes, or one of gloo's, which lets go of tensors only after it has reported that they
-        are there.
+        A thread that comes back from torch into an interpreter that is being finalised ends the process by SIGABRT. It
+        may be one of the script's that executes, or one of gloo's, which lets go of tensors only after it has said that
+        they are there.
         """
         if self._responder is None or os.getpid() != self._process:
             return
@@ -294,11 +301,11 @@ class World:
             end_at_once(1)
 
     def _say(self, what: str, how: str = "") -> None:
-        """That this rank has left the job, or is done with its store."""
+        """Tell through the store that this rank has left the job ("left"), or is done with the store ("done")."""
         within(1.0, lambda: self.store.set(f"{what}/{self.rank}", how))
 
     def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> None:
-        """Wait until the ranks that have joined are done with the store, or are no more."""
+        """Wait until the ranks that have joined are done with the store, or have ended."""
         joined = [rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])]
         self._peers.remember(joined)
         until = time.monotonic() + limit
@@ -320,6 +327,6 @@ def _in_default_group() -> bool:
 
 
 def _default_group_place() -> Environment:
-    """For ranks that know each other by a call of init_process_group alone."""
+    """The place of a rank that knows its peers by a call of init_process_group alone."""
     size = dist.get_world_size()
     return Environment(DEFAULT_GROUP, dist.get_rank(), size, dist.get_rank(), size)
