@@ -29,9 +29,11 @@ class Unsupported(Exception):
 class Task:
     """One segment to compile for one rank.
 
-    `eager` runs the kernel's text. `arguments` are examples of what it is called with, one per parameter: tensors on
-    the meta device with the shapes, dtypes and strides that calls have, and Python numbers. `segment` has the ops in
-    their placements, by the numbers of `definition`; None for a kernel that is only a part of one (of a loop).
+    eager: runs the kernel's text.
+    arguments: examples, one per parameter: tensors on the meta device with the shapes, dtypes and strides that calls
+        have, and Python numbers.
+    segment: the ops with their shardings, by the numbers of `definition`; None for a kernel that is only a part of a
+        segment, in a loop.
     """
 
     kernel: Kernel
@@ -49,8 +51,8 @@ class Backend(Protocol):
     name: str
 
     def prepare(self, task: Task) -> Prepared:
-        """The segment compiled, ready to be called any number of times. Raises Unsupported.
+        """The compiled segment, which may be called any number of times. Raises Unsupported.
 
-        Must not communicate. Called once per segment and rank, between executions.
+        Called once per segment and rank, between executions. Must not communicate.
         """
         ...

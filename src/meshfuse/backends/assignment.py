@@ -1,9 +1,9 @@
 """Which backend compiles which segments, and at which call of a program.
 
-"eager" runs the text of every segment, "inductor" and "nvfuser" compile all that they can before the first call. "auto"
-runs the text until compiling would have paid: a program that runs a few times is never compiled. It follows the rule
-for rent or buy (Karlin et al., "Competitive snoopy caching", 1988): buy once the rent paid is the price, which costs
-at most twice what knowing the future would. All of it is modelled from the definition alone, so that all ranks compile
+"eager" runs the text of every segment. "inductor" and "nvfuser" compile all that they can before the first call. "auto"
+runs the text until compiling would have paid, so a program that runs a few times is never compiled. It follows the rule
+for rent or buy (Karlin et al., "Competitive snoopy caching", 1988): buy once the rent paid is the price, which costs at
+most twice what knowing the future would. All costs are modelled from the definition alone, so that all ranks compile
 the same segments at the same call.
 """
 
@@ -39,7 +39,7 @@ def _inductor() -> Backend:
 
 
 def _nvfuser() -> Backend:
-    """Raises Unsupported where there is no nvFuser."""
+    """The backend. Raises Unsupported where there is no nvFuser."""
     try:
         from .nvfuser.backend import NvFuser
 
@@ -53,7 +53,7 @@ NAMES = ("auto", *MAKERS)
 
 
 def requested(given: str | None, line: SourceLine | None = None) -> str:
-    """The name asked for: an argument, else MESHFUSE_BACKEND, else "auto". Raises ArgumentError for other names."""
+    """The backend's name: as given, else MESHFUSE_BACKEND, else "auto". Raises ArgumentError for other names."""
     name = given if given is not None else os.environ.get(VARIABLE) or "auto"
     if not isinstance(name, str) or name not in NAMES:
         what = "backend" if given is not None else VARIABLE
@@ -71,14 +71,17 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Per segment's number what to run it with from call number `due` (from 0) on; before, and for None, the text."""
+    """By segment number the backend that runs it from call number `due` (from 0) on.
+
+    Before that, and for None, its text runs.
+    """
 
     due: int | None
     chosen: Mapping[int, Chosen]
 
 
 def assigned(definition: SegmentedDefinition, name: str) -> Assignment:
-    """What to compile, and when; equal on all ranks."""
+    """Which segments to compile, and when; the same on all ranks."""
     segments = [part for part in definition.parts if isinstance(part, Segment)]
     if name != "auto":
         due = None if name == "eager" else 0
@@ -98,9 +101,9 @@ def _auto(saved: float, due: int | None) -> Chosen:
 
 
 def saved_seconds(resharded: ReshardedDefinition, segment: Segment) -> float:
-    """What fusing the ops of a segment saves per call, at least 0: their starts and the traffic of values between them.
+    """Seconds per call, at least 0, that fusing a segment's ops saves: their starts, and traffic between them.
 
-    Products and attention cost the same in either way, as do values that enter or leave the segment.
+    Products and attention cost the same either way, and so do values that enter or leave the segment.
     """
     fused = [c for c in segment.computes if by_element(resharded.graph.nodes[c.node].call)]
     starts = _START * len(fused) - _CALL

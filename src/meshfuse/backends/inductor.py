@@ -35,7 +35,7 @@ _compiled: dict[Any, Prepared] = {}
 
 
 class Inductor:
-    """Compiles ahead, for the very shapes and strides of the task."""
+    """Compiles before the call, for the very shapes and strides of the task."""
 
     name = "inductor"
 
@@ -66,9 +66,9 @@ def _described(value: Any) -> Any:
 
 @contextlib.contextmanager
 def own_cache(rank: int) -> Iterator[None]:
-    """A folder for what Inductor keeps on disk that no other rank reads: their constants may differ.
+    """Give Inductor a disk folder that no other rank reads, as ranks may differ in their constants.
 
-    With the disk cache off, or broken, it lasts as long as the compilation.
+    With the disk cache off, or broken, the folder lasts as long as the compilation.
     """
     root = writable_root()
     with tempfile.TemporaryDirectory() as passing, _folder_restored():
@@ -78,7 +78,7 @@ def own_cache(rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder_restored() -> Iterator[None]:
-    """Inductor itself sets the variable that says where its folder is, once it has looked."""
+    """Restore the variable that names Inductor's folder, which Inductor sets itself when it first looks."""
     before = os.environ.get(_FOLDER)
     try:
         yield
@@ -89,8 +89,8 @@ def _folder_restored() -> Iterator[None]:
 def _try_instructions() -> None:
     """Have torch find out what instructions the processor and the C++ compiler have.
 
-    A process does that once, by compiling a program for each set of them, in whatever folder is Inductor's then: in
-    torch's own these last, and are all ranks'; in a rank's own each would begin anew.
+    A process does that once, by compiling a program for each set of instructions in Inductor's folder of that moment.
+    In torch's own folder the results last and serve all ranks; in a rank's own folder each rank would begin anew.
     """
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
@@ -100,9 +100,10 @@ def _try_instructions() -> None:
 
 
 def trace(task: Task) -> torch.fx.GraphModule:
-    """The kernel as a graph of functional ATen ops on the task's tensor parameters and its random state.
+    """The kernel as a graph of functional ATen ops on the task's tensors and its random state.
 
-    Other numbers are constants of it. Raises Unsupported where the kernel's Python depends on tensors' values.
+    Other numbers become constants of the graph. Raises Unsupported where the kernel's Python depends on tensors'
+    values.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -127,7 +128,7 @@ def trace(task: Task) -> torch.fx.GraphModule:
 
 
 def _varying(task: Task) -> list[int]:
-    """The places of parameters that are not constants of the compiled code."""
+    """The places of the parameters that are not constants of the compiled code."""
     pairs = enumerate(zip(task.kernel.params, task.arguments, strict=True))
     return [place for place, (name, value) in pairs if isinstance(value, torch.Tensor) or name in RANDOM_STATE]
 
@@ -170,8 +171,9 @@ def _compile(task: Task) -> Prepared:
 
 
 def _unchecked(made: Any, inputs: Sequence[torch.fx.Node]) -> list[tuple[int, Sequence[int], Sequence[int]]]:
-    """Places, sizes and strides of the arguments whose strides the compiled code does not check itself: those that no
-    kernel of its own reads, but of which it may return views.
+    """(place, sizes, strides) of the arguments whose strides the compiled code does not check itself.
+
+    These are arguments that none of its kernels reads, but of which it may return views.
     """
     text = getattr(made, "source_code", None) or ""
     left = [(place, node.meta["val"]) for place, node in enumerate(inputs)
@@ -180,9 +182,11 @@ def _unchecked(made: Any, inputs: Sequence[torch.fx.Node]) -> list[tuple[int, Se
 
 
 def _compared(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Floating-point values that are compared and read elsewhere, too: as outputs of the compiled code they are
-    computed once. Inductor may compute a value anew for each reader, in other last bits: nothing would equal its
-    maximum, or be no less than it, and the gradient of that maximum would go nowhere.
+    """Floating-point values that are compared, and read elsewhere too.
+
+    They become outputs of the code, so that it computes them once. Inductor may compute a value again for each reader,
+    with other last bits. Then nothing would equal its maximum, or be no less than it, and the gradient of that maximum
+    would be lost.
     """
     tests = [getattr(torch.ops.aten, name).Tensor for name in ("eq", "ne", "ge", "gt", "le", "lt")]
     nodes = [n for test in tests for made in module.graph.find_nodes(op="call_function", target=test)
@@ -195,7 +199,7 @@ def _guarded(code: Prepared, task: Task) -> Prepared:
     """Compiled code as a function of the kernel's parameters.
 
     The code takes a list, which it empties, and raises AssertionError for other sizes or strides before it does
-    anything: such a call, and one with other constants, runs the text.
+    anything. Such a call runs the text, and so does one with other constants.
     """
     varying, results = _varying(task), len(task.kernel.results)
     take: Callable[[Sequence[Any]], Any] = (lambda found: found[0]) if results == 1 else tuple
@@ -221,7 +225,7 @@ def _guarded(code: Prepared, task: Task) -> Prepared:
 
 
 def _plain(code: Prepared, eager: Prepared, results: int) -> Prepared:
-    """For kernels of tensors only, the shortest way into the code."""
+    """The shortest way into the code, for kernels that take tensors only."""
 
     def one(*arguments: torch.Tensor) -> Any:
         try:
@@ -239,7 +243,10 @@ def _plain(code: Prepared, eager: Prepared, results: int) -> Prepared:
 
 
 def _again(error: Exception, eager: Prepared, arguments: Sequence[Any]) -> Any:
-    """The text's results where code has other sizes, or its error where code only says that there is a wrong index."""
+    """What the text does with these arguments, for an error of the code that the text avoids or tells better.
+
+    The code takes no other sizes, and only says that some index is wrong.
+    """
     if isinstance(error, AssertionError) or "index out of bounds" in str(error) or OUT_OF_RANGE in str(error):
         return eager(*arguments)
     raise error

@@ -1,3 +1,5 @@
-"""Running host programs. `bind` makes functions of their text; `simulate` runs those of all ranks in this process, and
-`spmd` the one of this rank, on real ones.
+"""Running host programs.
+
+`bind` makes functions of their text; `simulate` runs the programs of all ranks in this process, `spmd` this rank's
+program on real ranks.
 """

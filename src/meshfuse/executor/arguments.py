@@ -37,11 +37,11 @@ class Inputs:
 
 
 def outline(arguments: Any) -> Any:
-    """A key of all facts (but strides) that the checks of a call's arguments look at: equal keys, one check.
+    """A key of all that the checks of a call's arguments look at, but strides.
 
-    None where checks look at more: at numbers, DTensors, other subclasses of tensors, tensors whose memory has other
-    numbers (`settled`), and modes that follow tensors. Whether a tensor has memory is one of the facts: if its owner
-    has freed that, its use would end the process.
+    Arguments with equal keys are checked once. The key is None where the checks look at more: at numbers, DTensors and
+    other subclasses of tensors, lazy views (`settled`), and torch modes that follow tensors. Whether a tensor has
+    memory is part of the key: using one whose owner has freed it would end the process.
     """
     if type(arguments) not in (list, tuple) or _dispatch_modes() or forward_ad._current_level >= 0:
         return None
@@ -63,9 +63,9 @@ _FOLLOWING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def split_arguments(fd: DefinitionBuilder, arguments: Sequence[Any], line: SourceLine | None = None) -> Inputs:
-    """The arguments by number.
+    """A call's arguments by their numbers in the definition.
 
-    Raises ArgumentError for a wrong count, kind (DTensors included), dtype, number of dims, stride order or
+    Raises ArgumentError for a wrong count, kind (DTensors included), dtype, number of dims or stride order, and for
     mixed devices; DefinitionError for a definition without outputs.
     """
     check_count(fd, arguments, line)
@@ -92,7 +92,7 @@ def check_count(fd: DefinitionBuilder, arguments: Any, line: SourceLine | None) 
 
 
 def _is_list_of_all(fd: DefinitionBuilder, arguments: Sequence[Any]) -> bool:
-    """Whether the one argument is a list of as many as are needed."""
+    """Whether a single argument was passed, a list of as many values as there are inputs."""
     first = arguments[0] if len(arguments) == 1 else None
     return isinstance(first, (list, tuple)) and len(first) == len(fd.inputs)
 
@@ -122,8 +122,9 @@ def _checked_tensor(place: int, made: TensorDef, value: Any, line: SourceLine | 
 
 
 def _without_class(value: Any) -> Any:
-    """The tensor that a subclass of torch's is, where that only adds attributes and functions: what these do is not
-    asked for inside a program. A collective of torch that still runs (AsyncCollectiveTensor) is waited for.
+    """The plain tensor of a subclass that only adds attributes and functions, which no program calls.
+
+    A collective of torch that still runs (AsyncCollectiveTensor) is waited for. Anything else is returned as it is.
     """
     if not isinstance(value, torch.Tensor) or type(value) in _PLAIN:
         return value
@@ -136,13 +137,13 @@ def _without_class(value: Any) -> Any:
 
 
 def _computes(value: torch.Tensor) -> bool:
-    """Whether the tensor's class has ops of its own, as DTensors and FakeTensors do."""
+    """Whether the tensor's class has ops of its own, as DTensor and FakeTensor do."""
     name = "__torch_dispatch__"
     return getattr(type(value), name) is not getattr(torch.Tensor, name)
 
 
 def _follower(value: torch.Tensor) -> str:
-    """What of torch's needs to see all that is done to the tensor, as for its derivatives; "" for nothing."""
+    """What of torch must see every op on the tensor, such as autograd's forward mode; "" for nothing."""
     of_torch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     if of_torch.is_batchedtensor(value) or of_torch.is_gradtrackingtensor(value) or torch._is_functional_tensor(value):
         return "a tensor of torch.func (vmap, grad, jvp, functionalize)"
@@ -211,7 +212,7 @@ def _type_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
 
 
 def _stride_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
-    """A definition that names a stride order means it: kernels are made for it. Expanded dims have no place in it."""
+    """What is wrong with the strides of an argument whose definition gives a stride order; expanded dims have none."""
     if made.stride_order is None or value.numel() == 0:
         return None
     placed = [d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d)]
@@ -274,7 +275,7 @@ def check_numbers(fd: DefinitionBuilder, given: Inputs, what: str, line: SourceL
 
 
 def compile_shapes(fd: DefinitionBuilder, shapes: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:
-    """Global shapes by input tensor, as given or (for none) as defined.
+    """Global shapes by input tensor: as given, or without any as defined.
 
     Raises DefinitionError for a wrong count, for sizes left open and for those that contradict the definition.
     """
@@ -321,7 +322,7 @@ def _is_shape(shape: Any) -> bool:
 def scalar_values(fd: DefinitionBuilder, scalars: Mapping[Any, Any] | None, line: SourceLine) -> dict[int, Any]:
     """The values of scalar inputs by number, from a mapping by `Val` or number.
 
-    Raises DefinitionError for others.
+    Raises DefinitionError for anything but a mapping, and for values of what is no scalar input.
     """
     numbers = {ref.id for ref in fd.inputs if isinstance(ref, ScalarRef)}
     given = {} if scalars is None else scalars
@@ -352,7 +353,7 @@ def check_global_shapes(
 
 
 def _if_shard(fd: DefinitionBuilder, i: int, tensor: torch.Tensor) -> str:
-    """A remark for an error, where a tensor has the shape of some rank's shard."""
+    """A remark for an error, where the tensor has the shape of some rank's shard; "" where it has not."""
     annotation, shape = fd.placed(i), fd.tensors[i].type.shape
     if annotation is None or annotation.mesh is None or -1 in shape:
         return ""

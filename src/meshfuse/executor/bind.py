@@ -25,8 +25,11 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class BoundProgram:
-    """`main` is the function that runs the program; `where` names the instruction of each of its lines. `scope` are
-    the text's globals, the kernels' functions among them: compiled code takes a function's place there.
+    """A program as a function.
+
+    main: the function that runs the program.
+    where: the instruction that each line of its text belongs to.
+    scope: the text's globals, the kernels' functions among them, whose places compiled code takes later.
     """
 
     main: Callable[..., Any]
@@ -38,7 +41,7 @@ class BoundProgram:
 def bind_program(
     program: HostProgram, group_of: GroupOf, device: torch.device, simulated: bool = False
 ) -> BoundProgram:
-    """Compile a program. `group_of` gives the communication group of some ranks."""
+    """Compile a program's text. `group_of` gives the communication group of some ranks."""
     lines, where = program.lines(simulated)
     text = "\n".join(lines) + "\n"
     # Numbered, so that a text goes with its program, whatever others are of the same digest.
@@ -52,7 +55,7 @@ def bind_program(
 
 
 def _show_text(file: str, text: str, main: Callable[..., Any]) -> None:
-    """Has tracebacks show the text's lines as long as its function is there, which frames hold, too."""
+    """Let tracebacks show the lines of the text for as long as `main` or one of its frames exists."""
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     weakref.finalize(main, linecache.cache.pop, file, None).atexit = False
 

@@ -1,9 +1,9 @@
-"""Memory of host programs: in steady state a step allocates nothing that an earlier one has given back.
+"""Memory of host programs: once warm, a step allocates only what an earlier step has not given back.
 
 A buffer is given back when nothing holds its storage any more: no name of the program, no output that the user still
-has, no array made of it, no communication in flight. Its storage's reference count says so, and nothing else is relied
-on; but where a holder has had the storage freed, made larger or shared with other processes, it is not used again. What
-was not asked for in a minute goes; where there is much, what none of the latest executions asked for.
+has, no array made of it, no communication in flight. The reference counts of its storage tell. A buffer whose storage a
+holder has freed, enlarged or shared with other processes is not used again. Buffers that were not asked for in a minute
+are dropped; above a limit of bytes, those that none of the latest executions asked for.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _dense(shape: Shape) -> Shape:
 
 
 class Plain:
-    """What programs' text calls as M: new memory of a device at every call.
+    """What the text of programs calls as M: every call makes new memory on a device.
 
-    On a GPU torch's allocator keeps what was freed; on simulated ranks speed is not the point.
+    On a GPU torch's allocator keeps what was freed; on simulated ranks speed does not matter.
     """
 
     def __init__(self, device: torch.device):
@@ -60,21 +60,23 @@ class Plain:
         return x if x.is_contiguous() else self.clone(x)
 
     def cat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Tensors behind each other in a flat buffer."""
+        """The tensors' elements behind each other in a flat buffer."""
         return torch.cat([part.reshape(-1) for part in parts])
 
     def combine(self, a: torch.Tensor, b: torch.Tensor, reduce: str) -> torch.Tensor:
-        """Two terms of a reduction, of one shape."""
+        """Two terms of a reduction, of one shape, reduced."""
         return kernels.combine(a, b, reduce)
 
     def fold(self, terms: torch.Tensor, reduce: str) -> torch.Tensor:
-        """[n, *shape] terms of a reduction to their result [*shape]."""
+        """[n, *shape] terms of a reduction, reduced to [*shape]."""
         return kernels.fold(terms, reduce)
 
 
 class _Slot:
-    """A buffer, and when it was last asked for. Its storage has two counts of references: torch's, and its Python
-    object's.
+    """A buffer of the pool, with the time and the execution that last asked for it.
+
+    Its storage has two counts of references, torch's and that of its Python object. Both are noted while nobody else
+    has the buffer.
     """
 
     __slots__ = ("_memory", "_names", "_ours", "_place", "_storage", "data", "execution", "strides", "used")
@@ -95,12 +97,12 @@ class _Slot:
         return _use_count(self._place) == self._ours and sys.getrefcount(self._storage) == self._names
 
     def is_changed(self) -> bool:
-        """Whether its storage has other memory than it was made with: none, or some that other processes have, too."""
+        """Whether its storage no longer has the memory that it was made with: it was freed, or moved to be shared."""
         return self._storage.data_ptr() != self._memory
 
 
 class Pooled(Plain, threading.local):
-    """As `Plain`, of memory of the CPU that is used again; every thread has its own. `made`: how often it was new."""
+    """As `Plain`, but CPU memory that is used again. Every thread has its own pool; `made` counts new buffers."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -128,7 +130,7 @@ class Pooled(Plain, threading.local):
         return kernels.fold(terms, reduce, out=self.empty(tuple(terms.shape[1:]), terms.dtype))
 
     def strided(self, shape: Shape, strides: Shape | None, dtype: torch.dtype) -> torch.Tensor:
-        """An empty tensor of these strides (none: contiguous) that shares its memory with no other."""
+        """An empty tensor of these strides (None: contiguous) whose memory nobody else holds."""
         self._left -= 1
         if not self._left:
             self._look()
@@ -150,7 +152,7 @@ class Pooled(Plain, threading.local):
         return _alias(slot.data, shape, slot.strides, 0)
 
     def _new(self, shape: Shape, strides: Shape | None, dtype: torch.dtype) -> _Slot:
-        """A buffer more, in the place of others where there are many."""
+        """Make a buffer; above the limit of bytes, first drop those that the latest executions did not ask for."""
         if self._bytes > scratch.KEPT and self._looked < CLOCK.now:
             self._looked, oldest = CLOCK.now, CLOCK.now - scratch.RECENT
             self._keep(lambda slot: slot.execution >= oldest)
@@ -160,14 +162,14 @@ class Pooled(Plain, threading.local):
         return slot
 
     def _look(self) -> None:
-        """Let go of what was not asked for in a while, nor since the last look."""
+        """Drop the buffers that were asked for neither within a minute nor since the last look."""
         last = self._now
         self._now, self._left = time.monotonic(), _INTERVAL
         oldest = min(last, self._now - _PATIENCE)
         self._keep(lambda slot: slot.used >= oldest)
 
     def _keep(self, is_wanted: Callable[[_Slot], bool]) -> None:
-        """Let go of all slots but these; what someone holds is his then."""
+        """Drop all other slots. Whoever holds their memory keeps it."""
         kept = {key: deque(filter(is_wanted, slots)) for key, slots in self._slots.items()}
         self._slots = {key: slots for key, slots in kept.items() if slots}
         self._bytes = sum(slot.data.nbytes for slots in self._slots.values() for slot in slots)
@@ -182,7 +184,7 @@ def device_memory(device: torch.device, simulated: bool = False) -> Plain:
 
 
 def use_pool(code: Any) -> None:
-    """Let the module of code that Inductor made for the CPU take its buffers from the pool."""
+    """Let the module of code that Inductor made for the CPU take its buffers from this pool."""
     scope = getattr(getattr(code, "__func__", code), "__globals__", {})
     if "empty_strided_cpu" in scope:
         scope["empty_strided_cpu"] = _POOL.strided

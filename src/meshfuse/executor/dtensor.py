@@ -1,4 +1,4 @@
-"""DTensors in, DTensors out: torch's placements in terms of shardings, and back."""
+"""DTensors in, DTensors out: torch's placements as shardings, and shardings as placements."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_parts(inputs: Sequence[Any]) -> list[Any]:
-    """The rank's own tensors of the inputs, of which autograd records nothing."""
+    """The inputs with this rank's own tensor in the place of each DTensor; autograd records nothing of them."""
     with torch.no_grad():
         return [_settled(value.to_local()) if is_dtensor(value) else value for value in inputs]
 
 
 def _settled(local: torch.Tensor) -> torch.Tensor:
-    """A collective of torch that still runs (AsyncCollectiveTensor) is waited for."""
+    """The tensor, once a collective of torch that still makes it (AsyncCollectiveTensor) is done."""
     wait = getattr(local, "wait", None)
     return local if wait is None else wait()
 
@@ -81,9 +81,9 @@ def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any, line: Sour
 
 
 def sharding_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Sharding | None:
-    """The sharding that placements mean; None for partial, strided shards and uneven dims cut more than once.
+    """The sharding that placements mean; None for partial, for strided shards, and for uneven dims that are cut twice.
 
-    torch cuts an uneven dim's chunks again each by itself, which no layout of factors does.
+    torch cuts each chunk of an uneven dim by itself again, which no layout of factors does.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -100,7 +100,7 @@ def sharding_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int,
 
 @functools.lru_cache(maxsize=4096)
 def same_elements(a: Sharding, b: Sharding, shape: tuple[int, ...]) -> bool:
-    """True where both give every rank the same elements, whatever the axes are called."""
+    """Whether both shardings give every rank the same elements, whatever their axes are called."""
     same_ranks = set(a.mesh.ranks) == set(b.mesh.ranks)
     return same_ranks and all(a.runs(shape, rank) == b.runs(shape, rank) for rank in a.mesh.ranks)
 
@@ -120,7 +120,7 @@ def placements_of(sharding: Sharding, shape: Sequence[int]) -> tuple[Any, ...] |
 
 
 def _says_chunks(sharding: Sharding, layout: Layout, n: int) -> bool:
-    """True for whole axes in mesh order, outermost, cut as `torch.chunk` cuts."""
+    """Whether the layout is whole axes in mesh order, outermost, and cut as `torch.chunk` cuts."""
     names = sharding.mesh.names
     whole = all(s.bound and s.size == sharding.mesh.axis_size(s.axis or "") for s in layout)
     places = [names.index(s.axis) for s in layout if s.axis in names]
@@ -128,7 +128,7 @@ def _says_chunks(sharding: Sharding, layout: Layout, n: int) -> bool:
 
 
 def _cut_evenly(layout: Sequence[Split], n: int) -> bool:
-    """Whether chunks of chunks are what mixed radix says: one cut may be uneven, several may not."""
+    """Whether chunks of chunks are the same as a layout's digits: one of the cuts may be uneven, several may not."""
     sizes = [split.size or 1 for split in layout if split.size != 1]
     return len(sizes) < 2 or n % math.prod(sizes) == 0
 

@@ -23,14 +23,14 @@ DEVICE = "cuda"
 
 
 class Capturer(Protocol):
-    """What makes graphs: CUDA, or a stand-in in tests."""
+    """Makes graphs: CUDA, or a stand-in in tests."""
 
     def warm_up(self, run: Callable[[], object]) -> None:
         """Run some times before the capture."""
         ...
 
     def capture(self, run: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], Callable[[], object]]:
-        """What a run gives, in memory that the graph writes anew each time the second result is called."""
+        """Run once, and give (the results, a function that runs again and writes the same memory anew)."""
         ...
 
 
@@ -85,7 +85,7 @@ class Captured:
 
 
 def check_capturable(program: HostProgram, given: Inputs, line: SourceLine) -> None:
-    """Raises ArgumentError for what a graph cannot do: it is fixed, and the device's."""
+    """Raises ArgumentError for a program that no graph can hold: one with scalars or random numbers, or not on CUDA."""
     if given.device.type != DEVICE:
         raise _refused(f"arguments on {given.device}", f"tensors on a {DEVICE} device", line)
     if given.scalars:
@@ -97,7 +97,7 @@ def check_capturable(program: HostProgram, given: Inputs, line: SourceLine) -> N
 
 
 def check_groups(groups: Sequence[Any], line: SourceLine) -> None:
-    """Raises ArgumentError where collectives go through the host: what the host does is no part of a graph."""
+    """Raises ArgumentError where collectives go through the host, whose work is no part of a graph."""
     staged = [group for group in groups if group.is_staged]
     if staged:
         raise _refused(f"{staged[0]} of ranks that share a device", "a device for each rank", line)

@@ -16,13 +16,18 @@ from .bind import BoundProgram, instruction_at
 
 
 class OutOfMemoryError(MeshfuseError, torch.OutOfMemoryError):
-    """No memory for what an op makes, or for a buffer of a communication: one of torch's, with the user's line."""
+    """There is no memory for what an op makes, or for a communication's buffer.
+
+    Torch's own class, with the user's line.
+    """
 
 
 @contextlib.contextmanager
 def kernel_errors(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
-    """Turns an error that torch raises in a kernel's line into a KernelError that names the op, its operands and the
-    user's line, and a lack of memory into an OutOfMemoryError. Other errors pass as they are.
+    """Turn torch's errors in the program that runs inside this context into errors of the user's op and line.
+
+    An error in a kernel's line becomes a KernelError that names the op and its operands; a lack of memory becomes an
+    OutOfMemoryError. Other errors pass as they are.
     """
     try:
         yield
@@ -71,7 +76,7 @@ def _op(kernel: Kernel, place: int) -> tuple[str, SourceLine | None]:
 
 
 def _asker(program: HostProgram, instruction: Instruction | None) -> tuple[str, SourceLine | None]:
-    """What an instruction is for: a kernel's last op, else the communication that it is, or that comes next."""
+    """(what an instruction is for, the user's line): a kernel's last op, else this or the next communication."""
     if isinstance(instruction, Launch) and instruction.kernel.origins:
         return _op(instruction.kernel, -1)
     start = program.instructions.index(instruction) if instruction in program.instructions else 0
@@ -81,7 +86,7 @@ def _asker(program: HostProgram, instruction: Instruction | None) -> tuple[str, 
 
 
 def _kernel_frame(bound: BoundProgram, trace: TracebackType | None) -> tuple[FrameType, int] | None:
-    """The frame, and its line, of the program's innermost function in which the error was raised."""
+    """The innermost frame of the program's own text in which the error was raised, and its line; None for none."""
     found = None
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == bound.file:
@@ -91,7 +96,7 @@ def _kernel_frame(bound: BoundProgram, trace: TracebackType | None) -> tuple[Fra
 
 
 def _place(program: HostProgram, frame: FrameType, line: int) -> tuple[Kernel, int] | None:
-    """The kernel, and the number of its line, that a line of a frame is."""
+    """(kernel, index of the op's line in it) for a line of a frame; None for a line of no kernel."""
     kernel = next((k for k in program.kernels if k.name == frame.f_code.co_name), None)
     if kernel is None:
         return None
@@ -131,7 +136,7 @@ def _kind(value: torch.Tensor) -> str:
 
 
 def _operands(frame: FrameType, text: str) -> str:
-    """The local tensors that a line mentions."""
+    """Names, dtypes and shapes of the local tensors that a line mentions."""
     tensors = {name: value for name, value in frame.f_locals.items() if isinstance(value, torch.Tensor)}
     found = [f"{n}: {_kind(t)}" for n, t in tensors.items() if n in text]
     return ", ".join(found) or "no operands"

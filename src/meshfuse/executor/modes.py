@@ -1,4 +1,4 @@
-"""What the caller's modes of torch would change in a program, kept out of it."""
+"""Torch modes of the caller that would change what a program computes, turned off while it runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ _function_modes = torch._C._len_torch_function_stack
 
 
 def modes_are_on() -> bool:
-    """Whether the caller's modes might change something."""
+    """Whether the caller has set a mode that might change something."""
     return bool(_autocasts() or _function_modes())
 
 
 @contextlib.contextmanager
 def without_modes(device: torch.device) -> Iterator[None]:
-    """A definition says every dtype itself, and buffers of communications are made for those; what a program's text
-    makes of numbers is on the program's device, whatever the default one is.
+    """In this context the caller's modes do not hold: autocast, and modes over torch's functions (a default device).
+
+    A definition gives every dtype itself, and communication buffers are made for those dtypes. What a program's text
+    makes of plain numbers must be on the program's device.
     """
     with contextlib.ExitStack() as stack:
         for kind in {"cpu", device.type} - {"meta"}:

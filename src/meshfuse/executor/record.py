@@ -36,7 +36,7 @@ class Recorder:
         atexit.register(self._write)
 
     def _write(self) -> None:
-        """At the rank's end, which an error would not change any more."""
+        """Write the file at the rank's end, where an error would not change anything any more."""
         try:
             write_trace(self._path, self._rank, self.spans)
         except DefinitionError as error:
@@ -47,11 +47,11 @@ class Recorder:
         return time.perf_counter() - self.begin
 
     def add(self, kind: SpanKind, name: str, start: float) -> None:
-        """Something that began at `start` and ends now."""
+        """Add a span that began at `start` and ends now."""
         self.spans.append(Span(kind, name, start, self.now()))
 
     def watch(self, scope: dict[str, Any], program: HostProgram) -> None:
-        """Put recording kernels and groups in the place of a bound program's own, where they are not there yet."""
+        """Replace a bound program's kernels and groups by recording ones, where that has not been done."""
         for kernel in program.kernels:
             if not isinstance(scope[kernel.name], _RecordedKernel):
                 scope[kernel.name] = _RecordedKernel(self, kernel.name, scope[kernel.name])
@@ -65,7 +65,7 @@ class Recorder:
 
 @functools.cache
 def recorder(rank: int) -> Recorder | None:
-    """This process's recorder; None where no trace is asked for."""
+    """This process's recorder; None where no trace was asked for."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None
@@ -92,7 +92,7 @@ class _RecordedKernel:
 
 
 class _RecordedGroup:
-    """A group that records its communications under the names that the program has for them, in turn."""
+    """A group that records its communications, under the names that the program has for them in this order."""
 
     def __init__(self, owner: Recorder, group: Any, names: list[str]):
         self.owner, self.group, self.names = owner, group, names
@@ -109,7 +109,7 @@ class _RecordedGroup:
 
 
 class _RecordedWork:
-    """A work that records when it is over, as its backend says where it does, and how long the rank waits for it."""
+    """A work that records when it ended, as far as its backend tells, and how long the rank waited for it."""
 
     def __init__(self, owner: Recorder, name: str, start: float, work: Any):
         self.owner, self.name, self.start, self.work = owner, name, start, work

@@ -1,4 +1,4 @@
-"""The segments of a bound program: what each is called with, and the compiled code put in its place."""
+"""The segments of a bound program: the arguments that each is called with, and the compiled code put in its place."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ KernelArguments = tuple[Any, ...]
 
 
 class Segments:
-    """Runs the segments of one rank's program by the plan of a backend's name.
+    """Runs the segments of one rank's program with the backend that was asked for.
 
-    When call number `due` comes, run the program once inside `recorded()` and call `compile_next` until it is False.
-    `chosen` says what runs each kernel, and why.
+    When call number `due` comes, run the program once inside `recorded()`, then call `compile_next` until it is False.
+    `chosen` says by kernel what runs it, and why.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Segments:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Note what the kernels to be compiled are called with meanwhile."""
+        """In this context, note the arguments of the kernels that are to be compiled."""
         texts = {name: self._texts[name] for name in self._left}
         self._seen = {}
         self._scope.update({name: self._recorder(name, text) for name, text in texts.items()})
@@ -70,7 +70,7 @@ class Segments:
         return record
 
     def compile_next(self) -> bool:
-        """Compile one more kernel; False where none was left."""
+        """Compile one more kernel; False where none is left."""
         if not self._left:
             self.due = None
             return False
@@ -88,7 +88,7 @@ class Segments:
 
     @contextlib.contextmanager
     def _plain_memory(self) -> Iterator[None]:
-        """While a kernel is traced its text makes new tensors: a pool gives real ones only."""
+        """In this context the text makes new tensors, for a kernel to be traced: a pool has only real ones."""
         memory, self._scope["M"] = self._scope["M"], Plain(self._device)
         try:
             yield

@@ -49,7 +49,7 @@ def _sharding(tv: TensorView | Sharding, shape: tuple[int, ...]) -> Sharding | N
 
 
 def _check_whole(tensor: Any, tv: Any, line: SourceLine) -> None:
-    """Raises ArgumentError for what is no dense tensor of the sizes that a TensorView has, where these are known."""
+    """Raises ArgumentError for anything but a dense tensor of the TensorView's sizes, as far as these are known."""
     wanted, needed = _wanted(tv)
     whole = isinstance(tensor, torch.Tensor)
     dense = whole and not tensor.is_nested and tensor.layout == torch.strided and not hasattr(tensor, "placements")

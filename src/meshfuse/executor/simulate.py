@@ -1,4 +1,4 @@
-"""All ranks in one process: the ranks' own programs take turns at their waits, over plain tensors."""
+"""All ranks in one process: their programs run on plain tensors, each up to its next wait, in turns."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ class SimulatedWork:
 
 @dataclass(slots=True)
 class _Arrivals:
-    """The calls of one collective that have arrived, by rank."""
+    """The ranks that have come to one collective, with their arguments."""
 
     size: int
     calls: dict[int, tuple[str, tuple[Any, ...], SimulatedWork]] = field(default_factory=dict)
 
 
 class Hub:
-    """The transport: matches the n-th collective of each rank in each group, and messages in their order."""
+    """The simulated network: matches the n-th collective of every rank of a group, and messages in their order."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was issued and never met."""
+        """Forget what a failed run issued."""
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
         self._meetings: dict[tuple[tuple[int, ...], int], _Arrivals] = {}
         self._sent: dict[tuple[tuple[int, ...], int, int], list[torch.Tensor]] = {}
         self._expected: dict[tuple[tuple[int, ...], int, int], list[tuple[torch.Tensor, SimulatedWork]]] = {}
 
     def next(self, group: SimulatedGroup) -> int:
-        """The number of a rank's next collective in a group."""
+        """The number of a rank's next collective in a group, from 0."""
         place = (group.ranks, group.index)
         self._issued[place] = self._issued.get(place, 0) + 1
         return self._issued[place]
 
     def arrive(self, group: SimulatedGroup, number: int, kind: str, arguments: tuple[Any, ...]) -> SimulatedWork:
-        """A rank's part in a collective, which is done when the last rank of the group has come."""
+        """Note a rank's arguments for a collective, and do the collective when the last rank of the group has come."""
         work = SimulatedWork(f"{kind} #{number} of ranks {group.ranks}")
         meeting = self._meetings.setdefault((group.ranks, number), _Arrivals(group.size))
         meeting.calls[group.index] = (kind, arguments, work)
@@ -68,13 +68,13 @@ class Hub:
         return work
 
     def send(self, group: SimulatedGroup, tensor: torch.Tensor, target: int) -> SimulatedWork:
-        """A message to the rank at this index of the group: a copy, so that it is over at once."""
+        """Send a copy to the rank at index `target` of the group; the work is done at once."""
         self._sent.setdefault((group.ranks, group.index, target), []).append(tensor.clone())
         self._match((group.ranks, group.index, target))
         return SimulatedWork("send", True)
 
     def receive(self, group: SimulatedGroup, tensor: torch.Tensor, source: int) -> SimulatedWork:
-        """Fill `tensor` by the next message from the rank at this index, when it comes."""
+        """Fill `tensor` from the next message of the rank at index `source`, when it comes."""
         work = SimulatedWork(f"message from rank {group.ranks[source]} to rank {group.ranks[group.index]}")
         self._expected.setdefault((group.ranks, source, group.index), []).append((tensor, work))
         self._match((group.ranks, source, group.index))
@@ -130,7 +130,7 @@ _COLLECTIVES: Mapping[str, Callable[[Sequence[tuple[Any, ...]]], None]] = {
 
 
 class SimulatedGroup:
-    """A group as one simulated rank has it; the interface of `runtime.group.Group` that programs use."""
+    """A group as one simulated rank sees it; it has those methods of `runtime.group.Group` that programs call."""
 
     def __init__(self, hub: Hub, ranks: tuple[int, ...], rank: int):
         self.hub, self.ranks, self.size, self.index = hub, ranks, len(ranks), ranks.index(rank)
@@ -163,11 +163,12 @@ RankArguments = Sequence[Any]
 class Simulation:
     """The programs of all ranks, bound once; `run` may be called any number of times.
 
-    A call while another is under way, of another thread or from inside an op's function, has programs bound for it
-    alone: ranks of two calls must not meet.
+    If another call is under way, in another thread or around an op's function that calls this, the new call binds
+    programs of its own: ranks of two calls must not meet.
 
-    `backend` compiles the segments of `definition` before the first run; "auto" never does here. With `check_streams`
-    each rank's launches are recorded in `streams`, and AssertionError says where a GPU's streams would race.
+    `backend` compiles the segments of `definition` before the first run; "auto" never does so here. With
+    `check_streams` each rank's launches are recorded in `streams`, and AssertionError says where a GPU's streams would
+    race.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class Simulation:
         return bind_program(program, lambda ranks: SimulatedGroup(self.hub, ranks, program.rank), device, True)
 
     def run(self, arguments: Mapping[int, RankArguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
-        """Every rank's results from every rank's arguments. RankError where they wait for each other."""
+        """Every rank's results from every rank's arguments. RankError where ranks wait for each other in a circle."""
         try:
             free = self._idle.pop()
         except IndexError:  # Or an interrupt came before the next line: then the one that is made now stays.
@@ -246,7 +247,7 @@ def _advance(
     rank: int, program: Generator[SimulatedWork, None, tuple[Any, ...]],
     waiting: dict[int, SimulatedWork | None], results: dict[int, tuple[Any, ...]],
 ) -> None:  # fmt: skip
-    """Run a rank to its next wait, or to its end."""
+    """Run a rank up to its next wait, or to its end."""
     try:
         waiting[rank] = next(program)
     except StopIteration as end:

@@ -1,4 +1,4 @@
-"""What ranks do when: spans of time, how much of the communication they hide, and the file that Perfetto shows."""
+"""What ranks do when: spans of time, how much of the communication they hide, and files for Perfetto."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """Seconds of one rank: its end, its kernels, its communications, and what it waited for them (exposed)."""
+    """Seconds of one rank: when it ends, in kernels, in communications, and in waits for these (`exposed`)."""
 
     rank: int
     end: float
@@ -60,7 +60,7 @@ def hidden_share(ranks: Iterable[RankTime]) -> float:
 
 
 def microseconds(seconds: float) -> str:
-    """Seconds in microseconds."""
+    """A text of seconds in microseconds."""
     return f"{seconds * 1e6:,.1f} us"
 
 
@@ -80,9 +80,9 @@ def make_writable(folder: str) -> None:
 
 
 def write_trace(path: str, rank: int, spans: Sequence[Span]) -> None:
-    """A rank's spans as Chrome's trace event format, which Perfetto opens: a row per kind, times in microseconds.
+    """Write a rank's spans in Chrome's trace event format, which Perfetto opens: a row per kind, times in microseconds.
 
-    The file is there whole or not at all: DefinitionError where it cannot be written.
+    The file is written whole or not at all. Raises DefinitionError where it cannot be written.
     """
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},

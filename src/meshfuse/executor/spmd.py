@@ -57,14 +57,14 @@ def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: Source
 
 
 def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> None:
-    """Raises RankError on every rank where they were given different global arguments; reads each of them once."""
+    """Raises RankError on every rank where ranks were given different global arguments; reads each argument once."""
     said = [f"{fd.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
     text = "\n".join([*said, *said_of_scalars(given)])
     world.meetings.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
 
 
 def said_of_scalars(given: Inputs) -> list[str]:
-    """A line for each number of a call."""
+    """A line of text for each scalar of a call, to compare over ranks."""
     return [f"scalar s{i}: {value!r}" for i, value in given.scalars.items()]
 
 
@@ -75,8 +75,9 @@ _SAME_ARGUMENTS = (
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
-    """The elements' bits, added as integers, each times an odd number that its place gives: other numbers, or the same
-    in another order (as of a shuffled data set), have almost surely another sum.
+    """A checksum: the elements' bits as integers, each times an odd number that its place gives, added up.
+
+    Other numbers almost surely have another sum, and so have the same numbers in another order (a shuffled data set).
     """
     flat = dense(tensor.detach().contiguous().reshape(-1))
     bits, found = flat.view(INTEGERS[min(tensor.element_size(), 8)]), 0
@@ -132,7 +133,7 @@ class RankProgram:
             self._bind(compiled)
 
     def _bind(self, compiled: CompiledProgram) -> None:
-        """Make this the program that runs, if all ranks have the same."""
+        """Make this the program that runs, if all ranks have the same. Raises RankError where they differ."""
         world, graph = self.world, compiled.graph
         text = agreed_text(compiled, self._source, self._backend)
         world.meetings.check_same(digest_of(text), "the program", world.all_ranks, lambda: text)
@@ -160,11 +161,13 @@ class RankProgram:
         self.program, self.bound, self.segments, self._main, self._run = program, bound, segments, bound.main, run
 
     def run(self, arguments: Sequence[Any], state: tuple[int, int], step: int, whole: bool = False) -> list[Any]:
-        """The rank's results, or the `whole` outputs. A failing collective's error names its tensor, the step and the
-        user's line.
+        """This rank's results, or with `whole` the global outputs, which every rank gets.
 
-        Random numbers follow from `state`, a seed and an offset; `step` steps came before. No gradients are recorded:
-        those of a definition are `fd.grad`'s.
+        state: (seed, offset), from which random numbers follow.
+        step: how many steps came before.
+
+        No gradients are recorded: a definition's own come from `fd.grad`. The error of a collective that fails names
+        its tensor, the step and the user's line.
         """
         self.step, outer = step + 1, self._phase  # An op's function may call the definition that it is in.
         try:
@@ -210,11 +213,11 @@ class RankProgram:
             torch._C._set_grad_enabled(recording)
 
     def _numbers(self, arguments: Sequence[Any]) -> str:
-        """The scalars of a call, which are those of all ranks."""
+        """The scalars of a call as text, which all ranks must have alike."""
         return f"with {', '.join(f's{number} = {arguments[i]!r}' for i, number in self._scalars)}: "
 
     def _plan_anew(self) -> None:
-        """Have a plan for these very sizes, which all ranks search at the same call."""
+        """Plan for these very sizes; all ranks do so at the same call."""
         assert self._renew is not None
         self._renewal = None
         compiled = self._renew()
@@ -229,10 +232,10 @@ class RankProgram:
         return out
 
     def _compile(self, arguments: Sequence[Any], seed: int, offset: int) -> None:
-        """Put compiled segments in place, all ranks one segment each in turn: none waits long for another's compiler.
+        """Compile the segments, all ranks one segment at a time, so that no rank waits long for another's compiler.
 
-        An execution more than was asked for, with the same random numbers, tells what segments are called with. Where
-        an error ends it, the next call compiles.
+        An extra execution with the same random numbers first finds the arguments of each segment. Where an error ends
+        that execution, the next call compiles.
         """
         with self.segments.recorded(), kernel_errors(self.bound, self.program):
             self._main(*arguments, seed, offset)
@@ -246,7 +249,7 @@ class RankProgram:
             self._run = self._capture(self.program, self._main)
 
     def _locate(self, error: RankError) -> None:
-        """Let an error name the collective that it came from, its tensor, who asked for it and the user's line."""
+        """Add to an error the collective that it came from, its tensor, what that is for, and the user's line."""
         found = instruction_at(self.bound, error.__traceback__) if self.active else None
         about = communication_of(self.program, found) if self.active else None
         if error.where is None:
@@ -255,7 +258,10 @@ class RankProgram:
             error.args, error.ended = (place + error.args[0], *error.args[1:]), place + error.ended
 
     def _leave_off(self, error: BaseException) -> None:
-        """Tell the world of an error that ended a call: the script may go on with this step or with the next."""
+        """Tell the world of an error that ended a call.
+
+        The script may catch it, and go on with this step or the next.
+        """
         phase, turns = self._phase, self.world.turns
         if self.world.size == 1:
             return
@@ -274,7 +280,7 @@ class RankProgram:
                 turns.leave_off(where, self.compiled.ranks, error)
 
     def place(self, frame: FrameType | None) -> str:
-        """Where in the program a thread is whose innermost frame is given: for other ranks, and for last words."""
+        """Where in the program a thread with this innermost frame is, in words: for other ranks, and for last words."""
         about = communication_of(self.program, instruction_of(self.bound, frame)) if self.active else None
         when = f"{'in' if self.running else 'after'} step {self.step}"
         return when if about is None else f"{about.said} {when} at {about.line}"
@@ -292,14 +298,14 @@ class RankProgram:
 
 
 def agreed_text(compiled: CompiledProgram, source: str, backend: str) -> str:
-    """All that must be equal on all ranks: the definition, the shapes and the plan that was made of them."""
+    """The text that must be equal on all ranks: the definition, the shapes and the plan made for them."""
     graph = compiled.graph
     shapes = [f"{graph.tensors[i].label}: global shape {list(graph.shape(i))}" for i in graph.input_tensors]
     return "\n".join([source, *shapes, f"backend {backend}", f"plan {compiled.digest}"])
 
 
 def group_labels(program: HostProgram) -> dict[tuple[int, ...], str]:
-    """For each group of a program the mesh axes that its first communication is over."""
+    """By group of a program, the mesh axes of the first communication in it."""
     labels: dict[tuple[int, ...], str] = {}
     for instruction in program.instructions:
         if isinstance(instruction, CommunicationCall):
@@ -315,7 +321,7 @@ def gather_output(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """A global tensor on every rank of the world from the shards of its mesh, padded for the gather."""
+    """A global tensor on every rank of the world, from the shards on its mesh; shards are padded to one size."""
     count = sharding.max_local_numel(shape)
     mine = torch.zeros(count, dtype=dtype, device=device)
     if local is not None:

@@ -1,10 +1,12 @@
-"""What a GPU would do side by side, told from a run of simulated ranks.
+"""Whether a GPU's streams would race, told from a run of simulated ranks.
 
-On a GPU each rank has a stream for its kernels, one for the collectives of each group and one for the messages with
-each peer of it; a communication comes after what was launched before it, and what follows a wait comes after the
-communication: by events, the host waits for neither. Nothing else orders the streams, so memory must not need more.
-Each launch has a vector clock (Fidge 1988, Mattern 1989), and each byte of memory the launches that read and wrote it
-last. `torch.cuda._sanitizer` does alike for CUDA's streams, by addresses of tensors in the place of bytes.
+On a GPU each rank has a stream for its kernels, one for the collectives of each group, and one for the messages with
+each peer of a group. Events order them: a communication comes after the kernels launched before it, and what is
+launched after a wait comes after the communication waited for. The host waits for neither. Nothing else orders the
+streams, so every use of memory must be ordered by these.
+
+Each launch has a vector clock (Fidge 1988, Mattern 1989). Each byte of memory has the numbers of the launches that read
+and wrote it last, by stream. `torch.cuda._sanitizer` does the same for CUDA's streams, by the addresses of tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Clock = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class _TouchedStorage:
-    """A storage while it is there: for each stream and byte the number of the last launch that reads or writes it."""
+    """A storage that is in use: by stream, for each byte the number of the last launch that reads or writes it."""
 
     alive: StorageWeakRef
     maker: str
@@ -39,7 +41,7 @@ class _TouchedStorage:
     writes: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def late(self, clock: Clock, tensor: torch.Tensor | None, write: bool) -> Iterator[str]:
-        """The streams with launches that touch these bytes (or all), and that this clock does not come after."""
+        """The streams whose launches touch the tensor's bytes (None: any byte) and are not before this clock."""
         for touched in (self.writes, self.reads) if write else (self.writes,):
             for stream, numbers in touched.items():
                 found = numbers if tensor is None else _bytes(numbers, tensor)
@@ -54,14 +56,14 @@ class _TouchedStorage:
 
 
 def _bytes(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Of numbers for each byte of a storage those of a tensor in it."""
+    """From one number per byte of a storage, the numbers of the bytes of a tensor in it."""
     size = tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]
     return numbers.as_strided((*tensor.shape, size), (*strides, 1), tensor.storage_offset() * size)
 
 
 class Streams(TorchDispatchMode):
-    """The streams of one simulated rank. `record` has its launches and waits for events, in the order of the host."""
+    """The streams of one simulated rank. `record` lists its launches and its waits for events, in the host's order."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -69,7 +71,7 @@ class Streams(TorchDispatchMode):
         self.clear()
 
     def clear(self) -> None:
-        """Begin with nothing launched."""
+        """Forget all launches."""
         self.record: list[str] = []
         self._races: list[str] = []
         self._inside = False
@@ -78,7 +80,7 @@ class Streams(TorchDispatchMode):
         self._memory: dict[int, _TouchedStorage] = {}
 
     def watch(self, scope: dict[str, Any], program: HostProgram) -> None:
-        """Record the launches of a bound program's kernels and communications from now on."""
+        """From now on record the launches of a bound program's kernels and communications."""
         for kernel in program.kernels:
             if not isinstance(scope[kernel.name], _OrderedKernel):
                 scope[kernel.name] = _OrderedKernel(self, kernel.name, kernel.written, scope[kernel.name])
@@ -88,14 +90,14 @@ class Streams(TorchDispatchMode):
 
     @contextlib.contextmanager
     def going_on(self, work: Any) -> Iterator[None]:
-        """What the rank does from its wait for this work to its next one."""
+        """The context of what a rank does from its wait for `work` (None: its start) up to its next wait."""
         if work is not None:
             self._wait(COMPUTE, self._ends.pop(work), f"of {work.what}")
         with self:
             yield
 
     def end(self, results: Sequence[torch.Tensor | None]) -> None:
-        """The program is over: its results may be read and written. Raises AssertionError where anything raced."""
+        """End the program: the user may now read and write its results. Raises AssertionError where anything raced."""
         self._launch(COMPUTE, "the user", [], [result for result in results if result is not None])
         self._races += [f"nothing waits for {work.what}" for work in self._ends]
         self._memory.clear()
@@ -111,7 +113,7 @@ class Streams(TorchDispatchMode):
         return made
 
     def kernel(self, name: str, written: Sequence[int], run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """Launch a segment's kernel, whatever compiled it."""
+        """Launch a segment's kernel, by whichever function runs it."""
         given = _tensors(arguments)
         self._inside = True
         try:
@@ -123,7 +125,7 @@ class Streams(TorchDispatchMode):
         return made
 
     def issue(self, stream: str, call: Callable[[], Any], reads: Sequence[Any], writes: Sequence[Any]) -> Any:
-        """Launch a communication on a stream of its group, after all that the kernels' stream has; its work."""
+        """Launch a communication on its stream, after all that was launched for kernels; returns its work."""
         with _disable_current_modes():
             work = call()
         self._wait(stream, self._clock(COMPUTE), f"of {COMPUTE}")
@@ -160,7 +162,7 @@ class Streams(TorchDispatchMode):
             memory.touch(stream, clock[stream], tensor, write)
 
     def _forget_freed(self, what: str) -> None:
-        """Memory that is free goes to what the kernels' stream launches next."""
+        """Check memory that has been freed: the next launch on the kernels' stream may get it."""
         for place, memory in [*self._memory.items()]:
             if memory.alive.expired():
                 late = memory.late(self._clock(COMPUTE), None, True)
@@ -175,7 +177,7 @@ class Streams(TorchDispatchMode):
 
 
 class _OrderedKernel:
-    """A kernel's function that tells its rank's streams of its launches."""
+    """A kernel's function that tells the streams of its rank of each launch."""
 
     def __init__(self, streams: Streams, name: str, written: Sequence[int], run: Callable[..., Any]):
         self._streams, self._name, self._written, self._run = streams, name, written, run
@@ -185,7 +187,7 @@ class _OrderedKernel:
 
 
 class _OrderedGroup:
-    """A simulated group that tells its rank's streams of its communications."""
+    """A simulated group that tells the streams of its rank of each communication."""
 
     def __init__(self, streams: Streams, stream: str, group: Any):
         self._streams, self._stream, self._group = streams, stream, group
@@ -202,7 +204,7 @@ class _OrderedGroup:
 
 
 def _reads_and_writes(kind: str, arguments: Sequence[Any], mine: int) -> tuple[list[Any], list[Any]]:
-    """What a communication reads and what it writes on the rank whose place in the group is `mine`."""
+    """(tensors read, tensors written) by a communication on the rank at index `mine` of the group."""
     first, second = arguments[0], arguments[1]
     if kind in ("all_gather", "all_to_all"):
         return [second], [first]
@@ -216,7 +218,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
-    """The tensors that an op of torch is called with, and whether it writes into each."""
+    """The tensors that an op of torch is called with, each with whether the op writes into it."""
     known = _schema(func)
     rows = [*zip(known.values(), args, strict=False), *((known[name], value) for name, value in kwargs.items())]
     return [(tensor, write) for write, value in rows for tensor in _tensors(value)]
@@ -224,11 +226,11 @@ def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tu
 
 @functools.cache
 def _schema(func: Any) -> dict[str, bool]:
-    """The arguments of an op, and whether it writes into each."""
+    """An op's arguments by name, each with whether the op writes into it."""
     return {a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments}
 
 
 def _elsewhere(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that are not in memory of what was given."""
+    """Those of the tensors made that are in other memory than all tensors given."""
     known = {tensor.untyped_storage()._cdata for tensor in given}
     return [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]

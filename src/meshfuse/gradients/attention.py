@@ -12,7 +12,7 @@ from .products import transposed
 
 
 def _attention(b: Backward) -> dict[str, Any]:
-    """By `sdpfa_bwd`, from what the forward pass saved, where only the output is asked of."""
+    """By `sdpfa_bwd` where only the output has a gradient and there is no bias or mask; else written out."""
     if any(b[name] is not None for name in ("bias", "mask")) or b.grads[1] is not None:
         return _WrittenOut(b).gradients()
     out, lse, seed, offset = b.results
@@ -24,10 +24,10 @@ def _attention(b: Backward) -> dict[str, Any]:
 
 
 class _WrittenOut:
-    """With a bias, a mask or a gradient of the log-sum-exp: the probabilities anew from the log-sum-exp.
+    """Gradients of attention with a bias, a mask or a gradient of the log-sum-exp.
 
-    Scores are [.., h, s, s_k]; tensors that meet k and v are [.., h_k, (h / h_k) s, n], since h / h_k heads of q in a
-    row share one of k and v.
+    The probabilities are computed again from the log-sum-exp. Scores are [.., h, s, s_k]; tensors that meet k and v are
+    [.., h_k, (h / h_k) s, n], since h / h_k consecutive heads of q share one of k and v.
     """
 
     def __init__(self, b: Backward):
@@ -58,27 +58,30 @@ class _WrittenOut:
         return self.o.cast(x, DataType.Float) if x.dtype.is_reduced_float else x
 
     def _default_scale(self) -> Any:
-        """1 / sqrt(e); with none to sum over the scores are 0 whatever the scale is."""
+        """1 / sqrt(e). For e = 0 the scores are sums of nothing, and any scale will do."""
         return self.o.rsqrt(self.o.maximum(sizes(self.q)[-1], 1))
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """[.., h, s, n] as [.., h_k, (h / h_k) s, n]; the rows are counted, as any number of them makes up none."""
+        """[.., h, s, n] as [.., h_k, (h / h_k) s, n].
+
+        The number of rows is given: it cannot be inferred from 0 elements.
+        """
         if _as_many_heads(x, self.k):
             return x
         (*batch, heads, rows, n), shared = sizes(x), sizes(self.k)[-3]
         return self.o.reshape(x, [*batch, shared, self.o.div(self.o.mul(heads, rows), self.o.maximum(shared, 1)), n])
 
     def _rows(self, x: Tensor) -> Tensor:
-        """What is of every row, for every column of it."""
+        """One value per row, broadcast to all columns."""
         return self.o.broadcast(x, [False] * x.ndim + [True])
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left [.., h, s, n] times right [.., h_k, s_k, n], by columns of both, in the scores' shape."""
+        """left [.., h, s, n] times right [.., h_k, s_k, n] transposed, in the scores' shape [.., h, s, s_k]."""
         found = self.o.matmul(self._grouped(left), transposed(self.b, right))
         return found if _as_many_heads(left, right) else self.o.reshape(found, self.shape)
 
     def _probabilities(self) -> Tensor:
-        """exp(scores - logsumexp); in float64, for which the log-sum-exp is too coarse, over their sum."""
+        """exp(scores - logsumexp). In float64 they are divided by their sum, as the log-sum-exp is too coarse."""
         o, lse = self.o, self.b.results[1]
         shift = self._rows(o.where(o.isfinite(lse), lse, 0.0))
         found = o.exp(o.sub(self._scores(), shift))
@@ -98,12 +101,12 @@ class _WrittenOut:
         return o.where(self._seen(), scores, -math.inf) if b["is_causal"] else scores
 
     def _seen(self) -> Tensor:
-        """Row i sees the columns up to i."""
+        """Whether a row sees a column: row i sees the columns up to i."""
         rows, columns = (self.o.iota(n) for n in self.shape[-2:])
         return self.o.ge(self._rows(rows), columns)
 
     def _slopes(self) -> Tensor:
-        """Of every score's gradient what stands beside its probability."""
+        """The factor that makes each score's gradient out of its probability."""
         b, o = self.b, self.o
         lse = None if b.grads[1] is None else self._rows(b.grads[1])
         if b.grad is None:
@@ -114,7 +117,7 @@ class _WrittenOut:
 
 
 def _as_many_heads(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors [.., h, s, e] are known to have as many heads."""
+    """Whether two tensors [.., h, s, e] are known to have the same number of heads."""
     return x.type.shape[-3] == y.type.shape[-3] != -1
 
 

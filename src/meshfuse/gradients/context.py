@@ -1,6 +1,6 @@
 """What VJPs (vector-Jacobian products) are written with: one use of an op, and the gradients of its results.
 
-A VJP gives, by parameter, the gradients (or the `WindowGradient` of one) of the tensors that need one. Of complex
+A VJP gives gradients by parameter, for the tensors that need one; a gradient may be a `WindowGradient`. For complex
 numbers the gradient is that of the real and imaginary parts, as in torch: a holomorphic op multiplies by the conjugate
 of its derivative.
 """
@@ -19,10 +19,12 @@ Tensor = Any  # a TensorView of the definition; where an op takes numbers too, p
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """One use of an op. `ops` appends ops to the definition; `arguments` are those of the use, by parameter.
+    """One use of an op.
 
-    `grads` are the gradients of the results, of their shapes and dtypes, None for results that nothing depends on.
-    `active` numbers the tensors that need gradients.
+    ops: appends ops to the definition.
+    arguments: those of the use, by parameter.
+    grads: the gradients of the results, in their shapes and dtypes; None for results that nothing depends on.
+    active: the numbers of the tensors that need gradients.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Backward:
         return any(is_tensor(v) and v.id in self.active for v in listed)
 
     def conj(self, x: Tensor) -> Tensor:
-        """The complex conjugate; anything real is its own."""
+        """The complex conjugate; anything real as it is."""
         if isinstance(x, complex):
             return x.conjugate()
         if not is_tensor(x) or x.dtype.category < Category.COMPLEX:
@@ -60,11 +62,11 @@ class Backward:
         return self.ops.complex(self.ops.real(x), self.ops.neg(self.ops.imag(x)))
 
     def times(self, derivative: Tensor) -> Tensor:
-        """The gradient, where the result changes by this much with the operand."""
+        """The operand's gradient, if `derivative` is the result's derivative by it."""
         return self.ops.mul(self.grad, self.conj(derivative))
 
     def over(self, divisor: Tensor) -> Tensor:
-        """The gradient, where the result changes by one over this with the operand."""
+        """The operand's gradient, if 1 / `divisor` is the result's derivative by it."""
         return self.ops.truediv(self.grad, self.conj(divisor))
 
 
@@ -73,12 +75,12 @@ OperandGradient = Callable[[Backward], Tensor]
 
 
 def is_tensor(value: Any) -> bool:
-    """True for a TensorView, False for numbers, Vals and what else an op takes."""
+    """Whether it is a TensorView, and not a number, a Val or anything else that an op takes."""
     return hasattr(value, "ndim") and hasattr(value, "fd")
 
 
 def each(**parts: OperandGradient) -> Vjp:
-    """A VJP from one function per parameter; those of parameters that need no gradient are not called."""
+    """A VJP from one function per parameter, which is only called where that parameter needs a gradient."""
     return lambda b: {name: part(b) for name, part in parts.items() if b.needs(name)}
 
 
@@ -93,12 +95,12 @@ def nothing(_: Backward) -> Mapping[str, Any]:
 
 
 def sizes(t: Tensor) -> list[Any]:
-    """The shape of a tensor, as numbers where they are known and as Vals where they are not."""
+    """The shape of a tensor: numbers where they are known, Vals where they are open."""
     return [n if n >= 0 else t.size(d) for d, n in enumerate(t.type.shape)]
 
 
 def sum_to(b: Backward, grad: Tensor, like: Tensor) -> Tensor:
-    """The gradient of an operand that was broadcast to the shape of `grad`, or may have been where sizes are open."""
+    """The gradient of an operand that was broadcast to the shape of `grad`, or with open sizes may have been."""
     found = _known_sum(b, grad, like)
     return b.ops.sum_to(found, sizes(like)) if _may_be_repeated(b, like) else found
 
@@ -112,7 +114,7 @@ def _may_be_repeated(b: Backward, like: Tensor) -> bool:
 
 
 def _known_sum(b: Backward, grad: Tensor, like: Tensor) -> Tensor:
-    """Summed over the dims that `grad` alone has, and those that are known to be of size 1."""
+    """`grad` summed over the dims that it alone has, and over those whose size in the operand is known to be 1."""
     extra = grad.ndim - like.ndim
     pairs = zip(grad.type.shape[extra:], like.type.shape, strict=True)
     inner = [extra + d for d, (n, m) in enumerate(pairs) if m == 1 and n != 1]
@@ -138,14 +140,14 @@ def dim_of(b: Backward) -> int:
 
 
 def listed_dims(dims: Any, ndim: int) -> list[int]:
-    """The dims of an argument that is one, a list of them or None for all, counted from the front, ascending."""
+    """An argument that is one dim, a list of dims or None (all) as ascending dims, counted from the front."""
     if dims is None:
         return list(range(ndim))
     return sorted(d % ndim for d in ((dims,) if isinstance(dims, int) else dims))
 
 
 def restored(b: Backward, reduced: Tensor, like: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """What is left of a reduction over dims, repeated to the shape before it."""
+    """The result of a reduction over dims, repeated to the operand's shape."""
     if not dims:
         return reduced
     if keepdim or not reduced.ndim:
@@ -154,7 +156,7 @@ def restored(b: Backward, reduced: Tensor, like: Tensor, dims: Sequence[int], ke
 
 
 def kept(b: Backward, reduced: Tensor, like: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """What is left of a reduction over dims, with those dims of size 1."""
+    """The result of a reduction over dims, with those dims of size 1."""
     if keepdim or not dims:
         return reduced
     return b.ops.broadcast(reduced, [d in dims for d in range(like.ndim)])

@@ -1,4 +1,4 @@
-"""VJPs of look-ups and sorts: what was read is written back, added where it was read more than once.
+"""VJPs of look-ups and sorts: a gradient is added where its element was read.
 
 The dim that was read from is free in `take_along_axis_bwd` and `embedding_bwd`: each rank adds up what belongs to the
 indices that it holds, so that the gradient of a sharded table is made in shards, without communication.
@@ -22,7 +22,7 @@ def _take_along_axis(b: Backward) -> Tensor:
 
 
 def _gather(b: Backward) -> Tensor:
-    """Of the dims in which the index was shorter the rest was not read."""
+    """As of take_along_axis, with zeros for what the operand has beyond a shorter index."""
     x, index, dim = b["arg"], b["index"], dim_of(b)
     pairs = zip(sizes(x), sizes(index), strict=True)
     after = [0 if d == dim else n - m for d, (n, m) in enumerate(pairs)]
@@ -36,14 +36,17 @@ def _index_select(b: Backward) -> Tensor:
 
 
 def _from_front(b: Backward, index: Any, n: Any) -> Any:
-    """An index as one from the front: negative ones count from the end of a dim of n. Both may be scalars."""
+    """An index counted from the front, where a negative one counts from the end of a dim of size n.
+
+    Both may be scalars.
+    """
     if isinstance(index, int):
         return index if index >= 0 else n + index
     return b.ops.where(b.ops.lt(index, 0), b.ops.add(index, n), index)
 
 
 def _select(b: Backward) -> Tensor | WindowGradient:
-    """Zeros around what was selected; by comparing where the index is a scalar of the definition."""
+    """Zeros around what was selected; for an index that is a scalar, found by comparison."""
     x, dim, index = b["arg"], dim_of(b), b["index"]
     n = sizes(x)[dim]
     grad = b.ops.broadcast(b.grad, [d == dim for d in range(x.ndim)])
@@ -55,7 +58,7 @@ def _select(b: Backward) -> Tensor | WindowGradient:
 
 
 def _take_along_axis_bwd(b: Backward) -> Tensor:
-    """An index that names no place has added nothing."""
+    """Look up what was added. An index that names no place has added nothing."""
     index = b["index"]
     found = b.ops.take_along_axis(b.grad, b.ops.maximum(index, 0), b["dim"])
     return b.ops.where(b.ops.ge(index, 0), found, 0.0)
@@ -85,7 +88,7 @@ def _column(b: Backward, x: Tensor) -> Tensor:
 
 
 def _scattered_into(b: Backward) -> Tensor:
-    """What was written over has no influence."""
+    """Zero where an element was overwritten."""
     return b.ops.scatter(b.grad, b["index"], 0.0, b["dim"])
 
 

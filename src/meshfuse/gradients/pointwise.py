@@ -72,7 +72,7 @@ def _subtracted(b: Backward) -> Tensor:
 
 
 def _abs(b: Backward) -> Tensor:
-    """sign(x), of complex numbers x / |x|; 0 at 0."""
+    """By sign(x), for complex numbers x / |x|; 0 at 0."""
     x = b["x"]
     if x.dtype.category < Category.COMPLEX:
         return b.times(b.ops.sign(x))
@@ -101,18 +101,18 @@ _mul_apart = elementwise(a=lambda b: b.times(b["b"]), b=lambda b: b.times(b["a"]
 
 
 def _divided_by(b: Backward) -> Tensor:
-    """-grad * result / b, summed before it is divided where b was broadcast."""
+    """-grad * result / b; where b was broadcast, summed first and then divided."""
     total = sum_to(b, b.times(b.result), b["b"])
     return b.ops.neg(b.ops.truediv(total, b.conj(b["b"])))
 
 
 def _quotient(name: str) -> Callable[[Backward], Tensor]:
-    """Of a remainder by its divisor: the quotient, rounded as the remainder rounds it, negative."""
+    """The gradient of a remainder by its divisor: minus the quotient, rounded as in the remainder."""
     return lambda b: b.ops.neg(b.times(getattr(b.ops, name)(b.ops.truediv(b["a"], b["b"]))))
 
 
 def _chosen(first: str, second: str) -> Vjp:
-    """Of maximum and minimum: all to the operand that was taken, half to each of equal ones, as in torch."""
+    """maximum and minimum: the larger (smaller) operand gets all, equal ones half each, as in torch."""
 
     def part(mine: str, other: str) -> Callable[[Backward], Tensor]:
         def grad(b: Backward) -> Tensor:
@@ -162,7 +162,7 @@ def _where(kept: bool) -> Callable[[Backward], Tensor]:
 
 
 def _clamp(b: Backward) -> Tensor:
-    """Passes where nothing was changed, the bounds included: nowhere where these leave no number between them."""
+    """`grad` where the result is x, bounds included; 0 elsewhere, and everywhere if `min` is above `max`."""
     x, low, high = b["x"], b["min"], b["max"]
     kept = b.ops.eq(x, b.result)
     if not (isinstance(low, (int, float)) and isinstance(high, (int, float)) and low <= high):

@@ -1,7 +1,7 @@
 """VJPs of matrix products.
 
-A weight's gradient is one `contract` over all batch dims, however they are sharded: the terms of each rank, then one
-reduction.
+A weight's gradient is one `contract` over all batch dims, however they are sharded: each rank computes its terms, and
+one reduction follows.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from .context import Backward, Tensor, Vjp, each, sum_to
 
 
 def transposed(b: Backward, x: Tensor) -> Tensor:
-    """The last two dims swapped."""
+    """The tensor with its last two dims swapped."""
     return b.ops.permute(x, [*range(x.ndim - 2), x.ndim - 1, x.ndim - 2])
 
 
 def _with_dim(b: Backward, x: Tensor, dim: int) -> Tensor:
-    """A new dim of size 1 there, counted from the back."""
+    """The tensor with a new dim of size 1 at `dim`, counted from the back."""
     ndim = x.ndim + 1
     return b.ops.broadcast(x, [d == ndim + dim for d in range(ndim)])
 
@@ -60,7 +60,7 @@ def _linear_weight(b: Backward) -> Tensor:
 
 
 def _linear_bias(b: Backward) -> Tensor:
-    """Summed over the input's dims; a stack's own dim comes before them."""
+    """`grad` summed over the input's dims; the dim of a stack of weights comes before these."""
     first = b["weight"].ndim - 2 if b["weight"].ndim > 2 else 0
     dims = list(range(first, first + b["input"].ndim - 1))
     return b.ops.sum(b.grad, dims) if dims else b.grad
@@ -71,7 +71,7 @@ def _first_dims_last(b: Backward, x: Tensor, dims: int) -> Tensor:
 
 
 def _contract_a(b: Backward) -> Tensor:
-    """Summed over the dims that only the other operand has, which the gradient has last."""
+    """Summed over the other operand's own dims, which the gradient has last."""
     rows = b["dims"]
     other, kept = b.conj(b["b"]), b["a"].ndim - rows
     last = other.ndim - rows

@@ -17,7 +17,7 @@ def _sum(b: Backward) -> Tensor:
 
 
 def _prod(b: Backward) -> Tensor:
-    """The product of the others: of all by the one, or of those that are not 0 where the one alone is."""
+    """By x the product of the other elements: result / x, or where x is the only 0 the product of all others."""
     o, x, dims = b.ops, b["arg"], _dims(b)
     is_zero = o.eq(x, 0)
     others = o.prod(o.where(is_zero, 1.0, x), dims, True)
@@ -28,7 +28,7 @@ def _prod(b: Backward) -> Tensor:
 
 
 def _extreme(b: Backward) -> Tensor:
-    """Equal extremes share the gradient, as of torch.amax."""
+    """Equal extremes share the gradient, as in torch.amax."""
     o, x, dims = b.ops, b["arg"], _dims(b)
     is_top = o.eq(x, kept(b, b.result, x, dims, b["keepdim"]))
     share = o.truediv(kept(b, b.grad, x, dims, b["keepdim"]), o.sum(is_top, dims, True))
@@ -36,7 +36,7 @@ def _extreme(b: Backward) -> Tensor:
 
 
 def _over(b: Backward, grad: Tensor, numerator: float, n: Any) -> Tensor:
-    """grad * numerator / n; NaN of known zeros, and of an open n by the tensor's own division."""
+    """grad * numerator / n; NaN for n = 0, as the division of an open n gives."""
     if isinstance(n, int):
         return b.ops.mul(grad, numerator / n if n else float("nan"))
     return b.ops.truediv(b.ops.mul(grad, numerator), n)
@@ -48,7 +48,7 @@ def _deviation(b: Backward, mean: Tensor, grad: Tensor, n: Any) -> Tensor:
 
 
 def _degrees(b: Backward) -> Any:
-    """What a variance divides by: n - correction."""
+    """The divisor of a variance: n - correction."""
     return numel_along(b["arg"], _dims(b)) - b["correction"]
 
 
@@ -59,7 +59,7 @@ def _var(b: Backward) -> Tensor:
 
 
 def _moments(b: Backward, spread: int, mean: int, n: Any, keepdim: bool) -> Tensor:
-    """Of the results with these places: a variance (squared deviations by n) and a mean."""
+    """The operand's gradient from those of two results: squared deviations over n (at place `spread`), and a mean."""
     x, dims = b["arg"], _dims(b)
     parts: list[Tensor] = []
     if b.grads[spread] is not None:
@@ -76,7 +76,7 @@ def _var_mean(b: Backward) -> Tensor:
 
 
 def _welford(b: Backward) -> Tensor:
-    """The second result is the sum of squared deviations."""
+    """Its second result is the sum of squared deviations."""
     return _moments(b, 1, 0, 1, False)
 
 
@@ -85,7 +85,10 @@ def _cumsum(b: Backward) -> Tensor:
 
 
 def _cumprod(b: Backward) -> Tensor:
-    """By x_i the sum of grad_j y_j / x_i for j >= i. Only the first 0 of a line counts beside what is before it."""
+    """By x_i the sum of grad_j y_j / x_i over j >= i.
+
+    At the first 0 of a line y_j is computed without it; later are 0.
+    """
     o, x, dim = b.ops, b["arg"], dim_of(b)
     is_zero = o.eq(x, 0)
     zeros = o.cumsum(o.cast(is_zero, DataType.Int), dim)
@@ -97,7 +100,7 @@ def _cumprod(b: Backward) -> Tensor:
 
 
 def _cumulative_extreme(b: Backward) -> Tensor:
-    """To the last element that is the extreme so far, as in torch; to none where `init` is."""
+    """The gradient goes to the last element that is the extreme so far, as in torch; to none where that is `init`."""
     o, x, dim = b.ops, b["arg"], dim_of(b)
     index = o.broadcast(o.iota(sizes(x)[dim]), [d != dim for d in range(x.ndim)])
     found = o.cummax(o.where(o.eq(x, b.result), index, -1), dim)

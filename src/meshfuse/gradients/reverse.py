@@ -1,9 +1,8 @@
 """The reverse sweep: appends the backward of a definition to it, as ordinary ops.
 
-Reverse mode over the recorded ops, last first (Linnainmaa 1970; the form of autograd and JAX's `vjp`): the
-gradient of every tensor is the sum of what its readers ask for, and each op's own VJP passes it on to its
-operands. What is made twice is made once. Unreduced sums stay unreduced as long as the VJPs' ops can carry them:
-that is propagation's work.
+Reverse mode over the recorded ops, last first (Linnainmaa 1970; the form of autograd and JAX's `vjp`). The gradient of
+a tensor is the sum of what its readers ask for, and each op's VJP passes it on to the op's operands. Equal calls are
+made once. Unreduced sums stay unreduced as long as the VJPs' ops carry them; propagation decides that.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ def gradients(
     constants: Iterable[int],
     line: SourceLine,
 ) -> list[TensorView]:
-    """The gradients of the sum of (output * its grad_output), by every tensor of `wrt`, of its shape and dtype.
+    """The gradients of the sum of (output * its grad_output) by every tensor of `wrt`, in its shape and dtype.
 
-    A grad_output of None stands for ones; `constants` are tensors that nothing passes through. Raises
-    DefinitionError for tensors that are no real or complex numbers, and for an op on the way that has no
-    derivative.
+    A grad_output of None stands for ones. `constants` are tensors that no gradient passes through. Raises
+    DefinitionError for tensors that are no real or complex numbers, and for an op on the way that has no derivative.
     """
     for tensor, what in (*((t, "outputs") for t in outputs), *((t, "wrt") for t in wrt)):
         _check_differentiable(tensor, what, line)
@@ -58,9 +56,9 @@ def _check_differentiable(tensor: TensorView, what: str, line: SourceLine) -> No
 
 
 class _GradientOps:
-    """Ops of the table as functions, appended at a given line; an op of the same arguments is made once.
+    """Ops of the table as functions that append at a given line; equal calls are made once.
 
-    Of numbers alone the result is a number.
+    On numbers alone the result is a number.
     """
 
     def __init__(self, fd: DefinitionBuilder, line: SourceLine):
@@ -71,7 +69,7 @@ class _GradientOps:
         return functools.partial(self._call, name)
 
     def apply(self, op: OpDef, *args: Any) -> Any:
-        """An op that need not be registered."""
+        """Apply an op that need not be registered."""
         return self._call(op, *args)
 
     def _call(self, name: str | OpDef, *args: Any) -> Any:
@@ -84,7 +82,7 @@ class _GradientOps:
 
 
 def _key(arg: Any) -> Any:
-    """Equal for arguments that mean the same."""
+    """A key that is equal for arguments that mean the same."""
     if isinstance(arg, (TensorView, Val)):
         return arg.ref
     if isinstance(arg, (list, tuple)):
@@ -93,9 +91,9 @@ def _key(arg: Any) -> Any:
 
 
 class _Sweep:
-    """Gradients on their way back: `_parts[t]` are what the readers of tensor t have asked for so far.
+    """The gradients on their way back; `_parts[t]` is what the readers of tensor t have asked for so far.
 
-    Parts that are another tensor's gradient, passed on as it is, are added last: those that an op has made may
+    A part is marked if it is another tensor's gradient passed on as it is. Marked parts are added last: the others may
     be unreduced sums, which are then added up before they are reduced.
     """
 
@@ -109,7 +107,7 @@ class _Sweep:
         self._lines: dict[SourceLine, SourceLine] = {}
 
     def _reached(self, wrt: Sequence[int], constants: frozenset[int]) -> set[int]:
-        """The tensors that depend on those, less the constants."""
+        """The tensors that depend on those of `wrt`, and no constants."""
         found, tensors = set(wrt), self.fd.tensors
         for node in self.nodes:
             if any(i in found for i in node.inputs):
@@ -119,7 +117,7 @@ class _Sweep:
         return found
 
     def seed(self, output: TensorView, given: TensorView | None) -> None:
-        """What the gradient of an output begins with: ones for None."""
+        """Begin with the gradient of an output; None stands for ones."""
         grad: TensorView = self.ops.full(sizes(output), 1.0, output.dtype) if given is None else given
         if not _fits(grad, output):
             raise user_error(
@@ -132,13 +130,13 @@ class _Sweep:
             self._add(output, grad, {grad.id})
 
     def _sized(self, grad: TensorView, like: TensorView) -> TensorView:
-        """The gradient, held against the shape of its primal where only a call tells them."""
+        """The gradient; where sizes are open, with a check in each call that it has its primal's shape."""
         if grad.id == like.id or -1 not in (*grad.type.shape, *like.type.shape):
             return grad
         return self.ops.sized(grad, sizes(like))
 
     def run(self) -> None:
-        """Every op that something depends on and that depends on something, last first."""
+        """Pass gradients on through every op between outputs and `wrt`, last op first."""
         for node in reversed(self.nodes):
             asked = any(i in self._parts for i in node.outputs)
             if asked and any(i in self.active for i in node.inputs):
@@ -146,14 +144,14 @@ class _Sweep:
                 self._pass_on(node, tuple(self._total(i) for i in node.outputs))
 
     def _line_of(self, node: OpNode) -> SourceLine:
-        """The line of the op itself: what its backward communicates is asked for there."""
+        """The line of the op itself, marked as its gradient: communication of the backward is shown there."""
         at = node.line
         if at not in self._lines:
             self._lines[at] = SourceLine(at.file, at.line, at.function, f"gradient of: {at.text}")
         return self._lines[at]
 
     def _total(self, tensor: int) -> TensorView | None:
-        """The sum of a tensor's parts, in its dtype; None where there are none."""
+        """The sum of a tensor's parts in its dtype; None where it has none."""
         parts = self._parts.get(tensor)
         if not parts:
             return None
@@ -207,7 +205,7 @@ class _Sweep:
             self._parts.setdefault(operand.id, []).append((not is_piece and grad.id in passed, grad))
 
     def results(self, wrt: Sequence[TensorView]) -> list[TensorView]:
-        """A tensor of its own for each, so that each can be annotated."""
+        """The gradient by each tensor of `wrt`, each as a tensor of its own, so that each can be annotated."""
         self.ops.line = self.line
         out: list[TensorView] = []
         given: set[int] = set()

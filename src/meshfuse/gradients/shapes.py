@@ -23,7 +23,7 @@ def _broadcast(b: Backward) -> Tensor:
 
 
 def _broadcast_in_dim(b: Backward) -> Tensor:
-    """Summed over the new dims and those that were repeated, or may have been."""
+    """`grad` summed over the new dims, and over those that were repeated or may have been."""
     x = b["arg"]
     found = _over_known_dims(b)
     return b.ops.sum_to(found, sizes(x)) if -1 in x.type.shape else found
@@ -45,7 +45,7 @@ def _expand(b: Backward) -> Tensor:
 
 
 def _squeeze(b: Backward) -> Tensor:
-    """Of a dim that is larger than 1 only the first element was taken."""
+    """`grad` with the dims put back. Of a dim larger than 1 only the first element was taken: the others get 0."""
     x = b["arg"]
     given = (b["dims"],) if isinstance(b["dims"], int) else b["dims"]
     dims = {d % x.ndim for d in given}
@@ -64,7 +64,7 @@ def _bound(n: int, index: int) -> int:
 
 
 def _slice(b: Backward) -> Tensor | WindowGradient:
-    """Put back to where it was cut from, with zeros between where it was cut in steps."""
+    """`grad` at the place that it was cut from, with zeros around it, and between its elements where it has steps."""
     x, grad = b["arg"], b.grad
     steps = b["strides"] or (1,) * x.ndim
     starts = [_start(b.ops, n, a) for n, a in zip(sizes(x), b["start_indices"], strict=True)]
@@ -79,7 +79,7 @@ def _slice(b: Backward) -> Tensor | WindowGradient:
 
 
 def _spread(b: Backward, grad: Tensor, dim: int, step: int, inside: int) -> Tensor:
-    """Every element of a dim as `step` elements: itself at this place in them, and zeros."""
+    """Every element of a dim becomes `step` elements: itself at place `inside` of them, and zeros."""
     shape = sizes(grad)
     single = b.ops.broadcast(grad, [d == dim + 1 for d in range(grad.ndim + 1)])
     before, after = ([n if d == dim + 1 else 0 for d in range(grad.ndim + 1)] for n in (inside, step - 1 - inside))
@@ -89,7 +89,7 @@ def _spread(b: Backward, grad: Tensor, dim: int, step: int, inside: int) -> Tens
 
 
 def _start(ops: Any, n: Any, start: Any) -> Any:
-    """Where a slice begins, counted from the front, in the dim of size n."""
+    """Where a slice begins in a dim of size n, counted from the front."""
     if isinstance(n, int) and isinstance(start, int):
         return _bound(n, start)
     if isinstance(start, int):
@@ -99,7 +99,7 @@ def _start(ops: Any, n: Any, start: Any) -> Any:
 
 
 def _pad(b: Backward) -> Tensor:
-    """Cut off again; what was cut off gets zeros."""
+    """`grad` with the padding cut off, and zeros for what the pad had cut off."""
     x, widths = b["arg"], list(b["pad_widths"])
     if not all(isinstance(w, int) and w >= 0 for w in widths) or -1 in x.type.shape:
         return b.ops.pad(b.grad, [0 - w for w in widths])
@@ -108,7 +108,7 @@ def _pad(b: Backward) -> Tensor:
 
 
 def _cat(b: Backward) -> dict[str, Any]:
-    """Of each operand its piece."""
+    """The piece of each operand."""
     tensors, dim, start, parts = b["tensors"], b["dim"] % b.grad.ndim, 0, []
     for x in tensors:
         stop = sizes(x)[dim] + start

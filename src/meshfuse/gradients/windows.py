@@ -1,6 +1,6 @@
-"""Gradients of windows of a tensor: slices that make up the whole are joined, others padded with zeros.
+"""Gradients of windows of a tensor: those that together make up the tensor are joined, others are padded with zeros.
 
-Without it a fused q, k, v projection that is sliced in three would add up three tensors of its size.
+Without it, a fused q, k, v projection that is sliced in three would add up three tensors of its own size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .context import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WindowGradient:
-    """The gradient of the window of a tensor that begins at these indices. It cuts no dim whose size is open."""
+    """The gradient of a window of a tensor, which begins at the indices `starts`. It cuts no dim whose size is open."""
 
     grad: Tensor
     starts: tuple[int, ...]
@@ -26,7 +26,7 @@ class WindowGradient:
 
 
 def zero_padded(ops: Any, x: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
-    """Zeros around a tensor: how many before and after, by dim. Itself where it is known that there are none."""
+    """Zeros around a tensor, by dim so many before and after; the tensor itself where there are known to be none."""
     if all(isinstance(n, int) and n == 0 for n in (*before, *after)):
         return x
     widths = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
@@ -34,7 +34,7 @@ def zero_padded(ops: Any, x: Tensor, before: Sequence[Any], after: Sequence[Any]
 
 
 def joined_windows(ops: Any, pieces: Sequence[WindowGradient], shape: tuple[int, ...]) -> list[Tensor]:
-    """Gradients of the whole tensor whose sum is that of the pieces."""
+    """Gradients in the shape of the whole tensor, whose sum is that of the pieces."""
     dim = _tiled_dim(pieces, shape)
     if dim is None:
         return [_alone(ops, piece, shape) for piece in pieces]
@@ -43,7 +43,7 @@ def joined_windows(ops: Any, pieces: Sequence[WindowGradient], shape: tuple[int,
 
 
 def _tiled_dim(pieces: Sequence[WindowGradient], shape: tuple[int, ...]) -> int | None:
-    """The one dim that the pieces cut, if they are the whole tensor, each element once."""
+    """The one dim that the pieces cut, if together they are the whole tensor with each element once; else None."""
     cut = {d for piece in pieces for d, left in enumerate(_left(piece, shape)) if left}
     if len(cut) != 1:
         return None
@@ -54,7 +54,7 @@ def _tiled_dim(pieces: Sequence[WindowGradient], shape: tuple[int, ...]) -> int 
 
 
 def _left(piece: WindowGradient, shape: tuple[int, ...]) -> list[int]:
-    """How much of each dim the window leaves out."""
+    """By dim, how many elements the window leaves out."""
     return [0 if -1 in (n, m) else n - m for n, m in zip(shape, piece.shape, strict=True)]
 
 

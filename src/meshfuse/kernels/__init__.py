@@ -1,4 +1,7 @@
-"""Local computations that generated programs call, as K.name, where torch has no single function for them."""
+"""Local computations that generated programs call as K.name, where torch has no single function for them.
+
+`runs`, here and in these modules, are the global indices of a dim that the rank holds: intervals (start, stop).
+"""
 
 # ruff: noqa: F401
 from .adjoints import contract, embedding_bwd, take_bwd

@@ -1,4 +1,4 @@
-"""Local computations of `ops.adjoints`: what look-ups read is added up where it was read from."""
+"""Local computations of `ops.adjoints`: gradients of look-ups are added up where the look-up read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .indices import Runs, local_places
 
 
 def _accumulating(x: torch.Tensor) -> torch.Tensor:
-    """Many terms of half precision are summed in float32."""
+    """The tensor in float32 where it is of half precision: many terms are to be summed."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def contract(a: torch.Tensor, b: torch.Tensor, dims: int) -> torch.Tensor:
-    """The sum over the first dims of a product of the others."""
+    """[*r, *m] and [*r, *n] to [*m, *n]: products summed over the first `dims` dims."""
     shape = (*a.shape[dims:], *b.shape[dims:])
     rows = a.shape[:dims].numel()
     left, right = a.reshape(rows, a.shape[dims:].numel()), b.reshape(rows, b.shape[dims:].numel())
@@ -24,9 +24,9 @@ def contract(a: torch.Tensor, b: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def take_bwd(grad: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
-    """Adds every element of `grad` to the place in `dim` that the index (broadcast in the others) names.
+    """Add every element of `grad` at the place in `dim` that `index` names; the index broadcasts in the other dims.
 
-    Of the result the rank has the indices in `runs`; what belongs elsewhere is left out.
+    Of the result the rank has the indices in `runs`, and leaves out what belongs elsewhere.
     """
     places, inside = local_places(index, runs)
     wide = _accumulating(grad)
@@ -39,7 +39,7 @@ def take_bwd(grad: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> t
 
 
 def embedding_bwd(grad: torch.Tensor, index: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Adds the rows of `grad` [.., D] to the rows that `index` [..] names, of which the rank has those in `runs`."""
+    """Add the rows of `grad` [.., D] to the rows that `index` [..] names; the rank has the rows in `runs`."""
     places, inside = local_places(index.reshape(-1), runs)
     wide = _accumulating(grad.reshape(len(places), grad.shape[-1]))
     out = wide.new_zeros(sum(stop - start for start, stop in runs), grad.shape[-1])
@@ -47,7 +47,7 @@ def embedding_bwd(grad: torch.Tensor, index: torch.Tensor, runs: Runs) -> torch.
 
 
 def backward_of(function: Callable[..., Any], count: int, operand: int) -> Callable[..., torch.Tensor]:
-    """The function of `count` gradients of results, then the operands, that gives the gradient by one operand."""
+    """A function's gradient by operand number `operand`, called on its `count` results' gradients and its operands."""
 
     def backward(*args: Any) -> torch.Tensor:
         grads, rest = args[:count], list(args[count:])

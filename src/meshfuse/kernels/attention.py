@@ -17,14 +17,14 @@ from .random import RandomStream, fractions
 
 
 class ScoreBlock(NamedTuple):
-    """Which part of the scores [*b, h, s, s_k] is computed: runs and global sizes of all dims."""
+    """The part of the scores [*b, h, s, s_k] that is computed: runs and global sizes of all dims."""
 
     runs: Sequence[Runs]
     shape: Sequence[int]
 
 
 class Options(NamedTuple):
-    """What attention is computed with beside its tensors; `scale` is a number."""
+    """The numbers and flags of attention, with the default scale filled in."""
 
     dropout_p: float
     is_causal: bool
@@ -48,13 +48,13 @@ def _grouped(x: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """[*b, h, s, s_k]."""
+    """q kᵀ times the scale: [*b, h, s, s_k]."""
     found = torch.matmul(_grouped(_compute(q), k), _compute(k).transpose(-1, -2)) * scale
     return found.reshape(*q.shape[:-1], k.shape[-2])
 
 
 def _mask_causal(scores: torch.Tensor, place: ScoreBlock) -> torch.Tensor:
-    """Row i sees the columns up to i, both counted in the whole sequence."""
+    """Scores with -inf where the column is after the row, both counted in the whole sequence."""
     row, column = (global_index(runs, scores.device) for runs in place.runs[-2:])
     return scores.masked_fill(column > row[:, None], float("-inf"))
 
@@ -74,14 +74,14 @@ def _probabilities(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tenso
 
 
 def _kept(probabilities: torch.Tensor, options: Options, place: ScoreBlock, stream: tuple[int, ...]) -> torch.Tensor:
-    """Dropout's factor for every probability: 0, or 1 / (1 - p). Drawn by global index."""
+    """Dropout's factor for every probability: 0, or 1 / (1 - p). It is drawn by global index."""
     index = linear_index(place.runs, place.shape, probabilities.device)
     keep = fractions(index, RandomStream(*stream), torch.float32) >= options.dropout_p
     return keep.to(probabilities.dtype) / (1.0 - options.dropout_p)
 
 
 def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, place: ScoreBlock) -> bool:
-    """Whether torch's fused CPU kernel does exactly this."""
+    """Whether torch's fused CPU kernel computes exactly this."""
     same = q.dtype == k.dtype == v.dtype and q.shape[-3] == k.shape[-3] and q.shape[-1] == v.shape[-1]
     whole = not options.is_causal or (q.shape[-2], k.shape[-2]) == tuple(place.shape[-2:])
     return (
@@ -95,12 +95,12 @@ def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, 
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """In memory with the last dim dense: torch's fused kernel reads it so, whatever its stride."""
+    """The tensor with its last dim dense in memory: torch's fused kernel reads it so, whatever its stride."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """4-D: leading dims merged with the batch."""
+    """The tensor with its leading dims merged with the batch, 4-D in all."""
     return x.reshape(-1, *x.shape[-3:])
 
 
@@ -180,7 +180,10 @@ def ring_attention(
     place: tuple[Sequence[Runs], Sequence[int]],
     chunks: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, log-sum-exp) on a rank that has all columns; with chunks, all rows, in zig-zag order of so many."""
+    """(output, log-sum-exp) on a rank that has all columns.
+
+    With `chunks` it also has all rows, as so many chunks in zig-zag order; else in the order of the sequence.
+    """
     options = _options(q, 0.0, is_causal, scale)
     q, k, v = (_in_sequence(x, chunks) for x in (q, k, v))
     out, logsumexp = _attend(q, k, v, None, None, options, ScoreBlock(*place), ())
@@ -189,7 +192,10 @@ def ring_attention(
 
 
 def _in_sequence(x: torch.Tensor, chunks: int, dim: int = -2) -> torch.Tensor:
-    """Chunks that stand in zig-zag order (first, last, second, ...) in the order of the sequence."""
+    """Put chunks that are in zig-zag order (first, last, second, ...) into the order of the sequence.
+
+    0: leave all as it is.
+    """
     if not chunks:
         return x
     parts = x.chunk(chunks, dim)
@@ -197,7 +203,7 @@ def _in_sequence(x: torch.Tensor, chunks: int, dim: int = -2) -> torch.Tensor:
 
 
 def _in_zigzag(x: torch.Tensor, chunks: int, dim: int) -> torch.Tensor:
-    """The other way round."""
+    """The inverse of `_in_sequence`."""
     if not chunks:
         return x
     parts = x.chunk(chunks, dim)
@@ -208,9 +214,9 @@ def _in_zigzag(x: torch.Tensor, chunks: int, dim: int) -> torch.Tensor:
 def attention_merge(
     out: torch.Tensor, logsumexp: torch.Tensor, other: torch.Tensor, other_logsumexp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of columns from that over each (the online softmax, Milakov & Gimelshein 2018).
+    """Attention over two sets of columns, from the attention over each (online softmax, Milakov & Gimelshein 2018).
 
-    A row that sees nothing of a set has the log-sum-exp -inf there, whatever stands in its output.
+    A row that sees nothing of a set has -inf as its log-sum-exp there; its output is then ignored.
     """
     given = (out, logsumexp, other, other_logsumexp)
     wide = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
@@ -238,9 +244,9 @@ def block_attention(
     block: int,
     numbers: Runs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `sdpfa_fwd` of each of the rank's blocks of columns by itself: [blocks, *b, h, s, e] and [blocks, *b, h, s].
+    """`sdpfa_fwd` on each of the rank's blocks of columns by itself: [blocks, *b, h, s, e] and [blocks, *b, h, s].
 
-    `numbers` are those of the blocks; a block with no columns gives zeros, and -inf as its log-sum-exp.
+    `numbers` are the runs of the blocks' numbers. A block without columns gives zeros, and -inf as its log-sum-exp.
     """
     options, (runs, shape) = _options(q, dropout_p, is_causal, scale), place
     q, k, v = _compute(q), _compute(k), _compute(v)
@@ -258,7 +264,7 @@ def block_attention(
 
 
 def _columns(x: Any, here: slice) -> Any:
-    """These columns of a bias or mask; all where it is the same for all columns, or where there is none."""
+    """These columns of a bias or mask; all of it where its last dim broadcasts, None where there is none."""
     return x if x is None or x.shape[-1] == 1 else x[..., here]
 
 
@@ -267,7 +273,10 @@ def _stacked(parts: list[torch.Tensor], shape: Sequence[int], like: torch.Tensor
 
 
 def _state(stream: tuple[int, ...], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The random state as tensors: [seed, salt] and offset. Of the seed 64 bits count, as for all random numbers."""
+    """The random state as tensors: [seed, salt] and offset.
+
+    Only the seed's low 64 bits count, as for all random numbers.
+    """
     seed, offset, salt = stream
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor):  # In compiled code, int64.
         return torch.stack([seed, torch.full_like(seed, salt)]).view(torch.uint64), offset.view(torch.uint64)
@@ -337,7 +346,7 @@ def ring_attention_bwd(
     chunks: int,
     grad_logsumexp: torch.Tensor | None,
 ) -> Gradients:
-    """Gradients of q, k and v where all rows and columns are here."""
+    """Gradients of q, k and v on a rank that has all rows and columns."""
     rows = [_in_sequence(x, chunks) for x in (grad, q, k, v, out)]
     sums = [None if x is None else _in_sequence(x, chunks, -1) for x in (logsumexp, grad_logsumexp)]
     saved = (*rows, sums[0], 0.0, is_causal, None, None, scale, place)
@@ -347,7 +356,7 @@ def ring_attention_bwd(
 
 
 def sdpfa_bwd_q(*saved: Any) -> torch.Tensor:
-    """The gradient of q, summed over the columns that are here."""
+    """The gradient of q, summed over the columns that this rank has."""
     s = _Saved(*saved)
     return _query_gradient(s, *_score_gradients(s))
 
@@ -357,7 +366,7 @@ def _query_gradient(s: _Saved, grad_scores: torch.Tensor, _: torch.Tensor) -> to
 
 
 def sdpfa_bwd_kv(*saved: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of k and v, summed over the rows and heads of q that are here."""
+    """The gradients of k and v, summed over the rows and heads of q that this rank has."""
     s = _Saved(*saved)
     return _key_and_value_gradients(s, *_score_gradients(s))
 
@@ -371,7 +380,7 @@ def _key_and_value_gradients(
 
 
 def _score_gradients(s: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of q kᵀ, probabilities that were kept), both grouped by the heads of k and v."""
+    """(gradient of q kᵀ, probabilities after dropout), both grouped by the heads of k and v."""
     options, place = s.options, s.place
     scores = _masked(_scores(s.q, s.k, options.scale), None, None, options, place)
     p = dropped = _probabilities(scores, _logsumexp(s, scores))
@@ -387,7 +396,7 @@ def _score_gradients(s: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _logsumexp(s: _Saved, scores: torch.Tensor) -> torch.Tensor:
-    """In float64 done again where all columns are here and the saved one is float32."""
+    """The saved log-sum-exp; computed again for float64 from a float32 one, where this rank has all columns."""
     coarse = s.q.dtype == torch.float64 and s.logsumexp.dtype != torch.float64
     again = coarse and s.k.shape[-2] == s.place.shape[-1]
     return torch.logsumexp(scores, -1) if again else s.logsumexp

@@ -1,4 +1,4 @@
-"""Local computations on the blocks of a dim (`ops.blocks`): a rank's part of it is some blocks in a row."""
+"""Local computations on the blocks of a dim (`ops.blocks`). A rank holds some consecutive blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .reductions import highest, lowest, neutral_element, reduce_max, reduce_min
 
 
 def _in_blocks(x: torch.Tensor, dim: int, block: int, count: int, fill: Any) -> torch.Tensor:
-    """The dim as [count, block], filled up at its end."""
+    """The dim as [count, block]; what it lacks at its end is `fill`."""
     missing = count * block - x.shape[dim]
     shape = list(x.shape)
     if missing:
@@ -22,7 +22,7 @@ def _in_blocks(x: torch.Tensor, dim: int, block: int, count: int, fill: Any) -> 
 
 
 def block_scan(x: torch.Tensor, dim: int, block: int, name: str) -> torch.Tensor:
-    """A scan that begins anew at every block."""
+    """A scan along a dim that starts again at every block."""
     n = x.shape[dim]
     if not n:
         return x
@@ -32,25 +32,24 @@ def block_scan(x: torch.Tensor, dim: int, block: int, name: str) -> torch.Tensor
 
 
 def block_total(x: torch.Tensor, dim: int, block: int, count: int, reduce: str) -> torch.Tensor:
-    """Every block reduced; a block with nothing in it gives the neutral element."""
+    """Every block of a dim reduced to one element; a block without elements gives the neutral element."""
     parts = _in_blocks(x, dim, block, count, neutral_element(reduce, x.dtype))
     functions = {"sum": torch.sum, "prod": reduce_prod, "max": reduce_max, "min": reduce_min}
     return functions[reduce](parts, [dim + 1], False).to(x.dtype)
 
 
 def block_repeat(x: torch.Tensor, dim: int, block: int, size: int) -> torch.Tensor:
-    """The element of each block at all places of it, `size` in all."""
+    """Each block's one element repeated to all places of the block, `size` places in all."""
     return x.repeat_interleave(block, dim).narrow(dim, 0, size)
 
 
 def block_topk(
     x: torch.Tensor, k: int, dim: int, largest: bool, block: int, blocks: Runs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, global indices) of the k first elements of each block in sorted order.
+    """(values, global indices) of the first k elements of each block in sorted order.
 
-    `blocks` are the numbers of the blocks that the rank has. A block with fewer than k elements is filled up
-    with what comes last in the order: only empty blocks come after it, so a stable sort of all blocks puts
-    no filling before an element.
+    `blocks` are the runs of the rank's block numbers. A block with fewer than k elements is filled up with what sorts
+    last. Only empty blocks come after it, so a stable sort over all blocks puts no filling before an element.
     """
     numbers = global_index(blocks, x.device)
     parts = _in_blocks(x, dim, block, len(numbers), _last(x.dtype, largest))
@@ -60,9 +59,9 @@ def block_topk(
 
 
 def block_moments(x: torch.Tensor, dims: list[int], dim: int, block: int, count: int) -> torch.Tensor:
-    """[count, 2, ...]: of each block of `dim` the mean over `dims` and the sum of squared differences from it.
+    """[count, 2, ...]: for each block of `dim` the mean over `dims`, and the sum of squared differences from it.
 
-    An empty block gives zeros. (No op here writes into its operand: compilers of segments cannot trace that.)
+    An empty block gives zeros. No op here writes into its operand, as compilers of segments could not trace that.
     """
     if count == 1 and x.shape[dim]:
         return _moments(x, dims).unsqueeze(0)
@@ -79,9 +78,9 @@ def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
 
 
 def block_merge(moments: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[blocks, 2, ...] moments of blocks of so many elements to (mean, sum of squared differences) of all of them.
+    """[blocks, 2, ...] moments of blocks with `counts` elements to (mean, sum of squared differences) of all of them.
 
-    The sum of squares is that inside the blocks and that of the blocks' means (Chan, Golub & LeVeque 1983).
+    The sum of squares is that within the blocks plus that of the blocks' means (Chan, Golub & LeVeque 1983).
     """
     means, squares = moments.unbind(1)
     if len(set(counts)) == 1:
@@ -95,7 +94,7 @@ def block_merge(moments: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor,
 
 
 def _last(dtype: torch.dtype, largest: bool) -> Any:
-    """What no element comes after: torch sorts NaN above all numbers."""
+    """The value that sorts last: torch sorts NaN above all numbers."""
     if largest:
         return lowest(dtype)
     return float("nan") if dtype.is_floating_point else highest(dtype)
@@ -104,9 +103,10 @@ def _last(dtype: torch.dtype, largest: bool) -> Any:
 def over_blocks(
     function: Callable[..., Any], places: list[int | None], made: list[int | None], operands: list[Any], *numbers: Any
 ) -> Any:
-    """A function on each of the rank's blocks, which are dim `places[i]` of operand i (None: all blocks take it all).
+    """Call a function on each of the rank's blocks.
 
-    Its results are stacked at dim `made[j]`, or where that is None added up.
+    Operand i has the blocks as dim `places[i]`; None: every call gets all of it. Result j is stacked as dim `made[j]`;
+    None: it is added up.
     """
     count = next(t.shape[p] for t, p in zip(operands, places, strict=True) if p is not None)
     found = []

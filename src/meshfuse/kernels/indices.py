@@ -1,4 +1,4 @@
-"""Global indices of what a rank holds, the places of global indices in it, and tensors made of indices."""
+"""Global indices that a rank holds, where global indices lie in its shard, and tensors made of indices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def global_index(index: Runs, device: Any = None) -> torch.Tensor:
 
 
 def linear_index(runs: Sequence[Runs], shape: Sequence[int], device: Any = None) -> torch.Tensor:
-    """For every element that a rank holds its row-major number in the global tensor of this shape."""
+    """The row-major number, in the global tensor of this shape, of every element that a rank holds."""
     out = torch.zeros((1,) * len(shape), dtype=torch.int64, device=device)
     stride = 1
     for d in reversed(range(len(shape))):
@@ -30,7 +30,7 @@ def linear_index(runs: Sequence[Runs], shape: Sequence[int], device: Any = None)
 
 
 def local_places(index: torch.Tensor, runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(place of each global index among those of the runs, whether it is one of them); place 0 for the others."""
+    """(where each global index lies in a shard with these runs, whether it is there); place 0 for indices elsewhere."""
     index = index.long()
     if len(runs) == 1:
         start, stop = runs[0]
@@ -45,17 +45,17 @@ def local_places(index: torch.Tensor, runs: Runs) -> tuple[torch.Tensor, torch.T
 
 
 def _columns(runs: Runs) -> tuple[list[int], list[int], list[int]]:
-    """Starts, stops, and how many indices come before each run."""
+    """The runs as columns: starts, stops, and how many indices come before each run."""
     sizes = itertools.accumulate((b - a for a, b in runs), initial=0)
     return [a for a, _ in runs], [b for _, b in runs], list(sizes)[:-1]
 
 
 def grid(*index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Index tensors that together name every element of a box."""
+    """Index tensors that broadcast together and name every element of a box."""
     return torch.meshgrid(*index, indexing="ij")
 
 
 def iota(length: Runs, start: Any, step: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """The rank's part of start, start + step, ...; worked out in float64 for floating point types."""
+    """The rank's part of start, start + step, ...; floating point types are computed in float64."""
     index = global_index(length, device)
     return ((index.double() if dtype.is_floating_point else index) * step + start).to(dtype)

@@ -1,7 +1,7 @@
-"""Lookups by index in a dim of which a rank holds some indices: what it does not hold counts as zero.
+"""Look-ups in a dim of which a rank holds some indices; an index that it does not hold gives zero.
 
-The sum of the ranks' results is the result of the lookup in the whole dim (masked local access, as
-Megatron-LM looks up a vocabulary-parallel embedding: Shoeybi et al. 2019).
+The sum of the ranks' results is the result of the look-up in the whole dim (masked local access, as Megatron-LM looks
+up a vocabulary-parallel embedding: Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OUT_OF_RANGE = "meshfuse: an index is out of range"
 
 
 class IndexOutOfRange(IndexError):
-    """An index that the dim does not have. `index` is the tensor that it is in, None for a number."""
+    """An index that the dim does not have. `index` is the tensor that it was in, None for a single number."""
 
     def __init__(self, value: int, low: int, size: int, index: torch.Tensor | None = None):
         super().__init__(f"index {value} of a dim of size {size}")
@@ -27,7 +27,8 @@ class IndexOutOfRange(IndexError):
 def checked(index: torch.Tensor, size: int) -> torch.Tensor:
     """The indices as int64. Raises IndexOutOfRange unless all are from 0 to size - 1.
 
-    On a GPU, and in code that is being traced, the kernel asserts it, as torch's own look-ups do: no one waits.
+    On a GPU, and in code that is being traced, the kernel asserts it, as torch's own look-ups do, so that the host does
+    not wait.
     """
     if index.numel() and not index.is_meta:
         low, high = torch.aminmax(index)
@@ -39,7 +40,7 @@ def checked(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def checked_place(index: int, size: int) -> int:
-    """A number as an index, a negative one counted from the end. Raises IndexOutOfRange."""
+    """One index counted from the front, a negative one being counted from the end. Raises IndexOutOfRange."""
     if not -size <= index < size:
         raise IndexOutOfRange(index, -size, size)
     return index % size
@@ -50,7 +51,7 @@ def _sized(n: int, dim: int, ndim: int) -> list[int]:
 
 
 def take(x: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
-    """`torch.take_along_dim` of the indices in `runs`, zero for the others. The other dims broadcast."""
+    """`torch.take_along_dim` of the indices in `runs`, zero for the others; all dims but `dim` broadcast."""
     places, inside = local_places(index, runs)
     if x.shape[dim] == 0:
         x = x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])
@@ -58,7 +59,7 @@ def take(x: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> torch.Te
 
 
 def take_rows(x: torch.Tensor, dim: int, runs: Runs) -> torch.Tensor:
-    """These indices of a dim of a whole tensor."""
+    """The indices in `runs` of one dim of a whole tensor."""
     return x.index_select(dim, global_index(runs, x.device))
 
 
@@ -81,7 +82,7 @@ def select(x: torch.Tensor, index: int, dim: int, runs: Runs) -> torch.Tensor:
 
 
 def embedding(index: torch.Tensor, weight: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Rows of a table of which the rank holds those in `runs`, zeros for the others."""
+    """Rows of a table of which the rank holds the rows in `runs`; zeros for the others."""
     return index_select(weight, index, 0, runs).reshape(*index.shape, weight.shape[1])
 
 
@@ -92,7 +93,7 @@ def limit_norm(rows: torch.Tensor, max_norm: float, norm_type: float) -> torch.T
 
 
 def scatter(x: torch.Tensor, index: torch.Tensor, src: Any, dim: int, runs: Runs) -> torch.Tensor:
-    """`torch.scatter` into the part of a dim that the rank holds; writes elsewhere go to a row that is cut off."""
+    """`torch.scatter` into the part of a dim that the rank holds; writes to other parts are left out."""
     places, inside = local_places(index, runs)
     n = x.shape[dim]
     spare = x.new_zeros([1 if d == dim else size for d, size in enumerate(x.shape)])
@@ -101,6 +102,6 @@ def scatter(x: torch.Tensor, index: torch.Tensor, src: Any, dim: int, runs: Runs
 
 
 def triu(x: torch.Tensor, diagonal: int, rows: Runs, columns: Runs) -> torch.Tensor:
-    """The upper triangle of a matrix of which the rank holds these rows and columns."""
+    """The upper triangle of a matrix, of which the rank holds these rows and columns."""
     row, column = global_index(rows, x.device), global_index(columns, x.device)
     return x.masked_fill(column - row[:, None] < diagonal, 0)

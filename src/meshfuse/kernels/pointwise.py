@@ -1,4 +1,4 @@
-"""What torch has for an element of each operand, as nvFuser has it: numbers may stand where tensors may."""
+"""Pointwise functions as nvFuser has them where torch's differ; a number may be passed for any tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nextafter(a: Any, b: Any) -> torch.Tensor:
 
 
 def complex(a: Any, b: Any) -> torch.Tensor:
-    """A complex tensor of its real and its imaginary part."""
+    """A complex tensor from a real and an imaginary part."""
     return torch.complex(*torch.broadcast_tensors(*_both(a, b)))
 
 
@@ -95,22 +95,22 @@ def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
 
 
 def lerp(start: Any, end: Any, weight: Any) -> torch.Tensor:
-    """Linear between `start`, at 0, and `end`, at 1."""
+    """Linear interpolation: `start` at weight 0, `end` at weight 1."""
     return start + weight * (end - start)
 
 
 def real(x: torch.Tensor) -> torch.Tensor:
-    """The real part, in memory of its own; a real tensor is its own."""
+    """The real part in memory of its own; a real tensor is returned as it is."""
     return torch.real(x).contiguous() if x.is_complex() else x
 
 
 def imag(x: torch.Tensor) -> torch.Tensor:
-    """The imaginary part, in memory of its own; zeros of a real tensor."""
+    """The imaginary part in memory of its own; zeros for a real tensor."""
     return torch.imag(x).contiguous() if x.is_complex() else torch.zeros_like(x)
 
 
 def in_stride_order(x: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The same values with the memory order that nvFuser's stride order names (0 is the fastest dim)."""
+    """The same values in the memory order of nvFuser's stride order, in which 0 is the fastest dim."""
     by_stride = sorted(range(x.ndim), key=lambda d: -order[d])
     back = [by_stride.index(d) for d in range(x.ndim)]
     return x.permute(by_stride).contiguous().permute(back)

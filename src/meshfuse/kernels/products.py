@@ -1,6 +1,4 @@
-"""Products that torch has no single function for: with a stack of matrices, a matrix per group of rows (or columns, or
-inner indices), and with scales.
-"""
+"""Products that torch has no single function for: with stacks of matrices, with a matrix per group, and with scales."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from .indices import Runs
 
 
 def stacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[b*, k] and [d, n, k] (and [d, n]) to [d, b*, n], the bias added before 16-bit floats are rounded."""
+    """[b*, k] times [d, n, k], plus [d, n], to [d, b*, n]; the bias is added before 16-bit floats are rounded."""
     rows, matrices = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), weight.transpose(-1, -2)
     if bias is None:
         out = torch.matmul(rows, matrices)
@@ -24,7 +22,7 @@ def stacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def rows_into(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
-    """[b*, k] and [k, n] into [b*, n], a part of a tensor: its rows need not be those of one matrix."""
+    """Write [b*, k] times [k, n] into `out` [b*, n], whose rows may lie unevenly in memory, as those of a part do."""
     rows = x.flatten(0, -2)
     try:
         into = out.view(rows.shape[0], out.shape[-1])
@@ -35,9 +33,7 @@ def rows_into(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _bounds(offsets: torch.Tensor, runs: Runs) -> list[int]:
-    """Where each group begins and ends among the indices in `runs`; group g ends before the global index
-    offsets[g].
-    """
+    """The bounds of each group among the indices in `runs`; group g ends before the global index offsets[g]."""
     ends = [0, *offsets.tolist()]
     return [sum(max(0, min(end, b) - a) for a, b in runs) for end in ends]
 
@@ -47,9 +43,7 @@ def _members(runs: Runs) -> list[int]:
 
 
 def grouped_rows(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, rows: Runs, groups: Runs) -> torch.Tensor:
-    """[m, k] and [g, k, n] to [m, n]: row i times the matrix of its group; zero for rows of groups held
-    elsewhere.
-    """
+    """[m, k] and [g, k, n] to [m, n]: each row times its group's matrix; zero where that matrix is on another rank."""
     out = a.new_zeros(a.shape[0], b.shape[-1])
     bounds = _bounds(offsets, rows)
     for place, group in enumerate(_members(groups)):
@@ -61,19 +55,19 @@ def grouped_rows(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, rows: 
 def grouped_columns(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, columns: Runs, groups: Runs
 ) -> torch.Tensor:
-    """[g, m, k] and [k, n] to [m, n]: the matrix of a column's group times the column."""
+    """[g, m, k] and [k, n] to [m, n]: each column times its group's matrix."""
     return grouped_rows(b.transpose(0, 1), a.transpose(1, 2), offsets, columns, groups).transpose(0, 1)
 
 
 def grouped_inner(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, inner: Runs, groups: Runs) -> torch.Tensor:
-    """[m, k] and [k, n] to [g, m, n]: one product per group of inner indices."""
+    """[m, k] and [k, n] to [g, m, n]: one product for each group of inner indices."""
     spans = list(pairwise(_bounds(offsets, inner)))
     made = [torch.matmul(a[:, slice(*spans[g])], b[slice(*spans[g])]) for g in _members(groups)]
     return torch.stack(made) if made else a.new_zeros(0, a.shape[0], b.shape[1])
 
 
 def _spread(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A scale per tensor, row, column or block as one factor per element."""
+    """One factor per element, from a scale per tensor, row, column or block."""
     scale = scale.float()
     if scale.ndim != like.ndim:
         return scale
@@ -93,7 +87,7 @@ def scaled_mm(
     beta: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """alpha * (a * scale_a) @ (b * scale_b) + beta * bias, worked out in float32."""
+    """alpha * (a * scale_a) @ (b * scale_b) + beta * bias, computed in float32."""
     out = torch.matmul(a.float() * _spread(scale_a, a), b.float() * _spread(scale_b, b))
     out = out if alpha is None else out * alpha
     if bias is not None:

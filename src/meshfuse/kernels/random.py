@@ -1,4 +1,4 @@
-"""Random numbers that are a function of (seed, offset, place in the program, global index) and of nothing else.
+"""Random numbers that depend on (seed, offset, place in the program, global index) and on nothing else.
 
 The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a keyed
 bijection of a 128-bit counter. Element i of a tensor reads counter (i, salt, offset), so a rank that holds some of the
@@ -22,8 +22,9 @@ _ROUNDS = 10
 
 
 class RandomStream(NamedTuple):
-    """What the numbers of one op depend on beside the element's index. In compiled code seed and offset are int64
-    tensors without dims.
+    """What the numbers of one op depend on, beside the element's index.
+
+    In compiled code seed and offset are int64 tensors without dims.
     """
 
     seed: int | torch.Tensor
@@ -32,15 +33,13 @@ class RandomStream(NamedTuple):
 
 
 def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The halves of a 64-bit product of unsigned 32-bit numbers: int64 wraps around, its bits are the right
-    ones.
-    """
+    """The high and the low 32 bits of a product of unsigned 32-bit numbers; int64 wraps around to the same bits."""
     product = a * b
     return (product >> 32) & _MASK, product & _MASK
 
 
 def philox(counter: Sequence[torch.Tensor], key: tuple[Any, Any]) -> tuple[torch.Tensor, ...]:
-    """Four random 32-bit words (in int64) of four counter words, element by element."""
+    """Four random 32-bit words (as int64) from four counter words, element by element."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -56,13 +55,13 @@ def _filled(index: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
 
 
 def words(index: torch.Tensor, stream: RandomStream) -> tuple[torch.Tensor, ...]:
-    """Four random words for every global index."""
+    """Four random 32-bit words (as int64) for every global index."""
     salt, offset = (_filled(index, number & _MASK) for number in (stream.salt, stream.offset))
     return philox((index & _MASK, index >> 32, salt, offset), (stream.seed & _MASK, (stream.seed >> 32) & _MASK))
 
 
 def _fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """A float64 in [0, 1) of 53 random bits."""
+    """A float64 in [0, 1) with 53 random bits."""
     return ((high >> 5) * 2**26 + (low >> 6)).double() * 2.0**-53
 
 
@@ -73,8 +72,9 @@ def fractions(index: torch.Tensor, stream: RandomStream, dtype: torch.dtype) -> 
 
 
 def normals(index: torch.Tensor, stream: RandomStream) -> torch.Tensor:
-    """Standard normal numbers in float64 by Box and Muller's transform, so that rounding to float32 hides the
-    device.
+    """Standard normal numbers in float64 (Box and Muller's transform).
+
+    Devices differ in the last bits of float64, which rounding to float32 hides.
     """
     a, b, c, d = words(index, stream)
     radius = torch.sqrt(-2.0 * torch.log1p(-_fraction(a, b)))
@@ -86,7 +86,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _last_before(end: float, dtype: torch.dtype) -> float:
-    """The largest number below another that a type has; infinities as they are."""
+    """The largest number of a type below `end`; an infinite `end` as it is."""
     if not math.isfinite(end):
         return end
     info = torch.finfo(dtype)
@@ -105,8 +105,9 @@ def uniform(
     dtype: torch.dtype,
     device: Any,
 ) -> torch.Tensor:
-    """The rank's part of a tensor of this shape with numbers from [low, high). What is rounded to `high`, here or in
-    the type of the result, is the number before it.
+    """The rank's part of a tensor of this shape, with numbers from [low, high).
+
+    A number that rounding takes to `high`, here or in the result's type, becomes the number before it.
     """
     drawn = fractions(linear_index(runs, shape, device), RandomStream(*stream), _compute_dtype(dtype))
     found = drawn * (high - low) + low

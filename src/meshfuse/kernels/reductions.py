@@ -1,4 +1,4 @@
-"""Reductions, scans and orders of local tensors, which may be empty; terms of reductions, and neutral elements."""
+"""Reductions, scans and sorts of local tensors, which may be empty; terms of reductions, and neutral elements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def tensor_like(value: Any, like: Any) -> torch.Tensor:
-    """A number as a tensor that promotes with `like`; a tensor as it is."""
+    """A number as a tensor that promotes with `like` as the number would; a tensor as it is."""
     if isinstance(value, torch.Tensor):
         return value
     dtype = like.dtype if isinstance(like, torch.Tensor) else None
@@ -19,7 +19,7 @@ def tensor_like(value: Any, like: Any) -> torch.Tensor:
 
 
 def _reduced_empty(x: torch.Tensor, dims: list[int], keepdim: bool, fill: Any) -> torch.Tensor:
-    """The neutral element in the shape of a reduction over nothing."""
+    """The neutral element in the shape of a reduction of a tensor without elements."""
     sizes = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
     return x.new_full(sizes, fill)
 
@@ -43,7 +43,7 @@ def highest(dtype: torch.dtype) -> Any:
 
 
 def neutral_element(reduce: str, dtype: torch.dtype) -> Any:
-    """The number that changes no reduction of this kind; complex numbers have no extremes."""
+    """The number that leaves a reduction unchanged; complex numbers have no max and min."""
     return _NEUTRAL[reduce](dtype)
 
 
@@ -53,7 +53,7 @@ _NEUTRAL: dict[str, Callable[[torch.dtype], Any]] = {
 
 
 def neutral(shape: tuple[int, ...], reduce: str, dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """What a rank that has nothing to reduce adds to a reduction."""
+    """The term of a reduction from a rank that has nothing to reduce."""
     return torch.full(shape, neutral_element(reduce, dtype), dtype=dtype, device=device)
 
 
@@ -75,7 +75,7 @@ def reduce_prod(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor
 
 
 def scan(name: str, x: torch.Tensor, dim: int, init: Any) -> torch.Tensor:
-    """A scan along a dim, begun with `init`, in the type of the operand: cumsum_bwd is cumsum from the end."""
+    """A scan along a dim that starts with `init`, in the operand's type; "cumsum_bwd" is a cumsum from the end."""
     wide = x.long() if x.dtype == torch.bool else x
     if name == "cumsum_bwd":
         return wide.flip(dim).cumsum(dim).flip(dim).to(x.dtype)
@@ -93,14 +93,14 @@ _TERMS = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torc
 
 
 def combine(a: torch.Tensor, b: torch.Tensor, reduce: str, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Two terms of a reduction."""
+    """Two terms of a reduction, reduced."""
     if a.dtype == torch.bool:
         return (torch.logical_or if reduce in ("sum", "max") else torch.logical_and)(a, b, out=out)
     return _TERMS[reduce](a, b, out=out)
 
 
 def fold(terms: torch.Tensor, reduce: str, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[n, *shape] terms of a reduction to their result [*shape]. Half types are added up in float32; NaN stays NaN."""
+    """[n, *shape] terms of a reduction, reduced to [*shape]. Half types are summed in float32; NaN stays NaN."""
     if terms.dtype == torch.bool:
         return (torch.any if reduce in ("sum", "max") else torch.all)(terms, 0, out=out)
     if reduce in ("sum", "prod"):
@@ -109,7 +109,7 @@ def fold(terms: torch.Tensor, reduce: str, out: torch.Tensor | None = None) -> t
 
 
 def topk(x: torch.Tensor, k: int, dim: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and indices, equal values in the order of their indices: the choice is the same on every mesh."""
+    """(values, indices), equal values in the order of their indices, so that every mesh makes the same choice."""
     order = torch.argsort(x, dim=dim, descending=largest, stable=True).narrow(dim, 0, k)
     return x.gather(dim, order), order
 

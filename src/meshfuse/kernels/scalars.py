@@ -1,6 +1,6 @@
-"""What scalars are computed with: Python's numbers, which give what tensors of them would.
+"""What scalars are computed with: Python's numbers, with the results that tensors would give.
 
-Python has an error where C's doubles go on to inf and nan: there, torch's float64 is asked.
+Where C's doubles go on with inf or nan Python raises an error; there the result is that of torch's float64.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Function = Callable[..., Any]
 
 
 def within_64_bits(value: Any) -> Any:
-    """The number. Raises OverflowError for an int that no type holds: numbers that grow would never be done."""
+    """The number. Raises OverflowError for an int of more than 64 bits: ints that grow would take ever longer."""
     if isinstance(value, int) and value.bit_length() > 64:
         raise OverflowError("an int of more than 64 bits")
     return value
 
 
 def _wrapped(bits: int, signed: bool, value: Any) -> int:
-    """The low bits of a whole number, as a cast to a narrower type leaves them."""
+    """The low bits of an int, as a cast to a narrower type leaves them."""
     low = int(value) & ((1 << bits) - 1)
     return low - (1 << bits) if signed and low >> (bits - 1) else low
 
@@ -41,7 +41,7 @@ def _are_ints(*numbers: Any) -> bool:
 
 
 def _c_div(a: Any, b: Any) -> Any:
-    """Division as in C: integers stay integers, rounded towards zero (and all their digits right)."""
+    """Division as in C: of ints an int, rounded towards zero, and exact at any size."""
     if not _are_ints(a, b):
         return a / b
     quotient = abs(a) // abs(b)
@@ -73,7 +73,7 @@ def _minimum(a: Any, b: Any) -> Any:
 
 
 def _whole(rounding: Callable[[float], int], a: Any) -> Any:
-    """A float rounded to a float, of the same sign where it is zero."""
+    """A float rounded to a float, which keeps its sign where it becomes zero."""
     return math.copysign(rounding(a), a) if isinstance(a, float) else rounding(a)
 
 
@@ -115,7 +115,7 @@ _IN_TORCH = {"truediv": torch.true_divide, "mod": torch.fmod, "silu": F.silu}
 
 
 def _as_tensors_do(name: str, function: Function) -> Function:
-    """The function, with the inf or nan of C's doubles where Python has an error."""
+    """The function, but with the inf or nan of C's doubles where Python raises an error."""
 
     def computed(*numbers: Any) -> Any:
         try:

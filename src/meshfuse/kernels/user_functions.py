@@ -1,4 +1,4 @@
-"""What the function of a user's op did, held against what its rule says of it."""
+"""Checks of what the function of a user's op did, against what its rule says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import KernelError, user_error
 
 
 def as_told(name: str, made: Any, *kinds: tuple[tuple[int, ...], torch.dtype]) -> Any:
-    """The results of a call. Raises KernelError where they are not the tensors of these local shapes and dtypes."""
+    """The results of a user's function. Raises KernelError unless they are tensors of these local shapes and dtypes."""
     results = made if len(kinds) > 1 else (made,)
     listed = isinstance(results, (tuple, list)) and len(results) == len(kinds)
     if listed and all(_is(result, *kind) for result, kind in zip(results, kinds, strict=True)):
@@ -26,9 +26,10 @@ def as_told(name: str, made: Any, *kinds: tuple[tuple[int, ...], torch.dtype]) -
 
 
 def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's function. KernelError where it changes an argument in place: other ops read it, and so may the user.
+    """A user's function with its results settled, and checked.
 
-    Also where it gives a tensor of another device: what comes after is of the arguments' one. Results are settled.
+    It raises KernelError where the function changes an argument in place, which other ops and the user may read, and
+    where it returns a tensor on another device than its arguments'.
     """
 
     @functools.wraps(function)
@@ -55,8 +56,10 @@ def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def settled(value: Any) -> Any:
-    """A tensor whose memory has its numbers, and not their negatives or conjugates as torch's lazy views do: what is
-    sent, and what compiled code reads, is memory. Anything else as it is.
+    """A tensor whose memory holds its numbers; anything else as it is.
+
+    torch's lazy views hold the negatives or conjugates of their numbers. What is sent, and what compiled code reads, is
+    memory.
     """
     if not isinstance(value, torch.Tensor) or not (value.is_neg() or value.is_conj()):
         return value
@@ -65,7 +68,7 @@ def settled(value: Any) -> Any:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often it was written to; those of inference mode do not count it."""
+    """How often a tensor was written to; 0 for one of inference mode, which does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 

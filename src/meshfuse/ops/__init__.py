@@ -52,7 +52,7 @@ OPS: dict[str, OpDef] = {op.name: op for family in _FAMILIES for op in family.OP
 
 
 def families() -> dict[str, tuple[str, Sequence[OpDef]]]:
-    """By family, those of use to everyone first: what its module says of it in a sentence, and its ops."""
+    """By family, those for everyone first: the first sentence of its module, and its ops."""
     in_order = sorted(_FAMILIES, key=lambda family: family in _INNER)
     return {f.__name__.rpartition(".")[2]: ((f.__doc__ or "").partition("\n")[0], f.OPS) for f in in_order}
 

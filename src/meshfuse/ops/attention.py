@@ -52,9 +52,11 @@ def _fwd_emit(e: Emit) -> str:
 
 
 def _bwd_rule(call: Call) -> Rule:
-    """Batch and heads of k and v pass through. So do rows and a group's heads to q's gradient, which sums over columns,
-    and columns to those of k and v, which sum over rows and a group's heads: the saved log-sum-exp makes every score
-    stand by itself (Dao 2023, FlashAttention-2).
+    """Batch and heads of k and v pass through; rows, columns and a group's heads do for one gradient or another.
+
+    Rows and a group's heads pass through to the gradient of q, which sums over columns. Columns pass through to the
+    gradients of k and v, which sum over rows and a group's heads. That is because the saved log-sum-exp makes every
+    score independent (Dao 2023, FlashAttention-2).
     """
     return backward_rule(call, FactorKind.REDUCE, FactorKind.REDUCE, FactorKind.REDUCE, "qkv")
 

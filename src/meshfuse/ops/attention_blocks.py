@@ -48,13 +48,13 @@ def _block_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _block(call: Call) -> int:
-    """The columns of a block: none where there are none."""
+    """How many columns a block has."""
     columns = checked_types(call)[1].shape[-2]
     return min(columns, block_size(columns, call["blocks"]))
 
 
 def _block_rule(call: Call) -> Rule:
-    """As sdpfa_fwd, with the columns' blocks a dim of the results."""
+    """As sdpfa_fwd, but the blocks of columns are a dim of the results, and pass through."""
     blocks, passes = call["blocks"], FactorKind.PASS
     block = _block(call)
     dims = AttentionDims(call, passes, passes, [(blocks, passes), (block, FactorKind.BLOCK)])
@@ -70,7 +70,7 @@ def _block_emit(e: Emit) -> str:
 
 
 def _is_columns(r: Writing, operands: Sequence[TensorRef], dim: int) -> bool:
-    """Whether the form is for the scores' columns: the rows of k and v, the last dim of bias and mask."""
+    """Whether the dim is the scores' columns: the rows of k and v, or the last dim of a bias or mask."""
     ndim = r.type(operands[r.operand]).ndim
     return r.operand > 0 and dim == (ndim - 2 if r.operand < 3 else ndim - 1)
 
@@ -80,7 +80,7 @@ def distributed_fwd(
 ) -> Sequence[TensorRef] | None:
     """Attention to each block of keys and values where it is, merged by the online softmax.
 
-    Outputs and their log-sum-exp travel instead of keys and values (Rabe & Staats 2021; Liu et al. 2023, Ring
+    Outputs and their log-sum-exps travel instead of keys and values (Rabe & Staats 2021; Liu et al. 2023, Ring
     Attention; for one row and long keys Flash-Decoding, Dao et al. 2023).
     """
     if not blocks or not _is_columns(r, operands, dim):
@@ -99,7 +99,7 @@ def distributed_fwd(
 
 
 def _column(r: Writing, x: TensorRef) -> TensorRef:
-    """With a last dim of size 1."""
+    """The tensor with a last dim of size 1 added."""
     return r.call("broadcast", x, [False] * r.type(x).ndim + [True])
 
 
@@ -114,7 +114,7 @@ def backward_rule(call: Call, group: FactorKind, rows: FactorKind, columns: Fact
 
 
 def backward_text(e: Emit, kernel: str) -> str:
-    """Python text of a kernel's call, on all that a backward of attention reads."""
+    """Python text of a call of a kernel, on all that a backward of attention reads."""
     names = ("grad_output", "query", "key", "value", "output", "logsumexp")
     state = [str(e.operand(name)) for name in ("philox_seed", "philox_offset")]
     operands = [str(e.operand(name)) for name in names]
@@ -134,7 +134,7 @@ def _kv_rule(call: Call) -> Rule:
 
 
 def qkv_types(q: tuple[int, ...], kv: tuple[int, ...]) -> tuple[TensorType, ...]:
-    """Float operands of these shapes, q and then k and v."""
+    """Types of float operands of these shapes: q, and then k and v."""
     return (TensorType(q, DataType.Float), TensorType(kv, DataType.Float), TensorType(kv, DataType.Float))
 
 
@@ -153,7 +153,7 @@ def backward_samples() -> list[Sample]:
 
 
 def _split_samples() -> list[Sample]:
-    """Those, and one whose log-sum-exp has a gradient, too."""
+    """The samples of the backward, and one whose log-sum-exp has a gradient too."""
     *_, last = found = backward_samples()
     return [*found, Sample((*last.args, last.args[5]), values={**last.values, 8: (0.5, -1.0)})]
 
@@ -195,7 +195,7 @@ FORWARD_PARAMS = (
 
 
 def drops(call: Call) -> bool:
-    """`draws` of attention: whether it has dropout, which a scalar of a call may say."""
+    """`draws` of attention: whether it has dropout, which may depend on a scalar of the call."""
     return call["dropout_p"] not in (None, 0)
 
 

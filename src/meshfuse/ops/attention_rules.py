@@ -41,7 +41,7 @@ def checked_types(call: Call) -> tuple[TensorType, TensorType, TensorType]:
 
 
 def _check_added(name: str, what: str, t: TensorType, scores: Sequence[int]) -> None:
-    """What is added to the scores must broadcast to them, and no further."""
+    """Raises DefinitionError unless what is added to the scores broadcasts to them."""
     if not broadcasts_to(t.shape, scores):
         raise user_error(
             f"{name}: {what}", str(t), f"a shape that broadcasts to {list(scores)}", "Broadcast or reshape it."
@@ -49,7 +49,7 @@ def _check_added(name: str, what: str, t: TensorType, scores: Sequence[int]) -> 
 
 
 def _check_state(call: Call) -> None:
-    """What dropout was drawn with, of which ops without any take any form."""
+    """Raises DefinitionError for a random state of a wrong form; without dropout any form will do."""
     for what, wanted in zip(("philox_seed", "philox_offset"), STATE, strict=True):
         if (t := call.type_of(what)) is not None:
             _check_shape(call.op.name, what, t, wanted.shape)
@@ -75,8 +75,9 @@ def _check_heads(name: str, q: TensorType, k: TensorType) -> None:
 class AttentionDims:
     """The factors of attention's dims: lead* (kv heads, group) rows, columns (major to minor), inner and value.
 
-    Each group of heads of q shares one head of k and v. `columns` are the sizes and kinds of the factors of
-    k's and v's rows. In a ring the rows of q and those of k and v lie in so many blocks, the most major factor of both.
+    A group of consecutive heads of q shares one head of k and v. `columns` are the sizes and kinds of the factors of
+    k's and v's rows. In a ring the rows of q and those of k and v lie in so many blocks, which are the most major
+    factor of both.
     """
 
     def __init__(
@@ -119,29 +120,29 @@ class AttentionDims:
 
 
 def scores_text(e: Emit, rows: Sequence[object], key: int) -> str:
-    """(runs, global sizes) of the rank's part of the scores; operand `key` has their columns."""
+    """Text of (runs, global sizes) of the rank's part of the scores; operand `key` has the columns."""
     q, k, _ = checked_types(e.call)
     runs = (*rows, e.operand_runs(key)[-2])
     return f"({runs}, {[*q.shape[:-1], k.shape[-2]]})"
 
 
 def operands_text(e: Emit) -> list[str]:
-    """The tensors that the forward pass takes, None for what is not given."""
+    """Texts of the tensors that the forward pass takes, "None" for each that is not given."""
     return [str(e.operand(name)) for name in ("query", "key", "value", "bias", "mask")]
 
 
 def options_text(e: Emit) -> list[str]:
-    """The texts of dropout and of whether the mask is causal."""
+    """Texts of dropout, and of whether the mask is causal."""
     return [str(None) if e.call[name] is None else e.scalar(name) for name in ("dropout_p", "is_causal")]
 
 
 def scale_text(e: Emit) -> str:
-    """The text of the scale, None for the kernel's own."""
+    """Text of the scale; "None" for the kernel's default."""
     return str(None) if e.call["scale"] is None else e.scalar("scale")
 
 
 def score_flops(call: Call, products: int) -> float:
-    """Operations of so many matrix products with the scores."""
+    """Operations of so many matrix products of the scores' size."""
     q, k, v = checked_types(call)
     return 2.0 * products * math.prod(q.shape[:-1]) * k.shape[-2] * v.shape[-1]
 

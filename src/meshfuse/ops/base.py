@@ -1,4 +1,4 @@
-"""What every op is made of: one `OpDef` holds all of an op's facts, and passes but `rewriting` know no names."""
+"""What every op is made of: one `OpDef` has all facts about an op. Passes read these, and know no op by its name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorType(NamedTuple):
-    """The global shape (-1 for a size that only the arguments tell) and the element type."""
+    """A tensor's global shape (-1 for a size that only the arguments tell) and element type."""
 
     shape: tuple[int, ...]
     dtype: DataType
@@ -52,7 +52,7 @@ class ScalarRef(NamedTuple):
 
 
 class ParamKind(enum.Enum):
-    """What an op's parameter takes, and so how a call is bound, concretised and printed."""
+    """What an op's parameter takes; binding, concretising and printing a call follow from it."""
 
     TENSOR = "tensor"
     OPTIONAL_TENSOR = "tensor or None"
@@ -100,7 +100,7 @@ class FactorKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One dimension of an op's iteration space: its size, its kind and, for a reduction, the operation."""
+    """One dimension of an op's iteration space: its size, its kind and, where it is reduced, the reduction."""
 
     size: int
     kind: FactorKind = FactorKind.PASS
@@ -113,7 +113,12 @@ DimFactors = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """An op's factor rule: which factors stand in which dims of its operands and results (as in GSPMD, Shardy)."""
+    """An op's factor rule: which factors each dim of its operands and results is made of (as in GSPMD and Shardy).
+
+    A matmul [m, k] x [k, n] has the factors m, n (both pass through) and k (reduced)::
+
+        operands ((m,), (k,)), ((k,), (n,))   results ((m,), (n,))
+    """
 
     factors: tuple[Factor, ...]
     operands: tuple[DimFactors, ...]
@@ -128,18 +133,18 @@ class Rule:
 
 
 def letter(factor: int) -> str:
-    """The letter of a factor, given its number, in texts."""
+    """The letter that texts have for a factor's number."""
     return chr(ord("a") + factor) if factor < 26 else f"f{factor}"
 
 
 class RuleBuilder:
-    """Collects the factors of a rule. Each method gives factors in the form of a dim: a tuple of their numbers."""
+    """Collects the factors of a rule. Its methods give the factors of a dim, as a tuple of their numbers."""
 
     def __init__(self) -> None:
         self._factors: list[Factor] = []
 
     def factor(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
-        """A new factor; () for size 1, where there is nothing to shard, unless it is blocked."""
+        """A new factor. () for size 1, where there is nothing to shard; a blocked factor is made at any size."""
         if size == 1 and kind is not FactorKind.BLOCK:
             return ()
         self._factors.append(Factor(size, kind, reduce))
@@ -150,7 +155,7 @@ class RuleBuilder:
         return self.factor(size, FactorKind.BLOCK)
 
     def reduction(self, size: int, reduce: str = "sum") -> tuple[int, ...]:
-        """A new factor that the op reduces: sharded, it makes the result partial."""
+        """A new factor that the op reduces: if it is sharded the result is partial."""
         return self.factor(size, FactorKind.REDUCE, reduce)
 
     def dims(
@@ -160,7 +165,7 @@ class RuleBuilder:
         kind: FactorKind = FactorKind.PASS,
         reduce: str = "sum",
     ) -> DimFactors:
-        """One factor per dim: of this kind for the chosen dims, pass-through for the others."""
+        """A new factor for every dim: of this kind for the dims in `chosen`, pass-through for the others."""
         return tuple(self.factor(n, kind, reduce) if d in chosen else self.factor(n) for d, n in enumerate(shape))
 
     def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
@@ -186,13 +191,13 @@ class Partial(enum.Enum):
 
     @property
     def reduce(self) -> str:
-        """The reduction by which operands may be unreduced; MOVE carries any."""
+        """The reduction by which operands may be unreduced; MOVE carries any reduction."""
         return {Partial.MAX: "max", Partial.MIN: "min"}.get(self, "sum")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One use of an op, with concrete or symbolic types: what rules, lowerings and costs are computed from."""
+    """One use of an op, with concrete or symbolic types, from which rules, lowerings and costs are computed."""
 
     op: OpDef
     args: tuple[Any, ...]
@@ -203,11 +208,11 @@ class Call:
         return self.args[self.op.places[name]]
 
     def type_of(self, name: str) -> TensorType | None:
-        """The type of the tensor passed as this parameter, None where something else was passed."""
+        """The type of the tensor passed for this parameter; None where something else was passed."""
         return self.types[self.first_operand(name)] if isinstance(self[name], TensorRef) else None
 
     def first_operand(self, name: str) -> int:
-        """The place, among the operands, of the first tensor passed as this parameter."""
+        """The place, among the tensor operands, of the first tensor passed for this parameter."""
         return sum(count_tensors(arg) for arg in self.args[: self.op.places[name]])
 
     @property
@@ -218,7 +223,7 @@ class Call:
 
 
 def count_tensors(arg: object) -> int:
-    """How many tensor operands an argument contributes."""
+    """How many tensor operands an argument is: 1 for a tensor, the length of a list of tensors, else 0."""
     if isinstance(arg, TensorRef):
         return 1
     is_list = isinstance(arg, tuple) and bool(arg) and isinstance(arg[0], TensorRef)
@@ -235,7 +240,7 @@ def tensor_refs(args: Sequence[Any]) -> list[TensorRef]:
 
 
 class Emit(Protocol):
-    """What a lowering to torch sees of one call on one rank: names of local operands, and local geometry."""
+    """What a lowering to torch sees of one call on one rank: its local operands' names, shapes and global indices."""
 
     @property
     def call(self) -> Call: ...
@@ -254,23 +259,23 @@ class Emit(Protocol):
         ...
 
     def operand(self, name: str) -> str | None:
-        """The name of the tensor passed as a parameter, None where no tensor was passed."""
+        """The name of the tensor passed for a parameter; None where no tensor was passed."""
         ...
 
     def result_runs(self, result: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For every dim of a result the intervals of global indices that the rank computes."""
+        """By dim of a result, the intervals of global indices that this rank computes."""
         ...
 
     def operand_runs(self, operand: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The same of an operand."""
+        """By dim of an operand, the intervals of global indices that this rank holds."""
         ...
 
     def salt(self) -> int:
-        """A number of this call's own, the same on every rank and mesh, for ops that draw random numbers."""
+        """This call's own number for random draws, the same on every rank and mesh."""
         ...
 
     def leads(self) -> bool:
-        """True on the one rank, of those that compute terms of one partial result, that adds what is added once."""
+        """Whether this rank adds what is added once: of the ranks with terms of one partial result, one leads."""
         ...
 
 
@@ -279,9 +284,9 @@ Lowering = Callable[[Emit], "str | tuple[str, ...]"]
 
 
 class Writing(Protocol):
-    """What an op's forms (`distributed`, `apart`, `rounds`) are written with: `rewriting.graphs.GraphWriter` is one.
+    """What an op's forms (`distributed`, `apart`, `rounds`) append ops with; `rewriting.graphs.GraphWriter` is one.
 
-    `operand` is the place of the operand whose dim a distributed form is for.
+    `operand` is the place of the operand that a distributed form is asked for.
     """
 
     operand: int
@@ -291,7 +296,7 @@ class Writing(Protocol):
         ...
 
     def call(self, name: str | OpDef, *args: Any, **kwargs: Any) -> Any:
-        """Apply an op, by name or itself: a TensorRef, or a tuple of them."""
+        """Apply an op, given by name or as an OpDef: returns a TensorRef, or a tuple of them."""
         ...
 
 
@@ -305,7 +310,7 @@ Apart = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"
 
 
 class BlockOrder(NamedTuple):
-    """How an op reorders the equal blocks of a dim: block i of the result is block order[i] of the operand."""
+    """How an op reorders a dim's equal blocks: block i of the result is block order[i] of the operand."""
 
     dim: int
     order: tuple[int, ...]
@@ -317,11 +322,11 @@ DistributedForm = Callable[[Writing, "Call", tuple[TensorRef, ...], int, int], "
 
 
 class Rounds(NamedTuple):
-    """How ranks compute an op in rounds, passing blocks on in between, where the user asks for it.
+    """How ranks compute an op in rounds, between which blocks travel, where the user asks for it.
 
-    rule: the factor rule that holds inside one round: which blocks meet on a rank, though over all rounds every rank
-    needs more than these. write: (writing, the call, its operands) -> its results, written as ordinary ops: the ops of
-    each round, local where its operands are, and the block orders (`BlockOrder`) by which blocks travel.
+    rule: the factor rule within one round. It says which blocks meet on a rank; over all rounds every rank needs more.
+    write: (writing, the call, its operands) -> its results, in ordinary ops: those of each round, local where its
+        operands are, and the block orders (`BlockOrder`) by which blocks travel.
     """
 
     rule: Callable[[Call], Rule]
@@ -335,7 +340,7 @@ def _elementwise_flops(call: Call) -> float:
 
 
 def picked(call: Call) -> float:
-    """Operations of an op that reads only as many elements of its operands as it makes, however large they are."""
+    """`flops` of an op that reads only as many elements of its operands as it makes, however large they are."""
     return float(sum([made.numel for made in call.results]))
 
 
@@ -345,9 +350,9 @@ def _no_samples() -> tuple[Sample, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A call for tests: tensors as their types, everything else as it is passed.
+    """A call for tests: tensors are given as their types, everything else as it is passed.
 
-    `values[i]` are the numbers of operand i where random ones would not do, such as indices: in row-major order,
+    `values[i]` are the numbers of operand i where random ones would not do, such as indices: in row-major order, and
     repeated until the tensor is full.
     """
 
@@ -357,7 +362,7 @@ class Sample:
 
     @classmethod
     def of_floats(cls, *args: Any) -> Sample:
-        """A sample of these arguments, where a tuple stands for a Float tensor of that shape."""
+        """A sample of these arguments, in which a tuple stands for a Float tensor of that shape."""
         return cls(tuple(TensorType(a, DataType.Float) if isinstance(a, tuple) else a for a in args))
 
 

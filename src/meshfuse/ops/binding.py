@@ -1,4 +1,4 @@
-"""From what a user passes to an op to the op's argument tuple: names, defaults, kinds, overloads."""
+"""From what a user passes to an op to the op's argument tuple: names, defaults, kinds and overloads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bind(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], resolve: Res
 
 
 def make_call(op: OpDef, sample: Sample) -> Call:
-    """The sample as a call with its tensors' types."""
+    """A sample as a call with its tensors' types."""
     types: list[TensorType] = []
 
     def resolve(value: Any) -> Any:
@@ -81,14 +81,14 @@ def _checked(op: OpDef, param: Param, value: Any, resolve: Resolve) -> Any:
 
 
 def of_kind(kind: ParamKind, value: Any, resolve: Resolve) -> Any:
-    """The value in the form that ops have such parameters in; REQUIRED where it is nothing of the kind."""
+    """The value in the form that ops take for such a parameter; REQUIRED where it is no value of that kind."""
     if value is None:
         return None if kind in _OPTIONAL else REQUIRED
     return _CHECKS[kind](resolve, value)
 
 
 def wrong_kind(op: str, param: str, kind: ParamKind, value: Any, call_as: str) -> MeshfuseError:
-    """The error of an argument that is nothing of its parameter's kind."""
+    """The error of an argument that is not of its parameter's kind."""
     do = f"Call it as {call_as}.{NUMBERS_COME_IN if _is_array(value) else _ONE_NUMBER if _is_one(value) else ''}"
     return user_error(f"{op}: argument {param!r} is of the wrong kind", described(value), kind.value, do)
 
@@ -98,18 +98,18 @@ _ONE_NUMBER = " A tensor of one number comes in by define_tensor([]), a number t
 
 
 def described(value: Any) -> str:
-    """A wrong argument for an error text: its value and type; of a tensor or array of numbers, the shape alone."""
+    """A wrong argument in an error text: its value and type; of a tensor or array only the shape."""
     kind = type(value).__name__
     return f"a {kind} of shape {list(value.shape)}" if _is_array(value) else f"{shown(value)} ({kind})"
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it is a torch tensor, a numpy array or the like, of more than a single number."""
+    """Whether it is a torch tensor, numpy array or the like that is more than a single number."""
     return hasattr(value, "__array__") and bool(getattr(value, "shape", ()))
 
 
 def _is_one(value: Any) -> bool:
-    """Whether it is a torch tensor, or another array, of no dims."""
+    """Whether it is a torch tensor or other array without dims."""
     return hasattr(value, "__array__") and hasattr(value, "item")
 
 
@@ -165,7 +165,7 @@ def _check_shape(resolve: Resolve, value: Any) -> Any:
 
 
 def _check_bool(_: Resolve, value: Any) -> Any:
-    """0 and 1 as well, which C++'s bool takes: traces of programs write them."""
+    """A bool. 0 and 1 count as well, as C++'s bool takes them: traces of programs write them."""
     return bool(value) if isinstance(value, bool) or _int(value) in (0, 1) else REQUIRED
 
 

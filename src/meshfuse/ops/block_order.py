@@ -36,7 +36,7 @@ def _infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _rule(call: Call) -> Rule:
-    """The dim is (block, inside a block), the first of which is needed whole."""
+    """The dim is made of (block, inside a block), and the first of these is needed whole."""
     builder, dim, blocks = RuleBuilder(), dim_of(call), len(call["order"])
     shape = call.types[0].shape
     dims = [(*builder.blocked(blocks), *builder.factor(n // blocks)) if d == dim else builder.factor(n)

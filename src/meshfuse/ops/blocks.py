@@ -42,7 +42,7 @@ _REDUCE = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min"}
 
 
 def block_size(n: int, blocks: int) -> int:
-    """Elements of a block of n, as `torch.chunk` cuts: the last may be short, and any after it empty."""
+    """How many elements the blocks of n elements have, cut as by `torch.chunk`: the last may be short or empty."""
     return max(1, -(-n // blocks))
 
 
@@ -52,7 +52,7 @@ def _dim(call: Call) -> int:
 
 
 def _block_rule(call: Call, operand_in_blocks: bool, result_in_blocks: bool) -> Rule:
-    """The dim as (blocks, inside a block) where it is in blocks, as one step per block where it is not."""
+    """A dim in blocks is (blocks, inside a block); one that is not in blocks has one element per block."""
     builder, dim, blocks = RuleBuilder(), _dim(call), call["blocks"]
     outer, long = builder.factor(blocks), call.types[0] if operand_in_blocks else call.results[0]
     inner = builder.blocked(block_size(long.shape[dim], blocks))
@@ -113,7 +113,7 @@ def _topk_rule(call: Call) -> Rule:
 
 
 def _topk_emit(e: Emit) -> str:
-    """The rank's blocks are told from its part of the result, which has k elements per block."""
+    """Text of the call. Which blocks the rank has follows from its part of the result, with k elements per block."""
     call, dim = e.call, _dim(e.call)
     block, k = block_size(call.types[0].shape[dim], call["blocks"]), call["k"]
     numbers = tuple((a // k, b // k) for a, b in e.result_runs(0)[dim])
@@ -121,7 +121,7 @@ def _topk_emit(e: Emit) -> str:
 
 
 def _moments_dims(call: Call) -> tuple[int, ...]:
-    """The reduced dims, among which is the one in blocks. Raises DefinitionError where it is not."""
+    """The reduced dims, which must include the one in blocks. Raises DefinitionError where they do not."""
     dims = check_dims(call.op.name, call["dims"], call.types[0].ndim)
     if _dim(call) not in dims:
         raise user_error("block_moments: the dim in blocks", f"dim {call['dim']} beside the dims {list(dims)}",
@@ -162,7 +162,7 @@ def _merge_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _merge_rule(call: Call) -> Rule:
-    """blocks 2 ... -> ..., the blocks needed whole."""
+    """blocks 2 ... -> ..., with the blocks needed whole."""
     (arg,), builder = call.types, RuleBuilder()
     rest = builder.dims(arg.shape[2:])
     return builder.build([(builder.blocked(arg.shape[0]), builder.blocked(2), *rest)], [rest, rest])
@@ -177,7 +177,7 @@ def block_counts(n: int, blocks: int, others: int = 1) -> list[int]:
 def distributed_scan(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """Scan each block, then combine with the total of all blocks before it (Blelloch 1990, prefix sums), and `init`."""
+    """Scan each block, then combine it with the total of all blocks before it, and with `init` (Blelloch 1990)."""
     if not blocks or call.types[0].dtype.category in (Category.BOOL, Category.COMPLEX):
         return None
     (x,), name = operands, call.op.name
@@ -199,7 +199,7 @@ def distributed_scan(
 def distributed_sum_after(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """Each block summed from its end, and the total of all blocks after it."""
+    """Sum each block from its end, and add the total of all blocks after it."""
     if not blocks or call.types[0].dtype.category is Category.BOOL:
         return None
     (x,) = operands
@@ -211,7 +211,7 @@ def distributed_sum_after(
 
 
 def _shifted(r: Writing, totals: TensorRef, dim: int, after: bool = False) -> TensorRef:
-    """Every block's predecessor or successor, 0 where there is none."""
+    """For every block the total of the block before it (with `after`, of the one after it); 0 where there is none."""
     shape = r.type(totals).shape
     starts, ends = [0] * len(shape), list(shape)
     starts[dim], ends[dim] = int(after), shape[dim] - int(not after)

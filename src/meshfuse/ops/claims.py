@@ -1,4 +1,7 @@
-"""What the user says of a torch op beside its rule, checked when it is said, or when a function of theirs tells it."""
+"""Checks of the options of `torch_op` against its rule: when they are given, and when a function given as one returns.
+
+`marks` are the dims that the rule marks by `~`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _REDUCTIONS = ("sum", "prod", "max", "min")
 
 
 def check_halos(notation: Notation, marks: set[tuple[str, ...]]) -> None:
-    """Raises DefinitionError for a dim with neighbours that some result lacks."""
+    """Raises DefinitionError where a dim marked by `~` is missing in some result."""
     for factors in marks:
         if any(factors[0] not in {f for dim in dims for f in dim.factors} for dims in notation.results):
             raise user_error(f"rule {notation.text!r}: {factors[0]}~", "a result without it", "it in every result",
@@ -23,7 +26,7 @@ def check_halos(notation: Notation, marks: set[tuple[str, ...]]) -> None:
 
 
 def check_result_factors(notation: Notation, blocked: Any) -> None:
-    """Raises DefinitionError for a factor that some results have and others would be summed over on a rank alone."""
+    """Raises DefinitionError for a factor that some results lack: they would be sums over it, on a rank alone."""
     whole = set(blocked.split()) if isinstance(blocked, str) else set()
     made = [{f for dim in dims for f in dim.factors} for dims in notation.results]
     cut = {f for dims in notation.operands for dim in dims for f in dim.factors} - whole
@@ -36,7 +39,7 @@ def check_result_factors(notation: Notation, blocked: Any) -> None:
 
 
 def check_claims(notation: Notation, blocked: Any, reduce: Any, partial: Any, samples: Any) -> None:
-    """Raises DefinitionError for claims that no rule has."""
+    """Raises DefinitionError for values that `blocked`, `reduce`, `partial` or `samples` cannot have."""
     known = {f for dims in (*notation.operands, *notation.results) for dim in dims for f in dim.factors}
     unknown = [f for f in blocked.split() if f not in known] if isinstance(blocked, str) else [blocked]
     listed = isinstance(samples, (list, tuple)) and all(isinstance(sample, Sample) for sample in samples)
@@ -52,7 +55,7 @@ def check_claims(notation: Notation, blocked: Any, reduce: Any, partial: Any, sa
 
 
 def check_told(notation: Notation, marks: set[tuple[str, ...]], halo: Any, sizes: Any) -> None:
-    """Raises DefinitionError for a halo that no dim of the rule has, and for sizes that are no function."""
+    """Raises DefinitionError for a halo where the rule marks no dim, and for `sizes` that is no function."""
     if halo is not None and not marks:
         raise user_error(f"rule {notation.text!r}: halo", shown(halo), "a dim with neighbours in the rule, as in 't~'",
                          "Mark the dims of which the function sees neighbours.")  # fmt: skip
@@ -62,7 +65,7 @@ def check_told(notation: Notation, marks: set[tuple[str, ...]], halo: Any, sizes
 
 
 def check_widths(notation: Notation, marks: set[tuple[str, ...]], halo: Any) -> None:
-    """Raises DefinitionError where a marked factor has no pair of widths."""
+    """Raises DefinitionError where a marked factor has no pair (before, after)."""
     for (factor,) in marks:
         if not _is_widths(halo.get(factor) if isinstance(halo, Mapping) else None):
             raise user_error(
@@ -90,12 +93,12 @@ def check_options(notation: Notation, fill: Any, dtype: Any, flops: Any, domain:
 
 
 def is_function(value: object) -> TypeGuard[Callable[..., Any]]:
-    """Whether a value is a function of the call; DataTypes can be called too."""
+    """Whether a value is a function of the call. A DataType can be called too, and is none."""
     return callable(value) and not isinstance(value, DataType)
 
 
 def told_sizes(notation: Notation, sizes: Callable[[Call], Any] | None, call: Call) -> Mapping[str, int]:
-    """The sizes that the user's function gives. Raises DefinitionError for others than ints by factor."""
+    """The sizes that the user's function returns. Raises DefinitionError for anything but an int by factor."""
     found = {} if sizes is None else sizes(call)
     letters = notation.letters()
     if isinstance(found, Mapping) and all(f in letters and _is_size(n, -1) for f, n in found.items()):
@@ -104,7 +107,7 @@ def told_sizes(notation: Notation, sizes: Callable[[Call], Any] | None, call: Ca
 
 
 def told_dtypes(notation: Notation, found: Any, count: int) -> Sequence[DataType]:
-    """The results' dtypes, from one or one for each. Raises DefinitionError for anything else."""
+    """The results' dtypes, from one for all or one for each. Raises DefinitionError for anything else."""
     given = (found,) * count if isinstance(found, DataType) else found
     listed = isinstance(given, (list, tuple)) and all(isinstance(d, DataType) for d in given)
     if listed and len(given) == count:
@@ -113,7 +116,7 @@ def told_dtypes(notation: Notation, found: Any, count: int) -> Sequence[DataType
 
 
 def told_halo(notation: Notation, found: Any) -> Mapping[str, tuple[int, int]]:
-    """The widths that the user's function gives. Raises DefinitionError unless each marked factor has two."""
+    """The widths that the user's function returns. Raises DefinitionError unless each marked factor has a pair."""
     marks = {dim.factors[0] for dims in notation.operands for dim in dims if dim.halo}
     if isinstance(found, Mapping) and all(_is_widths(found.get(f)) for f in marks):
         return found
@@ -121,7 +124,7 @@ def told_halo(notation: Notation, found: Any) -> Mapping[str, tuple[int, int]]:
 
 
 def told_flops(notation: Notation, flops: Callable[[Call], Any], call: Call) -> float:
-    """The number of operations that the user's function gives. Raises DefinitionError for what is none."""
+    """The number of operations that the user's function returns. Raises DefinitionError where it is none."""
     found = flops(call)
     if _is_number(found) and 0 <= found < math.inf:
         return float(found)

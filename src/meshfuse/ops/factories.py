@@ -71,7 +71,7 @@ def _random_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _check_state(call: Call) -> None:
-    """A seed and offset of the user's own: both, and integers."""
+    """Raises DefinitionError unless a user's own seed and offset are both given, and integers."""
     given = {name: call[name] for name in _STATE if call[name] is not None}
     if len(given) == 1:
         raise user_error(f"{call.op.name}: rng_seed and rng_offset", f"{next(iter(given))} alone", "both or neither",
@@ -84,17 +84,17 @@ def _check_state(call: Call) -> None:
 
 
 def draws_always(call: Call) -> bool:
-    """`draws` of an op that takes no seed."""
+    """`draws` of an op without a seed parameter: it always draws by the definition's seed."""
     return True
 
 
 def draws_unseeded(call: Call) -> bool:
-    """`draws` of an op that takes a seed and an offset of the user's own."""
+    """`draws` of an op with seed and offset parameters: it draws by the definition's seed where these are not given."""
     return any(call[name] is None for name in _STATE)
 
 
 def stream_text(e: Emit) -> str:
-    """(seed, offset, salt) of an op that draws random numbers; a seed and offset of the user's own need no salt."""
+    """Text of (seed, offset, salt) for an op that draws random numbers. A user's own seed and offset need no salt."""
     if "rng_seed" not in e.call.op.places or draws_unseeded(e.call):
         return f"({SEED}, {OFFSET}, {e.salt()})"
     return f"({e.scalar('rng_seed')}, {e.scalar('rng_offset')}, 0)"

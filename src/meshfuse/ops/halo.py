@@ -1,7 +1,7 @@
 """Blocks of a sharded dim together with the edges of their neighbours, written in ordinary ops.
 
-Only the edges move: the dim becomes (block, inside), the edges are slices inside, and a neighbour's edge is the same
-slice one block on. (Halo exchange, as in domain decomposition.)
+Only the edges move. The dim becomes (block, inside a block), an edge is a slice of the second, and a neighbour's edge
+is the same slice one block on. (Halo exchange, as in domain decomposition.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .shape_arithmetic import one_dim_widths
 def in_blocks(
     r: Writing, x: TensorRef, dim: int, blocks: int, size: int, halo: tuple[int, int], fill: Any
 ) -> TensorRef:
-    """x with the dim as (blocks, before + size + after): each block with so many elements before and after its own.
+    """x with the dim as (blocks, before + size + after): each block with elements of its neighbours on both sides.
 
     Beyond the ends of the dim stands `fill`.
     """
@@ -38,7 +38,7 @@ def _steps(width: int, size: int) -> list[tuple[int, int]]:
 
 
 def _edge(r: Writing, x: TensorRef, dim: int, step: int, taken: int, fill: Any) -> TensorRef:
-    """Of the block `step` before each (after, where negative) its last (first) elements."""
+    """For each block the last `taken` elements of the block `step` before it; below 0 the first of one after it."""
     shape = r.type(x).shape
     blocks, size = shape[dim], shape[dim + 1]
     starts, ends = [0] * len(shape), list(shape)
@@ -49,7 +49,7 @@ def _edge(r: Writing, x: TensorRef, dim: int, step: int, taken: int, fill: Any) 
 
 
 def _beyond(r: Writing, x: TensorRef, dim: int, width: int, fill: Any) -> list[TensorRef]:
-    """What every block sees that no block has, in one piece however wide: the halo may be wider than the whole dim."""
+    """Filling that every block sees beyond all blocks, as one piece: a halo may be wider than the whole dim."""
     shape = r.type(x).shape
     if width <= 0:
         return []
@@ -57,7 +57,7 @@ def _beyond(r: Writing, x: TensorRef, dim: int, width: int, fill: Any) -> list[T
 
 
 def whole_again(r: Writing, x: TensorRef, dim: int, n: int) -> TensorRef:
-    """The first n elements of the dim that dims `dim` (which block) and the next (where in it) make together."""
+    """Merge dims `dim` (the block) and `dim + 1` (inside it), and keep the first n elements."""
     shape = r.type(x).shape
     merged = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
     x = r.call("reshape", x, merged)

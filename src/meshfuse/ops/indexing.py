@@ -73,7 +73,7 @@ def _take_rule(call: Call) -> Rule:
 
 
 def _checked(e: Emit, index: int, n: int) -> str:
-    """An operand as indices of a dim of size n."""
+    """Text of an operand as checked indices of a dim of size n."""
     return f"K.checked({e.operands[index]}, {n})"
 
 
@@ -102,7 +102,7 @@ def _gather_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _gather_rule(call: Call) -> Rule:
-    """As take_along_axis; of a dim in which the index is shorter the operand is whole."""
+    """As take_along_axis; the operand is needed whole in dims where the index is shorter."""
     arg, index = call.types
     dim, builder = dim_of(call), RuleBuilder()
     factors = builder.dims(index.shape)
@@ -180,7 +180,7 @@ def _has_place(call: Call) -> bool:
 def _sliced_select(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """A slice of one element, which moves that alone, where the sum over ranks of what one of them has is reduced."""
+    """A slice of one element, which moves only that element. The sum over ranks would reduce zeros of all but one."""
     (arg,), index = call.types, call["index"]
     if dim != dim_of(call) or arg.shape[dim] == 1:
         return None
@@ -199,7 +199,10 @@ def _embedding_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _check_padding(padding: Any, weight: TensorType) -> None:
-    """A row of the table, a negative one counted from its end; of scalars the type alone is known here."""
+    """Raises DefinitionError unless it is a row of the table, counted from the end if negative.
+
+    Of a scalar the type counts.
+    """
     n, place = weight.shape[0], as_int(padding)
     if padding is None or (isinstance(padding, ScalarRef) and padding.dtype in (None, DataType.Int, DataType.Int32)):
         return
@@ -219,7 +222,7 @@ def _embedding_rule(call: Call) -> Rule:
 
 
 def _embedding_emit(e: Emit) -> str:
-    """padding_idx, scale_grad_by_freq and sparse say something of gradients only."""
+    """Text of the call; padding_idx, scale_grad_by_freq and sparse matter for gradients only."""
     weight, index = e.operands[1], _checked(e, 0, e.call.types[1].shape[0])
     text = f"F.embedding({index}, {weight})"
     if not _is_whole(e, 1, 0):
@@ -244,7 +247,10 @@ def _scatter_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _scatter_rule(call: Call) -> Rule:
-    """Written dim by dim: the index is whole along the dim that it names; the others are shared where equal."""
+    """The index is needed whole along its dim.
+
+    Other dims pass through where all sizes are equal, else they are whole.
+    """
     dim, builder, shape = dim_of(call), RuleBuilder(), call.types[0].shape
     written: list[tuple[int, ...]] = []
     sources: list[list[tuple[int, ...]]] = [[] for _ in call.types[1:]]

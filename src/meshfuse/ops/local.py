@@ -1,4 +1,4 @@
-"""One op on one rank: the local geometry that its lowering to torch reads, and the text that it gives."""
+"""One op on one rank: the rank's parts of its tensors, which its lowering to torch reads, and the resulting text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ScalarText = Callable[[Any], str]
 
 
 def plain_text(value: Any) -> str:
-    """Python text of a number that is no reference to a scalar of the definition."""
+    """Python text of a number that is not a scalar of the definition."""
     assert not isinstance(value, ScalarRef)
     if isinstance(value, complex):
         return f"complex({plain_text(value.real)}, {plain_text(value.imag)})"
@@ -25,7 +25,7 @@ def plain_text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """A call with the shardings it is computed in, on one rank. Implements `ops.base.Emit`."""
+    """A call on one rank, with the shardings that it is computed in. Implements `ops.base.Emit`."""
 
     call: Call
     operands: Sequence[str]
@@ -77,6 +77,6 @@ class LocalCall:
         return [f"{', '.join(targets)} = {texts[0]}"]
 
     def text(self) -> tuple[str, ...]:
-        """Python text of every result, or one that gives a tuple of them all."""
+        """Python text of every result, or a single text of a tuple of them."""
         made = self.call.op.emit(self)
         return (made,) if isinstance(made, str) else tuple(made)

@@ -58,7 +58,7 @@ def _matmul_flops(call: Call) -> float:
 
 
 def _rows(e: Emit) -> str:
-    """The first operand, for a product with a matrix: torch takes rows that do not lie behind each other one by one."""
+    """Text of the first operand in a product with a matrix, dense: torch would multiply rows with gaps one by one."""
     many = e.call.types[0].ndim > 2 and e.call.types[1].ndim == 2
     return f"{e.operands[0]}.contiguous()" if many else e.operands[0]
 
@@ -74,7 +74,10 @@ def _matmul_into(e: Emit, target: str) -> str | None:
 
 
 def _product_into(e: Emit, second: str, target: str) -> str:
-    """Of more than two dims and a matrix torch wants to see `out`'s rows, too, as those of one matrix."""
+    """Text of a product written into `target`.
+
+    With more than two dims, torch must see the rows of `target` as one matrix's.
+    """
     many = e.call.types[0].ndim > 2 and e.call.types[1].ndim == 2
     function, end = ("K.rows_into", target) if many else ("torch.matmul", f"out={target}")
     return f"{function}({e.operands[0]}, {second}, {end})"
@@ -111,7 +114,7 @@ def _linear_rule(call: Call) -> Rule:
 
 
 def _linear_apart(r: Writing, call: Call, operands: tuple[TensorRef, ...]) -> Sequence[TensorRef]:
-    """The product, and the bias added to it."""
+    """The product without the bias, and then the bias added."""
     x, w, bias = operands
     product, result = r.call("linear", x, w), call.results[0]
     stacked, columns = r.type(w).ndim - 2, r.type(bias).ndim - max(r.type(w).ndim - 2, 0)

@@ -1,8 +1,8 @@
 """Factor rules as text: `"b* m k, n k -> b* m n"`, one token per dim, the same letter for the same factor.
 
-A token is a letter (or a word), `(h d)` for a dim that merges factors, major first, `1` for a dim of size 1, and `b*`
-for any number of dims at its place. Factors that only operands have are reduced. `t~` in an operand marks a dim of
-which the op sees neighbours (a halo).
+A token is a letter (or a word); `(h d)` for a dim that merges factors, major first; `1` for a dim of size 1; `b*` for
+any number of dims in its place. Factors that only operands have are reduced. `t~` in an operand marks a dim along which
+the op sees neighbours (a halo).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """The dims of operands and results as written; `b*` stands as a dim of the one factor `b*`."""
+    """The dims of operands and results as they are written; `b*` is one dim with the factor `b*`."""
 
     text: str
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
 
     def expanded(self, types: Sequence[TensorType]) -> Notation:
-        """For operands of these numbers of dims, with `b*` written out as b0, b1, ..."""
+        """The notation for operands of these types, with `b*` written out as b0, b1, ..."""
         ranks: dict[str, int] = {}
         if len(types) != len(self.operands):
             raise user_error(f"rule {self.text!r}", f"{len(types)} tensors", f"{len(self.operands)}, as it has", "")
@@ -74,7 +74,7 @@ class Notation:
         return found
 
     def _fit(self, factors: tuple[str, ...], n: int, found: dict[str, int]) -> None:
-        """Learn the sizes of a dim's factors from the dim's."""
+        """Learn the sizes of a dim's factors from the dim's size n."""
         untold = [f for f in factors if f not in found]
         if len(untold) > 1:
             raise self._untold(untold[-1])

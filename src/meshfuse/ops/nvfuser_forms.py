@@ -1,4 +1,4 @@
-"""Lowerings to nvFuser of ops that are more there than the function of the same name."""
+"""Lowerings to nvFuser of ops that take more than the nvFuser function of the same name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CATEGORY: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex)
 
 
 def welford(n: NvfuserEmit) -> Any:
-    """The count as Int instead of nvFuser's index type."""
+    """With the count as Int; nvFuser gives its index type."""
     dims = n.call["dims"]
     mean, spread, count = n.plain(dims=sorted(d % n.call.types[0].ndim for d in _listed(dims, n.call.types[0].ndim)))
     return mean, spread, n.ops.cast(count, n.dtype(DataType.Int))
@@ -38,7 +38,7 @@ def _listed(dims: Any, ndim: int) -> list[int]:
 
 
 def scan(n: NvfuserEmit) -> Any:
-    """Of the terms of a partial operand only one begins with `init`, in the operand's category."""
+    """With `init` in the operand's category; of the terms of a partial operand only one starts with it."""
     init = n.call["init"]
     if init is None or (n.call.op.name == "cumsum" and not n.leads()):
         return n.plain(init=None)
@@ -46,7 +46,7 @@ def scan(n: NvfuserEmit) -> Any:
 
 
 def sum_after(n: NvfuserEmit) -> Any:
-    """All, less what is before: nvFuser scans from the start only."""
+    """The sum of all, less what is before: nvFuser scans from the start only."""
     (x,), ops, dim = n.operands, n.ops, dim_of(n.call)
     found = ops.sub(ops.add(ops.sum(x, [dim], True), x), ops.cumsum(x, dim))
     return ops.cast(found, n.dtype(n.call.results[0].dtype))
@@ -72,7 +72,7 @@ def linear(n: NvfuserEmit) -> Any:
 
 
 def grouped_mm(n: NvfuserEmit) -> Any:
-    """The offsets become those within the rank's rows (columns, inner indices); it must hold every group."""
+    """With offsets counted within the rank's own rows (columns, inner indices); the rank must hold every group."""
     a, b, offsets = n.call.types
     operand, dim = {(2, 3): (0, 0), (3, 2): (1, 1), (2, 2): (0, 1)}[a.ndim, b.ndim]
     runs = n.operand_runs(operand)[dim]
@@ -89,7 +89,7 @@ def grouped_mm(n: NvfuserEmit) -> Any:
 
 
 def scaled_grouped_mm(n: NvfuserEmit) -> Any:
-    """An overload of nvFuser's grouped_mm."""
+    """By an overload of nvFuser's grouped_mm."""
     call, names = n.call, ("mat1", "mat2", "offsets", "scale1", "scale2")
     options = {name: n.operand(name) for name in ("alpha", "bias", "beta") if n.operand(name) is not None}
     return n.ops.grouped_mm(
@@ -111,7 +111,10 @@ def _check_attention(n: NvfuserEmit) -> None:
 
 
 def sdpfa_fwd(n: NvfuserEmit) -> Any:
-    """A bias or mask gets as many dims as the scores; causal rows count from the sequence's start."""
+    """A bias or mask gets the scores' number of dims.
+
+    A causal mask needs all rows, as nvFuser counts from the first.
+    """
     _check_attention(n)
     if n.call["is_causal"] not in (None, False) and not is_whole(n, 0, len(n.operand_shapes[0]) - 2):
         raise ToTorch("the causal mask of some of the rows")
@@ -136,7 +139,7 @@ def sdpfa_bwd(n: NvfuserEmit) -> Any:
 
 
 def iota(n: NvfuserEmit) -> Any:
-    """start + step * global index, worked out in Double for floating point types."""
+    """start + step * global index, computed in Double for floating point types."""
     call, index, ops = n.call, global_index(n, n.result_runs(0)[0]), n.ops
     if call["dtype"].category is Category.FLOAT:
         index = ops.cast(index, n.dtype(DataType.Double))
@@ -148,7 +151,7 @@ def iota(n: NvfuserEmit) -> Any:
 
 
 def triu(n: NvfuserEmit) -> Any:
-    """The diagonal counts from the rank's own first row and column; in pieces, positions are compared."""
+    """The diagonal is counted from the rank's own first row and column; for shards in pieces, indices are compared."""
     rows, columns = n.result_runs(0)[-2:]
     diagonal, ndim = n.call["diagonal"], n.call.types[0].ndim
     if len(rows) == len(columns) == 1:
@@ -162,7 +165,7 @@ def triu(n: NvfuserEmit) -> Any:
 
 
 def take(n: NvfuserEmit) -> Any:
-    """A rank finds the indices that it holds; the others count as zero (see `kernels.lookup`)."""
+    """A rank looks up the indices that it holds; the others give zero (see `kernels.lookup`)."""
     dim, runs = dim_of(n.call), n.operand_runs(0)[dim_of(n.call)]
     if is_whole(n, 0, dim):
         return n.plain()
@@ -173,7 +176,7 @@ def take(n: NvfuserEmit) -> Any:
 
 
 def gather(n: NvfuserEmit) -> Any:
-    """As take_along_axis; where the index is shorter, only its part of the operand is read."""
+    """As take_along_axis; in dims where the index is shorter, only its part of the operand is read."""
     (arg, index), dim, tensor = n.call.types, dim_of(n.call), n.operands[0]
     for d in range(arg.ndim):
         if d != dim and arg.shape[d] != index.shape[d] and n.operand_runs(1)[d] != ((0, index.shape[d]),):
@@ -192,7 +195,7 @@ def index_select(n: NvfuserEmit) -> Any:
 
 
 def _rows(n: NvfuserEmit, tensor: Any, index: Any, dim: int, runs: Runs, whole: bool) -> Any:
-    """The rows of a dim that a vector names; zero for those that the rank does not have."""
+    """The rows of a dim that an index vector names; zero for those that the rank does not hold."""
     if whole:
         return n.ops.index_select(tensor, index, dim)
     if not runs:
@@ -205,7 +208,7 @@ def _rows(n: NvfuserEmit, tensor: Any, index: Any, dim: int, runs: Runs, whole: 
 
 
 def select(n: NvfuserEmit) -> Any:
-    """An index that the rank does not have gives zeros; negative ones count from the end of the whole dim."""
+    """Zeros where the rank does not hold the index; a negative index counts from the end of the whole dim."""
     dim, index = dim_of(n.call), n.call["index"]
     if not isinstance(index, int):
         if is_whole(n, 0, dim):
@@ -221,7 +224,7 @@ def select(n: NvfuserEmit) -> Any:
 
 
 def embedding(n: NvfuserEmit) -> Any:
-    """padding_idx, scale_grad_by_freq and sparse say something of gradients only."""
+    """padding_idx, scale_grad_by_freq and sparse matter for gradients only."""
     index, weight = n.operands
     if n.call["max_norm"] is not None:
         raise ToTorch("nvFuser's max_norm changes the table in place")
@@ -235,7 +238,7 @@ def embedding(n: NvfuserEmit) -> Any:
 
 
 def scatter(n: NvfuserEmit) -> Any:
-    """The source in the operand's type; writes to what the rank does not have go to a row that is cut off.
+    """With the source in the operand's type; writes to indices that the rank does not hold go to a row that is cut off.
 
     The `set` gives the result dims that nvFuser's other ops take.
     """
@@ -259,12 +262,12 @@ def _scattered(n: NvfuserEmit, dtype: DataType) -> Any:
 
 
 def argsort(n: NvfuserEmit) -> Any:
-    """Always stable: the order of equal elements must not depend on the mesh."""
+    """Always stable, as the order of equal elements must not depend on the mesh."""
     return n.plain(stable=True)
 
 
 def topk(n: NvfuserEmit) -> Any:
-    """By a stable sort: nvFuser's topk leaves open which of equal elements it takes."""
+    """By a stable sort: nvFuser's own topk leaves open which of equal elements it takes."""
     dim, x, shape = dim_of(n.call), n.operands[0], n.result_shapes[0]
     order = n.ops.argsort(x, dim, n.call["largest"], True)
     order = n.ops.slice(order, [0] * len(shape), list(shape))
@@ -272,7 +275,7 @@ def topk(n: NvfuserEmit) -> Any:
 
 
 def squeeze(n: NvfuserEmit) -> Any:
-    """Dims that hold repeated elements (squeeze_expanded) are read at their first place."""
+    """Dims that hold repeated elements (squeeze_expanded) are read at index 0."""
     tensor, shape = n.operands[0], n.operand_shapes[0]
     dims = sorted({d % len(shape) for d in _listed(n.call["dims"], len(shape))})
     ones = [d for d in dims if shape[d] == 1]
@@ -282,7 +285,7 @@ def squeeze(n: NvfuserEmit) -> Any:
 
 
 def pad(n: NvfuserEmit, widths: list[int]) -> Any:
-    """The value in the operand's category; nvFuser takes none for Bool, so True pads the opposite."""
+    """With the value in the operand's category. nvFuser pads Bool with False only; for True the opposite is padded."""
     dtype, value, ops = n.call.types[0].dtype, n.number("value"), n.ops
     if value is None:
         return n.plain(pad_widths=widths)

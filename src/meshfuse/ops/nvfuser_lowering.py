@@ -1,7 +1,7 @@
-"""What ops' lowerings to nvFuser are written in: its functions and values, reached without importing it.
+"""What ops' lowerings to nvFuser are written with: its functions and values, without importing it.
 
-An op without a lowering of its own goes to nvFuser's function of the same name, argument by argument.
-`OpDef.nvfuser` holds what deviates: a function of an `NvfuserEmit`, or the reason to leave the op to torch.
+An op without a lowering of its own goes to nvFuser's function of the same name, argument by argument. `OpDef.nvfuser`
+holds what deviates: a function of an `NvfuserEmit`, or the reason to leave the op to torch.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class NvfuserEmit(Protocol):
 
     @property
     def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Local shapes."""
+        """The operands' local shapes."""
         ...
 
     @property
     def result_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Local shapes."""
+        """The results' local shapes."""
         ...
 
     def operand(self, name: str) -> Any:
-        """The tensor passed as a parameter, None where no tensor was passed."""
+        """The tensor passed for a parameter; None where no tensor was passed."""
         ...
 
     def number(self, name: str) -> Any:
@@ -53,7 +53,7 @@ class NvfuserEmit(Protocol):
         ...
 
     def val(self, value: Any) -> Any:
-        """A Val: a constant of a Python number."""
+        """A Val of a Python number."""
         ...
 
     def dtype(self, dtype: DataType) -> Any:
@@ -61,24 +61,24 @@ class NvfuserEmit(Protocol):
         ...
 
     def operand_runs(self, operand: int) -> tuple[Runs, ...]:
-        """For every dim of an operand the intervals of global indices that the rank has."""
+        """By dim of an operand, the intervals of global indices that this rank holds."""
         ...
 
     def result_runs(self, result: int) -> tuple[Runs, ...]:
-        """The same of a result."""
+        """By dim of a result, the intervals of global indices that this rank computes."""
         ...
 
     def leads(self) -> bool:
-        """True on the one rank, of those with terms of one partial result, that adds what is added once."""
+        """Whether this rank adds what is added once: of the ranks with terms of one partial result, one leads."""
         ...
 
     def plain(self, **changed: Any) -> Any:
-        """nvFuser's function of the op's name, with some arguments replaced."""
+        """nvFuser's function of the op's name, with the arguments in `changed` replaced."""
         ...
 
 
 def with_local_shape(name: str) -> Callable[[NvfuserEmit], Any]:
-    """The lowering of an op whose shape argument becomes the local shape of the result."""
+    """A lowering for ops with a shape argument, which becomes the result's local shape."""
     return lambda n: n.plain(**{name: list(n.result_shapes[0])})
 
 
@@ -99,18 +99,18 @@ def _few(runs: Runs) -> Runs:
 
 
 def step_index(n: NvfuserEmit, start: int, length: int, step: int = 1) -> Any:
-    """start, start + step, ... as an Int vector."""
+    """start, start + step, ... as an Int vector of so many elements."""
     return n.ops.iota(n.val(length), n.val(start), n.val(step), n.dtype(DataType.Int))
 
 
 def global_index(n: NvfuserEmit, runs: Runs) -> Any:
-    """An Int vector of the global indices that the rank has."""
+    """The global indices in the runs as an Int vector."""
     parts = [step_index(n, a, b - a) for a, b in _few(runs) or ((0, 0),)]
     return parts[0] if len(parts) == 1 else n.ops.cat(parts, 0)
 
 
 def local_places(n: NvfuserEmit, index: Any, runs: Runs) -> tuple[Any, Any]:
-    """(place of each global index among those of the runs, whether it is one); place 0 for the others.
+    """(where each global index lies in a shard with these runs, whether it is there); place 0 for indices elsewhere.
 
     There is at least one run.
     """
@@ -126,18 +126,18 @@ def local_places(n: NvfuserEmit, index: Any, runs: Runs) -> tuple[Any, Any]:
 
 
 def along(n: NvfuserEmit, vector: Any, dim: int, ndim: int) -> Any:
-    """A vector as a tensor of `ndim` dims, broadcast in all but one."""
+    """A vector as a tensor of `ndim` dims that broadcasts in all dims but `dim`."""
     return n.ops.broadcast(vector, [d != dim for d in range(ndim)])
 
 
 def zeros(n: NvfuserEmit) -> Any:
-    """The first result of a rank that has nothing to find it in."""
+    """Zeros as the first result, for a rank that holds nothing of what is looked up in."""
     dtype = n.call.results[0].dtype
     return n.ops.full(list(n.result_shapes[0]), ZERO[dtype.category], n.dtype(dtype))
 
 
 def zero_where_not(n: NvfuserEmit, kept: Any, tensor: Any, dtype: DataType) -> Any:
-    """The tensor, in its own type, with zeros where `kept` is false."""
+    """The tensor in this type, with zeros where `kept` is false."""
     if dtype.category is Category.BOOL:
         return n.ops.logical_and(kept, tensor)
     return n.ops.cast(n.ops.where(kept, tensor, ZERO[dtype.category]), n.dtype(dtype))

@@ -10,12 +10,12 @@ from .nvfuser_lowering import NvfuserEmit, cast
 
 
 def _tensors(n: NvfuserEmit) -> list[str]:
-    """The parameters that stand for tensors."""
+    """The names of the parameters for which tensors were passed."""
     return [p.name for p in n.call.op.params if isinstance(n.call[p.name], TensorRef)]
 
 
 def _recast(n: NvfuserEmit, found: tuple[DataType, ...], wanted: DataType) -> dict[str, Any]:
-    """The tensor operands of some types, in another one."""
+    """The tensor operands of the types in `found`, cast to `wanted`; by parameter."""
     kinds = {name: kind for name in _tensors(n) if (kind := n.call.type_of(name)) is not None}
     return {name: cast(n, n.operand(name), kind.dtype, wanted) for name, kind in kinds.items() if kind.dtype in found}
 
@@ -31,29 +31,29 @@ def _number_type(value: Any) -> DataType:
 
 
 def arithmetic(n: NvfuserEmit) -> Any:
-    """nvFuser has no complex type of half precision: beside complex operands Half and BFloat16 are Float."""
+    """Half and BFloat16 become Float beside complex operands: nvFuser has no complex type of half precision."""
     halves = (DataType.Half, DataType.BFloat16)
     return n.plain(**_recast(n, halves, DataType.Float)) if _meets_complex(n) else n.plain()
 
 
 def integral(n: NvfuserEmit) -> Any:
-    """A 0-d Bool beside integers as an integer, which nvFuser's shifts and gcd ask for."""
+    """A 0-d Bool becomes an integer beside integers, as nvFuser's shifts and gcd require."""
     return n.plain(**_recast(n, (DataType.Bool,), DataType.Int))
 
 
 def logical(n: NvfuserEmit) -> Any:
-    """Numbers by their truth, which nvFuser does not take of complex ones."""
+    """Complex numbers become Bool by comparison with 0, which nvFuser does not do for them."""
     names = [p.name for p in n.call.op.params]
     return n.plain(**{name: bool(n.call[name]) for name in names if isinstance(n.call[name], complex)})
 
 
 def lerp(n: NvfuserEmit) -> Any:
-    """nvFuser computes with two numbers first, and then in their type."""
+    """Tensors are made of numbers, with which nvFuser would compute first, and in their type."""
     return n.ops.cast(arithmetic(n), n.dtype(n.call.results[0].dtype))
 
 
 def complex_of(n: NvfuserEmit) -> Any:
-    """Both parts of one type and shape: nvFuser neither promotes nor broadcasts them."""
+    """Both parts are made of one type and shape: nvFuser neither promotes nor broadcasts them."""
     part = n.call.results[0].dtype.real
     return n.plain(**{name: _part(n, name, part) for name in ("a", "b")})
 

@@ -1,6 +1,6 @@
-"""What torch and numpy call otherwise: what to write, for errors that name what there is not, and docs/ops.md.
+"""torch's and numpy's names for what is called otherwise here: used in errors for unknown names, and in docs/ops.md.
 
-In the texts x, y, q, k and v are tensors, i is one of indices and n a number.
+In the texts x, y, q, k and v are tensors, i is a tensor of indices and n a number.
 """
 
 from __future__ import annotations
@@ -59,5 +59,5 @@ INSTEAD = {name: text for text, names in _ROWS.items() for name in names.split()
 
 
 def rows() -> list[tuple[list[str], str]]:
-    """The names, and what to write for them."""
+    """(the names, what to write for them), row by row."""
     return [(names.split(), text) for text, names in _ROWS.items()]

@@ -64,7 +64,7 @@ class _Infer:
 
 
 def pointwise_rule(call: Call) -> Rule:
-    """Every result dim is one pass-through factor of all operands that have it."""
+    """Every result dim is one pass-through factor, shared by all operands that have the dim."""
     builder = RuleBuilder()
     operands, result = pointwise_rule_dims(builder, call.results[0].shape, [t.shape for t in call.types])
     return builder.build(operands, [result])
@@ -72,7 +72,7 @@ def pointwise_rule(call: Call) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class _TemplateEmit:
-    """Fills a template of torch code with the operands, cast to the type that the op computes in."""
+    """Fills a template of torch code with the operands, each cast to the type that the op computes in."""
 
     template: str
     compute: Promotion
@@ -88,7 +88,7 @@ class _TemplateEmit:
 
 
 def _raised(call: Call, wanted: DataType) -> bool:
-    """Whether a number that takes no part in promotion would raise the type that torch gives."""
+    """Whether a number that does not count in promotion would raise torch's result type above `wanted`."""
     numbers = [
         arg for param, arg in zip(call.op.params, call.args, strict=True) if param.kind in (K.SCALAR, K.OPTIONAL_SCALAR)
     ]
@@ -104,7 +104,7 @@ def _operand_text(e: Emit, name: str, wanted: DataType) -> str:
 
 
 def _samples(table: Sequence[Param], numbers: Sequence[Any], dtype: DataType) -> Sequence[Sample]:
-    """All operands alike, one broadcast, one a number, and half precision."""
+    """Samples with all operands alike, one of them broadcast, one a number, and in half precision."""
     full, thin, flags = (
         TensorType(shape, d) for shape, d in (((6, 8), dtype), ((1, 8), dtype), ((6, 8), DataType.Bool))
     )
@@ -147,7 +147,7 @@ def _op(
     accepts: tuple[Category, ...] = tuple(Category),
     nvfuser: Callable[[NvfuserEmit], Any] = nvfuser_pointwise.arithmetic,
 ) -> OpDef:
-    """A pointwise op; its last parameters, one for each of the example `numbers`, take no tensor."""
+    """A pointwise op. Its last parameters, one for each of `numbers` (their values in samples), take no tensor."""
     compute = compute or (keep if promotion is predicate else promotion)
     names = params.split()
     tensors = len(names) - len(numbers)

@@ -34,7 +34,7 @@ _GROUPED: dict[tuple[int, ...], _Grouped] = {(2, 3): "rows", (3, 2): "columns", 
 
 
 def _kind(call: Call) -> _Grouped:
-    """Which indices are grouped."""
+    """Which indices are grouped: "rows", "columns" or "inner"."""
     dims = tuple(t.ndim for t in call.types[:2])
     if dims not in _GROUPED:
         raise user_error(
@@ -78,7 +78,7 @@ def _grouped_emit(e: Emit) -> str:
 
 
 def _grouped_flops(call: Call) -> float:
-    """Every row, column or inner index takes part in one group's product."""
+    """Operations: every row, column or inner index takes part in the product of one group."""
     a, b = call.types[:2]
     return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
@@ -112,7 +112,7 @@ _SCALED = (
 
 
 def _scaled_results(call: Call, out: tuple[int, ...]) -> tuple[TensorType, ...]:
-    """The product, and where asked for the scales of its blocks and its global scale."""
+    """The types of the product and, where asked for, of its blocks' scales and its global scale."""
     made, block = [TensorType(out, call["dtype"])], call["output_block_scale_size"]
     if block:
         check_positive(call.op.name, "output_block_scale_size", block)
@@ -134,7 +134,10 @@ def _scaled_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _check_scaling(call: Call, out: tuple[int, ...]) -> None:
-    """Scales, alpha, bias and beta fit the operands; of packed numbers these are what NVIDIA's kernels lay out."""
+    """Raises DefinitionError unless scales, alpha, beta and bias fit.
+
+    (For packed numbers NVIDIA's kernels define that.)
+    """
     for name, operand in (("scale1", call.types[0]), ("scale2", call.types[1])):
         _check_scale(name, call.type_of(name), operand)
     for name in ("alpha", "beta"):
@@ -145,7 +148,7 @@ def _check_scaling(call: Call, out: tuple[int, ...]) -> None:
 
 
 def _check_scale(name: str, scale: TensorType | None, operand: TensorType) -> None:
-    """One number for all, or along each dim one for all, for each or for each block of as many."""
+    """Raises DefinitionError unless it is one number, or for each dim one, the dim's size or one per equal block."""
     assert scale is not None
     one = scale.ndim < 2 and all(n in (1, UNKNOWN) for n in scale.shape)
     blocks = scale.ndim == 2 and all(map(_in_blocks, operand.shape, scale.shape))
@@ -159,7 +162,7 @@ def _in_blocks(n: int, blocks: int) -> bool:
 
 
 def _scaled_rule(call: Call) -> Rule:
-    """m k, k n and one scale per row or column follow m and n; blocks of scales along k keep k whole."""
+    """m k, k n -> m n. Scales per row or column follow m and n; a dim with a scale per block is whole, and so is k."""
     (a, b), builder = call.types[:2], RuleBuilder()
     if len(call.results) > 1 or not _runs_on_cpu(call):
         return whole_rule(call)
@@ -221,14 +224,14 @@ def _scaled_samples() -> list[Sample]:
 
 
 def whole_rule(call: Call) -> Rule:
-    """Every dim of every tensor is needed whole."""
+    """The rule of an op that needs every dim of every tensor whole."""
     builder = RuleBuilder()
     tensors = [tuple(map(builder.blocked, t.shape)) for t in (*call.types, *call.results)]
     return builder.build(tensors[: len(call.types)], tensors[len(call.types) :])
 
 
 def is_nvidia_only(op: OpDef) -> bool:
-    """True for an op that is typed and propagated here and cannot run on a CPU."""
+    """Whether an op is typed and propagated here but does not run on a CPU."""
     return op.emit is _missing_emit
 
 
@@ -267,7 +270,7 @@ def _quantize_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _grouped_quantize_infer(call: Call) -> tuple[TensorType, ...]:
-    """As without groups: the padding of each group's scales to tiles of 128 x 4 is one of memory alone."""
+    """As without groups: padding each group's scales to tiles of 128 x 4 is a matter of memory alone."""
     check_ndim(call.op.name, "the input", call.types[0], 2, 2)
     return _quantize_infer(call)
 

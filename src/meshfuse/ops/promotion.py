@@ -1,4 +1,4 @@
-"""The types that pointwise ops compute in and give, as nvFuser has them, and the text of casts."""
+"""The types that pointwise ops compute in and return, as in nvFuser, and the text of casts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ Promotion = Callable[[Sequence[DataType]], DataType]
 
 
 def widen(dtype: DataType) -> DataType:
-    """Arithmetic is done and returned in at least float32, as nvFuser does."""
+    """The type of arithmetic and its results: at least float32, as in nvFuser."""
     return DataType.Float if dtype.is_reduced_float else dtype
 
 
 def promoted(dtypes: Sequence[DataType]) -> DataType:
-    """The type that holds them all; half precision stays half."""
+    """The type that holds all of these; half precision stays half."""
     return functools.reduce(promote, dtypes)
 
 
 def keep(dtypes: Sequence[DataType]) -> DataType:
-    """The promoted type, at least float32 where it is floating point: integers stay integers."""
+    """The promoted type, but float32 for half precision: integers stay integers."""
     return widen(promoted(dtypes))
 
 
 def floating(dtypes: Sequence[DataType]) -> DataType:
-    """The promoted type, but at least float32: for functions of a real number."""
+    """The promoted type, but at least float32: for functions of real numbers."""
     dtype = promoted(dtypes)
     return DataType.Float if dtype.category < Category.FLOAT else widen(dtype)
 
 
 def predicate(_: Sequence[DataType]) -> DataType:
-    """Of comparisons and tests: Bool."""
+    """Bool: the type of comparisons and tests."""
     return DataType.Bool
 
 
@@ -46,7 +46,7 @@ def complex_dtype(dtypes: Sequence[DataType]) -> DataType:
 
 
 def single_or_double(dtypes: Sequence[DataType]) -> DataType:
-    """Float or Double, the promoted type; DefinitionError for others, of which torch has no next number."""
+    """The promoted type, Float or Double. Raises DefinitionError for others, for which torch has no next number."""
     dtype = promoted(dtypes)
     if dtype not in (DataType.Float, DataType.Double):
         raise user_error("nextafter: operand type", dtype.name, "Float or Double", "Cast the operands.")
@@ -54,8 +54,10 @@ def single_or_double(dtypes: Sequence[DataType]) -> DataType:
 
 
 def operand_dtypes(call: Call) -> list[DataType]:
-    """The types that take part in promotion: those of tensors; of 0-d tensors, and then of scalars, only the
-    ones of a higher category (bool, integer, floating point, complex) than all before.
+    """The types that take part in promotion.
+
+    Tensors' always do. Those of 0-d tensors, and then of scalars, only do if their category (bool, integer, floating
+    point, complex) is higher than that of all before.
     """
     names = typed_operands(call.op)
     types = [t for name in names if (t := call.type_of(name)) is not None]
@@ -68,18 +70,18 @@ def operand_dtypes(call: Call) -> list[DataType]:
 
 
 def typed_operands(op: OpDef) -> list[str]:
-    """The parameters whose types make the result's: a condition has none to add."""
+    """The parameters whose types make the result's type: all but a condition."""
     return [p.name for p in op.params if p.kind in (K.TENSOR, K.TENSOR_OR_SCALAR) and p.name != "condition"]
 
 
 def scalar_type(value: Any) -> DataType:
-    """A Python bool counts as an integer, as nvFuser takes it."""
+    """The type that a number has in promotion; a Python bool counts as an integer, as in nvFuser."""
     found = value.dtype if isinstance(value, ScalarRef) and value.dtype is not None else scalar_dtype(value)
     return DataType.Int if found is DataType.Bool and not isinstance(value, ScalarRef) else found
 
 
 def _beside(dtype: DataType, others: Sequence[DataType]) -> DataType:
-    """A complex number beside tensors in single precision is of single precision."""
+    """The type of a complex number beside tensors: single precision if they are."""
     single = any(d.category is Category.FLOAT for d in others) and DataType.Double not in others
     return DataType.ComplexFloat if dtype is DataType.ComplexDouble and single else dtype
 
@@ -90,5 +92,5 @@ def dtype_text(dtype: DataType) -> str:
 
 
 def cast_text(name: str, found: DataType, wanted: DataType) -> str:
-    """Python text of a tensor in another type; the name itself where it has that type."""
+    """Python text of a tensor cast to a type; its name where it has that type."""
     return name if found is wanted else f"{name}.to({dtype_text(wanted)})"

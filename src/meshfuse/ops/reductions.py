@@ -29,12 +29,12 @@ K = ParamKind
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
-    """The dims that a reduction removes, from the front, ascending."""
+    """The dims that a reduction removes, counted from the front, ascending."""
     return check_reduced(call.op.name, call["dims"], call.types[0].ndim)
 
 
 def keeps_dims(call: Call) -> bool:
-    """Whether reduced dims stay, of size 1."""
+    """Whether reduced dims stay, with size 1."""
     return "keepdim" in call.op.places and call["keepdim"]
 
 
@@ -45,7 +45,7 @@ def reduced_shape(call: Call) -> tuple[int, ...]:
 
 
 def _accumulated(op: str, dtype: DataType) -> DataType:
-    """Integers and booleans are summed as Int, like in torch; half precision stays half, as nvFuser returns it."""
+    """The type of a sum: Int for integers and booleans, as in torch; half precision stays half, as in nvFuser."""
     return DataType.Int if op in ("sum", "prod") and dtype.category < Category.FLOAT else dtype
 
 
@@ -57,7 +57,7 @@ def _infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _check_order(call: Call, asked: DataType) -> None:
-    """max and min keep the operand's type, which must have an order."""
+    """Raises DefinitionError unless max and min keep the operand's type, and it has an order."""
     if call.op.name not in ("max", "min"):
         return
     if asked not in (DataType.Null, call.types[0].dtype):
@@ -74,7 +74,7 @@ def reduction_rule(call: Call, reduce: str) -> Rule:
 
 
 def kept_factors(operand: DimFactors, dims: tuple[int, ...], keepdim: bool) -> DimFactors:
-    """The factors of a reduction's result, dim by dim."""
+    """The factors of a reduction's result, by dim."""
     return tuple(() if d in dims else factors for d, factors in enumerate(operand) if keepdim or d not in dims)
 
 
@@ -90,14 +90,14 @@ def _emit_sum(e: Emit) -> str:
 
 
 def _emit_reduce(e: Emit) -> str:
-    """prod, max, min: helpers that know the neutral element, for shards with nothing in them."""
+    """Text for prod, max and min: helpers that give the neutral element for shards without elements."""
     result, dims = e.call.results[0].dtype, list(reduced_dims(e.call))
     operand = e.operands[0] if e.call.op.name != "prod" else cast_text(e.operands[0], e.call.types[0].dtype, result)
     return f"K.reduce_{e.call.op.name}({operand}, {dims}, {e.call['keepdim']})" if dims else operand
 
 
 def _nvfuser(n: NvfuserEmit) -> Any:
-    """nvFuser wants the dims listed, at least one."""
+    """nvFuser wants all dims listed, and at least one."""
     dims, result = list(reduced_dims(n.call)), n.call.results[0].dtype
     return n.plain(dims=dims) if dims else n.ops.cast(n.operands[0], n.dtype(result))
 

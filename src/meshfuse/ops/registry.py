@@ -1,4 +1,4 @@
-"""The ops that `fd.ops` has: those of the table, and those that users register, by name."""
+"""The ops in `fd.ops`, by name: those of the table, and those that users register."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _registered: dict[str, OpDef] = {}
 
 
 def register_op(op: OpDef) -> OpDef:
-    """Give `fd.ops` of every definition of this process an op of your own, from here on; returns it.
+    """Add an op of your own to `fd.ops` of every definition in this process, from here on; returns it.
 
     On real ranks every rank must register it, as it does when it runs the script. Raises DefinitionError for what is no
     OpDef, for a name that is no Python name or begins with an underscore, and for a name that is taken.
@@ -39,7 +39,7 @@ def _check_name(name: str) -> None:
 
 
 def unregister_op(op: str | OpDef) -> None:
-    """Take a registered op, or the op of this name, back out of `fd.ops`; definitions that use it keep it.
+    """Remove a registered op, given as such or by name, from `fd.ops`. Definitions that use it keep it.
 
     Raises DefinitionError where it is not registered.
     """
@@ -52,7 +52,7 @@ def unregister_op(op: str | OpDef) -> None:
 
 
 def find(op: str | OpDef) -> OpDef | None:
-    """The op of this name, None where there is none; an OpDef is its own."""
+    """The op of this name, None where there is none; an OpDef is returned as it is."""
     if isinstance(op, OpDef):
         return op
     return OPS.get(op) or _registered.get(op) if isinstance(op, str) else None

@@ -1,4 +1,4 @@
-"""Reshape: which parts of the dims before stand in which parts of the dims after."""
+"""Reshape: how the dims before are merged and split into the dims after."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ K = ParamKind
 
 
 def inferred_shape(shape: Sequence[int], wanted: Sequence[object]) -> tuple[int, ...]:
-    """The new shape with its one -1 worked out. Unknown sizes (scalars of the definition) stay -1.
+    """The new shape with its one -1 computed. Sizes that are scalars of the definition stay -1.
 
     Raises DefinitionError where the numbers of elements differ.
     """
@@ -54,7 +54,7 @@ def _infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Dims before and after in the smallest runs of equal products; dims of size 1 are in none."""
+    """Pairs of consecutive dims before and after with equal products, as small as possible; without dims of size 1."""
     left, right = [d for d, n in enumerate(a) if n != 1], [d for d, n in enumerate(b) if n != 1]
     groups, i, j = [], 0, 0
     while i < len(left):
@@ -72,8 +72,10 @@ def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[in
 
 
 class _Matcher:
-    """Factors of one group: peeled off in common from the minor end, then from the major end; the rest is
-    blocked.
+    """The factors of one group of dims before and after.
+
+    Common factors are taken off from the minor end, then from the major end; what is left is blocked. For [4, 6] ->
+    [24] these are the factors 4 and 6, and the new dim is (4, 6).
     """
 
     def __init__(self, builder: RuleBuilder, before: list[int], after: list[int]):

@@ -61,14 +61,14 @@ def _rows_kind(call: Call) -> FactorKind:
 
 
 def _rule(call: Call) -> Rule:
-    """On its own the op is as sdpfa_fwd; rows in zig-zag order are put into their own first, so all are needed."""
+    """As of sdpfa_fwd where the op is not in a ring; in zig-zag order the rows are needed whole, to be sorted first."""
     dims = AttentionDims(
         call, FactorKind.PASS, _rows_kind(call), [(checked_types(call)[1].shape[-2], FactorKind.BLOCK)]
     )
     return dims.builder.build([dims.q, dims.k, dims.v], [dims.out, dims.out[:-1]])
 
 
-def _together(call: Call) -> Rule:
+def _round_rule(call: Call) -> Rule:
     """In a ring block r of the rows lies with block r of the columns."""
     dims = AttentionDims(call, FactorKind.PASS, _rows_kind(call), _column_blocks(call), call["ring"])
     return dims.builder.build([dims.q, dims.k, dims.v], [dims.out, dims.out[:-1]])
@@ -85,7 +85,7 @@ def _emit(e: Emit) -> str:
 
 
 def _chunks(call: Call) -> int:
-    """Of rows that stand in zig-zag order how many chunks it has."""
+    """The number of chunks, if the rows are in zig-zag order; else 0."""
     return 2 * call["ring"] if is_zigzag(call) else 0
 
 
@@ -94,12 +94,12 @@ def _bwd_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _bwd_rule(call: Call) -> Rule:
-    """Batch and heads of k and v pass through: gradients of these sum over rows and a group's heads."""
+    """Batch and heads of k and v pass through; rows, columns and a group's heads are needed whole."""
     columns = (checked_types(call)[1].shape[-2], FactorKind.BLOCK)
     return _bwd_dims(call, AttentionDims(call, FactorKind.BLOCK, FactorKind.BLOCK, [columns]))
 
 
-def _bwd_together(call: Call) -> Rule:
+def _bwd_round_rule(call: Call) -> Rule:
     """Heads of a group may be apart: gradients of k and v are unreduced then, until they are home."""
     blocks = _column_blocks(call)
     return _bwd_dims(call, AttentionDims(call, FactorKind.PASS, FactorKind.BLOCK, blocks, call["ring"]))
@@ -118,7 +118,7 @@ def _bwd_emit(e: Emit) -> str:
 
 
 def _merge_infer(call: Call) -> tuple[TensorType, ...]:
-    """In float32, or in float64 where any operand is."""
+    """Types of the results: float32, or float64 where any operand is float64."""
     (out, _), wide = call.types[:2], DataType.Float
     check_ndim("attention_merge", "output", out, 1)
     for t, wanted in zip(call.types, (out.shape, out.shape[:-1]) * 2, strict=True):
@@ -136,7 +136,7 @@ def _merge_rule(call: Call) -> Rule:
 
 
 def _merge_nvfuser(n: NvfuserEmit) -> Any:
-    """As the kernel does it."""
+    """The same formula as in `kernels.attention_merge`."""
     ops, last = n.ops, [False] * (len(n.operand_shapes[0]) - 1) + [True]
     wide = n.dtype(n.call.results[0].dtype)
     out, lse, other, other_lse = (ops.cast(x, wide) for x in n.operands)
@@ -178,7 +178,7 @@ def _picked(e: Emit | NvfuserEmit) -> list[tuple[str, int, int]]:
 
 
 def _pick_emit(e: Emit) -> str:
-    """A rank with blocks on one side only has nothing to do but to name the operand."""
+    """Text of the parts joined. A rank with blocks on one side only needs no more than the operand's name."""
     size, tensor, parts = e.result_shapes[0][0], e.operands[0], []
     for name, start, stop in _picked(e):
         some, given = f".narrow(0, {start}, {stop - start})" if (start, stop) != (0, size) else "", e.operand(name)
@@ -199,7 +199,7 @@ def _pick_nvfuser(n: NvfuserEmit) -> Any:
 
 
 def _keep_emit(e: Emit) -> str:
-    """Zeros for the blocks that are not kept."""
+    """Text of the operand, with zeros for the blocks that are not kept."""
     size, tensor, parts = e.result_shapes[0][0], e.operands[0], []
     for side, start, stop in _picked(e):
         some = f"{tensor}.narrow(0, {start}, {stop - start})" if (start, stop) != (0, size) else tensor
@@ -257,13 +257,13 @@ _OPTIONS = (
 )
 OPS = (
     OpDef("ring_attention", (*QKV, *_OPTIONS), _infer, _rule, _emit, flops=lambda call: score_flops(call, 2),
-          samples=_samples, nvfuser=_NOT_NATIVE, vjp=RING_ATTENTION, rounds=Rounds(_together, attention_rounds),
+          samples=_samples, nvfuser=_NOT_NATIVE, vjp=RING_ATTENTION, rounds=Rounds(_round_rule, attention_rounds),
           about="attention in rounds: blocks of keys and values travel through a ring of ranks"),
     OpDef("ring_attention_bwd",
           (Param("grad_output", K.TENSOR), *QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR), *_OPTIONS,
            Param("grad_logsumexp", K.OPTIONAL_TENSOR, None)),
           _bwd_infer, _bwd_rule, _bwd_emit, flops=lambda call: score_flops(call, 5), samples=_bwd_samples,
-          nvfuser=_NOT_NATIVE, rounds=Rounds(_bwd_together, gradient_rounds),
+          nvfuser=_NOT_NATIVE, rounds=Rounds(_bwd_round_rule, gradient_rounds),
           about="the gradients of `ring_attention` by query, key and value"),
     OpDef("block_pick", (Param("early", K.TENSOR_OR_SCALAR), Param("late", K.TENSOR_OR_SCALAR), Param("first", K.INT)),
           _pick_infer, _pick_rule, _pick_emit, flops=lambda call: 0.0, samples=_pick_samples,

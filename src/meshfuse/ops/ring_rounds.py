@@ -1,19 +1,20 @@
 """The rounds of attention in a ring, as graphs of ordinary ops.
 
-With n blocks of rows of q, and as many of k and v, the tensors are [n, b, h, rows of a block, e]: the ring is a leading
+With n blocks of rows of q, and as many of k and v, tensors are [n, b, h, rows of a block, e]: the ring is a leading
 dim, along which attention is local. In step j block r of the rows meets block r - j of the columns, for which k and v
-travel one block on; the outputs of the steps are merged by their log-sum-exps. A rank has one block of k and v beside
+travel one block on. The outputs of the steps are merged by their log-sum-exps. A rank has one block of k and v beside
 its own, and the next one on its way. (Liu et al. 2023, Ring Attention.)
 
-Under a causal mask block r sees itself in part, blocks s < r whole and others not at all, so that half of the work is
-for nothing. In zig-zag order block r is the chunks r and 2n - 1 - r of 2n: then the later chunk of r sees the first
-chunk of every block, and beside that the first chunk of r that of s < r, or the later chunk of r that of s > r: two
-products of chunks in every step on every rank, none of them for nothing. (Zig-zag ring attention, as in the training of
-Llama 3, Dubey et al. 2024; Brandon et al. 2023, Striped Attention, balance by single rows.)
+Under a causal mask block r sees itself in part, blocks s < r whole and the others not at all, so that half of the work
+is wasted. In zig-zag order block r is made of the chunks r and 2n - 1 - r of 2n. Then the later chunk of r sees the
+first chunk of every block. Beside that, the first chunk of r sees the first chunk of each s < r, or the later chunk of
+r sees the later chunk of each s > r. That is two products of chunks in every step on every rank, and none is wasted.
+(Zig-zag ring attention, as in the training of Llama 3, Dubey et al. 2024; Brandon et al. 2023, Striped Attention,
+balance by single rows.)
 
-Backward, the log-sum-exps of the whole make every step's gradients stand by themselves (Dao 2023, FlashAttention-2):
-those of q add up where it is, those of k and v travel on with their blocks, and at last home. They travel in float32 or
-wider. What a rank's own block gets in the first step stays: as many hops as k and v have.
+Backward, the log-sum-exps of all columns make the gradients of each step independent (Dao 2023, FlashAttention-2).
+Those of q add up where q is; those of k and v travel on with their blocks, and home at the end, in float32 or wider.
+What a rank's own block gets in the first step stays, so they make as many hops as k and v.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ Refs = tuple[TensorRef, ...]
 
 
 def is_zigzag(call: Call) -> bool:
-    """Whether the order of rows matters and is the zig-zag one."""
+    """Whether the rows are in zig-zag order and that matters, as it does under a causal mask only."""
     return call["zigzag"] and call["is_causal"]
 
 
 def state_type(dtype: DataType) -> DataType:
-    """What outputs are merged in, and log-sum-exps are."""
+    """The type of outputs while they are merged, and of log-sum-exps."""
     return DataType.Double if dtype is DataType.Double else DataType.Float
 
 
@@ -52,39 +53,39 @@ class _RingOps:
         return self.r.call("permute", parts, (2, 0, 1, *range(3, 4 + len(e))))
 
     def whole(self, x: TensorRef, dtype: DataType) -> TensorRef:
-        """The other way round, in a type."""
+        """The inverse of `split`, cast to a type."""
         n, b, h, s, *e = self.r.type(x).shape
         parts = self.r.call("permute", self.cast(x, dtype), (1, 2, 0, *range(3, 4 + len(e))))
         return self.r.call("reshape", parts, (b, h, n * s, *e))
 
     def hop(self, x: TensorRef) -> TensorRef:
-        """Every block one further."""
+        """Every block moved one place on in the ring."""
         return self.r.call("reorder_blocks", x, 0, tuple((block - 1) % self.n for block in range(self.n)))
 
     def cast(self, x: TensorRef, dtype: DataType) -> TensorRef:
         return cast_to(self.r, x, dtype)
 
     def add(self, x: TensorRef, y: TensorRef) -> TensorRef:
-        """In float32 or wider."""
+        """The sum, in float32 or wider."""
         return self.r.call("add", *self.wide((x, y)))
 
     def pick(self, step: int, before: TensorRef | float, after: TensorRef | float) -> TensorRef:
-        """One for the blocks of rows that in this step meet columns before their own, another for all others."""
+        """`before` for the blocks of rows that in this step meet columns before their own, `after` for the others."""
         return self.r.call("block_pick", after, before, step)
 
     def keep(self, step: int, x: TensorRef, before: bool) -> TensorRef:
-        """Zeros for the others of these blocks."""
+        """x for the blocks that meet columns before their own, zeros for the others; without `before` the opposite."""
         return self.r.call("block_keep", x, step, before)
 
     def halves(self, x: TensorRef) -> tuple[TensorRef, TensorRef]:
-        """The two chunks of every block."""
+        """The lower and the upper chunk of every block."""
         shape = self.r.type(x).shape
         middle, zeros = shape[3] // 2, (0,) * len(shape)
         low = self.r.call("slice", x, zeros, (*shape[:3], middle, *shape[4:]))
         return low, self.r.call("slice", x, (0, 0, 0, middle, *zeros[4:]), shape)
 
     def joined(self, low: TensorRef, high: TensorRef) -> TensorRef:
-        """In float32 or wider."""
+        """The inverse of `halves`, in float32 or wider."""
         return self.r.call("cat", self.wide((low, high)), 3)
 
     def wide(self, tensors: Sequence[TensorRef]) -> Refs:
@@ -95,24 +96,24 @@ class _RingOps:
 
 
 class _State(NamedTuple):
-    """The output over the columns that were met so far, and their log-sum-exp."""
+    """The output over the columns that have come by so far, and their log-sum-exp."""
 
     out: TensorRef
     lse: TensorRef
 
 
 def attention_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorRef]:
-    """(output, log-sum-exp)."""
+    """(output, log-sum-exp) of ring attention."""
     ring = _RingForward(r, call)
     made = ring.zigzag(*map(ring.split, operands)) if is_zigzag(call) else ring.in_order(*map(ring.split, operands))
     return [ring.whole(x, kind.dtype) for x, kind in zip(made, call.results, strict=True)]
 
 
 class _RingForward(_RingOps):
-    """Attention of rows that stay to keys and values that come round."""
+    """The forward pass: rows stay, keys and values come round."""
 
     def in_order(self, q: TensorRef, k: TensorRef, v: TensorRef) -> _State:
-        """Blocks in the order of the sequence."""
+        """Attention for blocks in the order of the sequence."""
         state = None
         for step in range(self.n):
             travelled = (self.hop(k), self.hop(v)) if step < self.n - 1 else (k, v)
@@ -125,7 +126,11 @@ class _RingForward(_RingOps):
         return state
 
     def zigzag(self, q: TensorRef, k: TensorRef, v: TensorRef) -> _State:
-        """The first step as it is, for a block's chunks are in order; then two products of chunks each."""
+        """Attention for blocks in zig-zag order.
+
+        A block's own two chunks are in order, so the first step is plain causal attention. Every later step is two
+        products of chunks.
+        """
         (q_low, q_high), low, high = self.halves(q), None, None
         for step in range(self.n):
             travelled = (self.hop(k), self.hop(v)) if step < self.n - 1 else (k, v)
@@ -145,7 +150,7 @@ class _RingForward(_RingOps):
         return _State(*(self.joined(*pair) for pair in zip(low, high, strict=True)))
 
     def attend(self, q: TensorRef, k: TensorRef, v: TensorRef, causal: bool) -> _State:
-        """Rows of each block to the columns that are beside it. Of Double also the log-sum-exp is Double."""
+        """Attention of each block's rows to the columns that are with it. For Double the log-sum-exp is Double, too."""
         options = (None, None, None, causal, self.scale)
         if self.r.type(q).dtype is not DataType.Double:
             return _State(*self.r.call("sdpfa_fwd", q, k, v, *options)[:2])
@@ -160,9 +165,7 @@ class _RingForward(_RingOps):
 
 
 class _Rows(NamedTuple):
-    """What belongs to the rows of q: the gradient of the output, q, the output, and the log-sum-exp (with its gradient,
-    if it has one).
-    """
+    """What belongs to the rows of q: the output's gradient, q, the output, the log-sum-exp and its gradient, if any."""
 
     grad: TensorRef
     q: TensorRef
@@ -172,7 +175,7 @@ class _Rows(NamedTuple):
 
 
 def gradient_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorRef]:
-    """The gradients of q, k and v."""
+    """The gradients of q, k and v of ring attention."""
     ring = _RingBackward(r, call)
     grad, q, k, v, *saved = map(ring.split, operands)
     made = ring.run(_Rows(grad, q, *saved), k, v)
@@ -180,10 +183,10 @@ def gradient_rounds(r: Writing, call: Call, operands: Refs) -> Sequence[TensorRe
 
 
 class _RingBackward(_RingOps):
-    """Its gradients: those of keys and values travel behind them, and each rank adds its own."""
+    """The backward pass: gradients of keys and values travel one hop behind them, and each rank adds its own."""
 
     def run(self, rows: _Rows, k: TensorRef, v: TensorRef) -> Refs:
-        """The gradients of q, where it is; and of k and v, which come home after a round."""
+        """The gradients of q, and of k and v, which have come home after a round."""
         grads_of = self._chunks if is_zigzag(self.call) else self._block
         keys = self._hops((k, v))
         grad_q, *own = self._attend(rows, k, v, self.causal)
@@ -202,13 +205,13 @@ class _RingBackward(_RingOps):
         return tuple(map(self.hop, tensors)) if self.n > 1 else ()
 
     def _block(self, step: int, rows: _Rows, k: TensorRef, v: TensorRef) -> Refs:
-        """Rows that see nothing of the columns give nothing: no score comes near their log-sum-exp."""
+        """The gradients of one step. Rows that see nothing get a log-sum-exp of inf, and so probabilities of 0."""
         if self.causal:
             rows = rows._replace(lse=self.pick(step, rows.lse, math.inf))
         return self._attend(rows, k, v, False)
 
     def _chunks(self, step: int, rows: _Rows, k: TensorRef, v: TensorRef) -> Refs:
-        """The two products of chunks of a step in zig-zag order."""
+        """The gradients of one step in zig-zag order, from its two products of chunks."""
         halves = [None if x is None else self.halves(x) for x in rows]
         high = _Rows(*(None if pair is None else pair[1] for pair in halves))  # type: ignore[arg-type]
         picked = _Rows(*(None if pair is None else self.pick(step, *pair) for pair in halves))  # type: ignore[arg-type]
@@ -222,9 +225,10 @@ class _RingBackward(_RingOps):
         return (grad_q, *grads)
 
     def _attend(self, rows: _Rows, k: TensorRef, v: TensorRef, causal: bool) -> Refs:
-        """The gradients that the rows of each block and the columns beside it give.
+        """The gradients from each block's rows and the columns that are with it.
 
-        Heads of q that share one of k and v may lie on several ranks: gradients are made apart from each other then.
+        Heads of q that share one of k and v may lie on several ranks. For them the gradients of q, and of k and v, come
+        from separate ops.
         """
         none = [self.r.call("full", shape, 0, DataType.UInt64) for shape in ((2,), ())]
         args = (rows.grad, rows.q, k, v, rows.out, rows.lse, 0.0, causal, *none, self.scale)

@@ -35,7 +35,7 @@ def _rule(call: Call) -> Rule:
 
 
 def _emit(e: Emit) -> str:
-    """Of the terms of a partial operand only one begins with `init`."""
+    """Text of the scan; of the terms of a partial operand only one starts with `init`."""
     name, dim = e.call.op.name, dim_of(e.call)
     init = e.scalar("init") if e.call["init"] is not None and (name != "cumsum" or e.leads()) else None
     if init is None and e.call.types[0].dtype.category >= Category.FLOAT:

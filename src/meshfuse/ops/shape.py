@@ -70,7 +70,7 @@ def _in_dim_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _expanding_rule(call: Call, source_of: dict[int, int]) -> Rule:
-    """Result dims that an operand dim of the same size feeds share its factor; the others are free."""
+    """A result dim shares the factor of the operand dim that feeds it, if the sizes are equal; other dims are free."""
     builder, shape = RuleBuilder(), call.types[0].shape
     result = builder.dims(call.results[0].shape)
     operand: list[tuple[int, ...]] = [()] * len(shape)
@@ -170,7 +170,7 @@ def _stride_order_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def same_rule(call: Call) -> Rule:
-    """Operand and result share every factor."""
+    """The rule of an op whose operand and result share every factor."""
     builder = RuleBuilder()
     dims = builder.dims(call.types[0].shape)
     return builder.build([dims], [dims])

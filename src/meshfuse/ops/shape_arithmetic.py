@@ -13,7 +13,7 @@ UNKNOWN = -1
 
 
 def known_size(n: object) -> int:
-    """A size as passed to an op; a scalar of the definition is not known yet."""
+    """A size as passed to an op; UNKNOWN for a scalar of the definition."""
     return UNKNOWN if isinstance(n, ScalarRef) else int(n)  # type: ignore[call-overload]
 
 
@@ -50,13 +50,13 @@ def agree(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def broadcasts_to(shape: Sequence[int], result: Sequence[int]) -> bool:
-    """Whether an operand may be broadcast to a result of this shape, which it makes no larger."""
+    """Whether an operand may be broadcast to a result of this shape, and does not enlarge it."""
     pairs = zip(reversed(shape), reversed(result), strict=False)
     return len(shape) <= len(result) and all(n in (1, m) or UNKNOWN in (n, m) for n, m in pairs)
 
 
 def aligned_dims(shape: Sequence[int], result: Sequence[int], factors: DimFactors) -> DimFactors:
-    """The factors of an operand broadcast to a result: those of the dim it meets; none where it is of size 1."""
+    """The factors of an operand that is broadcast to a result: those of the result's dims; () for dims of size 1."""
     offset = len(result) - len(shape)
     return tuple(
         factors[offset + d] if n == result[offset + d] else () for d, n in enumerate(shape)
@@ -64,12 +64,12 @@ def aligned_dims(shape: Sequence[int], result: Sequence[int], factors: DimFactor
 
 
 def one_dim_widths(ndim: int, dim: int, before: int, after: int) -> list[int]:
-    """The widths that pad one dim alone: pairs from the last dim backwards, as `pad` takes them."""
+    """The widths that pad one dim: pairs from the last dim backwards, as `pad` takes them."""
     return [0] * (2 * (ndim - 1 - dim)) + [before, after]
 
 
 def shape_along(ndim: int, dim: int, n: int) -> list[int]:
-    """n for one dim and 1 for all others: the shape of what broadcasts along that dim, or steps in it alone."""
+    """n for one dim and 1 for all others: the shape of what broadcasts along that dim, or the steps in it."""
     return [n if d == dim else 1 for d in range(ndim)]
 
 
@@ -92,7 +92,7 @@ def dim_of(call: Call) -> int:
 
 
 def with_size(shape: Sequence[int], dim: int, n: int) -> tuple[int, ...]:
-    """The sizes with n in one dim."""
+    """The sizes, with n for one dim."""
     return (*shape[:dim], n, *shape[dim + 1 :])
 
 
@@ -110,7 +110,7 @@ def check_dims(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[in
 
 
 def check_reduced(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[int, ...]:
-    """`check_dims`, of which there must be some: torch takes none for all of them, numpy for none."""
+    """`check_dims` for dims that must be some: torch takes an empty list for all dims, numpy for none."""
     found = check_dims(op, dims, ndim)
     if not found and ndim:
         raise user_error(f"{op}: dims", "none", "at least one", "Leave dims out for all of them.")
@@ -118,7 +118,7 @@ def check_reduced(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple
 
 
 def check_order(op: str, tensor: TensorType) -> None:
-    """Raises DefinitionError for elements of which none is the greatest."""
+    """Raises DefinitionError for a type whose elements have no order."""
     if tensor.dtype.category is Category.COMPLEX:
         raise user_error(f"{op}: complex numbers have no order", str(tensor), "a real type", "")
 
@@ -155,7 +155,7 @@ _LARGEST_FLOAT = 3.4028234663852886e38  # Of 32 bits.
 
 
 def check_number(op: str, value: object, dtype: DataType) -> None:
-    """Raises DefinitionError for a number that tensors of this dtype cannot have; scalars are known later."""
+    """Raises DefinitionError for a number that tensors of this dtype cannot hold; scalars are only known later."""
     if isinstance(value, complex) and dtype.category < Category.COMPLEX:
         raise user_error(
             f"{op}: a complex number in a real tensor", f"{value} as {dtype.name}", "a complex dtype",
@@ -171,7 +171,7 @@ def check_number(op: str, value: object, dtype: DataType) -> None:
 
 
 def _held(value: float, dtype: DataType) -> bool:
-    """Whether torch takes a finite number for a tensor of this dtype: of unsigned ones it takes negative ones, too."""
+    """Whether a tensor of this dtype can hold a finite number; unsigned ones take negative numbers too, as in torch."""
     if dtype.category is Category.INTEGER:
         bits, unsigned = 8 * dtype.itemsize, dtype in _UNSIGNED
         largest = 2 ** (bits if unsigned else bits - 1) - 1
@@ -180,7 +180,7 @@ def _held(value: float, dtype: DataType) -> bool:
 
 
 def check_index(call: Call, index: TensorType) -> None:
-    """Raises DefinitionError for an index that is not of integers."""
+    """Raises DefinitionError for an index tensor of other than integers."""
     if index.dtype.category is not Category.INTEGER:
         raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.")
 
@@ -192,15 +192,15 @@ def check_positive(op: str, what: str, n: int) -> None:
 
 
 def check_fits(op: str, result: TensorType) -> None:
-    """Raises DefinitionError for a result that no memory holds, whatever its open sizes are."""
+    """Raises DefinitionError for a result that no memory holds, whatever its open sizes will be."""
     if math.prod(max(n, 1) for n in result.shape) * result.dtype.itemsize >= 2**63:
         raise user_error(f"{op}: the result is larger than any memory", str(result), "less than 2**63 bytes", "")
 
 
 def check_rule(call: Call, rule: Rule) -> None:
-    """Raises DefinitionError where an operand does not have the dims and sizes that the op's factor rule gives it.
+    """Raises DefinitionError where an operand lacks the dims or sizes that the op's factor rule gives it.
 
-    An op's own checks say it better; this one holds for every op, so that no kernel is given what it cannot take.
+    An op's own checks say it better; this one covers every op, so that no kernel gets what it cannot take.
     """
     for place, (dims, found) in enumerate(zip(rule.operands, call.types, strict=True)):
         if len(dims) != found.ndim or not all(_made_of(rule, *dim) for dim in zip(dims, found.shape, strict=True)):
@@ -210,14 +210,14 @@ def check_rule(call: Call, rule: Rule) -> None:
 
 
 def _made_of(rule: Rule, factors: Sequence[int], size: int) -> bool:
-    """Whether these factors make a dim of this size; blocks of a dim may be short or empty."""
+    """Whether the product of these factors is a dim of this size; blocks of a dim may be short or empty."""
     product = math.prod(rule.factors[f].size for f in factors)
     in_blocks = len(factors) > 1 and rule.factors[factors[-1]].kind is FactorKind.BLOCK
     return product == size or (in_blocks and product > size)
 
 
 def _operand_name(call: Call, place: int) -> str:
-    """The parameter that an operand was passed as; its number among the operands where a list was passed."""
+    """The name of the parameter that an operand was passed for; its number where a list was passed."""
     names = [param.name for param, arg in zip(call.op.params, call.args, strict=True) if isinstance(arg, TensorRef)]
     return names[place] if len(names) == len(call.types) else str(place)
 

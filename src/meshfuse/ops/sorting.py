@@ -1,4 +1,4 @@
-"""Sorts: argsort and topk, whose order of equal elements is that of their indices, on every mesh."""
+"""Sorts: argsort and topk. Equal elements are in the order of their indices, on every mesh."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _argsort_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _argsort_emit(e: Emit) -> str:
-    """Always stable: the order of equal elements must not depend on the mesh."""
+    """Always stable, as the order of equal elements must not depend on the mesh."""
     return f"torch.argsort({e.operands[0]}, dim={dim_of(e.call)}, descending={e.call['descending']}, stable=True)"
 
 
@@ -64,10 +64,10 @@ def _topk_emit(e: Emit) -> str:
 def _distributed_topk(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """Each block's own first k are the candidates; the first k of those are the result.
+    """Take the first k of each block as candidates, then the first k of all candidates.
 
-    Only candidates leave their ranks (local top-k, then a merge, as XLA partitions TopK). Equal elements
-    keep the order of their indices, block by block.
+    Only candidates leave their ranks (local top-k, then a merge, as XLA partitions TopK). Equal elements keep the order
+    of their indices, block by block.
     """
     (x,), largest = operands, call["largest"]
     k = call.results[0].shape[dim]

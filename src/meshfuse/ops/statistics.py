@@ -34,7 +34,7 @@ K = ParamKind
 
 
 def _variance_dtype(dtype: DataType) -> DataType:
-    """At least float32; of integers float64, as nvFuser does it."""
+    """The type of a variance: at least float32, and for integers float64, as in nvFuser."""
     return DataType.Double if dtype.category < Category.FLOAT else widen(dtype)
 
 
@@ -77,11 +77,11 @@ def _rule(call: Call) -> Rule:
 
 
 def _moments(r: Writing, x: TensorRef, dims: tuple[int, ...], dtype: DataType) -> tuple[TensorRef, TensorRef]:
-    """(mean, sum of squared differences from it) over dims, which stay as dims of size 1.
+    """(mean, sum of squared differences from it) over dims, which stay with size 1.
 
-    Two passes (Chan, Golub & LeVeque 1983), each a local sum and one reduction of the result's size: as
-    exact as on one rank, unlike the difference of sums of squares, and with as many bytes as merging every
-    rank's mean and sum of squares pair by pair would take. The dims may lie over ranks in any way.
+    Two passes (Chan, Golub & LeVeque 1983), each a local sum and one reduction of the result's size. That is as exact
+    as on one rank, unlike the difference of sums of squares, and takes no more bytes than merging every rank's mean and
+    sum of squares pair by pair. The dims may lie over ranks in any way.
     """
     wide = cast_to(r, x, widen(dtype))
     count = math.prod(r.type(x).shape[d] for d in dims)
@@ -108,7 +108,7 @@ def _distributed(
 
 
 def _like(r: Writing, moment: TensorRef, dims: tuple[int, ...], kind: TensorType) -> TensorRef:
-    """In this type, with its dims of size 1 dropped where it has none."""
+    """A moment in this type; dims of size 1 that the type does not have are dropped."""
     kept = moment if r.type(moment).ndim == kind.ndim else r.call("squeeze", moment, list(dims))
     return cast_to(r, kept, kind.dtype)
 
@@ -118,7 +118,7 @@ def _options(call: Call) -> str:
 
 
 def _nothing(e: Emit) -> tuple[str, ...] | None:
-    """The results of a rank that computes no element of them: torch warns of a variance of nothing."""
+    """Texts of empty results, for a rank that computes no element: torch warns of a variance of nothing. Else None."""
     if math.prod(e.result_shapes[0]):
         return None
     pairs = zip(e.result_shapes, e.call.results, strict=True)

@@ -1,6 +1,7 @@
-"""What one op is, for people: how it is called, what it computes, and what sharding a dim of its operands does.
+"""A summary of one op: how it is called, what it computes, and what sharding each dim of its operands does.
 
-All of it is read off the op's record: `help(fd.ops.sum)`, `meshfuse ops sum` and docs/ops.md show the same.
+`help(fd.ops.sum)`, `meshfuse ops sum` and docs/ops.md show it. All of it follows from the op's OpDef and samples. The
+*fate* of a dim is what sharding it does, in a word of `FATES`.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ assert {*CARRIES} == {*Partial}
 
 
 class ExampleCall(NamedTuple):
-    """A call with its tensors' dims as letters, and for each fate of `FATES` the letters of the dims that have it."""
+    """A call with letters for its tensors' dims, as `sum([a, b], [0]) -> [b]`, and by fate the dims that have it."""
 
     text: str
     fates: Mapping[str, Sequence[str]]
 
     @property
     def told(self) -> str:
-        """The fates in words: `a, c pass; b reduced by sum`."""
+        """The fates as text: `a, c pass; b reduced by sum`."""
         if len(self.fates) < 2:
             return f"all {next(iter(self.fates), 'pass')}"
         return "; ".join(f"{', '.join(letters)} {fate}" for fate, letters in self.fates.items())
@@ -66,12 +67,12 @@ def help_text(op: OpDef) -> str:
 
 
 def _word(fate: str) -> str:
-    """The word of `FATES` in a fate: that of a reduction has its operation, too."""
+    """The word of `FATES` in a fate: "reduced by sum" has the word "reduced"."""
     return fate.split(" by ")[0]
 
 
 def examples(op: OpDef) -> list[ExampleCall]:
-    """The op's samples, those left out whose dims have the fates of one before them."""
+    """The op's samples as example calls; of those whose dims have the same fates only the first."""
     found: dict[tuple[str, ...], ExampleCall] = {}
     for sample in op.samples():
         example = _example(op, sample)
@@ -93,7 +94,7 @@ def _example(op: OpDef, sample: Sample) -> ExampleCall:
 
 
 def _letters(rule: Rule) -> dict[int, str]:
-    """A letter for every factor, in the order in which the call names them."""
+    """A letter for every factor, in the order in which the factors occur in the call."""
     named = dict.fromkeys(f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim)
     return {factor: chr(ord("a") + place) for place, factor in enumerate(named)}
 
@@ -119,7 +120,7 @@ def _arguments(sample: Sample, rule: Rule, letters: Mapping[int, str]) -> str:
 
 
 def _fate(call: Call, rule: Rule, factor: int) -> str:
-    """What sharding a factor does, in a word of `FATES`; of a reduction also by which operation."""
+    """A factor's fate, which for a reduction also names the operation."""
     found = rule.factors[factor]
     places = [(i, d) for i, dims in enumerate(rule.operands) for d, dim in enumerate(dims) if factor in dim]
     if _in_rounds(call, rule, places):
@@ -134,7 +135,7 @@ def _fate(call: Call, rule: Rule, factor: int) -> str:
 
 
 def _in_rounds(call: Call, rule: Rule, places: Sequence[tuple[int, int]]) -> bool:
-    """Whether the rule between an op's rounds has one of these dims in the blocks that travel."""
+    """Whether, in an op's rounds, one of these dims is in blocks that travel."""
     if call.op.rounds is None:
         return False
     between = call.op.rounds.rule(call)
@@ -142,7 +143,7 @@ def _in_rounds(call: Call, rule: Rule, places: Sequence[tuple[int, int]]) -> boo
 
 
 def _has_form(call: Call, operand: int, dim: int) -> bool:
-    """Whether the op's distributed form is for this dim of an operand, in two blocks."""
+    """Whether the op has a distributed form for this dim of an operand, tried with two blocks."""
     if not call.has_form or call.op.distributed is None:
         return False
     refs = tuple(TensorRef(i) for i in range(len(call.types)))
@@ -150,7 +151,7 @@ def _has_form(call: Call, operand: int, dim: int) -> bool:
 
 
 class _Trial:
-    """What a distributed form is written with when one only asks whether there is one: it keeps types alone."""
+    """A `Writing` that keeps only types, to find out whether a distributed form exists."""
 
     def __init__(self, call: Call, operand: int):
         self.operand, self._types = operand, [*call.types]

@@ -16,17 +16,17 @@ K = ParamKind
 
 
 def derivative(op: TorchOp) -> dict[str, Any]:
-    """Of an OpDef the derivative, and the ops that it is written in: one for each operand, if there are any."""
+    """The OpDef fields of the derivative: `vjp`, and `adjoints` with one op per operand. Empty without operands."""
     tensors = op.params[: len(op.notation.operands)]
     adjoints = {param.name: _adjoint(op, place) for place, param in enumerate(tensors)}
     return {"vjp": _vjp(tensors, adjoints), "adjoints": tuple(adjoints.values())} if tensors else {}
 
 
 def _adjoint(op: TorchOp, operand: int) -> OpDef:
-    """The gradient by one operand, by torch's autograd on each rank.
+    """An op that gives the gradient by one operand, by torch's autograd on each rank.
 
-    What the operand lacks is summed over. Along a dim of which the function sees `a` elements before and `z` after, the
-    gradient of an element needs those of the results from `z` before it to `a` after.
+    It sums over the factors that the operand lacks. Along a dim of which the function sees `a` elements before and `z`
+    after its own, an element's gradient needs the results' gradients from `z` before to `a` after.
     """
     notation, count, own_def = op.notation, len(op.notation.results), op.opdef()
 
@@ -53,7 +53,7 @@ def _adjoint(op: TorchOp, operand: int) -> OpDef:
 
 
 def _widened(dims: Dims, halo: Widths, reach: Widths) -> dict[str, tuple[int, int]]:
-    """The widths for a gradient: those of the function, and on each side what the operand reaches on the other."""
+    """The widths that a gradient needs of an operand: the function's own, plus those of the results that it reads."""
     names = [dim.factors[0] for dim in dims if len(dim.factors) == 1]
     found = {f: (halo.get(f, (0, 0)), reach.get(f, (0, 0))) for f in names if f in halo or f in reach}
     return {f: (a + after, z + before) for f, ((a, z), (before, after)) in found.items()}

@@ -25,7 +25,12 @@ _BLOCK = "blocks~"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchOp:
-    """What `torch_op` is told, and the parts of an OpDef that follow from it."""
+    """The options of `torch_op`, and the parts of an OpDef that follow from them.
+
+    halos: by operand and factor, how many elements (before, after) its own the function sees in a call.
+    crop: for a gradient, the operand that it is of, and that op's own halos: what the function gives too much is cut.
+    block: for an op on blocks of a factor, that factor; else "".
+    """
 
     name: str
     notation: Notation
@@ -41,23 +46,23 @@ class TorchOp:
     block: str = ""
 
     def expanded(self, call: Call) -> Notation:
-        """The rule with the dims that `b*` stands for in this call."""
+        """The rule with `b*` written out for this call."""
         return self.notation.expanded(call.types)
 
     def infer(self, call: Call) -> tuple[TensorType, ...]:
-        """The type rule: shapes from the notation's, dtypes as told."""
+        """The results' types: shapes from the notation, dtypes as the option says."""
         notation = self.expanded(call)
         shapes = notation.shapes(notation.sizes(call.types, self.sizes(call)))
         return tuple(map(TensorType, shapes, self.dtypes(call)))
 
     def rule(self, call: Call) -> Rule:
-        """The factor rule; a dim of which the function sees neighbours in this call is needed whole."""
+        """The factor rule; a dim along which the function sees neighbours in this call is needed whole."""
         notation = self.expanded(call)
         seen = [f for halo in self.halos(call) for f in halo]
         return notation.rule(notation.sizes(call.types, self.sizes(call)), (*self.blocked, *seen), self.reduce)
 
     def emit(self, e: Emit) -> str | tuple[str, ...]:
-        """The call of the function; of nothing, where the rank has nothing to compute it from, its identity."""
+        """Text of the function's call; the neutral element on a rank that has nothing to compute it from."""
         pairs = zip(e.operand_shapes, e.call.types, strict=True)
         if all(map(_is_empty, e.result_shapes)) or any(_is_empty(shape) and t.numel for shape, t in pairs):
             shapes = zip(e.result_shapes, e.call.results, strict=True)
@@ -85,7 +90,7 @@ class TorchOp:
         return e.scalar(param.name) if is_scalar and e.call[param.name] is not None else repr(e.call[param.name])
 
     def _cropped(self, e: Emit, text: str) -> str:
-        """Of a gradient the part that is the rank's own."""
+        """Text of the rank's own part of a gradient."""
         if self.crop is None:
             return text
         for f, (before, after) in self.crop[1](e.call)[self.crop[0]].items():
@@ -96,7 +101,7 @@ class TorchOp:
     def distributed(
         self, r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
     ) -> Sequence[TensorRef] | None:
-        """Blocks of the dim with their neighbours' edges, the function on each, and the dim put together."""
+        """Cut the dim in blocks with their neighbours' edges, call the function on each, and merge the dim again."""
         notation, halos = self.expanded(call), self.halos(call)
         names = notation.operands[r.operand][dim].factors
         if not blocks or len(names) != 1 or not any(names[0] in halo for halo in halos):
@@ -115,7 +120,7 @@ class TorchOp:
         return [x if p is None else whole_again(r, x, p, n) for x, p in zip(results, places, strict=True)]
 
     def opdef(self, **more: Any) -> OpDef:
-        """The record, with `more` of its fields."""
+        """The op, with the fields in `more`."""
         has_halo = self.block == "" and any(d.halo for dims in self.notation.operands for d in dims)
         return OpDef(
             self.name, self.params, self.infer, self.rule, self.emit, compute=self.function,
@@ -128,12 +133,12 @@ def _is_empty(shape: Sequence[int]) -> bool:
 
 
 def _place(dims: Dims, factor: str) -> int | None:
-    """The dim that is this factor."""
+    """The dim that is made of this factor alone; None where there is none."""
     return next((d for d, dim in enumerate(dims) if dim.factors == (factor,)), None)
 
 
 def _padded(name: str, dims: Dims, halo: Widths, fill: Any) -> str:
-    """Python text of an operand with what lies beyond the tensor's ends."""
+    """Python text of an operand, padded with `fill` beyond the tensor's ends."""
     widths = [halo.get(dim.factors[0], (0, 0)) if len(dim.factors) == 1 else (0, 0) for dim in reversed(dims)]
     while widths and widths[-1] == (0, 0):
         widths.pop()
@@ -143,7 +148,10 @@ def _padded(name: str, dims: Dims, halo: Widths, fill: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _block_op(op: TorchOp, factor: str, size: int, halos: Any, notation: Notation) -> OpDef:
-    """The op on blocks of a factor: the dim before it says which block, and what the function sees is all there."""
+    """The op on blocks of a factor.
+
+    The dim before that factor's says which block; each block holds its neighbours' edges.
+    """
     found, lengths = [dict(halo) for halo in halos], {factor: size}
     sides: list[list[Dims]] = [[], []]
     for i, (dims, halo) in enumerate(zip(notation.operands, found, strict=True)):

@@ -1,7 +1,7 @@
-"""Ops made of a torch function and a factor rule as text: the short way to an `OpDef` of one's own.
+"""`torch_op`: an op from a torch function and a factor rule as text, the short way to an `OpDef` of one's own.
 
-Everything else follows: types from the rule, the derivative from autograd, and for dims of which the function sees
-neighbours the distributed form, in which ranks exchange the edges of their blocks.
+Everything else follows: types from the rule, the derivative from autograd and, for dims along which the function sees
+neighbours, a distributed form in which ranks exchange the edges of their blocks.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def torch_op(
 
 
 def _halos(notation: Notation, halo: Callable[[Call], Widths] | Widths | None) -> Callable[[Call], Halos]:
-    """The widths of a call's operands, from those that the user tells by factor."""
+    """By operand the widths of each factor in a call, from the `halo` option."""
 
     def halos(call: Call) -> Halos:
         found: Any = told_halo(notation, halo(call)) if is_function(halo) else halo or {}
@@ -154,7 +154,7 @@ def _default(p: inspect.Parameter) -> Any:
 
 
 def _kind(p: inspect.Parameter) -> ParamKind:
-    """What a number's parameter takes, from its annotation or its default."""
+    """The kind of a number's parameter, from its annotation or default."""
     given = p.annotation if p.annotation is not p.empty else type(p.default)
     text = given if isinstance(given, str) else getattr(given, "__name__", str(given))
     kind = _KINDS.get(text.split("[")[0].split("|")[0].strip())

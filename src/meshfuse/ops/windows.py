@@ -45,7 +45,7 @@ K = ParamKind
 
 
 def slice_bounds(call: Call) -> list[tuple[int, int, int]]:
-    """(start, stop, step) of every dim, within its size; symbolic bounds give the unknown size -1 as stop."""
+    """(start, stop, step) of every dim, within its size; stop is -1 where the bounds are not known yet."""
     shape, strides = call.types[0].shape, call["strides"] or (1,) * call.types[0].ndim
     lists = (call["start_indices"], call["end_indices"], strides)
     if any(len(part) != len(shape) for part in lists):
@@ -79,15 +79,16 @@ _MOST_WINDOWS = 1 << 12
 
 
 def windows_of(whole: int, start: int, size: int) -> WindowIndex | None:
-    """(how many windows of this size the dim has, which one begins at `start`); None where they do not line up, or are
-    very many.
+    """(how many windows of this size the dim has, which of them begins at `start`).
+
+    None where they do not line up, or are too many.
     """
     lines_up = size > 0 and whole <= size * _MOST_WINDOWS and whole % size == 0 and start % size == 0
     return (whole // size, start // size) if lines_up else None
 
 
 def _windowed(builder: RuleBuilder, whole: int, start: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The factors of a dim and of a window of it: in common where windows line up, else both are needed whole."""
+    """The factors of a dim and of a window of it: shared where windows line up, else both are needed whole."""
     window = windows_of(whole, start, size)
     if window is None:
         return builder.blocked(whole), builder.blocked(size)
@@ -96,14 +97,14 @@ def _windowed(builder: RuleBuilder, whole: int, start: int, size: int) -> tuple[
 
 
 def takes_one_of_each(whole: int, start: int, size: int, step: int) -> bool:
-    """True where a slice with steps takes one element of each `step` of the dim, as [::2] and [1::2] do."""
+    """Whether a slice takes one element of every `step` elements of the dim, as [::2] and [1::2] do."""
     return start < step and whole == size * step
 
 
 def _stepped(
     builder: RuleBuilder, whole: int, start: int, size: int, step: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The factors of a dim and of its slice with steps: which step passes through, the place in it is needed whole."""
+    """The factors of a dim and of its slice with steps: which step passes through, the place inside is needed whole."""
     if not takes_one_of_each(whole, start, size, step):
         return builder.blocked(whole), builder.blocked(size)
     steps = builder.factor(size)
@@ -111,7 +112,7 @@ def _stepped(
 
 
 def _slice_rule(call: Call) -> Rule:
-    """A dim sliced without steps has its window's factors; one sliced with steps those of its steps."""
+    """Each dim as a window, or in steps."""
     builder, operand, result = RuleBuilder(), [], []
     for n, m, (start, _, step) in zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True):
         dims = _windowed(builder, n, start, m) if step == 1 else _stepped(builder, n, start, m, step)
@@ -137,7 +138,7 @@ def local_bounds(call: Call, local: tuple[int, ...]) -> list[tuple[int, int, int
 
 
 def _has_parts(call: Call) -> bool:
-    """Whether a slice has steps, and a dim that is cut otherwise than into whole steps of it."""
+    """Whether a slice has steps, and some dim is cut otherwise than into whole steps."""
     rows = zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True)
     cut = any(n != m if step == 1 else not takes_one_of_each(n, start, m, step) for n, m, (start, _, step) in rows)
     return cut and not set(call["strides"] or ()) <= {1}
@@ -146,10 +147,11 @@ def _has_parts(call: Call) -> bool:
 def _distributed_slice(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """The steps and windows of the other dims, then this one moved and padded to whole steps, as many in each block, of
-    each its first element, and of these a window.
+    """The slice along `dim` in ordinary ops, of which only a pad and a window move anything.
 
-    Only the pad and the windows move anything: less than a step of each block, and elements of the result.
+    First the steps of the other dims are taken. Then `dim` is moved and padded to whole steps, the same number in each
+    block, and the first element of each step is taken, and of these a window. The pad moves less than a step of each
+    block, the window moves elements of the result.
     """
     bounds, n, m = dict(enumerate(slice_bounds(call))), call.types[0].shape[dim], call.results[0].shape[dim]
     start, _, step = bounds.pop(dim)
@@ -163,14 +165,14 @@ def _distributed_slice(
 
 
 def _part(r: Writing, x: TensorRef, bounds: Mapping[int, tuple[int, int, int]]) -> TensorRef:
-    """What these (start, stop, step) of some dims have of x; x itself, where that is all of it."""
+    """A slice of x with these bounds by dim; x itself where that is all of it."""
     whole = [(0, n, 1) for n in r.type(x).shape]
     found = [bounds.get(d, bound) for d, bound in enumerate(whole)]
     return x if found == whole else r.call("slice", x, *[list(part) for part in zip(*found, strict=True)])
 
 
 def _firsts(r: Writing, x: TensorRef, dim: int, steps: tuple[int, int, int]) -> TensorRef:
-    """The first element of each step of a dim, cut and padded to whole steps, as many in each block."""
+    """The first element of every step of a dim, which is first cut and padded to whole steps in each block."""
     (start, step, blocks), ndim, n = steps, len(r.type(x).shape), r.type(x).shape[dim]
     inside, whole = start % step, step * max(blocks, 1)
     widths = one_dim_widths(ndim, dim, -inside, -(n - inside) % whole)
@@ -191,7 +193,7 @@ def _slice_emit(e: Emit) -> str:
 
 
 def _slice_nvfuser(n: NvfuserEmit) -> Any:
-    """Bounds within the local sizes; steps, which nvFuser has not, by looking their indices up."""
+    """Bounds are within local sizes. nvFuser has no steps: their indices are looked up."""
     tensor = n.operands[0]
     bounds = local_bounds(n.call, n.result_shapes[0])
     for d, (start, stop, step) in enumerate(bounds):
@@ -224,14 +226,14 @@ def _pad_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _check_cut(arg: TensorType, dim: int, cut: int) -> None:
-    """Raises DefinitionError for negative widths that are more than a dim has, whatever comes in at its other end."""
+    """Raises DefinitionError where negative widths cut off more than a dim has."""
     if cut > arg.shape[dim]:
         raise user_error("pad: more is cut off than there is", f"{cut} of dim {dim} of {arg}",
                          f"at most {arg.shape[dim]}", "Cut less, or use fd.ops.full.")  # fmt: skip
 
 
 def _pad_rule(call: Call) -> Rule:
-    """A padded dim's result has the operand as a window; where only some is cut off, both are needed whole."""
+    """The operand is a window of the result in each padded dim; where only some is cut off, both are needed whole."""
     builder, widths, operand, result = RuleBuilder(), pad_widths(call), [], []
     for d, (n, m) in enumerate(zip(call.types[0].shape, call.results[0].shape, strict=True)):
         before, after = widths.get(d, (0, 0))
@@ -307,7 +309,7 @@ def _cat_rule(call: Call) -> Rule:
 def _distributed_cat(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """Each operand padded to its place in the joined dim, and picked from there: pads move the exact pieces."""
+    """Pad each operand to its place in the joined dim, then pick each element; only the pads move anything."""
     size, ndim = call.results[0].shape[dim], call.results[0].ndim
     if dim != call["dim"] % ndim:
         return None

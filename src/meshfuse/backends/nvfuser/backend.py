@@ -23,7 +23,7 @@ from .text import bind_kernel, part_kernel
 
 @dataclass(frozen=True, slots=True)
 class PreparedPartition:
-    """A part of a segment that is ready to run: which names it takes and gives, and why it is left to torch."""
+    """A part of a segment that is ready to run: the names that it takes and gives, and why it is left to torch."""
 
     run: Run
     takes: tuple[str, ...]
@@ -33,7 +33,7 @@ class PreparedPartition:
 
 
 class NvFuser:
-    """Compiles what nvFuser takes of a segment, once per rank and program. Raises NvfuserMissing where there is none.
+    """Compiles what nvFuser takes of a segment, once per rank and program. Raises NvfuserMissing without nvFuser.
 
     `launcher` runs the native definitions.
     """
@@ -45,7 +45,10 @@ class NvFuser:
         self.launcher: Launcher = CudaLauncher() if launcher is None else launcher
 
     def prepare(self, task: Task) -> Prepared:
-        """The segment's parts one after another. Raises Unsupported where nvFuser takes none, with the reasons."""
+        """The segment's parts as one function.
+
+        Raises Unsupported, with the reasons, where nvFuser takes none of them.
+        """
         self.launcher.check(task.device)
         if task.segment is None:
             raise Unsupported("the kernel is a part of a segment, in a loop")
@@ -59,7 +62,7 @@ class NvFuser:
         return _Compiled(task, steps)
 
     def _step(self, task: Task, part: Partition, place: int, memory: _FakeValues) -> PreparedPartition:
-        """The part compiled, or in torch with the reason."""
+        """The part compiled, or as torch code with the reason."""
         kernel = part_kernel(task.definition, part, task.rank, f"{task.kernel.name}_part_{place}")
         text = bind_kernel(kernel, task.device)
         taken = [memory.values[name] for name in kernel.params]
@@ -96,7 +99,7 @@ class NvFuser:
 
 
 class _FakeValues:
-    """How the values of a segment lie in memory, found by running its parts on fake tensors."""
+    """The strides of a segment's values, found by running its parts on fake tensors."""
 
     def __init__(self, task: Task):
         self.mode, self.device = FakeTensorMode(), task.device
@@ -109,7 +112,7 @@ class _FakeValues:
             return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=self.device)
 
     def traced(self, text: Run, taken: list[Any]) -> list[torch.Tensor] | None:
-        """A part's results; None where its Python needs tensors' values, which fake ones have not, or else fails."""
+        """A part's results; None where its Python fails, as where it needs the values that fake tensors do not have."""
         try:
             with self.mode, torch.no_grad():
                 return list(text(taken))
@@ -123,7 +126,7 @@ class _FakeValues:
 
 
 def _lying_as(text: Run, made: Sequence[torch.Tensor]) -> Run:
-    """The text with its results copied where they lie otherwise than those."""
+    """The text, with a copy of each result whose strides differ from those of `made`."""
     strides = [t.stride() for t in made]
 
     def run(arguments: list[Any]) -> Sequence[torch.Tensor]:
@@ -134,7 +137,7 @@ def _lying_as(text: Run, made: Sequence[torch.Tensor]) -> Run:
 
 
 def parameters(task: Task) -> tuple[str, ...]:
-    """The kernel's parameters by the names that parts have for them: an input of two meshes is a value on each."""
+    """The kernel's parameters under the names that parts have for them: an input of two meshes is one value on each."""
     assert task.segment is not None
     unpacked = {name for step in task.kernel.unpacks for name in effects(step).makes}
     values = [name for v in task.segment.inputs if (name := f"v{v}") not in unpacked]
@@ -164,9 +167,9 @@ def _owned(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> froze
 
 
 class _Compiled:
-    """Calls the steps in turn, over values by name, each dropped after its last use.
+    """Runs the parts in turn, over values by name; each value is dropped after its last use.
 
-    Definitions are made for the order of their inputs' dims in memory: inputs that lie otherwise run the text.
+    Definitions are made for the order of their inputs' dims in memory: for inputs in another order the text runs.
     """
 
     def __init__(self, task: Task, steps: Sequence[PreparedPartition]):
@@ -197,7 +200,7 @@ class _Compiled:
         return found[0] if len(found) == 1 else found
 
     def _takes(self, arguments: Sequence[Any], strides: tuple[Any, ...]) -> bool:
-        """Whether tensors with these strides fit the definitions; what fits once is known."""
+        """Whether tensors with these strides fit the definitions; strides that fit are remembered."""
         fits = all(layout.takes(memory_layout(arguments[place])) for place, layout in self._layouts)
         if fits:
             self._known.add(strides)

@@ -1,4 +1,4 @@
-"""Copies that a kernel does beside its ops, as calls of nvFuser's functions: their text is run on TensorViews."""
+"""Copies that a kernel does beside its ops, done with nvFuser's functions by running their text on TensorViews."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TERMS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A TensorView with its local type, and what copies ask of a tensor of torch."""
+    """A TensorView with its local type, and those methods of torch's tensors that the text of copies calls."""
 
     ops: Any
     value: Any
@@ -32,7 +32,7 @@ class Traced:
         return Traced(self.ops, value, TensorType(tuple(shape), self.type.dtype))
 
     def view(self, *shape: Any) -> Traced:
-        """In row-major order; -1 is one dim of all."""
+        """A reshape in row-major order; a single -1 makes the tensor flat."""
         new = list(shape if isinstance(shape[0], int) else shape[0])
         new = [math.prod(self.type.shape)] if new == [-1] else new
         return self if new == list(self.type.shape) else self._made(self.ops.reshape(self.value, new), new)
@@ -63,7 +63,7 @@ def _bounds(index: Any, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class _Pieces:
-    """A tensor that pieces are put into."""
+    """A tensor as the pieces that have been put into it."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -73,7 +73,7 @@ class _Pieces:
         self.found.append(([*_bounds(index, self.shape)], value))
 
     def joined(self) -> Traced:
-        """Raises ToTorch where they are not slices of one dim that make up all of it."""
+        """The whole. Raises ToTorch where the pieces are not slices along one dim that make up all of it."""
         dims = [d for d, n in enumerate(self.shape) if any(box[d] != (0, n) for box, _ in self.found)]
         dim = dims[0] if dims else 0
         rows = sorted(self.found, key=lambda entry: entry[0][dim])
@@ -90,7 +90,7 @@ def _cat(parts: Sequence[Traced], dim: int, shape: Sequence[int]) -> Traced:
 
 
 class _Memory:
-    """What copies call as M."""
+    """What the text of copies calls as M."""
 
     def __init__(self, ops: Any, dtype: Callable[[DataType], Any]):
         self._ops, self._dtype = ops, dtype
@@ -119,7 +119,7 @@ class _Memory:
         return self._reduced(getattr(self._ops, _TERMS[reduce][1])(terms.value, [0]), kind)
 
     def _reduced(self, value: Any, kind: TensorType) -> Traced:
-        """In the type of the terms, which nvFuser may have widened."""
+        """The value in the type of its terms, which nvFuser may have widened."""
         if kind.dtype.category is Category.BOOL:
             raise ToTorch("a reduction of Bool")
         return Traced(self._ops, self._ops.cast(value, self._dtype(kind.dtype)), kind)
@@ -128,7 +128,7 @@ class _Memory:
 def copied(
     ops: Any, dtype: Callable[[DataType], Any], steps: Sequence[Instruction], values: Mapping[str, Traced]
 ) -> dict[str, Traced]:
-    """What copies make of values by name. Raises ToTorch with the reason where nvFuser cannot express one."""
+    """The values that copies make, by name. Raises ToTorch with the reason where nvFuser cannot express a copy."""
     scope: dict[str, Any] = {"M": _Memory(ops, dtype), "torch": torch, "K": _Refused()}
     made: dict[str, Any] = dict(values)
     for step in steps:

@@ -18,10 +18,11 @@ Run = Callable[[list[Any]], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class NativePart:
-    """A built definition with what stands for it: `text` is the same ops in torch, called like a definition.
+    """A built definition, and its stand-in: `text` is the same ops in torch, called like a definition.
 
-    `examples` are its arguments (tensors on the meta device). `strides` are those that its outputs must have, and
-    `owned` the places of outputs that must be in memory of their own, as those of the text are.
+    examples: its arguments, tensors on the meta device.
+    strides: those that its outputs must have.
+    owned: the places of outputs that must be in memory of their own, as the text's are.
     """
 
     kernel: NativeKernel
@@ -32,7 +33,7 @@ class NativePart:
 
 
 class Launcher(Protocol):
-    """What runs native definitions."""
+    """Runs native definitions."""
 
     def check(self, device: torch.device) -> None:
         """Raises Unsupported for a device that nothing can run on."""
@@ -71,7 +72,7 @@ class CudaLauncher:
 
 
 def _zeros(value: Any, device: torch.device) -> Any:
-    """A tensor like an example: zeros are places in any table, too."""
+    """A tensor of zeros like an example; zeros are valid indices, too."""
     if not isinstance(value, torch.Tensor):
         return value
     last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
@@ -80,7 +81,7 @@ def _zeros(value: Any, device: torch.device) -> Any:
 
 
 def check_outputs(part: NativePart, made: Sequence[torch.Tensor]) -> None:
-    """Raises Unsupported where outputs are not of the shapes and dtypes that the program is planned with."""
+    """Raises Unsupported where outputs do not have the shapes and dtypes that the plan gives them."""
     found = [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in made]
     wanted = [(tuple(t.shape), t.dtype.value) for t in part.kernel.outputs]
     if found != wanted:
@@ -88,9 +89,9 @@ def check_outputs(part: NativePart, made: Sequence[torch.Tensor]) -> None:
 
 
 def misplaced(part: NativePart, given: Sequence[Any], made: Sequence[torch.Tensor]) -> list[int]:
-    """The places of outputs that lie otherwise than they must, or in another tensor's memory where they must not.
+    """The places of outputs that have wrong strides, or are in another tensor's memory where they must not be.
 
-    nvFuser gives a view of an input for what it finds to be one, as a sum over a dim of size 1 is; the program may
+    nvFuser gives a view of an input for what it finds to be one, such as a sum over a dim of size 1. The program may
     write into it, as an all-reduce in place does.
     """
     seen = {_memory(t) for t in given if isinstance(t, torch.Tensor) and t.numel()}
@@ -109,7 +110,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides, where they mean anything."""
+    """Whether a tensor has these strides; those of dims of size 1 do not count."""
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return tensor.numel() == 0 or all(n == 1 or a == b for n, a, b in pairs)
 
@@ -117,7 +118,7 @@ def lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 def laid_out(
     made: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]], copied: Sequence[int]
 ) -> Sequence[torch.Tensor]:
-    """The outputs, those at some places copied to memory of their own with the strides given."""
+    """The outputs, of which those at the places in `copied` are copied to memory of their own with these strides."""
     out = list(made)
     for place in copied:
         tensor = made[place]

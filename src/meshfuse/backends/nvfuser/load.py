@@ -63,8 +63,10 @@ def _is(torch_version: str, minor: str) -> bool:
 
 
 def _keep_to_one_device() -> None:
-    """nvFuser has a communicator of its own, which takes a launcher's variables for an order to meet the other ranks on
-    a GPU each; it does so when it first computes, and at the latest when the process ends. Ranks' messages are ours.
+    """Tell nvFuser, by NVFUSER_DISABLE, to leave the launcher's variables alone.
+
+    Its own communicator would take them for an order to meet the other ranks on a GPU each, when it first computes or
+    when the process ends. Communication between ranks is meshfuse's.
     """
     options = os.environ.get("NVFUSER_DISABLE", "")
     launched = any(name in os.environ for name in _RANK_VARIABLES)
@@ -80,13 +82,13 @@ def _torch_version() -> str:
 
 
 def _advice() -> str:
-    """The wheel for torch's CUDA; both where torch does not tell."""
+    """Which wheel to install for torch's CUDA; both wheels where torch does not tell."""
     wheels = " or ".join(_wheels(_torch_cuda))
     return f"Install torch {TORCH} with {wheels} (pip install 'meshfuse[nvfuser]')."
 
 
 def _preload() -> str:
-    """What the wheel asks of the torch after its own."""
+    """What to have where the wheel does not load: the torch that fits it, or a library that defines what it lacks."""
     return (
         f"torch {TORCH} with {_CUDA_WHEELS['13']}, or that wheel with LD_PRELOAD of a library that defines "
         f"c10::MessageLogger's constructor of torch {TORCH} (benchmarks/gpu/README.md)"

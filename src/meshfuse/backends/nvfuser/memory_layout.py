@@ -11,8 +11,11 @@ _Strides = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """`order` has for each dim how many dims vary faster than it. `contiguity`, by dim: None for size 1, else whether
-    its stride is the extent of the next faster dim; where False, a definition takes any stride.
+    """How a tensor's dims lie in memory.
+
+    order: for each dim, how many dims vary faster than it.
+    contiguity: for each dim None where its size is 1, else whether its stride is the extent of the next faster dim.
+        Where it is False, a definition takes any stride.
     """
 
     order: tuple[int, ...]
@@ -23,12 +26,12 @@ class MemoryLayout:
         return self.order == tuple(reversed(range(len(self.order))))
 
     def slowest_first(self) -> list[bool | None]:
-        """The contiguity of dims in their order in memory, as nvFuser has it."""
+        """The contiguity of dims in their order in memory, slowest first, as nvFuser takes it."""
         dims = sorted(range(len(self.order)), key=lambda d: -self.order[d])
         return [self.contiguity[d] for d in dims]
 
     def takes(self, other: MemoryLayout) -> bool:
-        """Whether a definition of this layout computes right on tensors of another."""
+        """Whether a definition for this layout computes right on tensors of the other layout."""
         pairs = zip(self.contiguity, other.contiguity, strict=True)
         return self.order == other.order and all(b or not a for a, b in pairs)
 
@@ -58,8 +61,10 @@ def dense_strides(tensor: torch.Tensor) -> _Strides:
 
 
 def _slowest_first(shape: tuple[int, ...], strides: _Strides) -> list[int]:
-    """Dims of one element or of repeated ones say nothing of the order: it is row-major where the others are so, else
-    they come first.
+    """The dims in their order in memory, slowest first.
+
+    The strides of dims of size 1, or with repeated elements, say nothing. The order is row-major where that agrees with
+    the other dims; else these dims come first.
     """
     dims = range(len(shape))
     telling = [d for d in dims if shape[d] != 1 and strides[d] != 0]

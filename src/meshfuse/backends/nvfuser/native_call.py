@@ -73,7 +73,10 @@ class NativeCall:
         return tuple(t for t in made if t is not None) if isinstance(made, (tuple, list)) else (made,)
 
     def plain(self, **changed: Any) -> Any:
-        """Required parameters go by place, the others by name and only where they were given."""
+        """nvFuser's function of the op's name.
+
+        Required parameters go by place, the others by name where they were given.
+        """
         placed, named = [], {}
         for param in self.call.op.params:
             value = changed[param.name] if param.name in changed else self._argument(param)

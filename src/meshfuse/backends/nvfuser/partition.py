@@ -17,9 +17,9 @@ from .segment import Copies, build_segment, value_types
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Ops of a segment in a row. `reason` says why they are left to torch; empty for nvFuser's.
+    """Consecutive ops of a segment, for nvFuser or for torch; `reason` says why for torch, "" for nvFuser.
 
-    Copies that are done with them are `unpacks` and `packs`. It takes and gives values of these names.
+    `unpacks` and `packs` are the copies done with them. `takes` and `gives` are names of values.
     """
 
     segment: Segment
@@ -31,7 +31,7 @@ class Partition:
 
     @classmethod
     def of(cls, segment: Segment, reason: str) -> Partition:
-        """Of ops alone."""
+        """A partition of ops alone, without copies."""
         takes, gives = (tuple(f"v{v}" for v in values) for values in (segment.inputs, segment.outputs))
         return cls(segment, reason, takes, gives)
 
@@ -56,9 +56,10 @@ def partitioned(segmented: SegmentedDefinition, segment: Segment, rank: int) -> 
 def partitioned_kernel(
     segmented: SegmentedDefinition, segment: Segment, rank: int, kernel: Kernel, types: Mapping[str, TensorType]
 ) -> tuple[Partition, ...]:
-    """The same of a segment's kernel, whose parameters have these types, with its copies.
+    """The same for a segment's kernel with its copies; `types` are those of the kernel's parameters.
 
-    Each is done with the ops that read or make its value first; alone, in torch, where nvFuser cannot express it.
+    Each copy is done with the ops that first read its value or that make it; alone, in torch, where nvFuser cannot
+    express it.
     """
     runs = partitioned(segmented, segment, rank)
     drafts = [
@@ -70,14 +71,14 @@ def partitioned_kernel(
 
 
 def _unpacks_of(kernel: Kernel, runs: Sequence[Partition], place: int) -> tuple[Instruction, ...]:
-    """What makes values that this run is the first to read."""
+    """The copies that make values which this run is the first to read."""
     seen = {name for run in runs[:place] for name in run.takes}
     mine = set(runs[place].takes) - seen
     return tuple(step for step in kernel.unpacks if not mine.isdisjoint((*effects(step).makes, *effects(step).writes)))
 
 
 def _packs_of(kernel: Kernel, runs: Sequence[Partition], place: int) -> tuple[Instruction, ...]:
-    """What reads values of which this run makes the last."""
+    """The copies that read values of which this run makes the last."""
     later = {name for run in runs[place + 1 :] for name in run.gives}
     mine = set(runs[place].gives)
     return tuple(
@@ -86,7 +87,7 @@ def _packs_of(kernel: Kernel, runs: Sequence[Partition], place: int) -> tuple[In
 
 
 def _flowing(parts: Sequence[Partition], results: Sequence[str]) -> list[Partition]:
-    """The parts with what each takes, and gives to those after it or as a result."""
+    """The parts with the names that each takes, and gives to later parts or as a result."""
     needed, found = set(results), list[Partition]()
     for part in reversed(parts):
         steps = [effects(step) for step in (*part.unpacks, *part.packs)]
@@ -104,7 +105,7 @@ def _flowing(parts: Sequence[Partition], results: Sequence[str]) -> list[Partiti
 def _expressed(
     segmented: SegmentedDefinition, part: Partition, rank: int, types: Mapping[str, TensorType]
 ) -> list[Partition]:
-    """The part, or its ops between copies in torch where nvFuser cannot do these with them."""
+    """The part as one. Where nvFuser cannot do its copies, three parts: copies in torch, its ops, copies in torch."""
     copies = (*part.unpacks, *part.packs)
     if part.reason or not copies:
         return [part]
@@ -117,7 +118,7 @@ def _expressed(
 
 
 def copies_of(segmented: SegmentedDefinition, part: Partition, rank: int, types: Mapping[str, TensorType]) -> Copies:
-    """What a definition of the part does; `types` has those of the kernel's parameters."""
+    """The copies that a definition of the part does; `types` has the types of the kernel's parameters."""
     takes = {name: types.get(name) or value_types(segmented, [int(name[1:])], rank)[0] for name in part.takes}
     return Copies(part.unpacks, part.packs, takes, part.gives)
 

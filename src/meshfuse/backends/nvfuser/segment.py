@@ -28,7 +28,7 @@ SizeOf = Callable[[Any, int], int]
 
 @dataclass(frozen=True, slots=True)
 class NativeKernel:
-    """A built nvFuser definition, and what it takes and gives: local tensors, then scalars by number."""
+    """A built nvFuser definition, and what it takes (local tensors, then scalars by number) and gives."""
 
     name: str
     definition: Any
@@ -41,7 +41,7 @@ class NativeKernel:
 
 
 class _NativeBuilder:
-    """An open nvFuser definition, with the scalars of ours that it has met."""
+    """An open nvFuser definition, with the definition's scalars that it has met so far."""
 
     def __init__(self, fd: Any, types: Any, scalars: Mapping[int, ScalarDef], size: SizeOf):
         self.fd, self.types, self.scalars, self.size = fd, types, scalars, size
@@ -72,7 +72,7 @@ class _NativeBuilder:
         return self._vals[value.id]
 
     def _made(self, made: ScalarDef) -> Any:
-        """A scalar whose operands are there; inputs are before all others."""
+        """A Val for a scalar whose operands have one already; inputs come before all others."""
         if made.op in ("const", "size"):
             value = made.operands[0] if made.op == "const" else self.size(*made.operands)
             return self.fd.define_scalar(value)
@@ -92,7 +92,7 @@ class _NativeBuilder:
 
 @contextlib.contextmanager
 def _definition(nvfuser: ModuleType) -> Iterator[Any]:
-    """An open nvFuser definition. It prints every error that leaves it; here an error is raised alone."""
+    """An open nvFuser definition. nvFuser prints every error that leaves one; here an error is only raised."""
     failed: Exception | None = None
     with nvfuser.FusionDefinition() as fd:
         try:
@@ -127,7 +127,7 @@ def local_types(local: LocalCall) -> tuple[tuple[TensorType, ...], tuple[TensorT
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayouts:
-    """How a segment's inputs and outputs lie in memory."""
+    """The memory layouts of a segment's inputs and outputs."""
 
     inputs: tuple[MemoryLayout, ...]
     outputs: tuple[MemoryLayout, ...]
@@ -157,12 +157,11 @@ def build_segment(
     layouts: MemoryLayouts | None = None,
     copies: Copies | None = None,
 ) -> NativeKernel:
-    """The kernel of a segment on a rank of its mesh: inputs and outputs in the order of the segment's, or as `copies`
-    has them.
+    """The kernel of a segment on a rank of its mesh.
 
-    They are dense and row-major where no layouts are given; outputs are dense in the order of theirs.
-    Raises ToTorch with the op and the reason where an op of the segment is left to torch, NvfuserMissing
-    without nvFuser.
+    Inputs and outputs are in the order of the segment's, or of `copies`. Without `layouts` they are dense and
+    row-major; outputs are dense in the order of their layouts. Raises ToTorch with the op and the reason where an op of
+    the segment is left to torch, NvfuserMissing without nvFuser.
     """
     nvfuser = load_nvfuser()
     graph, done = segmented.resharded.graph, copies or _no_copies(segmented, segment, rank)
@@ -193,7 +192,10 @@ def _no_copies(segmented: SegmentedDefinition, segment: Segment, rank: int) -> C
 
 
 def _laid_out(fd: Any, tensor: Any, layouts: MemoryLayouts | None, place: int) -> Any:
-    """nvFuser lets outputs follow the order of its inputs' dims unless it is told."""
+    """The tensor with the order of its dims set.
+
+    Unless told, nvFuser lets outputs follow the order of its inputs' dims.
+    """
     if layouts is None or layouts.row_major or len(layouts.outputs[place].order) < 2:
         return tensor
     return fd.ops.stride_order(tensor, list(layouts.outputs[place].order))
@@ -217,7 +219,7 @@ def _compute(
 
 
 def value_types(segmented: SegmentedDefinition, values: Sequence[int], rank: int) -> tuple[TensorType, ...]:
-    """The types of what a rank holds of these values."""
+    """The local types of these values on a rank."""
     found = [segmented.resharded.values[v] for v in values]
     kinds = [segmented.resharded.graph.tensors[value.tensor].type for value in found]
     return tuple(

@@ -1,4 +1,4 @@
-"""Parts of a segment as torch code: what runs where nvFuser does not, and what stands beside it in tests."""
+"""Parts of a segment as torch code: they run where nvFuser does not, and are compared with it in tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .partition import Partition
 
 
 def part_kernel(segmented: SegmentedDefinition, part: Partition, rank: int, name: str) -> Kernel:
-    """The part's text: parameters are what it takes, then scalars, then what random numbers follow from."""
+    """The part as a kernel. Its parameters are the values that it takes, then scalars, then the random state."""
     graph, computes = segmented.resharded.graph, part.segment.computes
     lines = list(_lines(graph, part.segment, rank))
     params = (*part.takes, *scalar_params(graph, computes, lines))
