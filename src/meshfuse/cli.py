@@ -1,7 +1,7 @@
-"""The `meshfuse` command: run a script on ranks, ask what one decides, or look at the machine.
+"""The `meshfuse` command: run a script on ranks, ask what a script decides, or look at the machine.
 
-`explain`, `bill` and `trace` run the script in this process, on simulated ranks, with its own output sent to stderr,
-and then print what was decided for every definition that it made. Loads torch only when a script does.
+`explain`, `bill` and `trace` run the script in this process, on simulated ranks, with the script's own output on
+stderr, and then print what was decided for every definition that it made. torch is loaded only where a script loads it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OWN_FRAMES = (os.path.abspath(__file__), runpy.__file__, "<frozen runpy>")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (sys.argv's by default); the exit code. Wrong usage raises SystemExit."""
+    """Run a command line (by default sys.argv's); returns the exit code. Wrong usage raises SystemExit."""
     own, script_args = _parts(list(sys.argv[1:] if argv is None else argv))
     parser = _parser()
     args, unknown = parser.parse_known_args(own)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unwritten(error: OSError) -> int:
-    """The exit code where what a command says, or makes, cannot be written."""
+    """The exit code where the output of a command cannot be written."""
     with contextlib.suppress(OSError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what is left goes when Python ends
     if isinstance(error, BrokenPipeError):  # Nobody reads our output any more, as of `head`.
@@ -71,7 +71,7 @@ def _unwritten(error: OSError) -> int:
 
 
 def _parts(argv: list[str]) -> tuple[list[str], list[str] | None]:
-    """The command's own arguments and, of those that report on a script, the script's after `--`."""
+    """The command's own arguments; for commands that report on a script, also those of the script, after `--`."""
     if not argv or argv[0] not in ("explain", "bill", "trace") or "--" not in argv:
         return argv, None
     cut = argv.index("--")
@@ -116,7 +116,7 @@ def _script_command(commands: Any, name: str, text: str) -> argparse.ArgumentPar
 
 
 def _mesh(text: str) -> str:
-    """The text, if it is that of a mesh."""
+    """An argument that must be the text of a mesh."""
     try:
         mesh_of_text(text)
     except MeshfuseError as error:
@@ -216,7 +216,7 @@ def _trace(args: argparse.Namespace) -> int:
 
 
 def _write(path: str, text: str) -> None:
-    """Raises DefinitionError where the file cannot be written."""
+    """Write a file. Raises DefinitionError where that cannot be done."""
     try:
         if os.path.isfile(path) or not os.path.exists(path):
             write_whole(os.path.realpath(path), text.encode())
@@ -228,7 +228,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _report(args: argparse.Namespace, text: Callable[[list[CompiledProgram]], str]) -> int:
-    """Run the script, then print what `text` says of its programs."""
+    """Run the script, then print the `text` of its programs."""
     if not os.path.isfile(args.script):
         print(f"meshfuse: no such script: {args.script}", file=sys.stderr)
         return 2
@@ -246,7 +246,7 @@ def _report(args: argparse.Namespace, text: Callable[[list[CompiledProgram]], st
 
 
 def _note_other_mesh(args: argparse.Namespace, programs: list[CompiledProgram]) -> None:
-    """Say so where no program is on the mesh that was asked for: the script alone decides, and may not listen."""
+    """Print a note if no program is on the mesh that was asked for: the script decides, and may not read `--mesh`."""
     wanted = None if args.mesh is None else mesh_of_text(args.mesh)
     meshes = {s.mesh for program in programs for s in program.graph.annotations.values()}
     if wanted and _axes(wanted) not in map(_axes, meshes):
@@ -259,7 +259,7 @@ def _axes(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def _program(fd: FusionDefinition) -> CompiledProgram | None:
-    """What was compiled last; what is only defined is compiled here, where its shapes say all."""
+    """The definition's latest program. A definition that never ran is compiled here, if its sizes are fixed."""
     if not fd.outputs:
         return None
     try:
@@ -298,7 +298,7 @@ def _run_script(args: argparse.Namespace, definitions: list[FusionDefinition]) -
 
 
 def _exit_code(code: Any) -> int:
-    """As Python ends a process: None is 0, text is printed and is 1."""
+    """The exit code by which Python would end: 0 for None, 1 for a text, which it prints."""
     if code is None or isinstance(code, int):
         return code or 0
     print(code, file=sys.stderr)
@@ -306,7 +306,7 @@ def _exit_code(code: Any) -> int:
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the script's first frame on; none where the script did not begin, as Python shows it."""
+    """The part of a traceback from the script's first frame on; None where the script did not begin."""
     here = trace
     while here is not None and here.tb_frame.f_code.co_filename in _OWN_FRAMES:
         here = here.tb_next

@@ -1,4 +1,4 @@
-"""Python's garbage collector while a program is compiled, or its backward written."""
+"""Python's garbage collector, held off while a program is compiled or its backward is written."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ MUCH = 10_000
 
 
 class _Frozen:
-    """What the user's program has frozen, as far as is known."""
+    """What the user's program has frozen (`gc.freeze`), as far as is known."""
 
     def __init__(self) -> None:
         self.found = False
 
     def is_there(self) -> bool:
-        """Whether there is any, or once was: to count frozen objects looks through them all, and is done no more."""
+        """Whether the user has ever frozen objects.
+
+        Counting looks through all of them, so it ends with the first that is found.
+        """
         self.found = self.found or gc.get_freeze_count() > 0
         return self.found
 
@@ -27,7 +30,7 @@ FROZEN = _Frozen()
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """For what makes many objects and no cycles of them: looking for some takes up to a third of its time."""
+    """In this context nothing is collected: looking for cycles would take a third of the time, and there are none."""
     was_on = gc.isenabled()
     try:
         gc.disable()
@@ -40,7 +43,7 @@ def no_collection() -> Iterator[None]:
 
 
 def _age() -> None:
-    """What was made counts as old, where it is much: else the next collection of young objects looks through it all."""
+    """Make the collector treat many new objects as old. Else its next young collection would look through them all."""
     if gc.get_count()[0] > MUCH and not FROZEN.is_there():  # what a user has frozen would thaw
         try:
             gc.freeze()

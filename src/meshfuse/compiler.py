@@ -1,4 +1,4 @@
-"""The stages in their order: the page to open first.
+"""The stages in their order: the module to read first.
 
 definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `moments_merged` → `searched`
 → `in_parts` → `in_place` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `postponed`
@@ -179,7 +179,7 @@ def compile_sharded(
 
 
 def _in_order(resharded: ReshardedDefinition, max_memory: float | None) -> tuple[ReshardedDefinition, int]:
-    """The moves reordered so that those that may be one call are neighbours, if a rank has the memory for that.
+    """The moves reordered, so that moves which can be one call are neighbours, if a rank has the memory for that.
 
     Also the most bytes that communications may then have in flight.
     """

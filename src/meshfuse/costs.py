@@ -1,7 +1,7 @@
 """What communication and computation cost: links of mesh axes, collectives over them, and figures of common machines.
 
 A link sends a message of b bytes in latency + b / bandwidth seconds (Hockney's model, 1994). A collective takes the
-least time of its known forms, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+time of the fastest of its known forms, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH" (2005), and for short all-to-alls Bruck et al. (1997). Times are in seconds, sizes in bytes.
 """
 
@@ -42,7 +42,7 @@ class Link:
         object.__setattr__(self, "latency", float(self.latency) or 0.0)
 
     def seconds(self, steps: float, wire: float) -> float:
-        """Time of `steps` messages one after the other that are `wire` bytes in all."""
+        """The time of `steps` messages one after the other that have `wire` bytes together."""
         return steps * self.latency + wire / self.bandwidth
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class Link:
 
 
 def plain(number: float) -> str:
-    """A number as a person writes it, that reads back as the same."""
+    """A number as short text that reads back as the same number."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
 
@@ -61,7 +61,7 @@ RATES = f"more than 0 ({SLOWEST:g} to {FASTEST:g})"
 
 
 def is_rate(value: object) -> bool:
-    """Whether a value is a usable number of something per second."""
+    """Whether a value can be a number of something per second: positive and finite."""
     return _is_number(value) and SLOWEST <= value <= FASTEST  # type: ignore[operator]
 
 
@@ -82,7 +82,7 @@ DEVICE_LINK = Link(50e9, 4e-6)
 
 
 def slowest(links: Iterable[Link]) -> Link:
-    """The link of a collective over several axes: the least bandwidth and the greatest latency of theirs."""
+    """The link of a collective over several axes: the least of their bandwidths, the greatest of their latencies."""
     found = list(dict.fromkeys(links))
     return found[0] if len(found) == 1 else Link(min(k.bandwidth for k in found), max(k.latency for k in found))
 

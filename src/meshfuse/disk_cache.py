@@ -1,7 +1,7 @@
-"""A folder of small texts that may be lost: only this user's, checked when read, bounded in size, never fatal.
+"""A folder of small texts that may be lost: for this user only, checked when read, limited in size, never fatal.
 
-MESHFUSE_CACHE is the folder above it, or `off`; by default it is `meshfuse` in XDG_CACHE_HOME or ~/.cache. What goes
-wrong is one warning per process, and the cache is left alone from then on.
+MESHFUSE_CACHE is the folder above it, or `off`; by default it is `meshfuse` in XDG_CACHE_HOME or ~/.cache. If something
+goes wrong, one warning is given, and the process does not use the cache again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _warned: set[str] = set()
 
 
 class CacheWarning(UserWarning):
-    """The cache on disk is not used; everything works without it."""
+    """The cache on disk cannot be used; everything works without it."""
 
 
 def folder() -> Path | None:
-    """The folder for plans, made where it is missing; None where the cache is off or not to be had.
+    """The folder for plans, made where it is missing; None where the cache is off or cannot be used.
 
-    It belongs to this user and no one else can write to it: what others could put there would be believed.
+    It must belong to this user, and no one else may write to it, as what it holds is trusted.
     """
     root = root_folder()
     if root is None or "broken" in _warned:
@@ -49,7 +49,7 @@ def folder() -> Path | None:
 
 
 def root_folder() -> Path | None:
-    """The folder above all that is kept on disk, as MESHFUSE_CACHE or XDG_CACHE_HOME name it; None where it is off."""
+    """The folder above all that is kept on disk, from MESHFUSE_CACHE or XDG_CACHE_HOME; None where the cache is off."""
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() in ("off", "0"):
         return None
@@ -60,7 +60,7 @@ def root_folder() -> Path | None:
 
 
 def writable_root() -> Path | None:
-    """`root_folder`, where files can be made in it."""
+    """`root_folder`, if files can be made in it; else None."""
     place = folder()
     if place is None:
         return None
@@ -77,7 +77,7 @@ def _default() -> Path:
 
 
 def read(place: Path, name: str) -> str | None:
-    """A text as it was written; None where it is missing or damaged, which is a warning and the end of the file."""
+    """A text as it was written. None where it is missing, or damaged: then it warns and removes the file."""
     path = place / name
     try:
         data = _bytes_of(path)
@@ -98,7 +98,7 @@ def read(place: Path, name: str) -> str | None:
 
 
 def _bytes_of(path: Path) -> bytes:
-    """Raises OSError for what is no file: a pipe or a device would be read without end."""
+    """A file's bytes. Raises OSError for what is no file: a pipe or a device would be read without end."""
     with open(path, "rb", opener=_open_at_once) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
@@ -111,7 +111,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def write(place: Path, name: str, text: str) -> None:
-    """Have a text in the folder, whole or not at all. A full disk is a warning."""
+    """Write a text to the folder, whole or not at all. A full disk is a warning."""
     body = text.encode()
     try:
         write_whole(place / name, f"{_head(body)}\n".encode() + body)
@@ -122,7 +122,7 @@ def write(place: Path, name: str, text: str) -> None:
 
 
 def _evict(place: Path) -> None:
-    """Remove what was not used for the longest time, until the rest is within bounds; and what killed writers left."""
+    """Remove texts, longest unused first, until the rest is within the limits; and what killed writers left."""
     found = []
     try:
         there = list(place.iterdir())
@@ -151,7 +151,7 @@ def _broken(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Say once per process that the cache does not work, and go on."""
+    """Warn, once per process, that the cache cannot be used."""
     if "said" not in _warned:
         _warned.add("said")
         warnings.warn(

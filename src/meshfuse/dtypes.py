@@ -8,7 +8,7 @@ from .errors import shown, user_error
 
 
 class Category(enum.IntEnum):
-    """Kinds of element types, in the order in which they promote."""
+    """Kinds of element types, in promotion order."""
 
     BOOL = 0
     INTEGER = 1
@@ -17,7 +17,7 @@ class Category(enum.IntEnum):
 
 
 class DataType(enum.Enum):
-    """An element type; the value is torch's name of it."""
+    """An element type; its value is torch's name for it."""
 
     Double = "float64"
     Float = "float32"
@@ -95,9 +95,9 @@ _RANK = {dtype: place for place, dtype in enumerate((
 
 
 def promote(a: DataType, b: DataType) -> DataType:
-    """The type that holds both, as torch promotes two tensors of these types, and nvFuser those of 8-bit floats.
+    """The type that holds both: for two tensors as in torch, for 8-bit floats as in nvFuser.
 
-    Raises DefinitionError for UInt64 and other whole numbers, which neither promotes.
+    Raises DefinitionError for UInt64 with another integer type, which neither of them promotes.
     """
     if a is b:
         return a

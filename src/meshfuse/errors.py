@@ -1,8 +1,8 @@
 """Errors meant for people, in one form, and the source lines they point at.
 
-Every error that a user's mistake can cause is a ValueError whose text says what is wrong, what was found and
-what is needed, and what to do; those of definitions and calls are RuntimeErrors as well, which nvFuser's scripts catch.
-Errors of ranks (a peer failed, stopped or disagreed) are RuntimeErrors alone.
+Every error that a user's mistake can cause is a ValueError whose text says what is wrong, what was found, what is
+needed and what to do. Errors of definitions and calls are RuntimeErrors as well, which nvFuser's scripts catch. Errors
+of ranks (a peer failed, stopped or disagreed) are RuntimeErrors alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of a user's script. Its text is read only when asked for; `given` overrides the file."""
+    """A line of a user's script. Its text is read from the file when it is asked for; `given` replaces it."""
 
     file: str
     line: int
@@ -45,7 +45,7 @@ class SourceLine:
             return ""
 
     def label(self, name: str) -> str:
-        """A name of ours together with the variable that the line assigns, where its text shows one."""
+        """A name of ours, with the variable that the line assigns if its text shows one: `x (t0)`."""
         found = _ASSIGNED.match(self.text) if ";" not in self.text else None
         return f"{found.group(1)} ({name})" if found and found.group(1) != name else name
 
@@ -54,7 +54,7 @@ class SourceLine:
 
 
 def file_name(path: str) -> str:
-    """The last part of a path, as a text that can be written: bytes that are no letters are spelled out."""
+    """The last part of a path as printable text: bytes that are no characters are escaped."""
     return os.path.basename(path).encode(errors="backslashreplace").decode()
 
 
@@ -149,7 +149,7 @@ def located(line: SourceLine) -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """A user's value for an error text: its repr in one line, cut where it is long; its type where it has none."""
+    """A user's value in an error text: its repr in one line, shortened where it is long; its type if it has no repr."""
     try:
         text = _in_one_line(value, repr(value))
     except Exception:  # lists nested too deep, ints of too many digits, classes with a repr that fails
@@ -163,9 +163,9 @@ def _in_one_line(value: object, text: str) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Somebody else's error in one line of ours: its class and the first line of its text, cut where it is long.
+    """An error of somebody else's in one line: its class, and the first line of its text, shortened where it is long.
 
-    Classes of users may have a text that fails, is as large as what they worked on, or cannot be written.
+    The text of a user's error class may fail, may be as large as the data that it is about, or may not be printable.
     """
     kind = type(error).__name__
     try:
@@ -186,7 +186,10 @@ def user_error(
     where: SourceLine | None = None,
     cls: type[MeshfuseError] = DefinitionError,
 ) -> MeshfuseError:
-    """The error `{wrong}: found {found}, needed {needed}. {do} (at file:line)`, less its empty parts."""
+    """An error with the text `{wrong}: found {found}, needed {needed}.
+
+    {do} (at file:line)`; empty parts are left out.
+    """
     facts = [f"found {found}"] if found else []
     facts += [f"needed {needed}"] if needed else []
     sentence = f"{wrong}: {', '.join(facts)}" if facts else wrong

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def exclusive(handle: int) -> Iterator[bool]:
-    """Whether the lock is this process's from now to the end, when the handle is closed.
+    """A context that closes the handle at its end; gives whether this process has the lock on it until then.
 
-    All that ends it is written here: Ctrl-C where a function of ours begins would leave the lock.
+    All cleaning up is in this one function: between two functions, Ctrl-C could leave the lock.
     """
     try:
         yield try_lock(handle)
@@ -25,7 +25,7 @@ def exclusive(handle: int) -> Iterator[bool]:
 
 
 def try_lock(handle: int) -> bool:
-    """Whether the lock is this process's now, or there are none on this file system, as on some NFS."""
+    """Whether this process now has the lock; also True where the file system has no locks, as some NFS."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

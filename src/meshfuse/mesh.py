@@ -1,4 +1,4 @@
-"""The mesh of ranks a program runs on, its named axes and its groups."""
+"""The mesh of ranks that a program runs on, its named axes and its groups."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class DeviceMesh:
         return f"DeviceMesh({self.shape}, {self.names}{'' if plain else f', ranks={list(self.ranks)}'}{self._costs()})"
 
     def _costs(self) -> str:
-        """The links and flops that are not the defaults, as arguments of DeviceMesh."""
+        """The links and flops that are not the defaults, as text of arguments of DeviceMesh."""
         rate = f", flops={plain(self.flops)}" if self.flops != DEFAULT_FLOPS else ""
         if all(link == DEFAULT_LINK for link in self.links):
             return rate
@@ -137,7 +137,7 @@ class DeviceMesh:
 
     @property
     def grid(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
-        """Shape, names and ranks: equal for meshes that differ in their links only."""
+        """Shape, names and ranks: equal for meshes that differ only in links or flops."""
         return (self.shape, self.names, self.ranks)
 
     def link(self, axes: tuple[str, ...]) -> Link:
@@ -264,7 +264,10 @@ class DeviceMesh:
 
 
 def mesh_of_text(text: str) -> DeviceMesh:
-    """The mesh that "dp=2,tp=4" means. Raises ArgumentError for other texts, DefinitionError for other meshes."""
+    """The mesh of a text such as "dp=2,tp=4".
+
+    Raises ArgumentError for other texts, DefinitionError for other meshes.
+    """
     axes = [part.partition("=")[::2] for part in text.split(",")]
     sizes = {name.strip(): size.strip() for name, size in axes}
     if len(sizes) < len(axes) or not all(n.isdecimal() and len(n) < _MOST_DIGITS and int(n) for n in sizes.values()):
@@ -291,7 +294,7 @@ def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_name(name: Any) -> bool:
-    """Whether a mesh axis may have this name: a word that cannot be misread where axes are listed."""
+    """Whether a mesh axis may have this name: a word without the signs that lists of axes are written with."""
     return isinstance(name, str) and name.isprintable() and name not in ("", "-") and not set(name) & {*_MARKS, " "}
 
 

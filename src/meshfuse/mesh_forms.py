@@ -1,4 +1,4 @@
-"""The forms in which a mesh's ranks and links may be given: what `DeviceMesh` makes of them."""
+"""The forms in which `DeviceMesh` takes ranks and links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_RANKS, _MOST_AXES = 1 << 20, 64
 def read_devices(
     devices: Any, names: Sequence[str] | None, ranks: Iterable[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, ranks in row-major order) from any of the forms a mesh may be given in."""
+    """(shape, ranks in row-major order) from any form in which a mesh may be given."""
     if names is not None and not isinstance(names, (str, list, tuple)):
         raise user_error("a mesh needs one name per axis", shown(names), "a list of names", "Pass ('dp', 'tp'), say.")
     _bounded(_count(devices))
@@ -35,7 +35,7 @@ def read_devices(
 
 
 def _holds_ranks(devices: Any) -> bool:
-    """Whether these are ranks and no shape, however many names there are: tensors, arrays of dims, and ranges."""
+    """Whether these are ranks and never a shape, however many names there are: tensors, arrays with dims, ranges."""
     return isinstance(devices, range) or (hasattr(devices, "tolist") and as_int(devices) is None)
 
 
@@ -44,7 +44,7 @@ def _shape(given: Any) -> tuple[int, ...]:
 
 
 def _values(devices: Any) -> Any:
-    """The ranks that a tensor or an array holds."""
+    """The ranks in a tensor or an array."""
     kind = "meta" if getattr(devices, "is_meta", False) else str(getattr(devices, "layout", "torch.strided"))
     if kind != "torch.strided":
         raise user_error("a mesh is made of ranks", f"a {kind} tensor", "a dense one of ints", "Pass the ranks.")
@@ -52,14 +52,14 @@ def _values(devices: Any) -> Any:
 
 
 def _count(devices: Any) -> int:
-    """How many entries there are to look at, without looking at them."""
+    """The number of entries, which are not looked at."""
     if hasattr(devices, "tolist"):
         return math.prod(devices.shape) if hasattr(devices, "shape") else len(devices)
     return len(devices) if _is_list(devices) else 1
 
 
 def _listed(ranks: Any) -> Any:
-    """`ranks=` as a list; what is no iterable as it is, for the error to tell."""
+    """`ranks=` as a list; what cannot be listed is returned as it is, for an error to show."""
     if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
         return ranks if not isinstance(ranks, int) else shown(ranks)
     try:
@@ -109,9 +109,9 @@ def _flatten(nested: Any, depth: int = 0) -> tuple[tuple[int, ...], tuple[int, .
 def read_costs(
     axes: Mapping[str, int], coordinates: Mapping[int, tuple[int, ...]], links: Any, flops: float | None
 ) -> tuple[tuple[Link, ...], float]:
-    """A link per axis and the rate of a rank, from any of the forms they may be given in; `axes` are their sizes.
+    """(a link per axis, a rank's rate) from any form in which they may be given; `axes` are the axes' sizes.
 
-    Raises DefinitionError for other forms, and for links of other axes.
+    Raises DefinitionError for other forms, and for links of axes that the mesh does not have.
     """
     links = MACHINES.get(links, links) if isinstance(links, str) else links
     rate = flops if flops is not None else links.flops if isinstance(links, Machine) else DEFAULT_FLOPS
@@ -127,7 +127,7 @@ def read_costs(
 
 
 def _lines(coordinates: Mapping[int, tuple[int, ...]], axis: int) -> Iterable[list[int]]:
-    """The groups of ranks that differ in one coordinate only."""
+    """The groups of ranks that differ in coordinate `axis` only."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, place in coordinates.items():
         groups.setdefault((*place[:axis], *place[axis + 1 :]), []).append(rank)

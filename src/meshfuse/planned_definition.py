@@ -1,4 +1,4 @@
-"""A definition and its compiled programs: one per set of shapes, and what was decided in each."""
+"""A definition and its compiled programs, one per set of shapes, and questions about them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .user_values import check_flags
 
 
 class Holder(Protocol):
-    """Something with a program that may be replaced by another after some runs."""
+    """Something that runs a program, and may replace it by another after some runs."""
 
     @property
     def compiled(self) -> CompiledProgram: ...

@@ -1,4 +1,4 @@
-"""A definition as two: what follows from some inputs alone, such as weights, and the rest."""
+"""A definition cut in two: what follows from some inputs alone, such as weights, and the rest."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def prepared(
     fd: PlannedDefinition, inputs: Sequence[int], shapes: Sequence[Sequence[int]], make: Callable[[], Definition],
     line: SourceLine,
 ) -> tuple[Definition, Definition]:  # fmt: skip
-    """The two definitions, for the latest (or the given) shapes; `make` gives empty ones of the same kind as `fd`.
+    """The two definitions for the latest (or the given) shapes; `make` gives empty definitions of `fd`'s kind.
 
-    Of two plans, `fd`'s own and the one in which these inputs are not annotated, that is cut by which the second
-    definition takes less time; the latter only if a rank then keeps no more than by the former, or than the inputs.
-    Raises DefinitionError for anything that is no input, and where sizes depend on scalar inputs.
+    There are two plans to cut: `fd`'s own, and the one in which these inputs have no annotations. The one whose second
+    definition takes less time is cut; but the latter only if a rank then keeps no more than by the former, or than the
+    inputs. Raises DefinitionError for anything that is no input, and where sizes depend on scalar inputs.
     """
     _check(fd, inputs, line)
     compiled = fd.latest(shapes)
@@ -53,7 +53,7 @@ def _check(fd: PlannedDefinition, inputs: Sequence[int], line: SourceLine) -> No
 
 
 def _freed(fd: PlannedDefinition, compiled: CompiledProgram, found: HalvedPlan) -> HalvedPlan | None:
-    """The cut of the plan in which these inputs are not annotated; None where no other annotation is left."""
+    """The cut of the plan in which these inputs have no annotations; None where no annotation is left then."""
     shapes = {i: compiled.graph.shape(i) for i in fd.input_tensors()}
     world = compiled.resharded.values[0].sharding.mesh
     free = decided_without(fd, shapes, world, found.inputs, fd.effort)
@@ -61,7 +61,7 @@ def _freed(fd: PlannedDefinition, compiled: CompiledProgram, found: HalvedPlan) 
 
 
 def _each(fd: PlannedDefinition, found: HalvedPlan) -> Spent:
-    """What the second definition takes. (It is written as a plain DefinitionBuilder: `observers` do not see it.)"""
+    """What the second definition takes, written as a plain DefinitionBuilder, which `observers` do not see."""
     first, rest = DefinitionBuilder(), DefinitionBuilder()
     write_halves(fd, found, first, rest)
     shapes = {i: rest.tensors[i].type.shape for i in rest.input_tensors()}

@@ -1,4 +1,4 @@
-"""Scalars of a definition: inputs, sizes of tensors and arithmetic on them, kept as expressions."""
+"""Scalars of a definition: inputs, sizes of tensors, and arithmetic on these, kept as expressions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ON_BITS = frozenset((
 
 
 def result_dtype(op: str, operands: list[DataType]) -> DataType:
-    """The type of a scalar op's result. DefinitionError for numbers that it is not computed of."""
+    """The type of a scalar op's result. Raises DefinitionError for types that the op does not take."""
     wrong = next((d for d in operands if op in _ON_BITS and d.category > Category.INTEGER), None)
     if wrong is not None:
         raise user_error(f"{op}: operand type", wrong.name, "Bool or integer operands", "Cast the operand.")
@@ -48,7 +48,7 @@ def result_dtype(op: str, operands: list[DataType]) -> DataType:
 def evaluate(
     ref: Operand, scalars: Mapping[int, ScalarDef], values: Mapping[int, Any], size: Callable[[TensorRef, int], int]
 ) -> Any:
-    """The value of a scalar: `values` holds the inputs' by number; `size` tells the sizes of tensors.
+    """The value of a scalar. `values` has those of scalar inputs by number; `size` gives the size of a tensor's dim.
 
     Raises KeyError where an input has no value.
     """
@@ -74,7 +74,11 @@ def _computed(made: ScalarDef, operands: list[Any]) -> Any:
 
 
 def steps(inputs: tuple[Any, ...], *made: tuple[Any, ...]) -> Any:
-    """The last of the scalars made step by step: (op, operands), of which [i] is the i-th scalar so far."""
+    """The last of some scalars that are computed one by one.
+
+    Each of `made` is (op, operands); an operand [i] is the i-th of the inputs and scalars so far. `steps((3,), ("add",
+    [0], 1), ("mul", [1], [1]))` is 16.
+    """
     values = list(inputs)
     for op, *operands in made:
         found = [values[o[0]] if isinstance(o, list) else o for o in operands]
@@ -93,7 +97,7 @@ _LONGEST = 24
 def scalar_text(
     ref: ScalarRef, scalars: Mapping[int, ScalarDef], size: Callable[[TensorRef, int], int], plain: Callable[[Any], str]
 ) -> str:
-    """Python text of a scalar: a number, an input's name, an expression of them, or steps where that would be long."""
+    """Python text of a scalar: a number, an input's name, an expression, or where that is long a call of `steps`."""
     order, known = in_order(ref, scalars), {}
     for number in order:
         made = scalars[number]
@@ -120,13 +124,14 @@ def _leaf(number: int, made: ScalarDef, size: Callable[[TensorRef, int], int], p
 
 
 def _taken(made: ScalarDef) -> int:
-    """How many of its operands a scalar that is made of others is computed from: a cast has the type behind one."""
+    """How many of its operands are computed with: of a cast's only the first, as the second is its type."""
     return 1 if made.op == "cast" else len(made.operands)
 
 
 def _functions(made: ScalarDef, scalars: Mapping[int, ScalarDef]) -> list[str]:
-    """The functions, by their names in SCOPE, that a scalar is made with, one of the other: the last is a cast where
-    the first need not give a number of the scalar's type.
+    """The functions that make a scalar, by their names in SCOPE, to be applied one after the other.
+
+    The last is a cast, unless the first always gives a number of the scalar's type.
     """
     if made.op == "cast":
         return [_kind(made.dtype)]
@@ -137,7 +142,7 @@ def _functions(made: ScalarDef, scalars: Mapping[int, ScalarDef]) -> list[str]:
 
 
 def _kind(dtype: DataType) -> str:
-    """The Python type that stands for a DataType's category; the cast to one that is narrower than Python's ints."""
+    """The name in SCOPE of the cast to a type: the Python type of its category, or a narrower one."""
     return dtype.value if dtype.value in NARROW else ("bool", "int", "float", "complex")[dtype.category]
 
 
@@ -147,7 +152,7 @@ def _steps_text(
     size: Callable[[TensorRef, int], int],
     plain: Callable[[Any], str],
 ) -> str:
-    """A call of `steps`: the leaves, then each scalar by the places of its operands."""
+    """Text of a call of `steps`: the leaves, then each other scalar with its operands' places."""
     ordered = sorted(order, key=lambda number: scalars[number].op not in _LEAVES)
     given = [number for number in ordered if scalars[number].op in _LEAVES]
     leaves = "".join(f"{_leaf(number, scalars[number], size, plain)}, " for number in given)
@@ -163,7 +168,10 @@ def _steps_text(
 
 
 def in_order(ref: Operand, scalars: Mapping[int, ScalarDef]) -> list[int]:
-    """The numbers of the scalars that one is made of, operands first (an op's are made before it), itself last."""
+    """The numbers of all scalars that one is made of, operands first and itself last.
+
+    An op's operands are always made before it, and so have smaller numbers.
+    """
     found: set[int] = set()
     ahead = [ref] if isinstance(ref, ScalarRef) else []
     while ahead:
@@ -175,7 +183,7 @@ def in_order(ref: Operand, scalars: Mapping[int, ScalarDef]) -> list[int]:
 
 
 def python_cast(value: Any, dtype: DataType) -> Any:
-    """The number as the Python type that stands for a DataType's category."""
+    """The number as the Python type of a DataType's category."""
     return (bool, int, float, complex)[dtype.category](value)
 
 

@@ -1,4 +1,4 @@
-"""Segments: runs of ops between moves, each computed by one kernel or one generated function."""
+"""Segments: runs of ops between moves, each computed by one kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may pass for an int, for a text or for a flag."""
+"""Which values a user may pass for an int, for a text or for a flag."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def as_int(value: Any) -> int | None:
 
 
 def is_text(text: str) -> bool:
-    """Whether a text can be written to a file: half of a surrogate pair cannot."""
+    """Whether a text can be written to a file: one with half of a surrogate pair cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def check_flags(line: SourceLine, **flags: Any) -> None:
-    """Raises ArgumentError for an option, by its name, that is neither True nor False."""
+    """Raises ArgumentError for an option, given by name, that is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise user_error(name, shown(value), "True or False", "Pass a bool, or leave it out.", line,

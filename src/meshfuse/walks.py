@@ -1,4 +1,4 @@
-"""Walks over what is made of what. Programs are deeper than Python's stack: a loss over a thousand terms is a chain."""
+"""Walks over nested structures without recursion: a loss over a thousand terms is deeper than Python's stack."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def inner_first(start: T, parts: Callable[[T], Iterable[T]]) -> list[T]:
-    """All that something is made of by way of its parts, and itself: each once, after its own parts."""
+    """All parts of `start`, of its parts and so on, and `start` itself: each once, after its own parts."""
     done, waiting = dict[T, None](), [start]
     while waiting:
         missing = [part for part in parts(waiting[-1]) if part not in done]

@@ -1,4 +1,4 @@
-"""Files that are there whole or as they were before, whatever ends their writer, and wherever."""
+"""Writing files so that each is whole, or as it was before, whenever its writer ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import secrets
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes, *, synced: bool = False) -> None:
-    """Replace a file, or make it, in one step; `synced`: once its bytes are on the disk. Raises OSError.
+    """Replace or make a file in one step; `synced`: only once its bytes are on the disk. Raises OSError.
 
-    Nothing half written stays, unless the process is killed: then it is a file whose name ends in `.part`.
+    Nothing half written stays, unless the process is killed: then it is in a file whose name ends in `.part`.
     """
     part = f"{os.fspath(path)}.{secrets.token_hex(4)}.part"
     try:

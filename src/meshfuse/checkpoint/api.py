@@ -1,4 +1,4 @@
-"""`save` and `load`: all ranks call them alike; one process without ranks may, too."""
+"""`save` and `load`: all ranks call them alike, or one process without ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _folder(path: Any) -> Path:
 
 
 class _Team:
-    """The ranks that save or load together: what fails on one of them fails on all, by one error."""
+    """The ranks that save or load together: an error on one of them is raised on all."""
 
     def __init__(self, world: World, timeout: float | None, what: str):
         self.world, self.what = world, what
@@ -108,7 +108,7 @@ class _Team:
         self.limit = min(world.limit * _PATIENCE, LONGEST_TIMEOUT) if timeout is None else timeout
 
     def all(self, doing: str, action: Callable[[], Any]) -> list[Any]:
-        """What the action gives on every rank. The error of the first rank on which it fails."""
+        """The action's result from every rank. Raises the error of the first rank on which it fails."""
         own: Exception | None = None
         try:
             worked, value = True, action()
@@ -126,17 +126,17 @@ class _Team:
         return [value for *_, value in replies]
 
     def each(self, doing: str, action: Callable[[], Any]) -> Any:
-        """What the action gives on this rank, once it has worked on every rank."""
+        """The action's result on this rank, once it has worked on every rank."""
         kept: list[Any] = []
         self.all(doing, lambda: kept.append(action()))
         return kept[0]
 
     def same(self, value: Callable[[], str], what: str, do: str) -> None:
-        """RankError where ranks differ."""
+        """Raises RankError where the ranks' values differ."""
         self.compare(what, self.all(f"comparing {what}", value), do)
 
     def compare(self, what: str, told: list[str], do: str = SAME_PROGRAM) -> None:
-        """RankError where what ranks have told differs."""
+        """Raises RankError where the texts of the ranks differ."""
         if len(set(told)) > 1:
             raise disagreement(what, told, self.world.all_ranks, do)
 
@@ -162,7 +162,7 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, CheckpointEntry], d
 
 
 def _compared(team: _Team, entries: Mapping[str, CheckpointEntry], values: Mapping[str, Any]) -> dict[str, Shard]:
-    """What to save, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
+    """The shards to save, once all ranks are known to save the same. ArgumentError for a shard of a wrong shape."""
 
     def said() -> str:
         plain = [f"{name}: {value!r}" for name, value in sorted(values.items())]
@@ -192,7 +192,9 @@ def _compared(team: _Team, entries: Mapping[str, CheckpointEntry], values: Mappi
 
 
 def _kind(entry: CheckpointEntry, world: World) -> str:
-    """What must be equal on all ranks: for a whole tensor everything, as only one rank's is stored.
+    """A text of all that must be equal on every rank.
+
+    Of a whole tensor that includes its numbers: one rank stores them.
 
     A rank without a shard does not know the dtype.
     """
@@ -221,7 +223,7 @@ def _shards(
 
 
 def _dtypes(team: _Team, entries: Mapping[str, CheckpointEntry]) -> dict[str, str]:
-    """Every tensor's dtype, as the first rank that holds a shard has it, be it an empty one."""
+    """Every tensor's dtype, from the first rank that holds a shard of it, which may be an empty one."""
     own = {name: str(e.local.dtype).removeprefix("torch.") for name, e in entries.items() if e.local is not None}
     everyone = team.all("comparing dtypes", lambda: own)
     return {name: dtype for held in reversed(everyone) for name, dtype in held.items()}
@@ -257,7 +259,7 @@ def _save(
 
 
 def _load(team: _Team, home: Path, wanted: Mapping[str, Any] | None, last: bool) -> dict[str, Any] | None:
-    """What is wanted; None where the checkpoint was replaced meanwhile, unless this is the last attempt."""
+    """The values that are wanted; None where the checkpoint was replaced meanwhile and this is not the last attempt."""
     index = team.each("reading the index", lambda: files.read_index(home))
     read_by = team.all("comparing the checkpoint that they load", lambda: index.data)
     if not last and len(set(read_by)) > 1:
@@ -315,5 +317,5 @@ def _check_files(folder: Path, index: files.Index, world: World) -> None:
 
 
 def _loaded(wanted: Any, entry: CheckpointEntry) -> Any:
-    """The object to fill where one was passed, else the tensor that was made."""
+    """The object that the user passed to be filled; else the tensor that was made."""
     return wanted if isinstance(wanted, torch.Tensor) else entry.local

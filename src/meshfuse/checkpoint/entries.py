@@ -1,4 +1,4 @@
-"""What `save` and `load` are given for each name: a tensor, a shard with its sharding, a DTensor or a plain value."""
+"""What `save` and `load` take for each name: a tensor, a shard with its sharding, a DTensor or a plain value."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _PLAIN = (int, float, str, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEntry:
-    """A tensor of a checkpoint on this rank. `sharding` of None: every rank holds all of it. `local` of None: the rank
-    has no part of it. `shape` is the global one, None until the ranks have compared their shards'.
+    """A tensor of a checkpoint, on this rank.
+
+    sharding: None where every rank holds all of it.
+    local: this rank's part; None where it has none.
+    shape: the global shape; None until the ranks have compared their shards' shapes.
     """
 
     name: str
@@ -31,7 +34,7 @@ class CheckpointEntry:
     shape: tuple[int, ...] | None
 
     def placed(self, shape: tuple[int, ...]) -> Sharding | None:
-        """The sharding for a global shape. ArgumentError where it does not fit."""
+        """The sharding, for a global shape. Raises ArgumentError where it does not fit."""
         if isinstance(self.sharding, TensorView):
             return _annotated(self.name, self.sharding, shape)
         if self.sharding is not None and self.sharding.ndim != len(shape):
@@ -42,17 +45,17 @@ class CheckpointEntry:
 
 
 def wrong(name: str, found: str, needed: str, do: str = "") -> MeshfuseError:
-    """The error of an entry that cannot be."""
+    """The error of an entry that cannot be saved or loaded."""
     return user_error(f"checkpoint: {name!r}", found, needed, do, cls=ArgumentError)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is stored as it is, not as a tensor."""
+    """Whether a value is stored as it is, and not as a tensor."""
     return isinstance(value, _PLAIN)
 
 
 def to_save(name: str, value: Any) -> CheckpointEntry:
-    """What the user passes to `save` under a name, plain values aside."""
+    """The entry for what the user passes to `save` under a name; plain values have none."""
     if is_dtensor(value):
         return _of_dtensor(name, value)
     if isinstance(value, torch.Tensor):
@@ -68,7 +71,7 @@ def to_save(name: str, value: Any) -> CheckpointEntry:
 
 
 def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its gradient and class. ArgumentError where it has no memory of its elements in strides."""
+    """The tensor without gradient and class. Raises ArgumentError unless its elements are in memory, with strides."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
         found = "a nested tensor" if tensor.is_nested else "a meta tensor" if tensor.is_meta else str(tensor.layout)
         raise wrong(name, found, "a dense tensor with its elements", "Convert it, with t.to_dense() for one.")
@@ -102,7 +105,10 @@ def _of_dtensor(name: str, value: Any) -> CheckpointEntry:
 
 
 def to_load(name: str, wanted: Any, dtype: torch.dtype, shape: tuple[int, ...], rank: int) -> CheckpointEntry:
-    """What the user asks `load` for under a name, with memory to load to; `dtype` and `shape` are the stored ones."""
+    """The entry for what the user asks `load` for under a name, with memory to load into.
+
+    `dtype` and `shape` are those stored.
+    """
     if wanted is None or isinstance(wanted, (Sharding, TensorView)):
         entry = CheckpointEntry(name, None, wanted, shape)
         sharding = entry.placed(shape)
@@ -130,7 +136,7 @@ def to_load(name: str, wanted: Any, dtype: torch.dtype, shape: tuple[int, ...], 
 
 
 def _shares(tensor: torch.Tensor) -> bool:
-    """Whether one element may lie where another does: what is written to one would be that of both."""
+    """Whether two elements may share memory: what is loaded into one would overwrite the other."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < end:
@@ -140,7 +146,7 @@ def _shares(tensor: torch.Tensor) -> bool:
 
 
 def check_local(entry: CheckpointEntry, shape: tuple[int, ...], rank: int) -> None:
-    """ArgumentError where this rank's shard has not the shape that its sharding gives it."""
+    """Raises ArgumentError where this rank's shard does not have the shape that its sharding gives it."""
     sharding = entry.placed(shape)
     needed = shape if sharding is None else sharding.local_shape(shape, rank)
     outside = sharding is not None and rank not in sharding.mesh
@@ -153,7 +159,7 @@ def check_local(entry: CheckpointEntry, shape: tuple[int, ...], rank: int) -> No
 
 
 def global_shape(entry: CheckpointEntry, shards: Mapping[int, Sequence[int] | None]) -> tuple[int, ...]:
-    """The global shape of a tensor from the shapes of its shards on every rank: each index lies in one chunk."""
+    """A tensor's global shape, from the shapes of its shards on every rank: each index is in one chunk."""
     mesh, dims = _layouts(entry)
     held = {rank: s for rank, s in shards.items() if s is not None and (mesh is None or rank in mesh)}
     if not held or any(len(s) != len(dims) for s in held.values()):

@@ -1,10 +1,11 @@
-"""A checkpoint's folder: `checkpoint.json` names the data that are whole, and is replaced in one step.
+"""A checkpoint's folder: `checkpoint.json` names the data that are complete, and is replaced in one step.
 
     path/checkpoint.json            which data, their files with sizes and checksums, tensors, values
     path/data-000003-5f1c/          torch.distributed.checkpoint's files of the third save
 
-A save writes new data beside the old ones. Only when all of them are on the disk does `checkpoint.json` change to name
-them, and then the old ones go. Whatever ends a save before, the checkpoint of before is untouched.
+A save writes new data beside the old. Only when all of them are on the disk is `checkpoint.json` replaced by one that
+names them; then the old data are removed. If a save ends before that, for whatever reason, the old checkpoint is
+untouched.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _BLOCK = 1 << 22  # Bytes read at once for a checksum.
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What `checkpoint.json` holds. tensors: name -> (dtype, shape); files: name -> (bytes, CRC-32)."""
+    """The content of `checkpoint.json`. tensors: name -> (dtype, shape); files: name -> (bytes, CRC-32)."""
 
     data: str
     tensors: dict[str, tuple[str, tuple[int, ...]]]
@@ -50,9 +51,10 @@ class Index:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """The folder for one save, of whichever job: the end of another would remove what it has written so far.
+    """Lock the folder for one save, of whichever job.
 
-    CheckpointError where another save is at it. Where folders cannot be locked, as on NFS, `commit` looks again.
+    When another save ended, it would remove what this one has written. Raises CheckpointError where another save has
+    the lock. Some file systems, such as NFS, cannot lock: there `commit` looks again.
     """
     with exclusive(os.open(path, os.O_RDONLY)) as is_ours:
         if not is_ours:
@@ -70,7 +72,10 @@ def new_name(path: Path) -> str:
 
 
 def read_index(path: Path) -> Index:
-    """The checkpoint in a folder. CheckpointError where there is none that is whole, or it is of another format."""
+    """The checkpoint in a folder.
+
+    Raises CheckpointError where there is none, or none that is complete and in this format.
+    """
     try:
         _check_kind(path / _INDEX)
         text = (path / _INDEX).read_text(errors="replace")
@@ -108,7 +113,7 @@ def _parsed(file: Path, text: str) -> Index:
 
 
 def _check_form(found: Mapping[str, Any]) -> None:
-    """Raises ValueError for what no save writes, such as data outside of the folder."""
+    """Raises ValueError for content that no save writes, such as data outside of the folder."""
     data, values, files = found["data"], found["values"], found["files"]
     if not isinstance(data, str) or not re.fullmatch(rf"{_PREFIX}[0-9a-f-]+", data):
         raise ValueError(f"{data!r} as the name of its data")
@@ -127,15 +132,15 @@ def _are_counts(found: Any) -> bool:
 
 
 def _check_kind(file: Path) -> None:
-    """Raises OSError for what is there and no file: a pipe without a writer would be read without end."""
+    """Raises OSError for what exists and is no file: reading a pipe without a writer would never end."""
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, f"{file.name} is no file")
 
 
 def commit(path: Path, index: Index) -> None:
-    """Make these data, which are all on the disk, the checkpoint; then remove those that it replaces.
+    """Make these data, which are all on the disk, the checkpoint; then remove the data that it replaces.
 
-    Raises OSError where they are not the checkpoint. From where they are nothing fails any more.
+    Raises OSError where they did not become the checkpoint. Once they did, nothing fails any more.
     """
     os.stat(path / index.data)  # Another save, where none can be kept out, may have removed them.
     write_index(path, index)
@@ -159,7 +164,7 @@ def write_index(path: Path, index: Index) -> None:
 
 
 def _clear(path: Path, data: str) -> None:
-    """Remove all other data, and what killed saves left; where that fails the next save does."""
+    """Remove all other data, and what killed saves left. Where that fails, the next save does it."""
     with contextlib.suppress(Exception):
         for old in path.glob(f"{_PREFIX}*"):
             if old.name != data:
@@ -169,8 +174,10 @@ def _clear(path: Path, data: str) -> None:
 
 
 def abandon(path: Path, data: str) -> None:
-    """Remove the data of a save that failed; not those of one that failed after they became the checkpoint, as where
-    another rank ends before it is told.
+    """Remove the data of a save that failed.
+
+    They stay if they have become the checkpoint: a save can fail after that, as where another rank ends before it is
+    told.
     """
     if not _may_name(path, data):
         with contextlib.suppress(OSError):  # `ignore_errors` leaves some.
@@ -196,7 +203,7 @@ def sum_of(file: Path) -> tuple[int, int]:
 
 
 def check_file(folder: Path, name: str, expected: tuple[int, int]) -> None:
-    """CheckpointError where a file is not as it was written."""
+    """Raises CheckpointError where a file is not as it was written."""
     try:
         _check_kind(folder / name)
         size, code = sum_of(folder / name)
@@ -213,7 +220,7 @@ def check_file(folder: Path, name: str, expected: tuple[int, int]) -> None:
 
 
 def sync_file(file: Path) -> None:
-    """Have a file on the disk."""
+    """Have the system write a file's data to the disk."""
     with open(file, "rb") as stream:
         os.fsync(stream.fileno())
 

@@ -1,4 +1,4 @@
-"""A rank's shard of a tensor as boxes of the global one: what torch.distributed.checkpoint stores and finds."""
+"""A rank's shard of a tensor as boxes of the global tensor: what torch.distributed.checkpoint stores and finds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..sharding.value import Sharding
 
 @dataclass(frozen=True, slots=True)
 class Hyperslab:
-    """Neighbouring elements: where they begin in the global tensor and in the shard, and how many along each dim."""
+    """A box of elements: where it begins in the global tensor and in the shard, and its size in each dim."""
 
     offsets: tuple[int, ...]
     local: tuple[int, ...]
@@ -30,9 +30,9 @@ class Hyperslab:
 
 
 def boxes(sharding: Sharding | None, shape: Sequence[int], rank: int) -> tuple[Hyperslab, ...]:
-    """The rank's shard as boxes, the whole tensor where there is no sharding; none of them empty.
+    """The rank's shard as boxes, none of them empty; without a sharding, the whole tensor.
 
-    A dim that is split inside gives several runs of indices, and each combination of runs is a box.
+    A dim that is split inside has several runs of indices, and each combination of runs is a box.
     """
     if sharding is None:
         runs: tuple[Runs, ...] = tuple(map(everything, shape))
@@ -55,7 +55,7 @@ def _box(parts: Sequence[tuple[int, int, int]]) -> Hyperslab:
 
 
 class Shard:
-    """A rank's shard in the form that torch's planners ask for (their `_Checkpointable` protocol)."""
+    """A rank's shard, in the form that torch's planners take (their `_Checkpointable` protocol)."""
 
     def __init__(self, local: torch.Tensor, shape: Sequence[int], parts: tuple[Hyperslab, ...]):
         self.local, self.shape, self.parts = local, torch.Size(shape), parts
@@ -80,7 +80,7 @@ class Shard:
         return [_chunk(part) for part in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The box that begins at these offsets, a view of the shard."""
+        """The box that begins at these offsets, as a view of the shard."""
         part = self._places[tuple(index.offset or ())]
         found = self.local
         for dim, (start, length) in enumerate(zip(part.local, part.sizes, strict=True)):

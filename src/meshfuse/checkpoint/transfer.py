@@ -1,7 +1,7 @@
-"""Boxes to files and back, by torch.distributed.checkpoint's planners, readers and writers.
+"""Boxes to files and back, with the planners, readers and writers of torch.distributed.checkpoint.
 
-Its own `save` talks over torch's default process group, which a script may not have; its steps are therefore taken
-here, one by one, with meshfuse's own exchange between them. Files and metadata are torch's, unchanged.
+torch's own `save` communicates over its default process group, which a script may not have. So its steps are taken here
+one by one, with meshfuse's own exchange between them. Files and metadata are torch's, unchanged.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Together = Callable[[str, Callable[[], Any]], list[Any]]
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """torch's, for shards that are no tensors."""
+    """torch's planner, for shards that are no tensors."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """torch's, for shards that are no tensors."""
+    """torch's planner, for shards that are no tensors."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         self.state_dict = self.original_state_dict = state_dict
@@ -54,7 +54,10 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def write(folder: Path, shards: Mapping[str, Shard], rank: int, together: Together) -> dict[str, tuple[int, int]]:
-    """Write each box once, whichever ranks hold it; all files with their (bytes, CRC-32), on the disk."""
+    """Write each box once, whichever ranks hold it.
+
+    Returns all files, which are on the disk then, with (bytes, CRC-32).
+    """
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer: Any = None
     metadata: Any = None
@@ -90,7 +93,7 @@ def write(folder: Path, shards: Mapping[str, Shard], rank: int, together: Togeth
 
 
 def read(folder: Path, shards: Mapping[str, Shard]) -> None:
-    """Fill the shards from the files; each rank by itself."""
+    """Fill the shards from the files; each rank does so by itself."""
     if not shards:
         return
     reader = dcp.FileSystemReader(folder)

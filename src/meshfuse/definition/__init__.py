@@ -1,4 +1,5 @@
-"""Defining and annotating programs: `builder` records inputs, ops and outputs, `annotated` what is said of shardings.
+"""Defining and annotating programs.
 
-`FusionDefinition`, which compiles and runs them, is built on these.
+`builder` records inputs, ops and outputs, `annotated` what is said of shardings. `FusionDefinition`, which compiles and
+runs them, is built on these.
 """

@@ -1,4 +1,4 @@
-"""A definition's annotations, and what follows from them and from its ops for the dims of its tensors."""
+"""A definition's annotations, and what follows from them and from its ops for its tensors' dims."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class AnnotatedDefinition:
         return tensor
 
     def _changing(self) -> SourceLine:
-        """The user's line, in a definition that may still change."""
+        """The user's line; raises DefinitionError once the definition may not change any more."""
         self.check_open()
         return caller_line()
 
@@ -132,12 +132,12 @@ class AnnotatedDefinition:
 
     @property
     def annotations(self) -> Mapping[int, Annotation]:
-        """The annotations that name a mesh, by tensor. An output gradient without one of its own has its primal's."""
+        """By tensor, the annotations that name a mesh. An output gradient without its own has its primal's."""
         given = {i: a for i, a in self._annotations.items() if a.mesh is not None}
         return dict(sorted((of_gradients(self, given) | given).items()))
 
     def placed(self, tensor: int) -> Annotation | None:
-        """`annotations.get(tensor)`, without working out those of all gradients where this tensor is none."""
+        """`annotations.get(tensor)`; does not work out those of all gradients if this tensor is none."""
         found = self._annotations.get(tensor)
         if found is not None and found.mesh is not None:
             return found

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def op_instead(name: str) -> str:
-    """What to call in place of a function or method of torch's."""
+    """What to call instead of a function or method of torch's, as advice for an error."""
     if find(name) is not None or name in COMPOSITES:
         return f"Call fd.ops.{name}(tensor, ...)."
     return f"Write {INSTEAD[name]}." if name in INSTEAD else "What is computed with it is in dir(fd.ops)."
@@ -149,7 +149,7 @@ class Arithmetic:
 
 
 def _beyond_torch(frame: FrameType) -> FrameType:
-    """The innermost frame that is not torch's: its functions call others of its own."""
+    """The innermost frame that is not in torch, whose functions call each other."""
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         frame = frame.f_back
     return frame

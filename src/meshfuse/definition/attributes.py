@@ -1,4 +1,4 @@
-"""What scripts keep as attributes of a definition, and classes of theirs that are none yet."""
+"""What scripts store as attributes of a definition, and subclasses whose `__init__` forgets meshfuse's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from .tensor_view import TensorView, Val
 
 
 def check_attribute(name: str, value: Any, own: Collection[str], where: Callable[[], SourceLine]) -> None:
-    """Raises DefinitionError for a tensor or scalar of a script, or some of them, under one of the definition's own
-    names.
-    """
+    """Raises DefinitionError where a script stores tensors or scalars under one of the definition's own names."""
     if name in own and _is_of_script(value):
         raise user_error(
             f"fd.{name} = ...", "a name that meshfuse's definitions keep their own state under", "any other name",
@@ -27,8 +25,10 @@ def _is_of_script(value: Any) -> bool:
 
 
 def calling_ours(init: Callable[..., None]) -> Callable[..., None]:
-    """The `__init__` of a script's class. Raises DefinitionError where it has not called that of meshfuse's
-    definition at its end, or before it asks for something of it.
+    """The `__init__` of a script's class, with a check.
+
+    Raises DefinitionError where it ends, or asks something of the definition, without having called meshfuse's
+    `__init__`.
     """
 
     @functools.wraps(init)

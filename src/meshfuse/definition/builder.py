@@ -160,7 +160,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         return self.call(name, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """No pickles and copies, which would share half of a definition. Raises DefinitionError."""
+        """Raises DefinitionError: pickles and copies would share half of a definition."""
         raise user_error(
             "a definition cannot be copied or pickled", type(self).__name__, "the code that makes it",
             "Call that code again where another is needed; print(fd) is it.",
@@ -174,7 +174,7 @@ class DefinitionBuilder(AnnotatedDefinition):
     def call_at(
         self, line: SourceLine, name: str | OpDef, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """`call`, on behalf of this line of the script."""
+        """`call`, at this line of the script."""
         with located(line):
             self.check_open()
             if not isinstance(args, (list, tuple)):
@@ -251,7 +251,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         self.outputs.append(self._own(output, "add_output", line).id)
 
     def expression(self, node: OpNode) -> Any:
-        """An op in the form in which `tensor.definition()` and `tensor.uses()` give it."""
+        """An op as `tensor.definition()` and `tensor.uses()` return it."""
         return node
 
     # internals

@@ -62,7 +62,7 @@ def check_contiguity(given: Any, line: SourceLine) -> None:
 
 
 def are_strides(contiguity: Any) -> bool:
-    """Whether strides stand in contiguity's place, as in nvFuser's second form."""
+    """Whether strides were passed as contiguity, as in nvFuser's second form."""
     return isinstance(contiguity, (list, tuple)) and any(type(c) is int for c in contiguity)
 
 
@@ -84,8 +84,7 @@ def checked_dtype(what: str, dtype: Any, line: SourceLine | None) -> DataType:
 
 
 def checked_order(order: Any, strides: Any, shape: Sequence[int], line: SourceLine) -> tuple[int, ...] | None:
-    """nvFuser's stride order (the place of each dim, 0 the fastest), given or read off strides; None for
-    row-major.
+    """nvFuser's stride order (the place of each dim, 0 the fastest): as given, or from strides; None for row-major.
 
     Raises DefinitionError where it does not order the dims.
     """
@@ -119,9 +118,9 @@ def _order_of(strides: Sequence[Any]) -> tuple[int, ...]:
 
 
 def plain_number(value: Any) -> Any:
-    """A Python number for a number of numpy's, or of a class of its own such as an IntEnum; everything else as it is.
+    """A Python number for one of numpy's, or of a class of its own such as an IntEnum; anything else as it is.
 
-    Raises DefinitionError for an int that 64 bits do not hold.
+    Raises DefinitionError for an int of more than 64 bits.
     """
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
@@ -134,7 +133,7 @@ def plain_number(value: Any) -> Any:
 
 
 def check_results(op: str, types: Sequence[TensorType]) -> None:
-    """Raises DefinitionError for results of no type, or larger than any memory."""
+    """Raises DefinitionError for results of type Null, and for results larger than any memory."""
     for found in types:
         _check_count(op, found.ndim)
         if found.dtype is DataType.Null:
@@ -156,7 +155,7 @@ def check_meshes(annotations: Iterable[Annotation]) -> None:
 
 
 def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLine) -> Any:
-    """A Python number that the dtype can hold, as its kind of number. Raises DefinitionError for anything else."""
+    """The value as a Python number of the dtype's kind. Raises DefinitionError where the dtype cannot hold it."""
     number = plain_number(value)
     if not isinstance(number, (bool, int, float, complex)):
         raise user_error(what, f"{shown(value)} ({type(value).__name__})", "a number", "Pass a Python number.", line)
@@ -167,7 +166,7 @@ def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLi
 
 
 def number_fits(number: Any, dtype: DataType | None) -> bool:
-    """True where a scalar of the dtype can be this number, perhaps rounded (a bool counts as an int)."""
+    """Whether a scalar of the dtype can be this number, perhaps rounded; a bool counts as an int."""
     if dtype is None:
         return True
     small = not isinstance(number, int) or -_LARGEST - 1 <= number <= _LARGEST
@@ -175,7 +174,7 @@ def number_fits(number: Any, dtype: DataType | None) -> bool:
 
 
 def checked_mesh(mesh: Any, line: SourceLine) -> DeviceMesh:
-    """A mesh from one of ours, from torch's, or from ranks. Raises DefinitionError for anything else."""
+    """A mesh from one of meshfuse's or torch's, or from ranks. Raises DefinitionError for anything else."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     try:
@@ -190,7 +189,7 @@ def checked_mesh(mesh: Any, line: SourceLine) -> DeviceMesh:
 
 
 def mesh_of_torch(mesh: Any) -> DeviceMesh:
-    """A meshfuse mesh of a `torch.distributed.DeviceMesh`, or of ranks."""
+    """A mesh from a `torch.distributed.DeviceMesh`, or from ranks."""
     ranks = getattr(mesh, "mesh", mesh)
     return DeviceMesh(ranks, getattr(mesh, "mesh_dim_names", None))
 
@@ -198,7 +197,7 @@ def mesh_of_torch(mesh: Any) -> DeviceMesh:
 def composite_call(
     fd: Any, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], resolve: Resolve
 ) -> Any:
-    """Call a composite. Raises DefinitionError for arguments that it does not have or cannot work with."""
+    """Call a composite. Raises DefinitionError for arguments that it does not take or cannot work with."""
     called, call_as = inspect.signature(function), usage(name, function)
     if "dim" in kwargs and "dims" in called.parameters and "dims" not in kwargs:  # as the ops of the table take it
         kwargs = {"dims" if key == "dim" else key: value for key, value in kwargs.items()}
@@ -227,7 +226,7 @@ def composite_call(
 
 
 def _check_kinds(name: str, bound: inspect.BoundArguments, call_as: str, resolve: Resolve) -> None:
-    """Raises DefinitionError for a composite's argument of another kind than its parameter's; others become plain."""
+    """Raises DefinitionError for an argument of another kind than its parameter's; puts the others in plain form."""
     for param, value in bound.arguments.items():
         declared = bound.signature.parameters[param]
         kind, plain = _KINDS.get(declared.annotation, (None, False))
@@ -241,7 +240,7 @@ def _check_kinds(name: str, bound: inspect.BoundArguments, call_as: str, resolve
 
 @functools.cache
 def usage(name: str, function: Callable[..., Any]) -> str:
-    """How a composite is called: `softmax(x, dim=-1, dtype=None)`."""
+    """How a composite is called, as text: `softmax(x, dim=-1, dtype=None)`."""
     params = list(inspect.signature(function).parameters.values())[1:]
     parts = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in params]
     return f"{name}({', '.join(parts)})"

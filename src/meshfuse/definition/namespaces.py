@@ -27,7 +27,7 @@ class UnknownOpError(DefinitionError, AttributeError):
 
 
 def find_op(name: str | OpDef) -> OpDef:
-    """The op of this name (an OpDef is its own). Raises UnknownOpError with the names near to it."""
+    """The op of this name; an OpDef as it is. Raises UnknownOpError, which suggests similar names."""
     op = find(name)
     if op is None:
         instead = INSTEAD.get(name) if isinstance(name, str) else None
@@ -41,7 +41,7 @@ def find_op(name: str | OpDef) -> OpDef:
 
 
 def help_of(name: str) -> str:
-    """What an op or composite is, in a few lines. Raises UnknownOpError with the names near to it."""
+    """A few lines on an op or composite. Raises UnknownOpError, which suggests similar names."""
     if name in OPS or name not in COMPOSITES:
         return help_text(find_op(name))
     call, about = composite_help(name)
@@ -49,13 +49,13 @@ def help_of(name: str) -> str:
 
 
 def composite_help(name: str) -> tuple[str, str]:
-    """How a composite is called, and what it does."""
+    """(how a composite is called, what it does)."""
     function = COMPOSITES[name]
     return usage(name, function), inspect.getdoc(function) or ""
 
 
 def listing() -> str:
-    """All ops of the table and composites by family, a line each: the call, and what it computes."""
+    """A line for each op of the table and each composite, by family: the call, and what it computes."""
     parts = [f"{title}: {about}\n" + _lines((signature(op), op.about) for op in ops)
              for title, (about, ops) in families().items()]  # fmt: skip
     written = (composite_help(name) for name in COMPOSITES if name not in OPS)

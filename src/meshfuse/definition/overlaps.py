@@ -16,7 +16,7 @@ _MOST_CHUNKS = 4096
 
 
 class Overlap(NamedTuple):
-    """A tensor to be worked on in chunks of a dim, in a ring or not; and the user's line that asks for it."""
+    """A request to work on a tensor in chunks of a dim, in a ring or not, and the user's line that makes it."""
 
     dim: int
     chunks: int
@@ -25,7 +25,7 @@ class Overlap(NamedTuple):
 
 
 def checked_overlap(tensor: TensorView, chunks: Any, dim: Any, ring: Any, line: SourceLine) -> Overlap:
-    """Raises DefinitionError for what is no number of chunks, no dim of the tensor or no bool."""
+    """The request. Raises DefinitionError for what is no number of chunks, no dim of the tensor or no bool."""
     what, count, place = f"overlap of {tensor.label}", as_int(chunks), as_int(dim)
     if count is None or not 1 <= count <= _MOST_CHUNKS:
         raise user_error(

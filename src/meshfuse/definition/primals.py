@@ -1,4 +1,4 @@
-"""Where gradients lie that no annotation places: as their primals do."""
+"""Annotations of gradients: where the user gives none, a gradient lies as its primal does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors and ops that a definition holds, and what follows from them for a tensor's dims."""
+"""The tensors and ops that a definition consists of, and what follows from them for a tensor's dims."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TensorDef:
 
     @property
     def label(self) -> str:
-        """The name after the script's own variable where its line shows one: `x (t0)`."""
+        """The script's own variable, if its line shows one, with the name: `x (t0)`."""
         return self.line.label(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class OpNode:
-    """One op of a definition. `inputs` and `outputs` number tensors."""
+    """One op of a definition; `inputs` and `outputs` are numbers of tensors."""
 
     op: OpDef
     args: tuple[Any, ...]
@@ -62,7 +62,7 @@ def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode 
 
 
 def rule_of(tensors: Sequence[TensorDef], node: OpNode) -> Rule | None:
-    """The op's factor rule with stand-ins for open sizes, None where these do not fit: such ops reduce nothing."""
+    """The op's factor rule, with stand-ins for open sizes. None where these do not fit: such ops reduce nothing."""
     types, results = (tuple(_known(tensors[i].type) for i in side) for side in (node.inputs, node.outputs))
     try:
         return node.op.rule(Call(node.op, node.args, types, results))
@@ -71,7 +71,7 @@ def rule_of(tensors: Sequence[TensorDef], node: OpNode) -> Rule | None:
 
 
 def _known(kind: TensorType) -> TensorType:
-    """A type with its open sizes replaced by stand-ins, to ask rules that need sizes."""
+    """A type with stand-ins for its open sizes, to ask rules that need sizes."""
     return TensorType(tuple(7 if n < 0 else n for n in kind.shape), kind.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Ops of the table that are called with scalars of the definition alone, and give one."""
+"""Calls of ops on scalars of the definition alone, which make a scalar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = (Val, bool, int, float, complex, DataType)
 
 
 def is_scalar_call(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op is called on numbers and scalars alone, one of these at least, and so makes a scalar."""
+    """Whether all arguments are numbers and scalars, with at least one scalar; the op then makes a scalar."""
     given = [*args, *kwargs.values()]
     scalars_only = bool(given) and all(isinstance(plain_number(a), _NUMBERS) for a in given)
     return scalars_only and (op.name in FUNCTIONS or op.name == "cast") and any(isinstance(a, Val) for a in given)

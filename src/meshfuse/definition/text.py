@@ -1,4 +1,4 @@
-"""The sizes of loop axes, and how nvFuser writes a tensor: `T0_g_float[iS0{2}, ideviceIdx.x1{4}]`."""
+"""The sizes of loop axes, and nvFuser's text of a tensor: `T0_g_float[iS0{2}, ideviceIdx.x1{4}]`."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _BOUND = {None: "S", "DIDx": "deviceIdx.x", "DIDy": "deviceIdx.y", "DIDz": "devi
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """What is known of the sizes of a tensor's loop axes: its shape (-1 where open) and mesh."""
+    """What is known about the sizes of a tensor's loop axes, from its shape (-1 where open) and mesh."""
 
     domain: LoopDomain
     shape: Sequence[int]
     mesh: DeviceMesh | None
 
     def known(self, leaf: Leaf) -> int | None:
-        """The size of an axis where the definition says it."""
+        """The size of an axis, if the definition tells it."""
         if leaf.size is not None:
             return leaf.size
         dim, others = self.dim(leaf), self.others(leaf)
         return None if dim is None or self.shape[dim] < 0 or others is None else -(-self.shape[dim] // others)
 
     def dim(self, leaf: Leaf) -> int | None:
-        """The tensor's dim that the axis is (a part of); None for reductions and for axes over several dims."""
+        """The tensor's dim that the axis is, or is part of; None for reductions and for axes over several dims."""
         roots = [root for root in self.domain.roots if not root[0].reduction]
         return next((d for d, root in enumerate(roots) if any(other is leaf for other in root)), None)
 
     def others(self, leaf: Leaf) -> int | None:
-        """The product of the sizes of the other parts of its dim; None where one is open, or the axis is no dim's."""
+        """The product of the other parts of the axis' dim; None where one of them is open, or the axis has no dim."""
         root = next((root for root in self.domain.roots if any(other is leaf for other in root)), None)
         if root is None:
             return None
@@ -56,7 +56,7 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TensorDomain:
-    """The loop domain of a tensor, as `tv.domain()` gives it. `first` numbers its first axis."""
+    """A tensor's loop domain, as `tv.domain()` returns it; `first` is the number of its first axis."""
 
     extents: Extents
     first: int
@@ -66,7 +66,7 @@ class TensorDomain:
         return f"[{', '.join(axes)}]"
 
     def axis(self, leaf: Leaf, place: int) -> str:
-        """One axis: kind, what it is bound to, number and size (? where arguments decide)."""
+        """One axis as text: kind, what it is bound to, number, and size (? where arguments decide)."""
         size = self.extents.known(leaf)
         kind = "r" if leaf.reduction else "b" if size == 1 else "i"
         bound = _BOUND.get(leaf.axis, f"deviceIdx.{leaf.axis}")
@@ -76,7 +76,7 @@ class TensorDomain:
         return False
 
     def is_symbolic(self) -> bool:
-        """Whether arguments decide a size."""
+        """Whether arguments decide one of the sizes."""
         return any(self.extents.known(leaf) is None for leaf in self.extents.domain.loop)
 
     def definition(self) -> None:
@@ -88,7 +88,7 @@ class TensorDomain:
 
 
 def tensor_text(fd: DefinitionBuilder, tensor: int, domain: TensorDomain) -> str:
-    """The tensor's number, place (g for arguments and results, l for what is in between), type and domain."""
+    """A tensor's number, place (g for arguments and results, l for others), type and domain, as text."""
     place = "g" if tensor in fd.outputs or tensor in fd.input_tensors() else "l"
     kind, mesh = fd.tensors[tensor].type.dtype, domain.extents.mesh
     where = "" if mesh is None else f" ({mesh!r})"

@@ -1,9 +1,9 @@
 """The names that a script written for `nvfuser_direct` uses: `import meshfuse.nvfuser_direct as nvfuser`.
 
-The scripts run on any device that torch has; kernels are torch's, collectives are meshfuse's. What only
-orders nvFuser's work (memory types, schedules of kernels, options) is accepted and changes no value; stream axes
-and swizzles cut ops and their communication into chunks and rings. Where imports cannot change,
-`sys.modules["nvfuser_direct"] = meshfuse.nvfuser_direct` does as well.
+The scripts run on any device that torch has: kernels are torch's, collectives are meshfuse's. What only orders
+nvFuser's work (memory types, schedules of kernels, options) is accepted and changes no value; stream axes and swizzles
+cut ops and their communication into chunks and rings. Where imports cannot be changed, `sys.modules["nvfuser_direct"] =
+meshfuse.nvfuser_direct` works as well.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ aliased.install()
 
 
 def translate_fusion(fusion: Fusion) -> str:
-    """The text of a definition: a function that defines it again."""
+    """The text of a function that defines a definition again."""
     return str(fusion)
 
 
 def version() -> Version:
-    """meshfuse's version, where nvFuser gives its own."""
+    """The version of meshfuse; nvFuser gives its own."""
     return Version(__version__)
 
 

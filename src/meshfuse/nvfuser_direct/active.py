@@ -1,4 +1,4 @@
-"""Definitions that are being written: what `ops.add(...)` and `define_tensor(...)` without an `fd` belong to."""
+"""Definitions that are being written: what `ops.add(...)` and `define_tensor(...)` without an `fd` write to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _open: list[list[FusionDefinition]] = []
 
 
 class FusionGuard:
-    """Makes a fusion the one that module-level calls write to, for as long as the guard lives, or in its `with`."""
+    """Makes a fusion the one that module-level calls write to: while the guard lives, or inside its `with`."""
 
     def __init__(self, fusion: Fusion):
         self._entry: list[FusionDefinition] = []
@@ -38,7 +38,7 @@ class FusionGuard:
 
 
 def definition_of(fusion: Any, what: str) -> FusionDefinition:
-    """The definition of a fusion. Raises DefinitionError for what is none."""
+    """The definition of a fusion. Raises DefinitionError for anything else."""
     found: Any = getattr(fusion, "definition", None)
     if not hasattr(found, "fusion"):
         raise user_error(what, shown(fusion), "a fusion", "Pass fd.fusion, or Fusion().", caller_line())
@@ -46,14 +46,14 @@ def definition_of(fusion: Any, what: str) -> FusionDefinition:
 
 
 def enter(definition: FusionDefinition) -> list[FusionDefinition]:
-    """Make a definition the innermost; what `leave` takes."""
+    """Make a definition the innermost one; returns what `leave` takes."""
     entry = [definition]
     _open.append(entry)
     return entry
 
 
 def leave(entry: list[FusionDefinition]) -> None:
-    """Undo an `enter`; nothing where that has been done."""
+    """Undo an `enter`, unless that has been done."""
     with contextlib.suppress(StopIteration):
         del _open[next(i for i, other in enumerate(_open) if other is entry)]
 

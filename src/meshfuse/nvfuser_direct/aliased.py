@@ -1,7 +1,7 @@
-"""`sys.modules["nvfuser_direct"] = meshfuse.nvfuser_direct`, for scripts whose imports cannot change.
+"""Support for `sys.modules["nvfuser_direct"] = meshfuse.nvfuser_direct`, where a script's imports cannot change.
 
 Python would load a submodule of the alias (`from nvfuser_direct.pytorch_utils import ...`) a second time, under the
-alias' name; the finder gives it the module that is there already.
+alias' name. The finder here gives it the module that is loaded already.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PACKAGE = __name__.rpartition(".")[0]
 
 
 class _Loader:
-    """Gives back a module that is loaded, as it is."""
+    """A loader that returns a loaded module as it is."""
 
     def __init__(self, module: ModuleType):
         self.module, self.spec = module, module.__spec__
@@ -30,7 +30,7 @@ class _Loader:
 
 
 class _SubmoduleFinder:
-    """Finds the submodules of the package under any other name that it has in sys.modules."""
+    """Finds the package's submodules under every name that the package has in sys.modules."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
@@ -45,6 +45,6 @@ class _SubmoduleFinder:
 
 
 def install() -> None:
-    """Put the finder first: the one for files would find a submodule's file."""
+    """Put the finder before all others: the one for files would find a submodule's file."""
     if _SubmoduleFinder not in sys.meta_path:
         sys.meta_path.insert(0, _SubmoduleFinder)

@@ -33,10 +33,10 @@ def check_alias(fd: DefinitionBuilder, aliases: Aliases, tensor: TensorView, ali
 def write_aliases(
     fd: DefinitionBuilder, aliases: Aliases, outputs: Sequence[Any], arguments: Sequence[Any], line: SourceLine
 ) -> list[Any]:
-    """Write outputs into their arguments; the other outputs. All ranks write their own shards.
+    """Write outputs into their arguments, each rank its own shards; returns the outputs that are left.
 
-    An output that is such an argument, or is written into one, comes back as the argument itself. Raises
-    ArgumentError where the sizes differ.
+    An output that is such an argument, or is written into one, comes back as the argument itself. Raises ArgumentError
+    where the sizes differ.
     """
     places = {ref.id: i for i, ref in enumerate(fd.inputs) if isinstance(ref, TensorRef)}
     written = {tensor: arguments[places[tensor]] for tensor in aliases.values()}
@@ -71,7 +71,7 @@ def _write(fd: DefinitionBuilder, tensor: int, out: Any, argument: Any, line: So
 
 
 def _apart(out: Any, written: Any) -> Any:
-    """The output in memory of its own where it is a view of an argument that will be written."""
+    """The output, copied to memory of its own if it is a view of an argument that will be written."""
     if not isinstance(out, torch.Tensor):
         return out
     memory = {_local(argument).untyped_storage().data_ptr() for argument in written}

@@ -1,4 +1,4 @@
-"""Timing a function as nvFuser's benchmarks do: once to warm up, then with its device waited for."""
+"""Timing of a function as in nvFuser's benchmarks: a warm-up first, then runs that wait for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def get_benchmark_fns(func: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(a function to warm up by, a function to measure): both wait for the CUDA device where there is one."""
+    """(a function for the warm-up, a function to measure); both wait for the CUDA device if there is one."""
 
     def waited(*args: Any, **kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -22,7 +22,7 @@ def get_benchmark_fns(func: Callable[..., Any]) -> tuple[Callable[..., Any], Cal
 
 
 class Timer:
-    """A clock for pytest-benchmark: the seconds that passed, the device's work included."""
+    """A clock for pytest-benchmark that includes the device's work."""
 
     def __call__(self) -> float:
         if torch.cuda.is_available():
@@ -30,4 +30,4 @@ class Timer:
         return time.perf_counter()
 
     def cleanup(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""`LruFusionCache`: equal definitions share what was compiled for the first of them."""
+"""`LruFusionCache`: equal definitions share the programs that the first of them has compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _CachedFusion:
 
 
 class LRUCache:
-    """Keeps the `max_fusions` definitions used last: of those with the same text only the first compiles."""
+    """Keeps the `max_fusions` definitions used last. Of definitions with the same text only the first compiles."""
 
     def __init__(self, max_fusions: int):
         if (as_int(max_fusions) or 0) < 1:
@@ -35,12 +35,12 @@ class LRUCache:
         self._entries: OrderedDict[tuple[str, str], _CachedFusion] = OrderedDict()
 
     def cache_compile(self, fusion: Fusion) -> FusionExecutorCache:
-        """What runs a fusion, with the programs of an equal one where there has been one."""
+        """A FusionExecutorCache of a fusion, which uses the programs of an equal fusion that is kept."""
         self.look_up(definition_of(fusion, "cache_compile"))
         return FusionExecutorCache(fusion)
 
     def look_up(self, made: FusionDefinition) -> None:
-        """Let a definition use what an equal one has compiled, or keep it for others."""
+        """Let a definition use the programs of an equal one that is kept, or keep it for others."""
         self.lookups += 1
         # nvFuser's text writes a constant and a number alike, which scalars that programs know by number do not.
         key = (repr(made), definition_source(made))
@@ -64,7 +64,7 @@ class LRUCache:
         return len(self._entries)
 
     def stats(self) -> str:
-        """Counts of look-ups and hits, the definition used last first."""
+        """A text with the counts of look-ups and hits, the definition used last first."""
         lines = [f"Max Fusions Allowed: {self.max_fusions}"]
         if not self._entries:
             return "\n".join([*lines, "The fusion cache is empty.", ""])

@@ -14,9 +14,9 @@ from ..executor.arguments import check_list
 
 
 def flattened(fd: DefinitionBuilder, inputs: Sequence[Any]) -> list[Any]:
-    """The arguments, the numbers of a list or tuple each by itself: what define_vector takes.
+    """The arguments, with the numbers in a list or tuple as one argument each, as define_vector takes them.
 
-    Raises ArgumentError for one tensor, and for what is no list.
+    Raises ArgumentError for a single tensor, and for what is no list.
     """
     if isinstance(inputs, (torch.Tensor, TensorView, str, bytes, Mapping)) or not isinstance(inputs, Iterable):
         check_list(fd, inputs, caller_line())

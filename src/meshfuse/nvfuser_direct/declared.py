@@ -1,4 +1,4 @@
-"""What `define_tensor` is told of an input that changes nothing here, and that nvFuser's texts repeat."""
+"""Options of `define_tensor` that change nothing here, kept because nvFuser's texts repeat them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from .descriptors import compute_tensor_descriptor
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """An input's contiguity, from the slowest dim to the fastest (None for dims of size 1), and whether it is a scalar
-    on the host.
+    """What a script says of an input.
+
+    contiguity: from the slowest dim to the fastest; None for dims of size 1.
+    is_cpu: whether it is a scalar on the host.
     """
 
     contiguity: tuple[bool | None, ...]
@@ -24,7 +26,7 @@ class Declared:
     def of(
         cls, shape: Sequence[int], contiguity: Any = None, is_cpu: bool = False, order: Sequence[int] | None = None
     ) -> Declared:
-        """As a script says it: one flag for all dims, or one for each; none of them where nothing is said."""
+        """As a script says it: one flag for all dims or one for each; no dim is contiguous where nothing is said."""
         if isinstance(contiguity, (list, tuple)):
             return cls(tuple(contiguity), is_cpu)
         dims = range(len(shape)) if order is None else sorted(range(len(shape)), key=lambda dim: -order[dim])
@@ -32,14 +34,14 @@ class Declared:
 
     @classmethod
     def laid_out(cls, sizes: Sequence[int], strides: Sequence[int], is_cpu: bool = False) -> Declared:
-        """As an example's strides tell it."""
+        """As the strides of an example tensor tell it."""
         return cls(tuple(compute_tensor_descriptor(list(sizes), list(strides))[0]), is_cpu)
 
 
 def declared(
     made: TensorView, contiguity: Any, is_cpu: bool, *, sizes: Any = None, strides: Any = None, **form: Any
 ) -> Declared:
-    """What a call of define_tensor said of the input that it made: nvFuser's second form has an example's strides."""
+    """What a call of define_tensor said of its input; in nvFuser's second form the example's strides say it."""
     if strides is None and are_strides(contiguity):
         strides = contiguity
     if strides is not None:
@@ -48,5 +50,5 @@ def declared(
 
 
 def is_host_scalar(tensor: Any) -> bool:
-    """Whether nvFuser takes the tensor for a number on the host."""
+    """Whether nvFuser would treat the tensor as a number on the host."""
     return tensor.dim() == 0 and tensor.device.type == "cpu"

@@ -41,8 +41,9 @@ from .wording import add_sentence, unfit_argument
 
 
 class Fusion(CoreFusion):
-    """`fd.fusion`: inputs, outputs and all values of a definition. `Fusion()` has a definition of its own, that a
-    FusionGuard makes the active one.
+    """`fd.fusion`: inputs, outputs and all values of a definition.
+
+    `Fusion()` makes a definition of its own, which a FusionGuard makes the active one.
     """
 
     __slots__ = ("_added",)
@@ -54,9 +55,9 @@ class Fusion(CoreFusion):
             self.definition._fusion = self
 
     def add_input(self, input: TensorView | Val) -> None:
-        """Put what define_tensor or define_scalar gave after the inputs that were added before it.
+        """Put an input that define_tensor or define_scalar returned behind those that were added before it.
 
-        Those that are added by no call come last. Raises DefinitionError for a value that is no input.
+        Inputs that are never added come last. Raises DefinitionError for a value that is no input.
         """
         if getattr(input, "ref", None) not in self._fd.inputs or input.ref in self._added:
             raise user_error(
@@ -76,11 +77,11 @@ class Fusion(CoreFusion):
         return [*tensors, *(value for value in self.inputs() if isinstance(value, Val))]
 
     def print_math(self, from_outputs_only: bool = True) -> str:
-        """The definition's text, all of it."""
+        """The definition's whole text."""
         return str(self)
 
     def print_kernel(self, compile_params: Any = None) -> str:
-        """This rank's program: meshfuse has no kernels of its own to show."""
+        """This rank's program, as meshfuse has no kernels of its own to show."""
         return self.definition.program_text()
 
     def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
@@ -91,7 +92,7 @@ class Fusion(CoreFusion):
 
 
 class FusionDefinition(core.FusionDefinition):
-    """nvFuser's definition: a context manager, or a subclass with a `definition` method.
+    """nvFuser's definition: a context manager, or the base of a class with a `definition` method.
 
     That method (and `multidevice_schedule`) runs once, before the first execution, simulation or question, unless the
     script has called it.
@@ -136,7 +137,7 @@ class FusionDefinition(core.FusionDefinition):
         stride_order: Sequence[int] | None = None,
         **form: Any,
     ) -> TensorView:
-        """As meshfuse's; nvFuser's empty `stride_order` means none. What is said of contiguity stays in the text."""
+        """As in meshfuse. nvFuser's empty `stride_order` means none; contiguity is kept for the definition's text."""
         made = super().define_tensor(shape, contiguity, dtype, is_cpu, stride_order or None, **form)
         self.declared[made.id] = declared(made, contiguity, is_cpu, **form)
         return made
@@ -160,7 +161,7 @@ class FusionDefinition(core.FusionDefinition):
             self.aliases[len(self.outputs) - 1] = alias_input.id
 
     def prepared(self, inputs: Any, *shapes: Sequence[int]) -> tuple[core.FusionDefinition, core.FusionDefinition]:
-        """As meshfuse's. Raises DefinitionError where an output is written into an argument."""
+        """As in meshfuse. Raises DefinitionError where an output is written into an argument."""
         if self.aliases:
             written = ", ".join(self.tensors[i].label for i in self.aliases.values())
             raise user_error("prepared: arguments are written", written, "outputs that are returned",
@@ -168,13 +169,13 @@ class FusionDefinition(core.FusionDefinition):
         return super().prepared(inputs, *shapes)
 
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
-        """As meshfuse's; expanded operands of elementwise ops take the sizes of real ones, as in nvFuser."""
+        """As in meshfuse. Expanded operands of elementwise ops take the sizes of real ones, as in nvFuser."""
         if op.name in OPS:
             args, kwargs = fitting(self, op, args, kwargs, line)
         return super()._apply(op, args, kwargs, line)
 
     def expression(self, node: Any) -> Expr:
-        """An op as nvFuser's scripts see it."""
+        """An op in the form that nvFuser's scripts look at."""
         return expression(self, node)
 
     @property
@@ -201,7 +202,7 @@ class FusionDefinition(core.FusionDefinition):
 
     @property
     def fusion(self) -> Fusion:
-        """That of `fec` where there is one: nvFuser's scripts delete `_fusion` when they have set it."""
+        """The fusion of `fec` if there is one, as nvFuser's scripts delete `_fusion` when they have set `fec`."""
         return self._fusion if self._fec is None else self._fec.fusion()
 
     # annotating: meshes are kept as meshfuse writes them, for the definition's text
@@ -242,7 +243,10 @@ class FusionDefinition(core.FusionDefinition):
         return self.run(values, idle_ranks=idle_ranks)
 
     def run(self, values: Sequence[Any], *, idle_ranks: bool = True, scheduled: bool = True) -> list[Any]:
-        """The outputs from a rank's arguments; `scheduled` tells the profile by whom."""
+        """The outputs from a rank's arguments.
+
+        `scheduled` says, for the profile, that nvFuser would choose the scheduler.
+        """
         self._define_by_methods()
         self._check_defined()
         ran: list[spmd.RankProgram] = []
@@ -263,8 +267,10 @@ class FusionDefinition(core.FusionDefinition):
         return write_aliases(self, self.aliases, outputs, values, caller_line()) if self.aliases else outputs
 
     def random_state(self, device: torch.device, step: int) -> tuple[int, int]:
-        """By torch's generator, as in nvFuser. By the definition's seed where it has one, and on several ranks: their
-        generators may differ.
+        """As torch's generator draws, as in nvFuser.
+
+        With a seed of the definition's own, and on several ranks, whose generators may differ, the definition's seed
+        counts.
         """
         by_torch = self._drawing > 0 and self._seed == 0 and World.current().size == 1
         self.drawn = next_draws(device, self._drawing) if by_torch else super().random_state(device, step)
@@ -272,7 +278,7 @@ class FusionDefinition(core.FusionDefinition):
 
     @functools.cached_property
     def _drawing(self) -> int:
-        """How many ops draw random numbers, of a definition that changes no more."""
+        """How many ops draw random numbers; the definition must not change any more."""
         return sum(node.draws for node in self.nodes)
 
     def simulate(
@@ -292,7 +298,7 @@ class FusionDefinition(core.FusionDefinition):
         return self._ke.run(flattened(self, inputs))
 
     def validate_definition(self) -> tuple[bool, str | None]:
-        """(whether there is anything to run, what is wrong)."""
+        """(whether it can run, what is wrong)."""
         if not self.tensors and not self.scalars:
             return False, "the definition has no content"
         return (True, None) if self.outputs else (False, "the definition has no outputs")
@@ -319,7 +325,7 @@ class FusionDefinition(core.FusionDefinition):
         self._methods.run(self)
 
     def output_orders(self) -> list[tuple[int, ...] | None]:
-        """The memory order of every output: as annotated, else as it comes through from the inputs."""
+        """The memory order of every output: as annotated, else as the inputs' orders lead to."""
         stated, inferred = super().output_orders(), inferred_orders(self)
         return [
             order if order is not None or self._says_order(tensor) else inferred[tensor]
@@ -331,7 +337,7 @@ class FusionDefinition(core.FusionDefinition):
         return annotation is not None and annotation.allocation is not None
 
     def share_programs(self, other: FusionDefinition) -> None:
-        """Use what was compiled for an equal definition. Its random numbers go on from that one's."""
+        """Use the programs of an equal definition, and go on with its random numbers."""
         self._compiled, self._bound, self._simulated = other._compiled, other._bound, other._simulated
         self._steps = other._steps
 
@@ -345,7 +351,7 @@ class FusionDefinition(core.FusionDefinition):
         return str(self.ran.host_program(rank))
 
     def _compile_sizes(self, given: Any, shapes: Any, world: Any, line: Any, near_factor: float) -> CompiledProgram:
-        """Outputs that nothing is said of lie where nvFuser leaves them, as the first shapes tell."""
+        """As in meshfuse; before the first compilation, annotate other outputs as nvFuser would leave them."""
         if not self._compiled:
             self._annotate_aliases(line)
         if not self._compiled and (mesh := common_mesh(self)) is not None:
@@ -356,7 +362,7 @@ class FusionDefinition(core.FusionDefinition):
         return super()._compile_sizes(given, shapes, world, line, near_factor)
 
     def _annotate_aliases(self, line: Any) -> None:
-        """Outputs that are written into arguments lie as those do."""
+        """Annotate outputs that are written into arguments as those arguments are."""
         for place, alias in self.aliases.items():
             tensor, given = self.outputs[place], self.annotations.get(alias)
             mesh = given.mesh if given is not None else common_mesh(self)
@@ -371,7 +377,7 @@ class FusionDefinition(core.FusionDefinition):
         self._annotate(TensorView(self, TensorRef(tensor)), mesh, dims, line)
 
     def bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]:
-        """For every output the dims that are bound to mesh axes of one rank."""
+        """For every output, by mesh axis of one rank the dim that is bound to it."""
         sizes = tuple((i, compiled.graph.shape(i)) for i in sorted(compiled.graph.input_tensors))
         shapes, scalars, _ = next(key for key in self._compiled if key[0] == sizes)
         mesh = common_mesh(self)
@@ -396,7 +402,7 @@ class FusionDefinition(core.FusionDefinition):
         return repro.script(self, self._repro)
 
     def repro_script_for(self, inputs: Sequence[Any] | None = None) -> str:
-        """A script that runs the definition on inputs of the shapes of these."""
+        """A script that runs the definition on inputs with these inputs' shapes."""
         given = None if inputs is None else [repro.input_text(value) for value in flattened(self, inputs)]
         return repro.script(self, given)
 
@@ -423,7 +429,7 @@ _EXECUTION = ("auto_schedule", "save_repro_inputs", "_enable_options", "_disable
 
 
 def _second(what: str, do: str) -> Exception:
-    """The error of a definition that is run in a second way: its profile and its cache tell of one."""
+    """The error of a definition that is run in a second way, when its profile and its cache are those of the first."""
     return user_error(what, do=f"{do} to execute the fusion.", where=caller_line(), cls=ExecutorError)
 
 
@@ -433,7 +439,7 @@ def _plain(mesh: Any) -> Any:
 
 @contextlib.contextmanager
 def _listening(ran: list[spmd.RankProgram]) -> Iterator[None]:
-    """Collect the programs that this process runs."""
+    """In this context, collect the programs that this process runs."""
     spmd.finished.append(ran.append)
     try:
         yield

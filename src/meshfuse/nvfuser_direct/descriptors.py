@@ -1,4 +1,4 @@
-"""What nvFuser keeps of a tensor's strides."""
+"""nvFuser's description of a tensor's strides."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..user_values import as_int
 def compute_tensor_descriptor(sizes: Sequence[int], strides: Sequence[int]) -> tuple[list[bool | None], list[int]]:
     """(contiguity, stride order) of a tensor with these sizes and strides.
 
-    The stride order says for every dim its place in memory, 0 the fastest; dims of stride 0 and of equal strides
-    keep their places. Contiguity goes from the slowest dim to the fastest: whether a dim's stride is the size times
-    the stride of the next real one, None for dims of size 1 or stride 0.
+    The stride order gives every dim its place in memory, with 0 the fastest; dims of stride 0 and of equal strides keep
+    their order. Contiguity goes from the slowest dim to the fastest: None for dims of size 1 or stride 0, else whether
+    the dim's stride is the size times the stride of the next dim that is not None.
 
-    Raises ArgumentError unless both are lists of as many ints.
+    Raises ArgumentError unless both are lists of ints of one length.
     """
     given = (sizes, strides)
     listed = all(isinstance(part, (list, tuple)) and None not in map(as_int, part) for part in given)
@@ -35,7 +35,10 @@ def compute_tensor_descriptor(sizes: Sequence[int], strides: Sequence[int]) -> t
 
 
 def _fastest_first(strides: Sequence[int]) -> list[int]:
-    """The dims by stride, by insertion from the last dim on; a stride of 0 compares with none."""
+    """The dims by stride, fastest first.
+
+    It is an insertion sort from the last dim on, in which a stride of 0 compares with none.
+    """
     dims = list(reversed(range(len(strides))))
     for start in range(1, len(dims)):
         here = start

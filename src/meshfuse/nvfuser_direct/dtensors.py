@@ -11,7 +11,7 @@ from .multidevice import Sharding
 
 
 def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Sequence[Any]) -> list[Any]:
-    """DTensors in, DTensors out, on the mesh (its dim names included) of the inputs.
+    """Execute on DTensors; returns DTensors on the inputs' mesh, with its dim names.
 
     Raises ArgumentError where an input's placements are not as annotated.
     """
@@ -24,7 +24,7 @@ def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Sequence[Any]) -> l
 
 
 def _with_ones(out: Any, sharding: Sharding) -> Any:
-    """The DTensor with the placements that say the same over mesh axes of one rank."""
+    """The DTensor with the same placement, also written over mesh axes of one rank."""
     from torch.distributed.tensor import DTensor, Shard
 
     names, ones = sharding.core.mesh.names, sharding.ones

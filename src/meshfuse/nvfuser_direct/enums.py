@@ -1,4 +1,4 @@
-"""nvFuser's enumerations that meshfuse has no use for itself."""
+"""nvFuser's enumerations that meshfuse itself does not use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CommunicatorBackend(enum.Enum):
 
 
 class SchedulerType(enum.Enum):
-    """nvFuser's schedulers. meshfuse's kernels are torch's: the profiler names by these what a kernel is like."""
+    """nvFuser's schedulers. meshfuse's kernels are torch's; the profiler uses these names for the kinds of kernels."""
 
     none = 0
     no_op = 1

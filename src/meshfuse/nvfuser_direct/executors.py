@@ -1,4 +1,4 @@
-"""`fd.fec` and `fd.ke`: what a script asks of a definition that has run."""
+"""`fd.fec` and `fd.ke`: what a script can ask of a definition that has run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EmptyDefinitionError(DefinitionError, NotImplementedError):
-    """A definition without content was asked to run."""
+    """A definition without any ops or outputs was asked to run."""
 
 
 class ExecutorError(DefinitionError, AssertionError):
@@ -23,9 +23,9 @@ class ExecutorError(DefinitionError, AssertionError):
 
 
 class FusionExecutorCache:
-    """A definition that runs by `execute`. Its texts are this rank's program, whatever nvFuser has there.
+    """A definition that runs by `execute`. Where nvFuser shows texts of kernels, it shows this rank's program.
 
-    Made of a fusion, it runs that fusion's definition.
+    Made from a fusion, it runs the fusion's definition.
     """
 
     def __init__(self, fusion: Fusion, fusion_id: int = 0, auto_schedule: bool = True):
@@ -34,14 +34,14 @@ class FusionExecutorCache:
 
     @property
     def compiled(self) -> CompiledProgram:
-        """What the last execution ran. ExecutorError before the first."""
+        """The program of the last execution. Raises ExecutorError before the first."""
         if self.definition.ran is None:
             raise user_error("FusionExecutorCache: the fusion has not run yet", do="Call execute(inputs) first.",
                              where=caller_line(), cls=ExecutorError)  # fmt: skip
         return self.definition.ran
 
     def get_output_shardings(self) -> list[Sharding]:
-        """How each output of the last execution lies on its mesh."""
+        """The sharding of every output of the last execution."""
         shardings = self.compiled.output_shardings()
         pairs = zip(shardings, self.definition.bound_outputs(self.compiled), strict=True)
         found = [Sharding(sharding, ones) for sharding, ones in pairs]
@@ -64,7 +64,7 @@ class FusionExecutorCache:
 
 
 class KernelExecutor:
-    """A definition that runs by `manual_execute`: by torch, with no schedule of the script's."""
+    """A definition that runs by `manual_execute`, on torch's kernels: a script's schedule has no effect."""
 
     def __init__(self, fusion_id: int = 0, concrete_id: int = 0, runtime_id: int = 0, group_id: int = 0) -> None:
         self._definition: FusionDefinition | None = None
@@ -77,7 +77,7 @@ class KernelExecutor:
         compile_params: Any = None,
         scheduler_type: Any = None,
     ) -> None:
-        """Take the definition to run. Launch and compile parameters have no meaning for torch's kernels."""
+        """Take the definition to run. Launch and compile parameters have no effect on torch's kernels."""
         self._definition = definition_of(fusion, "KernelExecutor.compile")
 
     def is_compiled(self) -> bool:

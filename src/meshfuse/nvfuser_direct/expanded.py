@@ -1,4 +1,4 @@
-"""Broadcast dims of any size: in nvFuser an expanded dim gives way to a real one, whatever it was expanded to."""
+"""Expanded dims of any size: in nvFuser they take the size of a real dim, whatever size they were expanded to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
 def fitting(
     fd: DefinitionBuilder, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], at: SourceLine
 ) -> CallArguments:
-    """The arguments of an elementwise op, operands that were expanded to another size than a real dim has expanded
-    to that one instead.
+    """The arguments of an elementwise op.
+
+    Operands that were expanded to another size than a real dim's are expanded anew.
     """
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, TensorView) and v.fd is fd]
     if op.rule is not pointwise_rule or len({v.type.shape for v in tensors}) < 2:
@@ -33,7 +34,7 @@ def fitting(
 
 
 def _real_sizes(fd: DefinitionBuilder, tensors: Sequence[TensorView]) -> dict[int, int]:
-    """The known sizes of dims, counted from the last, that are no broadcasts."""
+    """By dim, counted from the last, the known size of those that are no broadcasts."""
     real: dict[int, int] = {}
     for view in tensors:
         expanded = _expanded_dims(fd, view)
@@ -57,7 +58,7 @@ def _fit(fd: DefinitionBuilder, view: TensorView, real: Mapping[int, int], at: S
 
 
 def _expanded_dims(fd: DefinitionBuilder, view: TensorView) -> list[int]:
-    """The dims that broadcast_in_dim or expand added or enlarged."""
+    """The dims that broadcast_in_dim or expand has added or enlarged."""
     node = fd.producer(view.id)
     if node is None or node.op.name not in ("broadcast_in_dim", "expand"):
         return []

@@ -1,4 +1,4 @@
-"""Ops of a definition as nvFuser's scripts look at them: `tv.definition()` and `tv.uses()`."""
+"""Ops of a definition as nvFuser's scripts see them: `tv.definition()` and `tv.uses()`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .idm import refuse
 
 
 class Statement:
-    """What a definition is made of: values and ops."""
+    """Base of what a definition is made of: values and ops."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class Expr(Statement):
         return self.node.op.name
 
     def input(self, index: int) -> TensorView:
-        """The tensor that the op takes at this place. Raises DefinitionError where there is none."""
+        """The op's tensor operand at this place. Raises DefinitionError where there is none."""
         return self._at(self.node.inputs, index, "input")
 
     def output(self, index: int) -> TensorView:
@@ -73,7 +73,7 @@ class SqueezeOp(Expr):
 
 
 class _AxisExpr(Expr):
-    """nvFuser's ops on loop axes. meshfuse's axes are no values of ops, so that nothing is one of these."""
+    """nvFuser's ops on loop axes. In meshfuse no op makes an axis, so there are no instances of these classes."""
 
     __slots__ = ()
 
@@ -102,5 +102,5 @@ _KINDS = {
 
 
 def expression(fd: DefinitionBuilder, node: Any) -> Expr:
-    """An op in the class that nvFuser has for its kind."""
+    """An op as an instance of the class that nvFuser has for its kind."""
     return _KINDS.get(node.op.name, Expr)(fd, node)

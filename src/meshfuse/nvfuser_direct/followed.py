@@ -1,9 +1,9 @@
-"""Where nvFuser puts what no annotation says: each op's results follow its operands, the most sharded first, and then
-its operands take the axes that they lack from its results.
+"""Shardings of outputs without an annotation, as nvFuser would choose them.
 
-So the mask of a dropout, and a product that is added to a residual, lie as that residual does. meshfuse chooses by
-cost; a script written for nvFuser reads its outputs where nvFuser leaves them. Axes of one rank, which split nothing,
-are followed as well: scripts ask for their dims.
+An op's results follow its operands, the most sharded operand first; then the operands take axes that they lack from the
+results. So the mask of a dropout, and a product that is added to a residual, lie as that residual does. meshfuse itself
+chooses by cost, but a script written for nvFuser reads its outputs where nvFuser leaves them. Axes of one rank split
+nothing, but are followed as well: scripts ask for their dims.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ WEIGHTS_FIRST = ("linear", "matmul")
 def followed_outputs(
     fd: DefinitionBuilder, mesh: DeviceMesh, shapes: Shapes, scalars: Mapping[int, Any]
 ) -> list[dict[str, int] | None]:
-    """For every output the bindings that follow from the annotations, all on this mesh, for these global input shapes;
-    None where one is not in chunks of a dim.
+    """For every output, the bindings that follow from the annotations for these global input shapes; all are on `mesh`.
+
+    None for an output that is not cut in chunks of a dim.
     """
     given = {i: _bound(annotation) for i, annotation in fd.annotations.items()}
     graph = _graph(fd, shapes, scalars, given)
@@ -55,13 +56,13 @@ def _sayable(bound: BoundDims | None) -> dict[str, int] | None:
 
 
 def common_mesh(fd: DefinitionBuilder) -> DeviceMesh | None:
-    """The mesh of all annotations, None where there are several or none."""
+    """The one mesh of all annotations; None where there are several or none."""
     meshes = {annotation.mesh for annotation in fd.annotations.values()}
     return meshes.pop() if len(meshes) == 1 else None
 
 
 def follow_meshes(fd: DefinitionBuilder) -> None:
-    """Give each tensor that is parallelized and has no mesh the one of all that it is made of, where that is one."""
+    """Give each parallelized tensor without a mesh the mesh of all that it is made of, if that is a single one."""
     annotations = fd.all_annotations
     if all(a.mesh is not None or not a.is_on_devices for a in annotations.values()):
         return
@@ -90,7 +91,7 @@ def _bound(annotation: Annotation) -> BoundDims | None:
 def _graph(
     fd: DefinitionBuilder, shapes: Shapes, scalars: Mapping[int, Any], bound: Mapping[int, BoundDims | None]
 ) -> Graph:
-    """The graph, with 2 for bound dims of size 1 where possible: there is no factor to follow in 1."""
+    """The graph; bound dims of size 1 get size 2 where possible, as rules have no factor for size 1."""
     wide = {i: _widened(shape, bound.get(i) or {}) for i, shape in shapes.items()}
     try:
         return concretize(fd, wide, scalars)
@@ -125,7 +126,10 @@ def _of_result(node: Node, place: int, found: Mapping[int, BoundDims | None]) ->
 
 
 def _target(node: Node, place: int, factors: Sequence[int], chunks: bool) -> int | frozenset[int]:
-    """The result's dim that chunks of a dim of these factors are chunks of, else the dims among which they then are."""
+    """The result's dim that is in chunks where the operand's dim of these factors is.
+
+    If there is none, the dims over which the operand's chunks are scattered.
+    """
     kinds, dims = node.rule.factors, node.rule.results[place]
     left = {f for f in factors if kinds[f].kind is not FactorKind.REDUCE}
     if chunks and all(kinds[f].kind is FactorKind.PASS for f in left):
@@ -136,7 +140,7 @@ def _target(node: Node, place: int, factors: Sequence[int], chunks: bool) -> int
 
 
 def _of_operand(node: Node, place: int, found: Mapping[int, BoundDims | None], mesh: DeviceMesh) -> BoundDims | None:
-    """What the operand has, and the axes that it lacks where the op's most sharded result has them."""
+    """The operand's bindings, with axes that it lacks taken from the op's most sharded result."""
     before, made = found[node.inputs[place]], [found[i] for i in node.outputs]
     mine = _sayable(before)
     if mine is None or None in made:
@@ -153,7 +157,7 @@ def _of_operand(node: Node, place: int, found: Mapping[int, BoundDims | None], m
 
 
 def _source(node: Node, place: int, factors: tuple[int, ...]) -> int | None:
-    """The operand's dim of which a result's chunked dim of these factors is made, None where there is none."""
+    """The operand's dim from which a result's dim of these factors is made; None where there is none."""
     if not factors or node.rule.factors[factors[0]].kind is not FactorKind.PASS:
         return None
     return next((d for d, dim in enumerate(node.rule.operands[place]) if dim and dim[0] == factors[0]), None)

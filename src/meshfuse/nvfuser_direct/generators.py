@@ -1,4 +1,4 @@
-"""Random numbers by torch's generators: what `torch.manual_seed` means to nvFuser's scripts."""
+"""Random numbers by torch's generators, so that `torch.manual_seed` has the effect that nvFuser's scripts expect."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 
 class _HostDraws:
-    """How often this process has drawn since the seed of torch's generator on the host was set.
+    """How often this process has drawn since torch's host generator was seeded.
 
-    That generator counts nothing. Each draw takes one number of it, so that it tells whether it was seeded since.
+    That generator does not count. Each draw takes one number from it, so that its state shows whether it was seeded
+    again.
     """
 
     def __init__(self) -> None:
@@ -29,9 +30,9 @@ _host = _HostDraws()
 
 
 def next_draws(device: torch.device, ops: int) -> tuple[int, int]:
-    """(seed, offset) by which this many ops draw on a device, their numbers going on from those drawn before.
+    """(seed, offset) for so many ops that draw on a device; their numbers follow those drawn before.
 
-    A CUDA generator counts words, of which nvFuser's ops take four each.
+    A CUDA generator counts words, of which each of nvFuser's ops takes four.
     """
     if device.type != "cuda":
         return _host.next(ops)
@@ -43,5 +44,5 @@ def next_draws(device: torch.device, ops: int) -> tuple[int, int]:
 
 
 def _signed(seed: int) -> int:
-    """The seed in 64 bits with a sign, as scalars have it: torch tells it without one."""
+    """The seed as a signed 64-bit int, as scalars have it; torch gives it unsigned."""
     return seed - 2**64 if seed >= 2**63 else seed

@@ -1,4 +1,4 @@
-"""nvFuser's analysis of which loop axes of its kernels are the same. meshfuse has none: here the names say so."""
+"""nvFuser's graphs of equal loop axes. meshfuse has none; here the names exist, and say what to use instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NoLoopGraphError(DefinitionError, NotImplementedError):
 
 
 def refuse(name: str) -> NoReturn:
-    """NoLoopGraphError that says what answers such questions here."""
+    """Raises NoLoopGraphError, which says what answers such questions here."""
     raise user_error(
         f"{name}: meshfuse keeps no graph of loop axes", "", "a question of dims",
         "The factor rule of an op says which dims go together: print(fd.compile(...).graph), or fd.explain(t).",
@@ -33,7 +33,7 @@ class IdModel(_Missing):
 
 
 class ValGraph(_Missing):
-    """One of them. Raises NoLoopGraphError."""
+    """One of these graphs. Raises NoLoopGraphError."""
 
     def disjoint_val_sets(self) -> NoReturn:
         refuse("idm.ValGraph.disjoint_val_sets")
@@ -43,7 +43,7 @@ class ValGraph(_Missing):
 
 
 class DisjointValSets(_Missing):
-    """Its sets. Raises NoLoopGraphError."""
+    """The sets of such a graph. Raises NoLoopGraphError."""
 
     def strict_are_mapped(self, entry0: Any, entry1: Any) -> NoReturn:
         refuse("idm.DisjointValSets.strict_are_mapped")

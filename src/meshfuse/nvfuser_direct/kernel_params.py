@@ -28,7 +28,7 @@ MatmulTileRasterizationOrder = enum.Enum("MatmulTileRasterizationOrder", ["row_m
 
 @dataclass
 class GemmTile:
-    """The sizes of a tile of a product."""
+    """The sizes of a matrix product's tile."""
 
     m: int
     n: int
@@ -37,7 +37,7 @@ class GemmTile:
 
 @dataclass
 class MatMulTileOptions:
-    """The tiles of a block and of a warp."""
+    """The tiles of a thread block and of a warp."""
 
     cta_tile: GemmTile = field(default_factory=lambda: GemmTile(128, 128, 32))
     warp_tile: GemmTile = field(default_factory=lambda: GemmTile(64, 64, 32))
@@ -45,7 +45,7 @@ class MatMulTileOptions:
 
 @dataclass
 class ClusterDims:
-    """Blocks in a cluster."""
+    """The numbers of thread blocks in a cluster."""
 
     m: int = 1
     n: int = 1
@@ -53,7 +53,7 @@ class ClusterDims:
 
 @dataclass
 class CircularBufferOptions:
-    """Copies of operands that are under way at once."""
+    """How many copies of operands are under way at once."""
 
     circular_buffer_smem_write: bool = False
     circular_buffer_smem_read: bool = False
@@ -63,7 +63,7 @@ class CircularBufferOptions:
 
 @dataclass
 class SupportedVectorization:
-    """Elements per access of the operands and of what follows a product."""
+    """Elements per memory access: of both operands, and of the epilogue."""
 
     a: int
     b: int
@@ -72,7 +72,7 @@ class SupportedVectorization:
 
 @dataclass(frozen=True)
 class MmaMacro:
-    """A tensor core's instruction."""
+    """An instruction of the tensor cores."""
 
     arch: Any
     m: int
@@ -82,7 +82,7 @@ class MmaMacro:
 
 @dataclass
 class MmaMacroEncode:
-    """Its parts, to choose by."""
+    """The parts of such an instruction, by which to choose one."""
 
     arch: Any
     m: int
@@ -98,7 +98,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 class _Parameters(SimpleNamespace):
-    """Attributes as they were set; those of the class that were not are None."""
+    """Attributes as a script sets them; those of the class that were not set are None."""
 
     names: tuple[str, ...] = ()
 
@@ -107,7 +107,7 @@ class _Parameters(SimpleNamespace):
 
 
 class LaunchParams(_Parameters):
-    """Sizes of the grid and its blocks."""
+    """The sizes of the grid and of its thread blocks."""
 
     names = ("bdimx", "bdimy", "bdimz", "gdimx", "gdimy", "gdimz")
 
@@ -119,7 +119,7 @@ class CompileParams(_Parameters):
 
 
 class HeuristicParams(_Parameters):
-    """What a scheduler of nvFuser found; `lparams` and `cparams` are always there."""
+    """What one of nvFuser's schedulers chooses; `lparams` and `cparams` always exist."""
 
     scheduler = SchedulerType.none
 
@@ -133,7 +133,7 @@ class HeuristicParams(_Parameters):
 
 
 class PointwiseParams(HeuristicParams):
-    """Of elementwise kernels."""
+    """Parameters of elementwise kernels."""
 
     scheduler = SchedulerType.pointwise
     names = _words(
@@ -143,7 +143,7 @@ class PointwiseParams(HeuristicParams):
 
 
 class ReductionParams(HeuristicParams):
-    """Of kernels that reduce."""
+    """Parameters of kernels that reduce."""
 
     scheduler = SchedulerType.reduction
     names = _words(
@@ -163,7 +163,7 @@ class ReductionParams(HeuristicParams):
 
 
 class MatmulParams(HeuristicParams):
-    """Of matrix products."""
+    """Parameters of matrix products."""
 
     scheduler = SchedulerType.matmul
     names = _words(

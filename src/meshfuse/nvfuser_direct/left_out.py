@@ -1,4 +1,4 @@
-"""Names of nvfuser_direct that meshfuse does not have, or that only say what to use, and why."""
+"""Names of nvfuser_direct that meshfuse lacks, each with the reason and what to use instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definitions that are a subclass with a `definition` method, and one that annotates."""
+"""Classes with a `definition` method, and one that annotates (`multidevice_schedule`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Methods:
         self._running = self._failed = ""
 
     def run(self, fd: FusionDefinition) -> None:
-        """Raises DefinitionError where a method asks for what it is to define, or was ended by an error before: what it
+        """Run the methods that have not run yet.
+
+        Raises DefinitionError where a method asks for what it is to define, or was ended by an error before: what it
         would have said is missing.
         """
         if self._failed or (self._running and not fd.tensors):

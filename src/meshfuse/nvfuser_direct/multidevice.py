@@ -1,4 +1,4 @@
-"""nvFuser's multi-device names: meshes, the communicator, cutting tensors, shardings of outputs."""
+"""nvFuser's multi-device names: meshes, the communicator, cutting tensors, and shardings of outputs."""
 
 from __future__ import annotations
 
@@ -50,15 +50,14 @@ class DeviceMesh(core.DeviceMesh):
         return (DeviceMesh, (torch.tensor(self.ranks).reshape(self.shape),))
 
     def plain(self) -> core.DeviceMesh:
-        """The same mesh as meshfuse writes it."""
+        """The same mesh as one of meshfuse's own."""
         return core.DeviceMesh(self.shape, self.names, ranks=self.ranks)
 
     def shard_tensor(self, tensor: torch.Tensor, axis: int, device_id: int | None = None) -> torch.Tensor:
-        """This rank's chunk, or rank `device_id`'s, of dim `axis` of a global tensor; the last may be short, as in
-        torch.chunk.
+        """This rank's chunk of dim `axis` of a global tensor, or that of rank `device_id`.
 
-        Raises ArgumentError for a mesh of several axes, where the tensor is not dense or has no such dim, and for a
-        `device_id` that is no int.
+        Chunks are those of torch.chunk: the last may be short. Raises ArgumentError for a mesh of several axes, where
+        the tensor is not dense or has no such dim, and for a `device_id` that is no int.
         """
         line = caller_line()
         place = Communicator.instance().rank() if device_id is None else as_int(device_id)
@@ -68,7 +67,7 @@ class DeviceMesh(core.DeviceMesh):
         return shard_tensor(tensor, self._chunks(tensor, axis, line), place if place in self else self.ranks[0])
 
     def _chunks(self, tensor: Any, axis: Any, line: SourceLine) -> CoreSharding:
-        """That of a tensor which is cut along dim `axis` alone."""
+        """The sharding of a tensor that is cut along dim `axis` alone."""
         shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) and not tensor.is_nested else None
         dim, ndim = as_int(axis), len(shape or ())
         if shape is None or self.ndim != 1 or dim is None or not -ndim <= dim < ndim:
@@ -87,7 +86,7 @@ class DeviceMesh(core.DeviceMesh):
 
 
 def _braces(shape: tuple[int, ...], ranks: list[int]) -> str:
-    """Ranks by rows, as nvFuser prints a mesh: {{0 1}{2 3}}."""
+    """Ranks in rows, as nvFuser prints a mesh: {{0 1}{2 3}}."""
     if len(shape) <= 1:
         return "{" + " ".join(map(str, ranks)) + "}"
     step = len(ranks) // shape[0]
@@ -96,12 +95,12 @@ def _braces(shape: tuple[int, ...], ranks: list[int]) -> str:
 
 
 def of_core(mesh: core.DeviceMesh) -> DeviceMesh:
-    """A mesh in nvFuser's form."""
+    """A mesh of meshfuse's in nvFuser's form."""
     return DeviceMesh(torch.tensor(mesh.ranks).reshape(mesh.shape))
 
 
 class Communicator:
-    """This process among its peers, as the launcher says it. There is one: `Communicator.instance()`."""
+    """This process among its peers, as its launcher says. There is one: `Communicator.instance()`."""
 
     _instance: Communicator | None = None
 
@@ -130,15 +129,15 @@ class Communicator:
         World.current().barrier()
 
     def is_available(self) -> bool:
-        """True: one process is a world of size 1."""
+        """True: a single process is a world of size 1."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a result lies on a mesh, as `fd.fec.get_output_shardings()` tells it.
+    """How an output lies on a mesh, as `fd.fec.get_output_shardings()` gives it.
 
-    `ones` are dims bound to mesh axes of one rank, which `core` does not have.
+    `ones` has the dims bound to mesh axes of one rank, which are not in `core`.
     """
 
     core: CoreSharding
@@ -149,8 +148,9 @@ class Sharding:
         return of_core(self.core.mesh)
 
     def axis_sharded_on(self, parallel_type: ParallelType) -> int:
-        """The dim that is split over nvFuser's parallel type; -1 where the result is whole along it, and for a
-        type that is no mesh axis.
+        """The dim that is split over nvFuser's parallel type.
+
+        -1 where the output is whole along it, and for a type that is no mesh axis.
         """
         names = self.core.mesh.names
         place = {ParallelType.mesh_x: 1, ParallelType.mesh_y: 2, ParallelType.mesh_z: 3}.get(parallel_type)
@@ -166,7 +166,7 @@ class Sharding:
 
 @dataclass(slots=True)
 class MultiDeviceExecutorParams:
-    """nvFuser's switches of the overlapping executor. They order its work and change no value."""
+    """nvFuser's options of its overlapping executor. They order its work and change no value."""
 
     use_allocation_cache: bool = False
     backend_type: CommunicatorBackend = CommunicatorBackend.nccl
@@ -176,7 +176,7 @@ class MultiDeviceExecutorParams:
 
 
 class MultiDeviceExecutor:
-    """Runs a definition's `fusion`; `str` of it is this rank's program once it has run."""
+    """Runs a fusion's definition; its `str` is this rank's program, once it has run."""
 
     def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None):
         self.definition = definition_of(fusion, "MultiDeviceExecutor")

@@ -1,4 +1,4 @@
-"""The numbers that scalars have in nvFuser's texts, where the sizes of dims are scalars, too."""
+"""The numbers that scalars have in nvFuser's texts, in which the sizes of dims are scalars, too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from ..ops.base import ScalarRef, TensorRef
 
 
 def scalar_numbers(fd: DefinitionBuilder) -> dict[int, int]:
-    """The number of every scalar but the plain ones: 1 (after the zero that each fusion begins with), and one more for
-    each dim of an input and each scalar before it.
+    """The number of every scalar but the plain ones.
+
+    Numbers begin at 1, after the zero that each fusion begins with; each dim of an input and each earlier scalar takes
+    one.
     """
     numbers: dict[int, int] = {}
     plain, before = plain_scalars(fd), 1
@@ -25,8 +27,10 @@ def scalar_numbers(fd: DefinitionBuilder) -> dict[int, int]:
 
 
 def plain_scalars(fd: DefinitionBuilder) -> dict[int, Any]:
-    """The constants that texts write as numbers: of the type that the number has by itself, and of no other scalar's
-    arithmetic, which numbers alone would not be. True by itself is an int beside other numbers.
+    """The constants that texts write as plain numbers.
+
+    They have the type that the number itself has, and no other scalar is computed from them: on plain numbers alone
+    Python would compute. A True is no such constant: beside other numbers it would be an int.
     """
     read = {operand.id for made in fd.scalars.values() for operand in made.operands if isinstance(operand, ScalarRef)}
     constants = {i: made for i, made in fd.scalars.items() if made.op == "const" and i not in read}

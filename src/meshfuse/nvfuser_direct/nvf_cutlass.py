@@ -1,4 +1,4 @@
-"""nvFuser's CUTLASS kernels, which need its CUDA library: here they say so when they are called."""
+"""nvFuser's CUTLASS kernels. They need its CUDA library; here they raise an error that says so."""
 
 from __future__ import annotations
 

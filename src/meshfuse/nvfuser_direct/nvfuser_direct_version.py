@@ -1,4 +1,4 @@
-"""Versions that compare by number, with strings too."""
+"""Versions that compare by number, also with strings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 class Version(str):
-    """`Version("0.1.0") < "0.10"` holds: numbers before a + or a letter count, missing ones are 0."""
+    """A version: `Version("0.1.0") < "0.10"`. Numbers before a + or a letter count; missing ones are 0."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""`fd.ops` where nvFuser's functions take less, or arguments in another order, than the ops of the table."""
+"""Functions of `fd.ops` that take less in nvFuser than in the table, or take arguments in another order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..user_values import as_int
 
 
 class Ops(OpNamespace):
-    """`fd.ops`, with nvFuser's bounds of slices, and sdpfa_fwd's arguments as they were before a bias and a mask."""
+    """`fd.ops` with nvFuser's limits on slices, and with sdpfa_fwd's arguments from before it had a bias and a mask."""
 
     __slots__ = ()
 
     def sdpfa_fwd(self, query: Any, key: Any, value: Any, *options: Any, **named: Any) -> Any:
-        """Attention. The options are bias, mask, dropout_p, is_causal, scale; or only the last three."""
+        """Attention. The options are bias, mask, dropout_p, is_causal, scale; or only the last three of these."""
         if options and not isinstance(options[0], (TensorView, type(None))):
             options = (None, None, *options)
         return self._fd.call("sdpfa_fwd", (query, key, value, *options), named)
@@ -25,7 +25,7 @@ class Ops(OpNamespace):
     def slice(
         self, arg: Any, start_indices: Any, end_indices: Any, strides: Any = None, *options: Any, **named: Any
     ) -> Any:
-        """Elements of every dim from a start to an end, neither of them below 0."""
+        """The elements of every dim from a start to an end; neither may be below 0."""
         lists = (start_indices, end_indices) if strides is None else (start_indices, end_indices, strides)
         if isinstance(arg, TensorView) and all(isinstance(part, (list, tuple)) for part in lists):
             _check_slice(arg, start_indices, end_indices, strides, caller_line())
@@ -35,8 +35,9 @@ class Ops(OpNamespace):
 def _check_slice(
     tensor: TensorView, starts: Sequence[Any], ends: Sequence[Any], strides: Sequence[Any] | None, line: SourceLine
 ) -> None:
-    """Raises DefinitionError for lists of other lengths, for starts below 0 and for ends before them: nvFuser does not
-    count from the end of a dim. Of scalars of a call nothing is known.
+    """Raises DefinitionError for lists of other lengths, for starts below 0, and for ends before their starts.
+
+    nvFuser does not count from the end of a dim. Scalars of a call are not checked.
     """
     wrong = _unequal(tensor, starts, ends, strides)
     if wrong is not None:
@@ -71,7 +72,7 @@ def _unequal(
 
 
 def _known(index: Any) -> int | None:
-    """An index, where a number or a constant of the definition says it."""
+    """The index, if it is a number or a constant of the definition; else None."""
     if isinstance(index, Val):
         made = index.fd.scalars[index.ref.id]
         return as_int(made.operands[0]) if made.op == "const" else None

@@ -24,9 +24,9 @@ _BY_PLACE = (K.TENSOR, K.TENSORS, K.TENSOR_OR_SCALAR, K.SCALAR)
 
 
 def function_text(fd: DefinitionBuilder, aliases: Mapping[int, int], declared: Mapping[int, Declared]) -> str:
-    """`nvfuser_fusion(fd)`, which needs FusionDefinition and DataType to be there.
+    """The function `nvfuser_fusion(fd)` as text; it uses the names FusionDefinition and DataType.
 
-    A definition with annotations imports meshfuse for its meshes. Equal texts are of equal definitions.
+    A definition with annotations imports meshfuse for its meshes. Definitions with equal texts are equal.
     """
     meshes = meshes_of(fd)
     lines = [f"# seed={seed}"] if (seed := getattr(fd, "_seed", 0)) else []
@@ -43,7 +43,7 @@ def _output(tensor: int, alias: int | None) -> str:
 
 
 class _Writer:
-    """Writes what a definition consists of, a line for each input, scalar and op."""
+    """Writes a definition line by line: one for each input, scalar and op."""
 
     def __init__(self, fd: DefinitionBuilder, declared: Mapping[int, Declared]):
         self.fd, self.declared = fd, declared
@@ -98,7 +98,7 @@ class _Writer:
         return by_place, by_name
 
     def _said(self, node: OpNode, param: Param, value: Any) -> Any:
-        """The value as nvFuser says it: dims as a list that is counted from the first, and the type of a result."""
+        """The value as nvFuser's text has it: dims as a list counted from the front, and the type of a result."""
         if param.kind is K.DTYPE and value is DataType.Null:
             return self.fd.tensors[node.outputs[0]].type.dtype
         ndim = self.fd.tensors[node.inputs[0]].type.ndim if node.inputs else 0
@@ -120,7 +120,7 @@ class _Writer:
 
 
 def _float(value: float) -> str:
-    """As C++ writes it with its point, in six digits where these are all."""
+    """A float as C++ prints it, with its point: six digits if these are enough, else all."""
     if value != value or value in (float("inf"), float("-inf")):
         return f'float("{value}")'
     short = f"{value:#.6g}"

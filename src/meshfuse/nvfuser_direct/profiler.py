@@ -1,4 +1,4 @@
-"""`PythonProfiler`: what the last execution of a definition ran, as kernels and communications."""
+"""`PythonProfiler`: the kernels and communications that the last execution of a definition ran."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .schedulers import ScheduledOp, costliest, scheduler_of
 
 @dataclass(frozen=True, slots=True)
 class KernelProfile:
-    """One kernel or communication. `scheduler` is "communication" for the latter.
+    """One kernel or communication; `scheduler` is "communication" for the latter.
 
-    The times of single kernels are not measured: they are nan. What tells of CUDA launches is empty.
+    Times of single kernels are not measured: they are nan. What is about CUDA launches is empty.
     """
 
     name: str
@@ -46,7 +46,7 @@ class KernelProfile:
 
 @dataclass(frozen=True, slots=True)
 class FusionProfile:
-    """One execution on this rank. `host_time_ms` is its wall time, with compilation where there was one."""
+    """One execution on this rank. `host_time_ms` is its wall time, including compilation if there was any."""
 
     fusion_id: int
     segments: int
@@ -63,12 +63,12 @@ class FusionProfile:
 
     @property
     def percentage_peak_bandwith(self) -> float:
-        """As nvFuser spells it."""
+        """nan; the name is spelt as in nvFuser."""
         return self.percentage_peak_bandwidth
 
 
 class _LastProfile:
-    """What the profilers that are switched on have seen last."""
+    """What the profilers that are on have seen last."""
 
     def __init__(self) -> None:
         self.switched_on, self.executions = 0, 0
@@ -95,7 +95,7 @@ def record(
     seconds: float,
     scheduler: str | None = None,
 ) -> None:
-    """Note an execution on `rank` with its local inputs and outputs; `scheduler` names that of its kernels."""
+    """Note an execution on `rank` with its local inputs and outputs; `scheduler` is that of its kernels."""
     kernels: list[KernelProfile] = []
     if rank in compiled.ranks:
         kernels = list(_kernels(compiled, compiled.host_program(rank), scheduler))
@@ -126,14 +126,14 @@ def _kernel(place: int, instruction: Instruction, schedulers: dict[str, str]) ->
 
 
 def _scheduler(compiled: CompiledProgram, segment: Segment) -> str:
-    """nvFuser's name for the kind of kernel. Torch's ops may be several kernels there: the costliest names them."""
+    """nvFuser's name for the kind of kernel; if a segment would be several kernels there, the costliest one's."""
     nodes = [compiled.graph.nodes[compute.node] for compute in segment.computes]
     ops = [ScheduledOp.of(node.name, node.inputs, node.outputs, node.rule) for node in nodes]
     return (scheduler_of(ops) or costliest(ops)).name
 
 
 def get_fusion_profile() -> FusionProfile:
-    """The profile of the last execution under a PythonProfiler; DefinitionError where there was none."""
+    """The profile of the last execution under a PythonProfiler. Raises DefinitionError where there was none."""
     if _recorder.last is None:
         raise user_error("there is no profile", needed="an execution", do="Execute inside 'with PythonProfiler()'.")
     return _recorder.last
@@ -145,7 +145,7 @@ def reset_profiler() -> None:
 
 
 class PythonProfiler:
-    """`with PythonProfiler() as prof: fd.execute(...)`; then `prof.profile` is of the last execution."""
+    """`with PythonProfiler() as prof: fd.execute(...)`; `prof.profile` is then the profile of the last execution."""
 
     def __init__(self, auto_scheduled: bool = True):
         self.auto_scheduled = auto_scheduled

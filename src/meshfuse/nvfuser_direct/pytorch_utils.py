@@ -1,4 +1,4 @@
-"""torch's element types and nvFuser's, and what benchmarks ask of the CUDA device."""
+"""Element types of torch and nvFuser, and facts about the CUDA device that benchmarks ask for."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SCALARS = {bool: DataType.Bool, int: DataType.Int, float: DataType.Double, comp
 
 
 def torch_dtype_to_nvfuser_dtype(dtype: Any) -> DataType:
-    """The DataType of a torch.dtype or of a Python number type. Raises ValueError for one that has none."""
+    """The DataType of a torch.dtype or Python number type. Raises ValueError for a type that has none."""
     return _SCALARS[dtype] if dtype in _SCALARS else from_torch(dtype)
 
 
 def nvfuser_dtype_to_torch_dtype(dtype: DataType) -> torch.dtype:
-    """The torch.dtype of a DataType. Raises ValueError for Null and for types that this torch lacks."""
+    """The torch.dtype of a DataType. Raises ValueError for Null, and for types that this torch does not have."""
     found = getattr(torch, dtype.value, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype: found {shown(dtype)}, needed a type that torch {torch.__version__} has")
@@ -56,7 +56,10 @@ class DeviceError(DefinitionError, OSError):
 
 
 def get_device_properties() -> dict[str, Any]:
-    """The current CUDA device in nvFuser's words, 0 for what this torch does not tell. DeviceError without one."""
+    """The current CUDA device in nvFuser's words; 0 for what this torch does not tell.
+
+    Raises DeviceError without a device.
+    """
     if not torch.cuda.is_available():
         raise user_error(
             "get_device_properties: there is no CUDA device", do="pytorch_utils.DEVICE_PROPERTIES is None then.",
@@ -73,14 +76,17 @@ def _in_nvfusers_words(device: Any) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """`DEVICE_PROPERTIES`: None without a CUDA device. Looked up when it is asked for: an import starts no CUDA."""
+    """`DEVICE_PROPERTIES`: None without a CUDA device.
+
+    It is looked up when it is used, so that an import starts no CUDA.
+    """
     if name != "DEVICE_PROPERTIES":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return get_device_properties() if torch.cuda.is_available() else None
 
 
 def retry_on_oom_or_skip_test(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A test that is called again with an empty cache where memory ran out, and skipped where it does so again."""
+    """A decorator for tests: where memory runs out, empty the cache and try again, and then skip."""
 
     @functools.wraps(func)
     def retried(*args: Any, **kwargs: Any) -> Any:

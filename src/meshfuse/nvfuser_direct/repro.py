@@ -1,4 +1,4 @@
-"""Scripts that reproduce an execution, and the same definition without sharding to compare with."""
+"""Scripts that reproduce an execution, and comparison with the same definition without sharding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def input_text(value: Any) -> str:
-    """Python for an input like this one: its number, or random elements in its shape, strides and dtype."""
+    """Python text for an input like this one: its number, or random elements in its shape, strides and dtype."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     local = getattr(value, "to_local", lambda: value)()
@@ -43,7 +43,10 @@ _IMPORTS = (
 
 
 def script(fd: FusionDefinition, inputs: Sequence[str] | None) -> str:
-    """A script that defines `fd` and, given inputs, executes it. Less its lines on meshfuse it is one of nvFuser's."""
+    """A script that defines `fd` and, given inputs, executes it.
+
+    Without its lines about meshfuse it is one for nvFuser.
+    """
     lines = [f"# torch {torch.__version__}, {World.current().size} ranks", *_IMPORTS, repr(fd).rstrip("\n")]
     lines += ["with FusionDefinition() as fd:", "    nvfuser_fusion(fd)", ""]
     if inputs is not None:
@@ -54,7 +57,7 @@ def script(fd: FusionDefinition, inputs: Sequence[str] | None) -> str:
 def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tensor | None]:
     """This rank's shards of what the definition without annotations gives for the gathered inputs.
 
-    All ranks call it, after an execution with these inputs; it repeats that one's random numbers.
+    All ranks call it after an execution with these inputs; it draws the same random numbers as that.
     """
     compiled, rank = _ran(fd), World.current().rank
     plain = object.__new__(type(fd))
@@ -74,7 +77,7 @@ def _ran(fd: FusionDefinition) -> CompiledProgram:
 
 
 def _gathered(fd: FusionDefinition, place: int, value: Any) -> Any:
-    """The global tensor that this rank's argument is a shard of, in the memory order that the definition names."""
+    """The global tensor that this rank's argument is a shard of, in the definition's memory order."""
     whole = _whole(fd, place, value)
     if not isinstance(whole, torch.Tensor) or (order := fd.tensors[fd.inputs[place].id].stride_order) is None:
         return whole
@@ -101,7 +104,7 @@ def compared(
     reference_outputs: Sequence[Any] | None,
     tolerances: Mapping[str, Any],
 ) -> list[Any]:
-    """The outputs, if they are as the reference, or (for None) as the definition without sharding says.
+    """The outputs, if they equal the reference; None for a reference compares with the definition without sharding.
 
     Raises ArgumentError for a reference of another form, AssertionError for other numbers.
     """
@@ -117,7 +120,7 @@ def compared(
 
 
 def _kinds(values: Any) -> str:
-    """What a list holds, tensors of any class alike."""
+    """What a list holds, in words; all classes of tensors are one kind."""
     if not isinstance(values, (list, tuple)):
         return type(values).__name__
     names = ("a tensor" if isinstance(value, torch.Tensor) else repr(value) for value in values)
@@ -125,14 +128,14 @@ def _kinds(values: Any) -> str:
 
 
 def get_val_tolerances(fusion: Fusion, args: Sequence[Any] = ()) -> list[tuple[float, float]]:
-    """(rtol, atol) per output: what torch.testing compares its dtype by."""
+    """(rtol, atol) for every output: those of torch.testing for its dtype."""
     fd = definition_of(fusion, "get_val_tolerances")
     found = (fd.tensors[i].type.dtype for i in fd.outputs)
     return [default_tolerances(getattr(torch, dtype.value)) for dtype in found]
 
 
 def validate_with_auto_inferred_outputs(fusion: Fusion, fusion_outputs: Sequence[Any], args: Sequence[Any]) -> None:
-    """Compare the outputs of the last execution, with these arguments, with the same definition without sharding.
+    """Compare the outputs of the last execution, on these arguments, with the same definition without sharding.
 
     All ranks call it. Raises AssertionError where they differ.
     """

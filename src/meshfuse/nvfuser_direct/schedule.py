@@ -24,7 +24,7 @@ _HINTS = (
 
 
 def accepted(*options: Any, **named: Any) -> None:
-    """A call that orders the work inside a kernel, which is torch's: it changes nothing."""
+    """Accept a call that orders the work inside a kernel: kernels are torch's, and it changes nothing."""
 
 
 bounded_transform_backward = bounded_transform_forward = inline_at = inline_most = inline_selected_at = accepted
@@ -34,13 +34,13 @@ parallelize_like = schedule = transform_like = warp_specialize = accepted
 def compute_heuristics(
     fusion: Fusion | None = None, scheduler_type: Any = None, inputs: Sequence[Any] = ()
 ) -> HeuristicParams:
-    """Parameters that a script may set and pass to `manual_execute`."""
+    """Parameters that a script can set and pass to `manual_execute`."""
     kind = scheduler_type if isinstance(scheduler_type, SchedulerType) else SchedulerType.expr_eval
     return HeuristicParams(scheduler_type=kind)
 
 
 def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Sequence[Any] = ()) -> tuple[bool, str]:
-    """(whether nvFuser has the whole fusion in one kernel of this scheduler, what is in the way)."""
+    """(whether nvFuser has the whole fusion in one kernel of this scheduler, what prevents that)."""
     found = find_compatible_schedulers(fusion, inputs)
     if scheduler_type in found:
         return True, ""
@@ -49,13 +49,13 @@ def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Sequence
 
 
 def find_compatible_schedulers(fusion: Fusion, inputs: Sequence[Any] = ()) -> list[SchedulerType]:
-    """The scheduler that the ops of the fusion ask for; none where nvFuser makes several kernels of them."""
+    """The scheduler that the fusion's ops ask for; an empty list where nvFuser makes several kernels of them."""
     found = scheduler_of(ops_of(definition_of(fusion, "find_compatible_schedulers")))
     return [] if found is None else [found]
 
 
 class Schedule:
-    """What shards a tensor is an annotation; what orders the work inside a kernel is accepted and changes nothing."""
+    """`fd.sched`. Calls that shard a tensor annotate it; calls that order work inside a kernel change nothing."""
 
     __slots__ = ("_fd",)
 
@@ -82,7 +82,7 @@ class Schedule:
         return _own(self, tensor).split(dim, factor, inner_split)
 
     def merge(self, tensor: TensorView, dim: int) -> TensorView:
-        """Merge axis `dim` with the one after it."""
+        """Merge axis `dim` with the axis after it."""
         place = as_int(dim)
         return _own(self, tensor).merge(dim, dim if place is None else place + 1)
 
@@ -108,7 +108,7 @@ class Schedule:
         return _own(self, tensor).cache_after()
 
     def compute_heuristics(self, *options: Any) -> HeuristicParams:
-        """The module's, of this definition where no fusion is given; so are the next two."""
+        """The module's function, for this definition where no fusion is given; the next two are alike."""
         return compute_heuristics(*self._with_fusion(options))
 
     def can_schedule(self, *options: Any) -> tuple[bool, str]:
@@ -122,5 +122,5 @@ class Schedule:
 
 
 def _own(schedule: Schedule, tensor: Any) -> TensorView:
-    """The tensor. Raises DefinitionError for what is none of the schedule's definition."""
+    """The tensor. Raises DefinitionError for anything but a tensor of the schedule's definition."""
     return schedule._fd._own(tensor, "fd.sched", caller_line())

@@ -1,6 +1,6 @@
-"""Which of nvFuser's schedulers is for such ops: what the profiler calls kernels, and scripts ask before they schedule.
+"""Which of nvFuser's schedulers some ops ask for: the profiler names kernels by it, and scripts ask for it.
 
-meshfuse's kernels are torch's. The answers are those that follow from the ops alone; sizes count for nothing.
+meshfuse's kernels are torch's. The answers follow from the ops alone; sizes do not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESIZES = frozenset(("slice", "pad", "cat"))
 
 @dataclass(frozen=True, slots=True)
 class ScheduledOp:
-    """An op as schedulers see it: the tensors that it reads and makes, and which dims of the first one it reduces."""
+    """An op as schedulers see it: tensors that it reads and makes, and which dims of its first operand it reduces."""
 
     name: str
     inputs: tuple[int, ...]
@@ -40,7 +40,7 @@ class ScheduledOp:
 
     @property
     def is_inner(self) -> bool:
-        """Whether it reduces the dim that lies closest in memory."""
+        """Whether it reduces the fastest dim in memory."""
         return self.ndim - 1 in self.reduced
 
 
@@ -50,7 +50,7 @@ def ops_of(fd: DefinitionBuilder) -> list[ScheduledOp]:
 
 
 def scheduler_of(ops: Sequence[ScheduledOp]) -> SchedulerType | None:
-    """The scheduler of all these ops in one kernel, None where nvFuser makes several kernels of them."""
+    """The scheduler of one kernel of all these ops; None where nvFuser makes several kernels of them."""
     names = {op.name for op in ops}
     if not ops:
         return SchedulerType.no_op
@@ -63,7 +63,7 @@ def scheduler_of(ops: Sequence[ScheduledOp]) -> SchedulerType | None:
 
 
 def costliest(ops: Sequence[ScheduledOp]) -> SchedulerType:
-    """The scheduler of what takes longest in several kernels: products before reductions."""
+    """Of several kernels, the scheduler of the one that takes longest: products before reductions."""
     return SchedulerType.expr_eval if any(op.name in _TORCHS for op in ops) else SchedulerType.reduction
 
 
@@ -79,7 +79,7 @@ def _of_reductions(ops: Sequence[ScheduledOp], reductions: Sequence[ScheduledOp]
 
 
 def _is_kept(ops: Sequence[ScheduledOp], reduction: ScheduledOp) -> bool:
-    """Whether what is reduced is read again beside the result: a kernel then keeps it, as that of a normalization."""
+    """Whether the operand of a reduction is read again beside its result; a kernel then keeps it (a normalization)."""
     makers = {tensor: op for op in ops for tensor in op.outputs}
     after = _after(ops, reduction.outputs)
     whole = _after([op for op in ops if not op.reduced], _before(makers, reduction.inputs)) - after
@@ -87,7 +87,7 @@ def _is_kept(ops: Sequence[ScheduledOp], reduction: ScheduledOp) -> bool:
 
 
 def _after(ops: Sequence[ScheduledOp], tensors: Sequence[int] | set[int]) -> set[int]:
-    """These tensors and all that is made of them; the ops are in their order."""
+    """These tensors, and all that is made from them by these ops, which are in order."""
     found = set(tensors)
     for op in ops:
         if not found.isdisjoint(op.inputs):
@@ -96,7 +96,7 @@ def _after(ops: Sequence[ScheduledOp], tensors: Sequence[int] | set[int]) -> set
 
 
 def _before(makers: dict[int, ScheduledOp], tensors: Sequence[int]) -> set[int]:
-    """These tensors and all that they are made of, up to what is reduced."""
+    """These tensors, and all that they are made from, back to what is reduced."""
     found: set[int] = set()
     waiting = list(tensors)
     while waiting:

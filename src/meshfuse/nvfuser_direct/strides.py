@@ -1,4 +1,4 @@
-"""The memory order of outputs: in nvFuser results follow the stride order of their operands."""
+"""The memory order of outputs: in nvFuser, results follow the stride order of their operands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def row_major(ndim: int) -> StrideOrder:
 
 
 def inferred_orders(fd: DefinitionBuilder) -> list[StrideOrder]:
-    """For every tensor the order that it takes over from the inputs: elementwise ops and attention pass it on."""
+    """For every tensor the stride order that it takes from the inputs; elementwise ops and attention pass it on."""
     orders = [made.stride_order or row_major(made.type.ndim) for made in fd.tensors]
     for node in fd.nodes:
         for tensor in node.outputs:

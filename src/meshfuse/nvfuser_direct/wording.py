@@ -1,4 +1,4 @@
-"""nvFuser's own sentences for wrong calls: its scripts and tests look for them in an error's text."""
+"""nvFuser's own sentences for wrong calls: scripts and tests written for it look for them in an error's text."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CPP = {
 
 
 def add_sentence(error: MeshfuseError, sentence: str | None) -> None:
-    """Let an error say it in nvFuser's words, too."""
+    """Add nvFuser's sentence to an error, if there is one."""
     if sentence is not None:
         error.args = (f"{error.args[0]} {sentence}", *error.args[1:])
 
 
 def unfit_argument(fd: DefinitionBuilder, arguments: Sequence[Any]) -> str | None:
-    """What nvFuser says of the first argument that its input cannot be bound to; None where it is something else."""
+    """nvFuser's sentence for the first argument that its input cannot be bound to; None where that is not wrong."""
     numbers, pairs = scalar_numbers(fd), zip(fd.fusion.inputs(), arguments, strict=False)
     found = (_unfit(place, value, argument, numbers) for place, (value, argument) in enumerate(pairs))
     return next((sentence for sentence in found if sentence is not None), None)
@@ -72,7 +72,7 @@ def _cpp(dtype: DataType | None) -> str:
 
 
 def _number(value: Any) -> str:
-    """A number as C++ writes it to a stream; what is none, as its type."""
+    """A number as C++ prints it; anything else by its type."""
     if isinstance(value, complex):
         return f"({value.real:g},{value.imag:g})"
     return f"{value:g}" if isinstance(value, (int, float)) else f"of type {type(value).__name__}"

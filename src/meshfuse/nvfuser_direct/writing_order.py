@@ -1,4 +1,4 @@
-"""The order in which nvFuser writes a definition: its inputs, then what each output is made of."""
+"""The order in which nvFuser writes a definition: its inputs, and then what each output is made from."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What other annotations would cost: the plan is made anew with one of them changed, and its bill compared.
+"""What other annotations would cost: the plan is made again with one of them changed, and its bill compared.
 
-This is the runner-up of a collective: the best plan in which an annotation behind it says something else, all other
-annotations and the distributed forms of ops staying as they are. Annotations of one source line and kind (the layers
-of a model) are changed together. An input keeps its share of memory: its axes only move to other dims, or swap them;
-other tensors may also be left free.
+This gives the runner-up of a collective: the best plan in which an annotation behind it says something else, while all
+other annotations and the distributed forms of ops stay as they are. Annotations of one source line and kind (the layers
+of a model) are changed together. An input keeps its share of memory: its axes only move to other dims, or swap. Other
+tensors may also be left without an annotation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_PLACED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Bytes per rank on the wire of all collectives of a plan, and their modelled seconds."""
+    """A plan's sums over all collectives: bytes per rank on the wire, and modelled seconds."""
 
     wire: float
     seconds: float
@@ -39,7 +39,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another annotation of some tensors (None: none at all) and what the whole plan would cost with it."""
+    """Another annotation of some tensors (None: none at all), and what the whole plan would cost with it."""
 
     tensors: tuple[int, ...]
     old: Sharding
@@ -51,7 +51,7 @@ class Alternative:
 
 
 def wire_bytes(graph: Graph, tensor: int, move: Move) -> float:
-    """The bytes of a tensor that a move puts on the wire: the mean over the ranks that it starts from."""
+    """The bytes that a move of a tensor puts on the wire: the mean over the ranks that it starts from."""
     kind = graph.tensors[tensor].type
     return mean_wire_elements(move, kind.shape) * kind.dtype.itemsize
 
@@ -74,12 +74,12 @@ class Alternatives:
         self._found: dict[tuple[int, ...], tuple[Alternative, ...]] = {}
 
     def best(self, tensors: tuple[int, ...]) -> Alternative | None:
-        """The fastest plan with one of these tensors annotated otherwise; None where none of them may be."""
+        """The fastest plan with one of these tensors annotated otherwise; None where none of them can be."""
         found = [other for tensor in tensors for other in self.of(tensor)]
         return min(found, key=lambda other: (other.total.seconds, other.total.wire), default=None)
 
     def of(self, tensor: int) -> tuple[Alternative, ...]:
-        """The plans with another annotation of this tensor, and of those annotated alike."""
+        """The plans with another annotation of this tensor and of those annotated together with it."""
         alike = self._alike(tensor)
         if alike not in self._found:
             old = self.graph.annotations[tensor]
@@ -118,7 +118,7 @@ class Alternatives:
 
 
 def _placed(dims: Sequence[Layout], shape: Sequence[int]) -> Iterator[tuple[Layout, ...]]:
-    """The layouts of some dims on any dims that they divide. (Of all orders of the dims there are too many.)"""
+    """These layouts on any dims that they divide, in their order. Other orders would be too many."""
     moved = [layout for layout in dims if layout]
     fitting = [[d for d, n in enumerate(shape) if _recut(layout, n) is not None] for layout in moved]
     for places in itertools.islice(itertools.product(*fitting), _MOST_PLACED if 0 not in shape else 0):
@@ -129,6 +129,6 @@ def _placed(dims: Sequence[Layout], shape: Sequence[int]) -> Iterator[tuple[Layo
 
 @functools.lru_cache(maxsize=1 << 10)
 def _recut(layout: Layout, n: int) -> Layout | None:
-    """A layout for a dim of another size: the same axes in even chunks; None where they do not divide it."""
+    """The layout's axes as even chunks of a dim of size n; None where they do not divide it."""
     bound = axes(layout)
     return bound if n and n % extent(bound) == 0 else None

@@ -14,7 +14,7 @@ _SHOWN = 6
 
 
 def backends_table(compiled: CompiledProgram, chosen: Mapping[str, Chosen]) -> str:
-    """One row per segment: its ops, and which backend computes it from when on, by the segment's name."""
+    """One row per segment: its name and ops, which backend computes it from which call on, and why."""
     nodes = compiled.graph.nodes
     rows = [("segment", "backend", "why", "ops")]
     for part in compiled.segmented.parts:

@@ -71,7 +71,7 @@ class Bill:
         return sum(entry.seconds for entry in self.entries)
 
     def to_dict(self) -> dict[str, object]:
-        """The bill in types of JSON."""
+        """The bill as types that JSON has."""
         entries = [asdict(entry) for entry in self.entries]
         return {"total": self.total, "seconds": self.seconds, "entries": entries}
 
@@ -88,7 +88,7 @@ class Bill:
         return table(rows, right=(2, 3))
 
     def details(self) -> str:
-        """For every collective its shardings, the annotations behind them, and its runner-up."""
+        """For every collective its shardings, the annotations behind them, and its runner-up, as text."""
         return "\n".join(line for entry in self.entries for line in self._details(entry)) or str(self)
 
     def _details(self, entry: BillEntry) -> list[str]:
@@ -104,7 +104,7 @@ class Bill:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Aligned columns, those in `right` to the right; the first row is the heading."""
+    """Aligned columns of text, those in `right` aligned to the right; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -116,12 +116,12 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
 
 
 def number(count: float) -> str:
-    """A count with its thousands set off."""
+    """A count as text, with its thousands set apart."""
     return f"{count:,.0f}"
 
 
 def micro(seconds: float) -> str:
-    """Seconds as microseconds, three figures."""
+    """Seconds as text in microseconds, with three figures."""
     found = seconds * 1e6
     return f"{found:,.0f}" if found >= 100 else f"{found:.3g}"
 

@@ -15,9 +15,11 @@ from .provenance import Provenance
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Of one move: its reader (None for an output or an annotation), and annotated tensors, nearest first.
+    """What a move is for.
 
-    `held`: whose annotations the sharding it starts from follows; `needed`: those that the one it ends in follows.
+    reader: the op that reads its result; None for an output or an annotation.
+    held: the tensors whose annotations the source sharding follows, nearest first.
+    needed: those whose annotations the target sharding follows.
     """
 
     reader: Node | None
@@ -26,7 +28,7 @@ class Cause:
 
     @property
     def annotated(self) -> tuple[int, ...]:
-        """All the annotated tensors that it follows from, each once."""
+        """All annotated tensors behind the move, each once."""
         return tuple(dict.fromkeys((*self.needed, *self.held)))
 
 
@@ -50,7 +52,7 @@ class Causes:
         return Cause(reader, held, self._needed(reader, tensor, step.move.dst))
 
     def _reader(self, step: Set) -> Node | None:
-        """The op that the value is moved for, perhaps by more moves after this one."""
+        """The op that the value is moved for, perhaps after more moves; None for an output or an annotation."""
         for later in self._readers.get(step.target, ()):
             if isinstance(later, Compute):
                 return self.graph.nodes[later.node] if step.why.startswith("operand") else None
@@ -59,8 +61,10 @@ class Causes:
         return None
 
     def _held(self, value: int) -> tuple[int, ...]:
-        """Annotated tensors that a value's sharding comes from: of what an op makes, before it goes to where its
-        annotation wants it, those behind the op's operands.
+        """Annotated tensors that a value's sharding comes from.
+
+        If it is what an op makes, before a move to the tensor's own annotation, these are the tensors behind the op's
+        operands.
         """
         tensor, sharding = self.resharded.values[value].tensor, self.resharded.values[value].sharding
         maker = self._makers.get(tensor)
@@ -71,14 +75,17 @@ class Causes:
         return tuple(dict.fromkeys(a for i in maker.inputs for a in self._behind(i)))
 
     def _behind(self, tensor: int) -> tuple[int, ...]:
-        """Annotated tensors that a tensor's sharding comes from; itself, where it is one."""
+        """Annotated tensors that a tensor's sharding comes from; the tensor itself where it is annotated."""
         if tensor in self.graph.annotations:
             return (tensor,)
         origins = self.provenance.origins(tensor)
         return tuple(dict.fromkeys(o.way.end for o in origins if o.way is not None and o.way.annotated))
 
     def _needed(self, reader: Node, tensor: int, target: Sharding) -> tuple[int, ...]:
-        """What the reader follows, and whatever else has the splits that its operand must have."""
+        """Annotated tensors behind what the reader follows.
+
+        Also those behind its other operands, if they have splits that the operand moved must have.
+        """
         source = self.choices[reader.id].source
         followed: list[int] = []
         if source.kind in ("operand", "carry"):
@@ -101,7 +108,7 @@ class Causes:
 
 
 def _readers(steps: Iterable[Step]) -> dict[int, list[Step]]:
-    """The ops and the moves that read each value, in their order."""
+    """By value, the ops and moves that read it, in their order."""
     found: dict[int, list[Step]] = {}
     for step in steps:
         for value in step.inputs:
@@ -110,5 +117,5 @@ def _readers(steps: Iterable[Step]) -> dict[int, list[Step]]:
 
 
 def quoted(line: SourceLine) -> str:
-    """A source line with its text."""
+    """A source line as place and text."""
     return f"{line}: {' '.join(line.text.split())}" if line.text else str(line)

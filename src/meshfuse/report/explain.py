@@ -1,4 +1,4 @@
-"""`explain`: why a tensor is sharded so, what is communicated for it, and what else there was."""
+"""`explain`: why a tensor is sharded as it is, what is communicated for it, and what else there was to choose."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SHOWN = 6  # Tensors of a longer chain of reasons.
 
 
 def explain_tensor(compiled: CompiledProgram, tensor: int) -> str:
-    """Where a tensor's sharding comes from, what is communicated for it, and what else would cost."""
+    """Where a tensor's sharding comes from, what is communicated for it, and what other choices would cost."""
     return "\n".join(Explainer(compiled).lines(tensor))
 
 
 def explain_all(compiled: CompiledProgram) -> str:
-    """A table of all tensors: type, sharding, and why in few words."""
+    """A table of all tensors: type, sharding, and why in a few words."""
     explainer, graph = Explainer(compiled), compiled.graph
     rows = [("tensor", "type", "sharding", "why", "line")]
     for tensor in graph.tensors:
@@ -39,13 +39,13 @@ def explain_all(compiled: CompiledProgram) -> str:
 
 
 def _plan_of(graph: Graph) -> str:
-    """A plan by the shapes that it was made for."""
+    """The shapes that a plan was made for, as text."""
     sizes = [f"{graph.tensors[i].label} {list(graph.shape(i))}" for i in graph.input_tensors]
     return f"the plan for {', '.join(sizes)}"
 
 
 def tensor_named(compiled: CompiledProgram, name: str) -> int:
-    """The tensor of this name: t3, or the script's own variable (of several values the last).
+    """The tensor of this name: t3, or the script's own variable (the last of several values).
 
     Raises DefinitionError where there is none.
     """
@@ -70,7 +70,7 @@ class Explainer:
         self._by_tensor: dict[int, list[Set]] | None = None
 
     def lines(self, tensor: int) -> Iterator[str]:
-        """All that there is to say of one tensor."""
+        """Everything there is to say about one tensor."""
         made = self.graph.tensors[tensor]
         if tensor not in self.compiled.sharded.homes:
             yield f"{made.label}: {made.type} at {quoted(made.line)}: no output needs it, so it is not computed"
@@ -85,7 +85,7 @@ class Explainer:
         yield from (f"  {line}" for line in self._moves(tensor))
 
     def in_short(self, tensor: int) -> str:
-        """Why a tensor is sharded as it is, for one cell of a table."""
+        """Why a tensor is sharded as it is, in a cell of a table."""
         if tensor in self.graph.annotations:
             return f"annotated at {self.graph.annotation_lines[tensor]}"
         if self.provenance.producer(tensor) is None:
@@ -183,7 +183,7 @@ class Explainer:
     # chunks
 
     def _chunks(self, tensor: int) -> Iterator[str]:
-        """Whether its op is worked on in chunks, and why not where that was asked for."""
+        """Whether its op works in chunks, and why not where the user asked for that."""
         for loop in self._loops:
             if tensor in loop.cuts and any(tensor in self.graph.nodes[c.node].outputs for c in loop.computes):
                 how = ", in a ring" if loop.ring else ""
@@ -210,7 +210,7 @@ class Explainer:
                 yield from self._needed(step)
 
     def _moves_of(self) -> dict[int, list[Set]]:
-        """All moves by tensor, in order."""
+        """By tensor, all of its moves in order."""
         if self._by_tensor is None:
             self._by_tensor = {}
             for step in self.compiled.resharded.steps:

@@ -1,4 +1,4 @@
-"""What a rank holds where it holds most, and a warning where that is more than it may."""
+"""What a rank holds at its peak, and a warning where that is more than the bound."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _TOLD = 12
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A value at the peak: bytes of a rank, the tensor's name, its sharding, where it comes from, and its line.
+    """A value that a rank holds at the peak: bytes, the tensor's name, its sharding, its origin and its line.
 
-    `origin` is "argument", "op" (and its name) or the collective that made it.
+    `origin` is "argument", "op" (and its name), or the collective that made it.
     """
 
     nbytes: int
@@ -32,7 +32,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The most bytes that a rank holds at once, in which op of which line, and in what: the largest first."""
+    """The most bytes that a rank holds at once, in which op of which line, and the values held, largest first."""
 
     peak: int
     step: str
@@ -48,7 +48,7 @@ class Memory:
 
 
 def modelled_memory(compiled: CompiledProgram) -> Memory:
-    """The memory of a compiled program, as modelled: what ops need inside is not known."""
+    """The peak memory of a compiled program, as modelled; what ops need for themselves is not known."""
     resharded = compiled.resharded
     found = peak(resharded)
     made = {v: step for step in resharded.steps for v in step.outputs}
@@ -69,7 +69,7 @@ def _step(resharded: ReshardedDefinition, place: int) -> str:
 
 
 def watch_memory(compiled: CompiledProgram, limit: float | None, line: SourceLine) -> None:
-    """Warn (PlanWarning, at the user's line) of a plan that needs more than its bound whatever is gathered again."""
+    """Warn (PlanWarning, at the user's line) where a plan holds more than `limit`, whatever is gathered again."""
     if limit is None or not compiled.graph.nodes:
         return
     found = modelled_memory(compiled)

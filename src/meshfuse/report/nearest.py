@@ -1,4 +1,4 @@
-"""The nearest annotation that a split leads to, by the steps between the dims of tensors that hand it on."""
+"""The nearest annotation from which a tensor's split can come, by steps between dims of tensors that pass splits on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Place = tuple[int, int | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """A tensor, and those that its split leads on to: to the nearest annotated one, else to the nearest end."""
+    """A tensor, and by `next` those that its split leads to: up to the nearest annotated one, else to an end."""
 
     tensor: int
     annotated: bool
@@ -22,7 +22,7 @@ class Way:
     next: Way | None = field(repr=False)
 
     def tensors(self) -> Iterator[int]:
-        """All of them, this one first."""
+        """The tensors of the way, this one first."""
         here: Way | None = self
         while here is not None:
             yield here.tensor
@@ -30,9 +30,9 @@ class Way:
 
 
 class Ways:
-    """The ways of all places from which somebody asks, each place looked at once, however many ask.
+    """The ways from all places that are asked for; each place is looked at once.
 
-    Steps must lead on in one direction only, towards inputs or towards outputs, so that none leads back.
+    `steps` must lead in one direction only, towards inputs or towards outputs, so that no way leads back.
     """
 
     def __init__(self, steps: Callable[[Place], Iterable[Place]], annotated: Callable[[int], bool]):
@@ -40,7 +40,7 @@ class Ways:
         self._known: dict[Place, Way] = {}
 
     def of(self, place: Place) -> Way:
-        """From a place, which may be annotated itself."""
+        """The way from a place, which may be annotated itself."""
         if place not in self._known:
             for here in inner_first(place, self._unknown):
                 ahead = _nearest(self._known[step] for step in self._steps_of(here))
@@ -48,7 +48,7 @@ class Ways:
         return self._known[place]
 
     def after(self, place: Place) -> Way | None:
-        """From what a place leads to; None where it leads to nothing."""
+        """The nearest way from the places that a place leads to; None where it leads nowhere."""
         return _nearest(map(self.of, self._steps(place)))
 
     def _steps_of(self, place: Place) -> Iterable[Place]:
@@ -64,5 +64,5 @@ class Ways:
 
 
 def _nearest(ways: Iterable[Way]) -> Way | None:
-    """The shortest way to an annotation, else the shortest; of equal ones the first."""
+    """The shortest way to an annotation, else the shortest way; the first of equal ones."""
     return min(ways, key=lambda way: (not way.annotated, way.length), default=None)

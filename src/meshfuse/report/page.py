@@ -1,8 +1,8 @@
-"""One HTML page of some programs' bills: it works offline, and holds all that it shows.
+"""One HTML page with the bills of some programs; it works offline, as it holds all that it shows.
 
-The page has the ops in program order with their shardings by colour, collectives as arcs whose width tells their bytes,
-a timeline per rank, a search, and a table of all collectives (which is there without JavaScript, too). Repeated layers
-are folded. Its look and behaviour are in page.html; here is what it shows, as JSON.
+The page has the ops in program order with their shardings by colour, collectives as arcs whose width shows their bytes,
+a timeline per rank, a search, and a table of all collectives (which works without JavaScript). Repeated layers are
+folded. Its look and behaviour are in page.html; this module makes the data that it shows, as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .repeats import repeats
 
 
 def page(programs: Sequence[CompiledProgram], title: str = "meshfuse", alternatives: bool = True) -> str:
-    """The page of some compiled programs; with `alternatives` the runner-up of every collective is worked out."""
+    """The page of some compiled programs. With `alternatives` the runner-up of every collective is computed."""
     bills = [bill_of(compiled, alternatives) for compiled in programs]
     shown = [_program(compiled, bill) for compiled, bill in zip(programs, bills, strict=True)]
     template = _template()
@@ -39,7 +39,7 @@ def page(programs: Sequence[CompiledProgram], title: str = "meshfuse", alternati
 
 
 def _template() -> str:
-    """Raises DefinitionError where meshfuse's own file cannot be read."""
+    """The text of page.html. Raises DefinitionError where it cannot be read."""
     try:
         return importlib.resources.files("meshfuse.report").joinpath("page.html").read_text(encoding="utf-8")
     except OSError as error:
@@ -48,7 +48,7 @@ def _template() -> str:
 
 
 def _script_text(value: Any) -> str:
-    """JSON that may stand in a script element: nothing in it ends the element or begins a comment."""
+    """JSON for a script element: nothing in it ends the element or begins a comment."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
 
 
@@ -101,7 +101,7 @@ def _program(compiled: CompiledProgram, bill: Bill) -> dict[str, Any]:
 
 
 def _key(row: dict[str, Any]) -> object:
-    """Equal for what repeats from layer to layer: op, type, sharding and source line."""
+    """Equal for rows that repeat from layer to layer: the same op, type, sharding and source line."""
     return (row["name"], row.get("type"), row["line"], json.dumps(row["shards"]))
 
 
@@ -124,7 +124,7 @@ def _op(explainer: Explainer, node: Node, places: dict[int, int]) -> dict[str, A
 
 
 def _shard(sharding: Sharding) -> dict[str, Any]:
-    """Per dim its text and the first axis in it, and the axes that the tensor is unreduced over."""
+    """By dim its text and the first axis in it, and the axes over which the tensor is unreduced."""
     dims = [
         [lay.text(layout, sharding.mesh), next((s.axis for s in lay.axes(layout)), None)] for layout in sharding.dims
     ]
@@ -151,7 +151,7 @@ def _collectives(compiled: CompiledProgram, bill: Bill, places: dict[int, int], 
 
 
 def _readers(compiled: CompiledProgram) -> dict[int, int]:
-    """The first op that reads a value, also by way of more moves."""
+    """By value, the first op that reads it, directly or after more moves."""
     found: dict[int, int] = {}
     for step in reversed(compiled.resharded.steps):
         if isinstance(step, Compute):
@@ -164,7 +164,7 @@ def _readers(compiled: CompiledProgram) -> dict[int, int]:
 
 
 def _timeline(lanes: Sequence[Lane], first: int) -> list[dict[str, Any]]:
-    """Of every lane its ranks and bars: (start, seconds, place of the row or -1, place of the collective or -1)."""
+    """By lane its ranks and bars: (start, seconds, place of the row or -1, place of the collective or -1)."""
     return [
         {
             "ranks": _ranks(ranks),
@@ -175,7 +175,7 @@ def _timeline(lanes: Sequence[Lane], first: int) -> list[dict[str, Any]]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks as text, with runs of them as 0–7."""
+    """Ranks as text, in which runs are written as 0–7."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""The timeline of the page: ops at the peak rate, collectives at their links, nothing overlapped.
+"""The timeline of the page: ops at the peak rate, collectives at the speed of their links, and no overlap.
 
 Its bars are the page's rows and the bill's entries. `report/timeline.py` plays the host programs instead, with overlap.
 """
@@ -15,9 +15,10 @@ from ..resharding.resharded import Compute, Set
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """From `start` (in seconds) on, for so many `seconds`, a rank computes a node or takes part in a collective.
+    """From `start` on, for so many `seconds`, a rank computes a node or takes part in a collective.
 
-    `collective` is its place in the bill, -1 for a node; `node` is None for a collective.
+    collective: its place in the bill; -1 for a node.
+    node: the node's number; None for a collective.
     """
 
     start: float
@@ -30,7 +31,10 @@ Lane = tuple[tuple[int, ...], tuple[Bar, ...]]
 
 
 def lanes(compiled: CompiledProgram) -> list[Lane]:
-    """Ranks that do the same at the same times, and their bars. A collective begins when its last rank is there."""
+    """The ranks that do the same at the same times, with their bars.
+
+    A collective begins when its last rank has come.
+    """
     clock = dict.fromkeys(compiled.ranks, 0.0)
     bars: dict[int, list[Bar]] = {rank: [] for rank in compiled.ranks}
     place = 0

@@ -1,4 +1,4 @@
-"""A warning for plans that move more than they need, with the annotation to change and what that saves."""
+"""A warning for plans that send more than they need, with the annotation to change and what that saves."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LOOKED_AT = 3
 
 
 class PlanWarning(UserWarning):
-    """A plan that moves or holds more bytes than its bound, or moves far more than with another annotation."""
+    """A plan sends or holds more bytes than its bound, or sends far more than with another annotation."""
 
 
 def bound(name: str, given: Any, line: SourceLine | None = None) -> float | None:
-    """A bound in bytes per rank: as given, else of MESHFUSE_MAX_WIRE or MESHFUSE_MAX_MEMORY; None without.
+    """A bound in bytes per rank: as given, else from MESHFUSE_MAX_WIRE or MESHFUSE_MAX_MEMORY; None for no bound.
 
-    Raises DefinitionError where it is no number from 0 on.
+    Raises DefinitionError where it is not a number from 0 on.
     """
     variable = f"MESHFUSE_{name.upper()}"
     text = os.environ.get(variable) if given is None else given
@@ -63,13 +63,13 @@ def watch(compiled: CompiledProgram, max_wire: float | None, line: SourceLine) -
 
 
 def _notable(compiled: CompiledProgram, moves: Sequence[Set]) -> bool:
-    """True for a program that is small enough to be planned anew, and gathers a large tensor somewhere."""
+    """Whether a program is small enough to be planned again, and gathers a large tensor somewhere."""
     large = (compiled.resharded.type_of(s.source).nbytes >= NOTABLE for s in moves)
     return len(compiled.graph.nodes) <= OPS and any(large)
 
 
 def _text(compiled: CompiledProgram, now: Total, max_wire: float | None) -> str:
-    """What to say; nothing where no bound is given and no other plan is much better."""
+    """The text of the warning; "" where there is nothing to warn of."""
     largest = _largest(compiled)
     step, wire = largest[0]
     causes = Causes(compiled)
@@ -88,7 +88,7 @@ def _text(compiled: CompiledProgram, now: Total, max_wire: float | None) -> str:
 
 
 def _largest(compiled: CompiledProgram) -> list[tuple[Set, float]]:
-    """The collectives that move most, and their bytes."""
+    """The collectives that send most, with their bytes."""
     graph, values = compiled.graph, compiled.resharded.values
     found = [(s, wire_bytes(graph, values[s.source].tensor, s.move)) for s in compiled.resharded.collectives]
     return sorted(found, key=lambda entry: -entry[1])[:LOOKED_AT]

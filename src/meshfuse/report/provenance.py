@@ -17,10 +17,11 @@ from .nearest import Place, Way, Ways
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One split of a tensor and the tensors that it was taken over from.
+    """One split of a tensor, and the tensors that it was taken over from.
 
-    `dim` is None for an unreduced sum, which comes from the split of a reduced dim. `backward`: the way
-    leads to a later tensor, whose annotation asks for the split. `way`: None where the split begins here.
+    dim: the dim that is split; None for an unreduced sum, which comes from the split of a reduced dim.
+    way: the tensors on the way to its origin; None where the split begins here.
+    backward: whether the way leads to a later tensor, whose annotation asks for the split.
     """
 
     split: Split
@@ -30,7 +31,7 @@ class Origin:
 
     @property
     def annotated(self) -> bool:
-        """Whether the way leads to an annotation; else the split was the cheapest choice at its end."""
+        """Whether the way leads to an annotation; if not, the split was the cheapest choice where the way ends."""
         return self.way is not None and self.way.annotated
 
     @property
@@ -54,7 +55,7 @@ class Provenance:
         return self._producers.get(tensor)
 
     def origins(self, tensor: int) -> list[Origin]:
-        """One for every split of the tensor and for every axis it is unreduced over."""
+        """The origins of every split of the tensor, and of every axis over which it is unreduced."""
         if tensor not in self._origins:
             self._origins[tensor] = self._traced(tensor)
         return self._origins[tensor]
@@ -67,7 +68,7 @@ class Provenance:
         return [self._origin((tensor, d), s) for s, d in [*splits, *((s, None) for s in home.partial)]]
 
     def made_as(self, tensor: int) -> Sharding:
-        """The sharding in which the tensor's op makes it; an input's own."""
+        """The sharding in which the tensor's op makes it; for an input, its own."""
         node = self.producer(tensor)
         if node is None:
             return self.sharded.homes[tensor]
@@ -85,7 +86,7 @@ class Provenance:
         return Origin(split, place[1], back, False)
 
     def _wanted_by(self, place: Place, split: Split) -> Way | None:
-        """The way to the nearest later tensor whose annotation asks for the split; its own where that does."""
+        """The way to the nearest later tensor whose annotation asks for the split; to itself where its own does."""
         if place[1] is None:
             return None
         way = self._ways(self._ahead, split, self._results).of(place)
@@ -103,7 +104,7 @@ class Provenance:
     # towards the inputs
 
     def _from_operands(self, place: Place, split: Split) -> list[Place]:
-        """The operands, and the dim of each, that a split of a tensor was taken over from."""
+        """(operand, dim) from which a split of a tensor was taken over."""
         tensor, dim = place
         node = self.producer(tensor)
         if node is None:
@@ -118,14 +119,14 @@ class Provenance:
         return [place for factor in factors for place in self._operands(node, factor, split)]
 
     def _factors(self, node: Node, tensor: int, dim: int | None, split: Split) -> list[int]:
-        """The op's factors in a dim of its result (all, for an unreduced sum) split over the axis."""
+        """The factors that the op splits over the axis, in this dim of its result (None: anywhere)."""
         layouts = self._choice(node).placement.layouts
         dims = node.rule.results[node.outputs.index(tensor)]
         candidates = range(len(layouts)) if dim is None else dims[dim]
         return [f for f in candidates if _has(layouts[f], split)]
 
     def _operands(self, node: Node, factor: int, split: Split) -> Iterator[tuple[int, int]]:
-        """Operands, and the dim of each, that were split over the axis in this factor before the op."""
+        """(operand, dim) of those that were split over the axis in this factor before the op."""
         for i, dims in zip(node.inputs, node.rule.operands, strict=True):
             home = self.made_as(i) if i not in self.graph.annotations else self.sharded.homes[i]
             for dim in _dims_with(dims, factor):
@@ -135,7 +136,7 @@ class Provenance:
     # towards the outputs
 
     def _results(self, place: Place, split: Split) -> Iterator[Place]:
-        """The results, and the dim of each, of the ops that take a split of a tensor over."""
+        """(result, dim) of the ops that take over a split of a tensor."""
         tensor, dim = place
         assert dim is not None  # no result takes over a sum that is unreduced
         for number in self._readers.get(tensor, ()):

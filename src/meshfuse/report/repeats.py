@@ -10,9 +10,10 @@ LEAST = 3
 
 
 def repeats(keys: Sequence[Hashable]) -> list[tuple[int, int, int]]:
-    """(start, period, count) of parts of the sequence that stand there `count` >= 3 times in a row, from the left.
+    """(start, period, count) of parts of a sequence that are repeated `count` >= 3 times in a row, from the left.
 
-    Of several at one place the one that covers most, and of these the shortest period, which is 2 or more.
+    Where several begin at one place, the one that covers most counts; of these the one with the shortest period, from
+    2.
     """
     numbers: dict[Hashable, int] = {}
     ids = [numbers.setdefault(key, len(numbers)) for key in keys]
@@ -29,13 +30,13 @@ def repeats(keys: Sequence[Hashable]) -> list[tuple[int, int, int]]:
 
 
 def _periods(ids: Sequence[int], start: int) -> list[int]:
-    """How far on the first element occurs again."""
+    """The distances at which the first element occurs again."""
     reach = min(len(ids), start + LONGEST + 1)
     return [place - start for place in range(start + 2, reach) if ids[place] == ids[start]]
 
 
 def _count(ids: Sequence[int], start: int, period: int) -> int:
-    """How often the first `period` elements stand there in a row."""
+    """How often the first `period` elements are repeated in a row."""
     part, count = ids[start : start + period], 1
     while ids[start + count * period : start + (count + 1) * period] == part:
         count += 1

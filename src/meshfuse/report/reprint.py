@@ -1,4 +1,4 @@
-"""`repr` of a definition: Python that rebuilds it; and when two definitions are equal."""
+"""`repr` of a definition: Python text that rebuilds it, and by which definitions are compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INDENT = "    "
 
 
 def definition_source(fd: DefinitionBuilder) -> str:
-    """Python text that defines an equal `fd`: composites as their ops, tensors under their numbers."""
+    """Python text that defines an equal `fd`: composites as the ops that they are made of, tensors by number."""
     meshes = meshes_of(fd)
     lines = ["import meshfuse as mf", ""]
     lines += [f"{name} = mf.{mesh!r}" for mesh, name in meshes.items()]
@@ -37,7 +37,7 @@ def meshes_of(fd: DefinitionBuilder) -> dict[DeviceMesh, str]:
 
 
 def annotation_lines(fd: DefinitionBuilder, meshes: Mapping[DeviceMesh, str]) -> list[str]:
-    """The calls that say how tensors lie and overlap, after what defines the tensors t0, t1, ..."""
+    """The calls that annotate the tensors t0, t1, ..., to stand after the text that defines them."""
     lines: list[str] = []
     for tensor, annotation in fd.all_annotations.items():
         lines += _annotation(f"t{tensor}", annotation, meshes)
@@ -85,7 +85,7 @@ def _op(node: OpNode) -> str:
 
 
 def is_default(param: Param, arg: Any) -> bool:
-    """Whether a text may leave out an argument."""
+    """Whether an argument is its parameter's default, and may be left out of a text."""
     return param.default is REQUIRED or (type(arg) is type(param.default) and repr(arg) == repr(param.default))
 
 
@@ -108,7 +108,7 @@ def _text(value: Any) -> str:
 
 
 def _annotation(name: str, annotation: Annotation, meshes: Mapping[DeviceMesh, str]) -> Iterator[str]:
-    """`mesh_split` for what it can say; nvFuser's calls, in an order that works, for everything else."""
+    """The calls of one annotation: `mesh_split` where that can say it, else nvFuser's calls in an order that works."""
     mesh = meshes.get(annotation.mesh) if annotation.mesh is not None else None
     domain = annotation.domain.unmerged()
     roots = domain.roots
@@ -132,7 +132,7 @@ def _annotation(name: str, annotation: Annotation, meshes: Mapping[DeviceMesh, s
 
 
 def _entry(root: Sequence[Leaf], mesh: DeviceMesh | None) -> str:
-    """One dim of a `mesh_split`. Factors that were bound later, in nvFuser's way, are free in it."""
+    """One dim's entry of a `mesh_split`. Factors that nvFuser's calls have bound later are written as free ones."""
     leaves = [Leaf(leaf.size) if leaf.pre == 0 else leaf for leaf in root]
     if leaves[-1].size is None and leaves[-1].axis is None:
         leaves.pop()  # mesh_split adds what remains of the dim
@@ -160,7 +160,7 @@ def _is_written(leaf: Leaf, written: Sequence[Sequence[Leaf]]) -> bool:
 
 
 def _splits(name: str, place: int, root: Sequence[Leaf]) -> Iterator[str]:
-    """The splits that make a dim's leaves: outer ones up to the free one, then inner ones from the end."""
+    """The splits that make a dim's leaves: outer splits up to the free leaf, then inner splits from the end."""
     free = next(i for i, leaf in enumerate(root) if leaf.size is None)
     for i, leaf in enumerate(root[:free]):
         yield f"{name}.outer_split({place + i}, {leaf.size})"

@@ -1,8 +1,8 @@
 """A modelled run of all ranks' host programs: when each kernel and communication runs, and what waits for it.
 
-A discrete-event simulation (as in Astra-sim: Rashidi et al., ISPASS 2020, at the level of collectives): a rank runs its
-kernels one after another and issues communications without waiting; a communication begins when all of its ranks have
-issued it and the links that it takes are free, and lasts as long as the cost model says; a wait lasts until its end.
+A discrete-event simulation (as in Astra-sim: Rashidi et al., ISPASS 2020, at the level of collectives). A rank runs its
+kernels one after another, and issues communications without waiting. A communication begins when all of its ranks have
+issued it and the links that it takes are free, and lasts as long as the cost model says. A wait lasts until its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..host_ir.program import HostProgram
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All ranks' times; `spans` of those ranks that they were asked for."""
+    """The times of all ranks, and the `spans` of those ranks for which they were asked."""
 
     ranks: tuple[RankTime, ...]
     spans: dict[int, list[Span]]
@@ -51,16 +51,16 @@ def timeline(
     overlapped: bool = True,
     traced: Sequence[int] = (),
 ) -> Timeline:
-    """Play the programs of all ranks. Without `overlapped` every communication is waited for where it is issued.
+    """Play the programs of all ranks. Without `overlapped` every communication is waited for at once.
 
-    `traced` are the ranks whose spans are kept. Raises AssertionError where ranks wait for each other.
+    `traced` are the ranks whose spans are kept. Raises AssertionError where ranks wait for each other in a circle.
     """
     return _Play(programs, model or CostModel(), overlapped, set(traced)).run()
 
 
 @dataclass(slots=True)
 class _PlayedRank:
-    """One rank on its way: the instructions left (the next last), its clock, and when its links are free."""
+    """The state of one rank: instructions left (the next one last), its clock, and when each of its links is free."""
 
     number: int
     left: list[Instruction]
@@ -74,8 +74,10 @@ class _PlayedRank:
 
 
 class _Play:
-    """All ranks' programs, played side by side. By meeting: who has `arrived` and when, where it `ends`, and who is
-    `sleeping` until then.
+    """All ranks' programs, played side by side.
+
+    By meeting (a communication in which some ranks take part): `arrived` has the ranks that have issued it and when,
+    `ends` when it ends, `sleeping` the ranks that wait for it.
     """
 
     def __init__(self, programs: Sequence[HostProgram], model: CostModel, overlapped: bool, traced: set[int]):
@@ -100,9 +102,9 @@ class _Play:
         return Timeline(tuple(done), self.spans)
 
     def _advance(self, rank: _PlayedRank, until: float) -> list[_PlayedRank]:
-        """Go on until another rank is behind, or a wait for what has not happened; the ranks that may go on then.
+        """Play a rank until another rank is behind it, or until it waits for a meeting that has not begun.
 
-        So communications are met in the order of time, as they take their turns on the links.
+        Returns the ranks that can go on then. So meetings begin in the order of time, and take the links in that order.
         """
         woken: list[_PlayedRank] = []
         while rank.left:
@@ -142,7 +144,7 @@ class _Play:
         return self.sleeping.pop(meeting, [])
 
     def _complete(self, meeting: Meeting, there: list[tuple[_PlayedRank, CommunicationCall, float]]) -> None:
-        """All have come: it begins when the last has issued it and every link that it takes is free."""
+        """Begin a meeting to which all have come: when the last rank has issued it and all of its links are free."""
         start = max(max(issued, *(r.free.get(way, 0.0) for way in _ways(call))) for r, call, issued in there)
         seconds = max(self.model.communication(call) for _, call, _ in there)
         self.ends[meeting] = start + seconds
@@ -157,12 +159,12 @@ class _Play:
 
 
 def _ways(call: CommunicationCall) -> list[tuple[str, str]]:
-    """The links of a rank that a communication takes: of every axis, in one direction or both."""
+    """The links of a rank that a communication takes: those of every axis, in one direction or in both."""
     return [(axis, way) for axis in axis_names(call.about.axes) or [""] for way in directions(call)]
 
 
 def _played(program: HostProgram, overlapped: bool) -> Iterator[Instruction]:
-    """What takes time, in order; each wait directly after its communication unless they overlap."""
+    """The instructions that take time, in order. Unless they overlap, each communication is followed by its wait."""
     for ins in program.instructions:
         if isinstance(ins, Launch) or (isinstance(ins, Wait) and overlapped):
             yield ins

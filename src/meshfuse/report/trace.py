@@ -1,4 +1,4 @@
-"""What `meshfuse trace` prints: of real ranks from their files, or as the cost model plays a program."""
+"""What `meshfuse trace` prints: from the files of real ranks, or from a modelled run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _OURS = re.compile(r"(program\d+\.)?rank\d+\.json")
 
 
 def empty_folder(path: str) -> str:
-    """The folder, made if need be, without traces of earlier runs. Raises DefinitionError where it cannot be made."""
+    """The folder, made if it is missing, and cleared of earlier traces.
+
+    Raises DefinitionError where it cannot be made.
+    """
     try:
         folder = os.path.abspath(path)  # fails where the working directory is gone
         make_writable(folder)
@@ -31,7 +34,7 @@ def empty_folder(path: str) -> str:
 
 
 def modelled(programs: Sequence[CompiledProgram], folder: str) -> str:
-    """Play every program, write its first ranks' files, and say what overlap is worth."""
+    """Play every program, write the files of its first ranks, and say what overlap saves."""
     folder = empty_folder(folder)
     return "\n\n".join(_one(compiled, folder, number) for number, compiled in enumerate(programs))
 
@@ -48,7 +51,7 @@ def _one(compiled: CompiledProgram, folder: str, number: int) -> str:
 
 
 def measured(folder: str) -> str:
-    """What the files of real ranks in a folder say. Raises DefinitionError if there are none."""
+    """What the files of real ranks in a folder show. Raises DefinitionError if there are none."""
     paths = [os.path.join(folder, name) for name in os.listdir(folder) if _OURS.fullmatch(name)]
     times = [RankTime.of(*read_trace(path)) for path in paths]
     if not times:

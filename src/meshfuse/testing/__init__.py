@@ -1,6 +1,6 @@
-"""Hypothesis strategies and checks for programs that shard, used by meshfuse's own tests and open to others.
+"""Hypothesis strategies and checks for programs that shard: for meshfuse's own tests, and for others' ops.
 
-Needs `hypothesis`, which nothing else of meshfuse imports.
+Needs `hypothesis`, which nothing else in meshfuse imports.
 """
 
 from .check import assert_same_as_unsharded, inputs_for, shapes_for

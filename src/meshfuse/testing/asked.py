@@ -1,4 +1,4 @@
-"""Checks of what strategies are asked for: told at the user's line, where they are made, and not where they draw."""
+"""Checks of strategies' arguments. They raise where a strategy is made, at the user's line, and not where it draws."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_int(what: str, value: Any, low: int, high: int | None = None) -> None:
 
 
 def check_type(what: str, value: Any, kind: type, do: str) -> None:
-    """Raises ArgumentError for a value of another class."""
+    """Raises ArgumentError unless the value is of this class."""
     if not isinstance(value, kind):
         raise user_error(what, f"{shown(value)} ({type(value).__name__})", f"a {kind.__name__}", do, caller_line(),
                          ArgumentError)  # fmt: skip

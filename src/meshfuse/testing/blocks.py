@@ -1,7 +1,7 @@
-"""The pieces that random programs are made of: each appends an op or a few to a definition.
+"""The blocks that random programs are made of: each appends an op, or a few, to a definition.
 
 Ops whose value jumps (floor, comparisons, argsort) take only exact operands: numbers that are the same in whatever
-order they were summed, so that a sharded program may be compared with an unsharded one.
+order they were summed, so that a sharded program can be compared with an unsharded one.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def where(w: DefinitionWriter) -> None:
 
 
 def joint_or_none(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape that both broadcast to, where they do."""
+    """The shape to which both broadcast; None where they do not."""
     fit = all(m == n or 1 in (m, n) for m, n in zip(reversed(a), reversed(b), strict=False))
     return joint(a, b) if fit else None
 

@@ -1,4 +1,4 @@
-"""One call of an op, as its samples say: its types, numbers for its operands, and its results on one rank."""
+"""One call of an op, as one of its samples gives it: types, numbers for its operands, and its results on one rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def torch_dtype(kind: TensorType) -> torch.dtype:
 def fill(
     kind: TensorType, values: Sequence[float] | None, domain: tuple[float, float] | None, made: torch.Generator
 ) -> torch.Tensor:
-    """A tensor of this type: the values in turn, or random numbers from the domain."""
+    """A tensor of this type: the given values repeated, or random numbers from the domain."""
     dtype = torch_dtype(kind)
     if values is not None:
         return torch.tensor(list(itertools.islice(itertools.cycle(values), kind.numel))).to(dtype).reshape(kind.shape)
@@ -46,7 +46,7 @@ def fill(
 
 
 def operands_of(call: Call, sample: Sample, seed: int = 0) -> list[torch.Tensor]:
-    """Numbers for a call's operands."""
+    """Operands for a call."""
     made = torch.Generator().manual_seed(seed)
     return [fill(t, sample.values.get(i), call.op.domain, made) for i, t in enumerate(call.types)]
 
@@ -66,14 +66,14 @@ def run_lowering(local: LocalCall, operands: Sequence[torch.Tensor]) -> list[tor
 
 
 def whole(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results on one rank."""
+    """The results of a call on one rank that holds everything."""
     mesh = DeviceMesh((1,), ("x",))
     taken, made = ([Sharding.replicated(mesh, t.ndim) for t in side] for side in (call.types, call.results))
     return run_lowering(LocalCall(call, names_of(call), taken, made, 0, number=SALT), operands)
 
 
 def define_call(fd: DefinitionBuilder, op: OpDef, sample: Sample) -> tuple[list[TensorView], list[TensorView]]:
-    """The call in a definition, on inputs of their own: (its operands, its results)."""
+    """A call in a definition, on new inputs: (its operands, its results)."""
     tensors: list[TensorView] = []
 
     def defined(arg: Any) -> Any:

@@ -1,4 +1,7 @@
-"""The cases that `check_op` tries: a call of an op, and one way to shard it; and what is wrong with the op there."""
+"""The cases that `check_op` tries, a call of an op and a way to shard it, and the checks of an op in each.
+
+A function `..._problem` returns what is wrong, as text; None where nothing is.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ REDUCTIONS = ("sum", "prod", "max", "min")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One sample of an op, sharded along some of its factors."""
+    """A call of an op, with some of its factors sharded."""
 
     sample: Sample
     mesh: DeviceMesh = dataclasses.field(default_factory=lambda: DeviceMesh((1,), ("x",)))
@@ -36,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Unreduced:
-    """One sample of an op, some of its operands being terms of a reduction over an axis of two ranks."""
+    """A call of an op, of which some operands are terms of a reduction over an axis of two ranks."""
 
     sample: Sample
     operands: tuple[int, ...]
@@ -48,14 +51,14 @@ def tolerance(call: Call) -> float:
 
 
 def report(op: OpDef, call: Call, what: str, facts: Sequence[tuple[str, str]], do: str) -> str:
-    """What is wrong, as a person reads it."""
+    """The text of what is wrong."""
     lines = [f"{op.name}: {what}", f"  call       {call_text(call)}"]
     lines += [f"  {name:<10} {value}" for name, value in facts if value]
     return "\n".join([*lines, f"  what to do {do}"])
 
 
 def call_text(call: Call) -> str:
-    """The call with its operands' types."""
+    """A call with its operands' types."""
     types = iter(call.types)
 
     def shown(arg: Any) -> str:
@@ -69,7 +72,7 @@ def call_text(call: Call) -> str:
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> tuple[tuple[int, ...], str] | None:
-    """The first element that is not as it should be, and what it is; None where all are."""
+    """(place, text) of the first element that differs by more than `limit`; None where none does."""
     a, b = (t.to(torch.int64) if t.dtype in (torch.uint64, torch.bool) else t for t in (found, wanted))
     same = torch.isclose(a, b.to(a.dtype), rtol=limit, atol=limit, equal_nan=True)
     if bool(same.all()):
@@ -88,7 +91,7 @@ def _number(t: torch.Tensor) -> str:
 def wrong_results(
     found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], limit: float
 ) -> tuple[int, tuple[int, ...], str] | None:
-    """(which result, where, the difference as text) of the first that differs."""
+    """(which result, where, the difference as text) of the first result that differs."""
     for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
         if a.shape != b.shape:
             return place, (), f"result {place} has shape {list(a.shape)}, expected {list(b.shape)}"
@@ -100,7 +103,7 @@ def wrong_results(
 
 
 def computed(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results on one rank, which must not change the operands."""
+    """The results on one rank; the op must not change its operands."""
     before = [t.clone() for t in operands]
     found = whole(call, operands)
     for name, a, b in zip(names_of(call), before, operands, strict=True):
@@ -112,7 +115,7 @@ def computed(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def type_problem(op: OpDef, sample: Sample) -> str | None:
-    """What the lowering makes of whole operands against what the type rule says; and the rule's dims."""
+    """Compare the lowering's results on whole operands with the type rule, and with the dims of the factor rule."""
     call = make_call(op, sample)
     try:
         found = computed(call, operands_of(call, sample))
@@ -134,7 +137,7 @@ def type_problem(op: OpDef, sample: Sample) -> str | None:
 
 
 def chance_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
-    """The lowering makes the same of the same operands each time."""
+    """Check that the lowering makes the same results of the same operands each time."""
     operands = operands_of(call, sample)
     wrong = wrong_results(whole(call, operands), whole(call, operands), tolerance(call))
     if wrong is None:
@@ -144,7 +147,7 @@ def chance_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
 
 
 def stride_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
-    """The lowering takes operands as they lie in memory, which is not always row-major: shards are often views."""
+    """Check that the lowering takes operands that are not row-major: shards are often views."""
     operands = operands_of(call, sample)
     spread = [torch.stack([t, t], -1)[..., 0] for t in operands]
     wrong = wrong_results(whole(call, spread), whole(call, operands), tolerance(call))
@@ -156,7 +159,7 @@ def stride_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
 
 
 def rule_problem(op: OpDef, call: Call) -> str | None:
-    """A rule's dims must be made of its factors."""
+    """Check that the dims of the factor rule are made of its factors."""
     rule = op.rule(call)
     every = [{f for factors in dims for f in factors} for dims in rule.results]
     made = set[int]().union(*every[:1]).intersection(*every)
@@ -181,7 +184,7 @@ def rule_problem(op: OpDef, call: Call) -> str | None:
 
 
 def open_problem(op: OpDef, call: Call) -> str | None:
-    """With sizes left open the type rule says the same, as far as it can say it."""
+    """Check that with open sizes the type rule says the same, as far as it can."""
     kinds = [TensorType(tuple(n if n == 1 else -1 for n in t.shape), t.dtype) for t in call.types]
     try:
         found = op.infer(Call(op, call.args, tuple(kinds)))
@@ -204,7 +207,7 @@ def free_factors(call: Call) -> list[int]:
 
 
 def factor_cases(op: OpDef, sample: Sample) -> Iterator[Case]:
-    """Every factor in every way, then neighbouring factors at once."""
+    """Every factor sharded in every way, then neighbouring factors at once."""
     call = make_call(op, sample)
     sizes, free = [f.size for f in op.rule(call).factors], free_factors(call)
     for factor in free:
@@ -216,7 +219,7 @@ def factor_cases(op: OpDef, sample: Sample) -> Iterator[Case]:
 
 
 def factor_problem(op: OpDef, case: Case) -> str | None:
-    """The op on shards, put together, against the op on whole tensors."""
+    """Compare the op's results on shards, put together, with its results on whole tensors."""
     call = make_call(op, case.sample)
     wrong_rule = rule_problem(op, call)
     if wrong_rule is not None:
@@ -247,7 +250,7 @@ def _factor_report(op: OpDef, call: Call, sharded: Sharded, what: str, rank: int
 
 
 def _where(call: Call, rule: Rule, factor: int) -> str:
-    """A factor by the dims that it stands in."""
+    """A factor in words, by the dims that it is in."""
     names = [n for p, arg in zip(call.op.params, call.args, strict=True) for n in _operand_names(p.name, arg)]
     places = [f"dim {d} of {name}" for name, dims in zip(names, rule.operands, strict=True)
               for d, factors in enumerate(dims) if factor in factors]  # fmt: skip
@@ -277,7 +280,7 @@ def _advice(rule: Rule, cut: Sequence[int]) -> str:
 
 
 def unreduced_cases(op: OpDef, sample: Sample) -> Iterator[Unreduced]:
-    """What the op says that it can carry, by the same question that propagation asks."""
+    """Every combination of unreduced operands that the op says it can carry, asked as propagation asks it."""
     call = make_call(op, sample)
     count = len(call.types)
     for chosen in dict.fromkeys([*((i,) for i in range(count)), tuple(range(count))]):
@@ -296,7 +299,7 @@ def _unreduced(types: Sequence[TensorType], chosen: Sequence[int], reduce: str) 
 
 
 def unreduced_problem(op: OpDef, case: Unreduced) -> str | None:
-    """The op of each rank's terms, reduced, against the op of the reduced operands."""
+    """Compare the op on each rank's terms, then reduced, with the op on the reduced operands."""
     call = make_call(op, case.sample)
     terms = [operands_of(call, case.sample, seed) for seed in (0, 1)]
     terms[1] = [b if i in case.operands else a for i, (a, b) in enumerate(zip(*terms, strict=True))]
@@ -330,7 +333,7 @@ def _combined(a: torch.Tensor, b: torch.Tensor, reduce: str) -> torch.Tensor:
 
 
 def window_problem(op: OpDef, sample: Sample) -> str | None:
-    """The result against the window of the first operand that the op says it is."""
+    """Compare the result with the window of the first operand that the op says it is."""
     call = make_call(op, sample)
     window = op.window(call) if op.window is not None else None
     if window is None:
@@ -353,7 +356,7 @@ def window_problem(op: OpDef, sample: Sample) -> str | None:
 
 
 def _order_problem(op: OpDef, call: Call, operands: Sequence[torch.Tensor], window: BlockOrder) -> str | None:
-    """The result against the operand's blocks in the order that the op says it puts them in."""
+    """Compare the result with the operand's blocks in the order that the op says."""
     blocks = operands[0].tensor_split(len(window.order), window.dim)
     wrong = wrong_results(whole(call, operands), [torch.cat([blocks[i] for i in window.order], window.dim)], 0.0)
     if wrong is None:
@@ -364,5 +367,5 @@ def _order_problem(op: OpDef, call: Call, operands: Sequence[torch.Tensor], wind
 
 
 def _span(offset: int, n: int, m: int) -> tuple[int, int, int]:
-    """Of m target indices those that have a source among n, and the offset."""
+    """(first, stop, offset): of m target indices those that have a source among n; index i has source i + offset."""
     return max(0, -offset), max(0, min(m, n - offset)), offset

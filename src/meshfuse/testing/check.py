@@ -1,4 +1,4 @@
-"""Inputs for a definition, and the comparison of its sharded run with a run on one rank."""
+"""Arguments for a definition, and the comparison of its sharded run with a run on one rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .examples import examples_of, shape_of
 
 
 def inputs_for(fd: DefinitionBuilder, seed: int = 0) -> list[Any]:
-    """Arguments for a definition: small whole numbers, and for inputs that index numbers that exist there.
+    """Arguments for a definition: small whole numbers, and for index inputs numbers that are valid indices.
 
-    Whole numbers add up to the same in every order, so that ops that jump can be compared. Scalars are 1.5.
+    Whole numbers have the same sum in every order, so that ops whose value jumps can be compared. Scalars are 1.5.
     """
     check_type("inputs_for: fd", fd, DefinitionBuilder, "Pass a definition.")
     check_int("inputs_for: seed", seed, 0, 2**63 - 1)
@@ -46,7 +46,7 @@ def _values(fd: DefinitionBuilder, ref: TensorRef, limits: dict[int, int], made:
 
 
 def shapes_for(fd: DefinitionBuilder) -> list[tuple[int, ...]]:
-    """The shapes of a definition's input tensors, those that are open as the strategy drew them: for `fd.compile`."""
+    """The shapes of a definition's input tensors for `fd.compile`; open sizes are as the strategy drew them."""
     check_type("shapes_for: fd", fd, DefinitionBuilder, "Pass a definition.")
     return [_known_shape(fd, ref) for ref in fd.inputs if isinstance(ref, TensorRef)]
 
@@ -61,7 +61,7 @@ def _known_shape(fd: DefinitionBuilder, ref: TensorRef) -> tuple[int, ...]:
 
 
 def _index_limits(fd: DefinitionBuilder) -> Iterator[tuple[int, int]]:
-    """(tensor, smallest dim that it indexes) for tensors passed as an op's index."""
+    """(tensor, size of the smallest dim that it indexes) for tensors that are passed as an op's index."""
     found: dict[int, int] = {}
     for node in fd.nodes:
         args = {param.name: arg for param, arg in zip(node.op.params, node.args, strict=True)}
@@ -86,7 +86,7 @@ def unsharded_copy(fd: FusionDefinition) -> FusionDefinition:
 
 
 def tolerance_of(fd: DefinitionBuilder) -> float:
-    """Half the digits of the least precise floating-point type in the definition."""
+    """Half the digits of the least precise floating point type in the definition."""
     floats = [t.type.dtype for t in fd.tensors if t.type.dtype.category >= Category.FLOAT]
     return max((torch.finfo(getattr(torch, d.value)).eps ** 0.5 for d in floats), default=0.0)
 
@@ -94,9 +94,9 @@ def tolerance_of(fd: DefinitionBuilder) -> float:
 def assert_same_as_unsharded(
     fd: FusionDefinition, inputs: Sequence[Any], expected: Sequence[torch.Tensor] | None = None
 ) -> None:
-    """Simulate `fd` on all its ranks and compare each output and each replica with the unsharded result.
+    """Simulate `fd` on all of its ranks, and compare every output and every replica with the unsharded result.
 
-    `expected` are the results to compare with; without them, those of the definition run whole on one rank. Raises
+    `expected` are the results to compare with; without them, the definition runs whole on one rank. Raises
     AssertionError where numbers differ by more than rounding.
     """
     check_type("assert_same_as_unsharded: fd", fd, FusionDefinition, "Pass a definition.")
@@ -116,7 +116,7 @@ def assert_same_as_unsharded(
 
 
 def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float, what: str) -> None:
-    """Equal but for rounding, relative to the largest number; exactly equal where the type is exact."""
+    """Assert that tensors are equal but for rounding, relative to the largest number; exactly, if the type is exact."""
     if not a.dtype.is_floating_point and not a.dtype.is_complex:
         assert torch.equal(a, b.to(a.dtype)), f"{what}: {_first(a != b.to(a.dtype), a, b)}"
         return
@@ -128,7 +128,7 @@ def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float, what: str) 
 
 
 def _first(wrong: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str:
-    """The first element that differs, and how many do."""
+    """The first element that differs and the number of those that do, as text."""
     place = tuple(wrong.nonzero()[0].tolist())
     count = f"{int(wrong.sum())} of {wrong.numel()} differ"
     return f"element {list(place)} is {a[place].item()}, expected {b[place].item()} ({count})"

@@ -1,8 +1,11 @@
 """`check_op`: is what an `OpDef` claims true? Every claim is tried against the op's own torch lowering.
 
-The type rule against what the lowering gives; the factor rule, by running the lowering on shards and putting the
-results together; the partial rule, on terms of reductions; windows; the op on the parts of a dim; the distributed form
-and annotations, by whole definitions; and gradients, against torch's autograd through the lowering, in float64.
+the type rule: against what the lowering gives.
+the factor rule: by running the lowering on shards and putting the results together.
+the partial rule: on the terms of reductions.
+windows, and the op on the parts of a dim.
+the distributed form, and annotations: by whole definitions.
+gradients: against torch's autograd through the lowering, in float64.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
 
 @contextlib.contextmanager
 def _told(op: OpDef) -> Iterator[None]:
-    """What the record's own functions raise, or make that is no result of theirs, as a claim that does not hold."""
+    """In this context, an error or wrong value from a function of the OpDef counts as a claim that does not hold."""
     try:
         yield
     except (AssertionError, MeshfuseError, HypothesisException):
@@ -93,7 +96,7 @@ def _told(op: OpDef) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Small tensors are fastest on one thread."""
+    """In this context torch uses one thread, which is fastest for small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -128,7 +131,7 @@ def _raise(problem: str | None) -> None:
 
 
 def _of_adjoint(op: OpDef, sample: Sample) -> Sample:
-    """A sample for an op that takes the gradients of the results, then the op's own arguments."""
+    """A sample for an adjoint: the gradients of the results, then the op's own arguments."""
     call = make_call(op, sample)
     values = {place + len(call.results): numbers for place, numbers in sample.values.items()}
     return Sample((*call.results, *sample.args), sample.kwargs, values)
@@ -143,7 +146,7 @@ def _settings(count: int) -> settings:
 
 
 def _smallest(cases: st.SearchStrategy[C], problem: Callable[[C], str | None], count: int) -> str | None:
-    """What is wrong with the smallest failing case that Hypothesis finds; None where it finds none."""
+    """What is wrong with the smallest failing case that Hypothesis finds, as text; None where it finds none."""
     try:
         return problem(find(cases, lambda case: problem(case) is not None, settings=_settings(count)))
     except NoSuchExample:
@@ -157,7 +160,7 @@ def _search(cases: st.SearchStrategy[C], problem: Callable[[C], str | None], cou
 def _try_all(
     op: OpDef, cases: Iterator[Case], problem: Callable[[OpDef, Case], str | None], like: st.SearchStrategy[Case]
 ) -> None:
-    """The first failure, or a smaller one that is found on other shapes and layouts."""
+    """The first failure in these cases, or a smaller one found with other shapes and layouts."""
     found = next((p for case in cases if (p := problem(op, case)) is not None), None)
     if found is not None:
         raise AssertionError(_smallest(like, lambda case: problem(op, case), 300) or found)
@@ -165,7 +168,7 @@ def _try_all(
 
 @st.composite
 def resized(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample]) -> Sample:
-    """A sample, or one like it with other sizes where the op takes them."""
+    """A sample, or one with other sizes if the op takes them."""
     sample = draw(st.sampled_from(samples))
     call = make_call(op, sample)
     sizes = sorted({n for t in call.types for n in t.shape if n > 1})
@@ -185,7 +188,7 @@ def resized(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample]) -> Sample:
 
 
 def _is_possible(op: OpDef, sample: Sample) -> bool:
-    """Whether the op takes a call at all: sizes may be tied to each other and to numbers."""
+    """Whether the op takes the call: sizes may depend on each other and on numbers."""
     try:
         return type_problem(op, sample) is None
     except Exception:
@@ -194,7 +197,7 @@ def _is_possible(op: OpDef, sample: Sample) -> bool:
 
 @st.composite
 def sharded_calls(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample], max_ranks: int = 8) -> Case:
-    """A call of the op, and layouts of one factor or of all over a mesh."""
+    """A call of the op, with layouts over a mesh for one factor or for all."""
     sample = draw(resized(op, samples))
     call = make_call(op, sample)
     free, rule = free_factors(call), op.rule(call)
@@ -210,7 +213,7 @@ def sharded_calls(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample], max_ran
 
 @st.composite
 def annotated_calls(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample], max_ranks: int = 8) -> Annotated:
-    """A definition of one call, with operands and results annotated over a mesh."""
+    """A definition of one call, with its operands and results annotated over a mesh."""
     sample = draw(resized(op, samples))
     call = make_call(op, sample)
     mesh = draw(meshes(min_ranks=2, max_ranks=max_ranks))
@@ -223,7 +226,7 @@ def annotated_calls(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample], max_r
 
 
 class _Expected(NamedTuple):
-    """Gradients by autograd: of the results at `places` by the operands at `wrt`, each times one of `grads`."""
+    """Gradients by autograd of the results at `places`, each times one of `grads`, by the operands at `wrt`."""
 
     operands: list[torch.Tensor]
     places: list[int]
@@ -233,7 +236,7 @@ class _Expected(NamedTuple):
 
 
 def gradient_problem(op: OpDef, sample: Sample) -> str | None:
-    """Gradients of the op in a definition against autograd through its lowering, in double precision."""
+    """Compare the op's gradients in a definition with autograd through its lowering, in float64."""
     if op.vjp is None:
         return None
     sample = dataclasses.replace(
@@ -260,7 +263,7 @@ def gradient_problem(op: OpDef, sample: Sample) -> str | None:
 
 
 def _by_autograd(call: Call, sample: Sample) -> _Expected | None:
-    """What the derivative should give; None where torch has no derivative of the lowering."""
+    """The gradients to expect; None where torch has no derivative of the lowering."""
     operands = operands_of(call, sample)
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in operands]
     results = whole(call, leaves)

@@ -1,4 +1,4 @@
-"""Pieces of random programs on complex numbers."""
+"""Blocks of random programs: complex numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .writer import DefinitionWriter, Var, joint
 
 
 def _complex(w: DefinitionWriter, ndim: int = 0, limit: float = 1e3) -> Var:
-    """A complex tensor of at least so many dims and no large numbers, or a new input."""
+    """A complex tensor of at least so many dims and with numbers up to the limit, or a new input."""
     found = w.pick(lambda v: v.kind == "complex" and v.ndim >= ndim and v.bound <= limit)
     return found or w.input([w.size() for _ in range(max(ndim, 2))], "complex", 6.0)
 

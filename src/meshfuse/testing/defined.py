@@ -25,7 +25,7 @@ from .cases import report, tolerance, wrong_results
 
 @dataclass(frozen=True, slots=True)
 class Annotated:
-    """A call whose operands, then results, some of them, are laid out so; `form` writes it in its distributed form."""
+    """A call, of which some operands and results (in this order) are annotated; with `form` in its distributed form."""
 
     sample: Sample
     mesh: DeviceMesh
@@ -34,7 +34,7 @@ class Annotated:
 
 
 class _Formed(FusionDefinition):
-    """A definition whose first op is written in its distributed form, be it dearer or not."""
+    """A definition whose first op is written in its distributed form, even if that costs more."""
 
     form: Blocked
 
@@ -101,13 +101,13 @@ def _definition(op: OpDef, case: Annotated, annotated: bool) -> FusionDefinition
 
 
 def unsharded(op: OpDef, sample: Sample) -> list[torch.Tensor]:
-    """The definition on one rank."""
+    """The results of the definition on one rank."""
     operands = operands_of(make_call(op, sample), sample)
     return _definition(op, Annotated(sample, DeviceMesh((1,), ("x",)), {}), False).simulate(operands)
 
 
 def defined_problem(op: OpDef, case: Annotated, known: Sequence[torch.Tensor] | None = None) -> str | None:
-    """The sharded definition, simulated, against the same on one rank (its results, where they are known)."""
+    """Compare the sharded definition, simulated, with the definition on one rank (`known`: its results)."""
     call = make_call(op, case.sample)
     operands = operands_of(call, case.sample)
     wanted = unsharded(op, case.sample) if known is None else known

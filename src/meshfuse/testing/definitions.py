@@ -1,4 +1,4 @@
-"""Strategies for whole definitions and for annotations of them."""
+"""Strategies for whole definitions, and for annotations of them."""
 
 from __future__ import annotations  # pyright: ignore[reportAssignmentType] - a strategy has that name
 
@@ -88,7 +88,7 @@ def _definitions(
 
 
 def _lengths(low: int, high: int) -> list[int]:
-    """Numbers of ops: mostly in the upper half, and simple ones first, to which counter-examples shrink."""
+    """Numbers of ops, mostly from the upper half. The smallest comes first, as counter-examples shrink to that."""
     return [*range(low, high + 1), *[*range((low + high) // 2, high + 1)] * 4]
 
 
@@ -151,7 +151,7 @@ def _annotate(draw: st.DrawFn, fd: FusionDefinition, tensor: TensorView, mesh: D
 
 
 def _stream(draw: st.DrawFn, tensor: TensorView) -> None:
-    """One part of the loop domain, a reduction's too, as the steps of a loop."""
+    """Make one part of the loop domain, which may be a reduction's, the steps of a loop."""
     free = [i for i, a in enumerate(tensor.get_loop_domain()) if a.leaf.axis is None and a.leaf.size is None]
     if free:
         place = draw(st.sampled_from(free))
@@ -160,7 +160,7 @@ def _stream(draw: st.DrawFn, tensor: TensorView) -> None:
 
 
 def _axes(draw: st.DrawFn, mesh: DeviceMesh, ndim: int) -> list[list[str] | None]:
-    """GSPMD's form: for every dim the axes that split it."""
+    """An annotation in GSPMD's form: for every dim the axes that split it."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
     for name in draw(st.permutations(mesh.names)):
         place = drawn_place(draw, ndim)
@@ -170,7 +170,7 @@ def _axes(draw: st.DrawFn, mesh: DeviceMesh, ndim: int) -> list[list[str] | None
 
 
 def _schedule(draw: st.DrawFn, tensor: TensorView, mesh: DeviceMesh) -> None:
-    """nvFuser's form: splits of the loop domain (reduction axes too), whose parts are bound to mesh axes."""
+    """An annotation in nvFuser's form: splits of the loop domain (also of reduction axes), bound to mesh axes."""
     tensor.set_device_mesh(mesh)
     for kind, size in zip(_KINDS, reversed(mesh.shape), strict=False):
         free = [

@@ -1,4 +1,4 @@
-"""What strategies know of a definition beside what it says: shapes of open inputs, and which numbers they take."""
+"""What strategies know of a definition beyond its text: the shapes of open inputs, and the numbers that they take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..definition.builder import DefinitionBuilder
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A tensor's shape; for an input also its numbers in row-major order (repeated), or the interval they are from."""
+    """A tensor's shape; for an input also its numbers (row-major, repeated), or the interval that they are from."""
 
     shape: tuple[int, ...]
     values: Sequence[float] | None = None
@@ -22,12 +22,12 @@ _examples: WeakKeyDictionary[DefinitionBuilder, dict[int, Example]] = WeakKeyDic
 
 
 def examples_of(fd: DefinitionBuilder) -> dict[int, Example]:
-    """By tensor; empty for a definition that no strategy made."""
+    """Examples by tensor; empty for a definition that no strategy made."""
     return _examples.setdefault(fd, {})
 
 
 def shape_of(fd: DefinitionBuilder, tensor: int) -> tuple[int, ...]:
-    """The shape of a tensor, of an open one the example's; -1 stays where there is none."""
+    """The shape of a tensor, with the example's sizes for open ones; -1 stays where there is no example."""
     shape = fd.tensors[tensor].type.shape
     found = examples_of(fd).get(tensor)
     return found.shape if -1 in shape and found is not None else shape

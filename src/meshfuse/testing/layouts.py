@@ -23,7 +23,7 @@ MOST_RANKS = 64
 
 
 def _shapes(ranks: int, axes: int, max_size: int) -> list[tuple[int, ...]]:
-    """The shapes of meshes of so many ranks."""
+    """The shapes of meshes with so many ranks."""
     sizes = [n for n in range(1, min(max_size, ranks) + 1) if ranks % n == 0]
     found = [shape for n in range(1, axes + 1) for shape in itertools.product(sizes, repeat=n)]
     return [shape for shape in found if math.prod(shape) == ranks]
@@ -63,19 +63,19 @@ def _meshes(draw: st.DrawFn, totals: Sequence[int], max_axes: int, max_size: int
 
 
 def drawn_place(draw: st.DrawFn, ndim: int) -> int:
-    """The dim that an axis splits; -1 for none, one time in four or so."""
+    """The dim that an axis splits; -1, about one time in four, for none."""
     return draw(st.sampled_from([-1, *range(ndim), *range(ndim)])) if ndim else -1
 
 
 def _parts(draw: st.DrawFn, axis: str, size: int) -> list[Split]:
-    """The axis whole, or as two sub-axes."""
+    """An axis whole, or as two sub-axes."""
     cuts = [c for c in range(2, size) if size % c == 0]
     cut = draw(st.sampled_from([0, *cuts])) if cuts else 0
     return [Split(cut, axis), Split(size // cut, axis, cut)] if cut else [Split(size, axis)]
 
 
 def layouts(n: int, splits: Sequence[Split]) -> st.SearchStrategy[Layout]:
-    """A layout of a dim of size n that binds exactly these splits, in any order, and any unbound factors."""
+    """Layouts of a dim of size n that bind exactly these splits, in any order, beside any unbound factors."""
     check_int("layouts: n", n, 0)
     check_entries("layouts: splits", splits, Split, "a list of mf.Split")
     return _layouts(n, splits)
@@ -94,7 +94,7 @@ def _layouts(draw: st.DrawFn, n: int, splits: Sequence[Split]) -> Layout:
 
 
 def dim_layouts(mesh: DeviceMesh, shape: Sequence[int]) -> st.SearchStrategy[tuple[Layout, ...]]:
-    """For every dim a layout, each part of each mesh axis being used at most once. Not canonical."""
+    """A layout for every dim, in which each part of each mesh axis is used at most once. Not canonical."""
     check_type("dim_layouts: mesh", mesh, DeviceMesh, "Pass an mf.DeviceMesh.")
     check_sizes("dim_layouts: shape", shape)
     return _dim_layouts(mesh, shape)

@@ -1,4 +1,4 @@
-"""Pieces of random programs: random numbers, attention, grouped and scaled products, and composites."""
+"""Blocks of random programs: random numbers, attention, grouped and scaled products, and composites."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dropout(w: DefinitionWriter) -> None:
 
 
 def attention(w: DefinitionWriter, dropout_p: float = 0.0) -> None:
-    """Attention, and half of the time its gradients."""
+    """Attention, half of the time with its gradients."""
     heads, groups, length = w.choose((1, 2, 4)), w.choose((1, 2)), w.choose((2, 3, 5))
     dtype = w.choose([d for d in w.dtypes if d.category is Category.FLOAT] or [DataType.Double])
     shape = (w.choose((1, 2, 3)), heads * groups, length, 2)
@@ -60,7 +60,7 @@ def attention_with_dropout(w: DefinitionWriter) -> None:
 
 
 def ring_attention(w: DefinitionWriter) -> None:
-    """Attention in a ring of any size, and half of the time its gradients."""
+    """Attention in a ring of any size, half of the time with its gradients."""
     ring, heads, groups, is_causal = w.choose((1, 2, 3, 4)), w.choose((1, 2)), w.choose((1, 2)), w.flag()
     options = (ring, is_causal, None, w.flag())
     dtype = w.choose([d for d in w.dtypes if d.category is Category.FLOAT] or [DataType.Double])
@@ -77,7 +77,7 @@ def ring_attention(w: DefinitionWriter) -> None:
 
 
 def grouped(w: DefinitionWriter) -> None:
-    """A product in groups of one size, of rows, columns or inner indices."""
+    """A product in groups of one size: of rows, columns or inner indices."""
     groups, size, m, n = w.choose((1, 2, 3)), w.choose((1, 2, 3)), w.size(), w.size()
     ends = w.add(w.fd.ops.iota(groups, size, size, DataType.Int32), (groups,), "int", 16.0, True)
     total, kind = groups * size, w.choose(("rows", "columns", "inner"))

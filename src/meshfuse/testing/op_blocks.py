@@ -1,4 +1,4 @@
-"""Pieces of random programs that are made of ops' own samples: every op of the table, and any op of a user."""
+"""Blocks of random programs made from ops' own samples: every op of the table, and any op of a user."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _POINTWISE = tuple(
 
 
 def op_block(op: OpDef | str) -> Block:
-    """A piece that calls this op (or the one of this name) as one of its samples does."""
+    """A block that calls this op, given as such or by name, as one of its samples does."""
     found = find(op)
     assert found is not None, op
     return lambda w: _call_sample(w, found, w.choose(list(found.samples())))
@@ -57,7 +57,7 @@ def _call_sample(w: DefinitionWriter, op: OpDef, sample: Sample) -> None:
 
 
 def _operand(w: DefinitionWriter, op: OpDef, kind: TensorType, sample: Sample, place: int) -> TensorView:
-    """A tensor of the program that is the same on every mesh to the last digit, or a new input."""
+    """A tensor of the program whose values are the same on every mesh to the last digit, or a new input."""
     values = sample.values.get(place)
     free = values is None and op.domain is None
     found = w.pick(lambda v: v.exact and v.bound <= 8 and v.tv.dtype is kind.dtype and v.shape == kind.shape)
@@ -68,7 +68,7 @@ def _operand(w: DefinitionWriter, op: OpDef, kind: TensorType, sample: Sample, p
 
 
 def add_result(w: DefinitionWriter, tv: TensorView, kind: TensorType) -> None:
-    """A result of any size: real ones are squashed, and complex ones are left to be outputs."""
+    """Add a result of any size: real ones are made small, and complex ones are only used as outputs."""
     if kind.dtype is DataType.UInt64 or kind.dtype.category is Category.COMPLEX:
         return
     name = KINDS[kind.dtype.category]
@@ -81,7 +81,7 @@ def add_result(w: DefinitionWriter, tv: TensorView, kind: TensorType) -> None:
 
 
 def any_pointwise(w: DefinitionWriter) -> None:
-    """A pointwise op in one of its overloads, its numbers plain, constants or inputs, on tensors of any shape."""
+    """A pointwise op in one of its overloads, on tensors of any shape; its numbers are plain, constants or inputs."""
     op = OPS[w.choose(_POINTWISE)]
     sample = w.choose(list(op.samples()))
     lead = w.pick(lambda v: v.kind == "float") or w.input([w.size(), w.size()])
@@ -116,7 +116,7 @@ def _pointwise_argument(
 
 
 def _number(w: DefinitionWriter, value: Any) -> Any:
-    """Itself, a constant, or an input, which is 2 or 1.5."""
+    """The number itself, a constant, or an input, which is 2 or 1.5."""
     how = w.draw(st.integers(0, 3))
     if how < 2 or value is None or isinstance(value, bool):
         return value

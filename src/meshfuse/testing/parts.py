@@ -1,7 +1,7 @@
-"""One op on the shards of its operands, cut and put together by index arithmetic of its own.
+"""One op on the shards of its operands, cut and put together by index arithmetic of this module's own.
 
 Nothing here uses the package's layouts: which indices a rank holds is found by writing every index in the layout's
-radices and looking at its digits.
+radices, and looking at its digits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMBINE = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": to
 
 
 class Wrong(Exception):
-    """What is wrong with an op's rule for one way to shard it, and on which rank it shows."""
+    """What is wrong with an op's rule for one way to shard it, and the rank on which it shows."""
 
     def __init__(self, what: str, rank: int | None = None):
         super().__init__(what)
@@ -41,7 +41,7 @@ class How(NamedTuple):
 
 
 def ways(n: int) -> dict[str, How]:
-    """Ways to shard a factor of size n, the simplest first."""
+    """Ways to shard a factor of size n by name, the simplest first."""
     pair, line = DeviceMesh((2,), ("x",)), DeviceMesh((4,), ("x",))
     square = DeviceMesh((2, 2), ("x", "y"))
 
@@ -72,7 +72,7 @@ def digits(mesh: DeviceMesh, rank: int, layout: Layout) -> tuple[int, ...]:
 
 
 def held(layout: Layout, n: int, coordinates: Sequence[int]) -> set[int]:
-    """The indices below n whose digits at the bound places of the layout are the coordinates."""
+    """The indices below n whose digits at the layout's bound places are these coordinates."""
     sizes = [s.size or 1 for s in layout]
     sizes.append(max(1, -(-n // math.prod(sizes))))
     bound = [place for place, s in enumerate(layout) if s.axis is not None]
@@ -92,7 +92,7 @@ def radix(index: int, sizes: Sequence[int]) -> list[int]:
 
 @dataclass(slots=True)
 class _Collected:
-    """One result being put together: its parts by the global indices that they are of."""
+    """One result that is put together from parts, each with the global indices that it has."""
 
     kind: TensorType
     parts: dict[tuple[tuple[int, ...], ...], torch.Tensor] = field(default_factory=dict)
@@ -122,13 +122,13 @@ class _Collected:
         return out.to(dtype)
 
     def rank_of(self, place: Sequence[int]) -> int | None:
-        """A rank that makes an element."""
+        """A rank that makes the element; None for none."""
         found = (r for i, r in self.ranks.items() if all(p in part for p, part in zip(place, i, strict=True)))
         return next(found, None)
 
 
 class Sharded:
-    """A call with some of its factors sharded over a mesh."""
+    """A call, with some of its factors sharded over a mesh."""
 
     def __init__(self, call: Call, mesh: DeviceMesh, layouts: Mapping[int, Layout]):
         self.call, self.mesh, self.rule = call, mesh, call.op.rule(call)
@@ -141,7 +141,10 @@ class Sharded:
         self.collected: list[_Collected] = []
 
     def shardings(self) -> tuple[list[Sharding], list[Sharding]] | None:
-        """Of operands and results; None where a merged dim cannot be laid out so, or two reductions would mix."""
+        """The shardings of operands and results.
+
+        None where a merged dim cannot be laid out so, or two kinds of reductions would mix.
+        """
         if len(self.reduces) > 1:
             return None
         operands = self._side(self.rule.operands, self.call.types)
@@ -158,7 +161,7 @@ class Sharded:
         return None if None in dims else [d for d in dims if d is not None]
 
     def indices(self, dims: Sequence[Sequence[int]], shape: Sequence[int], rank: int) -> list[torch.Tensor]:
-        """For every dim of a tensor the global indices that the rank has."""
+        """For every dim of a tensor the global indices that the rank holds."""
         out = []
         for factors, n in zip(dims, shape, strict=True):
             parts = [
@@ -171,7 +174,7 @@ class Sharded:
         return out
 
     def run(self, operands: Sequence[torch.Tensor], salt: int = SALT) -> list[torch.Tensor] | None:
-        """The global results; None where the layout is impossible. Raises Wrong."""
+        """The global results; None where such a layout is impossible. Raises Wrong."""
         shardings = self.shardings()
         if shardings is None:
             return None

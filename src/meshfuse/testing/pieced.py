@@ -1,4 +1,7 @@
-"""Is an op of what is put together, computed on the parts, the op? (`OpDef.pieced`, as `rewriting.parts` uses it.)"""
+"""Check of `OpDef.pieced`: does the op on the parts of a dim, put together, give what it gives on the whole?
+
+`rewriting.parts` relies on it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from .cases import report, tolerance, wrong_results
 
 
 def pieced_problem(op: OpDef, sample: Sample) -> str | None:
-    """The op on the parts of a dim, for every factor and wherever it is cut, against the op on the whole."""
+    """Compare the op on two parts of a dim with the op on the whole, for every factor and wherever it is cut."""
     if not op.pieced:
         return None
     call = make_call(op, sample)
@@ -36,14 +39,14 @@ def pieced_problem(op: OpDef, sample: Sample) -> str | None:
 
 
 def on_parts(op: OpDef, sample: Sample, rule: Rule, factor: int, first: int) -> Graph:
-    """The call as it is written where operands are put together of two along a factor."""
+    """The call as it is written for operands that are put together from two parts along a factor."""
     fd = _put_together(op, sample, rule, factor, first)
     graph = concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
     return Parted(tuple([node.id for node in graph.nodes[:-1]]))(graph)
 
 
 def _factors(rule: Rule) -> Iterator[int]:
-    """The factors along which the op may be computed on parts: dims of their own, of an operand."""
+    """The factors along which the op may be computed on parts: those that are a dim of an operand by themselves."""
     for f, factor in enumerate(rule.factors):
         sides = (*rule.operands, *rule.results)
         alone = all(factors == (f,) for dims in sides for factors in dims if f in factors)
@@ -78,14 +81,14 @@ def _put_together(op: OpDef, sample: Sample, rule: Rule, factor: int, first: int
 
 
 def _in_two(operands: Sequence[torch.Tensor], rule: Rule, factor: int, first: int) -> list[torch.Tensor]:
-    """The operands, cut where they have a dim of the factor."""
+    """The operands, each cut in two if it has a dim of the factor."""
     places = [(t, _dim_of(dims, factor)) for t, dims in zip(operands, rule.operands, strict=True)]
     rows = ([t] if dim is None else t.split([first, t.shape[dim] - first], dim) for t, dim in places)
     return [part for row in rows for part in row]
 
 
 def evaluated(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs, op by op on whole tensors."""
+    """The outputs of a graph, computed op by op on whole tensors."""
     known = dict(zip(graph.input_tensors, inputs, strict=True))
     for node in graph.nodes:
         known.update(zip(node.outputs, whole(node.call, [known[i] for i in node.inputs]), strict=True))

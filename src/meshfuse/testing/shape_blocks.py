@@ -1,4 +1,4 @@
-"""Pieces of random programs that move elements: reshapes, slices, pads, concatenations and broadcasts."""
+"""Blocks of random programs: reshapes, slices, pads, concatenations and broadcasts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def split(w: DefinitionWriter) -> None:
 
 
 def reshape(w: DefinitionWriter) -> None:
-    """To any other shape of as many elements."""
+    """A reshape to any other shape with as many elements."""
     x = w.float()
     rest, shape = math.prod(x.shape), []
     while rest > 1 and len(shape) < 3:

@@ -1,4 +1,4 @@
-"""A definition while a strategy writes it, and what is known of its tensors' values."""
+"""A definition that a strategy is writing, and what is known of its tensors' values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ KINDS = ("bool", "int", "float", "complex")
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """A tensor of the definition. Values are at most `bound`; `exact` ones are the same in every order of summing."""
+    """A tensor of the definition.
+
+    Its values are at most `bound`; `exact` ones are the same in every order of summing.
+    """
 
     tv: TensorView
     shape: tuple[int, ...]
@@ -52,9 +55,9 @@ _WIDEST = {
 
 @dataclass(slots=True)
 class DefinitionWriter:
-    """Draws operands and appends ops. `vars` are the tensors so far, `sizes` and `dtypes` those of inputs.
+    """Draws operands and appends ops. `vars` are the tensors so far; `sizes` and `dtypes` are for new inputs.
 
-    No tensor is made of more than `max_numel` elements. With `open_sizes` some sizes of inputs are left open (-1).
+    No tensor has more than `max_numel` elements. With `open_sizes` some sizes of inputs are left open (-1).
     """
 
     draw: st.DrawFn
@@ -85,7 +88,7 @@ class DefinitionWriter:
         dtype: DataType | None = None,
         example: Example | None = None,
     ) -> Var:
-        """A new input; of one of the kind's dtypes unless one is given."""
+        """A new input, of one of the kind's dtypes unless one is given."""
         chosen = dtype or self.choose([d for d in self.dtypes if KINDS[d.category] == kind] or [_WIDEST[kind]])
         shown = [-1 if n > 1 and self.open_sizes and self.flag() else n for n in shape]
         tv = self.fd.define_tensor(shown, dtype=chosen)
@@ -102,38 +105,38 @@ class DefinitionWriter:
         return var
 
     def like(self, x: Var, name: str, *args: Any, **facts: Any) -> Var:
-        """A new tensor fd.ops.name(x, *args), with x's facts but for those given."""
+        """A new tensor fd.ops.name(x, *args), with the same facts as x but for those given."""
         known = {"shape": x.shape, "kind": x.kind, "bound": x.bound, "exact": x.exact} | facts
         return self.add(self.fd.call(name, (x.tv, *args)), **known)
 
     def sizes_of(self, shape: Sequence[int]) -> Any:
-        """A shape as an op takes it: numbers, or a vector of scalars of the definition."""
+        """A shape as ops take it: numbers, or a vector of scalars of the definition."""
         return list(shape) if self.draw(st.integers(0, 3)) < 3 else self.fd.define_vector(list(shape))
 
     def number(self, value: float) -> Any:
-        """A number as an op takes it: itself, or a constant of the definition."""
+        """A number as ops take it: itself, or a constant of the definition."""
         return value if self.draw(st.integers(0, 3)) < 3 else self.fd.define_scalar(value)
 
     def pick(self, test: Test = lambda _: True) -> Var | None:
-        """One of the last tensors that pass the test, mostly: programs are to be deep; None where there are none.
+        """A tensor that passes the test, mostly one of the last, as programs are to be deep; None where there is none.
 
-        Seeds of random numbers (UInt64) are none: torch does not compute with them.
+        Seeds of random numbers (UInt64) are left out, as torch does not compute with them.
         """
         fitting = [v for v in reversed(self.vars) if v.tv.dtype is not DataType.UInt64 and test(v)]
         return self.choose([*fitting[:3] * 4, *fitting]) if fitting else None
 
     def float(self, test: Test = lambda _: True) -> Var:
-        """A float tensor that passes the test, or failing that a new input."""
+        """A float tensor that passes the test, or a new input."""
         found = self.pick(lambda v: v.kind == "float" and test(v))
         found = found or self.input([self.size() for _ in range(2)])
         return self.tamed(found, MAX_BOUND)
 
     def tamed(self, x: Var, limit: float) -> Var:
-        """x, or its tanh where it may be larger than the limit."""
+        """x, or its tanh where it may be above the limit."""
         return x if x.bound <= limit else self.like(x, "tanh", bound=1.0, exact=False)
 
     def broadcastable(self, x: Var, kind: str = "float") -> Var:
-        """A tensor that x can be combined with; a new input of a part of its dims where there is none."""
+        """A tensor that x can be combined with: one that there is, or a new input with some of its dims."""
         found = self.pick(lambda v: v.kind == kind and v is not x and self._fits(v.shape, x.shape))
         if found is not None and self.flag():
             return self.tamed(found, MAX_BOUND)
@@ -142,13 +145,13 @@ class DefinitionWriter:
         return self.input(shape[len(shape) - keep :] if keep else shape, kind)
 
     def _fits(self, a: Sequence[int], b: Sequence[int]) -> bool:
-        """True where the shapes broadcast to one that is not too large."""
+        """Whether the shapes broadcast to one that is not too large."""
         pairs = list(zip(reversed(a), reversed(b), strict=False))
         return all(m == n or 1 in (m, n) for m, n in pairs) and math.prod(joint(a, b)) <= self.max_numel
 
 
 def joint(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that some shapes broadcast to."""
+    """The shape to which these shapes broadcast."""
     ndim = max(map(len, shapes))
     full = [(1,) * (ndim - len(s)) + tuple(s) for s in shapes]
     return tuple(max(sizes) for sizes in zip(*full, strict=True))
