@@ -21,31 +21,34 @@ _HEAD = """\
 
 <!-- Written by tools/ops_page.py from the ops' records: change those, and run `.venv/bin/python tools/ops_page.py`. -->
 
-What `fd.ops` has, and what happens when a dim is sharded. `meshfuse ops`, `meshfuse ops sum` and `help(fd.ops.sum)` say
-the same, of ops of your own as well.
+The functions of `fd.ops`, and what happens when one of their dims is sharded. `meshfuse ops`, `meshfuse ops sum` and
+`help(fd.ops.sum)` show the same, also for ops of your own.
 
-Python's operators on tensors are ops, too: `x @ w` is `fd.ops.matmul(x, w)`, and so for `+` `-` `*` `/` `//` `%` `**`,
-`&` `|` `^` `<<` `>>`, `<` `<=` `>` `>=`, `-x`, `~x`, `abs(x)` and `x.T`. As in nvFuser, `//` and `%` are `div` and
-`mod`: on floating point numbers `//` divides and cuts nothing off. `==` asks whether two names are the same object;
-`fd.ops.eq` compares numbers.
-`x.size(d)` and `x.shape()` are scalars of the definition, to compute with.
+Python's operators on tensors are ops, too: `x @ w` is `fd.ops.matmul(x, w)`, and so on for `+` `-` `*` `/` `//` `%`
+`**`, `&` `|` `^` `<<` `>>`, `<` `<=` `>` `>=`, `-x`, `~x`, `abs(x)` and `x.T`. Two differ from Python, as in nvFuser:
+
+- `//` and `%` are `div` and `mod`: on floating point numbers `//` divides, and cuts nothing off.
+- `==` tells whether two names are the same tensor object; `fd.ops.eq` compares numbers.
+
+`x.size(d)` and `x.shape()` are scalars of the definition, with which ops and sizes can be computed.
 """
 _NAMES = """\
 ## Under another name
 
-What torch or numpy have under names that are not here. Errors that name these say the same.
+What to write for names of torch or numpy that are not here. Errors for such names say the same.
 """
 _READING = """\
 ## How to read the tables
 
-*dims* shows a call with each tensor's dims as letters: `matmul([a, b], [b, c]) -> [a, c]`. A letter that stands twice
-is one size; `(a b)` is a dim made of both, a the major one; 1 is a dim of that size. Tensors are of Float where nothing
-else is said. Several lines are calls of several kinds. A dim whose letter is said to
+*dims* shows a call with a letter for each dim of its tensors: `matmul([a, b], [b, c]) -> [a, c]`. The same letter is
+the same size; `(a b)` is a dim made of both, with a the major one; 1 is a dim of that size. Tensors are Float unless
+another type is shown. Several lines are several kinds of calls. What the words behind a call say of its dims:
 
 {fates}
 
-*unreduced operands*: an operand may be an *unreduced* sum (or maximum, ...), of which each rank holds one term. Where
-the op can work on the terms the reduction is put off, so that one collective serves many ops; else it is done first:
+*unreduced operands*: an operand may be an *unreduced* (partial) sum, or maximum, ..., of which each rank holds one
+term. If the op can work on the terms the reduction is put off, so that one collective serves many ops; if not, it is
+done first:
 
 {carries}
 
