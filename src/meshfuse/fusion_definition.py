@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from .executor.arguments import (
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.graphs import Captured, check_capturable, check_groups
 from .executor.segments import Segments
-from .executor.simulate import Simulation, check_equal_replicas
+from .executor.simulate import Simulation
+from .executor.simulated_program import SimulatedProgram
 from .executor.spmd import RankProgram, check_same_arguments, check_world, said_of_scalars
 from .gradients.reverse import gradients
 from .host_ir.program import HostProgram
@@ -40,20 +41,12 @@ from .preparation import prepared
 from .report.backends import backends_table
 from .report.reprint import definition_source
 from .runtime.world import World
-from .sharding.data import shard, unshard
+from .sharding.data import shard
 from .sharding.value import Sharding
 from .user_values import as_int, check_flags
 
 # Called with every definition that is made: how the command line finds those of a script.
 observers: list[Callable[[FusionDefinition], None]] = []
-
-
-@dataclass(frozen=True, slots=True)
-class _Simulated:
-    """A compiled program with all its ranks' programs bound."""
-
-    compiled: CompiledProgram
-    simulation: Simulation
 
 
 class FusionDefinition(PlannedDefinition):
@@ -93,7 +86,7 @@ class FusionDefinition(PlannedDefinition):
         # Runs so far. Apart, as a simulation on one rank must not change its random numbers.
         self._steps = {"ranks": 0, "simulated": 0}
         # Programs by `_key`: shapes, scalars that sizes follow, device and options.
-        self._simulated: dict[Any, _Simulated] = {}
+        self._simulated: dict[Any, SimulatedProgram] = {}
         self._bound: dict[Any, RankProgram] = {}
         # Those of `execute` by what `outline` tells of arguments, too: such arguments are not checked again.
         self._ready: dict[Any, RankProgram] = {}
@@ -277,10 +270,11 @@ class FusionDefinition(PlannedDefinition):
             programs = [compiled.host_program(rank) for rank in compiled.ranks]
             compiled.verify()
             simulation = Simulation(programs, given.device, compiled.segmented, name, check_streams)
-            self._simulated[key] = _Simulated(compiled, simulation)
-        self._latest = self._simulated[key]
+            self._simulated[key] = SimulatedProgram(compiled, simulation)
+        made = self._latest = self._simulated[key]
         with torch.no_grad():
-            return self._run_simulation(self._simulated[key], given, check_replicas)
+            arguments = made.arguments(self, given)
+            return self._laid_out(made.run(arguments, self._seed, self._next_step("simulated"), check_replicas))
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
         """Global tensors in and out, on the ranks that a launcher started; on simulated ones where it started none.
@@ -328,20 +322,6 @@ class FusionDefinition(PlannedDefinition):
         return {i: annotated[i].sharding(self.tensors[i].name, shape).placement(shape)
                 for i, shape in shapes.items() if i in annotated}  # fmt: skip
 
-    def _run_simulation(self, made: _Simulated, given: Inputs, check: bool) -> list[torch.Tensor]:
-        compiled = made.compiled
-        arguments = {rank: self._simulated_arguments(compiled, given, rank) for rank in compiled.ranks}
-        results = made.simulation.run(arguments, self._seed, self._next_step("simulated"))
-        graph = compiled.graph
-        out = []
-        for place, sharding in enumerate(compiled.output_shardings()):
-            shape = graph.shape(graph.outputs[place])
-            shards = {rank: results[rank][place] for rank in sharding.mesh.ranks}
-            out.append(unshard(shards, sharding, shape))
-            if check:
-                check_equal_replicas(graph.tensors[graph.outputs[place]].label, shards, sharding)
-        return self._laid_out(out)
-
     def _laid_out(self, outputs: list[Any]) -> list[Any]:
         """The outputs with the strides that allocation domains and stride_order ask for."""
         if self._orders is None:
@@ -353,18 +333,6 @@ class FusionDefinition(PlannedDefinition):
             out if order is None or out is None else in_stride_order(out, list(order))
             for out, order in zip(outputs, self._orders, strict=True)
         ]
-
-    def _simulated_arguments(self, compiled: CompiledProgram, given: Inputs, rank: int) -> list[Any]:
-        homes = compiled.sharded.homes
-        out: list[Any] = []
-        for ref in self.inputs:
-            if not isinstance(ref, TensorRef):
-                out.append(given.scalars[ref.id])
-            elif self.placed(ref.id) is not None and rank in homes[ref.id].mesh:
-                out.append(shard(given.tensors[ref.id], homes[ref.id], rank))
-            else:
-                out.append(given.tensors[ref.id])
-        return out
 
     def random_state(self, device: torch.device, step: int) -> tuple[int, int]:
         """The seed and the offset by which step number `step` on this device draws random numbers."""

@@ -1,0 +1,14 @@
+"""A definition with every size known: what the compiler's passes work on.
+
+`nodes` has the graph, `concrete` makes one of a definition, `calls` has its ops' calls, `order` an order of its nodes.
+"""
+
+from .calls import CallTable
+from .concrete import concretize, shape_scalars
+from .nodes import Graph, Node, Rewriting, Stream, Tensor, needed, numbered, reordered, rewritten, users
+from .order import depth_first
+
+__all__ = [
+    "CallTable", "Graph", "Node", "Rewriting", "Stream", "Tensor", "concretize", "depth_first", "needed", "numbered",
+    "reordered", "rewritten", "shape_scalars", "users",
+]  # fmt: skip

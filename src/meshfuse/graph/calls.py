@@ -1,0 +1,64 @@
+"""Calls of ops on concrete types, with their rules: equal calls are one object, worked out once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..ops.base import Call, OpDef, Rule, TensorRef, TensorType, count_tensors
+from ..ops.shape_arithmetic import check_rule
+
+# What is equal for arguments that mean the same: (type, text where 1 == 1.0 would mislead, argument).
+_Key = tuple[type, str, Any]
+_ANY = TensorRef(-1)
+
+
+class CallTable:
+    """Calls that differ only in which tensors they take share one `Call` and one `Rule`.
+
+    Passes recognise repeated structure, such as layers, by the identity of the call. Within a graph it is kept here,
+    even if the cache of `_call_of` drops it.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[Call, Rule]] = {}
+
+    def get(self, op: OpDef, args: tuple[Any, ...], types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
+        """The call of an op on operands of these types, and its rule. DefinitionError where they do not fit the op."""
+        key = (op, tuple([key_of(arg) for arg in args]), types)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = _call_of(*key)
+        return found
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def _call_of(op: OpDef, args: tuple[_Key, ...], types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
+    """Equal calls of all graphs are one object, as long as the cache keeps it.
+
+    Most calls of a definition's forms are equal, and what is worked out for one holds for the others.
+    """
+    given = tuple([arg for _, _, arg in args])
+    call = Call(op, given, types, op.infer(Call(op, given, types)))
+    rule = (op.rounds.rule if op.rounds else op.rule)(call)
+    check_rule(call, rule)
+    return call, rule
+
+
+def key_of(arg: Any) -> _Key:
+    """A key of an argument in which tensors have no numbers, equal for arguments that mean the same.
+
+    1, 1.0 and True differ, and so do 0.0 and -0.0, also in a list.
+    """
+    arg = _anonymous(arg)
+    return (type(arg), repr(arg) if isinstance(arg, (float, complex, tuple)) else "", arg)
+
+
+def _anonymous(arg: Any) -> Any:
+    """The argument without the numbers of the tensors in it."""
+    if isinstance(arg, TensorRef):
+        return _ANY
+    return (_ANY,) * len(arg) if count_tensors(arg) else arg
+
+
+TENSOR_KEY = key_of(_ANY)
