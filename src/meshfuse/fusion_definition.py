@@ -29,7 +29,7 @@ from .executor.graphs import Captured, check_capturable, check_groups
 from .executor.segments import Segments
 from .executor.simulate import Simulation
 from .executor.simulated_program import SimulatedProgram
-from .executor.spmd import RankProgram, check_same_arguments, check_world, said_of_scalars
+from .executor.spmd import RankProgram, check_same_arguments, check_world, scalar_lines
 from .gradients.reverse import gradients
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
@@ -380,7 +380,7 @@ class FusionDefinition(PlannedDefinition):
 
         capture = captured if cuda_graph else None
         # Whole arguments are compared, numbers among them, once the program has been.
-        source = "\n".join([repr(self), *([] if whole else said_of_scalars(given))])
+        source = "\n".join([repr(self), *([] if whole else scalar_lines(given))])
         return RankProgram(compiled, world, given.device, source, requested(backend, line), renewed, capture)
 
     def backends(self, *shapes: Sequence[int]) -> str:

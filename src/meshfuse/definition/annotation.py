@@ -168,8 +168,10 @@ def _sized(split: Split, mesh: DeviceMesh, what: str, line: SourceLine) -> Split
 
 
 def check_axes(name: str, dims: Sequence[Layout], mesh: DeviceMesh, line: SourceLine) -> None:
-    """Raises DefinitionError where a part of a mesh axis splits two dims, or one dim twice, or where parts of an axis
-    do not nest.
+    """Check how the splits of a tensor use mesh axes.
+
+    Raises DefinitionError where a part of an axis splits two dims, or one dim twice, and where parts of an axis do not
+    nest.
     """
     bound = [(d, split) for d, layout in enumerate(dims) for split in layout if split.bound]
     for i, (d, split) in enumerate(bound):

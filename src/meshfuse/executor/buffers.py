@@ -133,7 +133,7 @@ class Pooled(Plain, threading.local):
         """An empty tensor of these strides (None: contiguous) whose memory nobody else holds."""
         self._left -= 1
         if not self._left:
-            self._look()
+            self._drop_idle()
         slots = self._slots.get((shape, strides, dtype))
         if slots is None:
             slots = self._slots[shape, strides, dtype] = deque()
@@ -155,20 +155,20 @@ class Pooled(Plain, threading.local):
         """Make a buffer; above the limit of bytes, first drop those that the latest executions did not ask for."""
         if self._bytes > scratch.KEPT and self._looked < CLOCK.now:
             self._looked, oldest = CLOCK.now, CLOCK.now - scratch.RECENT
-            self._keep(lambda slot: slot.execution >= oldest)
+            self._keep_only(lambda slot: slot.execution >= oldest)
         slot = _Slot(shape, _dense(shape) if strides is None else strides, dtype)
         self._slots.setdefault((shape, strides, dtype), deque()).appendleft(slot)
         self.made, self._bytes = self.made + 1, self._bytes + slot.data.nbytes
         return slot
 
-    def _look(self) -> None:
+    def _drop_idle(self) -> None:
         """Drop the buffers that were asked for neither within a minute nor since the last look."""
         last = self._now
         self._now, self._left = time.monotonic(), _INTERVAL
         oldest = min(last, self._now - _PATIENCE)
-        self._keep(lambda slot: slot.used >= oldest)
+        self._keep_only(lambda slot: slot.used >= oldest)
 
-    def _keep(self, is_wanted: Callable[[_Slot], bool]) -> None:
+    def _keep_only(self, is_wanted: Callable[[_Slot], bool]) -> None:
         """Drop all other slots. Whoever holds their memory keeps it."""
         kept = {key: deque(filter(is_wanted, slots)) for key, slots in self._slots.items()}
         self._slots = {key: slots for key, slots in kept.items() if slots}

@@ -33,7 +33,7 @@ def kernel_errors(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
         yield
     except KernelError as error:
         frame = _kernel_frame(bound, error.__traceback__)
-        place = _place(program, *frame) if frame else None
+        place = _kernel_line(program, *frame) if frame else None
         error.where = error.where or (place[0].origins[place[1]][1] if place else None)
         raise
     except MeshfuseError:
@@ -42,15 +42,15 @@ def kernel_errors(bound: BoundProgram, program: HostProgram) -> Iterator[None]:
         # A generator, as the programs of simulated ranks are, gives a StopIteration from inside another class.
         cause = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
         frame = _kernel_frame(bound, cause.__traceback__)
-        if _lacks_memory(cause):
-            raise _lack(bound, program, cause, frame) from cause
-        found = _refusal(program, cause, *frame) if frame else None
+        if _is_out_of_memory(cause):
+            raise _out_of_memory(bound, program, cause, frame) from cause
+        found = _kernel_error(program, cause, *frame) if frame else None
         if found is None:
             raise
         raise found from cause
 
 
-def _lacks_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     """Whether torch had no memory: on a device it has a class for that, on the host a text."""
     return isinstance(error, torch.OutOfMemoryError) or (
         type(error) is RuntimeError
@@ -58,11 +58,14 @@ def _lacks_memory(error: BaseException) -> bool:
     )
 
 
-def _lack(
+def _out_of_memory(
     bound: BoundProgram, program: HostProgram, error: Exception, frame: tuple[FrameType, int] | None
 ) -> MeshfuseError:
-    place = _place(program, *frame) if frame else None
-    what, where = _asker(program, instruction_at(bound, error.__traceback__)) if place is None else _op(*place)
+    """The error of a lack of memory: for what, in which line, and what the user can do."""
+    place = _kernel_line(program, *frame) if frame else None
+    what, where = (
+        _purpose(program, instruction_at(bound, error.__traceback__)) if place is None else _op_and_line(*place)
+    )
     return user_error(
         f"no memory for {what} on rank {program.rank}", told(error), "less at once",
         "print(fd.memory()) tells what a rank holds, and in which op most; split more of it, or bound it: "
@@ -70,15 +73,16 @@ def _lack(
     )  # fmt: skip
 
 
-def _op(kernel: Kernel, place: int) -> tuple[str, SourceLine | None]:
+def _op_and_line(kernel: Kernel, place: int) -> tuple[str, SourceLine | None]:
+    """(the op in a kernel's line, with the user's name for it; the user's line)."""
     op, where = kernel.origins[place]
     return where.label(op), where
 
 
-def _asker(program: HostProgram, instruction: Instruction | None) -> tuple[str, SourceLine | None]:
+def _purpose(program: HostProgram, instruction: Instruction | None) -> tuple[str, SourceLine | None]:
     """(what an instruction is for, the user's line): a kernel's last op, else this or the next communication."""
     if isinstance(instruction, Launch) and instruction.kernel.origins:
-        return _op(instruction.kernel, -1)
+        return _op_and_line(instruction.kernel, -1)
     start = program.instructions.index(instruction) if instruction in program.instructions else 0
     following = program.instructions[start:] if instruction is not None else ()
     about = next((i.about for i in following if isinstance(i, CommunicationCall)), None)
@@ -95,7 +99,7 @@ def _kernel_frame(bound: BoundProgram, trace: TracebackType | None) -> tuple[Fra
     return found
 
 
-def _place(program: HostProgram, frame: FrameType, line: int) -> tuple[Kernel, int] | None:
+def _kernel_line(program: HostProgram, frame: FrameType, line: int) -> tuple[Kernel, int] | None:
     """(kernel, index of the op's line in it) for a line of a frame; None for a line of no kernel."""
     kernel = next((k for k in program.kernels if k.name == frame.f_code.co_name), None)
     if kernel is None:
@@ -104,8 +108,9 @@ def _place(program: HostProgram, frame: FrameType, line: int) -> tuple[Kernel, i
     return (kernel, place) if 0 <= place < len(kernel.origins) else None
 
 
-def _refusal(program: HostProgram, error: Exception, frame: FrameType, line: int) -> MeshfuseError | None:
-    found = _place(program, frame, line)
+def _kernel_error(program: HostProgram, error: Exception, frame: FrameType, line: int) -> MeshfuseError | None:
+    """The error of an op's kernel; None where it was raised outside of any op's line."""
+    found = _kernel_line(program, frame, line)
     if found is None:
         return None
     kernel, place = found

@@ -235,7 +235,9 @@ class Simulation:
                 stuck = "; ".join(f"rank {rank} waits for {work.what}" for rank, work in waiting.items() if work)
                 raise RankError(f"the simulated ranks wait for each other: {stuck}")
             for rank in ready:
-                watched = self.streams[rank].going_on(waiting[rank]) if self.streams else contextlib.nullcontext()
+                watched = (
+                    self.streams[rank].until_next_wait(waiting[rank]) if self.streams else contextlib.nullcontext()
+                )
                 with torch.no_grad(), kernel_errors(self.bound[rank], self.programs[rank]), watched:
                     _advance(rank, running[rank], waiting, results)
         for rank, streams in self.streams.items():

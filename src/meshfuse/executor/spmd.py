@@ -59,11 +59,11 @@ def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: Source
 def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> None:
     """Raises RankError on every rank where ranks were given different global arguments; reads each argument once."""
     said = [f"{fd.tensors[i].label}: a sum of bits of {sum_of_bits(t)}" for i, t in given.tensors.items()]
-    text = "\n".join([*said, *said_of_scalars(given)])
+    text = "\n".join([*said, *scalar_lines(given)])
     world.meetings.check_same(digest_of(text), "the global arguments", world.all_ranks, lambda: text, _SAME_ARGUMENTS)
 
 
-def said_of_scalars(given: Inputs) -> list[str]:
+def scalar_lines(given: Inputs) -> list[str]:
     """A line of text for each scalar of a call, to compare over ranks."""
     return [f"scalar s{i}: {value!r}" for i, value in given.scalars.items()]
 

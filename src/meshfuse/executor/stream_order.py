@@ -40,7 +40,7 @@ class _TouchedStorage:
     reads: dict[str, torch.Tensor] = field(default_factory=dict)
     writes: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def late(self, clock: Clock, tensor: torch.Tensor | None, write: bool) -> Iterator[str]:
+    def unordered(self, clock: Clock, tensor: torch.Tensor | None, write: bool) -> Iterator[str]:
         """The streams whose launches touch the tensor's bytes (None: any byte) and are not before this clock."""
         for touched in (self.writes, self.reads) if write else (self.writes,):
             for stream, numbers in touched.items():
@@ -89,7 +89,7 @@ class Streams(TorchDispatchMode):
                 scope[group_name(group)] = _OrderedGroup(self, group_name(group), scope[group_name(group)])
 
     @contextlib.contextmanager
-    def going_on(self, work: Any) -> Iterator[None]:
+    def until_next_wait(self, work: Any) -> Iterator[None]:
         """The context of what a rank does from its wait for `work` (None: its start) up to its next wait."""
         if work is not None:
             self._wait(COMPUTE, self._ends.pop(work), f"of {work.what}")
@@ -158,21 +158,21 @@ class Streams(TorchDispatchMode):
         if memory is None:
             memory = self._memory[storage._cdata] = _TouchedStorage(StorageWeakRef(storage), what, storage.nbytes())
         if tensor.numel():
-            self._check(memory, memory.late(clock, tensor, write), what, stream)
+            self._check(memory, memory.unordered(clock, tensor, write), what, stream)
             memory.touch(stream, clock[stream], tensor, write)
 
     def _forget_freed(self, what: str) -> None:
         """Check memory that has been freed: the next launch on the kernels' stream may get it."""
         for place, memory in [*self._memory.items()]:
             if memory.alive.expired():
-                late = memory.late(self._clock(COMPUTE), None, True)
-                self._check(memory, late, f"what takes it once it is freed (before {what})", COMPUTE)
+                unordered = memory.unordered(self._clock(COMPUTE), None, True)
+                self._check(memory, unordered, f"what takes it once it is freed (before {what})", COMPUTE)
                 del self._memory[place]
 
-    def _check(self, memory: _TouchedStorage, late: Iterator[str], what: str, stream: str) -> None:
+    def _check(self, memory: _TouchedStorage, unordered: Iterator[str], what: str, stream: str) -> None:
         self._races += [
             f"{what} on {stream} uses memory of {memory.maker} that {other} uses, and no event orders them"
-            for other in late if other != stream
+            for other in unordered if other != stream
         ]  # fmt: skip
 
 

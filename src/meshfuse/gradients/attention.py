@@ -71,7 +71,7 @@ class _WrittenOut:
         (*batch, heads, rows, n), shared = sizes(x), sizes(self.k)[-3]
         return self.o.reshape(x, [*batch, shared, self.o.div(self.o.mul(heads, rows), self.o.maximum(shared, 1)), n])
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def _per_row(self, x: Tensor) -> Tensor:
         """One value per row, broadcast to all columns."""
         return self.o.broadcast(x, [False] * x.ndim + [True])
 
@@ -83,7 +83,7 @@ class _WrittenOut:
     def _probabilities(self) -> Tensor:
         """exp(scores - logsumexp). In float64 they are divided by their sum, as the log-sum-exp is too coarse."""
         o, lse = self.o, self.b.results[1]
-        shift = self._rows(o.where(o.isfinite(lse), lse, 0.0))
+        shift = self._per_row(o.where(o.isfinite(lse), lse, 0.0))
         found = o.exp(o.sub(self._scores(), shift))
         if self.q.dtype is not DataType.Double:
             return found
@@ -98,21 +98,21 @@ class _WrittenOut:
         if b["mask"] is not None:
             is_flag = b["mask"].dtype is DataType.Bool
             scores = o.where(b["mask"], scores, -math.inf) if is_flag else o.add(scores, b["mask"])
-        return o.where(self._seen(), scores, -math.inf) if b["is_causal"] else scores
+        return o.where(self._causal_mask(), scores, -math.inf) if b["is_causal"] else scores
 
-    def _seen(self) -> Tensor:
+    def _causal_mask(self) -> Tensor:
         """Whether a row sees a column: row i sees the columns up to i."""
         rows, columns = (self.o.iota(n) for n in self.shape[-2:])
-        return self.o.ge(self._rows(rows), columns)
+        return self.o.ge(self._per_row(rows), columns)
 
     def _slopes(self) -> Tensor:
         """The factor that makes each score's gradient out of its probability."""
         b, o = self.b, self.o
-        lse = None if b.grads[1] is None else self._rows(b.grads[1])
+        lse = None if b.grads[1] is None else self._per_row(b.grads[1])
         if b.grad is None:
             return lse
         grad = self._wide(b.grad)
-        through = self._rows(o.sum(o.mul(grad, b.results[0]), [-1]))
+        through = self._per_row(o.sum(o.mul(grad, b.results[0]), [-1]))
         return o.sub(self._product(grad, self.v), through if lse is None else o.sub(through, lse))
 
 

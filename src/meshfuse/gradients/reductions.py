@@ -47,7 +47,7 @@ def _deviation(b: Backward, mean: Tensor, grad: Tensor, n: Any) -> Tensor:
     return b.ops.mul(_over(b, grad, 2.0, n), b.ops.sub(b["arg"], mean))
 
 
-def _degrees(b: Backward) -> Any:
+def _degrees_of_freedom(b: Backward) -> Any:
     """The divisor of a variance: n - correction."""
     return numel_along(b["arg"], _dims(b)) - b["correction"]
 
@@ -55,7 +55,7 @@ def _degrees(b: Backward) -> Any:
 def _var(b: Backward) -> Tensor:
     x, dims = b["arg"], _dims(b)
     mean = b.ops.truediv(b.ops.sum(x, dims, True), numel_along(x, dims))
-    return _deviation(b, mean, kept(b, b.grad, x, dims, b["keepdim"]), _degrees(b))
+    return _deviation(b, mean, kept(b, b.grad, x, dims, b["keepdim"]), _degrees_of_freedom(b))
 
 
 def _moments(b: Backward, spread: int, mean: int, n: Any, keepdim: bool) -> Tensor:
@@ -72,7 +72,7 @@ def _moments(b: Backward, spread: int, mean: int, n: Any, keepdim: bool) -> Tens
 
 
 def _var_mean(b: Backward) -> Tensor:
-    return _moments(b, 0, 1, _degrees(b), b["keepdim"])
+    return _moments(b, 0, 1, _degrees_of_freedom(b), b["keepdim"])
 
 
 def _welford(b: Backward) -> Tensor:

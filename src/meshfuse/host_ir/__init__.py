@@ -1,3 +1,5 @@
-"""The program of each rank: `lower` writes segments, moves and loops as instructions, `schedule` says when they run,
-and `verify` that the programs of all ranks fit together.
+"""The program of each rank.
+
+`lower` writes segments, moves and loops as instructions, `schedule` says when they run, and `verify` that the programs
+of all ranks fit together.
 """

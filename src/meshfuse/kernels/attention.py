@@ -37,7 +37,8 @@ def _options(q: torch.Tensor, dropout_p: Any, is_causal: Any, scale: Any) -> Opt
     return Options(float(dropout_p or 0.0), bool(is_causal), float(scale))
 
 
-def _compute(x: torch.Tensor) -> torch.Tensor:
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32, or in float64 if it is that."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -49,7 +50,7 @@ def _grouped(x: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """q kᵀ times the scale: [*b, h, s, s_k]."""
-    found = torch.matmul(_grouped(_compute(q), k), _compute(k).transpose(-1, -2)) * scale
+    found = torch.matmul(_grouped(_widened(q), k), _widened(k).transpose(-1, -2)) * scale
     return found.reshape(*q.shape[:-1], k.shape[-2])
 
 
@@ -73,14 +74,16 @@ def _probabilities(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tenso
     return torch.exp(scores - shift.unsqueeze(-1))
 
 
-def _kept(probabilities: torch.Tensor, options: Options, place: ScoreBlock, stream: tuple[int, ...]) -> torch.Tensor:
+def _dropout_factors(
+    probabilities: torch.Tensor, options: Options, place: ScoreBlock, stream: tuple[int, ...]
+) -> torch.Tensor:
     """Dropout's factor for every probability: 0, or 1 / (1 - p). It is drawn by global index."""
     index = linear_index(place.runs, place.shape, probabilities.device)
     keep = fractions(index, RandomStream(*stream), torch.float32) >= options.dropout_p
     return keep.to(probabilities.dtype) / (1.0 - options.dropout_p)
 
 
-def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, place: ScoreBlock) -> bool:
+def _can_fuse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, place: ScoreBlock) -> bool:
     """Whether torch's fused CPU kernel computes exactly this."""
     same = q.dtype == k.dtype == v.dtype and q.shape[-3] == k.shape[-3] and q.shape[-1] == v.shape[-1]
     whole = not options.is_causal or (q.shape[-2], k.shape[-2]) == tuple(place.shape[-2:])
@@ -142,14 +145,14 @@ def _attend(
     stream: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) over the columns of the place, in the precision of the computation."""
-    if _fused(q, k, v, options, place) and _is_addend(q, bias, mask, options):
+    if _can_fuse(q, k, v, options, place) and _is_addend(q, bias, mask, options):
         return _attend_fused(q, k, v, _addend(q, k, bias, mask), options)
     scores = _masked(_scores(q, k, options.scale), bias, mask, options, place)
     logsumexp = torch.logsumexp(scores, -1)
     probabilities = _probabilities(scores, logsumexp)
     if options.dropout_p > 0.0:
-        probabilities = probabilities * _kept(probabilities, options, place, stream)
-    out = torch.matmul(_grouped(probabilities, k), _compute(v))
+        probabilities = probabilities * _dropout_factors(probabilities, options, place, stream)
+    out = torch.matmul(_grouped(probabilities, k), _widened(v))
     return out.reshape(*q.shape[:-1], v.shape[-1]), logsumexp
 
 
@@ -168,7 +171,7 @@ def sdpfa_fwd(
     """(output, log-sum-exp, seed [2], offset []): the last two let the backward pass drop the same."""
     options = _options(q, dropout_p, is_causal, scale)
     out, logsumexp = _attend(q, k, v, bias, mask, options, ScoreBlock(*place), stream)
-    return out.to(q.dtype), logsumexp.float(), *_state(stream, q.device)
+    return out.to(q.dtype), logsumexp.float(), *_state_tensors(stream, q.device)
 
 
 def ring_attention(
@@ -249,7 +252,7 @@ def block_attention(
     `numbers` are the runs of the blocks' numbers. A block without columns gives zeros, and -inf as its log-sum-exp.
     """
     options, (runs, shape) = _options(q, dropout_p, is_causal, scale), place
-    q, k, v = _compute(q), _compute(k), _compute(v)
+    q, k, v = _widened(q), _widened(k), _widened(v)
     outs, sums, start = [], [], 0
     for number in global_index(numbers).tolist():
         first, last = (min(edge * block, shape[-1]) for edge in (number, number + 1))
@@ -260,7 +263,7 @@ def block_attention(
         outs.append(out)
         sums.append(logsumexp.to(out.dtype))
     made = _stacked(outs, (*q.shape[:-1], v.shape[-1]), q), _stacked(sums, q.shape[:-1], q)
-    return *made, *_state(stream, q.device)
+    return *made, *_state_tensors(stream, q.device)
 
 
 def _columns(x: Any, here: slice) -> Any:
@@ -272,7 +275,7 @@ def _stacked(parts: list[torch.Tensor], shape: Sequence[int], like: torch.Tensor
     return torch.stack(parts) if parts else like.new_empty((0, *shape))
 
 
-def _state(stream: tuple[int, ...], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _state_tensors(stream: tuple[int, ...], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The random state as tensors: [seed, salt] and offset.
 
     Only the seed's low 64 bits count, as for all random numbers.
@@ -321,7 +324,7 @@ class _Saved(NamedTuple):
 def sdpfa_bwd(*saved: Any) -> Gradients:
     """Gradients of q, k and v from what the forward pass saved (`_Saved`)."""
     s = _Saved(*saved)
-    if not _fused(s.q, s.k, s.v, s.options, s.place):
+    if not _can_fuse(s.q, s.k, s.v, s.options, s.place):
         scores = _score_gradients(s)
         return (_query_gradient(s, *scores), *_key_and_value_gradients(s, *scores))
     flat = [_flat(x.contiguous()) for x in (s.grad, s.q, s.k, s.v, s.out)]
@@ -362,7 +365,7 @@ def sdpfa_bwd_q(*saved: Any) -> torch.Tensor:
 
 
 def _query_gradient(s: _Saved, grad_scores: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return torch.matmul(grad_scores, _compute(s.k)).reshape(s.q.shape).to(s.q.dtype)
+    return torch.matmul(grad_scores, _widened(s.k)).reshape(s.q.shape).to(s.q.dtype)
 
 
 def sdpfa_bwd_kv(*saved: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -374,8 +377,8 @@ def sdpfa_bwd_kv(*saved: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _key_and_value_gradients(
     s: _Saved, grad_scores: torch.Tensor, dropped: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    grad_k = torch.matmul(grad_scores.transpose(-1, -2), _grouped(_compute(s.q), s.k))
-    grad_v = torch.matmul(dropped.transpose(-1, -2), _grouped(_compute(s.grad), s.k))
+    grad_k = torch.matmul(grad_scores.transpose(-1, -2), _grouped(_widened(s.q), s.k))
+    grad_v = torch.matmul(dropped.transpose(-1, -2), _grouped(_widened(s.grad), s.k))
     return grad_k.to(s.k.dtype), grad_v.to(s.v.dtype)
 
 
@@ -384,12 +387,12 @@ def _score_gradients(s: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
     options, place = s.options, s.place
     scores = _masked(_scores(s.q, s.k, options.scale), None, None, options, place)
     p = dropped = _probabilities(scores, _logsumexp(s, scores))
-    grad_out = _compute(s.grad)
-    grad_p = torch.matmul(_grouped(grad_out, s.k), _compute(s.v).transpose(-1, -2)).reshape(p.shape)
+    grad_out = _widened(s.grad)
+    grad_p = torch.matmul(_grouped(grad_out, s.k), _widened(s.v).transpose(-1, -2)).reshape(p.shape)
     if options.dropout_p > 0.0:
-        kept = _kept(p, options, place, _stream(s.seed, s.offset))
+        kept = _dropout_factors(p, options, place, _stream(s.seed, s.offset))
         dropped, grad_p = p * kept, grad_p * kept
-    row_dot = (grad_out * _compute(s.out)).sum(-1, keepdim=True)
+    row_dot = (grad_out * _widened(s.out)).sum(-1, keepdim=True)
     if s.grad_logsumexp is not None:
         row_dot = row_dot - s.grad_logsumexp.unsqueeze(-1)
     return _grouped(p * (grad_p - row_dot), s.k) * options.scale, _grouped(dropped, s.k)

@@ -1,7 +1,7 @@
-"""Functions on `fd.ops` that are written in ops of the table, so that the passes see nothing new.
+"""Functions on `fd.ops` that are written in ops of the table, so that passes meet no new ops.
 
-Half precision is computed in float32 and comes back in the operand's type, as in torch. A statistic over a
-sharded dim is a local reduction and one small collective: maxima and sums here are two-step, never a gather.
+Half precision is computed in float32 and returned in the operand's type, as in torch. A statistic over a sharded dim is
+a local reduction and one small collective, never a gather: maxima and sums are computed in two steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_BLOCKS = 1 << 16  # Of a ring: more is a mistake, and takes seconds to num
 
 
 def _wide(fd: Any, x: Any) -> Any:
-    """At least float32."""
+    """x in float32 or wider."""
     dtype = x.dtype
     if dtype.category >= Category.FLOAT and not dtype.is_reduced_float:
         return x
@@ -30,7 +30,7 @@ def _wide(fd: Any, x: Any) -> Any:
 
 
 def _back(fd: Any, x: Any, like: Any) -> Any:
-    """In the operand's type where that is floating point."""
+    """x in the type of `like`, if that is floating point."""
     return x if x.dtype is like.dtype or like.dtype.category < Category.FLOAT else fd.ops.cast(x, like.dtype)
 
 
@@ -39,12 +39,12 @@ def _as_type(fd: Any, x: Any, dtype: DataType | None) -> Any:
 
 
 def size(fd: Any, arg: Any, dim: int) -> Any:
-    """The size of a dim, a scalar of the definition."""
+    """The size of a dim, as a scalar of the definition."""
     return fd.size(arg, dim)
 
 
 def shape(fd: Any, arg: Any) -> list[Any]:
-    """The sizes of all dims, scalars of the definition."""
+    """The sizes of all dims, as scalars of the definition."""
     return arg.shape()
 
 
@@ -62,15 +62,16 @@ def gelu(fd: Any, x: Any, approximate: str = "none") -> Any:
 
 
 def _max(fd: Any, x: Any, dims: DimsArgument) -> Any:
-    """The maximum: what is taken off before exp. The result does not depend on it, so gradients leave it out.
+    """The maximum, which is subtracted before exp.
 
-    Where it is infinite, x less it is NaN, as a softmax of such numbers is.
+    The result does not depend on it, so gradients leave it out. If it is infinite, x minus it is NaN, as a softmax of
+    such numbers is.
     """
     return fd.stop_gradient(fd.ops.max(x, dims, True))
 
 
 def _finite_max(fd: Any, x: Any, dims: DimsArgument) -> Any:
-    """The maximum, 0 where it is infinite: so the logarithm of a sum of exp is infinite there, and not NaN."""
+    """The maximum, but 0 where it is infinite: the logarithm of a sum of exp is then infinite there, and not NaN."""
     top = fd.ops.max(x, dims, True)
     return fd.stop_gradient(fd.ops.where(fd.ops.isfinite(top), top, 0.0))
 
@@ -99,7 +100,7 @@ def logsumexp(fd: Any, x: Any, dims: DimsArgument, keepdim: bool = False) -> Any
 
 
 def _count(x: Any, dims: Sequence[int]) -> Any:
-    """The number of elements along dims, a scalar of the definition."""
+    """The number of elements along dims, as a scalar of the definition."""
     found: Any = 1
     for d in dims:
         found = x.size(d) * found
@@ -131,7 +132,7 @@ def _affine(fd: Any, x: Any, dims: Sequence[int], weight: Any, bias: Any) -> Any
 
 
 def _per_element(fd: Any, what: str, given: Any, x: Any, dims: Sequence[int]) -> Any:
-    """The parameter of a norm, which has the sizes of the dims that it is over: as in torch, it is not repeated."""
+    """A norm's parameter, checked to have the sizes of the dims that the norm is over: as in torch, none broadcasts."""
     wanted, found = [x.type.shape[d] for d in dims], given.type.shape
     fits = len(found) == len(wanted) and all(-1 in (n, m) or n == m for n, m in zip(found, wanted, strict=True))
     if not fits:
@@ -160,8 +161,9 @@ def layer_norm(
 def rms_norm(
     fd: Any, x: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """x / sqrt(mean(x²) + eps) over the last dims, times weight (Zhang & Sennrich 2019). eps: the type's own
-    for None.
+    """x / sqrt(mean(x²) + eps) over the last dims, times weight (Zhang & Sennrich 2019).
+
+    eps: None for the type's own epsilon.
     """
     ops, dims, wide = fd.ops, _last_dims(x, normalized_shape), _wide(fd, x)
     eps = eps if eps is not None else 2.0**-52 if wide.dtype is DataType.Double else 2.0**-23
@@ -172,12 +174,11 @@ def rms_norm(
 def cross_entropy(
     fd: Any, logits: Any, targets: Tensor, reduction: str = "mean", ignore_index: int | None = None
 ) -> Any:
-    """-log softmax(logits)[target]; logits [.., V] and integer targets [..], reduced by "mean", "sum" or
-    "none".
+    """-log softmax(logits)[target], reduced by "mean", "sum" or "none"; logits [.., V] and integer targets [..].
 
-    With V sharded: a maximum, a sum of exp and a masked lookup, each reduced at the size of the targets (the
-    vocabulary-parallel loss of Megatron-LM). `ignore_index` leaves targets out of the loss and of the mean's
-    count.
+    With V sharded: a maximum, a sum of exp and a masked look-up, each reduced at the size of the targets (the
+    vocabulary-parallel loss of Megatron-LM). Targets equal to `ignore_index` count neither in the loss nor in the
+    mean's count.
     """
     if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise user_error("cross_entropy: reduction", shown(reduction), "'mean', 'sum' or 'none'", "")
@@ -207,8 +208,9 @@ def _reduced_loss(fd: Any, loss: Any, valid: Any, reduction: str) -> Any:
 
 
 def dropout(fd: Any, x: Any, p: float = 0.5, training: bool = True) -> Any:
-    """Zeros with probability p, the others divided by 1 - p. The choice depends on global indices, not on the
-    mesh.
+    """Zeros with probability p, all others divided by 1 - p.
+
+    The choice depends on global indices, not on the mesh.
     """
     if not training or p == 0.0:
         return fd.ops.set(x)
@@ -220,7 +222,10 @@ def dropout(fd: Any, x: Any, p: float = 0.5, training: bool = True) -> Any:
 
 
 def _with_elements(fd: Any, x: Any, dims: Sequence[int]) -> Any:
-    """The tensor, which has a greatest element along dims; of open sizes that is seen once they are known."""
+    """The tensor.
+
+    Raises DefinitionError where it has no greatest element along dims; for open sizes, once they are known.
+    """
     check_order("argmax", x.type)
     shape = x.type.shape
     if any(shape[d] == 0 for d in dims):
@@ -233,7 +238,7 @@ def _with_elements(fd: Any, x: Any, dims: Sequence[int]) -> Any:
 def argmax(fd: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     """The index of the first largest element along a dim; of the flattened tensor for None.
 
-    NaN counts as the largest, as in torch; it equals no maximum, and so is looked for by itself.
+    NaN counts as the largest, as in torch. It equals no maximum, so it is looked for separately.
     """
     x = _with_elements(fd, x, range(x.ndim) if dim is None else [check_dim("argmax", dim, x.ndim)])
     if dim is None:
@@ -253,21 +258,22 @@ def _zigzag_order(ring: int) -> list[int]:
 
 
 def zigzag(fd: Any, x: Any, dim: int, ring: int) -> Any:
-    """The chunks of a dim, two per block of a ring, in zig-zag order: block r is chunks r and 2 ring - 1 - r.
+    """A dim's chunks in zig-zag order, two for each block of a ring: block r is the chunks r and 2 ring - 1 - r.
 
-    Of a sharded dim each rank gets the pieces that it lacks. `ring_attention(.., zigzag=True)` takes rows so.
+    Each rank gets the pieces of a sharded dim that it lacks. `ring_attention(.., zigzag=True)` takes rows in this
+    order.
     """
     return fd.ops.reorder_blocks(x, dim, _zigzag_order(ring))
 
 
 def unzigzag(fd: Any, x: Any, dim: int, ring: int) -> Any:
-    """From zig-zag order back to that of the sequence."""
+    """The inverse of `zigzag`: chunks in the order of the sequence."""
     place = {chunk: place for place, chunk in enumerate(_zigzag_order(ring))}
     return fd.ops.reorder_blocks(x, dim, [place[chunk] for chunk in range(2 * ring)])
 
 
 def _three(made: Any) -> tuple[Any, Any, Any]:
-    """A product and, where asked for, its scales; None for those not asked for."""
+    """(product, scales or None, global scale or None) from what the op returned."""
     found = made if isinstance(made, tuple) else (made,)
     return (*found, None, None)[:3]  # type: ignore[return-value]
 
@@ -278,7 +284,7 @@ def scaled_mm(fd: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def grouped_mm(fd: Any, *args: Any, **kwargs: Any) -> Any:
-    """The plain form gives a tensor; with scales, three results as `scaled_mm`."""
+    """A product of groups: a tensor; with scales, three results as of `scaled_mm`."""
     if len(args) <= 3 and "scale1" not in kwargs:
         return fd.call("grouped_mm", args, kwargs)
     return _three(fd.call("scaled_grouped_mm", args, kwargs))

@@ -27,8 +27,8 @@ def in_blocks(
     reach = (blocks - 1) * size
     before = [_edge(r, x, dim, step, taken, fill) for step, taken in reversed(_steps(min(halo[0], reach), size))]
     after = [_edge(r, x, dim, -step, taken, fill) for step, taken in _steps(min(halo[1], reach), size)]
-    parts = [*_beyond(r, x, dim, halo[0] - reach, fill), *before, x, *after]
-    parts += _beyond(r, x, dim, halo[1] - reach, fill)
+    parts = [*_filling(r, x, dim, halo[0] - reach, fill), *before, x, *after]
+    parts += _filling(r, x, dim, halo[1] - reach, fill)
     return parts[0] if len(parts) == 1 else r.call("cat", tuple(parts), dim + 1)
 
 
@@ -48,7 +48,7 @@ def _edge(r: Writing, x: TensorRef, dim: int, step: int, taken: int, fill: Any) 
     return r.call("pad", edge, one_dim_widths(len(shape), dim, max(step, 0), max(-step, 0)), fill)
 
 
-def _beyond(r: Writing, x: TensorRef, dim: int, width: int, fill: Any) -> list[TensorRef]:
+def _filling(r: Writing, x: TensorRef, dim: int, width: int, fill: Any) -> list[TensorRef]:
     """Filling that every block sees beyond all blocks, as one piece: a halo may be wider than the whole dim."""
     shape = r.type(x).shape
     if width <= 0:

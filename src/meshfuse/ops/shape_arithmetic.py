@@ -97,8 +97,9 @@ def with_size(shape: Sequence[int], dim: int, n: int) -> tuple[int, ...]:
 
 
 def check_dims(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple[int, ...]:
-    """The dims counted from the front, ascending; all of them for None. Raises DefinitionError for one given
-    twice.
+    """The dims counted from the front, ascending; all of them for None.
+
+    Raises DefinitionError for a dim that is given twice.
     """
     if dims is None:
         return tuple(range(ndim))

@@ -112,7 +112,7 @@ def _stepped(
 
 
 def _slice_rule(call: Call) -> Rule:
-    """Each dim as a window, or in steps."""
+    """A dim sliced without steps has the factors of its window; one sliced with steps has those of its steps."""
     builder, operand, result = RuleBuilder(), [], []
     for n, m, (start, _, step) in zip(call.types[0].shape, call.results[0].shape, slice_bounds(call), strict=True):
         dims = _windowed(builder, n, start, m) if step == 1 else _stepped(builder, n, start, m, step)

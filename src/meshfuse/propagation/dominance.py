@@ -1,5 +1,4 @@
-"""What it costs to reshard tensors from how one plan holds them to how another does: the test by which plans are
-dropped.
+"""What it costs to reshard tensors from how one plan holds them to how another does: the test that drops plans.
 
 Plans are compared by the thousand. So the ways in which a tensor may exist are numbered, and costs are looked up by
 these numbers.

@@ -67,8 +67,9 @@ class Folded:
 
 
 def _reached(node: Node, choice: Choice, homes: Mapping[int, Sharding]) -> Choice:
-    """The choice for an op that carries sums, whose stand-in may have read other layers: where those left sums
-    unreduced that this op's own operands do not, it reads them reduced.
+    """The choice for an op that carries sums, whose stand-in may have read other layers.
+
+    Where those left sums unreduced that this op's own operands do not, it reads them reduced.
     """
     placement = choice.placement
     if all(is_possible(homes[i], need) for i, need in zip(node.inputs, placement.operands, strict=True)):
@@ -132,8 +133,9 @@ class _Gap(NamedTuple):
 
 
 def folded(graph: Graph, kept: int = KEPT) -> Folded | None:
-    """The program with layers left out but for so many; None where it is short or repeats nothing, or spans several
-    meshes.
+    """The program with all but so many of its layers left out.
+
+    None where it is short or repeats nothing, or spans several meshes.
     """
     if len(graph.nodes) <= LONG or len({sharding.mesh for sharding in graph.annotations.values()}) != 1:
         return None
@@ -146,8 +148,9 @@ def folded(graph: Graph, kept: int = KEPT) -> Folded | None:
 
 
 def _shares_much(graph: Graph, producers: Mapping[int, int], cuts: Sequence[_Gap]) -> bool:
-    """Whether layers read one large tensor from outside, such as weights that they share: to bring it where it is read
-    is worth more for many of them than for few.
+    """Whether layers read one large tensor from outside, such as weights that they share.
+
+    To bring it where it is read is worth more for many of them than for few.
     """
     largest, shared = 0, 0
     for cut in cuts:
@@ -256,8 +259,9 @@ def _following(graph: Graph, producers: Mapping[int, int], stretch: _Stretch, cu
 
 
 def _alongside(stretch: _Stretch, op: int, reads: int, backward: bool, cut: _Gap) -> _Gap:
-    """The cut of a stretch whose `op` reads the op `reads` of another's: from the first op like it that reads what is
-    left out there.
+    """The cut of a stretch whose `op` reads the op `reads` of another's.
+
+    It begins at the first op like it that reads what is left out there.
     """
     step = cut.stretch.period
     layer = (reads - cut.start) // step  # of those left out, counted from the first

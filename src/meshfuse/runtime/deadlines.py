@@ -48,7 +48,7 @@ def bounded(
     except RuntimeError:
         return action()  # An exiting interpreter starts no threads.
     # What waits behind an action that already took too long has no better chance.
-    until = time.monotonic() + (min(seconds, _PATIENCE) if on in _late() else seconds)
+    until = time.monotonic() + (min(seconds, _PATIENCE) if on in _overdue_on() else seconds)
     while thread.is_alive() and (left := until - time.monotonic()) > 0 and not hopeless():
         thread.join(min(left, _LOOK))
     if thread.is_alive():
@@ -73,9 +73,9 @@ def left_running(seconds: float) -> set[str]:
     until = time.monotonic() + seconds
     for thread in list(_overdue):
         thread.join(max(0.0, until - time.monotonic()))
-    return _late()
+    return _overdue_on()
 
 
-def _late() -> set[str]:
+def _overdue_on() -> set[str]:
     """What the actions that are overdue now wait for."""
     return {thread.name for thread in list(_overdue) if thread.is_alive()}
