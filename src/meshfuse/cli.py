@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unwritten(error: OSError) -> int:
     """The exit code where the output of a command cannot be written."""
     with contextlib.suppress(OSError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what is left goes when Python ends
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python writes what is left in the buffer there when it ends
     if isinstance(error, BrokenPipeError):  # Nobody reads our output any more, as of `head`.
         return 128 + signal.SIGPIPE
     found = f"found {error.strerror or error}, needed room and a file to write to"

@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-# To look through so many objects takes the garbage collector a third of a millisecond.
+# The garbage collector takes a third of a millisecond to look through so many objects.
 MUCH = 10_000
 
 
@@ -44,7 +44,7 @@ def no_collection() -> Iterator[None]:
 
 def _age() -> None:
     """Make the collector treat many new objects as old. Else its next young collection would look through them all."""
-    if gc.get_count()[0] > MUCH and not FROZEN.is_there():  # what a user has frozen would thaw
+    if gc.get_count()[0] > MUCH and not FROZEN.is_there():  # what the user has frozen would be thawed, too
         try:
             gc.freeze()
         finally:

@@ -69,9 +69,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-# Of axes that nothing is said of: fast, and so quick to start (a step counts as a tenth of a byte) that bytes decide.
+# For axes without a link: fast, and so quick to start (a step counts as a tenth of a byte) that bytes decide.
 DEFAULT_LINK = Link(50e9, 2e-12)
-# Operations per second of a rank that nothing is said of: a byte on the default link costs as much as a thousand.
+# A rank's operations per second without other figures: a byte on the default link costs as much as a thousand of them.
 DEFAULT_FLOPS = 50e12
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from .whole_files import write_whole
 
 VARIABLE = "MESHFUSE_CACHE"
-MOST_BYTES = 256 << 20  # Of all files together: those used last are kept.
-TURN = ".turn"  # The end of a name that says that a text is being made.
+MOST_BYTES = 256 << 20  # The limit for all files together; those used last are kept.
+TURN = ".turn"  # The end of the name of a file that says that a text is being made.
 _MAGIC = "meshfuse-cache-1"
 _STALE_SECONDS = 3600.0  # After which a file that is still half written, or made, is one that a killed process left.
 _warned: set[str] = set()
@@ -93,7 +93,7 @@ def read(place: Path, name: str) -> str | None:
             path.unlink()
         return None
     with contextlib.suppress(OSError):
-        os.utime(path)  # What was used last is removed last.
+        os.utime(path)  # Files that were used last are removed last.
     return body.decode(errors="replace")
 
 

@@ -40,7 +40,7 @@ class DataType(enum.Enum):
     ComplexDouble = "complex128"
     Null = "null"
 
-    # Enum's own is written in Python, and types are keys of most that is looked up.
+    # Enum's own __hash__ is written in Python, and most look-ups have types in their keys.
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ _CATEGORY = {
     **dict.fromkeys(_COMPLEX, Category.COMPLEX),
     DataType.Bool: Category.BOOL,
 }
-# Small floats of which none holds all numbers of another.
+# Small float types, none of which holds all numbers of another.
 _INCOMPARABLE = (
     DataType.Half, DataType.BFloat16, DataType.Float8_e4m3fn, DataType.Float8_e5m2, DataType.Float8_e8m0fnu,
 )  # fmt: skip

@@ -19,8 +19,8 @@ from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GENERATED = "<meshfuse"
-_LONGEST = 400  # letters of a value in an error text
-# Between two frames of meshfuse's own where one asks for a cached property: never a line of the user's.
+_LONGEST = 400  # characters of a value in an error text
+# Its frame stands between two of meshfuse's own where one reads a cached property; it is no line of the user's.
 _CACHES = functools.__file__
 _ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
 
@@ -106,7 +106,7 @@ class ArgumentError(MeshfuseError, ValueError, RuntimeError):
     """A wrong tensor or scalar given to a program when it is called."""
 
 
-# What a user's own words cause: RuntimeErrors too, that a handler of torch's must let pass.
+# Errors that the user causes. They are RuntimeErrors, too, and a handler of torch's errors must let them pass.
 USER_ERRORS = (DefinitionError, ArgumentError)
 
 

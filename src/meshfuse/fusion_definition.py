@@ -45,7 +45,7 @@ from .sharding.data import shard
 from .sharding.value import Sharding
 from .user_values import as_int, check_flags
 
-# Called with every definition that is made: how the command line finds those of a script.
+# Called with every definition that is made: so the command line finds a script's definitions.
 observers: list[Callable[[FusionDefinition], None]] = []
 
 
@@ -83,7 +83,7 @@ class FusionDefinition(PlannedDefinition):
         super().__init__(max_wire, max_memory, search)
         self._seed = seed
         self._constants: set[int] = set()  # Tensors that no gradient passes.
-        # Runs so far. Apart, as a simulation on one rank must not change its random numbers.
+        # Runs so far, counted apart: a simulation on one rank must not change that rank's random numbers.
         self._steps = {"ranks": 0, "simulated": 0}
         # Programs by `_key`: shapes, scalars that sizes follow, device and options.
         self._simulated: dict[Any, SimulatedProgram] = {}

@@ -23,8 +23,8 @@ from .eager import Eager
 
 VARIABLE = "MESHFUSE_BACKEND"
 
-# Seconds to start an op from Python and to call compiled code, and bytes per second that an op reads or writes, all of
-# one CPU core; a GPU's ratios of the three are alike.
+# Of one CPU core: seconds to start an op from Python, seconds to call compiled code, and bytes per second that an op
+# reads or writes. On a GPU their ratios are alike.
 _START, _CALL, _BANDWIDTH = 2e-6, 6e-6, 1e10
 # Seconds to compile: a C++ or CUDA compiler's start, and per op.
 _COMPILE, _COMPILE_OP = 3.0, 0.02

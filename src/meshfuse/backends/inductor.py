@@ -94,7 +94,7 @@ def _try_instructions() -> None:
     """
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-    # What is wrong with the compiler is told where it compiles a kernel.
+    # Errors of the compiler are reported where it compiles a kernel.
     with _folder_restored(), contextlib.suppress(Exception):
         valid_vec_isa_list()
 
@@ -143,7 +143,7 @@ def _compile(task: Task) -> Prepared:
     from torch._inductor.compile_fx import compile_fx_inner
 
     module = trace(task)
-    # Results lie as those of the text do.
+    # Results get the strides that the text's results have.
     output = module.graph.output_node()
     results: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
@@ -207,7 +207,7 @@ def _guarded(code: Prepared, task: Task) -> Prepared:
     if len(varying) == len(task.arguments) and not any(name in RANDOM_STATE for name in task.kernel.params):
         return _plain(code, eager, results)
     states = [place for place in varying if not isinstance(task.arguments[place], torch.Tensor)]
-    # By their text: -0.0 is another constant than 0.0.
+    # Compared by their text: -0.0 is another constant than 0.0.
     constants = [(place, value, repr(value)) for place, value in enumerate(task.arguments) if place not in varying]
 
     def run(*arguments: Any) -> Any:

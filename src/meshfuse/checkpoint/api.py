@@ -112,7 +112,7 @@ class _Team:
         own: Exception | None = None
         try:
             worked, value = True, action()
-        except Exception as error:  # Whatever it is: the other ranks wait for this one.
+        except Exception as error:  # Any error: the other ranks wait for this one.
             own, worked, value = error, False, told(error)
         text = f"meshfuse.{self.what}, {doing}"
         mine = pickle.dumps((text, worked, value))
@@ -157,7 +157,7 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, CheckpointEntry], d
             raise wrong(repr(name), type(name).__name__, "a text as the name, of whole letters")
     values = {name: value for name, value in state.items() if is_plain(value)}
     given = {name: to_save(name, value) for name, value in state.items() if name not in values}
-    # What is compared and stored is memory, which of torch's lazy views has other numbers.
+    # Memory is compared and stored, and the memory of torch's lazy views has other numbers.
     return {name: replace(entry, local=settled(entry.local)) for name, entry in given.items()}, values
 
 

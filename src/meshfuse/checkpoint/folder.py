@@ -31,7 +31,7 @@ from ..errors import CheckpointError, caller_line, user_error
 from ..file_locks import exclusive
 from ..whole_files import write_whole
 
-# Of checkpoint.json and what it names: another number where an older meshfuse could not read it.
+# The version of the folder's format; it changes when an older meshfuse could not read a checkpoint.
 FORMAT = 1
 _INDEX = "checkpoint.json"
 _PREFIX = "data-"
@@ -146,7 +146,7 @@ def commit(path: Path, index: Index) -> None:
     write_index(path, index)
     try:
         _sync_folder(path)
-    except OSError as error:  # After a loss of power it may be the checkpoint of before, which stays for that.
+    except OSError as error:  # After a loss of power the old checkpoint may be back, so its data stay.
         line = caller_line()
         warnings.warn_explicit(
             f"meshfuse.save: {path} holds the new checkpoint, but may hold the one before again after a loss of power: "

@@ -20,7 +20,7 @@ from .folder import sum_of, sync_file
 from .hyperslabs import Shard
 
 _METADATA = ".metadata"
-# (what is done, the doing) -> what every rank got by doing it.
+# (a description, an action) -> every rank's result of the action.
 Together = Callable[[str, Callable[[], Any]], list[Any]]
 
 

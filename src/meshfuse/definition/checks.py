@@ -21,7 +21,7 @@ from .tensor_view import TensorView
 
 _LARGEST = 2**63 - 1
 _NUMBERS: tuple[Any, ...] = (int, float, complex)
-# Of a composite's parameters, by their annotations: what they take, and whether the composite has it as ops do.
+# By the annotation of a composite's parameter: its kind, and whether the composite gets arguments as ops do.
 _KINDS = {
     "int": (ParamKind.INT, True), "int | None": (ParamKind.INT, True), "DimsArgument": (ParamKind.OPTIONAL_DIMS, True),
     "bool": (ParamKind.BOOL, True), "DataType | None": (ParamKind.DTYPE, True),

@@ -16,7 +16,7 @@ from ..user_values import as_int
 KERNEL_TYPES = frozenset(kind for kind in ParallelType if kind.value > ParallelType.stream.value)
 # In the place of a sub-axis' `pre`: the factor must be as large as the axis.
 WHOLE_AXIS = 0
-# Until a tensor's mesh is known, nvFuser's parallel types stand in the axis' place.
+# Until a tensor's mesh is known, nvFuser's parallel types stand for its axes.
 PARALLEL_NAMES = {ParallelType.mesh_x: "DIDx", ParallelType.mesh_y: "DIDy", ParallelType.mesh_z: "DIDz"}
 KIND_OF_NAME = {name: kind for kind, name in PARALLEL_NAMES.items()}
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .tensor_view import TensorView
 
 
-# A loop is written out chunk by chunk: more would take longer to plan than any communication that they hide.
+# A loop is written out chunk by chunk: to plan more chunks would take longer than the communication that they hide.
 _MOST_CHUNKS = 4096
 
 

@@ -51,14 +51,14 @@ def outline(arguments: Any) -> Any:
             for t in arguments
             if type(t) in _PLAIN and not t.is_neg() and not t.is_conj()
         ]
-    except RuntimeError:  # of nested tensors, which have no shape, and of those without memory of their own
+    except RuntimeError:  # nested tensors have no shape, and some tensors no memory of their own
         return None
     return tuple(found) if len(found) == len(arguments) else None
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-# Modes of torch in which its ops make no numbers, or another program of them.
+# Torch modes in which ops make no numbers, or record another program.
 _FOLLOWING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
@@ -229,7 +229,7 @@ def _stride_problem(made: TensorDef, value: torch.Tensor) -> _Problem | None:
 
 def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, line: SourceLine | None) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0:
-        with contextlib.suppress(RuntimeError):  # of one without a number, as on the meta device
+        with contextlib.suppress(RuntimeError):  # a tensor on the meta device has no number
             value = value.item()
     value, dtype = plain_number(value), fd.scalars[number].dtype
     if not isinstance(value, (bool, int, float, complex)) or not number_fits(value, dtype):

@@ -44,7 +44,7 @@ def bind_program(
     """Compile a program's text. `group_of` gives the communication group of some ranks."""
     lines, where = program.lines(simulated)
     text = "\n".join(lines) + "\n"
-    # Numbered, so that a text goes with its program, whatever others are of the same digest.
+    # Numbered: the text goes when its program goes, even if another program has the same digest.
     file = f"<meshfuse rank {program.rank} {program.digest}{' simulated' if simulated else ''} {next(_numbers)}>"
     scope = text_scope(program.functions, device)
     scope["M"] = device_memory(device, simulated)

@@ -22,10 +22,10 @@ from ..runtime import scratch
 from ..runtime.scratch import CLOCK
 
 _use_count = torch._C._storage_Use_Count
-# Another tensor on the same memory: nothing that a user does to it (a name, a wish for gradients) stays.
+# A new tensor on the same memory, so that what a user sets on it (a name, requires_grad) does not stay.
 _alias = torch._C._dynamo.guards._reinterpret_tensor  # pyright: ignore[reportAttributeAccessIssue]
 Shape = tuple[int, ...]
-# Seconds after which a buffer that was not asked for is dropped, looked at whenever so many were asked for.
+# Seconds after which an unused buffer is dropped, and after how many requests the pool looks for such buffers.
 _PATIENCE, _INTERVAL = 60.0, 1024
 
 
@@ -83,7 +83,7 @@ class _Slot:
 
     def __init__(self, shape: Shape, strides: Shape, dtype: torch.dtype):
         self.strides = strides
-        # Of no mode: what is made in inference mode may not be written to outside of it.
+        # Outside of inference mode: what is made inside may not be written to elsewhere.
         with torch.inference_mode(False):
             self.data = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         self._storage = self.data.untyped_storage()
@@ -110,7 +110,7 @@ class Pooled(Plain, threading.local):
         self._slots: dict[tuple[Shape, Shape | None, torch.dtype], deque[_Slot]] = {}
         self.made = 0
         self._now, self._left = time.monotonic(), _INTERVAL
-        # The bytes of all slots, at most, and the execution in which a lack of room was last looked at.
+        # The bytes of all slots, and the execution in which slots were last dropped for room.
         self._bytes, self._looked = 0, 0
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -137,7 +137,7 @@ class Pooled(Plain, threading.local):
         slots = self._slots.get((shape, strides, dtype))
         if slots is None:
             slots = self._slots[shape, strides, dtype] = deque()
-        # The one given last comes first, as it is still in the caches; what others hold goes behind.
+        # The buffer used last comes first, as it may still be in the processor's caches; those in use go to the end.
         for _ in range(len(slots)):
             slot = slots[0]
             if slot.is_changed():

@@ -59,7 +59,7 @@ def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any, line: Sour
     made, annotation = fd.tensors[tensor], fd.placed(tensor)
     shape = tuple(value.shape)
     if len(shape) != made.type.ndim:
-        return  # The check of all arguments says it better.
+        return  # The check of all arguments has a better error.
     if any(n not in (-1, m) for n, m in zip(made.type.shape, shape, strict=True)):
         raise user_error(
             f"tensor {made.label} (defined at {made.line}) has the wrong global shape", str(list(shape)),

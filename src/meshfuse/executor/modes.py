@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-# Whether any device's autocast is on, and how many modes over torch's functions: what may be asked at every step.
+# Whether any device's autocast is on, and how many modes over torch's functions: both are cheap enough for every step.
 _autocasts = torch._C._is_any_autocast_enabled
 _function_modes = torch._C._len_torch_function_stack
 

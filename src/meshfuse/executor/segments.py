@@ -83,7 +83,7 @@ class Segments:
             self.chosen[name] = Chosen(chosen.backend, getattr(made, "note", "compiled"))
         except Unsupported as error:
             self.chosen[name] = Chosen("eager", f"{chosen.backend}: {error}")
-        self._left.pop(0)  # Only now: what else ends this call does not end the compilation.
+        self._left.pop(0)  # Not before: an error that ends this call earlier must not skip the compilation.
         return True
 
     @contextlib.contextmanager
@@ -106,7 +106,7 @@ class Segments:
             raise Unsupported(f"one execution calls it with {len(seen)} kinds of arguments")
         arguments = tuple(v.empty() if isinstance(v, _Outline) else v for v in next(iter(seen)))
         segment = self._segments.get(kernel.name)
-        text = self._texts[kernel.name]  # What runs may be compiled already, where Ctrl-C came just after that.
+        text = self._texts[kernel.name]  # It may be compiled already, if Ctrl-C came just after that.
         return Task(kernel, segment, self._definition, self.rank, self._device, text, arguments)
 
 

@@ -196,7 +196,7 @@ class Simulation:
         """Every rank's results from every rank's arguments. RankError where ranks wait for each other in a circle."""
         try:
             free = self._idle.pop()
-        except IndexError:  # Or an interrupt came before the next line: then the one that is made now stays.
+        except IndexError:  # None is idle; an interrupt may have lost one, which this one replaces.
             free = self._again()
         try:
             with without_modes(self.device):
@@ -222,7 +222,7 @@ class Simulation:
                 pass
 
     def _run(self, arguments: Mapping[int, RankArguments], seed: int, offset: int) -> dict[int, tuple[Any, ...]]:
-        self.hub.clear()  # of a call that an error ended
+        self.hub.clear()  # left by a call that an error ended
         for rank, streams in self.streams.items():
             streams.clear()
             streams.watch(self.bound[rank].scope, self.programs[rank])

@@ -32,7 +32,7 @@ from .segments import Segments
 if TYPE_CHECKING:
     from ..definition.builder import DefinitionBuilder
 
-# Called with every program that has run on this rank: how profilers hear of it.
+# Called with every program that has run on this rank, for profilers.
 finished: list[Callable[[RankProgram], None]] = []
 
 
@@ -271,7 +271,7 @@ class RankProgram:
             traces = (error.__traceback__, getattr(error.__cause__, "__traceback__", None))  # a KernelError has a cause
             line = max(line_in_main(self.bound, trace) for trace in traces)
             if not line and isinstance(error, Exception if phase is _Phase.COMPILING else RankError):
-                return  # It came to all ranks, where they meet.
+                return  # All ranks have this error, from the same meeting.
             sent = [place for place, i in self.bound.where.items() if isinstance(i, CommunicationCall)]
             end = {_Phase.RUNNING: line, _Phase.OVER: math.inf}.get(phase, 0)
             if sent:

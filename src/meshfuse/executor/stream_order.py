@@ -26,7 +26,7 @@ from ..host_ir.instructions import group_name
 from ..host_ir.program import HostProgram
 
 COMPUTE = "compute"
-# Of each stream the number of its last launch that is over.
+# By stream, the number of its last launch that is known to be over.
 Clock = dict[str, int]
 
 

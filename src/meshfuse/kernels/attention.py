@@ -129,7 +129,7 @@ def _attend_fused(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(_flat(_dense(x)) for x in (q, k, v)), 0.0, options.is_causal, attn_mask=addend, scale=options.scale
     )
-    if addend is not None:  # torch says 0 of rows that see nothing.
+    if addend is not None:  # torch gives 0 for rows that see nothing.
         lse = lse.masked_fill((addend == float("-inf")).all(-1), float("-inf"))
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 

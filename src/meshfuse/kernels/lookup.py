@@ -12,7 +12,7 @@ import torch
 
 from .indices import Runs, global_index, local_places
 
-# What compiled code says: it cannot say which index it is.
+# The error text of compiled code, which cannot say which index it is.
 OUT_OF_RANGE = "meshfuse: an index is out of range"
 
 

@@ -91,7 +91,7 @@ def _last_before(end: float, dtype: torch.dtype) -> float:
         return end
     info = torch.finfo(dtype)
     mantissa, exponent = math.frexp(end)
-    # Below a power of two numbers lie twice as close as above it.
+    # Below a power of two, numbers are twice as close together as above it.
     spacing = max(info.eps * 2.0 ** (exponent - (2 if mantissa == 0.5 else 1)), info.tiny * info.eps)
     return (math.ceil(end / spacing) - 1) * spacing if end else -info.tiny
 

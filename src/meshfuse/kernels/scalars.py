@@ -85,7 +85,7 @@ PREDICATES: dict[str, Function] = {
     "isneginf": lambda a: a == -math.inf, "isposinf": lambda a: a == math.inf,
     "isreal": lambda a: complex(a).imag == 0, "signbit": lambda a: math.copysign(1.0, a) < 0,
 }  # fmt: skip
-# Of whole numbers they give one.
+# These give an int for ints.
 INTEGRAL: dict[str, Function] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": _c_div, "mod": _c_mod,
     "remainder": lambda a, b: a % b, "pow": _pow, "maximum": _maximum, "minimum": _minimum, "gcd": math.gcd,

@@ -42,7 +42,7 @@ class LRUCache:
     def look_up(self, made: FusionDefinition) -> None:
         """Let a definition use the programs of an equal one that is kept, or keep it for others."""
         self.lookups += 1
-        # nvFuser's text writes a constant and a number alike, which scalars that programs know by number do not.
+        # nvFuser's text does not tell a constant scalar from a plain number; the definition's own text does.
         key = (repr(made), definition_source(made))
         entry = self._entries.get(key)
         if entry is None:

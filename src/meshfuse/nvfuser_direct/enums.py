@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-# Made by names: one of them is a keyword of Python.
+# Made from names, as one of them is a keyword of Python.
 MemoryType = enum.Enum("MemoryType", ["local", "shared", "global", "tensor", "symmetric"])
 MemoryType.__doc__ = "Where nvFuser keeps a tensor; a hint that meshfuse records."
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from .enums import SchedulerType
 
-# Made by names where one of them is a keyword of Python.
+# Made from names, as one of them is a keyword of Python.
 CacheOp = enum.Enum("CacheOp", ["unspecified", "all_levels", "streaming", "global"], start=0)
 LoadStoreOpType = enum.Enum("LoadStoreOpType", {"set": 0, "load_matrix": 2, "cp_async": 3, "tma": 5})
 IdMappingMode = enum.Enum("IdMappingMode", ["exact", "almost_exact", "broadcast", "permissive", "loop"], start=0)

@@ -26,7 +26,7 @@ def input_text(value: Any) -> str:
         return repr(value)
     local = getattr(value, "to_local", lambda: value)()
     shape, strides = tuple(local.shape), tuple(local.stride())
-    # Integers may be indices, which are to be in range.
+    # Integers may be indices, which must be in range.
     bounds = "" if local.dtype.is_floating_point or local.dtype.is_complex else ", low=0, high=2"
     options = f"dtype={local.dtype}, device={str(local.device)!r}{bounds}"
     if local.is_contiguous():

@@ -18,7 +18,7 @@ def writing_order(fd: DefinitionBuilder) -> list[Step]:
     done = {id(step) if isinstance(step, OpNode) else step for step in order}
     outputs = [_maker(fd, TensorRef(tensor)) for tensor in fd.outputs]
     for start in (*outputs, *fd.history):
-        # Definitions are deeper than Python lets a function call itself.
+        # Definitions are deeper than Python's recursion limit.
         waiting = [(start, False)]
         while waiting:
             step, ready = waiting.pop()

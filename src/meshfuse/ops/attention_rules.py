@@ -10,7 +10,7 @@ from ..errors import user_error
 from .base import Call, DimFactors, Emit, FactorKind, RuleBuilder, TensorRef, TensorType
 from .shape_arithmetic import UNKNOWN, agree, broadcasts_to, check_ndim, check_same_size
 
-# The random state that attention gives: seed and offset.
+# The types of the random state that attention returns: seed and offset.
 STATE = (TensorType((2,), DataType.UInt64), TensorType((), DataType.UInt64))
 
 

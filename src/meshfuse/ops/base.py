@@ -173,7 +173,7 @@ class RuleBuilder:
         return _rule(tuple(self._factors), tuple(operands), tuple(results))
 
 
-# Equal rules are one object: what follows from a rule alone is worked out once for all ops that have it.
+# Equal rules are one object, so that what follows from a rule is worked out once for all calls that have it.
 _rule = functools.lru_cache(maxsize=1 << 13)(Rule)
 
 
@@ -305,7 +305,7 @@ def cast_to(r: Writing, x: TensorRef, dtype: DataType) -> TensorRef:
     return x if r.type(x).dtype is dtype else r.call("cast", x, dtype)
 
 
-# (writing, the call, its operands) -> its results, the last operand added by an op of its own.
+# (writing, the call, its operands) -> its results, with the last operand added by another op.
 Apart = Callable[[Writing, "Call", tuple[TensorRef, ...]], "Sequence[TensorRef]"]
 
 
@@ -335,7 +335,7 @@ class Rounds(NamedTuple):
 
 def _elementwise_flops(call: Call) -> float:
     if call.op.is_view:
-        return 0.0  # Its elements are read where they are used.
+        return 0.0  # Its readers read the operand's elements.
     return float(max((t.numel for t in (*call.results, *call.types)), default=0))
 
 
@@ -375,44 +375,44 @@ class OpDef:
 
     name: str
     params: tuple[Param, ...]
-    # The results' types, of a call whose `results` are not known yet. Raises DefinitionError.
+    # The results' types, for a call whose `results` are not known yet. Raises DefinitionError for unfit operands.
     infer: Callable[[Call], tuple[TensorType, ...]]
     # The factor rule of a call with concrete types.
     rule: Callable[[Call], Rule]
     # Python text of the result(s) in torch, on a rank's local tensors.
     emit: Lowering
-    # Which unreduced operands it carries to its result.
+    # Which unreduced operands it carries through to its result.
     partial: Partial = Partial.NONE
     # Operations on the global tensors; by default one per element, none for a view.
     flops: Callable[[Call], float] = _elementwise_flops
-    # Calls for the tests.
+    # Calls for tests, help and docs/ops.md.
     samples: Callable[[], Sequence[Sample]] = _no_samples
     # The op in nvFuser: None for its function of the same name, a lowering, or the reason to leave the op to torch.
     nvfuser: Callable[[NvfuserEmit], Any] | str | None = None
-    # The op as a graph of other ops, for a sharded dim that it needs whole; of an op that needs no dim whole, for one
-    # that it sums over.
+    # The op as a graph of other ops, for a sharded dim that it needs whole; if it needs none whole, for one that it
+    # sums over.
     distributed: DistributedForm | None = None
     # For which calls there is a distributed form; None for all.
     has_form: Callable[[Call], bool] | None = None
-    # How the op is computed in rounds where its operands are sharded otherwise than `rule` takes them.
+    # How the op is computed in rounds, for operands that are sharded otherwise than `rule` takes them.
     rounds: Rounds | None = None
-    # The op in two: without its last operand, and adding that (a bias, which the op adds once and does not sum).
+    # The op in two steps: without its last operand, and adding that (a bias: it is added once, and not summed).
     apart: Apart | None = None
-    # Of an op whose result is a window of its first operand, or the other way round: the index of the operand, per dim,
-    # that is index 0 of the result, and what fills the rest. Or the order of blocks. None where a call is neither.
+    # If the result is a window of the first operand, or the operand one of the result: (by dim the operand's index that
+    # is the result's index 0, what fills the rest). If the op only reorders blocks, their order. None for other calls.
     window: Callable[[Call], tuple[tuple[int, ...], Any] | BlockOrder | None] | None = None
     # Its gradients in ops of the table; None where it has no derivative.
     vjp: Vjp | None = None
-    # A Python statement that writes the one result into an existing tensor; None for calls that cannot.
+    # Text of a statement that writes the one result into an existing tensor; None for calls that have none.
     into: Callable[[Emit, str], str | None] | None = None
-    # Whether operands that are cast to a wider float type give a result of that type.
+    # Whether operands cast to a wider float type give a result of that type.
     widens: bool = False
-    # Whether the parts of a dim, each computed by itself and then put together (or, for a dim that is reduced, reduced)
-    # give the one result. A SHAPE parameter is then the result's shape.
+    # Whether the op may be computed on the parts of a dim: its results on these, put together or (for a reduced dim)
+    # reduced, are then its result on the whole. A SHAPE parameter must be the result's shape.
     pieced: bool = False
-    # Whether the result lies in the memory of the first operand, where that is dense.
+    # Whether the result is a view of the first operand, if that is dense.
     is_view: bool = False
-    # Whether the result is the first operand itself where both have the same shape.
+    # Whether the op does nothing where operand and result have the same shape, and is then left out.
     vanishes: bool = False
     # The open interval from which tests draw real operands.
     domain: tuple[float, float] | None = None
@@ -420,7 +420,7 @@ class OpDef:
     compute: Callable[..., Any] | None = None
     # A registered op's own ops that its gradients are written in; they are registered with it.
     adjoints: tuple[OpDef, ...] = ()
-    # What it computes, one line for `help`, `meshfuse ops` and docs/ops.md.
+    # What it computes, in a line for `help`, `meshfuse ops` and docs/ops.md.
     about: str = ""
     # For which calls it draws random numbers by the definition's seed; None for none.
     draws: Callable[[Call], bool] | None = None

@@ -189,7 +189,7 @@ def distributed_scan(
     combined = r.call("where", first, scanned, r.call(_COMBINE[name], scanned, before))
     dtype = call.results[0].dtype  # arithmetic widens half precision
     if call["init"] is not None:
-        # In a wide type first: what the dtype does not hold is infinite, as in the whole op.
+        # In a wide type first, so that a number beyond the dtype becomes infinite, as in the op itself.
         wide = DataType.Double if dtype.category is Category.FLOAT else dtype
         init = cast_to(r, r.call("full", [1] * r.type(x).ndim, call["init"], wide), dtype)
         combined = r.call(_COMBINE[name], combined, init)

@@ -69,7 +69,7 @@ def _matmul_emit(e: Emit) -> str:
 
 def _matmul_into(e: Emit, target: str) -> str | None:
     if min(t.ndim for t in e.call.types) < 2:
-        return None  # Of a vector torch resizes what it writes into, which a part of a tensor must not be.
+        return None  # For a vector torch would resize the tensor that it writes into, which may be part of another.
     return _product_into(e, e.operands[1], target)
 
 

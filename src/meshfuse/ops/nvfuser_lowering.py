@@ -14,7 +14,7 @@ from ..sharding.layout import Runs
 from .base import Call
 
 _MOST_RUNS = 8  # Each takes ops of its own in nvFuser's definition.
-# By category: of Bool, integers, floating point and complex types.
+# By category: Bool, integers, floating point, complex.
 ZERO: tuple[bool | int | float | complex, ...] = (False, 0, 0.0, 0j)
 
 

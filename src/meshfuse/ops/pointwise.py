@@ -47,7 +47,7 @@ class _Infer:
         shape = broadcast_shapes(call.op.name, [t.shape for t in call.types])
         found = operand_dtypes(call)
         self._check(call, found)
-        promoted(found)  # Comparisons give Bool, but compare in a type that holds the operands'.
+        promoted(found)  # Comparisons return Bool, but compare in a type that holds both operands' types.
         dtype = self.promotion(found)
         return (TensorType(shape, dtype.real if self.real_result else dtype),)
 

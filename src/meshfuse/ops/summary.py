@@ -14,7 +14,7 @@ from .base import Call, DimFactors, FactorKind, OpDef, Partial, Rule, Sample, Te
 from .binding import bind, make_call, signature
 from .registry import find
 
-# What sharding a dim does, as `Example.fates` has it, and what that means.
+# The fates of a dim (what sharding it does), and what each means.
 FATES: Mapping[str, str] = {
     "pass": "may be sharded: every rank computes its part of the result, and nothing is communicated",
     "reduced": "may be sharded: every rank reduces its part, and results without the dim are unreduced: one "
@@ -24,7 +24,7 @@ FATES: Mapping[str, str] = {
     "windows": "may be sharded: every rank is sent the elements that it lacks, and no others",
     "whole": "is needed whole: where it is sharded it is gathered first, or its axes move to another dim",
 }
-# What unreduced operands do, as tables have it.
+# What an op does with unreduced operands, in few words for tables.
 CARRIES: Mapping[Partial, str] = {
     Partial.NONE: "no",
     Partial.MOVE: "any one",

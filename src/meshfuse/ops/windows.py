@@ -74,7 +74,7 @@ def _slice_infer(call: Call) -> tuple[TensorType, ...]:
 WindowIndex = tuple[int, int]
 
 
-# More windows than a dim is ever made of on purpose: a dim sharded inside each would lie in as many runs.
+# No dim is made of more windows on purpose. Sharded inside each, it would lie in as many runs.
 _MOST_WINDOWS = 1 << 12
 
 

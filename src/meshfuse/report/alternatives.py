@@ -24,7 +24,7 @@ from ..rewriting.rounds import written
 from ..sharding.layout import WHOLE, Layout, axes, extent
 from ..sharding.value import Sharding
 
-# Plans made anew for one annotation, at most.
+# At most so many other annotations are tried for one.
 TRIED = 12
 _MOST_PLACED = 10_000
 

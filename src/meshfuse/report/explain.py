@@ -16,7 +16,7 @@ from .bill import micro, number, table
 from .causes import Causes, quoted
 from .provenance import Origin, Provenance
 
-_SHOWN = 6  # Tensors of a longer chain of reasons.
+_SHOWN = 6  # A longer chain of reasons is shown with so many tensors.
 
 
 def explain_tensor(compiled: CompiledProgram, tensor: int) -> str:

@@ -12,7 +12,7 @@ from ..resharding.resharded import Compute, ReshardedDefinition
 from .bill import number, table
 from .plan_warning import PlanWarning
 
-# How many of the values at the peak are told.
+# How many of the values at the peak are shown.
 _TOLD = 12
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-# A stretch of at most so many entries counts as repeated where it stands so many times one after another.
+# A stretch of at most so many entries counts as repeated if it comes so many times in a row.
 LONGEST = 400
 LEAST = 3
 

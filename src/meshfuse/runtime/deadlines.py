@@ -20,7 +20,7 @@ class Silent(RuntimeError):
 
 
 STORE, COLLECTIVES = "the store of the job", "collectives that were issued and not waited for"
-# Seconds: while an earlier action on the same is overdue, and between looks at whether one is hopeless.
+# In seconds: the limit while an earlier action on the same is overdue, and the time between two calls of `hopeless`.
 _PATIENCE, _LOOK = 0.2, 0.2
 _overdue: WeakSet[threading.Thread] = WeakSet()
 
@@ -46,7 +46,7 @@ def bounded(
     try:
         thread.start()
     except RuntimeError:
-        return action()  # An exiting interpreter starts no threads.
+        return action()  # An exiting interpreter cannot start threads.
     # What waits behind an action that already took too long has no better chance.
     until = time.monotonic() + (min(seconds, _PATIENCE) if on in _overdue_on() else seconds)
     while thread.is_alive() and (left := until - time.monotonic()) > 0 and not hopeless():

@@ -128,7 +128,7 @@ def _brief(cause: str) -> str:
 def _report(scene: Scene, peers: Iterable[int]) -> tuple[tuple[int, ...], str]:
     others = [peer for peer in peers if peer != scene.rank]
     within(1.0, lambda: scene.peers.remember(others))
-    # Whoever is gone elsewhere may be why the others wait.
+    # Ranks outside of the group that are gone may be the reason why the others wait.
     others += [peer for peer in scene.peers.gone(scene.all_ranks) if peer not in others and peer != scene.rank]
     mute = [*scene.peers.silent_already(others), *scene.peers.strangers(others)]
     answers = roll_call(scene.store, [peer for peer in others if peer not in mute])

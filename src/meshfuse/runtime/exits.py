@@ -26,7 +26,7 @@ class Publisher(Protocol):
     def depart(self, error: BaseException) -> None: ...
 
 
-# Taken by whoever says first why this process ends: it is said once.
+# Taken by the first who says why this process ends, so that it is said once.
 ending = threading.Lock()
 
 
@@ -41,7 +41,7 @@ def install_hook(world: Publisher) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != process:
-            previous(kind, error, trace)  # A forked child is no rank.
+            previous(kind, error, trace)  # A forked child is not a rank.
             return
         follows = error if isinstance(error, RankError) and FOLLOWER in os.environ else None
         ending.acquire(blocking=False)

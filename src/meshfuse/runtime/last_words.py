@@ -38,7 +38,7 @@ def install_last_words(words: Callable[[], str]) -> None:
                 end()
 
     def forget() -> None:
-        # In a forked child, such as a data loader's worker: a signal to it is no news for this rank.
+        # A signal to a forked child, such as a data loader's worker, does not concern this rank.
         if signal.getsignal(signal.SIGTERM) is end:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

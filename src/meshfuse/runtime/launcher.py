@@ -21,7 +21,7 @@ from .processes import STOPPED, identity_of, state_of
 from .starting import FOLLOWER_CODE, WAITED_CODE, Job, RankProcess, job_variables, listening, start, startable
 
 _OF_OTHERS = (FOLLOWER_CODE, WAITED_CODE)
-TIMED_OUT_CODE = 124  # As of `timeout`.
+TIMED_OUT_CODE = 124  # As the command `timeout` has it.
 # Seconds: from SIGTERM to SIGKILL, between two looks at the ranks, and at most before a restart.
 _GRACE, _POLL, _LONGEST_PAUSE = 3.0, 0.02, 30.0
 _REMIND = 60.0  # Seconds after which ranks that still run when others have ended are named.
@@ -248,7 +248,7 @@ def _signals() -> Iterator[None]:
 
     def stop(number: int, frame: object) -> None:
         if os.getpid() != launcher:
-            os._exit(128 + number)  # A rank that is no program of its own yet: what it ignored it would go on to.
+            os._exit(128 + number)  # A rank before its exec: its program would inherit what is ignored.
         for other in caught:
             signal.signal(other, signal.SIG_IGN)  # Ending the ranks takes seconds and must not be cut short.
         _came.append(number)
@@ -267,7 +267,7 @@ def _signals() -> Iterator[None]:
     finally:
         try:
             restore()
-        except _Interrupted:  # The first of them has the others ignored.
+        except _Interrupted:  # After the first signal the others are ignored.
             restore()
             raise
 
@@ -293,7 +293,7 @@ def _keeper() -> Iterator[Callable[[int], None]]:
 
 
 def _write_line(fd: int, text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # Someone has killed the keeper: nothing of the job fails by that.
+    with contextlib.suppress(BrokenPipeError):  # Someone has killed the keeper: the job does not fail for that.
         os.write(fd, f"{text}\n".encode())
 
 

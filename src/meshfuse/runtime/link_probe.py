@@ -23,7 +23,7 @@ from ..mesh import DeviceMesh, mesh_of_text
 from .group import Group
 from .world import World
 
-# Bytes of the gathered tensor, in the order in which they are measured: both ends of the line come first.
+# Bytes of the gathered tensor, in the order of measuring: the smallest and the largest size come first.
 SIZES = (1 << 12, 1 << 22, 1 << 16, 1 << 24, 1 << 19, 1 << 26)
 CROSSOVER_SIZES = tuple(1 << k for k in range(12, 23))
 REPEATS = 7
@@ -53,7 +53,7 @@ def fit(n: int, times: Sequence[tuple[float, float]]) -> tuple[Link, float]:
     latency, per_byte = ((a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant) if solved else (0.0, b / bb)
     if latency < 0:
         latency, per_byte = 0.0, b / bb
-    if per_byte <= 0:  # all starts: so fast that the largest size takes 1 % longer
+    if per_byte <= 0:  # latency alone: take the bandwidth at which the largest size takes 1 % longer
         latency = a / aa
         per_byte = 0.01 * latency * steps / (share * max(times)[0])
     link = Link(_rounded(1 / per_byte), _rounded(latency))

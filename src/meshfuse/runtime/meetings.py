@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .world import World
 
 T = TypeVar("T")
-_GRACE = 2.0  # Seconds that the store may answer after a limit is over.
+_GRACE = 2.0  # Seconds that the store has to answer when a limit is over.
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import os
 VARIABLE = "MESHFUSE_NEWS_FD"
 FINISHED = "has finished"
 _USER_ERROR = "user-error"
-_MOST = 1 << 18  # Bytes read of it: a line for each rank that ended.
+_MOST = 1 << 18  # At most so many bytes are read: a line for each rank that has ended.
 _NAME = "meshfuse-news"
 
 

@@ -34,7 +34,7 @@ class Forwarder:
                 for line in self._pipe:
                     self._write(self._prefix + line.decode(errors="replace"))
             except (OSError, ValueError) as error:
-                if getattr(error, "errno", None) != errno.EPIPE:  # A reader that went away, as `head` does, is no news.
+                if getattr(error, "errno", None) != errno.EPIPE:  # The reader may have gone away, as `head` does.
                     self._refused(str(getattr(error, "strerror", None) or error))
 
     def _write(self, text: str) -> None:

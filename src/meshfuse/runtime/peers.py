@@ -11,7 +11,7 @@ from ..errors import RankError, user_error
 from . import news, processes
 from .deadlines import within
 
-# So many questions to the store, one by one, a rank may ask at a time.
+# A rank may ask the store at most so many questions one by one.
 MANY = 16
 
 
@@ -60,7 +60,7 @@ class Peers:
             return
         if not self._store.check(keys):
             if len(unknown) > MANY:
-                return  # One question each, from every rank, would keep the store from its work.
+                return  # One question for each, from every rank, would overload the store.
             unknown = [rank for rank, key in zip(unknown, keys, strict=True) if self._store.check([key])]
             keys = [f"joined/{rank}" for rank in unknown]
         for rank, data in zip(unknown, self._store.multi_get(keys) if keys else [], strict=True):

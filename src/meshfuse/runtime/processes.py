@@ -14,7 +14,7 @@ import socket
 import sys
 
 _PR_SET_PDEATHSIG = 1
-_FILES = 16  # That joining a job of few ranks takes.
+_FILES = 16  # Open files that joining a job of few ranks takes.
 GONE, STOPPED, RUNNING = "gone", "stopped", "running"
 
 

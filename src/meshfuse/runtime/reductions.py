@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, user_error
 
-# By their names in programs.
+# By the names that programs have for them.
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
 }  # fmt: skip
 
-# A dtype that no backend refuses and that has the same bytes; counts grow by the factor.
+# For dtypes that some backend refuses: a dtype with the same bytes, and how many of its elements make one.
 _SAME_BYTES: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.bool: (torch.uint8, 1),
     torch.int16: (torch.float16, 1),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# Beyond so many bytes a process keeps only such buffers as the latest executions asked for: with sizes that are new at
-# every step each would be one more.
+# Above so many bytes a process keeps only buffers that the latest executions asked for: if every step has new sizes,
+# every step makes new buffers.
 KEPT, RECENT = 1 << 28, 8
 
 
@@ -28,7 +28,8 @@ class Scratch:
     def __init__(self, pinned: bool = False):
         self._pinned = pinned
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        # The execution that asked last, by size; the bytes that were made and not let go, and when that was looked at.
+        # By size the execution that asked last. Then the bytes of all buffers that are kept, and the execution in which
+        # buffers were last let go.
         self._asked: dict[tuple[int, torch.dtype], int] = {}
         self._bytes, self._looked = 0, 0
 

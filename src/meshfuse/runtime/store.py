@@ -77,7 +77,7 @@ def _join(place: Environment, limit: float) -> dist.Store:
     try:
         # A host that is stopped, or has not come to serve yet, accepts the connection and then says nothing.
         return bounded(limit + 1, lambda: _client(place, limit), hopeless=lambda: bool(_end_of_host()))
-    except RuntimeError:  # torch's, or our own Silent: neither knows more.
+    except RuntimeError:  # torch's error, or our own Silent: neither says more.
         if _end_of_host():
             raise user_error(
                 f"rank {place.rank} cannot join its job", f"rank 0 {_end_of_host()}", "rank 0 to serve its store",

@@ -46,7 +46,7 @@ class Turns:
             return
         self.check()
         if not self._lock.acquire(blocking=False):
-            self.check()  # The one that ends this rank's turns holds the lock.
+            self.check()  # `end`, which refuses all further calls, holds the lock.
             threads = f"thread {threading.current_thread().name!r} while another is at it"
             wrong = f"a call to {self.doing} follows one that failed"
             self._left = _LeftOff(f"two threads at once, {threads}", wrong=wrong)
@@ -60,7 +60,7 @@ class Turns:
             return
         self._lock.release()
         if kind is None:
-            self.check()  # Another thread may have met a peer on its rank.
+            self.check()  # Another thread may have tried to enter meanwhile.
 
     def check(self) -> None:
         """RankError where this rank can do nothing more together with the others."""

@@ -76,7 +76,7 @@ class Work:
             except RuntimeError:
                 if last:
                     raise
-            # What has ended just after a slice has a result, or an error of its own: the next wait tells.
+            # If it has ended just after a slice, the next wait gives its result or its own error.
             last = handle.is_completed() or time.monotonic() > end
             if not last:
                 self.reporter.check(self)

@@ -151,7 +151,7 @@ class World:
         other = self._peers.introduce(self.rank)
         if other:
             if self._peers.do_without(other, self.all_ranks):
-                self._store = None  # How this process ends is nothing to them.
+                self._store = None  # The job goes on without this process, however it ends.
             raise two_processes(self.rank, other)
         self._peers.agree(self.rank, self.size)
         self._responder = Responder(self._store, self.rank, self._doing)
@@ -228,7 +228,7 @@ class World:
             return
         scene = self.scene()
         gone = [] if failure.primary else lost(scene)
-        if gone:  # What the other rank says of it this one can say itself.
+        if gone:  # This rank knows itself what the other rank reports.
             raise connection_lost(scene, what, gone, "a peer is gone", 0.0)
         raise peer_failed(scene, what, failure)
 
@@ -287,7 +287,7 @@ class World:
         self._say("left", news.FINISHED)
         turns = (self.turns, self.checkpoints)
         busy = [f"a thread that calls {one.doing}" for one in turns if not one.end(self.limit)]
-        # Who still wants to communicate with this rank is told now, not when the process ends.
+        # A peer that still waits for this rank notices now, and not only when the process ends.
         for group in self._groups.values():
             group.leave()
         self._say("done")

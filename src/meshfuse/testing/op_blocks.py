@@ -17,7 +17,7 @@ from .examples import Example
 from .writer import KINDS, Block, DefinitionWriter, Var, joint
 
 RUNNABLE = tuple(name for name, op in OPS.items() if not is_nvidia_only(op))
-# Pointwise ops that jump: of the same operands alone are their results the same.
+# Pointwise ops whose value jumps: only exactly equal operands give equal results.
 _JUMPING = (
     "ceil floor round sign trunc frac logical_not isfinite isinf isnan isneginf isposinf isreal signbit remainder fmod "
     "mod nextafter logical_and logical_or eq ne lt le gt ge atan2 threshold div bitwise_not"

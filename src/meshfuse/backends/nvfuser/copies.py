@@ -14,7 +14,7 @@ from ...host_ir.instructions import Instruction
 from ...ops.base import TensorType
 from ...ops.nvfuser_lowering import ToTorch
 
-# Of terms two by two, and of all along a dim.
+# nvFuser's function of two terms, and of all terms along a dim.
 _TERMS: Mapping[str, tuple[str, str]] = {
     "sum": ("add", "sum"), "prod": ("mul", "prod"), "max": ("maximum", "max"), "min": ("minimum", "min"),
 }  # fmt: skip

@@ -45,7 +45,7 @@ class _NativeBuilder:
 
     def __init__(self, fd: Any, types: Any, scalars: Mapping[int, ScalarDef], size: SizeOf):
         self.fd, self.types, self.scalars, self.size = fd, types, scalars, size
-        self._vals: dict[int, Any] = {}  # By number: what several expressions are made of is written once.
+        self._vals: dict[int, Any] = {}  # By number, so that what several expressions need is written once.
 
     def define(self, kind: TensorType, layout: MemoryLayout | None = None) -> Any:
         """An input, dense and row-major where no layout is given; dims of size 1 are broadcast."""
