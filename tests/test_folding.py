@@ -13,8 +13,10 @@ from defining import graph_of
 from interpreter import has_reference, interpret
 from meshfuse.compiler import compile_sharded, decided
 from meshfuse.graph import Graph
+from meshfuse.planning import effort as planning_effort
 from meshfuse.planning import search as planning_search
-from meshfuse.planning.search import MOST, Effort, spent
+from meshfuse.planning.effort import MOST, Effort
+from meshfuse.planning.spending import spent
 from meshfuse.propagation.folding import KEPT, LONG, Folded, folded
 from meshfuse.propagation.propagate import Propagation, propagate
 from meshfuse.propagation.sharded import ShardedDefinition
@@ -421,12 +423,12 @@ def test_effort_decides_whether_long_programs_are_searched(monkeypatch: pytest.M
     """On several axes layers of many different ops that only reduce sums are not, unless asked for."""
     sums = stacked([mlp(GRID, [None, "tp"], ["tp", None], 4096)] * 24, GRID, ["dp", None], LARGE)
     graph = graph_of(sums if name == "sums alone" else STACKS[name]())
-    monkeypatch.setattr(planning_search, "FEW", 10)
+    monkeypatch.setattr(planning_effort, "FEW", 10)
     for effort, expected in ((Effort.FAST, False), (Effort.AUTO, name == "axes that clash"), (Effort.THOROUGH, True)):
         tried = searched_programs(monkeypatch)
         planning_search.searched(propagate(graph, GRID), GRID, effort)
         assert bool(tried) == expected
-    monkeypatch.setattr(planning_search, "FEW", 100)
+    monkeypatch.setattr(planning_effort, "FEW", 100)
     tried.clear()
     planning_search.searched(propagate(graph, GRID), GRID)
     assert tried[0] < len(graph.nodes) / 2 and tried[1:] == [len(graph.nodes)]

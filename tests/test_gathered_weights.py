@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import meshfuse as mf
 from defining import graph_of
-from meshfuse.planning.search import MOST
+from meshfuse.planning.effort import MOST
 from meshfuse.planning.weights import saved_by_gathering, saved_by_leaving
 from meshfuse.propagation.propagate import propagate
 from meshfuse.testing import assert_same_as_unsharded

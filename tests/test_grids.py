@@ -13,7 +13,7 @@ from layers import SMALL
 import meshfuse as mf
 from defining import graph_of
 from meshfuse.planning.grids import MOST_WAYS, Grid, grids
-from meshfuse.planning.search import spent
+from meshfuse.planning.spending import spent
 from meshfuse.propagation.propagate import THOROUGH, Propagation
 from meshfuse.sharding import layout as lay
 from meshfuse.sharding.layout import Split

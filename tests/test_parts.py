@@ -19,7 +19,7 @@ from meshfuse.ops.base import FactorKind, TensorRef, TensorType
 from meshfuse.ops.binding import make_call
 from meshfuse.plan_store import cache as plan_cache
 from meshfuse.plan_store import nearby
-from meshfuse.planning.search import MOST
+from meshfuse.planning.effort import MOST
 from meshfuse.rewriting.parts import Parted
 from meshfuse.sharding.layout import Split
 from meshfuse.testing import assert_same_as_unsharded, definitions, inputs_for

@@ -13,7 +13,7 @@ import meshfuse as mf
 from defining import graph_of
 from meshfuse.compiler import decided
 from meshfuse.graph import Graph
-from meshfuse.planning.search import spent
+from meshfuse.planning.spending import spent
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
 

@@ -11,7 +11,7 @@ import torch
 import meshfuse as mf
 from defining import graph_of, random_inputs
 from meshfuse.plan_store import cache as plan_cache
-from meshfuse.planning.search import MOST
+from meshfuse.planning.effort import MOST
 from meshfuse.rewriting.sums import Regrouped
 from meshfuse.testing import assert_same_as_unsharded
 

@@ -29,7 +29,9 @@ from .host_ir.verify import verify, verify_together
 from .mesh import DeviceMesh
 from .plan_store.cache import planned
 from .plan_store.nearby import PLANS
-from .planning.search import Effort, better, searched, searched_far, spent
+from .planning.effort import Effort
+from .planning.search import searched, searched_far
+from .planning.spending import better, spent
 from .propagation.growth import EPSILON
 from .propagation.sharded import ShardedDefinition
 from .resharding.early import early

@@ -15,7 +15,7 @@ from .executor.arguments import Inputs, compile_shapes, scalar_values, with_open
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .mesh import DeviceMesh
-from .planning.search import effort_of
+from .planning.effort import effort_of
 from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
 from .report.memory import Memory, modelled_memory, watch_memory

@@ -12,7 +12,7 @@ from .mesh import DeviceMesh
 from .planned_definition import PlannedDefinition
 from .planning.binding_times import HalvedPlan, halved
 from .planning.halves import write_halves
-from .planning.search import Spent, spent
+from .planning.spending import Spent, spent
 
 Definition = TypeVar("Definition", bound=PlannedDefinition)
 

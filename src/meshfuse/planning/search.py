@@ -1,26 +1,24 @@
-"""Small programs are planned in several ways, and the best of the plans is taken.
+"""Programs are planned in several ways, and the best of the plans is taken.
 
-One sweep with a beam is what long programs can afford. In it an op tries what its operands and readers ask for, and
-what is wanted of a tensor is what it would have if all just followed the annotations (as in GSPMD and Shardy). Where
-operands disagree, the best answer may be one that none of them asks for (attention by hand over a split sequence: the
-heads). So a small program is planned again from what a greedy sweep makes, from the best plan so far, with more
-placements to choose from (`votes.reassigned`), as if its inputs lay elsewhere (`starts`), as if its one axis were two
-(`grids`), with more plans kept for longer, with single tensors held elsewhere (`pins`), and as if the user had asked
-for free outputs where they are left. Of a long program of equal layers few are planned so, and the others like them
-(`propagation.folding`).
+Long programs can afford one sweep with a beam. In a sweep each op tries what its operands and its readers ask for, and
+a tensor is wanted where it would be if all ops just followed the annotations (as in GSPMD and Shardy). Where operands
+disagree, the best answer may be one that none of them asks for, such as the heads in attention by hand over a split
+sequence. So a short program is planned again and again:
+
+- from what a greedy sweep makes, and from the best plan so far;
+- with more placements to choose from (`votes.reassigned`), and with more plans kept for longer;
+- as if its inputs lay elsewhere (`starts`), as if its one axis were two (`grids`);
+- with single tensors held elsewhere (`pins`), and with free outputs held where they are left.
+
+Of a long program of equal layers a few are planned so, and the others like them (`propagation.folding`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
-from typing import Any, NamedTuple
 
-from ..costs import computation
-from ..errors import SourceLine, shown, user_error
 from ..graph import Graph
 from ..mesh import DeviceMesh
 from ..propagation.beam import BeamSettings
@@ -30,152 +28,39 @@ from ..propagation.outputs import all_followed, ends
 from ..propagation.propagate import FAST, LATE, LOOK, NARROW, THOROUGH, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
-from ..resharding.resharded import Set
-from ..sharding.layout import is_prefix
 from ..sharding.value import Sharding
+from .effort import MOST, Effort
 from .grids import grids
 from .pins import Pin, most, pins
+from .spending import Spent, better, spent
 from .starts import Starts, come_for_some, elsewhere, in_rounds, shared_starts
 from .translated import translated
-from .weights import saved_by_gathering, saved_by_leaving
 
-VARIABLE = "MESHFUSE_SEARCH"
-# The most ops of a program that is planned several times as it is, whatever it moves: about a second's work.
-MOST = 400
-# And of one that is searched as a whole, beside few of its layers, where it is worth a search.
+# The most ops of a long program that is searched as a whole as well as by a few of its layers.
 MOST_WHOLE = 1200
-# So many times as long ones are searched as a whole where what is found for a few of their layers is not good for all.
+# Programs this many times as long are searched as a whole, too, where the plan of a few layers is not good for all.
 MISSED = 4
 # The layers of a long program that are planned several times: two before and one after those that are left out.
 LAYERS = 3
-# Few different calls: more than an MLP has, forward and backward, and fewer than attention beside it.
-FEW = 32
-# How often what was found last is gone on from, while that finds more.
+# How many times in a row a search starts again from the plan that it has just found.
 ROUNDS = 4
-# Long programs are searched with more plans kept where fewer leave more than this part of what the first plan moves.
+# Long programs are searched again, with more plans kept, where the best plan still spends more than this part of what
+# the first one spends on moves.
 LITTLE = 0.9
-# So many tensors in a row that are held elsewhere and save nothing are the last ones tried.
+# Tensors are held elsewhere until this many in a row have saved nothing.
 IDLE = 40
-# A plan that moves more must take less than this part of the time: rates of computation are the rougher estimate.
-WORTH = 0.75
-# One that moves as much must take less than this part: an all-reduce in two halves saves next to no computation.
-NOTABLE = 0.98
-# In a loose search, plans count as one that differ by no more than this part of what the best one's moves take.
+# A loose search takes plans for one whose times differ by less than this part of the time of the best plan's moves.
 SLACK = 0.01
-# A long program is searched where weights that are gathered would save more than this part of its reductions, or
-# weights that are left where they are more than this part of what gathers them.
-SAVED = 0.1
 
-# What goes on from the best plan so far.
+# A method that searches from the best plan so far.
 _Search = Callable[["_PlanSearch"], None]
 
-# The search with no choice final before the end in which ops try more placements: too slow to be asked more than once.
+# No choice is final before the end, and ops try more placements: so slow that it is done only once.
 _FAR = LATE._replace(width=32, thorough=True)
 
 
-class Spent(NamedTuple):
-    """Modelled seconds of a plan's moves, and of what one rank computes; and the bytes that it puts on the wire."""
-
-    moving: float
-    computing: float
-    wire: float
-
-    @property
-    def seconds(self) -> float:
-        return self.moving + self.computing
-
-    def beats(self, other: Spent) -> bool:
-        """Whether this is better: less time, and less of it for moves, but where the time is notably less."""
-        saved = other.moving - self.moving
-        limit = other.seconds * (1.0 if saved > EPSILON else NOTABLE if saved > -EPSILON else WORTH)
-        return self.seconds < limit - EPSILON
-
-    def sends_less_than(self, other: Spent) -> bool:
-        """Whether fewer bytes are sent, or as many and less is computed: few collectives alone save less than modelled,
-        where small ones are one call.
-        """
-        return (round(self.wire), self.computing) < (round(other.wire), other.computing)
-
-
-def spent(sharded: ShardedDefinition) -> Spent:
-    """What a plan takes."""
-    resharded = insert_resharding(sharded)
-    prices = [resharded.price(step) for step in resharded.steps if isinstance(step, Set)]
-    placed = zip(sharded.graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
-    work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.move]
-    return Spent(sum([p.seconds for p in prices]), sum(work), sum([p.wire for p in prices]))
-
-
-def better(found: ShardedDefinition, other: ShardedDefinition) -> ShardedDefinition:
-    """The better of two plans, the first where they are as good."""
-    return other if spent(other).beats(spent(found)) else found
-
-
-class Effort(Enum):
-    """How long programs are planned: once; several times up to `MOST` ops, and longer ones where `searches` says so; or
-    several times in any case.
-    """
-
-    FAST = "fast"
-    AUTO = "auto"
-    THOROUGH = "thorough"
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether a program is planned once more where it may be written otherwise."""
-        return self is not Effort.FAST
-
-    def searches(self, plan: ShardedDefinition) -> bool:
-        """Whether a long program with this plan is planned several times. On several axes that takes longest, as there
-        are many more ways to put them on an op's factors, but where layers are of few different ops. Where a plan only
-        reduces sums and brings inputs where they are read, there is little to find, but where sums are larger than the
-        weights behind them, or weights than the rows that they are gathered for.
-        """
-        if self is not Effort.AUTO:
-            return self is Effort.THOROUGH
-        graph = plan.graph
-        axes = max(sum(n > 1 for n in sharding.mesh.shape) for sharding in graph.annotations.values())
-        if axes <= 1 or len({id(node.call) for node in graph.nodes}) <= FEW or _moves_results(plan):
-            return True
-        return saved_by_leaving(plan) > SAVED or saved_by_gathering(plan) > SAVED
-
-
-def _moves_results(plan: ShardedDefinition) -> bool:
-    """Whether what an op made is gathered, or comes to lie elsewhere, for another or for its annotation."""
-    made, homes = dict[int, Sharding](), plan.homes
-    for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
-        placement = choice.placement
-        if placement.move is not None:
-            return True
-        for i, need in zip(node.inputs, placement.operands, strict=True):
-            have = made.get(i, need)
-            if have is not need and not (_stays(have, need) or _stays(homes[i], need)):
-                return True
-        for i, have in zip(node.outputs, placement.results, strict=True):
-            if homes[i] is not have and not _stays(have, homes[i]):
-                return True
-            made[i] = have
-    return False
-
-
-def _stays(have: Sharding, need: Sharding) -> bool:
-    """Whether a rank that has the one has all of the other but for what is left to reduce."""
-    return have.mesh == need.mesh and all(map(is_prefix, have.dims, need.dims))
-
-
-def effort_of(given: Any, line: SourceLine | None) -> Effort:
-    """The effort of this name, else of MESHFUSE_SEARCH, else "auto". DefinitionError for another."""
-    name = os.environ.get(VARIABLE) or "auto" if given is None else given
-    try:
-        return Effort(name)
-    except ValueError:
-        told = VARIABLE if given is None else "search"
-        needed = "'fast', 'auto' or 'thorough'"
-        raise user_error(told, shown(name), needed, "'thorough' plans long programs longer.", line) from None
-
-
 def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The plan, or a better one near it; the plan itself for programs that move nothing, and on less effort."""
+    """A better plan near this one; the plan itself where there is none, nothing moves, or the effort does not allow."""
     if not _is_worth(sharded, effort):
         return sharded
     if _is_long(sharded) and effort is not Effort.THOROUGH:
@@ -184,7 +69,10 @@ def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Eff
 
 
 def searched_far(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
-    """The plan, or a better one farther from it, which takes several times as long: of short programs, or on effort."""
+    """A better plan farther from this one, which takes several times as long to find; else the plan itself.
+
+    Long programs are searched so with `Effort.THOROUGH` only.
+    """
     if _is_long(sharded) and effort is not Effort.THOROUGH:
         return sharded
     searches = (_PlanSearch.near, _PlanSearch.far)
@@ -205,8 +93,10 @@ def _searched(
     sharded: ShardedDefinition, world: DeviceMesh, effort: Effort, searches: Sequence[_Search],
     beside: _Search | None = None,
 ) -> ShardedDefinition:  # fmt: skip
-    """What the last search finds from the plan; where it is of a long program that repeats itself, from what all of
-    them find for few of its layers, by the search `beside` those, if that is another.
+    """The best plan that searches find from this one.
+
+    A program that repeats itself is first searched by a few of its layers, with all of `searches`. Then, or if nothing
+    repeats, it is searched as a whole if it is not too long: with the last of them, or with `beside` after its layers.
     """
     graph, missed = sharded.graph, False
     fold = folded(graph, LAYERS)
@@ -228,7 +118,7 @@ def _found(sharded: ShardedDefinition, world: DeviceMesh, *searches: _Search) ->
 
 
 class _PlanSearch:
-    """The plans of one graph, the best kept."""
+    """Searches over the plans of one graph, of which the best is kept."""
 
     def __init__(self, graph: Graph, world: DeviceMesh, first: ShardedDefinition):
         self.graph, self.world = graph, world
@@ -237,13 +127,14 @@ class _PlanSearch:
         self._costs = [(first, self.cost)]
 
     def run(self, search: _Search) -> None:
-        """A search from the best plan, if that moves anything."""
+        """Search from the best plan, if that moves anything."""
         if self.cost.moving > EPSILON:
             search(self)
 
     def briefly(self) -> None:
-        """Most of what `near` finds of long programs, in half its time: with more placements to choose from, from a
-        greedy plan and from the best, and with inputs brought sooner. More plans are kept where that finds little.
+        """Find most of what `near` finds of long programs, in half its time.
+
+        Ops have more placements to choose from, and inputs come sooner. More plans are kept where that finds little.
         """
         before = self.cost
         for search in (NARROW, THOROUGH):
@@ -253,14 +144,12 @@ class _PlanSearch:
         self._bring_sooner()
 
     def briefly_on_grids(self) -> None:
-        """The same, and as if an axis were two."""
+        """Search briefly, on the mesh and as if an axis were two."""
         self.briefly()
         self._on_grids(_PlanSearch.briefly)
 
     def near(self) -> None:
-        """From what the annotations ask for, with more placements to choose from, and as if inputs that a plan moves
-        often lay elsewhere: what most is found by.
-        """
+        """Try what finds most: other wishes, more placements to choose from, and other places for inputs."""
         likely = _followed(self.graph, self.best, {})
         self._try(likely)
         self._try(None)
@@ -280,7 +169,7 @@ class _PlanSearch:
             self._go_on()
 
     def _bring_sooner(self) -> None:
-        """As if inputs that the best plan brings somewhere for some readers came there before all of them."""
+        """Try inputs that the best plan brings somewhere for one reader as if they came there before all readers."""
         for _ in range(ROUNDS):
             before = self.cost
             for starts in come_for_some(self.best):
@@ -289,7 +178,7 @@ class _PlanSearch:
                 return
 
     def far(self) -> None:
-        """As if an axis were two, or ranks shared inputs, with choices that stay open, and with tensors elsewhere."""
+        """Try what takes longest: an axis as two, inputs that ranks share, choices open to the end, tensors held."""
         self._on_grids(_PlanSearch.near, _PlanSearch._farther)
         for starts in shared_starts(self.graph, self.best.homes):
             for search in (FAST, LATE):
@@ -306,25 +195,28 @@ class _PlanSearch:
         self._leave()
 
     def _loosely(self) -> None:
-        """With plans that differ in little counted as one, so that those kept are farther apart."""
+        """Try searches that take plans with nearly equal times for one, so that those kept are farther apart."""
         for asked in (_followed(self.graph, self.best, {}), None, self._made(self.best)):
             self._try(asked, self._loose(LATE))
 
     def _loose(self, search: BeamSettings) -> BeamSettings:
-        """The search with the slack for this program: of two digits, so that searches share what they work out."""
+        """The search with slack for this program, rounded to two digits so that searches share what they work out."""
         return search._replace(slack=float(f"{SLACK * self.cost.moving:.1e}"))
 
     def _farther(self) -> None:
-        """What far searches find on a grid in little time. Its plans are in parts of an axis, which no op asks for on
-        the mesh itself: there a search from them finds other plans, not those next to them.
+        """Search a grid farther, in little time.
+
+        Its plans split dims by parts of an axis, which no op asks for on the mesh itself: a search there would not find
+        the plans next to these.
         """
         self._loosely()
         self._go_on()
         self._leave()
 
     def _on_grids(self, search: _Search, farther: _Search | None = None) -> None:
-        """From the plans that a search finds on meshes on which an axis is two; and from what a second one makes of
-        those that take no more than the best.
+        """Try the plans that a search finds on meshes whose one axis is written as two.
+
+        Where such a plan moves no more than the best one, `farther` searches on from it.
         """
         for grid in grids(self.graph):
             world = grid.written if self.world == grid.mesh else self.world
@@ -336,7 +228,7 @@ class _PlanSearch:
             self._keep(grid.plan_back(self.graph, there.best))
 
     def _hold(self) -> None:
-        """With what is made beside moves held elsewhere, from the best plan, as long as that saves moves."""
+        """Hold tensors beside the best plan's moves elsewhere, one at a time, as long as that saves moves."""
         tried, idle, before = set[Pin](), 0, None
         while self.cost != before:
             before = self.cost
@@ -348,22 +240,23 @@ class _PlanSearch:
                         idle = 0 if self._held(made, pin) else idle + 1
 
     def _held(self, made: Mapping[int, Sharding], pin: Pin) -> bool:
-        """Whether the plan that a pin leads to, from what a plan makes, is better: it is kept then."""
+        """Plan with a tensor pinned, from what a plan makes; whether that is better, and so kept."""
         found, cost = self.propagation.holding(made, *pin, self._loose(LOOK)), self.cost
         if self._spent(found).moving < cost.moving - EPSILON:
             self._keep(found)
         return self.cost != cost
 
     def _leave(self) -> None:
-        """With free outputs where the best plan leaves them, as if the user had asked for that: so a sum that need not
-        be whole is scattered to where its operands were moved for it to be.
+        """Hold free outputs where the best plan leaves them, as if the user had asked for that.
+
+        So an output that the best plan moves its operands for may be a sum that is scattered to it instead.
         """
         left = {i: end for i, end in ends(self.best).items() if i not in self.graph.annotations and any(end.dims)}
         if left:
             self._keep(self.propagation.leaving(self._made(self.best), left))
 
     def _go_on(self) -> None:
-        """From the best plan, while that finds more."""
+        """Search from the best plan, and again from what that finds."""
         for _ in range(ROUNDS):
             before = self.cost
             self._try(self._made(self.best), NARROW)
@@ -372,7 +265,7 @@ class _PlanSearch:
                 return
 
     def _made(self, plan: ShardedDefinition) -> dict[int, Sharding]:
-        """What a plan makes."""
+        """The shardings of what ops make in a plan."""
         inputs = set(self.graph.input_tensors)
         return {i: home for i, home in plan.homes.items() if i not in inputs}
 
@@ -385,7 +278,7 @@ class _PlanSearch:
             self.best, self.cost = found, cost
 
     def _spent(self, found: ShardedDefinition) -> Spent:
-        """What it takes: searches often find the same."""
+        """What a plan takes; looked up where a search has found the same plan before."""
         same = (cost for plan, cost in self._costs if plan.choices == found.choices and plan.homes == found.homes)
         known = next(same, None)
         if known is None:
@@ -395,7 +288,7 @@ class _PlanSearch:
 
 
 def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefinition]:
-    """The plan for links that are alike on all axes; nothing where they are."""
+    """The plan that is best if all axes have the same links; none where they have."""
     linked = {s.mesh for s in graph.annotations.values() if s.mesh.linked}
     if linked:
         plain = {mesh: DeviceMesh(mesh.shape, mesh.names, ranks=mesh.ranks) for mesh in linked}
@@ -415,9 +308,9 @@ def _on(sharding: Sharding, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Sharding
 
 
 def _followed(graph: Graph, plan: ShardedDefinition, starts: Starts) -> dict[int, Sharding]:
-    """Every op's results where they follow the annotations, or where the plan has them if they cannot.
+    """Every op's results where they follow the annotations; where the plan has them if they cannot.
 
-    `starts`: inputs as if they lay elsewhere.
+    `starts`: inputs that are taken to lie elsewhere.
     """
     inputs = {i: starts.get(i, plan.homes[i]) for i in graph.input_tensors}
     return all_followed(graph, inputs, lambda i: plan.homes[i].reduced())

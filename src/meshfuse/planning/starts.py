@@ -69,8 +69,9 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
 
 
 def come_for_some(plan: ShardedDefinition) -> list[Starts]:
-    """Inputs that a plan brings somewhere for one reader, where others read them as they lie, as if they came there
-    before all of them, one at a time: it takes nothing more. The largest come first.
+    """Inputs that a plan brings somewhere for one reader while others read them elsewhere, the largest first.
+
+    One at a time may come there before all of its readers, at no cost: a plan may then use it there for all.
     """
     needs: dict[int, set[Sharding]] = {i: set() for i in plan.graph.input_tensors}
     for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):

@@ -1,8 +1,8 @@
-"""Whether a plan spends more on reducing activations than gathering weights would take, told without planning anew.
+"""Estimates of what a plan would save with weights gathered, or left where they are, made without planning anew.
 
 Tensor parallelism (Megatron-LM: Shoeybi et al. 2019) reduces a sum of all rows for every few weights that are split.
 From some number of rows on it takes less to bring these weights together and to split the rows instead, as FSDP does
-(ZeRO: Rajbhandari et al. 2020). What is best exactly a search finds; what is told here is whether it is worth its time.
+(ZeRO: Rajbhandari et al. 2020). Which plan is best, a search finds out; these tell whether it is worth its time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from ..sharding.value import Sharding
 
 
 def saved_by_gathering(plan: ShardedDefinition) -> float:
-    """The part of the time of a plan's reductions along an axis that gathering weights would save, where it takes less;
-    of the axis where that part is largest. Sums that no op reads, as most gradients of weights, are not counted.
+    """How much of the time of a plan's reductions along an axis would be saved by gathering weights: from 0 to 1.
+
+    Weights are taken to be gathered where that takes less. The axis where it saves most counts. Sums that no op reads,
+    such as most gradients of weights, do not.
     """
     return max([_Parts(plan, axis).saved() for axis in _reduced_over(plan)], default=0.0)
 
 
 def saved_by_leaving(plan: ShardedDefinition) -> float:
-    """The part of the time in which a plan gathers weights that would be saved if they were left where they are, where
-    it takes less to bring the rows there. Each is gathered, or the rows brought, once more in the backward.
+    """How much of the time in which a plan gathers weights bringing rows to them would save: from 0 to 1.
+
+    Weights are taken to be left where that takes less. (In the backward both are needed once more, which changes
+    nothing.)
     """
     unread, spent, saved = set(plan.graph.input_tensors), 0.0, 0.0
     for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
@@ -46,7 +50,7 @@ def saved_by_leaving(plan: ShardedDefinition) -> float:
 
 
 def _lost(home: Sharding, need: Sharding) -> tuple[Split, ...]:
-    """The axes over which a tensor is gathered, if it is no more than that."""
+    """The axes over which a tensor is gathered; none where it is moved in another way."""
     if home is need or home.mesh != need.mesh:
         return ()
     rows = zip(home.dims, need.dims, strict=True)
@@ -54,7 +58,7 @@ def _lost(home: Sharding, need: Sharding) -> tuple[Split, ...]:
 
 
 def _bringing_rows(node: Node, placement: Placement, lost: tuple[Split, ...]) -> float:
-    """Seconds to gather the rows that an op reads beside a weight, or to scatter those that it makes: of the fewer."""
+    """Seconds to gather the rows that an op reads beside a weight, or to scatter those that it makes, if fewer."""
     pairs = zip((*node.call.types, *node.call.results), (*placement.operands, *placement.results), strict=True)
     rows = [_nbytes(sharding, kind) for kind, sharding in pairs if sharding.used().issuperset(lost)]
     return _gathering(lost, placement.results[0], group_size(lost) * min(rows, default=0.0))
@@ -111,8 +115,10 @@ class _Part:
 
 
 class _Parts:
-    """The parts of a plan along an axis: of each tensor that is split or unreduced along it, and of ~i where tensor i
-    is read that has been reduced.
+    """The parts of a plan along an axis.
+
+    `_of[i]` is the part of a tensor that is split or unreduced along the axis, `_of[~i]` the part that reads tensor i
+    after it was reduced.
     """
 
     def __init__(self, plan: ShardedDefinition, axis: str):
@@ -128,7 +134,7 @@ class _Parts:
                 self._add(node, choice.placement)
 
     def saved(self) -> float:
-        """The part of the reductions' time that gathering would save."""
+        """How much of the reductions' time gathering would save, from 0 to 1."""
         roots = dict.fromkeys([part.root() for part in self._of.values()])
         saved = sum([max(part.reducing - part.gathering, 0.0) for part in roots])
         return saved / sum([part.reducing for part in roots]) if saved else 0.0
@@ -167,14 +173,14 @@ class _Parts:
         return any([split.axis == self.axis for split in sharding.partial])
 
     def _begun(self, place: int) -> _Part:
-        """The part that reads a tensor which none has made or read."""
+        """A new part, of the first op that reads this tensor along the axis."""
         part = self._of[place] = _Part()
         if place in self._inputs:
             part.gathering += self._gathered(place)
         return part
 
     def _reduced(self, tensor: int, need: Sharding) -> int:
-        """Where a sum is read that was reduced; what that takes counts once, where the sum is made."""
+        """The number in `_of` under which a reduced sum is read. The reduction counts once, where the sum is made."""
         if ~tensor not in self._of:
             self._of[~tensor] = _Part()
             kind = self.graph.tensors[tensor].type

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 from ..graph import Graph, Node
 from ..ops.base import TensorRef
 from ..ops.shape_arithmetic import one_dim_widths, shape_along
-from ..planning.search import Effort, better
+from ..planning.effort import Effort
+from ..planning.spending import better
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.layout import axes
 from .graphs import GraphWriter, without_unread

@@ -18,7 +18,8 @@ from ..graph import Graph, Node
 from ..moves.move import Move
 from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef, cast_to
 from ..ops.shape_arithmetic import with_size
-from ..planning.search import Effort, better
+from ..planning.effort import Effort
+from ..planning.spending import better
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..sharding.layout import axes

@@ -18,7 +18,9 @@ from ..dtypes import Category
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..ops.base import Partial, TensorRef
-from ..planning.search import Effort, better, searched
+from ..planning.effort import Effort
+from ..planning.search import searched
+from ..planning.spending import better
 from ..propagation.factors import reduces
 from ..propagation.propagate import propagate
 from ..propagation.sharded import ShardedDefinition

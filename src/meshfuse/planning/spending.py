@@ -1,0 +1,58 @@
+"""What a plan takes, and which of two plans is better."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..costs import computation
+from ..propagation.growth import EPSILON
+from ..propagation.sharded import ShardedDefinition
+from ..resharding.insert import insert_resharding
+from ..resharding.resharded import Set
+
+# A plan that moves more must take less than this part of the time: rates of computation are the rougher estimate.
+WORTH = 0.75
+# One that moves as much must take less than this part: an all-reduce in two halves saves next to no computation.
+NOTABLE = 0.98
+
+
+class Spent(NamedTuple):
+    """What a plan takes on one rank: modelled seconds of its moves and of its computation, and bytes on the wire."""
+
+    moving: float
+    computing: float
+    wire: float
+
+    @property
+    def seconds(self) -> float:
+        return self.moving + self.computing
+
+    def beats(self, other: Spent) -> bool:
+        """Whether this plan is better: it takes less time, and less of it for moves.
+
+        A plan that spends more on moves must take much less time (`WORTH`), one that spends as much notably less.
+        """
+        saved = other.moving - self.moving
+        limit = other.seconds * (1.0 if saved > EPSILON else NOTABLE if saved > -EPSILON else WORTH)
+        return self.seconds < limit - EPSILON
+
+    def sends_less_than(self, other: Spent) -> bool:
+        """Whether this plan sends fewer bytes, or as many and computes less.
+
+        How many collectives there are does not count: where small ones become one call, fewer save less than modelled.
+        """
+        return (round(self.wire), self.computing) < (round(other.wire), other.computing)
+
+
+def spent(sharded: ShardedDefinition) -> Spent:
+    """What a plan takes, with the moves that it needs."""
+    resharded = insert_resharding(sharded)
+    prices = [resharded.price(step) for step in resharded.steps if isinstance(step, Set)]
+    placed = zip(sharded.graph.nodes, (choice.placement for choice in sharded.choices), strict=True)
+    work = [computation(n.call.op.flops(n.call) / p.ways, p.results[0].mesh.flops) for n, p in placed if not p.move]
+    return Spent(sum([p.seconds for p in prices]), sum(work), sum([p.wire for p in prices]))
+
+
+def better(found: ShardedDefinition, other: ShardedDefinition) -> ShardedDefinition:
+    """The better of two plans; the first one where neither beats the other."""
+    return other if spent(other).beats(spent(found)) else found
