@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +103,7 @@ class CompiledProgram:
 def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
     max_memory: float | None = None, near_factor: float = 1.0, effort: Effort = Effort.AUTO,
+    ends: Callable[[Sharding, tuple[int, ...]], Sharding] | None = None,
 ) -> CompiledProgram:  # fmt: skip
     """Compile for inputs of these global shapes and scalars of these values, by number.
 
@@ -111,17 +112,41 @@ def compile_definition(
     near_factor: above 1, the plan of other sizes is taken over if all of them are within this factor
         (`plan_store.nearby`).
 
+    ends: where a free output is to be, told from where the best plan leaves it; None to leave it there.
+
     A plan that took long is kept on disk (`plan_store.cache`).
     """
     with no_collection():
         graph = _graph(fd, shapes, scalars)
-        taken = PLANS.near(graph, world, near_factor) if near_factor > 1 else None
-        if taken is not None:
-            return compile_sharded(taken.plan, max_memory, taken.source)
-        sharded = planned(graph, world, lambda: decided(graph, world, effort), effort.value)
-        if near_factor > 1:
-            PLANS.keep(graph, world, sharded)
-        return compile_sharded(sharded, max_memory)
+        found = _compiled(graph, world, max_memory, near_factor, effort)
+        asked = _with_ends(graph, found, ends) if ends is not None else graph
+        return found if asked is graph else _compiled(asked, world, max_memory, 1.0, effort)
+
+
+def _compiled(
+    graph: Graph, world: DeviceMesh, max_memory: float | None, near_factor: float, effort: Effort
+) -> CompiledProgram:
+    taken = PLANS.near(graph, world, near_factor) if near_factor > 1 else None
+    if taken is not None:
+        return compile_sharded(taken.plan, max_memory, taken.source)
+    sharded = planned(graph, world, lambda: decided(graph, world, effort), effort.value)
+    if near_factor > 1:
+        PLANS.keep(graph, world, sharded)
+    return compile_sharded(sharded, max_memory)
+
+
+def _with_ends(graph: Graph, compiled: CompiledProgram, ends: Callable[[Sharding, tuple[int, ...]], Sharding]) -> Graph:
+    """The graph with all free outputs annotated, where `ends` wants one elsewhere than the program leaves it."""
+    left = dict(zip(graph.outputs, compiled.output_shardings(), strict=True))
+    made = {i for node in graph.nodes for i in node.outputs}
+    free = {i: home for i, home in left.items() if i in made and i not in graph.annotations}
+    asked = {i: ends(home, graph.shape(i)) for i, home in free.items()}
+    if asked == free:
+        return graph
+    lines = {i: graph.tensors[i].line for i in asked}
+    return dataclasses.replace(
+        graph, annotations={**graph.annotations, **asked}, annotation_lines={**graph.annotation_lines, **lines}
+    )
 
 
 def decided_without(

@@ -367,7 +367,8 @@ class FusionDefinition(PlannedDefinition):
         if world.size > 1:
             check_numbers(self, given, "on several ranks", line)
         shapes = dict(known) if whole else global_shapes(self, given, world.rank, known, line)
-        mesh, sizes = DeviceMesh(list(range(world.size))), Inputs({}, given.scalars, given.device)
+        mesh = DeviceMesh(list(range(world.size)))
+        sizes = Inputs({}, given.scalars, given.device, dtensors=bool(known) and not whole)
         compiled = self._compile(sizes, shapes, mesh, line, nearness(line))
 
         def renewed() -> CompiledProgram:

@@ -12,6 +12,7 @@ from .definition.builder import DefinitionBuilder
 from .definition.tensor_view import TensorView
 from .errors import DefinitionError, SourceLine, caller_line, located, user_error
 from .executor.arguments import Inputs, compile_shapes, scalar_values, with_open_sizes
+from .executor.dtensor import placeable
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .mesh import DeviceMesh
@@ -94,11 +95,13 @@ class PlannedDefinition(DefinitionBuilder):
     def _planned(
         self, shapes: Mapping[int, tuple[int, ...]], key: Any, world: DeviceMesh, near_factor: float = 1.0
     ) -> CompiledProgram:
-        return compile_definition(self, shapes, dict(key[1]), world, self.max_memory, near_factor, self.effort)
+        *_, scalars, _, dtensors = key
+        ends = placeable if dtensors else None
+        return compile_definition(self, shapes, dict(scalars), world, self.max_memory, near_factor, self.effort, ends)
 
     def _program_key(self, given: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> Any:
         scalars = {i: given.scalars[i] for i in self.sized_by()}
-        return (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world)
+        return (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world, given.dtensors)
 
     def _renewed(
         self, old: CompiledProgram, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh

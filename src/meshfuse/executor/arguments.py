@@ -25,11 +25,15 @@ from ..user_values import as_int
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A call's arguments split into tensors and scalars, by their numbers in the definition."""
+    """A call's arguments split into tensors and scalars, by their numbers in the definition.
+
+    dtensors: whether outputs are to become DTensors.
+    """
 
     tensors: Mapping[int, torch.Tensor]
     scalars: Mapping[int, Any]
     device: torch.device
+    dtensors: bool = False
 
     def in_order(self, inputs: Sequence[TensorRef | ScalarRef]) -> list[Any]:
         """The values of a definition's inputs: plain tensors and Python's numbers."""

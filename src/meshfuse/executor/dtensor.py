@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from ..definition.builder import DefinitionBuilder
 from ..definition.checks import mesh_of_torch
 from ..errors import ArgumentError, SourceLine, user_error
 from ..mesh import DeviceMesh
+from ..moves.planner import plan
 from ..ops.base import TensorRef
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
@@ -117,6 +119,25 @@ def placements_of(sharding: Sharding, shape: Sequence[int]) -> tuple[Any, ...] |
             assert split.axis is not None
             placements[sharding.mesh.names.index(split.axis)] = Shard(dim)
     return tuple(placements) if not sharding.partial else None
+
+
+def placeable(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """The sharding itself if torch's placements can say it; else one that they can say.
+
+    Of these it is one with the smallest shards, and of several such the one that takes least to reach.
+    """
+    if placements_of(sharding, shape) is not None:
+        return sharding
+    mesh, reduced = sharding.mesh, sharding.reduced()
+    axes = [Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True)]
+    found = list[tuple[int, float, Sharding]]()
+    for places in itertools.product((None, *range(len(shape))), repeat=len(axes)):
+        dims = [[axis for axis, place in zip(axes, places, strict=True) if place == dim] for dim in range(len(shape))]
+        made = Sharding.make(mesh, [tuple(dim) for dim in dims], shape)
+        path = plan(reduced, made, shape, 1) if placements_of(made, shape) is not None else None
+        if path is not None:
+            found.append((made.max_local_numel(shape), path.seconds, made))
+    return min(found, key=lambda way: way[:2])[2]
 
 
 def _says_chunks(sharding: Sharding, layout: Layout, n: int) -> bool:
