@@ -17,6 +17,7 @@ from layers import SMALL, Sizes
 import meshfuse as mf
 from interpreter import has_reference, interpret
 from meshfuse.compiler import CompiledProgram, compile_definition
+from meshfuse.executor.arguments import Inputs
 from meshfuse.plan_store import nearby
 from meshfuse.testing import annotations, assert_same_as_unsharded, definitions, inputs_for
 
@@ -37,7 +38,7 @@ def compiled(fd: mf.FusionDefinition, shapes: Sequence[Sequence[int]] | None = N
     tensors = fd.input_tensors()
     given = [fd.tensors[i].type.shape for i in tensors] if shapes is None else shapes
     sizes = {i: tuple(shape) for i, shape in zip(tensors, given, strict=True)}
-    key = (tuple(sorted(sizes.items())), (), WORLD)
+    key = fd._program_key(Inputs({}, {}, torch.device("cpu")), sizes, WORLD)
     fd._compiled[key] = compile_definition(fd, sizes, {}, WORLD, near_factor=2.0)
     return fd._compiled[key]
 

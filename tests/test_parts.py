@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import meshfuse as mf
 from defining import graph_of, random_inputs
 from meshfuse.compiler import compile_definition
+from meshfuse.executor.arguments import Inputs
 from meshfuse.graph import CallTable, Graph, Node, Tensor, numbered
 from meshfuse.ops import OPS
 from meshfuse.ops.base import FactorKind, TensorRef, TensorType
@@ -333,5 +334,5 @@ def test_the_plan_of_other_sizes_is_taken_over(monkeypatch: pytest.MonkeyPatch) 
         sizes = dict(enumerate(shapes))
         compiled = compile_definition(fd, sizes, {}, WORLD, near_factor=2.0)
         assert (compiled.taken_from is None) == (length == S) and Parted in map(type, compiled.graph.rewritings)
-        fd._compiled[tuple(sorted(sizes.items())), (), WORLD] = compiled
+        fd._compiled[fd._program_key(Inputs({}, {}, torch.device("cpu")), sizes, WORLD)] = compiled
         assert_same_as_unsharded(fd, [torch.randn(shape) for shape in shapes])
