@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +32,21 @@ class Holder(Protocol):
     def compiled(self) -> CompiledProgram: ...
 
 
+class ProgramKey(NamedTuple):
+    """What a definition is compiled for.
+
+    shapes: global shapes by input tensor, in order.
+    scalars: by number the scalars that sizes depend on, in order.
+    world: the mesh where no annotation names one.
+    dtensors: whether outputs are to become DTensors.
+    """
+
+    shapes: tuple[tuple[int, tuple[int, ...]], ...]
+    scalars: tuple[tuple[int, Any], ...]
+    world: DeviceMesh
+    dtensors: bool
+
+
 class PlannedDefinition(DefinitionBuilder):
     """The part of `FusionDefinition` that compiles, and answers questions about plans.
 
@@ -44,7 +59,7 @@ class PlannedDefinition(DefinitionBuilder):
         self.max_wire = bound(MAX_WIRE, max_wire, caller_line())
         self.max_memory = bound(MAX_MEMORY, max_memory, caller_line())
         self.effort = effort_of(search, caller_line())
-        self._compiled: dict[Any, CompiledProgram] = {}  # By `_program_key`.
+        self._compiled: dict[ProgramKey, CompiledProgram] = {}
         self._latest: Holder | None = None  # What ran last, unless something was compiled since.
         self._shape_scalars: frozenset[int] | None = None
 
@@ -86,22 +101,19 @@ class PlannedDefinition(DefinitionBuilder):
     ) -> CompiledProgram:
         key = self._program_key(given, shapes, world)
         if key not in self._compiled:
-            self._compiled[key] = self._planned(shapes, key, world, near_factor)
+            self._compiled[key] = self._planned(key, near_factor)
             self._latest = None
             watch(self._compiled[key], self.max_wire, line)
             watch_memory(self._compiled[key], self.max_memory, line)
         return self._compiled[key]
 
-    def _planned(
-        self, shapes: Mapping[int, tuple[int, ...]], key: Any, world: DeviceMesh, near_factor: float = 1.0
-    ) -> CompiledProgram:
-        *_, scalars, _, dtensors = key
-        ends = placeable if dtensors else None
-        return compile_definition(self, shapes, dict(scalars), world, self.max_memory, near_factor, self.effort, ends)
+    def _planned(self, key: ProgramKey, near_factor: float = 1.0) -> CompiledProgram:
+        shapes, scalars, ends = dict(key.shapes), dict(key.scalars), placeable if key.dtensors else None
+        return compile_definition(self, shapes, scalars, key.world, self.max_memory, near_factor, self.effort, ends)
 
-    def _program_key(self, given: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> Any:
+    def _program_key(self, given: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> ProgramKey:
         scalars = {i: given.scalars[i] for i in self.sized_by()}
-        return (tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world, given.dtensors)
+        return ProgramKey(tuple(sorted(shapes.items())), tuple(sorted(scalars.items())), world, given.dtensors)
 
     def _renewed(
         self, old: CompiledProgram, given: Inputs, shapes: dict[int, tuple[int, ...]], world: DeviceMesh
@@ -111,7 +123,7 @@ class PlannedDefinition(DefinitionBuilder):
         It is `old` itself if the outputs would be sharded otherwise.
         """
         key = self._program_key(given, shapes, world)
-        new = self._planned(shapes, key, world)
+        new = self._planned(key)
         self._compiled[key] = new if new.output_shardings() == old.output_shardings() else old
         return self._compiled[key]
 
@@ -132,8 +144,8 @@ class PlannedDefinition(DefinitionBuilder):
         if self._latest is not None and not shapes:
             return self._latest.compiled
         wanted = tuple(sorted(compile_shapes(self, shapes, caller_line()).items())) if shapes else None
-        for (known, *_), compiled in reversed(self._compiled.items()):
-            if wanted in (None, known):
+        for key, compiled in reversed(self._compiled.items()):
+            if wanted in (None, key.shapes):
                 return compiled
         return self.compile(*shapes)
 

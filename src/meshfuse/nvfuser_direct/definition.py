@@ -379,9 +379,9 @@ class FusionDefinition(core.FusionDefinition):
     def bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]:
         """For every output, by mesh axis of one rank the dim that is bound to it."""
         sizes = tuple((i, compiled.graph.shape(i)) for i in sorted(compiled.graph.input_tensors))
-        shapes, scalars, *_ = next(key for key in self._compiled if key[0] == sizes)
+        made_for = next(key for key in self._compiled if key.shapes == sizes)
         mesh = common_mesh(self)
-        found = followed_outputs(self, mesh, dict(shapes), dict(scalars)) if mesh is not None else []
+        found = followed_outputs(self, mesh, dict(sizes), dict(made_for.scalars)) if mesh is not None else []
         ones = [] if mesh is None else [name for name in mesh.names if mesh.axis_size(name) == 1]
         kept = [{name: d for name, d in (bound or {}).items() if name in ones} for bound in found]
         return kept or [{} for _ in self.outputs]

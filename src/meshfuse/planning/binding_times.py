@@ -12,6 +12,7 @@ from ..ops.local import LocalCall
 from ..propagation.factors import Placement
 from ..propagation.outputs import ends
 from ..propagation.sharded import ShardedDefinition
+from ..resharding.resharded import shard_bytes
 from ..sharding.value import Sharding
 
 
@@ -56,8 +57,7 @@ class HalvedPlan:
         return sum(self._nbytes(Need(i, self.plan.homes[i])) for i in self.inputs)
 
     def _nbytes(self, need: Need) -> int:
-        kind = self.plan.graph.tensors[need.tensor].type
-        return need.sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
+        return shard_bytes(need.sharding, self.plan.graph.tensors[need.tensor].type)
 
 
 def halved(plan: ShardedDefinition, inputs: tuple[int, ...]) -> HalvedPlan:

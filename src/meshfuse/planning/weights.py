@@ -13,10 +13,10 @@ from ..costs import all_gather
 from ..graph import Node
 from ..moves.move import group_size
 from ..moves.prices import link_over
-from ..ops.base import TensorType
 from ..propagation.choose import cheapest
 from ..propagation.factors import Placement
 from ..propagation.sharded import ShardedDefinition
+from ..resharding.resharded import shard_bytes
 from ..sharding.layout import Split, axes, is_prefix
 from ..sharding.value import Sharding
 
@@ -43,14 +43,14 @@ def saved_by_leaving(plan: ShardedDefinition) -> float:
                 unread.discard(i)
                 lost = _lost(plan.homes[i], need)
                 if lost and len(node.inputs) > 1:
-                    gathering = _gathering(lost, need, _nbytes(need, plan.graph.tensors[i].type))
+                    gathering = _gathering(lost, need, shard_bytes(need, plan.graph.tensors[i].type))
                     spent += gathering
                     saved += max(gathering - _bringing_rows(node, choice.placement, lost), 0.0)
     return saved / spent if saved else 0.0
 
 
 def _lost(home: Sharding, need: Sharding) -> tuple[Split, ...]:
-    """The axes over which a tensor is gathered; none where it is moved in another way."""
+    """The axes over which dims of a tensor are gathered; of dims that move in another way none."""
     if home is need or home.mesh != need.mesh:
         return ()
     rows = zip(home.dims, need.dims, strict=True)
@@ -60,18 +60,13 @@ def _lost(home: Sharding, need: Sharding) -> tuple[Split, ...]:
 def _bringing_rows(node: Node, placement: Placement, lost: tuple[Split, ...]) -> float:
     """Seconds to gather the rows that an op reads beside a weight, or to scatter those that it makes, if fewer."""
     pairs = zip((*node.call.types, *node.call.results), (*placement.operands, *placement.results), strict=True)
-    rows = [_nbytes(sharding, kind) for kind, sharding in pairs if sharding.used().issuperset(lost)]
+    rows = [shard_bytes(sharding, kind) for kind, sharding in pairs if sharding.used().issuperset(lost)]
     return _gathering(lost, placement.results[0], group_size(lost) * min(rows, default=0.0))
 
 
 def _gathering(over: tuple[Split, ...], sharding: Sharding, nbytes: float) -> float:
     """Seconds to gather so many bytes over axes of a mesh."""
     return all_gather(link_over(sharding.mesh, over), group_size(over), nbytes)
-
-
-def _nbytes(sharding: Sharding, kind: TensorType) -> float:
-    """Bytes of one rank."""
-    return sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
 
 
 def _reduced_over(plan: ShardedDefinition) -> list[str]:
@@ -190,5 +185,5 @@ class _Parts:
     def _gathered(self, tensor: int) -> float:
         """Seconds to gather a tensor along the axis, or to scatter it there: as long."""
         home = self.homes[tensor]
-        axis = Split(home.mesh.shape[home.mesh.names.index(self.axis)], self.axis)
-        return _gathering((axis,), home, (axis.size or 1) * _nbytes(home, self.graph.tensors[tensor].type))
+        axis = Split(home.mesh.axis_size(self.axis), self.axis)
+        return _gathering((axis,), home, (axis.size or 1) * shard_bytes(home, self.graph.tensors[tensor].type))

@@ -68,7 +68,8 @@ Step = Compute | Set
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _shard_bytes(sharding: Sharding, kind: TensorType) -> int:
+def shard_bytes(sharding: Sharding, kind: TensorType) -> int:
+    """Bytes of the largest shard of a tensor."""
     return sharding.max_local_numel(kind.shape) * kind.dtype.itemsize
 
 
@@ -93,7 +94,7 @@ class ReshardedDefinition:
     def nbytes(self, value: int) -> int:
         """Bytes of the largest shard of a value."""
         found = self.values[value]
-        return _shard_bytes(found.sharding, self.graph.tensors[found.tensor].type)
+        return shard_bytes(found.sharding, self.graph.tensors[found.tensor].type)
 
     def price(self, step: Set) -> Price:
         """A move's modelled seconds, and the bytes that it sends."""
