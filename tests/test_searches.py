@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from typing import Any
 
 import pytest
+from layers import SMALL
 
 import meshfuse as mf
+import test_bill_backward
+import test_bill_classes
+from bill_known import Known
 from defining import graph_of
 from interrupts import interrupted, places
 from laws import renaming_axes_commutes
@@ -16,7 +21,7 @@ from meshfuse.dtypes import DataType
 from meshfuse.graph import concretize
 from meshfuse.ops.base import TensorType
 from meshfuse.planning import starts
-from meshfuse.propagation import choose, factors
+from meshfuse.propagation import beam, choose, factors
 from meshfuse.propagation.dominance import JointTable, Table, conversion
 from meshfuse.propagation.propagate import THOROUGH, Propagation
 from meshfuse.sharding.layout import Split
@@ -41,20 +46,33 @@ def propagation(width: int) -> Propagation:
     return Propagation(concretize(fd, dict.fromkeys(range(3), (width, width)), {}), MESH)
 
 
-def test_a_table_goes_on_numbering_wherever_it_was_interrupted() -> None:
+def numbered(table: Table) -> list[float]:
+    """The costs between all ways in a table."""
+    numbers = [table.numbers[way] for way in WAYS]
+    assert sorted(numbers) == list(range(len(WAYS)))
+    assert [table.grown(n, PLACES[3]) in numbers for n in numbers].count(True) == sum(PLACES[3] in way for way in WAYS)
+    return [table.cost(a, b) for a in numbers for b in numbers]
+
+
+def numbered_together(held: JointTable) -> list[float]:
+    """The costs between some ways of two tensors."""
+    ways = [(a, b) for a in WAYS[:3] for b in WAYS[-3:]]
+    numbers = [held[tuple(t.numbers[way] for t, way in zip(held.tables, pair, strict=True))] for pair in ways]
+    assert sorted(numbers) == list(range(len(ways)))
+    return [held.cost(a, b, math.inf) for a in numbers for b in numbers]
+
+
+@pytest.mark.parametrize(
+    ("make", "fill"), [(lambda: Table(KIND), numbered), (lambda: JointTable([Table(KIND)] * 2), numbered_together)]
+)
+def test_a_table_goes_on_numbering_wherever_it_was_interrupted(make: Any, fill: Any) -> None:
     """Tables outlive the compilation that Ctrl-C ends."""
-
-    def numbered(table: Table) -> list[float]:
-        numbers = [table.numbers[way] for way in WAYS]
-        assert sorted(numbers) == list(range(len(WAYS)))
-        return [table.cost(a, b) for a in numbers for b in numbers]
-
-    costs = numbered(Table(KIND))
-    for count in places(lambda: numbered(Table(KIND)), "/dominance.py"):
-        table = Table(KIND)
+    costs = fill(make())
+    for count in places(lambda: fill(make()), "/dominance.py"):
+        table = make()
         with contextlib.suppress(KeyboardInterrupt), interrupted(count, "/dominance.py"):
-            numbered(table)
-        assert numbered(table) == costs
+            fill(table)
+        assert fill(table) == costs
 
 
 def test_what_is_asked_again_is_not_searched_again() -> None:
@@ -198,3 +216,40 @@ def test_a_sum_that_is_needed_in_parts_is_scattered(body: Any, spec: Any, wire: 
     fd = row_parallel(body, spec)
     assert fd.bill().total <= wire * 1.001
     assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        test_bill_classes.CLASSES["rows_over_both_axes_and_a_vocabulary_over_one_of_them"],
+        test_bill_backward.CLASSES["clipped_gradients_of_an_mlp_on_two_axes"],
+    ],
+)
+def test_a_plan_is_dropped_only_if_one_that_is_kept_reaches_it(program: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where plans come to cost less, as less is left to reduce than was charged for."""
+    pruned, cheaper_than_before = beam._Striding._pruned, list[bool]()
+
+    def reaches(striding: Any, have: Any, want: Any) -> bool:
+        """Whether one plan can be resharded into the other, as far as tensors are read again before long."""
+        rows = zip(striding.tables, striding.near, striding._held(have), striding._held(want), strict=True)
+        moved = sum(conversion(t.ways[a], t.ways[b], t.kind) for t, near, a, b in rows if near and a != b)
+        return have.seconds + moved <= want.seconds + striding.margin + 1e-15
+
+    def checked(striding: Any, found: Any) -> Any:
+        kept = pruned(striding, found)
+        cheaper_than_before.append(found[0].seconds < -striding.margin)
+        left = iter(kept)
+        coming, cheaper = next(left), []
+        for f in found:
+            if f is coming:
+                assert not any(reaches(striding, k, f) for k in cheaper)
+                cheaper.append(f)
+                coming = next(left, None)
+            elif len(cheaper) < striding.width:
+                assert any(reaches(striding, k, f) for k in cheaper)
+        return kept
+
+    monkeypatch.setattr(beam._Striding, "_pruned", checked)
+    beam._stride.cache_clear()
+    program.defined(SMALL).bill()
+    assert any(cheaper_than_before)

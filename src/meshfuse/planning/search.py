@@ -187,7 +187,6 @@ class _PlanSearch:
             found = self.propagation.again(self._made(self.best), _FAR)
             if self._spent(found).sends_less_than(self.cost):
                 self._keep(found)
-            self._loosely()
         before = self.cost
         self._hold()
         if self.cost != before:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from ..sharding.value import Sharding
 from .choose import Option
-from .dominance import JointTable, Table
+from .dominance import Table, joint_table_of
 from .growth import EPSILON, Growth, Role, Roles, growths, role_of
 from .votes import Available
 
@@ -136,9 +136,9 @@ class Beam:
         """The cheapest plan's decisions, op by op."""
         front, strides = _front((), (), (), (Plan(0.0, ()),)), []
         width, horizon, thorough, sums, slack = self.search
-        for now, (kind, tensors, next_read) in enumerate(self.roles.parts):
+        parts = zip(self.roles.parts, self.roles.near(horizon), strict=True)
+        for now, ((kind, tensors, _), near) in enumerate(parts):
             role = role_of(kind, tuple([self.wanted.get(i, ()) for i in tensors]))
-            near = tuple([then is not None and then <= now + horizon for then in next_read])
             entry = tuple([self._entry(i) for i in tensors[: kind.read]])
             more = thorough if kind.may_move else (thorough or sums) and _has_terms(front, entry)
             stride = _stride(front, role, near, entry, self._old(now), width, more, slack)
@@ -210,7 +210,9 @@ class _Striding:
         thorough: bool,
         slack: float,
     ):
-        self.front, self.role, self.entry, self.width, self.thorough = front, role, entry, width, thorough
+        self.front, self.role, self.entry, self.width = front, role, entry, width
+        known = tuple([front.known[e] if isinstance(e, int) else e[1] for e in entry])
+        self.setting = role.setting(known, thorough)
         self.margin = EPSILON + slack
         touched = {e for e in entry if isinstance(e, int)}
         self.kept = [place for place in range(len(front.tables)) if place not in touched]
@@ -224,7 +226,10 @@ class _Striding:
         near_old.sort(key=lambda place: -front.tables[place].kind.numel)
         self.near_old = _picker(near_old)
         self.near_new = _picker([k for k in self.alive if near[k]])
-        self.old, self.new = JointTable(self.near_old(front.tables)), JointTable(self.near_new(role.kind.tables))
+        self.old, self.new = (
+            joint_table_of(self.near_old(front.tables)),
+            joint_table_of(self.near_new(role.kind.tables)),
+        )
 
     def run(self, old: int) -> Stride:
         grown = sorted(self._grown(), key=_seconds)
@@ -260,10 +265,9 @@ class _Striding:
 
     def _ways(self, held: tuple[int, ...]) -> list[tuple[Growth, float, int]]:
         """The growths of a plan that holds `held`, their seconds, and the number of how they hold the op's tensors."""
-        front, entry = self.front, self.entry
-        available = tuple([front.tables[e].ways[held[e]] if isinstance(e, int) else e[0] for e in entry])
-        known = tuple([front.known[e] if isinstance(e, int) else e[1] for e in entry])
-        found = growths(self.role, available, known, self.width, self.thorough)
+        tables = self.front.tables
+        available = tuple([tables[e].ways[held[e]] if isinstance(e, int) else e[0] for e in self.entry])
+        found = growths(self.role, self.setting, available, self.width)
         return [(growth, growth.seconds, self.new[self.near_new(growth.codes)]) for growth in found]
 
     def _pruned(self, found: Sequence[_Found]) -> list[_Found]:
@@ -284,15 +288,17 @@ class _Striding:
         `groups` has the plans kept so far by how they hold the op's own tensors, each group cheapest first.
         """
         limit, old = f.seconds + self.margin, f.old
-        bounds = self.old.bounds[old]
+        costs, bounds = self.old.costs[old], self.old.bounds[old]
         for new, group in groups.items():
-            left = limit - self.new.cost(new, f.new, limit) if new != f.new else limit
+            left = limit - self.new.cost(new, f.new, limit - group[0][0])
             for seconds, have in group:
                 room = left - seconds
                 if room < 0.0:
                     break
-                # What was found out before rules most out.
-                if bounds.get(have, 0.0) <= room and self.old.cost(have, old, room) <= room:
+                cost = costs.get(have)
+                if cost is None and bounds.get(have, 0.0) <= room:
+                    cost = self.old.cost(have, old, room)
+                if cost is not None and cost <= room:
                     return True
         return False
 
@@ -300,12 +306,17 @@ class _Striding:
         """By tensor its shardings in the plans that are kept, then, up to `KNOWN`, in the cheapest dropped ones."""
         known = [self.front.known[place] for place in self.kept]
         for k in self.alive:
-            seen = dict.fromkeys([s for f in found for s in f.growth.after[k]])
+            seen = self._shardings(found, k)
             if len(seen) < KNOWN:
-                more = dict.fromkeys([s for f in grown for s in f.growth.after[k]])
-                seen.update(dict.fromkeys([s for s in more if s not in seen][: KNOWN - len(seen)]))
+                more = [s for s in self._shardings(grown, k) if s not in seen]
+                seen.update(dict.fromkeys(more[: KNOWN - len(seen)]))
             known.append(tuple(seen))
         return known
+
+    def _shardings(self, found: Sequence[_Found], k: int) -> dict[Sharding, None]:
+        """The shardings of tensor k of the op in these plans."""
+        ways = self.role.kind.tables[k].ways
+        return dict.fromkeys([s for code in dict.fromkeys([f.growth.codes[k] for f in found]) for s in ways[code]])
 
     def _decided(self, found: list[_Found], old: int) -> list[_Found]:
         """The plans that hold the first `old` tensors as the best plan does."""
@@ -341,7 +352,7 @@ def greedy(roles: Roles, wanted: Mapping[int, Available], inputs: Mapping[int, A
     for kind, tensors, _ in roles.parts:
         role = role_of(kind, tuple([wanted.get(i, ()) for i in tensors]))
         available = tuple([held[i] for i in tensors[: kind.read]])
-        (growth,) = growths(role, available, available, 1, False)
-        held.update(zip(tensors, growth.after, strict=True))
+        (growth,) = growths(role, role.setting(available, thorough=False), available, 1)
+        held.update((i, table.ways[code]) for i, table, code in zip(tensors, kind.tables, growth.codes, strict=True))
         made.update(zip(tensors[kind.read :], growth.option.placement.results, strict=True))
     return made

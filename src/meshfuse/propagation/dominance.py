@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ..ops.base import TensorType
+from ..sharding.value import Sharding
 from .choose import reshards
 from .votes import Available
 
@@ -41,12 +42,14 @@ class _Numbers(dict[Available, int]):
         self.ways: list[Available] = []
         self.costs: list[dict[int, float]] = []
         self.least: list[dict[int, float]] = []
+        self.grown: list[dict[Sharding, int]] = []
 
     def __missing__(self, way: Available) -> int:
         with _LOCK:
             if way not in self:
                 number = len(self)
                 self.ways[number:], self.least[number:], self.costs[number:] = [way], [{}], [{number: 0.0}]
+                self.grown[number:] = [dict.fromkeys(way, number)]
                 self[way] = number
         return self[way]
 
@@ -61,6 +64,15 @@ class Table:
     def __init__(self, kind: TensorType):
         self.kind, self.numbers = kind, _Numbers()
         self.ways, self.costs, self._least = self.numbers.ways, self.numbers.costs, self.numbers.least
+        self._grown = self.numbers.grown
+
+    def grown(self, code: int, sharding: Sharding) -> int:
+        """The number of a way with this sharding as well."""
+        known = self._grown[code]
+        found = known.get(sharding)
+        if found is None:
+            found = known[sharding] = self.numbers[(*self.ways[code], sharding)]
+        return found
 
     def cost(self, have: int, want: int, most: float = math.inf) -> float:
         """The seconds from one way to another; only a lower bound of them, if that is more than `most` already."""
@@ -87,11 +99,12 @@ table_of = functools.lru_cache(maxsize=1 << 10)(Table)
 class JointTable(dict[tuple[int, ...], int]):
     """Numbers for the ways in which several tensors exist together, from their numbers in each one's table.
 
-    `bounds[b][a]` is a lower bound of the seconds from a to b, as far as it was asked for.
+    `costs[b][a]` are the seconds from a to b, `bounds[b][a]` a lower bound of them; both as far as they were asked for.
     """
 
     def __init__(self, tables: Sequence[Table]):
         self.tables = tables
+        self.costs: list[dict[int, float]] = []
         self.bounds: list[dict[int, float]] = []
         self._ways: list[tuple[int, ...]] = []
         # What tells, for each tensor, the known seconds to its way from another.
@@ -99,18 +112,23 @@ class JointTable(dict[tuple[int, ...], int]):
 
     def __missing__(self, way: tuple[int, ...]) -> int:
         """A new number, for a combination that was not seen before."""
-        found = self[way] = len(self._ways)
-        self._ways.append(way)
-        self._known.append([table.costs[number].get for table, number in zip(self.tables, way, strict=True)])
-        self.bounds.append({found: 0.0})
-        return found
+        with _LOCK:
+            if way not in self:
+                number = len(self)
+                self._ways[number:], self.bounds[number:], self.costs[number:] = [way], [{}], [{number: 0.0}]
+                self._known[number:] = [[t.costs[n].get for t, n in zip(self.tables, way, strict=True)]]
+                self[way] = number
+        return self[way]
 
     def cost(self, have: int, want: int, most: float) -> float:
-        """The seconds from one way to another; only a part of them, if that is more than `most` already."""
-        bounds = self.bounds[want]
-        known = bounds.get(have)
-        if known is not None and known > most:
-            return known
+        """The seconds from one way to another; only a part of them, if that is more than `most` (>= 0) already."""
+        found = self.costs[want].get(have)
+        if found is not None:
+            return found
+        known = self.bounds[want].get(have)
+        return known if known is not None and known > most else self._cost(have, want, most)
+
+    def _cost(self, have: int, want: int, most: float) -> float:
         cost = 0.0
         for place, (old, seconds) in enumerate(zip(self._ways[have], self._known[want], strict=False)):
             found = seconds(old)
@@ -119,6 +137,10 @@ class JointTable(dict[tuple[int, ...], int]):
             if found:
                 cost += found
                 if cost > most:
-                    break
-        bounds[have] = cost
+                    self.bounds[want][have] = cost
+                    return cost
+        self.costs[want][have] = cost
         return cost
+
+
+joint_table_of = functools.lru_cache(maxsize=1 << 7)(JointTable)

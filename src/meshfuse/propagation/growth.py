@@ -17,9 +17,9 @@ from ..sharding.layout import Layout
 from ..sharding.value import Sharding
 from .choose import Option, options
 from .dominance import Table, table_of
-from .factors import reduces
+from .factors import Placement, reduces
 from .owing import Owing
-from .votes import Available, Setting
+from .votes import Available, Setting, setting_of
 
 # Costs that differ by less than this many seconds (half a byte on the wire) are equal.
 EPSILON = 1e-11
@@ -82,7 +82,7 @@ class Role:
     def setting(self, known: Sequence[Available], thorough: bool) -> Setting:
         """The setting in which the distinct operands are known in these shardings."""
         kind = self.kind
-        return Setting(
+        return setting_of(
             kind.call, kind.rule, kind.mesh, self.operands(known), self.wanted[kind.read :],
             tuple([said is not None for said in kind.said]),
             kind.reductions,
@@ -120,26 +120,28 @@ role_of = functools.lru_cache(maxsize=1 << 13)(Role)
 class Growth(NamedTuple):
     """One option of an op in a plan.
 
-    `seconds` is what it adds to the plan, with what unreduced sums will need. `after[i]` is how the i-th of the op's
-    tensors then exists, () if it is not read again, and `codes[i]` the number of that in the kind's tables. `runner_up`
-    is the best of the op's other options.
+    `seconds` is what it adds to the plan, with what unreduced sums will need. `codes[i]` is the number, in the kind's
+    tables, of how the i-th of the op's tensors then exists; of () if it is not read again. `runner_up` is the best of
+    the op's other options.
     """
 
     option: Option
     runner_up: Option | None
     seconds: float
-    after: tuple[Available, ...]
     codes: tuple[int, ...]
 
 
 class Ways:
     """The ways in which an op can go on from operands that exist as `available`; one object for equal ones."""
 
-    def __init__(self, role: Role, available: tuple[Available, ...], known: tuple[Available, ...], thorough: bool):
-        self.role, self.available = role, available
-        self.found = options(role.setting(known, thorough), role.operands(available), role.kind.operands)
-        self._owed_before = self._owed(available, [touched.owed for touched in role.kind.tensors])
-        self._owed_after: list[dict[int, float]] = [{} for _ in role.kind.tensors]
+    def __init__(self, role: Role, setting: Setting, available: tuple[Available, ...]):
+        kind = role.kind
+        self.role = role
+        self.found = options(setting, role.operands(available), kind.operands)
+        rows = zip(kind.tables, kind.read_again, available, strict=False)
+        self._before = [table.numbers[found if again else ()] for table, again, found in rows]
+        self._owed_before = self._owed(available, [touched.owed for touched in kind.tensors])
+        self._owed_after: list[dict[int, float]] = [{} for _ in kind.tensors]
         self._best: dict[int, tuple[Growth, ...]] = {}
 
     def best(self, width: int) -> tuple[Growth, ...]:
@@ -160,18 +162,18 @@ class Ways:
         return tuple(kept)
 
     def _growth(self, option: Option, other: Option | None) -> Growth:
-        kind, after = self.role.kind, self._after(option)
-        codes = tuple([table.numbers[found] for table, found in zip(kind.tables, after, strict=True)])
-        sums = [place for place, found in enumerate(after) if found and found[0].partial]
-        owed = sum([self._owing(place, codes[place], after[place]) for place in sums])
-        return Growth(option, other, option.seconds + (owed - self._owed_before), after, codes)
+        codes, known = self._codes(option.placement), self._owed_after
+        owed = 0.0
+        for place, code in enumerate(codes):
+            left = known[place].get(code)
+            owed += self._owing(place, code) if left is None else left
+        return Growth(option, other, option.seconds + (owed - self._owed_before), codes)
 
-    def _owing(self, place: int, code: int, found: Available) -> float:
-        """The least seconds that reducing the tensor at this place will take after the op; known once per way."""
-        known = self._owed_after[place]
-        if code not in known:
-            known[code] = self._reducing(place, found, self.role.kind.tensors[place].owes)
-        return known[code]
+    def _owing(self, place: int, code: int) -> float:
+        """The least seconds that reducing the tensor at this place will take after the op."""
+        touched, found = self.role.kind.tensors[place], self.role.kind.tables[place].ways[code]
+        left = self._owed_after[place][code] = self._reducing(place, found, touched.owes)
+        return left
 
     def _owed(self, available: Sequence[Available], shares: Sequence[float]) -> float:
         """The least seconds that reducing these tensors takes; those that exist reduced as well need none."""
@@ -184,28 +186,27 @@ class Ways:
         touched, asked = self.role.kind.tensors[place], self.role.wanted[place]
         return (share if found[0].reduce == "sum" else 1.0) * _reduction(touched.type, asked, found[0])
 
-    def _after(self, option: Option) -> tuple[Available, ...]:
-        kind, placement, held = self.role.kind, option.placement, list(self.available)
+    def _codes(self, placement: Placement) -> tuple[int, ...]:
+        """How the op's tensors exist after a placement, as numbers in their tables."""
+        kind, codes = self.role.kind, self._before.copy()
+        tables, again = kind.tables, kind.read_again
         for place, needed in zip(kind.operands, placement.operands, strict=True):
-            if needed not in held[place]:
-                held[place] = (*held[place], needed)
+            if again[place]:
+                codes[place] = tables[place].grown(codes[place], needed)
         for said, made in zip(kind.said, placement.results, strict=True):
-            held.append((made,) if said is None or said is made else (said, made))
-        return tuple([found if again else () for again, found in zip(kind.read_again, held, strict=True)])
+            place = len(codes)
+            way = ((made,) if said is None or said is made else (said, made)) if again[place] else ()
+            codes.append(tables[place].numbers[way])
+        return tuple(codes)
 
 
 _seconds = operator.attrgetter("seconds")
 _ways = functools.lru_cache(maxsize=1 << 14)(Ways)
 
 
-def growths(
-    role: Role, available: tuple[Available, ...], known: tuple[Available, ...], width: int, thorough: bool
-) -> tuple[Growth, ...]:
-    """The best ways to go on over an op, cheapest first.
-
-    `available[i]` is how the i-th distinct operand exists in this plan; `known[i]` are its shardings in any plan.
-    """
-    return _ways(role, available, known, thorough).best(width)
+def growths(role: Role, setting: Setting, available: tuple[Available, ...], width: int) -> tuple[Growth, ...]:
+    """The best ways to go on over an op, cheapest first; `available[i]` is how the i-th distinct operand exists."""
+    return _ways(role, setting, available).best(width)
 
 
 def _is_reached(growth: Growth, tables: Sequence[Table], kept: Iterable[Growth]) -> bool:
@@ -250,6 +251,16 @@ class Roles:
         self._next_read = dict.fromkeys(graph.outputs, len(graph.nodes))
         self._owing = Owing(graph)
         self.parts = [self._part(node) for node in reversed(graph.nodes)][::-1]
+        self._near: dict[int, list[tuple[bool, ...]]] = {}
+
+    def near(self, horizon: int) -> Sequence[tuple[bool, ...]]:
+        """By op whether each of its tensors is read again before the horizon, so many ops later."""
+        if horizon not in self._near:
+            self._near[horizon] = [
+                tuple([then is not None and then <= now + horizon for then in part.next_read])
+                for now, part in enumerate(self.parts)
+            ]
+        return self._near[horizon]
 
     def holding(self, places: Mapping[int, Sharding]) -> Roles:
         """The same with these tensors annotated as well."""

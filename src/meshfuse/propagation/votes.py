@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..mesh import DeviceMesh
@@ -19,8 +20,9 @@ from .factors import Layouts, displaced, layouts_of, merged, moved, reduces, rep
 Available = tuple[Sharding, ...]
 
 
-class Setting(NamedTuple):
-    """What the placements of a node depend on; equal for equal layers, so that each is worked out once.
+@dataclass(frozen=True, slots=True, eq=False)
+class Setting:
+    """What the placements of a node depend on; one object for equal ones, so that each is worked out once.
 
     `known[i]` are shardings that operand i has in some plan. `wanted[j]` are those that someone asks of result j; if
     `fixed[j]`, it is the result's annotation. `reductions` are layouts that the user gave the op's reduction dims.
@@ -32,8 +34,12 @@ class Setting(NamedTuple):
     known: tuple[Available, ...]
     wanted: tuple[Available, ...]
     fixed: tuple[bool, ...]
-    reductions: tuple[Layout, ...] = ()
-    thorough: bool = False
+    reductions: tuple[Layout, ...]
+    thorough: bool
+
+
+# Equal settings, as those of equal layers, are one object.
+setting_of = functools.lru_cache(maxsize=1 << 13)(Setting)
 
 
 # What a placement follows: the sharding of an operand, what a result is wanted as, an operand's unreduced terms; or
