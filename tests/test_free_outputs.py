@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -94,3 +95,40 @@ def test_several_outputs_are_left_together() -> None:
     free = two()
     ends = [as_spec(end) for end in free.compile().output_shardings()]
     assert free.bill().total <= two(ends).bill().total
+
+
+LINE = mf.DeviceMesh((8,), ("y",))
+ALONG: list[Spec] = [[None, None], ["y", None], [None, "y"]]
+
+
+def on_a_line(left: Spec, right: Spec, end: Spec | None) -> mf.FusionDefinition:
+    """A product over eight ranks, its terms perhaps on different ones."""
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([512, 1024]), fd.define_tensor([1024, 1024])
+        y = fd.ops.matmul(x, w)
+        fd.add_output(y)
+        for tensor, spec in ((x, left), (w, right), (y, end)):
+            if spec is not None:
+                fd.mesh_split(tensor, LINE, spec)  # type: ignore[arg-type]
+    return fd
+
+
+def mlp_on_a_line(left: Spec, right: Spec, end: Spec | None) -> mf.FusionDefinition:
+    """Two products with many rows, so that ranks had better gather the weights in part."""
+    with mf.FusionDefinition() as fd:
+        x, w, v = fd.define_tensor([4096, 256]), fd.define_tensor([256, 1024]), fd.define_tensor([1024, 256])
+        y = fd.ops.matmul(fd.ops.gelu(fd.ops.matmul(x, w)), v)
+        fd.add_output(y)
+        for tensor, spec in ((w, left), (v, right), (y, end)):
+            if spec is not None:
+                fd.mesh_split(tensor, LINE, spec)  # type: ignore[arg-type]
+    return fd
+
+
+@pytest.mark.parametrize("build", [on_a_line, mlp_on_a_line])
+@pytest.mark.parametrize("left, right", list(itertools.product(ALONG[1:], ALONG[1:])))
+def test_no_output_in_parts_costs_more_than_one_that_is_placed(build: Any, left: Spec, right: Spec) -> None:
+    """Where an output is not whole, it is where it costs least: not over a part of an axis, nor moved at last."""
+    fd = build(left, right, None)
+    if as_spec(fd.compile().output_shardings()[0]) != [None, None]:
+        assert fd.bill().total <= min(build(left, right, end).bill().total for end in ALONG)

@@ -141,12 +141,7 @@ def _with_ends(graph: Graph, compiled: CompiledProgram, ends: Callable[[Sharding
     made = {i for node in graph.nodes for i in node.outputs}
     free = {i: home for i, home in left.items() if i in made and i not in graph.annotations}
     asked = {i: ends(home, graph.shape(i)) for i, home in free.items()}
-    if asked == free:
-        return graph
-    lines = {i: graph.tensors[i].line for i in asked}
-    return dataclasses.replace(
-        graph, annotations={**graph.annotations, **asked}, annotation_lines={**graph.annotation_lines, **lines}
-    )
+    return graph if asked == free else graph.annotated(asked)
 
 
 def decided_without(

@@ -103,6 +103,13 @@ class Graph:
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].type.shape
 
+    def annotated(self, places: Mapping[int, Sharding]) -> Graph:
+        """The graph with these tensors annotated as well, as if in the lines that make them."""
+        lines = {i: self.tensors[i].line for i in places}
+        return replace(
+            self, annotations={**self.annotations, **places}, annotation_lines={**self.annotation_lines, **lines}
+        )
+
     def noting(self, rewriting: Rewriting) -> Graph:
         """The graph, with a note that this rewriting made it."""
         return replace(self, rewritings=(*self.rewritings, rewriting))

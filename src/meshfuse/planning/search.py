@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ..graph import Graph
 from ..mesh import DeviceMesh
 from ..propagation.beam import BeamSettings
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
-from ..propagation.outputs import all_followed, ends
+from ..propagation.outputs import all_followed, ends, first_reduced, over_whole_axes
 from ..propagation.propagate import FAST, LATE, LOOK, NARROW, THOROUGH, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
@@ -118,10 +118,13 @@ def _found(sharded: ShardedDefinition, world: DeviceMesh, *searches: _Search) ->
 
 
 class _PlanSearch:
-    """Searches over the plans of one graph, of which the best is kept."""
+    """Searches over the plans of one graph, of which the best is kept.
 
-    def __init__(self, graph: Graph, world: DeviceMesh, first: ShardedDefinition):
-        self.graph, self.world = graph, world
+    `parts` are axes that are parts of one, written as two.
+    """
+
+    def __init__(self, graph: Graph, world: DeviceMesh, first: ShardedDefinition, parts: Collection[str] = ()):
+        self.graph, self.world, self.parts = graph, world, parts
         self.propagation = Propagation(graph, world)
         self.best, self.cost = first, spent(first)
         self._costs = [(first, self.cost)]
@@ -220,7 +223,7 @@ class _PlanSearch:
         for grid in grids(self.graph):
             world = grid.written if self.world == grid.mesh else self.world
             graph = grid.graph(self.graph)
-            there = _PlanSearch(graph, world, propagate(graph, world))
+            there = _PlanSearch(graph, world, propagate(graph, world), grid.names)
             there.run(search)
             if farther is not None and there.cost.moving < self.cost.moving + EPSILON:
                 there.run(farther)
@@ -248,11 +251,18 @@ class _PlanSearch:
     def _leave(self) -> None:
         """Hold free outputs where the best plan leaves them, as if the user had asked for that.
 
-        So an output that the best plan moves its operands for may be a sum that is scattered to it instead.
+        So an output that the best plan moves its operands for may be a sum that is scattered to it instead. An output
+        that lies over a part of an axis may as well lie over all of it, and where its sum is first reduced.
         """
-        left = {i: end for i, end in ends(self.best).items() if i not in self.graph.annotations and any(end.dims)}
-        if left:
-            self._keep(self.propagation.leaving(self._made(self.best), left))
+        for places in (ends, self._over_whole_axes, first_reduced):
+            free = [i for i, end in ends(self.best).items() if i not in self.graph.annotations and any(end.dims)]
+            if free:
+                found = places(self.best)
+                left = {i: found[i] for i in free}
+                self._keep(self.propagation.leaving(self._made(self.best), left))
+
+    def _over_whole_axes(self, plan: ShardedDefinition) -> dict[int, Sharding]:
+        return over_whole_axes(plan, self.parts)
 
     def _go_on(self) -> None:
         """Search from the best plan, and again from what that finds."""

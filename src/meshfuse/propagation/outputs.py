@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 
 from ..graph import Graph, Node
 from ..moves.planner import plan
-from ..ops.base import Call, Rule
+from ..ops.base import Call, Rule, TensorType
+from ..sharding import layout as lay
+from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from ..walks import inner_first
 from .factors import following
@@ -53,6 +57,42 @@ def ends(sharded: ShardedDefinition) -> dict[int, Sharding]:
         tracer = _Tracer(sharded)
         done = {i: tracer.end(i) if homes[i].partial else end for i, end in done.items()}
     return done
+
+
+def over_whole_axes(sharded: ShardedDefinition, parts: Collection[str] = ()) -> dict[int, Sharding]:
+    """Where outputs are left, but over all of an axis where it is over a part of it, if that divides the dim.
+
+    `parts` are axes that are parts of one.
+    """
+    return {i: _over_whole_axes(end, sharded.graph.shape(i), parts) for i, end in ends(sharded).items()}
+
+
+def _over_whole_axes(end: Sharding, shape: tuple[int, ...], parts: Collection[str]) -> Sharding:
+    sizes = dict(zip(end.mesh.names, end.mesh.shape, strict=True))
+    on = [dict.fromkeys(split.axis for split in lay.axes(layout)) for layout in end.dims]
+    on = [names if names.keys().isdisjoint(parts) else names | dict.fromkeys(parts) for names in on]
+    used = Counter(itertools.chain.from_iterable(on))
+    dims = list(end.dims)
+    for d, (names, n) in enumerate(zip(on, shape, strict=True)):
+        whole = tuple([Split(sizes[name], name) for name in sizes if name in names])
+        grows = lay.extent(whole) > lay.extent(lay.axes(dims[d])) and not n % lay.extent(whole)
+        if grows and all(used[name] == 1 for name in names):
+            dims[d] = whole
+    return Sharding.make(end.mesh, dims, shape)
+
+
+def first_reduced(sharded: ShardedDefinition) -> dict[int, Sharding]:
+    """Where outputs are first reduced on their way to where they are left."""
+    makers = {i: made for node, choice in zip(sharded.graph.nodes, sharded.choices, strict=True)
+              for i, made in zip(node.outputs, choice.placement.results, strict=True)}  # fmt: skip
+    return {i: _first_reduced(makers.get(i, end), end, sharded.graph.tensors[i].type)
+            for i, end in ends(sharded).items()}  # fmt: skip
+
+
+def _first_reduced(made: Sharding, end: Sharding, kind: TensorType) -> Sharding:
+    path = plan(made, end, kind.shape, kind.dtype.itemsize) if made.mesh == end.mesh else None
+    passed = [move.dst for move in path.moves] if path is not None else []
+    return next((place for place in passed if not place.partial), end)
 
 
 class _Tracer:

@@ -126,7 +126,7 @@ class Propagation:
     def _held(self, places: Mapping[int, Sharding]) -> Propagation:
         """The searches of the same graph with these tensors annotated as well."""
         held = copy.copy(self)
-        held.graph = dataclasses.replace(self.graph, annotations={**self.graph.annotations, **places})
+        held.graph = self.graph.annotated(places)
         held.roles = self.roles.holding(places)
         held.placed = self.placed | {i: (place,) for i, place in places.items()}
         held._done = []
