@@ -29,15 +29,16 @@ class Stack:
 
     def __init__(
         self, layers: int, batch: int, length: int, width: int, dtype: mf.DataType = mf.DataType.Float, *,
-        mesh: mf.DeviceMesh = MESH, fsdp: bool = False, search: str = "auto",
+        mesh: mf.DeviceMesh = MESH, fsdp: bool = False, search: str = "auto", vocabulary: int = 0,
     ):  # fmt: skip
         self.size, self.dtype, self.mesh, self.weights = (batch, length, width), dtype, mesh, list[T]()
         self.other = "dp" if fsdp else None
         with mf.FusionDefinition(search=search) as fd:
-            x = fd.define_tensor([batch, length, width], dtype=dtype)
-            fd.mesh_split(x, mesh, ["dp", None, None])
+            x = self.looked_up(fd, vocabulary) if vocabulary else self.given(fd)
             for _ in range(layers):
                 x = self.mlp(fd, x + self.attention(fd, fd.ops.layer_norm(x, [width])))
+            if vocabulary:
+                x = fd.ops.linear(x, self.weight(fd, vocabulary, width, True))
             loss = fd.ops.mean(x * x)
             for made in (loss, *fd.grad(loss, self.weights)):
                 fd.add_output(made)
@@ -48,6 +49,16 @@ class Stack:
         fd.mesh_split(made, self.mesh, ["tp", self.other] if columns else [self.other, "tp"])
         self.weights.append(made)
         return made
+
+    def given(self, fd: Fd) -> T:
+        x = fd.define_tensor(self.size, dtype=self.dtype)
+        fd.mesh_split(x, self.mesh, ["dp", None, None])
+        return x
+
+    def looked_up(self, fd: Fd, vocabulary: int) -> T:
+        tokens = fd.define_tensor(self.size[:2], dtype=mf.DataType.Int)
+        fd.mesh_split(tokens, self.mesh, ["dp", None])
+        return fd.ops.embedding_fwd(tokens, self.weight(fd, vocabulary, self.size[-1], True))
 
     def attention(self, fd: Fd, x: T) -> T:
         batch, length, width = self.size
@@ -176,3 +187,11 @@ def test_layers_whose_storage_is_split_cost_as_much_in_long_programs_as_in_short
     two, three, six = (stored_in_parts(layers) for layers in (2, 3, 6))
     assert len(three.nodes) < MOST < len(six.nodes)
     assert six.bill().total <= 1.01 * (4 * three.bill().total - 3 * two.bill().total)
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+def test_layers_of_a_language_model_cost_as_much_in_long_programs_as_in_short_ones(batch: int) -> None:
+    """With logits so large that ranks share their rows, as if the tokens were split so."""
+    one, two, six = (Stack(layers, batch, 512, 1024, vocabulary=32768).fd for layers in (1, 2, 6))
+    assert len(two.nodes) < MOST < len(six.nodes)
+    assert six.bill().total <= 1.01 * (5 * two.bill().total - 4 * one.bill().total)

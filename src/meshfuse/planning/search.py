@@ -137,13 +137,15 @@ class _PlanSearch:
     def briefly(self) -> None:
         """Find most of what `near` finds of long programs, in half its time.
 
-        Ops have more placements to choose from, and inputs come sooner. More plans are kept where that finds little.
+        Ops have more placements to choose from, ranks share inputs, and inputs come sooner. More plans are kept where
+        that finds little.
         """
         before = self.cost
         for search in (NARROW, THOROUGH):
             if self.cost.moving > LITTLE * before.moving:
                 self._try(None, search)
                 self._go_on()
+        self._share()
         self._bring_sooner()
 
     def briefly_on_grids(self) -> None:
@@ -183,9 +185,7 @@ class _PlanSearch:
     def far(self) -> None:
         """Try what takes longest: an axis as two, inputs that ranks share, choices open to the end, tensors held."""
         self._on_grids(_PlanSearch.near, _PlanSearch._farther)
-        for starts in shared_starts(self.graph, self.best.homes):
-            for search in (FAST, LATE):
-                self._try(_followed(self.graph, self.best, starts), search)
+        self._share()
         if not in_rounds(self.graph):
             found = self.propagation.again(self._made(self.best), _FAR)
             if self._spent(found).sends_less_than(self.cost):
@@ -195,6 +195,12 @@ class _PlanSearch:
         if self.cost != before:
             self._go_on()
         self._leave()
+
+    def _share(self) -> None:
+        """Try inputs that are whole as if ranks shared them."""
+        for starts in shared_starts(self.graph, self.best.homes):
+            for search in (FAST, LATE):
+                self._try(_followed(self.graph, self.best, starts), search)
 
     def _loosely(self) -> None:
         """Try searches that take plans with nearly equal times for one, so that those kept are farther apart."""
