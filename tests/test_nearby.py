@@ -161,6 +161,27 @@ def test_another_program_takes_nothing_over(other: Callable[[], mf.FusionDefinit
     assert compiled(other()).taken_from is None
 
 
+def totals(unread: int) -> mf.FusionDefinition:
+    """Running totals, beside so many ops that no output needs."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([16, 4], dtype=mf.DataType.Double)
+        fd.add_output(fd.ops.cumsum(x, 0))
+        for _ in range(unread):
+            fd.ops.exp(x)
+        fd.mesh_split(x, GRID, ["tp", None])
+    return fd
+
+
+@pytest.mark.parametrize(("first", "then"), [(0, 1), (1, 0)])
+def test_a_program_beside_other_ops_that_no_output_needs_is_another(first: int, then: int) -> None:
+    """What forms for sharded dims make is numbered behind all tensors of the definition."""
+    compiled(totals(first))
+    fd = totals(then)
+    assert compiled(fd).taken_from is None
+    x = torch.arange(64, dtype=torch.float64).reshape(16, 4)
+    assert torch.equal(fd.simulate([x])[0], x.cumsum(0))
+
+
 def test_a_dim_that_splits_less_evenly_takes_nothing_over() -> None:
     compiled(rows(16, spec=("dp", None, "tp")))
     assert compiled(rows(18, spec=("dp", None, "tp"))).taken_from is not None

@@ -101,10 +101,14 @@ PLANS = Plans()
 
 
 def _structure(graph: Graph, world: DeviceMesh) -> Hashable:
-    """All of a graph that a plan follows from, but for sizes."""
+    """All of a graph that a plan follows from, but for sizes.
+
+    Tensors of ops that no output needs count as well: those that a rewriting makes are numbered after them.
+    """
     nodes = tuple([(id(n.call.op), n.inputs, n.outputs, n.origin) for n in graph.nodes])
     said = (tuple(sorted(graph.reductions.items())), tuple(sorted(graph.streams)))
-    return (nodes, graph.inputs, graph.outputs, tuple(sorted(graph.annotations.items(), key=_first)), said, world)
+    annotations = tuple(sorted(graph.annotations.items(), key=_first))
+    return (nodes, len(graph.tensors), graph.inputs, graph.outputs, annotations, said, world)
 
 
 def _first(entry: tuple[int, Any]) -> int:
