@@ -216,6 +216,24 @@ def test_an_output_on_a_mesh_of_no_input(ranks4):
         assert "needed one of [DeviceMesh(" in error
 
 
+def on_rank_nothing_annotated(shape: tuple[int, ...]) -> list[Any]:
+    mesh = torch_mesh(shape, None)
+    x = distributed(numbers(8, 6), mesh, "R" * len(shape))
+    with mf.FusionDefinition() as fd:
+        t = fd.define_tensor([8, 6], dtype=DOUBLE)
+        for made in (fd.ops.neg(t), t):
+            fd.add_output(made)
+    return [(*told(out)[:2], out.device_mesh is mesh) for out in fd.execute([x])]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_where_nothing_is_annotated_outputs_are_whole_on_the_inputs_mesh(ranks4, shape):
+    """Propagation then knows of no mesh but the world, one axis of all ranks."""
+    for outputs in ranks4.run(on_rank_nothing_annotated, shape):
+        for (letters, whole, same_mesh), right in zip(outputs, (-numbers(8, 6), numbers(8, 6)), strict=True):
+            assert letters == "R" * len(shape) and torch.equal(whole, right) and same_mesh
+
+
 def on_rank_recording() -> list[tuple[bool, bool]]:
     """Whether outputs need a gradient, and whether they are right: of the argument itself, a view and a product."""
     value = numbers(8, 4)

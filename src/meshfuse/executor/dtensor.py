@@ -158,8 +158,9 @@ def output_homes(compiled: CompiledProgram, inputs: Sequence[Any], line: SourceL
     """How each output becomes a DTensor on the inputs' torch mesh. Raises ArgumentError where none can."""
     meshes = {_grid(mesh_of_torch(v.device_mesh)): v.device_mesh for v in inputs if is_dtensor(v)}
     graph, homes = compiled.graph, []
-    for tensor, sharding in zip(graph.outputs, compiled.output_shardings(), strict=True):
+    for tensor, home in zip(graph.outputs, compiled.output_shardings(), strict=True):
         made, shape = graph.tensors[tensor], graph.shape(tensor)
+        sharding = home if graph.annotations else _whole_beside(inputs, home)
         placements, mesh = placements_of(sharding, shape), meshes.get(_grid(sharding.mesh))
         if placements is None or mesh is None:
             needed = "placements that DTensor has" if mesh else f"one of {[*meshes.values()]}"
@@ -170,6 +171,13 @@ def output_homes(compiled: CompiledProgram, inputs: Sequence[Any], line: SourceL
             )  # fmt: skip
         homes.append(OutputHome(mesh, placements, shape))
     return homes
+
+
+def _whole_beside(inputs: Sequence[Any], home: Sharding) -> Sharding:
+    """What is whole on the one axis of the world, where nothing says a mesh, as on the first DTensor's mesh."""
+    mesh = next(mesh_of_torch(value.device_mesh) for value in inputs if is_dtensor(value))
+    same = set(mesh.ranks) == set(home.mesh.ranks)
+    return Sharding.replicated(mesh, home.ndim) if same and not home.used() else home
 
 
 def _grid(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
