@@ -338,6 +338,44 @@ def test_a_layer_of_many_costs_no_more_than_one_of_few(name: str) -> None:
     assert bytes_of(24) <= 1.02 * (three + 21 * (three - two))
 
 
+def masked(count: int, mesh: mf.DeviceMesh, rows: Spec, first: Spec, mask: Spec) -> Fd:
+    """Layers that all read one mask, which is large beside the rest, and the gradients by their weights."""
+    weights: list[T] = []
+    with mf.FusionDefinition() as fd:
+        x, kept = fd.define_tensor([512, 64]), fd.define_tensor([512, 64], dtype=mf.DataType.Bool)
+        fd.mesh_split(x, mesh, rows)
+        fd.mesh_split(kept, mesh, mask)
+        for _ in range(count):
+            w, gain = (weight(fd, shape, mesh, spec, weights) for shape, spec in (([64, 64], first), ([64], [None])))
+            x = x + fd.ops.where(kept, fd.ops.tanh(fd.ops.matmul(fd.ops.rms_norm(x, [64], gain), w)), 0.0)
+        loss = fd.ops.sum(x * x)
+        for made in (loss, *fd.grad(loss, weights)):
+            fd.add_output(made)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "first", "mask"),
+    [
+        (TP, [None, "tp"], ["tp", None], [None, None]),
+        (GRID, ["dp", "tp"], [None, "tp"], ["dp", None]),
+        (GRID, ["dp", None], [None, "tp"], ["dp", None]),
+    ],
+)
+def test_layers_that_share_a_mask_cost_no_more_than_few(
+    mesh: mf.DeviceMesh, rows: Spec, first: Spec, mask: Spec
+) -> None:
+    """Too many ops to be searched as a whole: what three of the layers find is good for all of them."""
+
+    def bytes_of(layers: int) -> float:
+        graph = graph_of(masked(layers, mesh, rows, first, mask))
+        assert folded(graph) is None
+        return wire(decided(graph, mesh))
+
+    three, four = bytes_of(3), bytes_of(4)
+    assert bytes_of(40) <= 1.05 * (four + 36 * (four - three))
+
+
 def attention(mesh: mf.DeviceMesh, first: Spec, second: Spec) -> Layer:
     """Attention written by hand, and a gelu: forward and backward well over a hundred ops."""
 

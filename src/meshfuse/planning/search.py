@@ -97,16 +97,19 @@ def _searched(
 
     A program that repeats itself is first searched by a few of its layers, with all of `searches`. Then, or if nothing
     repeats, it is searched as a whole if it is not too long: with the last of them, or with `beside` after its layers.
+    Where layers share a large tensor, such as a mask, few of them may mislead: what they find counts if it is better
+    for all, and the whole is searched as if nothing repeated.
     """
     graph, missed = sharded.graph, False
-    fold = folded(graph, LAYERS)
+    alike = folded(graph, LAYERS)
+    fold = alike or folded(graph, LAYERS, sharing=True)
     if fold is not None:
         first = propagate(fold.short, world)
         short = _found(first, world, *searches)
         found = better(sharded, fold.written_out(short))
-        sharded, missed = found, found is sharded and short is not first
-    whole = len(graph.nodes) <= MOST_WHOLE * (MISSED if missed else 1) or (fold is None and effort is Effort.THOROUGH)
-    last = searches[-1] if fold is None or beside is None else beside
+        sharded, missed = found, found is sharded and short is not first and alike is not None
+    whole = len(graph.nodes) <= MOST_WHOLE * (MISSED if missed else 1) or (alike is None and effort is Effort.THOROUGH)
+    last = searches[-1] if alike is None or beside is None else beside
     return _found(sharded, world, last) if whole else sharded
 
 

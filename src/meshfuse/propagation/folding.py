@@ -132,17 +132,18 @@ class _Gap(NamedTuple):
         return beside + (op - self.start) % self.stretch.period
 
 
-def folded(graph: Graph, kept: int = KEPT) -> Folded | None:
+def folded(graph: Graph, kept: int = KEPT, *, sharing: bool = False) -> Folded | None:
     """The program with all but so many of its layers left out.
 
-    None where it is short or repeats nothing, or spans several meshes.
+    None where it is short or repeats nothing, or spans several meshes; and, but for `sharing`, where layers read one
+    large tensor from outside: a plan of few layers may then be a bad one for all.
     """
     if len(graph.nodes) <= LONG or len({sharding.mesh for sharding in graph.annotations.values()}) != 1:
         return None
     producers = {out: node.id for node in graph.nodes for out in node.outputs}
     cuts = list(_cuts(graph, producers, kept))
     out = {op: cut for cut in cuts for op in range(cut.start, cut.end)}
-    if len(out) * _PART < len(graph.nodes) or _shares_much(graph, producers, cuts):
+    if len(out) * _PART < len(graph.nodes) or (not sharing and _shares_much(graph, producers, cuts)):
         return None
     return _without(graph, producers, out, cuts)
 
