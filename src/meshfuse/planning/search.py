@@ -63,8 +63,10 @@ def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Eff
     """A better plan near this one; the plan itself where there is none, nothing moves, or the effort does not allow."""
     if not _is_worth(sharded, effort):
         return sharded
-    if _is_long(sharded) and effort is not Effort.THOROUGH:
-        return _searched(sharded, world, effort, (_PlanSearch.briefly_on_grids,), beside=_PlanSearch.briefly)
+    if _is_long(sharded):
+        sharded = _searched(sharded, world, effort, (_PlanSearch.briefly_on_grids,), beside=_PlanSearch.briefly)
+        if effort is not Effort.THOROUGH:
+            return sharded
     return _searched(sharded, world, effort, (_PlanSearch.near,))
 
 
