@@ -23,14 +23,19 @@ SPECS: list[Spec] = [
 ]  # fmt: skip
 
 
+def split_some(fd: mf.FusionDefinition, mesh: mf.DeviceMesh, *said: tuple[mf.TensorView, Spec | None]) -> None:
+    """Annotate the tensors that something is said of."""
+    for tensor, spec in said:
+        if spec is not None:
+            fd.mesh_split(tensor, mesh, spec)  # type: ignore[arg-type]
+
+
 def product(left: Spec, right: Spec, end: Spec | None = None, size: int = 64) -> mf.FusionDefinition:
     with mf.FusionDefinition() as fd:
         x, w = fd.define_tensor([size, 2 * size]), fd.define_tensor([2 * size, 4 * size])
         y = fd.ops.matmul(x, w)
         fd.add_output(y)
-        for tensor, spec in ((x, left), (w, right), (y, end)):
-            if spec is not None:
-                fd.mesh_split(tensor, MESH, spec)  # type: ignore[arg-type]
+        split_some(fd, MESH, (x, left), (w, right), (y, end))
     return fd
 
 
@@ -107,9 +112,7 @@ def on_a_line(left: Spec, right: Spec, end: Spec | None) -> mf.FusionDefinition:
         x, w = fd.define_tensor([512, 1024]), fd.define_tensor([1024, 1024])
         y = fd.ops.matmul(x, w)
         fd.add_output(y)
-        for tensor, spec in ((x, left), (w, right), (y, end)):
-            if spec is not None:
-                fd.mesh_split(tensor, LINE, spec)  # type: ignore[arg-type]
+        split_some(fd, LINE, (x, left), (w, right), (y, end))
     return fd
 
 
@@ -119,9 +122,7 @@ def mlp_on_a_line(left: Spec, right: Spec, end: Spec | None) -> mf.FusionDefinit
         x, w, v = fd.define_tensor([4096, 256]), fd.define_tensor([256, 1024]), fd.define_tensor([1024, 256])
         y = fd.ops.matmul(fd.ops.gelu(fd.ops.matmul(x, w)), v)
         fd.add_output(y)
-        for tensor, spec in ((w, left), (v, right), (y, end)):
-            if spec is not None:
-                fd.mesh_split(tensor, LINE, spec)  # type: ignore[arg-type]
+        split_some(fd, LINE, (w, left), (v, right), (y, end))
     return fd
 
 

@@ -265,15 +265,19 @@ class _PlanSearch:
         So an output that the best plan moves its operands for may be a sum that is scattered to it instead. An output
         that lies over a part of an axis may as well lie over all of it, and where its sum is first reduced.
         """
-        for places in (ends, self._over_whole_axes, first_reduced):
-            free = [i for i, end in ends(self.best).items() if i not in self.graph.annotations and any(end.dims)]
-            if free:
-                found = places(self.best)
-                left = {i: found[i] for i in free}
+        before, held = None, dict[int, Sharding]()
+        for place in (self._as_left, self._over_whole_axes, first_reduced):
+            free = {i: end for i, end in ends(self.best).items() if i not in self.graph.annotations and any(end.dims)}
+            left = place(self.best, free)
+            if left and (self.best is not before or left != held):
+                before, held = self.best, left
                 self._keep(self.propagation.leaving(self._made(self.best), left))
 
-    def _over_whole_axes(self, plan: ShardedDefinition) -> dict[int, Sharding]:
-        return over_whole_axes(plan, self.parts)
+    def _as_left(self, _: ShardedDefinition, left: dict[int, Sharding]) -> dict[int, Sharding]:
+        return left
+
+    def _over_whole_axes(self, _: ShardedDefinition, left: dict[int, Sharding]) -> dict[int, Sharding]:
+        return over_whole_axes(self.graph, left, self.parts)
 
     def _go_on(self) -> None:
         """Search from the best plan, and again from what that finds."""

@@ -226,10 +226,8 @@ class _Striding:
         near_old.sort(key=lambda place: -front.tables[place].kind.numel)
         self.near_old = _picker(near_old)
         self.near_new = _picker([k for k in self.alive if near[k]])
-        self.old, self.new = (
-            joint_table_of(self.near_old(front.tables)),
-            joint_table_of(self.near_new(role.kind.tables)),
-        )
+        self.old = joint_table_of(self.near_old(front.tables))
+        self.new = joint_table_of(self.near_new(role.kind.tables))
 
     def run(self, old: int) -> Stride:
         grown = sorted(self._grown(), key=_seconds)
@@ -288,17 +286,13 @@ class _Striding:
         `groups` has the plans kept so far by how they hold the op's own tensors, each group cheapest first.
         """
         limit, old = f.seconds + self.margin, f.old
-        costs, bounds = self.old.costs[old], self.old.bounds[old]
         for new, group in groups.items():
             left = limit - self.new.cost(new, f.new, limit - group[0][0])
             for seconds, have in group:
                 room = left - seconds
                 if room < 0.0:
                     break
-                cost = costs.get(have)
-                if cost is None and bounds.get(have, 0.0) <= room:
-                    cost = self.old.cost(have, old, room)
-                if cost is not None and cost <= room:
+                if self.old.cost(have, old, room) <= room:
                     return True
         return False
 

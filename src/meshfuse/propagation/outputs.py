@@ -59,12 +59,12 @@ def ends(sharded: ShardedDefinition) -> dict[int, Sharding]:
     return done
 
 
-def over_whole_axes(sharded: ShardedDefinition, parts: Collection[str] = ()) -> dict[int, Sharding]:
-    """Where outputs are left, but over all of an axis where it is over a part of it, if that divides the dim.
+def over_whole_axes(graph: Graph, left: Mapping[int, Sharding], parts: Collection[str]) -> dict[int, Sharding]:
+    """Places of outputs, but over all of an axis where one is over a part of it, if that divides the dim.
 
     `parts` are axes that are parts of one.
     """
-    return {i: _over_whole_axes(end, sharded.graph.shape(i), parts) for i, end in ends(sharded).items()}
+    return {i: _over_whole_axes(end, graph.shape(i), parts) for i, end in left.items()}
 
 
 def _over_whole_axes(end: Sharding, shape: tuple[int, ...], parts: Collection[str]) -> Sharding:
@@ -81,12 +81,12 @@ def _over_whole_axes(end: Sharding, shape: tuple[int, ...], parts: Collection[st
     return Sharding.make(end.mesh, dims, shape)
 
 
-def first_reduced(sharded: ShardedDefinition) -> dict[int, Sharding]:
+def first_reduced(sharded: ShardedDefinition, left: Mapping[int, Sharding]) -> dict[int, Sharding]:
     """Where outputs are first reduced on their way to where they are left."""
     makers = {i: made for node, choice in zip(sharded.graph.nodes, sharded.choices, strict=True)
               for i, made in zip(node.outputs, choice.placement.results, strict=True)}  # fmt: skip
-    return {i: _first_reduced(makers.get(i, end), end, sharded.graph.tensors[i].type)
-            for i, end in ends(sharded).items()}  # fmt: skip
+    types = sharded.graph.tensors
+    return {i: _first_reduced(makers.get(i, end), end, types[i].type) for i, end in left.items()}
 
 
 def _first_reduced(made: Sharding, end: Sharding, kind: TensorType) -> Sharding:
