@@ -78,7 +78,8 @@ def _reference(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     if call.op.name in ATTENTION:
         options = (call["is_causal"], call["scale"], _kept(call, operands, wide[1]))
         made = ATTENTION[call.op.name](args[:5], *options, *args[8:])
-        return [*made, torch.tensor([5, SALT]), torch.tensor(2)]
+        state = ([5, SALT], 2) if call["dropout_p"] else ([0, 0], 0)  # Without dropout, nothing is drawn.
+        return [*made, *map(torch.tensor, state)]
     made = references.REFERENCES[call.op.name](*args)
     return list(made) if isinstance(made, tuple) else [made]
 

@@ -67,8 +67,11 @@ def reasons(fd: mf.FusionDefinition) -> list[str]:
 
 
 def block(device: str = "cuda") -> list[Piece]:
-    """Its forward and backward on simulated ranks of one GPU."""
-    return [(f"{n} simulated", lambda n=n: [check_simulated(Block(), n, device)]) for n in (1, 2, 4)]
+    """Its forward and backward on simulated ranks of one GPU, with attention as one op and as many."""
+    return [
+        (f"{n} simulated{'' if fused else ', composed'}", lambda n=n, fused=fused: [check_simulated(Block(fused=fused), n, device)])
+        for fused in (True, False) for n in (1, 2, 4)
+    ]  # fmt: skip
 
 
 def check_simulated(block: Block, ranks: int, device: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from gpu_checks import error_of
-from gpu_works import Block, Work, elementwise
+from gpu_works import BLOCKS, Work, elementwise
 from pieces import Lines, Piece, said
 
 import meshfuse as mf
@@ -24,23 +24,28 @@ HOST_NAMES = {
 }  # fmt: skip
 
 
-def take_turns(variants: Mapping[str, Call], rounds: int, end: float) -> dict[str, float]:
-    """Milliseconds of the device per call: medians over rounds, in each of which every variant has a turn."""
+def take_turns(variants: Mapping[str, Call], rounds: int, end: float, ahead: bool = False) -> dict[str, float]:
+    """Milliseconds per call: medians over rounds, in each of which every variant has a turn.
+
+    ahead: the device is kept busy until the calls are made, so that it never waits for the host.
+    """
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(3):
         for call in variants.values():
             call()
     for _ in range(rounds):
         for name, call in variants.items():
-            found[name].append(_device_ms(call))
+            found[name].append(_ms(call, ahead))
         if end - time.time() < 5:
             break
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def _device_ms(call: Call, calls: int = 5) -> float:
+def _ms(call: Call, ahead: bool, calls: int = 10) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    if ahead:
+        torch.cuda._sleep(4_000_000)  # cycles: some 2 ms
     start.record()
     for _ in range(calls):
         call()
@@ -127,7 +132,7 @@ def variants_of(work: Work, inputs: Sequence[torch.Tensor]) -> tuple[dict[str, C
 def copy_bandwidth(count: int = 1 << 29) -> float:
     """Bytes per second, read and written, of a copy: the ceiling of what moves memory once."""
     source, target = (torch.empty(count, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
-    seconds = statistics.median(_device_ms(lambda: target.copy_(source)) for _ in range(15)) / 1e3
+    seconds = statistics.median(_ms(lambda: target.copy_(source), True) for _ in range(15)) / 1e3
     return 2 * count * 2 / seconds
 
 
@@ -143,7 +148,7 @@ def _segment(work: Work, end: float) -> Lines:
     ceiling, inputs = copy_bandwidth(), work.inputs()
     calls, lines = variants_of(work, inputs)
     moved = sum(t.nbytes for t in (*inputs, *work.by_hand(*inputs)))
-    for name, ms in take_turns(calls, 25, end).items():
+    for name, ms in take_turns(calls, 25, end, ahead=True).items():
         rate = moved / (ms / 1e3)
         lines.append({"work": work.name, "variant": name, "ms": ms, "bytes": moved, "copy_gb_per_s": ceiling / 1e9,
                       "of_copy": rate / ceiling})  # fmt: skip
@@ -152,22 +157,24 @@ def _segment(work: Work, end: float) -> Lines:
 
 def gpt_block(end: float) -> list[Piece]:
     """Forward and backward of the block on one rank."""
-    return [("gpt_block", lambda: _block(end))]
+    return [(name, lambda name=name: _block(name, end)) for name in BLOCKS]
 
 
-def _block(end: float) -> Lines:
-    block = Block()
+def _block(name: str, end: float) -> Lines:
+    block = BLOCKS[name]
     inputs, fd = block.inputs(), block.definition(1)
     expected = block.by_hand(*(t.double() for t in inputs))
     compiled = torch.compile(block.forward, dynamic=False)
+    replayed = torch.compile(block.forward, dynamic=False, mode="reduce-overhead")
     calls: dict[str, Call] = {
         "nvfuser": lambda: fd.execute(inputs, backend="nvfuser"),
+        "graph": lambda: fd.execute(inputs, backend="nvfuser", cuda_graph=True),
         "eager": lambda: block.by_hand(*inputs),
         "compile": lambda: block.by_hand(*inputs, forward=compiled),
-        "graph": lambda: fd.execute(inputs, backend="nvfuser", cuda_graph=True),
+        "compile, graphs": lambda: block.by_hand(*inputs, forward=replayed),
     }
     good, lines = checked(calls, expected, 0.1)
-    return lines + [{"work": "gpt_block", "variant": n, "ms": ms} for n, ms in take_turns(good, 25, end).items()]
+    return lines + [{"work": name, "variant": n, "ms": ms} for n, ms in take_turns(good, 25, end).items()]
 
 
 def host(end: float) -> list[Piece]:

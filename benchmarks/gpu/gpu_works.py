@@ -92,12 +92,16 @@ def norm(fd: Any, x: Any, gain: Any, shift: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A GPT block's sizes: inputs x [batch, length, width], gain and shift [width], q k v o, up and down."""
+    """A GPT block's sizes: inputs x [batch, length, width], gain and shift [width], q k v o, up and down.
+
+    fused: its attention is one op, as it is in torch; else products and a softmax.
+    """
 
     batch: int = 4
     length: int = 256
     width: int = 512
     heads: int = 8
+    fused: bool = True
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -125,14 +129,19 @@ class Block:
             fd.ops.reshape(fd.ops.linear(normed, w), [self.batch, self.length, self.heads, each]) for w in (q, k, v)
         ]
         q, k, v = (fd.ops.permute(part, [0, 2, 1, 3]) for part in parts)
-        scores = _wide(fd, fd.ops.matmul(q, fd.ops.permute(k, [0, 1, 3, 2]))) * each**-0.5
-        later = fd.ops.triu(fd.ops.full([self.length, self.length], True, DataType.Bool), 1)
-        shares = fd.ops.cast(fd.ops.softmax(fd.ops.where(later, -math.inf, scores), -1), BF16)
-        mixed = fd.ops.permute(fd.ops.matmul(shares, v), [0, 2, 1, 3])
+        mixed = fd.ops.permute(self._attention(fd, q, k, v), [0, 2, 1, 3])
         merged = fd.ops.linear(fd.ops.reshape(mixed, [self.batch, self.length, self.width]), o)
         x = fd.ops.cast(x + merged, BF16)
         hidden = fd.ops.cast(fd.ops.gelu(fd.ops.linear(norm(fd, x, gain, shift), up), "tanh"), BF16)
         return fd.ops.cast(x + fd.ops.linear(hidden, down), BF16)
+
+    def _attention(self, fd: Any, q: Any, k: Any, v: Any) -> Any:
+        if self.fused:
+            return fd.ops.sdpfa_fwd(q, k, v, is_causal=True)[0]
+        scores = _wide(fd, fd.ops.matmul(q, fd.ops.permute(k, [0, 1, 3, 2]))) * (self.width // self.heads) ** -0.5
+        later = fd.ops.triu(fd.ops.full([self.length, self.length], True, DataType.Bool), 1)
+        shares = fd.ops.cast(fd.ops.softmax(fd.ops.where(later, -math.inf, scores), -1), BF16)
+        return fd.ops.matmul(shares, v)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The block in torch, in the inputs' dtype."""
@@ -158,3 +167,6 @@ class Block:
             (torch.randn(shape, generator=generator, device=device) * s).bfloat16()
             for shape, s in zip(self.shapes, scale, strict=True)
         ]
+
+
+BLOCKS = {"small": Block(), "small, composed": Block(fused=False), "large": Block(8, 1024, 2048, 16)}

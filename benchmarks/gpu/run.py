@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 # What is checked takes processors to compile; what is timed has the GPU for itself. The seconds are shares of --limit;
 # what a section leaves is the next one's.
 SECTIONS = (
-    Section("block", 90, 3), Section("ops", 90, 8), Section("segments", 90), Section("gpt_block", 60),
+    Section("block", 90, 6), Section("ops", 90, 8), Section("segments", 90), Section("gpt_block", 60),
     Section("host", 60), Section("ranks", 50), Section("example", 40, 3),
 )  # fmt: skip
 TARGETS = "Targets: of_copy 0.85 for nvfuser; gpt_block's nvfuser <= compile; meshfuse <= fd.execute + 10 us."

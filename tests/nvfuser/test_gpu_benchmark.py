@@ -40,10 +40,11 @@ def test_works_are_what_is_written_by_hand(work: gpu_works.Work, monkeypatch: py
     assert callable(gpu_times.native_call(fd, inputs))
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_block_is_right(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_is_right(ranks: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = fake_kernels.use(monkeypatch)
-    found = gpu_checks.check_simulated(gpu_works.Block(2, 8, 32, 4), ranks, "cpu")
+    found = gpu_checks.check_simulated(gpu_works.Block(2, 8, 32, 4, fused), ranks, "cpu")
     assert found["state"] == "right", found
     assert found["by"] == ["nvfuser: compiled"] and launcher.calls
 

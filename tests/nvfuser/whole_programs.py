@@ -158,7 +158,7 @@ PROGRAMS = {
 def compare(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
     """Values in the tolerance of the type, relative to the largest of each tensor."""
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
-    for a, b in zip(found, expected, strict=True):
+    for place, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert a.dtype is dtype and a.shape == b.shape
         error = (a.double().cpu() - b.cpu()).abs().max() / b.abs().max().clamp_min(1e-3).cpu()
-        assert error <= tolerance, error
+        assert error <= tolerance, (place, error)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .fused_attention import attend, attend_bwd, can_fuse
 from .indices import Runs, global_index, linear_index
 from .random import RandomStream, fractions
 
@@ -84,27 +85,9 @@ def _dropout_factors(
 
 
 def _can_fuse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, place: ScoreBlock) -> bool:
-    """Whether torch's fused CPU kernel computes exactly this."""
-    same = q.dtype == k.dtype == v.dtype and q.shape[-3] == k.shape[-3] and q.shape[-1] == v.shape[-1]
+    """Whether one of torch's fused kernels computes exactly this."""
     whole = not options.is_causal or (q.shape[-2], k.shape[-2]) == tuple(place.shape[-2:])
-    return (
-        q.device.type == "cpu"
-        and same
-        and whole
-        and options.dropout_p == 0.0
-        and min(*q.shape, *k.shape, 1) > 0
-        and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    )
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """The tensor with its last dim dense in memory: torch's fused kernel reads it so, whatever its stride."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The tensor with its leading dims merged with the batch, 4-D in all."""
-    return x.reshape(-1, *x.shape[-3:])
+    return whole and can_fuse(q, k, v, options.dropout_p)
 
 
 def _is_addend(q: torch.Tensor, bias: Any, mask: Any, options: Options) -> bool:
@@ -113,25 +96,14 @@ def _is_addend(q: torch.Tensor, bias: Any, mask: Any, options: Options) -> bool:
     return not given or (not options.is_causal and all(x.dtype in (q.dtype, torch.bool) for x in given))
 
 
-def _addend(q: torch.Tensor, k: torch.Tensor, bias: Any, mask: Any) -> torch.Tensor | None:
-    """Bias and mask [b, h, s, s_k], rounded when they are added, as nvFuser's are."""
+def _addend(q: torch.Tensor, bias: Any, mask: Any) -> torch.Tensor | None:
+    """Bias and mask as one, rounded when they are added, as nvFuser's are."""
     if bias is None and mask is None:
         return None
     total = q.new_zeros(()) if bias is None else bias.to(q.dtype)
     if mask is not None:
         total = total.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else total + mask
-    return _flat(_dense(total.expand(*q.shape[:-1], k.shape[-2])))
-
-
-def _attend_fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addend: torch.Tensor | None, options: Options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_flat(_dense(x)) for x in (q, k, v)), 0.0, options.is_causal, attn_mask=addend, scale=options.scale
-    )
-    if addend is not None:  # torch gives 0 for rows that see nothing.
-        lse = lse.masked_fill((addend == float("-inf")).all(-1), float("-inf"))
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    return total
 
 
 def _attend(
@@ -146,7 +118,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) over the columns of the place, in the precision of the computation."""
     if _can_fuse(q, k, v, options, place) and _is_addend(q, bias, mask, options):
-        return _attend_fused(q, k, v, _addend(q, k, bias, mask), options)
+        return attend(q, k, v, _addend(q, bias, mask), options.is_causal, options.scale)
     scores = _masked(_scores(q, k, options.scale), bias, mask, options, place)
     logsumexp = torch.logsumexp(scores, -1)
     probabilities = _probabilities(scores, logsumexp)
@@ -283,6 +255,8 @@ def _state_tensors(stream: tuple[int, ...], device: Any) -> tuple[torch.Tensor, 
     seed, offset, salt = stream
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor):  # In compiled code, int64.
         return torch.stack([seed, torch.full_like(seed, salt)]).view(torch.uint64), offset.view(torch.uint64)
+    if not any(stream):  # Nothing is drawn; a copy from the host could not be part of a CUDA graph.
+        return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
     both = torch.tensor([seed % 2**64, salt], dtype=torch.uint64, device=device)
     return both, torch.tensor(offset, dtype=torch.uint64, device=device)
 
@@ -327,13 +301,7 @@ def sdpfa_bwd(*saved: Any) -> Gradients:
     if not _can_fuse(s.q, s.k, s.v, s.options, s.place):
         scores = _score_gradients(s)
         return (_query_gradient(s, *scores), *_key_and_value_gradients(s, *scores))
-    flat = [_flat(x.contiguous()) for x in (s.grad, s.q, s.k, s.v, s.out)]
-    lse = s.logsumexp.reshape(-1, *s.logsumexp.shape[-2:])
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *flat, lse, 0.0, s.options.is_causal, scale=s.options.scale
-    )
-    grad_q, grad_k, grad_v = (g.reshape(x.shape) for g, x in zip(found, (s.q, s.k, s.v), strict=True))
-    return grad_q, grad_k, grad_v
+    return attend_bwd(s.grad, s.q, s.k, s.v, s.out, s.logsumexp, s.options.is_causal, s.options.scale)
 
 
 def ring_attention_bwd(

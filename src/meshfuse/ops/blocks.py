@@ -37,7 +37,8 @@ from .shape_arithmetic import (
 )
 
 K = ParamKind
-_COMBINE = {"cumsum": "add", "cumprod": "mul", "cummax": "maximum", "cummin": "minimum"}
+# What a scan does with the term before and the next one.
+COMBINE = {"cumsum": "add", "cumprod": "mul", "cummax": "maximum", "cummin": "minimum"}
 _REDUCE = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min"}
 
 
@@ -186,13 +187,13 @@ def distributed_scan(
     totals = r.call(name, r.call(f"block_{_REDUCE[name]}", x, dim, blocks), dim)
     before = r.call("block_repeat", _shifted(r, totals, dim), dim, size, blocks)
     first = r.call("block_repeat", _is_first(r, dim, blocks, r.type(x).ndim), dim, size, blocks)
-    combined = r.call("where", first, scanned, r.call(_COMBINE[name], scanned, before))
+    combined = r.call("where", first, scanned, r.call(COMBINE[name], scanned, before))
     dtype = call.results[0].dtype  # arithmetic widens half precision
     if call["init"] is not None:
         # In a wide type first, so that a number beyond the dtype becomes infinite, as in the op itself.
         wide = DataType.Double if dtype.category is Category.FLOAT else dtype
         init = cast_to(r, r.call("full", [1] * r.type(x).ndim, call["init"], wide), dtype)
-        combined = r.call(_COMBINE[name], combined, init)
+        combined = r.call(COMBINE[name], combined, init)
     return [cast_to(r, combined, dtype)]
 
 
@@ -264,7 +265,7 @@ OPS = (
               _scan_emit, samples=lambda: _samples(DataType.Float),
               nvfuser="nvFuser has no scan that begins anew at each block",
               about=f"`{name}` within each block, beginning anew")
-        for name in (*_COMBINE, "cumsum_bwd")
+        for name in (*COMBINE, "cumsum_bwd")
     ),
     *(
         OpDef(f"block_{name}", (_ARG, _DIM, _BLOCKS), _total_infer, lambda c: _block_rule(c, True, False),

@@ -8,11 +8,13 @@ from typing import Any
 from ..dtypes import Category, DataType
 from ..sharding.layout import Runs
 from .base import TensorRef
+from .blocks import COMBINE
 from .nvfuser_lowering import (
     NvfuserEmit,
     ToTorch,
     along,
     cast,
+    full,
     global_index,
     is_whole,
     local_places,
@@ -38,18 +40,22 @@ def _listed(dims: Any, ndim: int) -> list[int]:
 
 
 def scan(n: NvfuserEmit) -> Any:
-    """With `init` in the operand's category; of the terms of a partial operand only one starts with it."""
-    init = n.call["init"]
-    if init is None or (n.call.op.name == "cumsum" and not n.leads()):
+    """With `init` combined afterwards: nvFuser's scans take one and ignore it. Of partial terms one starts with it."""
+    (x,), ops, dtype, name = n.operands, n.ops, n.call.types[0].dtype, n.call.op.name
+    init = n.call["init"] if name != "cumsum" or n.leads() else None
+    if init is None:
         return n.plain(init=None)
-    return n.plain(init=_of_category(n, "init", n.call.types[0].dtype))
+    wide = DataType.Int if dtype is DataType.Bool else dtype
+    found = getattr(ops, name)(ops.cast(x, n.dtype(wide)), dim_of(n.call))
+    return ops.cast(getattr(ops, COMBINE[name])(found, _of_category(n, "init", wide)), n.dtype(dtype))
 
 
 def sum_after(n: NvfuserEmit) -> Any:
-    """The sum of all, less what is before: nvFuser scans from the start only."""
-    (x,), ops, dim = n.operands, n.ops, dim_of(n.call)
+    """The sum of all, less what is before: nvFuser scans from the start only, and keeps Bool."""
+    ops, dim, dtype = n.ops, dim_of(n.call), n.call.results[0].dtype
+    x = ops.cast(n.operands[0], n.dtype(DataType.Int)) if dtype is DataType.Bool else n.operands[0]
     found = ops.sub(ops.add(ops.sum(x, [dim], True), x), ops.cumsum(x, dim))
-    return ops.cast(found, n.dtype(n.call.results[0].dtype))
+    return ops.cast(found, n.dtype(dtype))
 
 
 def _of_category(n: NvfuserEmit, name: str, dtype: DataType) -> Any:
@@ -108,6 +114,8 @@ def _check_attention(n: NvfuserEmit) -> None:
         raise ToTorch("nvFuser's attention wants heads and widths of query, key and value to be equal")
     if n.number("dropout_p") not in (None, 0, 0.0):
         raise ToTorch(RANDOM)
+    if n.call["is_causal"] not in (None, False) and q.shape[-2] != k.shape[-2]:
+        raise ToTorch("flash attention's causal mask ends in the last row and column, torch's begins in the first")
 
 
 def sdpfa_fwd(n: NvfuserEmit) -> Any:
@@ -135,7 +143,9 @@ def sdpfa_bwd(n: NvfuserEmit) -> Any:
     rows, columns = len(n.operand_shapes[5]) - 1, len(n.operand_shapes[2]) - 2
     if causal and not (is_whole(n, 5, rows) and is_whole(n, 2, columns)):
         raise ToTorch("the causal mask of some of the scores")
-    return n.plain(dropout_p=float(dropout), is_causal=causal, scale=n.number("scale"))
+    # Unlike the forward op, nvFuser's backward has no scale of its own.
+    scale = n.operand_shapes[1][-1] ** -0.5 if n.call["scale"] is None else n.number("scale")
+    return n.plain(dropout_p=float(dropout), is_causal=causal, scale=scale)
 
 
 def iota(n: NvfuserEmit) -> Any:
@@ -148,6 +158,11 @@ def iota(n: NvfuserEmit) -> Any:
     if call["start"] is not None:
         index = ops.add(index, n.number("start"))
     return ops.cast(index, n.dtype(call["dtype"]))
+
+
+def constant(n: NvfuserEmit) -> Any:
+    """`full` on this rank's part of the shape."""
+    return full(n, list(n.result_shapes[0]), n.val(n.number("fill_value")), n.call.results[0].dtype)
 
 
 def triu(n: NvfuserEmit) -> Any:

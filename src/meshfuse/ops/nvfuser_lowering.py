@@ -130,10 +130,24 @@ def along(n: NvfuserEmit, vector: Any, dim: int, ndim: int) -> Any:
     return n.ops.broadcast(vector, [d != dim for d in range(ndim)])
 
 
+def full(n: NvfuserEmit, shape: list[int], value: Any, dtype: DataType) -> Any:
+    """A tensor of one number. nvFuser's kernels have no constants of half precision and less."""
+    made = n.ops.full(shape, value, n.dtype(DataType.Float if dtype.is_reduced_float else dtype))
+    return n.ops.cast(made, n.dtype(dtype)) if dtype.is_reduced_float else made
+
+
+def repeated_to(ops: Any, boolean: Any, tensor: Any, shape: Sequence[int]) -> Any:
+    """A tensor broadcast to a shape, without nvFuser's `expand` (see backends/nvfuser/repeated.py).
+
+    `boolean` is nvFuser's Bool.
+    """
+    return ops.where(ops.full(list(shape), True, boolean), tensor, tensor)
+
+
 def zeros(n: NvfuserEmit) -> Any:
     """Zeros as the first result, for a rank that holds nothing of what is looked up in."""
     dtype = n.call.results[0].dtype
-    return n.ops.full(list(n.result_shapes[0]), ZERO[dtype.category], n.dtype(dtype))
+    return full(n, list(n.result_shapes[0]), ZERO[dtype.category], dtype)
 
 
 def zero_where_not(n: NvfuserEmit, kept: Any, tensor: Any, dtype: DataType) -> Any:

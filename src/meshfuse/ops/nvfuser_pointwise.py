@@ -6,7 +6,7 @@ from typing import Any
 
 from ..dtypes import Category, DataType, scalar_dtype
 from .base import ParamKind, ScalarRef, TensorRef
-from .nvfuser_lowering import NvfuserEmit, cast
+from .nvfuser_lowering import NvfuserEmit, cast, repeated_to
 
 
 def _tensors(n: NvfuserEmit) -> list[str]:
@@ -63,4 +63,4 @@ def _part(n: NvfuserEmit, name: str, part: DataType) -> Any:
     if found is None:
         return n.ops.full(shape, n.number(name), n.dtype(part))
     made = cast(n, tensor, found.dtype, part)
-    return made if found.shape == n.call.results[0].shape else n.ops.expand(made, shape)
+    return made if found.shape == n.call.results[0].shape else repeated_to(n.ops, n.dtype(DataType.Bool), made, shape)

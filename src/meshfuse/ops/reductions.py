@@ -21,7 +21,7 @@ from .base import (
     Sample,
     TensorType,
 )
-from .nvfuser_lowering import NvfuserEmit
+from .nvfuser_lowering import NvfuserEmit, cast
 from .promotion import cast_text, dtype_text
 from .shape_arithmetic import check_order, check_reduced
 
@@ -97,9 +97,15 @@ def _emit_reduce(e: Emit) -> str:
 
 
 def _nvfuser(n: NvfuserEmit) -> Any:
-    """nvFuser wants all dims listed, and at least one."""
-    dims, result = list(reduced_dims(n.call)), n.call.results[0].dtype
-    return n.plain(dims=dims) if dims else n.ops.cast(n.operands[0], n.dtype(result))
+    """nvFuser wants all dims listed, and at least one. Its kernels reduce nothing in half precision or less."""
+    dims, result, found = list(reduced_dims(n.call)), n.call.results[0].dtype, n.call.types[0].dtype
+    if not dims:
+        return n.ops.cast(n.operands[0], n.dtype(result))
+    if not (found.is_reduced_float or result.is_reduced_float):
+        return n.plain(dims=dims)
+    wide = DataType.Float if result.is_reduced_float else result
+    made = n.plain(arg=cast(n, n.operands[0], found, wide), dims=dims, dtype=n.dtype(DataType.Null))
+    return n.ops.cast(made, n.dtype(result))
 
 
 REDUCTION_PARAMS = (

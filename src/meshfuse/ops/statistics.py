@@ -26,7 +26,7 @@ from .base import (
     Writing,
     cast_to,
 )
-from .nvfuser_lowering import NvfuserEmit
+from .nvfuser_lowering import NvfuserEmit, cast
 from .promotion import cast_text, dtype_text, widen
 from .reductions import keeps_dims, kept_factors, reduced_dims, reduced_shape
 
@@ -140,7 +140,9 @@ def _var_mean_emit(e: Emit) -> str:
 
 
 def _listed_dims(n: NvfuserEmit) -> Any:
-    return n.plain(dims=list(reduced_dims(n.call)))
+    """In Float for half precision and less, as for all reductions."""
+    arg = cast(n, n.operands[0], n.call.types[0].dtype, widen(n.call.types[0].dtype))
+    return n.plain(arg=arg, dims=list(reduced_dims(n.call)))
 
 
 def _welford_emit(e: Emit) -> str:

@@ -71,20 +71,22 @@ class NvFuser:
             values = [int(name[1:]) for name in part.gives]
             made = memory.assumed(value_types(task.definition, values, task.rank))
             text = _lying_as(text, made)
-        run, reason = text, part.reason
+        run, takes, reason = text, kernel.params, part.reason
         if not reason:
             try:
-                run = self._native(task, part, text, taken, made)
+                run, count = self._native(task, part, text, taken, made)
+                takes = takes[:count]
                 made = [memory.empty(t, dense_strides(t)) for t in made]
             except Unsupported as error:
                 reason = str(error)
         memory.values.update(zip(kernel.results, made, strict=True))
         ops = len(part.segment.computes) + len(part.unpacks) + len(part.packs)
-        return PreparedPartition(run, kernel.params, kernel.results, reason, ops)
+        return PreparedPartition(run, takes, kernel.results, reason, ops)
 
     def _native(
         self, task: Task, part: Partition, text: Run, taken: Sequence[Any], made: Sequence[torch.Tensor]
-    ) -> Run:
+    ) -> tuple[Run, int]:
+        """The part compiled, and how many of the text's arguments it takes: all but the random state."""
         given = [t for t in taken if isinstance(t, torch.Tensor)]
         layouts = MemoryLayouts(tuple(map(memory_layout, given)), tuple(map(memory_layout, made)))
         types = {name: type_of(t) for name, t in zip(part.takes, taken, strict=False)}
@@ -93,9 +95,12 @@ class NvFuser:
             kernel = build_segment(task.definition, part.segment, task.rank, layouts, copies)
         except RuntimeError as error:
             raise Unsupported(f"nvFuser refuses it: {refusal(error)}") from error
-        examples = tuple(_on_meta(value) for value in taken)
+        count = len(kernel.inputs) + len(kernel.scalars)
+        examples = tuple(_on_meta(value) for value in taken[:count])
         strides = tuple(map(dense_strides, made))
-        return self.launcher.prepare(NativePart(kernel, text, examples, strides, _owned(given, made)), task.device)
+        alike = text if len(taken) == count else _completed(text, taken[count:])
+        native = NativePart(kernel, alike, examples, strides, _owned(given, made))
+        return self.launcher.prepare(native, task.device), count
 
 
 class _FakeValues:
@@ -134,6 +139,11 @@ def _lying_as(text: Run, made: Sequence[torch.Tensor]) -> Run:
         return laid_out(found, strides, [i for i, t in enumerate(found) if not lies_so(t, strides[i])])
 
     return run
+
+
+def _completed(text: Run, rest: Sequence[Any]) -> Run:
+    """The text with the arguments that a definition does not take: a random state, of which it makes no use."""
+    return lambda arguments: text([*arguments, *rest])
 
 
 def parameters(task: Task) -> tuple[str, ...]:

@@ -115,8 +115,10 @@ class _Memory:
         return self._reduced(getattr(self._ops, _TERMS[reduce][0])(a.value, b.value), a.type)
 
     def fold(self, terms: Traced, reduce: str) -> Traced:
-        kind = TensorType(terms.type.shape[1:], terms.type.dtype)
-        return self._reduced(getattr(self._ops, _TERMS[reduce][1])(terms.value, [0]), kind)
+        kind, value = TensorType(terms.type.shape[1:], terms.type.dtype), terms.value
+        if kind.dtype.is_reduced_float:  # Its kernels reduce nothing in half precision.
+            value = self._ops.cast(value, self._dtype(DataType.Float))
+        return self._reduced(getattr(self._ops, _TERMS[reduce][1])(value, [0]), kind)
 
     def _reduced(self, value: Any, kind: TensorType) -> Traced:
         """The value in the type of its terms, which nvFuser may have widened."""

@@ -137,8 +137,10 @@ def torch_reason(
 
 
 def refusal(error: Exception) -> str:
-    """The sentence of an error, of nvFuser's internal ones too, without its stack."""
+    """The sentence of an error, of nvFuser's internal ones too, without its stack; a compiler's first error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if wrong := [line for line in lines if ": error: " in line]:
+        return f"the kernel does not compile: {wrong[0].partition(': error: ')[2]}"
     told = [line for line in lines if not line.startswith(("INTERNAL", "Exception"))]
     return (told or lines or [""])[0]
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from ...dtypes import DataType
 from ...graph import Graph
+from ...host_ir.effects import effects
 from ...host_ir.instructions import Instruction
 from ...host_ir.kernel_text import scalar_inputs
 from ...ops.base import ScalarRef, TensorType
 from ...ops.local import LocalCall
-from ...ops.nvfuser_lowering import ToTorch
+from ...ops.nvfuser_lowering import ToTorch, repeated_to
 from ...resharding.resharded import Compute
 from ...scalars import ScalarDef, in_order
 from ...segmentation import Segment, SegmentedDefinition
@@ -22,6 +23,7 @@ from .copies import Traced, copied
 from .load import load_nvfuser
 from .memory_layout import MemoryLayout
 from .native_call import NativeCall
+from .repeated import Narrow, narrowest, reads_narrow, repeated, repeats
 
 SizeOf = Callable[[Any, int], int]
 
@@ -169,19 +171,19 @@ def build_segment(
         builder = _NativeBuilder(fd, nvfuser.DataType, graph.scalars, lambda t, dim: graph.shape(t.id)[dim])
         given = layouts.inputs if layouts is not None else (None,) * len(done.takes)
         pairs = zip(done.takes.items(), given, strict=True)
-        values = {name: Traced(fd.ops, builder.define(t, lies), t) for (name, t), lies in pairs}
+        values = _Values({name: Traced(fd.ops, builder.define(t, lies), t) for (name, t), lies in pairs}, builder)
         scalars = tuple(builder.scalar_input(i) for i in scalar_inputs(graph, segment.computes))
-        values.update(copied(fd.ops, builder.dtype, done.unpacks, values))
+        values.known.update(copied(fd.ops, builder.dtype, done.unpacks, values.known))
         for compute in segment.computes:
-            made = _compute(builder, graph, compute, values, rank)
-            kinds = value_types(segmented, compute.outputs, rank)
-            values.update(
-                (f"v{v}", Traced(fd.ops, t, kind)) for v, t, kind in zip(compute.outputs, made, kinds, strict=True)
-            )
-        values.update(copied(fd.ops, builder.dtype, done.packs, values))
+            _compute(builder, graph, compute, values, rank, value_types(segmented, compute.outputs, rank))
+        made = {name for step in done.packs for name in effects(step).makes}
+        read = {name for step in done.packs for name in effects(step).reads}
+        for name in (read | {*done.gives}) - made:
+            values.whole(name)
+        values.known.update(copied(fd.ops, builder.dtype, done.packs, values.known))
         for place, name in enumerate(done.gives):
-            fd.add_output(_laid_out(fd, values[name].value, layouts, place))
-    inputs, outputs = tuple(done.takes.values()), tuple(values[name].type for name in done.gives)
+            fd.add_output(_laid_out(fd, values.known[name].value, layouts, place))
+    inputs, outputs = tuple(done.takes.values()), tuple(values.known[name].type for name in done.gives)
     return NativeKernel(segment.name, fd, inputs, scalars, outputs)
 
 
@@ -208,14 +210,57 @@ def local_call(graph: Graph, compute: Compute, rank: int) -> LocalCall:
     return LocalCall(node.call, names, placed.operands, placed.results, rank, number=node.id)
 
 
+class _Values:
+    """A definition's values by name: `known` ones, and those of which elements repeat, as long as nothing needs all."""
+
+    def __init__(self, known: dict[str, Traced], builder: _NativeBuilder):
+        self.known, self._builder = known, builder
+        self._narrow: dict[str, tuple[Narrow, TensorType]] = {}
+
+    def put(self, name: str, value: Narrow, kind: TensorType) -> None:
+        if value.shape == kind.shape:
+            self.known[name] = Traced(self._builder.fd.ops, value.view, kind)
+        else:
+            self._narrow[name] = (value, kind)
+
+    def narrow(self, name: str) -> Narrow:
+        if name in self._narrow:
+            return self._narrow[name][0]
+        return Narrow(self.known[name].value, self.known[name].type.shape)
+
+    def whole(self, name: str) -> Any:
+        """The value with all its elements, repeated once for all that need them."""
+        if name not in self.known:
+            value, kind = self._narrow[name]
+            ops = self._builder.fd.ops
+            view = repeated_to(ops, self._builder.dtype(DataType.Bool), value.view, kind.shape)
+            self.known[name] = Traced(ops, view, kind)
+        return self.known[name].value
+
+
 def _compute(
-    builder: _NativeBuilder, graph: Graph, compute: Compute, values: Mapping[str, Traced], rank: int
-) -> tuple[Any, ...]:
-    node = graph.nodes[compute.node]
+    builder: _NativeBuilder, graph: Graph, compute: Compute, values: _Values, rank: int, kinds: Sequence[TensorType]
+) -> None:
+    """Puts an op's results among the values."""
+    node, names = graph.nodes[compute.node], [f"v{v}" for v in compute.inputs]
     try:
-        return builder.call(local_call(graph, compute, rank), [values[f"v{v}"].value for v in compute.inputs])
+        made = _made(builder, local_call(graph, compute, rank), names, values)
     except ToTorch as reason:
         raise ToTorch(f"{node.name} ({node.line}): {reason}") from None
+    for v, value, kind in zip(compute.outputs, made, kinds, strict=True):
+        values.put(f"v{v}", value, kind)
+
+
+def _made(builder: _NativeBuilder, local: LocalCall, names: Sequence[str], values: _Values) -> Sequence[Narrow]:
+    call, shapes = local.call, local.result_shapes
+    if repeats(call):
+        return [repeated(builder.fd.ops, call, values.narrow(names[0]), shapes[0])]
+    if reads_narrow(call):
+        operands = [values.narrow(name) for name in names]
+        (view,) = builder.call(local, [o.view for o in operands])
+        return [Narrow(view, narrowest(operands, len(shapes[0])))]
+    pairs = zip(builder.call(local, [values.whole(name) for name in names]), shapes, strict=True)
+    return [Narrow(view, shape) for view, shape in pairs]
 
 
 def value_types(segmented: SegmentedDefinition, values: Sequence[int], rank: int) -> tuple[TensorType, ...]:

@@ -1,0 +1,55 @@
+"""Repeated elements in nvFuser's definitions: computed once, and repeated where something needs them to be.
+
+nvFuser has an op for it, `expand`. A kernel of it that gives an expanded value to another kernel writes the repeated
+elements into memory that holds each of them once, and so over what lies behind (0.2.36; seen on a GPU by
+compute-sanitizer). So no definition has an `expand`: a value stays of size 1 where its elements repeat as long as
+pointwise ops read it, which broadcast it themselves, and becomes whole by a `where` beside a tensor of its full shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...ops.base import Call
+from ...ops.nvfuser_pointwise import arithmetic
+from ...ops.pointwise import pointwise_rule
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """A TensorView whose shape has 1 in each dim along which the elements of the value that it stands for repeat."""
+
+    view: Any
+    shape: Shape
+
+
+def repeats(call: Call) -> bool:
+    """Whether an op only repeats elements."""
+    return call.op.name in ("expand", "broadcast_in_dim")
+
+
+def reads_narrow(call: Call) -> bool:
+    """Whether an op broadcasts its operands itself, each to the shape of the result."""
+    return call.op.rule is pointwise_rule and call.op.nvfuser in (None, arithmetic)
+
+
+def repeated(ops: Any, call: Call, operand: Narrow, result: Shape) -> Narrow:
+    """What an op that only repeats elements gives: new dims of size 1."""
+    old, new = len(operand.shape), len(result)
+    kept = [*range(new - old, new)]
+    if call.op.name == "broadcast_in_dim":
+        kept = [d % new for d in call["broadcast_dims"]]
+    places = dict(zip(kept, operand.shape, strict=True))
+    view = operand.view if old == new else ops.broadcast(operand.view, [d not in places for d in range(new)])
+    return Narrow(view, tuple(places.get(d, 1) for d in range(new)))
+
+
+def narrowest(operands: Sequence[Narrow], ndim: int) -> Shape:
+    """The shape of a pointwise op's result between these operands."""
+    aligned = [(1,) * (ndim - len(o.shape)) + o.shape for o in operands]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*aligned, strict=True))
+
