@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from meshfuse.backends import Unsupported
 from meshfuse.backends.nvfuser.launch import CudaLauncher, NativePart
 from meshfuse.backends.nvfuser.memory_layout import dense_strides, memory_layout
 from meshfuse.backends.nvfuser.segment import NativeKernel
-from meshfuse.dtypes import DataType
+from meshfuse.dtypes import DataType, from_torch
 from meshfuse.ops.base import TensorType
 
 CPU = torch.device("cpu", 0)
@@ -30,7 +32,7 @@ def launched(text: Body, native: Body, x: torch.Tensor) -> list[torch.Tensor]:
     definition = SimpleNamespace(execute=lambda arguments, device: native(*arguments))
     kernel = NativeKernel("segment_0", definition, (TensorType(tuple(x.shape), DataType.Float),), (), outputs)
     run = lambda arguments: text(*arguments)  # noqa: E731
-    part = NativePart(kernel, run, (x.to("meta"),), tuple(map(dense_strides, made)), owned)
+    part = NativePart(kernel, run, str(uuid.uuid4()), (x.to("meta"),), tuple(map(dense_strides, made)), owned)
     return list(CudaLauncher().prepare(part, CPU)([x]))
 
 
@@ -63,6 +65,10 @@ def test_outputs_are_where_the_program_needs_them(name: str, shape: tuple[int, i
     assert torch.equal(x, before)
 
 
+def raising(text: str) -> Any:
+    raise RuntimeError(text)
+
+
 def refused(native: Body) -> str:
     with pytest.raises(Unsupported) as told:
         launched(lambda x: [x + 1], native, torch.rand(2, 3))
@@ -74,8 +80,37 @@ def test_what_does_not_run_is_told() -> None:
         raise RuntimeError("INTERNAL ASSERT FAILED at x.cpp\nno scheduler takes this\n\nException raised from y")
 
     assert refused(failing) == "nvFuser cannot run it: no scheduler takes this"
+    compiler = "Error messages are below\n\n__tmp(77): error: no operator \"-\" matches these operands\n  1 error"
+    assert refused(lambda x: raising(compiler)).endswith(
+        'the kernel does not compile: no operator "-" matches these operands'
+    )
     assert refused(lambda x: [x.t()]) == "nvFuser gives [((3, 2), 'float32')], needed [((2, 3), 'float32')]"
     assert refused(lambda x: [x.half()]) == "nvFuser gives [((2, 3), 'float16')], needed [((2, 3), 'float32')]"
+
+
+def test_equal_parts_are_compiled_once() -> None:
+    """As long as one of them is in use: those of other strides, dtypes or code are not equal."""
+    calls: list[int] = []
+
+    def native(x: torch.Tensor) -> list[torch.Tensor]:
+        calls.append(1)
+        return [x + 1]
+
+    def prepared(x: torch.Tensor, source: str) -> Any:
+        kinds = (TensorType(tuple(x.shape), from_torch(x.dtype)),)
+        kernel = NativeKernel("segment_0", SimpleNamespace(execute=lambda a, device: native(*a)), kinds, (), kinds)
+        part = NativePart(kernel, lambda a: [a[0] + 1], source, (x.to("meta"),), (dense_strides(x),), frozenset([0]))
+        return CudaLauncher().prepare(part, CPU)
+
+    x = torch.rand(2, 3)
+    kept = [prepared(x, "v1 = v0 + 1"), prepared(x.clone(), "v1 = v0 + 1")]
+    assert kept[0] is kept[1] and len(calls) == 1
+    kept += [prepared(x.t(), "v1 = v0 + 1"), prepared(x.double(), "v1 = v0 + 1"), prepared(x, "v1 = v0 + 1.")]
+    assert len(calls) == 4
+    kept.clear()
+    gc.collect()
+    prepared(x, "v1 = v0 + 1")
+    assert len(calls) == 5
 
 
 def test_a_device_without_cuda_is_refused() -> None:

@@ -204,8 +204,11 @@ class RankProgram:
             if self._recorder is not None:
                 self._recorder.watch(self.bound.scope, self.program)
             self._phase = _Phase.RUNNING
-            with kernel_errors(self.bound, self.program):
+            try:
                 out = list(self._run(*arguments, seed, offset))
+            except Exception:
+                with kernel_errors(self.bound, self.program):  # Only here: to enter it at every step takes a microsecond.
+                    raise
             self._phase = _Phase.OVER
             return self._told(out)
         finally:

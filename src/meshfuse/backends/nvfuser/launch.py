@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -20,6 +21,8 @@ Run = Callable[[list[Any]], Sequence[torch.Tensor]]
 class NativePart:
     """A built definition, and its stand-in: `text` is the same ops in torch, called like a definition.
 
+    source: the text's code, with values numbered in their order, and the types of scalars: definitions of the same
+        code, examples and strides are the same.
     examples: its arguments, tensors on the meta device.
     strides: those that its outputs must have.
     owned: the places of outputs that must be in memory of their own, as the text's are.
@@ -27,9 +30,15 @@ class NativePart:
 
     kernel: NativeKernel
     text: Run
+    source: str
     examples: tuple[Any, ...]
     strides: tuple[tuple[int, ...], ...]
     owned: frozenset[int]
+
+    def key(self, device: torch.device) -> tuple[Any, ...]:
+        """What tells it from other parts on a device."""
+        given = [(v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in self.examples]
+        return (self.source, str(device), tuple(given), self.strides, self.owned)
 
 
 class Launcher(Protocol):
@@ -45,13 +54,25 @@ class Launcher(Protocol):
 
 
 class CudaLauncher:
-    """nvFuser's own kernels: compiled in `prepare`, by a call with zeros, so that later calls compile nothing."""
+    """nvFuser's own kernels: compiled in `prepare`, by a call with zeros, so that later calls compile nothing.
+
+    Equal parts (of the layers of a model, of simulated ranks) are compiled once, as long as one of them is in use.
+    """
+
+    _known: ClassVar[weakref.WeakValueDictionary[tuple[Any, ...], Any]] = weakref.WeakValueDictionary()
 
     def check(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise Unsupported(f"nvFuser computes on CUDA devices, and these tensors are on {device}")
 
     def prepare(self, part: NativePart, device: torch.device) -> Run:
+        key = part.key(device)
+        run = self._known.get(key)
+        if run is None:
+            run = self._known[key] = self._compiled(part, device)
+        return run
+
+    def _compiled(self, part: NativePart, device: torch.device) -> Run:
         definition = part.kernel.definition
         index = torch.cuda.current_device() if device.index is None else device.index
         given = [_zeros(value, device) for value in part.examples]
@@ -62,13 +83,21 @@ class CudaLauncher:
         check_outputs(part, made)
         copied = misplaced(part, given, made)
 
-        def plain(arguments: list[Any]) -> Sequence[torch.Tensor]:
-            return definition.execute(arguments, device=index)
+        execute = _executor(definition, index)
 
         def repaired(arguments: list[Any]) -> Sequence[torch.Tensor]:
-            return laid_out(definition.execute(arguments, device=index), part.strides, copied)
+            return laid_out(execute(arguments), part.strides, copied)
 
-        return repaired if copied else plain
+        return repaired if copied else execute
+
+
+def _executor(definition: Any, index: int) -> Run:
+    """The definition's own `execute` once it is compiled, without what it checks at every call."""
+    native = getattr(definition, "fec", None)
+    if native is None:
+        return lambda arguments: definition.execute(arguments, device=index)
+    none: list[str] = []
+    return lambda arguments: native.execute(arguments, device=index, _enable_options=none, _disable_options=none)
 
 
 def _zeros(value: Any, device: torch.device) -> Any:

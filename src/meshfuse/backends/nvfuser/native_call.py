@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...dtypes import DataType
-from ...ops.base import REQUIRED, Call, Param, ParamKind, ScalarRef, TensorRef, count_tensors
+from ...ops.base import REQUIRED, Call, Param, ParamKind, ScalarRef, TensorRef, TensorType, count_tensors
 from ...ops.local import LocalCall
 from ...ops.nvfuser_lowering import ToTorch
+from ...ops.pointwise import COPIES, pointwise_rule
 from ...sharding.layout import Runs
 
 K = ParamKind
@@ -69,8 +70,27 @@ class NativeCall:
         form = self.call.op.nvfuser
         if isinstance(form, str):
             raise ToTorch(form)
-        made = self.plain() if form is None else form(self)
-        return tuple(t for t in made if t is not None) if isinstance(made, (tuple, list)) else (made,)
+        call = self._in_float()
+        made = call.plain() if form is None else form(call)
+        made = tuple(t for t in made if t is not None) if isinstance(made, (tuple, list)) else (made,)
+        return made if call is self else tuple(map(self._as_declared, made, self.call.results))
+
+    def _in_float(self) -> NativeCall:
+        """A pointwise call with its operands of half precision, and less, in Float.
+
+        nvFuser does so for arithmetic; what keeps its operand's type (neg, relu, round) has no code in BFloat16. Calls
+        that meshfuse has not typed stay as they are.
+        """
+        op, types = self.call.op, [t.dtype for t in self.call.types]
+        computes = op.rule is pointwise_rule and op not in COPIES and self.call.results
+        if not computes or not any(t.is_reduced_float for t in types):
+            return self
+        pairs = zip(self.operands, types, strict=True)
+        wide = [self.ops.cast(t, self.dtype(DataType.Float)) if dtype.is_reduced_float else t for t, dtype in pairs]
+        return replace(self, operands=wide)
+
+    def _as_declared(self, tensor: Any, kind: TensorType) -> Any:
+        return self.ops.cast(tensor, self.dtype(kind.dtype)) if kind.dtype.is_reduced_float else tensor
 
     def plain(self, **changed: Any) -> Any:
         """nvFuser's function of the op's name.
@@ -104,3 +124,4 @@ class NativeCall:
         if isinstance(arg, TensorRef):
             return self.operands[first]
         return list(self.operands[first : first + len(arg)])
+

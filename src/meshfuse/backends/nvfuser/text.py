@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +39,16 @@ def _lines(graph: Graph, part: Segment, rank: int) -> Iterator[str]:
 
 def _names(values: Sequence[int]) -> list[str]:
     return [f"v{v}" for v in values]
+
+
+def canonical(kernel: Kernel) -> str:
+    """The kernel's code with its values numbered in the order in which they are met, and without its own name."""
+    numbers: dict[str, str] = {}
+
+    def renamed(found: re.Match[str]) -> str:
+        return f"v{numbers.setdefault(found[1], str(len(numbers)))}"
+
+    return re.sub(r"\bv(\d+)(?=\b|_)", renamed, "\n".join(replace(kernel, name="part").source()))
 
 
 def bind_kernel(kernel: Kernel, device: torch.device) -> Callable[[list[Any]], tuple[Any, ...]]:
