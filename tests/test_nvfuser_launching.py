@@ -80,7 +80,7 @@ def test_what_does_not_run_is_told() -> None:
         raise RuntimeError("INTERNAL ASSERT FAILED at x.cpp\nno scheduler takes this\n\nException raised from y")
 
     assert refused(failing) == "nvFuser cannot run it: no scheduler takes this"
-    compiler = "Error messages are below\n\n__tmp(77): error: no operator \"-\" matches these operands\n  1 error"
+    compiler = 'Error messages are below\n\n__tmp(77): error: no operator "-" matches these operands\n  1 error'
     assert refused(lambda x: raising(compiler)).endswith(
         'the kernel does not compile: no operator "-" matches these operands'
     )

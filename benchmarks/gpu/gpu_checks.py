@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -12,49 +13,62 @@ from typing import Any
 
 import torch
 from gpu_works import Block
-from pieces import Piece, said
+from pieces import Lines, Piece, said
 
 import meshfuse as mf
+from meshfuse.dtypes import DataType
 from meshfuse.ops import OPS
+from meshfuse.ops.base import Call, Sample
 from meshfuse.ops.binding import make_call
-from meshfuse.testing.calls import define_call, operands_of, whole
+from meshfuse.testing.calls import define_call, operands_of, retyped, whole
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "gpt"
 
 
 def ops(device: str = "cuda") -> list[Piece]:
-    """Every sample of every op in a definition of its own, against the op's text on the CPU."""
-    return [
-        (f"{name} {place}", lambda name=name, place=place: [_op(name, place, device)])
-        for name, op in OPS.items() for place in range(len(op.samples()))
-    ]  # fmt: skip
+    """Every sample of every op in a definition of its own, the first one in BFloat16 too, against torch on the CPU."""
+    places = [(name, place) for name, op in OPS.items() for place in range(len(op.samples()))]
+    asked = [*((name, 0, True) for name in OPS if OPS[name].samples()), *((*place, False) for place in places)]
+    labels = [f"{name} {place}{' BFloat16' if half else ''}" for name, place, half in asked]
+    return [(label, functools.partial(_op, *one, device)) for label, one in zip(labels, asked, strict=True)]
 
 
-def _op(name: str, place: int, device: str) -> dict[str, Any]:
-    op = OPS[name]
-    sample = op.samples()[place]
-    found: dict[str, Any] = {"op": name, "sample": place}
+def _op(name: str, place: int, half: bool, device: str) -> Lines:
+    op, sample = OPS[name], OPS[name].samples()[place]
+    found: dict[str, Any] = {"op": name, "sample": place, "dtype": "BFloat16" if half else ""}
     if isinstance(op.nvfuser, str) or dict(sample.kwargs).get("dropout_p"):
-        return found | {"state": "random or torch's own"}
-    call = make_call(op, sample)
+        return [found | {"state": "random or torch's own"}]
+    if half:
+        given, sample = sample, retyped(sample, DataType.BFloat16)
+        if sample == given:
+            return []
+    try:
+        call = make_call(op, sample)
+    except mf.DefinitionError:
+        return []  # Not for this type.
+    return [found | _compared(call, sample, device)]
+
+
+def _compared(call: Call, sample: Sample, device: str) -> dict[str, Any]:
     try:
         operands = operands_of(call, sample)
         expected = whole(call, operands)
     except (NotImplementedError, RuntimeError) as error:
-        return found | {"state": "no reference on a CPU", "why": said(error)}
+        return {"state": "no reference on a CPU", "why": said(error)}
     with mf.FusionDefinition() as fd:
-        for output in define_call(fd, op, sample)[1]:
+        for output in define_call(fd, call.op, sample)[1]:
             fd.add_output(output)
     outputs = fd.simulate([t.to(device) for t in operands])
+    halves = any(t.dtype.is_reduced_float for t in (*call.types, *call.results))
     try:
         for a, b in zip(outputs, expected, strict=True):
-            limit = 1e-2 if a.dtype in (torch.float16, torch.bfloat16) else 2e-4
+            limit = 2e-2 if halves else 2e-4
             if a.dtype is not torch.uint64:  # attention's random state
                 torch.testing.assert_close(a.cpu(), b, rtol=limit, atol=limit, equal_nan=True)
     except AssertionError as error:
-        return found | {"state": "wrong", "why": said(error), "by": reasons(fd)}
-    return found | {"state": "right", "by": reasons(fd)}
+        return {"state": "wrong", "why": said(error), "by": reasons(fd)}
+    return {"state": "right", "by": reasons(fd)}
 
 
 def reasons(fd: mf.FusionDefinition) -> list[str]:
@@ -68,9 +82,10 @@ def reasons(fd: mf.FusionDefinition) -> list[str]:
 
 def block(device: str = "cuda") -> list[Piece]:
     """Its forward and backward on simulated ranks of one GPU, with attention as one op and as many."""
+    forms = [("", Block()), (", composed", Block(fused=False))]
     return [
-        (f"{n} simulated{'' if fused else ', composed'}", lambda n=n, fused=fused: [check_simulated(Block(fused=fused), n, device)])
-        for fused in (True, False) for n in (1, 2, 4)
+        (f"{n} simulated{form}", lambda n=n, made=made: [check_simulated(made, n, device)])
+        for form, made in forms for n in (1, 2, 4)
     ]  # fmt: skip
 
 

@@ -169,4 +169,4 @@ class Block:
         ]
 
 
-BLOCKS = {"small": Block(), "small, composed": Block(fused=False), "large": Block(8, 1024, 2048, 16)}
+BLOCKS = {"large": Block(8, 1024, 2048, 16), "small": Block()}

@@ -27,11 +27,14 @@ BROKEN = 3
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Pieces under one name: seconds for all of them, and how many are worked on at a time."""
+    """Pieces under one name: seconds for all of them, how many are worked on at a time, and whether other sections
+    may run beside it: not where something is timed.
+    """
 
     name: str
     seconds: float
     workers: int = 1
+    alone: bool = True
 
 
 @dataclass(slots=True)

@@ -18,22 +18,23 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import gpu_checks
 import gpu_times
 import torch
-from pieces import Lines, Piece, Section, run_section, work
+from pieces import Lines, Outcome, Piece, Section, run_section, work
 
 from meshfuse.backends.nvfuser import NvfuserMissing, load_nvfuser
 
 HERE = Path(__file__).parent
-# What is checked takes processors to compile; what is timed has the GPU for itself. The seconds are shares of --limit;
-# what a section leaves is the next one's.
+# What is checked takes processors to compile, so these sections run beside each other; what is timed has the machine
+# for itself. The seconds are shares of --limit; what a section leaves is the next one's.
 SECTIONS = (
-    Section("block", 90, 6), Section("ops", 90, 8), Section("segments", 90), Section("gpt_block", 60),
-    Section("host", 60), Section("ranks", 50), Section("example", 40, 3),
+    Section("block", 125, 6, alone=False), Section("ops", 125, 10, alone=False), Section("ranks", 125, alone=False),
+    Section("example", 125, 3, alone=False), Section("segments", 25), Section("host", 22), Section("gpt_block", 66),
 )  # fmt: skip
 TARGETS = "Targets: of_copy 0.85 for nvfuser; gpt_block's nvfuser <= compile; meshfuse <= fd.execute + 10 us."
 
@@ -76,16 +77,26 @@ def measure(names: list[str], limit: float, write: Callable[[Mapping[str, Any]],
         "device": torch.cuda.get_device_name(), "date": f"{now:%Y-%m-%d}", "torch": torch.__version__,
         "nvfuser": load_nvfuser().__version__, "failed": {}, "seconds": {}, **{section.name: [] for section in chosen},
     }  # fmt: skip
-    share, spent = limit / sum(section.seconds for section in chosen), 0.0
-    for section in chosen:
-        begun, spent = time.time(), spent + section.seconds * share
-        outcome = run_section(section, [sys.executable, __file__, "--work"], start + spent)
-        found[section.name] = outcome.lines
-        found["failed"].update({f"{section.name}: {label}": why for label, why in outcome.failed.items()})
-        found["seconds"][section.name] = round(time.time() - begun, 1)
-        print(f"{section.name}: {len(outcome.lines)} lines, {len(outcome.failed)} failed", flush=True)
+    rounds = [[s for s in chosen if not s.alone], *([s] for s in chosen if s.alone)]
+    rounds = [sections for sections in rounds if sections]
+    share, spent = limit / sum(sections[0].seconds for sections in rounds), 0.0
+    for sections in rounds:
+        begun, spent = time.time(), spent + sections[0].seconds * share
+        for section, outcome in zip(sections, _all_at_once(sections, start + spent), strict=True):
+            found[section.name] = outcome.lines
+            found["failed"].update({f"{section.name}: {label}": why for label, why in outcome.failed.items()})
+            found["seconds"][section.name] = round(time.time() - begun, 1)
+            print(f"{section.name}: {len(outcome.lines)} lines, {len(outcome.failed)} failed", flush=True)
         write(found)
     return found
+
+
+def _all_at_once(sections: list[Section], end: float) -> list[Outcome]:
+    def ran(section: Section) -> Outcome:
+        return run_section(section, [sys.executable, __file__, "--work"], end)
+
+    with ThreadPoolExecutor(len(sections)) as pool:
+        return list(pool.map(ran, sections))
 
 
 def wrong(found: Mapping[str, Any]) -> Lines:
@@ -99,7 +110,10 @@ def markdown(found: Mapping[str, Any]) -> str:
     out = [f"# {found['device']}, {found['date']}", "", f"torch {found['torch']}, nvFuser {found['nvfuser']}.", ""]
     states = [line["state"] for line in found.get("ops", ())]
     out += ["## Correctness", "", *(f"- ops, {state}: {states.count(state)}" for state in sorted(set(states)))]
-    out += [f"- wrong: {x['op']} {x['sample']}: {x['why']}" for x in wrong(found) if "op" in x]
+    out += [f"- wrong: {_sample(x)}: {x['why']}" for x in wrong(found) if "op" in x]
+    for line in found.get("ops", ()):
+        refused = [why for why in line.get("by", ()) if "nvFuser cannot run it" in why or "nvFuser gives" in why]
+        out += [f"- left to torch on this device: {_sample(line)}: {why}" for why in refused]
     for x in (*found.get("block", ()), *found.get("ranks", ())):
         out.append(f"- GPT block on {x['ranks']} {x['how']} ranks: {x['state']}")
     out += [f"- GPT example on {x['mesh']}: {x['state']} ({x['error']:.1e})" for x in found.get("example", ())]
@@ -107,6 +121,10 @@ def markdown(found: Mapping[str, Any]) -> str:
         out += ["", f"## {title}", "", *_table(found.get(title, []))]
     out += ["", TARGETS, "", *(f"- failed: {name}: {why}" for name, why in found["failed"].items())]
     return "\n".join(out) + "\n"
+
+
+def _sample(line: Mapping[str, Any]) -> str:
+    return f"{line['op']} {line['sample']} {line.get('dtype', '')}".strip()
 
 
 def _table(lines: Lines) -> list[str]:

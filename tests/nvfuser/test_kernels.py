@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from whole_programs import PROGRAMS, compare
@@ -12,9 +9,8 @@ from whole_programs import PROGRAMS, compare
 import meshfuse as mf
 from meshfuse.dtypes import DataType
 from meshfuse.ops import OPS
-from meshfuse.ops.base import Sample, TensorType
 from meshfuse.ops.binding import make_call
-from meshfuse.testing.calls import define_call, operands_of, whole
+from meshfuse.testing.calls import define_call, operands_of, retyped, whole
 from op_references import NVIDIA_ONLY
 
 pytestmark = pytest.mark.gpu
@@ -68,7 +64,7 @@ def test_every_op(name: str, place: int, half: DataType | None, monkeypatch: pyt
     monkeypatch.setenv("MESHFUSE_BACKEND", "nvfuser")
     sample = OPS[name].samples()[place]
     if half is not None:
-        sample = in_half(sample, half)
+        sample = retyped(sample, half)
     try:
         call = make_call(OPS[name], sample)
     except mf.DefinitionError:
@@ -84,16 +80,3 @@ def test_every_op(name: str, place: int, half: DataType | None, monkeypatch: pyt
         if a.dtype is not torch.uint64:  # attention's random state
             torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance, equal_nan=True)
     assert not [why for _, why in chosen(fd) if "nvFuser cannot run it" in why or "nvFuser gives" in why]
-
-
-def in_half(sample: Sample, half: DataType) -> Sample:
-    """The sample with this type for Float."""
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and not isinstance(value, TensorType):
-            return type(value)([changed(v) for v in value])
-        if isinstance(value, TensorType) and value.dtype is DataType.Float:
-            return TensorType(value.shape, half)
-        return half if value is DataType.Float else value
-
-    return replace(sample, args=changed(sample.args), kwargs={k: changed(v) for k, v in dict(sample.kwargs).items()})

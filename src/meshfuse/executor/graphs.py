@@ -67,11 +67,20 @@ class Captured:
         tensors = arguments[:-2]
         if self._replay is None:
             self._capture(tensors, arguments[-2:])
-        for mine, given in zip(self._given, tensors, strict=True):
-            mine.copy_(given)
+        if tensors:
+            torch._foreach_copy_(self._given, tensors)
         assert self._replay is not None
         self._replay()
-        return [None if out is None else out.clone() for out in self._made]
+        return self._copied()
+
+    def _copied(self) -> list[Any]:
+        """The results in memory of their own, copied at the cost of one launch or two, as the arguments are."""
+        made = [out for out in self._made if out is not None]
+        copies = [torch.empty_like(out) for out in made]
+        if made:
+            torch._foreach_copy_(copies, made)
+        left = iter(copies)
+        return [None if out is None else next(left) for out in self._made]
 
     def _capture(self, tensors: Sequence[torch.Tensor], rest: tuple[Any, ...]) -> None:
         self._given = [tensor.clone() for tensor in tensors]

@@ -207,7 +207,7 @@ class RankProgram:
             try:
                 out = list(self._run(*arguments, seed, offset))
             except Exception:
-                with kernel_errors(self.bound, self.program):  # Only here: to enter it at every step takes a microsecond.
+                with kernel_errors(self.bound, self.program):  # Entered at every step it would take a microsecond.
                     raise
             self._phase = _Phase.OVER
             return self._told(out)

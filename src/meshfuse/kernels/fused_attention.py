@@ -30,7 +30,9 @@ def can_fuse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float
     if q.device.type == "cpu":
         return q.shape[-3] == k.shape[-3]
     # Before Ampere there is neither BFloat16 nor flash attention.
-    return q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return (
+        q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
 
 
 def attend(

@@ -13,8 +13,8 @@ from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients import indexing, products, shapes
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
-from .nvfuser_lowering import NvfuserEmit
-from .promotion import dtype_text
+from .nvfuser_lowering import NvfuserEmit, cast
+from .promotion import dtype_text, widen
 from .reductions import kept_factors
 from .shape import same_rule
 from .shape_arithmetic import (
@@ -141,10 +141,12 @@ def _sum_to_emit(e: Emit) -> str:
 
 
 def _sum_to_nvfuser(n: NvfuserEmit) -> Any:
-    """nvFuser sums integers as Int."""
+    """nvFuser sums integers as Int, and nothing in half precision or less."""
     dims, dtype = list(_summed_dims(n.call)), n.call.results[0].dtype
-    found = n.ops.sum(n.operands[0], dims, True) if dims else n.ops.set(n.operands[0])
-    return n.ops.cast(found, n.dtype(dtype)) if dims and dtype.category < Category.FLOAT else found
+    if not dims:
+        return n.ops.set(n.operands[0])
+    found = n.ops.sum(cast(n, n.operands[0], dtype, widen(dtype)), dims, True)
+    return found if widen(dtype) is dtype and dtype.category >= Category.FLOAT else n.ops.cast(found, n.dtype(dtype))
 
 
 def _sum_to_samples() -> list[Sample]:

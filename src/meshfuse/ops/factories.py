@@ -13,7 +13,6 @@ from ..gradients.context import nothing
 from ..gradients.shapes import TRIU
 from . import nvfuser_forms
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, ScalarRef, TensorType
-from .nvfuser_lowering import with_local_shape
 from .promotion import dtype_text
 from .shape import same_rule
 from .shape_arithmetic import check_ndim, check_number, known_size

@@ -21,6 +21,7 @@ from .nvfuser_lowering import (
     zero_where_not,
     zeros,
 )
+from .promotion import widen
 from .shape_arithmetic import dim_of, one_dim_widths
 
 # Ours are a function of the seed and the global index, the same on every mesh (see `kernels.random`).
@@ -41,21 +42,23 @@ def _listed(dims: Any, ndim: int) -> list[int]:
 
 def scan(n: NvfuserEmit) -> Any:
     """With `init` combined afterwards: nvFuser's scans take one and ignore it. Of partial terms one starts with it."""
-    (x,), ops, dtype, name = n.operands, n.ops, n.call.types[0].dtype, n.call.op.name
+    ops, dtype, name = n.ops, n.call.types[0].dtype, n.call.op.name
     init = n.call["init"] if name != "cumsum" or n.leads() else None
-    if init is None:
+    if init is None and not dtype.is_reduced_float:
         return n.plain(init=None)
-    wide = DataType.Int if dtype is DataType.Bool else dtype
-    found = getattr(ops, name)(ops.cast(x, n.dtype(wide)), dim_of(n.call))
-    return ops.cast(getattr(ops, COMBINE[name])(found, _of_category(n, "init", wide)), n.dtype(dtype))
+    wide = DataType.Int if dtype is DataType.Bool else widen(dtype)
+    found = getattr(ops, name)(cast(n, n.operands[0], dtype, wide), dim_of(n.call))
+    if init is not None:
+        found = getattr(ops, COMBINE[name])(found, _of_category(n, "init", wide))
+    return ops.cast(found, n.dtype(dtype))
 
 
 def sum_after(n: NvfuserEmit) -> Any:
     """The sum of all, less what is before: nvFuser scans from the start only, and keeps Bool."""
-    ops, dim, dtype = n.ops, dim_of(n.call), n.call.results[0].dtype
-    x = ops.cast(n.operands[0], n.dtype(DataType.Int)) if dtype is DataType.Bool else n.operands[0]
+    ops, dim, dtype = n.ops, dim_of(n.call), n.call.types[0].dtype
+    x = cast(n, n.operands[0], dtype, DataType.Int if dtype is DataType.Bool else widen(dtype))
     found = ops.sub(ops.add(ops.sum(x, [dim], True), x), ops.cumsum(x, dim))
-    return ops.cast(found, n.dtype(dtype))
+    return ops.cast(found, n.dtype(n.call.results[0].dtype))
 
 
 def _of_category(n: NvfuserEmit, name: str, dtype: DataType) -> Any:

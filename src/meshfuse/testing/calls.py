@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from .. import kernels
 from ..definition.builder import DefinitionBuilder
 from ..definition.tensor_view import TensorView
-from ..dtypes import Category
+from ..dtypes import Category, DataType
 from ..mesh import DeviceMesh
 from ..ops.base import Call, OpDef, Sample, TensorType
 from ..ops.local import LocalCall
@@ -85,3 +86,19 @@ def define_call(fd: DefinitionBuilder, op: OpDef, sample: Sample) -> tuple[list[
     args = [defined(arg) for arg in sample.args]
     made = fd.call(op, args, {key: defined(value) for key, value in sample.kwargs.items()})
     return tensors, list(made) if isinstance(made, tuple) else [made]
+
+
+def retyped(sample: Sample, dtype: DataType) -> Sample:
+    """The sample with another type in all places of Float."""
+    args, kwargs = (_retyped(value, dtype) for value in (sample.args, dict(sample.kwargs)))
+    return replace(sample, args=args, kwargs=kwargs)
+
+
+def _retyped(value: Any, dtype: DataType) -> Any:
+    if isinstance(value, TensorType):
+        return TensorType(value.shape, dtype) if value.dtype is DataType.Float else value
+    if isinstance(value, (list, tuple)):
+        return type(value)([_retyped(v, dtype) for v in value])
+    if isinstance(value, dict):
+        return {key: _retyped(v, dtype) for key, v in value.items()}
+    return dtype if value is DataType.Float else value

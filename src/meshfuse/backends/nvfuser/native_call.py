@@ -124,4 +124,3 @@ class NativeCall:
         if isinstance(arg, TensorRef):
             return self.operands[first]
         return list(self.operands[first : first + len(arg)])
-

@@ -52,4 +52,3 @@ def narrowest(operands: Sequence[Narrow], ndim: int) -> Shape:
     """The shape of a pointwise op's result between these operands."""
     aligned = [(1,) * (ndim - len(o.shape)) + o.shape for o in operands]
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*aligned, strict=True))
-

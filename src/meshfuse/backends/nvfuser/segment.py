@@ -23,6 +23,7 @@ from .copies import Traced, copied
 from .load import load_nvfuser
 from .memory_layout import MemoryLayout
 from .native_call import NativeCall
+from .recomputing import Step, steps
 from .repeated import Narrow, narrowest, reads_narrow, repeated, repeats
 
 SizeOf = Callable[[Any, int], int]
@@ -174,8 +175,10 @@ def build_segment(
         values = _Values({name: Traced(fd.ops, builder.define(t, lies), t) for (name, t), lies in pairs}, builder)
         scalars = tuple(builder.scalar_input(i) for i in scalar_inputs(graph, segment.computes))
         values.known.update(copied(fd.ops, builder.dtype, done.unpacks, values.known))
-        for compute in segment.computes:
-            _compute(builder, graph, compute, values, rank, value_types(segmented, compute.outputs, rank))
+        inner = dict.fromkeys(v for c in segment.computes for v in (*c.inputs, *c.outputs))
+        kinds = dict(zip(inner, value_types(segmented, list(inner), rank), strict=True))
+        for step in steps(graph, segment.computes, kinds, set(segment.outputs)):
+            _compute(builder, graph, step, values, rank, [kinds[v] for v in step.compute.outputs])
         made = {name for step in done.packs for name in effects(step).makes}
         read = {name for step in done.packs for name in effects(step).reads}
         for name in (read | {*done.gives}) - made:
@@ -239,16 +242,16 @@ class _Values:
 
 
 def _compute(
-    builder: _NativeBuilder, graph: Graph, compute: Compute, values: _Values, rank: int, kinds: Sequence[TensorType]
+    builder: _NativeBuilder, graph: Graph, step: Step, values: _Values, rank: int, kinds: Sequence[TensorType]
 ) -> None:
     """Puts an op's results among the values."""
-    node, names = graph.nodes[compute.node], [f"v{v}" for v in compute.inputs]
+    node = graph.nodes[step.compute.node]
     try:
-        made = _made(builder, local_call(graph, compute, rank), names, values)
+        made = _made(builder, local_call(graph, step.compute, rank), step.takes, values)
     except ToTorch as reason:
         raise ToTorch(f"{node.name} ({node.line}): {reason}") from None
-    for v, value, kind in zip(compute.outputs, made, kinds, strict=True):
-        values.put(f"v{v}", value, kind)
+    for name, value, kind in zip(step.gives, made, kinds, strict=True):
+        values.put(name, value, kind)
 
 
 def _made(builder: _NativeBuilder, local: LocalCall, names: Sequence[str], values: _Values) -> Sequence[Narrow]:
