@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_works import Block
+from gpu_works import BLOCKS, Block
 from pieces import Lines, Piece, said
 
 import meshfuse as mf
@@ -83,16 +84,18 @@ def reasons(fd: mf.FusionDefinition) -> list[str]:
 def block(device: str = "cuda") -> list[Piece]:
     """Its forward and backward on simulated ranks of one GPU, with attention as one op and as many."""
     forms = [("", Block()), (", composed", Block(fused=False))]
+    works = [(f"{n} simulated{form}", block, n) for form, block in forms for n in (1, 2, 4)]
+    large = ("1 simulated, large and composed", replace(BLOCKS["large"], fused=False), 1)
     return [
-        (f"{n} simulated{form}", lambda n=n, made=made: [check_simulated(made, n, device)])
-        for form, made in forms for n in (1, 2, 4)
-    ]  # fmt: skip
+        (label, lambda block=block, n=n: [check_simulated(block, n, device)]) for label, block, n in [large, *works]
+    ]
 
 
 def check_simulated(block: Block, ranks: int, device: str) -> dict[str, Any]:
     fd = block.definition(ranks)
     found = check_block(block, ranks, device, fd.simulate)
-    return {"ranks": ranks, "how": "simulated", **found, "by": reasons(fd)}
+    how = f"simulated{'' if block.fused else ', composed'}, of {block.batch} x {block.length} x {block.width}"
+    return {"ranks": ranks, "how": how, **found, "by": reasons(fd)}
 
 
 def check_block(block: Block, ranks: int, device: str, call: Callable[[Sequence[Any]], Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 # What is checked takes processors to compile, so these sections run beside each other; what is timed has the machine
 # for itself. The seconds are shares of --limit; what a section leaves is the next one's.
 SECTIONS = (
-    Section("block", 125, 6, alone=False), Section("ops", 125, 10, alone=False), Section("ranks", 125, alone=False),
+    Section("block", 125, 7, alone=False), Section("ops", 125, 10, alone=False), Section("ranks", 125, alone=False),
     Section("example", 125, 3, alone=False), Section("segments", 25), Section("host", 22), Section("gpt_block", 66),
 )  # fmt: skip
 TARGETS = "Targets: of_copy 0.85 for nvfuser; gpt_block's nvfuser <= compile; meshfuse <= fd.execute + 10 us."

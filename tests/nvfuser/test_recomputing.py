@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import meshfuse as mf
 from meshfuse.backends.nvfuser.recomputing import Step, steps
 from meshfuse.backends.nvfuser.segment import value_types
 from meshfuse.dtypes import DataType
+from meshfuse.graph import Graph
 from meshfuse.host_ir.fusing import by_element
 from meshfuse.ops.base import TensorType
+from meshfuse.ops.pointwise import pointwise_rule
 from meshfuse.segmentation import Segment, SegmentedDefinition
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
@@ -32,7 +35,7 @@ def planned(segmented: SegmentedDefinition, segment: Segment) -> tuple[list[Step
 
 
 def number(name: str) -> int:
-    return int(re.fullmatch(r"v(\d+)(?:_\d+)?", name)[1])  # type: ignore[index]
+    return int(re.fullmatch(r"v(\d+)(?:_(?:own)?\d+)?", name)[1])  # type: ignore[index]
 
 
 def definitions() -> dict[str, mf.FusionDefinition]:
@@ -102,3 +105,49 @@ def test_what_follows_from_two_large_values_is_kept() -> None:
     (segment,) = (part for part in segmented.parts if isinstance(part, Segment))
     found, _ = planned(segmented, segment)
     assert all("_" not in name for step in found for name in step.gives)
+
+
+@pytest.mark.parametrize("name", list(definitions()))
+def test_what_is_broadcast_is_made_for_one_reader(name: str) -> None:
+    """Unless it follows from a reduction, or is an input: nvFuser's kernels write shared ones behind their end."""
+    segmented = definitions()[name].latest(()).segmented
+    graph = segmented.resharded.graph
+    for segment in (part for part in segmented.parts if isinstance(part, Segment)):
+        found, kinds = planned(segmented, segment)
+        makers = {name: step for step in found for name in step.gives}
+        readers = Counter(name for step in found for name in step.takes)
+        for step in found:
+            if graph.nodes[step.compute.node].call.op.rule is pointwise_rule:
+                whole = kinds[step.compute.outputs[0]].numel
+                small = [t for t in step.takes if t in makers and kinds[number(t)].numel < whole]
+                wrong = [t for t in small if readers[t] > 1 and not reduces(t, makers, graph)]
+                assert not wrong, wrong
+
+
+def reduces(name: str, makers: dict[str, Step], graph: Graph) -> bool:
+    """Whether a value follows from ops other than pointwise ones and changes of shape."""
+    left, seen = [name], set[str]()
+    while left:
+        step = makers.get(one := left.pop())
+        if step is None or one in seen:
+            continue
+        seen.add(one)
+        op = graph.nodes[step.compute.node].call.op
+        if not (op.rule is pointwise_rule or op.is_view or op.name in ("full", "iota", "triu")):
+            return True
+        left += step.takes
+    return False
+
+
+def test_a_mask_of_two_softmaxes_is_made_for_each() -> None:
+    """Which nvFuser would make in the kernel of the first, and write far behind its end there."""
+    found, _, graph = composed_attention()
+    wheres = [s for s in found if graph.nodes[s.compute.node].call.op.name == "where"]
+    masks = [s.takes[0] for s in wheres]
+    assert len(masks) >= 2 and len(set(masks)) == len(masks)
+
+
+def composed_attention() -> tuple[list[Step], dict[int, TensorType], Graph]:
+    segmented = gpu_works.Block(2, 8, 32, 4, fused=False).definition(1).latest(()).segmented
+    (segment,) = (part for part in segmented.parts if isinstance(part, Segment))
+    return (*planned(segmented, segment), segmented.resharded.graph)

@@ -5,10 +5,16 @@ and a later one reads goes through memory: of a GPT block's GELU, six values of 
 of which follow from the one of BFloat16 that the product before it gave. nvFuser keeps them as they are; here pointwise
 ops are done again at a later stage where that reads no more than keeping would write and read. The idea is that of
 rematerialisation at a minimum cut (the min-cut partitioner of PyTorch's AOTAutograd), decided greedily, by value.
+
+What a pointwise op broadcasts and several ops read, as a mask of scores, is done again for each of them. nvFuser would
+make it in the kernel of the first and keep it for the others; where rows of it belong to several blocks of threads, that
+kernel writes it at the place of the row among all rows, far behind its end (0.2.36; a causal mask in attention's
+softmax, seen on a GPU by compute-sanitizer).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +25,8 @@ from ...ops.pointwise import pointwise_rule
 from ...resharding.resharded import Compute
 from .repeated import repeats
 
+# Ops that make nothing new of their operands, or make something of none: what is broadcast is mostly made by them.
+_PLAIN = {"broadcast", "squeeze", "reshape", "permute", "slice", "set", "full", "iota", "triu"}
 _SMALL = 16  # A value of so many times fewer elements than another costs nothing beside it.
 _LONGEST = 24  # Ops that are done again for one value, at most.
 
@@ -50,9 +58,16 @@ class _Recomputing:
     def __init__(self, graph: Graph, computes: Sequence[Compute], kinds: Mapping[int, TensorType], outputs: set[int]):
         self.graph, self.computes, self.kinds = graph, computes, kinds
         self.makers = {c.outputs[0]: c for c in computes if _is_pointwise(self._call(c)) and len(c.outputs) == 1}
+        plain = (c for c in computes if self._call(c).op.name in _PLAIN)
+        self.light = self.makers | {c.outputs[0]: c for c in plain}
         self.kept = outputs | self._read_by_products()
+        self.readers = Counter(v for c in computes for v in c.inputs)
+        self.outputs = outputs
+        others = (c for c in computes if c.outputs[0] not in self.light and by_element(self._call(c)))
+        self.reduced = {v for c in others for v in c.outputs}
         self.stage: dict[int, int] = {}
         self.again: dict[tuple[int, int], str] = {}
+        self.copies = 0
         self.found: list[Step] = []
 
     def run(self) -> list[Step]:
@@ -60,10 +75,55 @@ class _Recomputing:
             heavy = not by_element(self._call(compute))
             stage = max((self.stage.get(v, 0) for v in compute.inputs), default=0)
             size = max((self.kinds[v].numel for v in (*compute.inputs, *compute.outputs)), default=0)
-            takes = [f"v{v}" if heavy else self._at(v, stage, size) for v in compute.inputs]
+            takes = self._takes(compute, heavy, stage, size)
             self.found.append(Step(compute, tuple(takes), tuple(f"v{v}" for v in compute.outputs)))
             self.stage.update(dict.fromkeys(compute.outputs, stage + heavy))
         return self.found
+
+    def _takes(self, compute: Compute, heavy: bool, stage: int, size: int) -> list[str]:
+        if heavy:
+            return [f"v{v}" for v in compute.inputs]
+        broadcasts = self._call(compute).op.rule is pointwise_rule
+        own = [broadcasts and self._narrow(v) < size and self._is_shared(v) for v in compute.inputs]
+        return [
+            self._own(v) if alone else self._at(v, stage, size) for v, alone in zip(compute.inputs, own, strict=True)
+        ]
+
+    def _narrow(self, value: int) -> int:
+        """Elements of a value that only stands for repeated ones, without the repeats."""
+        while value in self.makers and repeats(self._call(self.makers[value])):
+            (value,) = self.makers[value].inputs
+        return self.kinds[value].numel
+
+    def _is_shared(self, value: int) -> bool:
+        """Whether a value that follows from nothing but what is in memory has several readers, or one before it has."""
+        seen, left = {value}, [value]
+        shared = False
+        while left:
+            maker = self.light.get(v := left.pop())
+            if maker is None:
+                if v in self.reduced:
+                    return False  # A row's statistics: nvFuser keeps these as it should.
+                continue
+            shared |= self.readers[v] > 1 or v in self.outputs
+            left += [operand for operand in maker.inputs if operand not in seen]
+            seen.update(maker.inputs)
+        return shared and len(seen) <= _LONGEST
+
+    def _own(self, value: int) -> str:
+        """A value made once more for one reader."""
+        self.copies += 1
+        return self._made_again(value, f"_own{self.copies}", {})
+
+    def _made_again(self, value: int, suffix: str, done: dict[int, str]) -> str:
+        maker = self.light.get(value)
+        if maker is None:
+            return f"v{value}"
+        if value not in done:
+            takes = tuple(self._made_again(v, suffix, done) for v in maker.inputs)
+            done[value] = f"v{value}{suffix}"
+            self.found.append(Step(maker, takes, (done[value],)))
+        return done[value]
 
     def _call(self, compute: Compute) -> Call:
         return self.graph.nodes[compute.node].call
@@ -89,7 +149,7 @@ class _Recomputing:
             self.kept.add(value)
             return f"v{value}"
         maker = self.makers[value]
-        takes = tuple(self._at(v, stage, self.kinds[value].numel) for v in maker.inputs)
+        takes = tuple(self._takes(maker, False, stage, self.kinds[value].numel))
         name = self.again[value, stage] = f"v{value}_{stage}"
         self.found.append(Step(maker, takes, (name,)))
         return name
