@@ -16,6 +16,9 @@ import torch
 from whole_programs import PROGRAMS, compare
 
 import meshfuse as mf
+from meshfuse.backends import Unsupported, assignment
+from meshfuse.backends.nvfuser.backend import NvFuser
+from meshfuse.backends.nvfuser.launch import NativePart, Run
 from meshfuse.dtypes import DataType
 
 pytestmark = pytest.mark.nvfuser
@@ -52,6 +55,39 @@ def test_what_is_left_to_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
         assert re.search(rf"^def segment_0\(.*\):  # {reason}", str(fd.host_program(rank)), re.MULTILINE)
     assert re.search(f"segment_0 +{reason.replace(': ', ' +', 1)}", fd.backends())
+
+
+class Refusing(fake_kernels.FakeLauncher):
+    """Cannot run definitions with these functions of nvFuser's."""
+
+    refused: tuple[str, ...] = ()
+
+    def prepare(self, part: NativePart, device: torch.device) -> Run:
+        text = repr(part.kernel.definition)
+        if found := [name for name in self.refused if f"fd.ops.{name}(" in text]:
+            raise Unsupported(f"nvFuser cannot run it: {found[0]} has no kernel")
+        return super().prepare(part, device)
+
+
+@pytest.mark.parametrize(("refused", "others"), [(("tanh",), 30), (("tanh", "exp", "rsqrt"), 20), (("linear",), 20)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_has_no_kernel_is_found_among_other_ops(
+    refused: tuple[str, ...], others: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That an op cannot be run shows when a definition is compiled. The ops beside it stay nvFuser's."""
+    launcher = Refusing()
+    launcher.refused = refused
+    monkeypatch.setitem(assignment.MAKERS, "nvfuser", lambda: NvFuser(launcher))  # type: ignore[arg-type]
+    monkeypatch.setenv("MESHFUSE_BACKEND", "nvfuser")
+    program = PROGRAMS["block"]
+    fd = program.definition(mf.DeviceMesh((ranks,), ("r",)), DataType.Double)
+    inputs = program.inputs(torch.float64)
+    for _ in range(2):
+        compare(fd.simulate(inputs), program.expected(inputs), torch.float64)
+    told = "; ".join(why for _, why in chosen(fd))
+    assert all(f"{name} has no kernel" in told for name in refused)
+    native = sum(int(n) for n in re.findall(r"(\d+) ops compiled", told))
+    assert native > others, told
 
 
 ORDERS = list(itertools.permutations(range(3)))

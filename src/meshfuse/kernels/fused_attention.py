@@ -44,8 +44,8 @@ def attend(
     """
     form = _attend_cuda if q.device.type == "cuda" else _attend_cpu
     flat = None if addend is None else _flat(_dense(addend.expand(*q.shape[:-1], k.shape[-2])))
-    shared = [_for_every_head(x, q) for x in (k, v)]
-    out, lse = form(*(_flat(_dense(x)) for x in (q, *shared)), flat, is_causal, scale)
+    dense_q, dense_k, dense_v = (_flat(_dense(_for_every_head(x, q))) for x in (q, k, v))
+    out, lse = form(dense_q, dense_k, dense_v, flat, is_causal, scale)
     if flat is not None:
         blind = (flat == float("-inf")).all(-1)
         out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, float("-inf"))

@@ -31,8 +31,10 @@ _CATEGORY: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex)
 
 def welford(n: NvfuserEmit) -> Any:
     """With the count as Int; nvFuser gives its index type."""
-    dims = n.call["dims"]
-    mean, spread, count = n.plain(dims=sorted(d % n.call.types[0].ndim for d in _listed(dims, n.call.types[0].ndim)))
+    dims, kind = n.call["dims"], n.call.types[0]
+    listed = sorted(d % kind.ndim for d in _listed(dims, kind.ndim))
+    mean, spread, count = n.plain(arg=cast(n, n.operands[0], kind.dtype, widen(kind.dtype)), dims=listed)
+    mean, spread = (cast(n, t, widen(kind.dtype), kind.dtype) for t in (mean, spread))
     return mean, spread, n.ops.cast(count, n.dtype(DataType.Int))
 
 
@@ -148,7 +150,8 @@ def sdpfa_bwd(n: NvfuserEmit) -> Any:
         raise ToTorch("the causal mask of some of the scores")
     # Unlike the forward op, nvFuser's backward has no scale of its own.
     scale = n.operand_shapes[1][-1] ** -0.5 if n.call["scale"] is None else n.number("scale")
-    return n.plain(dropout_p=float(dropout), is_causal=causal, scale=scale)
+    lse = cast(n, n.operands[5], n.call.types[5].dtype, DataType.Float)  # Read as Float, whatever it is.
+    return n.plain(logsumexp=lse, dropout_p=float(dropout), is_causal=causal, scale=scale)
 
 
 def iota(n: NvfuserEmit) -> Any:

@@ -16,9 +16,12 @@ from .copies import type_of
 from .launch import CudaLauncher, Launcher, NativePart, Run, laid_out, lies_so
 from .load import load_nvfuser
 from .memory_layout import dense_strides, memory_layout
-from .partition import Partition, copies_of, partitioned_kernel, refusal
+from .partition import Partition, copies_of, halves, partitioned_kernel, refusal
 from .segment import MemoryLayouts, build_segment, value_types
 from .text import bind_kernel, canonical, part_kernel
+
+# Parts of one segment that may fail to compile, before what is left of the last one goes to torch whole.
+_MOST_FAILURES = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,24 @@ class NvFuser:
         types = dict(zip(parameters(task), map(_type_of, task.arguments), strict=True))
         types = {name: kind for name, kind in types.items() if kind is not None}
         parts = partitioned_kernel(task.definition, task.segment, task.rank, task.kernel, types)
-        memory = _FakeValues(task)
-        steps = [self._step(task, part, place, memory) for place, part in enumerate(parts)]
+        steps = self._steps(task, parts)
         if all(step.reason for step in steps):
             raise Unsupported("; ".join(dict.fromkeys(step.reason for step in steps)))
         return _Compiled(task, steps)
+
+    def _steps(self, task: Task, parts: Sequence[Partition]) -> list[PreparedPartition]:
+        """The parts compiled. One that nvFuser cannot run is halved, until what it cannot run stands alone."""
+        left, found, failures, memory = list(parts), list[PreparedPartition](), 0, _FakeValues(task)
+        while left:
+            part = left.pop(0)
+            step = self._step(task, part, len(found), memory)
+            failed = step.reason and not part.reason
+            if failed and len(part.segment.computes) > 1 and failures < _MOST_FAILURES:
+                failures += 1
+                left[:0] = halves(part)
+            else:
+                found.append(step)
+        return found
 
     def _step(self, task: Task, part: Partition, place: int, memory: _FakeValues) -> PreparedPartition:
         """The part compiled, or as torch code with the reason."""

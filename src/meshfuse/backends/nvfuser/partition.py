@@ -70,6 +70,13 @@ def partitioned_kernel(
     return tuple(part for part in _flowing(parts, kernel.results) if part.gives)
 
 
+def halves(part: Partition) -> list[Partition]:
+    """A part of several ops as two, the copies before the first and behind the second."""
+    computes, middle = part.segment.computes, len(part.segment.computes) // 2
+    first, second = (_part(part.segment, some, part.reason) for some in (computes[:middle], computes[middle:]))
+    return _flowing([replace(first, unpacks=part.unpacks), replace(second, packs=part.packs)], part.gives)
+
+
 def _unpacks_of(kernel: Kernel, runs: Sequence[Partition], place: int) -> tuple[Instruction, ...]:
     """The copies that make values which this run is the first to read."""
     seen = {name for run in runs[:place] for name in run.takes}

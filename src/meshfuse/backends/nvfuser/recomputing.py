@@ -7,8 +7,8 @@ ops are done again at a later stage where that reads no more than keeping would 
 rematerialisation at a minimum cut (the min-cut partitioner of PyTorch's AOTAutograd), decided greedily, by value.
 
 What a pointwise op broadcasts and several ops read, as a mask of scores, is done again for each of them. nvFuser would
-make it in the kernel of the first and keep it for the others; where rows of it belong to several blocks of threads, that
-kernel writes it at the place of the row among all rows, far behind its end (0.2.36; a causal mask in attention's
+make it in the kernel of the first and keep it for the others; of a mask over rows and columns, that kernel writes each
+row where it would lie among the rows of all scores, far behind the mask's end (0.2.36; a causal mask in attention's
 softmax, seen on a GPU by compute-sanitizer).
 """
 
@@ -99,7 +99,7 @@ class _Recomputing:
         """Whether a value that follows from nothing but what is in memory has several readers, or one before it has."""
         seen, left = {value}, [value]
         shared = False
-        while left:
+        while left and len(seen) <= _LONGEST:
             maker = self.light.get(v := left.pop())
             if maker is None:
                 if v in self.reduced:
