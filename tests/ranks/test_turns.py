@@ -90,7 +90,7 @@ print("all steps")
 # wrong.
 WHERE = {
     "argument": (False, 0, ""), "arguments": (False, 1, "/executor/arguments.py"), "turn": (False, 1, "/turns.py"),
-    "begin": (False, 1, "/world.py"), "program": (False, 1, "/kernel_errors.py"), "wait": (False, 4, "/work.py"),
+    "begin": (False, 1, "/world.py"), "program": (False, 1, "/group.py"), "wait": (False, 4, "/work.py"),
     "end": (False, 5, "/turns.py"), "whole argument": (True, 1, "/value.py"), "whole output": (True, 5, "/group.py"),
 }  # fmt: skip
 
