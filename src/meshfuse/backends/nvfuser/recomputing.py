@@ -157,11 +157,11 @@ class _Recomputing:
     def _pays(self, value: int) -> bool:
         """Whether to do an op again: for what is read of one value, or to keep its operand, which is smaller."""
         sources = self._sources(value)
-        own = _nbytes(self.kinds[value])
+        own = self.kinds[value].nbytes
         if sources is not None and len(sources) <= 1:
-            return all(_nbytes(self.kinds[v]) <= 2 * own for v in sources)
+            return all(self.kinds[v].nbytes <= 2 * own for v in sources)
         large = [v for v in self.makers[value].inputs if not self._is_small(v, value)]
-        return len(large) == 1 and _nbytes(self.kinds[large[0]]) < own
+        return len(large) == 1 and self.kinds[large[0]].nbytes < own
 
     def _sources(self, value: int) -> set[int] | None:
         """The large values in memory that a value follows from; None where that takes too many ops."""
@@ -182,7 +182,3 @@ class _Recomputing:
 
     def _is_small(self, value: int, beside: int) -> bool:
         return self.kinds[value].numel * _SMALL <= self.kinds[beside].numel
-
-
-def _nbytes(kind: TensorType) -> int:
-    return kind.numel * kind.dtype.itemsize
