@@ -82,12 +82,25 @@ def growing(cuts: Cuts, layout: Layout, target: Layout, n: int, more: Atoms) -> 
 
 
 @functools.lru_cache(maxsize=1 << 16)
+def moved(cuts: Cuts, layout: Layout, target: Layout, n: int) -> Atoms:
+    """The atoms that one of two layouts of a dim binds and the other does not, or elsewhere.
+
+    All of both where blocks are not of one size: nothing is known of these.
+    """
+    both = atoms(cuts, layout) | atoms(cuts, target)
+    if layout == target:
+        return frozenset()
+    if n % lay.extent(layout) or n % lay.extent(target):
+        return both
+    each = [(atom, frozenset((atom,))) for atom in both]
+    return frozenset([a for a, only in each if keeping(cuts, layout, n, only) != keeping(cuts, target, n, only)])
+
+
+@functools.lru_cache(maxsize=1 << 16)
 def crossed(cuts: Cuts, layout: Layout, target: Layout, n: int) -> Atoms:
     """The atoms that the layout binds otherwise than the target: ranks that differ in one of them must communicate.
 
-    Empty where blocks are not of one size: nothing is known of these.
+    Empty where blocks are not of one size.
     """
-    if layout == target or n % lay.extent(layout) or n % lay.extent(target):
-        return frozenset()
-    bound = [(atom, frozenset((atom,))) for atom in atoms(cuts, layout)]
-    return frozenset([a for a, only in bound if keeping(cuts, layout, n, only) != keeping(cuts, target, n, only)])
+    uneven = n % lay.extent(layout) or n % lay.extent(target)
+    return frozenset() if uneven else moved(cuts, layout, target, n) & atoms(cuts, layout)

@@ -11,7 +11,8 @@ from ..mesh import DeviceMesh
 from ..sharding.layout import Split
 from ..sharding.value import Sharding
 from .atoms import Cuts, crossed, cut, cuts_of, outside
-from .prices import MOVE_SECONDS, held, lacking, received
+from .move import group_size
+from .prices import MOVE_SECONDS, held, holders, lacking, received
 
 # Part of a bound on the time that is left, lest rounding make it more than the time is.
 _ROUNDING = 1e-12
@@ -28,24 +29,42 @@ class Level(NamedTuple):
     detour: float
 
 
+class Wait(NamedTuple):
+    """Axes whose links start quickly, and how many ranks they connect.
+
+    `more` is the seconds by which a step along other axes starts later at least.
+    """
+
+    axes: frozenset[str]
+    ranks: int
+    more: float
+
+
 class Speeds(NamedTuple):
-    """The greatest bandwidth of a mesh's links, its levels but for the slowest, and by axis the latency."""
+    """The greatest bandwidth of a mesh's links and its levels but for the slowest; the least latency, and waits."""
 
     fastest: float
     levels: tuple[Level, ...]
-    latency: dict[str | None, float]
+    quickest: float
+    waits: tuple[Wait, ...]
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def speeds(mesh: DeviceMesh) -> Speeds:
     """How fast the links of a mesh are; axes of one rank have none."""
     axes = [row for row in zip(mesh.names, mesh.shape, mesh.links, strict=True) if row[1] > 1]
-    found = sorted({link.bandwidth for _, _, link in axes or [("", 1, mesh.links[0])]}, reverse=True)
+    links = [link for *_, link in axes] or [mesh.links[0]]
+    found = sorted({link.bandwidth for link in links}, reverse=True)
     levels = list[Level]()
     for here, slower in itertools.pairwise(found):
         near = {name: size for name, size, link in axes if link.bandwidth >= here}
         levels.append(Level(frozenset(near), (1 / slower - 1 / here) / math.prod(near.values())))
-    return Speeds(found[0], tuple(levels), {name: link.latency for name, _, link in axes})
+    starts = sorted({link.latency for link in links})
+    waits = list[Wait]()
+    for here, later in itertools.pairwise(starts):
+        near = {name: size for name, size, link in axes if link.latency <= here}
+        waits.append(Wait(frozenset(near), math.prod(near.values()), later - here))
+    return Speeds(found[0], tuple(levels), starts[0], tuple(waits))
 
 
 class Bound:
@@ -61,7 +80,8 @@ class Bound:
         self.speeds = speeds(dst.mesh)
         self._kept = frozenset(cut(cuts, dst.partial))
         self._element = itemsize * (1 - _ROUNDING)
-        self._levels = [(level, self._together(dst, level)) for level in self.speeds.levels]
+        self._levels = [(level, self._together(dst, level.axes)) for level in self.speeds.levels]
+        self._waits = [(wait, self._together(dst, wait.axes)) for wait in self.speeds.waits]
         self._known: dict[Sharding, float] = {}
 
     def seconds(self, state: Sharding) -> float:
@@ -76,7 +96,7 @@ class Bound:
         per_element = lacking(state, self.dst, self.shape) / self.speeds.fastest
         for level, wanted in self._levels:
             if level.axes.issuperset([split.axis for split in to_reduce]):
-                far = received(self._together(state, level), wanted, self.shape)
+                far = received(self._together(state, level.axes), wanted, self.shape)
             else:
                 far = held(wanted, self.shape)
             per_element += far * level.detour
@@ -86,18 +106,37 @@ class Bound:
         """The atoms over which `state` is unreduced and the target is not."""
         return [split for split in cut(self.cuts, state.partial) if split not in self._kept]
 
-    def _together(self, state: Sharding, level: Level) -> Sharding:
-        """What ranks that differ along a level's axes alone have together, as a sharding."""
+    def _together(self, state: Sharding, near: frozenset[str]) -> Sharding:
+        """What ranks that differ along these axes alone have together, as a sharding."""
         rows = zip(state.dims, self.shape, strict=True)
-        return state.with_dims([outside(self.cuts, layout, n, level.axes) for layout, n in rows])
+        return state.with_dims([outside(self.cuts, layout, n, near) for layout, n in rows])
 
     def _starts(self, state: Sharding, to_reduce: list[Split]) -> float:
         """Seconds for messages to start, and what moves count by themselves; an exchange counts as two moves."""
         rows = zip(state.dims, self.dst.dims, self.shape, strict=True)
         found = [to_reduce, *(crossed(self.cuts, old, new, n) for old, new, n in rows if old != new)]
-        latency = self.speeds.latency
-        steps = [math.log2(split.size or 1) * latency[split.axis] for side in found for split in side]
-        return (sum(steps) + min(sum(map(bool, found)), 2) * MOVE_SECONDS) * (1 - _ROUNDING)
+        moves = min(sum(map(bool, found)), 2)
+        if not moves:
+            return 0.0
+        seconds = self.speeds.quickest * _doublings(self._sources(state, self.dst, to_reduce), 2)
+        for wait, wanted in self._waits:
+            far = [split for split in to_reduce if split.axis not in wait.axes]
+            sources = self._sources(self._together(state, wait.axes), wanted, far)
+            seconds += wait.more * _doublings(sources, 1 + wait.ranks)
+        return (seconds + moves * MOVE_SECONDS) * (1 - _ROUNDING)
+
+    def _sources(self, src: Sharding, dst: Sharding, to_reduce: list[Split]) -> int:
+        """How many shards or terms a rank must hear of, its own among them; not counted where blocks differ in size."""
+        found = holders(src, dst, self.shape)
+        return found.count * group_size(to_reduce) + (not found.itself)
+
+
+def _doublings(sources: int, growth: int) -> int:
+    """Steps until a rank can have something of so many, where in each step it hears of `growth` times as many."""
+    steps, reached = 0, 1
+    while reached < sources:
+        steps, reached = steps + 1, reached * growth
+    return steps
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, canonical_partial, conflicting, disjoint, nested
-from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping
+from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping, moved
 from .bounds import Bound, is_possible
 from .move import Move, MoveKind, is_even
 from .prices import MOVE_SECONDS, price
@@ -345,7 +345,8 @@ class _PathSearch:
 
     def _exchange(self, state: Sharding, target: Sharding) -> Move:
         """Everything in one step: each rank gets exactly what it lacks."""
-        axes = [s for s in cut(self.cuts, (*state.splits, *target.splits)) if s not in self.kept_partial]
+        rows = zip(state.dims, target.dims, self.shape, strict=True)
+        axes = [atom for old, new, n in rows if old != new for atom in moved(self.cuts, old, new, n)]
         return Move(MoveKind.EXCHANGE, tuple(sorted(set(axes))), state, target)
 
     def _exchanged_in_parts(self, state: Sharding) -> Iterator[Move]:

@@ -57,14 +57,34 @@ def price(move: Move, shape: tuple[int, ...], itemsize: float) -> Price:
     if move.kind is MoveKind.WINDOW:
         n, wire = 1 + window_peers(move), itemsize * window_wire(move)
     else:
-        lacking = received(move.src, move.dst, shape)
-        n, wire = _partners(n, lacking), itemsize * lacking
+        n, wire = 1 + _peers(move, shape), itemsize * received(move.src, move.dst, shape)
     return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire)
 
 
-def _partners(n: int, elements: float) -> int:
-    """How many of n ranks take part in an exchange in which a rank gets so few elements, each from another rank."""
-    return min(n, 1 + max(math.ceil(elements), (n - 1).bit_length()))
+def _peers(move: Move, shape: tuple[int, ...]) -> int:
+    """From how many other ranks a rank gets something in an exchange at most; all, where blocks differ in size."""
+    found, others = holders(move.src, move.dst, shape), group_size(move.axes) - 1
+    return min(others, found.count - found.itself) if found.of_all else others
+
+
+class Holders(NamedTuple):
+    """How many shards have something of one that a rank is to have, and whether every rank's own is one of them.
+
+    Dims whose blocks differ in size are not counted; `of_all` if there are none.
+    """
+
+    count: int
+    itself: bool
+    of_all: bool
+
+
+def holders(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Holders:
+    """The shards of the source that have something of one of the target's."""
+    rows = [row for row in zip(src.dims, dst.dims, shape, strict=True) if row[0] != row[1]]
+    counts = [lay.holders(*row) for row in rows]
+    known = [row for row, count in zip(rows, counts, strict=True) if count is not None]
+    itself = all([all(_shared(*row, dst.mesh)) for row in known])
+    return Holders(math.prod([count or 1 for count in counts]), itself, len(known) == len(rows))
 
 
 def link_over(mesh: DeviceMesh, axes: Sequence[Split]) -> Link:

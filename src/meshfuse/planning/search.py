@@ -24,7 +24,7 @@ from ..mesh import DeviceMesh
 from ..propagation.beam import BeamSettings
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
-from ..propagation.outputs import all_followed, ends, first_reduced, over_whole_axes
+from ..propagation.outputs import all_followed, ends, first_reduced, over_whole_axes, scattered
 from ..propagation.propagate import FAST, LATE, LOOK, NARROW, THOROUGH, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
@@ -263,10 +263,11 @@ class _PlanSearch:
         """Hold free outputs where the best plan leaves them, as if the user had asked for that.
 
         So an output that the best plan moves its operands for may be a sum that is scattered to it instead. An output
-        that lies over a part of an axis may as well lie over all of it, and where its sum is first reduced.
+        that lies over a part of an axis may as well lie over all of it, where its sum is first reduced, or over the
+        axes of its terms, too.
         """
         before, held = None, dict[int, Sharding]()
-        for place in (self._as_left, self._over_whole_axes, first_reduced):
+        for place in (self._as_left, self._over_whole_axes, first_reduced, scattered):
             free = {i: end for i, end in ends(self.best).items() if i not in self.graph.annotations and any(end.dims)}
             left = place(self.best, free)
             if left and (self.best is not before or left != held):

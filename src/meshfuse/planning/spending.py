@@ -28,12 +28,16 @@ class Spent(NamedTuple):
         return self.moving + self.computing
 
     def beats(self, other: Spent) -> bool:
-        """Whether this plan is better: it takes less time, and less of it for moves.
+        """Whether this plan is better: it takes less time, where time for moves counts for more than computation.
 
-        A plan that spends more on moves must take much less time (`WORTH`), one that spends as much notably less.
+        A plan that spends more on moves must take much less time (`WORTH`), one that spends as much notably less. One
+        that spends less on moves may spend the time that it saves on computation, and a part of that again.
         """
         saved = other.moving - self.moving
-        limit = other.seconds * (1.0 if saved > EPSILON else NOTABLE if saved > -EPSILON else WORTH)
+        if saved > EPSILON:
+            limit = other.seconds + saved * (1 / WORTH - 1)
+        else:
+            limit = other.seconds * (NOTABLE if saved > -EPSILON else WORTH)
         return self.seconds < limit - EPSILON
 
     def sends_less_than(self, other: Spent) -> bool:

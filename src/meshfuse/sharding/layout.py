@@ -262,6 +262,24 @@ def _common_places(a: Layout, b: Layout, n: int) -> tuple[int, ...] | None:
     return None if any(high % low for low, high in itertools.pairwise(places)) else places
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def holders(old: Layout, new: Layout, n: int) -> int | None:
+    """How many parts of a dim in the old layout have some of one part in the new one.
+
+    None where parts differ in that, as they do where blocks are not equal.
+    """
+    places = _common_places(old, new, n)
+    if places is None:
+        return None
+    varying = _cells(old, n, places) - _cells(new, n, places)
+    return math.prod([high // low for low, high in itertools.pairwise(places) if low in varying])
+
+
+def _cells(layout: Layout, n: int, places: tuple[int, ...]) -> set[int]:
+    """The places at which a rank has one digit alone of those of the indices."""
+    return set(_fixed(layout, (0,) * len(axes(layout)), n, places))
+
+
 def _fixed(layout: Layout, digits: Sequence[int], n: int, places: tuple[int, ...]) -> dict[int, int]:
     """For every such place, the digit that all indices share which a rank with these digits of the layout holds."""
     fixed, rest = dict[int, int](), list(digits)
