@@ -65,6 +65,22 @@ def test_the_memory_of_unreduced_terms_is_none_of_the_sums() -> None:
     assert found.stride() == (1, 3) and torch.equal(found, torch.full((3, 5), 4.0))
 
 
+@pytest.mark.parametrize(("factor", "order"), [(1, (0, 1, 2)), (2, (1, 0, 2))])
+def test_a_factor_of_one_does_not_say_where_a_dim_lies(factor: int, order: tuple[int, ...]) -> None:
+    """A script that splits by its number of ranks has such factors on one rank."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([2, 6, 10], contiguity=True)
+        y = fd.ops.set(x)
+        fd.add_output(y)
+        y.outer_split(2, factor)
+        y.outer_split(1, factor)
+        y.reorder({1: 0})
+        y.set_allocation_domain(y.get_loop_domain(), True)
+    whole = torch.randn(2, 6, 10)
+    (found,) = fd.execute([whole])
+    assert torch.equal(found, whole) and found.permute(order).is_contiguous()
+
+
 SCHEDULED: dict[str, Callable[[FusionDefinition, Any], Any]] = {
     "no_op": lambda fd, x: x,
     "pointwise": lambda fd, x: fd.ops.exp(fd.ops.add(x, x)),

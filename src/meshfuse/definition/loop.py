@@ -178,14 +178,15 @@ class LoopDomain:
     def dims_in_order(self, leaves: Sequence[Leaf]) -> tuple[int, ...]:
         """The dims of these leaves as memory has them, major to minor; leaves of other domains are left out.
 
-        Where a dim lies is told by its first unbound leaf, which is the rank's own part; by its first leaf if all are
-        bound.
+        Where a dim lies is told by its first unbound leaf, which is the rank's own part, but not by one of size 1; by
+        its first leaf if there is no other.
         """
         roots = [root for root in self.roots if not root[0].reduction]
         dim_of = {id(leaf): d for d, root in enumerate(roots) for leaf in root}
         listed = [leaf for leaf in leaves if id(leaf) in dim_of]
         first = {dim_of[id(leaf)]: place for place, leaf in reversed([*enumerate(listed)])}
-        local = {dim_of[id(leaf)]: i for i, leaf in reversed([*enumerate(listed)]) if leaf.axis is None}
+        own = [(i, leaf) for i, leaf in enumerate(listed) if leaf.axis is None and leaf.size != 1]
+        local = {dim_of[id(leaf)]: i for i, leaf in reversed(own)}
         return tuple(sorted(first, key=lambda d: local.get(d, first[d])))
 
     def copy(self) -> LoopDomain:
