@@ -81,6 +81,23 @@ def test_a_factor_of_one_does_not_say_where_a_dim_lies(factor: int, order: tuple
     assert torch.equal(found, whole) and found.permute(order).is_contiguous()
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_stream_of_one_chunk_is_a_loop_as_well(chunks: int) -> None:
+    """Scripts that cut by their number of ranks look for products that fill a part of the result, on one rank, too."""
+    with FusionDefinition() as fd:
+        x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        fd.add_output(fd.ops.linear(fd.ops.set(x), w))
+        x.outer_split(0, chunks)
+        x.axis(0).parallelize(nvfuser.ParallelType.stream)
+    a, b = torch.randn(6, 5), torch.randn(3, 5)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        (found,) = fd.execute([a, b])
+    torch.testing.assert_close(found, torch.nn.functional.linear(a, b))
+    rows = 6 // chunks
+    seen = [event.input_shapes for event in profile.events() if event.name == "aten::mm"]
+    assert seen == [[[rows, 5], [5, 3], [rows, 3]]] * chunks
+
+
 SCHEDULED: dict[str, Callable[[FusionDefinition, Any], Any]] = {
     "no_op": lambda fd, x: x,
     "pointwise": lambda fd, x: fd.ops.exp(fd.ops.add(x, x)),

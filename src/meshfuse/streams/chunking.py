@@ -67,7 +67,7 @@ class _LoopBuilder:
     def _ask(self, tensor: int, stream: Stream) -> None:
         if any(tensor in draft.cuts for draft in self.drafts):
             return
-        if stream.chunks == 1:
+        if stream.chunks == 1 and stream.layout is None:
             raise Refused("as one chunk is the whole")
         draft = LoopDraft(tensor, stream)
         seeds = self._seeds(tensor)
@@ -77,7 +77,7 @@ class _LoopBuilder:
             self._check_free(place)
         draft.steps.update(seeds)
         self._cut(draft, tensor, self._chosen(draft, tensor, stream))
-        if sum(map(bool, draft.cuts[tensor].chunks)) < 2:
+        if sum(map(bool, draft.cuts[tensor].chunks)) < min(2, stream.chunks):
             raise Refused(f"as dim {stream.dim} of size {self.graph.shape(tensor)[stream.dim]} makes only one chunk")
         earlier = self._joinable(draft)
         if earlier is not None:

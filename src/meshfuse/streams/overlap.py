@@ -113,7 +113,8 @@ class OverlappedDefinition:
             how = f" in a ring ({loop.ring})" if loop.ring else ""
             names = ", ".join(self.resharded.name_of(step) for step in loop.steps)
             label = graph.tensors[loop.asked].label
-            lines.append(f"loop {loop.id}: {loop.chunks} chunks of {cut}{how}: {names}  # asked of {label}")
+            count = f"{loop.chunks} chunk{'s' * (loop.chunks != 1)}"
+            lines.append(f"loop {loop.id}: {count} of {cut}{how}: {names}  # asked of {label}")
         for tensor, why in self.refused.items():
             lines.append(f"{graph.tensors[tensor].label}: {why}")
         return "\n".join(lines)
