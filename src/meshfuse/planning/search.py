@@ -24,7 +24,7 @@ from ..mesh import DeviceMesh
 from ..propagation.beam import BeamSettings
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
-from ..propagation.outputs import all_followed, ends, first_reduced, over_whole_axes, scattered
+from ..propagation.outputs import all_followed, ends, first_reduced, over_whole_axes
 from ..propagation.propagate import FAST, LATE, LOOK, NARROW, THOROUGH, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
@@ -166,7 +166,7 @@ class _PlanSearch:
         self._try(self._made(self.best))
         self._try(None, THOROUGH)
         self._try(likely, NARROW)
-        for plan in _on_equal_links(self.graph, self.world):
+        for plan in _on_equal_links(self.graph, self.world, _PlanSearch.near, _PlanSearch._leave):
             self._keep(plan)
             self._try(self._made(plan), NARROW)
         self._go_on()
@@ -263,11 +263,10 @@ class _PlanSearch:
         """Hold free outputs where the best plan leaves them, as if the user had asked for that.
 
         So an output that the best plan moves its operands for may be a sum that is scattered to it instead. An output
-        that lies over a part of an axis may as well lie over all of it, where its sum is first reduced, or over the
-        axes of its terms, too.
+        that lies over a part of an axis may as well lie over all of it, and where its sum is first reduced.
         """
         before, held = None, dict[int, Sharding]()
-        for place in (self._as_left, self._over_whole_axes, first_reduced, scattered):
+        for place in (self._as_left, self._over_whole_axes, first_reduced):
             free = {i: end for i, end in ends(self.best).items() if i not in self.graph.annotations and any(end.dims)}
             left = place(self.best, free)
             if left and (self.best is not before or left != held):
@@ -312,8 +311,8 @@ class _PlanSearch:
         return known
 
 
-def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefinition]:
-    """The plan that is best if all axes have the same links; none where they have."""
+def _on_equal_links(graph: Graph, world: DeviceMesh, *searches: _Search) -> Iterator[ShardedDefinition]:
+    """The plan that searches find best if all axes have the same links; none where they have."""
     linked = {s.mesh for s in graph.annotations.values() if s.mesh.linked}
     if linked:
         plain = {mesh: DeviceMesh(mesh.shape, mesh.names, ranks=mesh.ranks) for mesh in linked}
@@ -322,7 +321,7 @@ def _on_equal_links(graph: Graph, world: DeviceMesh) -> Iterator[ShardedDefiniti
         if not alike:
             return
         annotations = {i: _on(s, alike) for i, s in graph.annotations.items()}
-        found = _found(propagate(dataclasses.replace(graph, annotations=annotations), world), world, _PlanSearch.near)
+        found = _found(propagate(dataclasses.replace(graph, annotations=annotations), world), world, *searches)
         back = {other: mesh for mesh, other in alike.items()}
         yield translated(found, graph, lambda sharding, _: _on(sharding, back), lambda layout: layout)
 

@@ -83,36 +83,16 @@ def _over_whole_axes(end: Sharding, shape: tuple[int, ...], parts: Collection[st
 
 def first_reduced(sharded: ShardedDefinition, left: Mapping[int, Sharding]) -> dict[int, Sharding]:
     """Where outputs are first reduced on their way to where they are left."""
-    makers, types = _made(sharded), sharded.graph.tensors
+    makers = {i: made for node, choice in zip(sharded.graph.nodes, sharded.choices, strict=True)
+              for i, made in zip(node.outputs, choice.placement.results, strict=True)}  # fmt: skip
+    types = sharded.graph.tensors
     return {i: _first_reduced(makers.get(i, end), end, types[i].type) for i, end in left.items()}
-
-
-def _made(sharded: ShardedDefinition) -> dict[int, Sharding]:
-    """The shardings in which ops make their results."""
-    return {i: made for node, choice in zip(sharded.graph.nodes, sharded.choices, strict=True)
-            for i, made in zip(node.outputs, choice.placement.results, strict=True)}  # fmt: skip
 
 
 def _first_reduced(made: Sharding, end: Sharding, kind: TensorType) -> Sharding:
     path = plan(made, end, kind.shape, kind.dtype.itemsize) if made.mesh == end.mesh else None
     passed = [move.dst for move in path.moves] if path is not None else []
     return next((place for place in passed if not place.partial), end)
-
-
-def scattered(sharded: ShardedDefinition, left: Mapping[int, Sharding]) -> dict[int, Sharding]:
-    """Places of outputs, but sums also over the axes of their terms, on the first dim which these divide."""
-    makers = _made(sharded)
-    return {i: _scattered(makers.get(i, end).partial, end, sharded.graph.shape(i)) for i, end in left.items()}
-
-
-def _scattered(terms: tuple[Split, ...], end: Sharding, shape: tuple[int, ...]) -> Sharding:
-    if not terms or not {split.axis for split in terms}.isdisjoint([split.axis for split in end.used()]):
-        return end
-    for d, (layout, n) in enumerate(zip(end.dims, shape, strict=True)):
-        if n and not n % lay.extent((*layout, *terms)):
-            finer = lay.canonical((*layout, *terms), n)
-            return end.with_dims([*end.dims[:d], finer, *end.dims[d + 1 :]])
-    return end
 
 
 class _Tracer:

@@ -21,10 +21,11 @@ class _Inserter:
     """The values and steps so far.
 
     `by_tensor` has each tensor's values, the first one made in front. `before` tells what to make of a tensor first, on
-    the way to another of its shardings.
+    the way to another of its shardings. Of the tensors in `unread` nobody reads what an annotation asks for.
     """
 
     sharded: ShardedDefinition
+    unread: frozenset[int] = frozenset()
     values: list[Value] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     by_tensor: dict[int, list[Value]] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class _Inserter:
             self.steps.append(Compute(node.id, placement, inputs, outputs))
         said = self.sharded.graph.annotations
         for i in node.outputs:
-            if i in said:
+            if i in said and i not in self.unread:
                 self.need(i, said[i], "its annotation", self.sharded.graph.annotation_lines[i])
 
     def _operand(self, node: Node, place: int, sharding: Sharding) -> int:
@@ -123,5 +124,17 @@ class _Inserter:
 
 
 def insert_resharding(sharded: ShardedDefinition) -> ReshardedDefinition:
-    """Put in the moves that the placements need: each reshard by its cheapest path, equal moves once."""
-    return _Inserter(sharded).run()
+    """Put in the moves that the placements need: each reshard by its cheapest path, equal moves once.
+
+    A tensor is not brought to its annotation if all its readers take it from where its op makes it.
+    """
+    found = _Inserter(sharded).run()
+    unread = _unread(found)
+    return _Inserter(sharded, unread).run() if unread else found
+
+
+def _unread(found: ReshardedDefinition) -> frozenset[int]:
+    """The tensors that are moved to where nobody reads them."""
+    read = found.read()
+    moved = [step.target for step in found.steps if isinstance(step, Set)]
+    return frozenset([found.values[value].tensor for value in moved if value not in read])

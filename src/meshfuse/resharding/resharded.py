@@ -119,9 +119,17 @@ class ReshardedDefinition:
         """The moves in which something travels between ranks, in order."""
         return tuple(s for s in self.moves if travels(s.move, self.graph.shape(self.values[s.source].tensor)))
 
+    def read(self) -> set[int]:
+        """The values that some step reads, or that are outputs."""
+        return {value for step in self.steps for value in step.inputs}.union(self.outputs)
+
     def verify(self) -> None:
-        """Assert that every value is made once, before it is read, and that moves fit the shardings of their values."""
+        """Assert that every value is made once, before it is read, and that moves fit the shardings of their values.
+
+        What is moved is read.
+        """
         known, shardings = set(self.inputs), [value.sharding for value in self.values]
+        assert self.read().issuperset([step.target for step in self.steps if isinstance(step, Set)])
         for step in self.steps:
             assert known.issuperset(step.inputs) and known.isdisjoint(step.outputs)
             known.update(step.outputs)
