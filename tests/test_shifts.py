@@ -144,6 +144,26 @@ def test_a_convolution_moves_each_neighbours_row_once(before: int, after: int) -
     assert moved_rows(before, after, grad=True) == 2 * (before + after)
 
 
+@pytest.mark.parametrize("way", ["one", "both ways", "alike", "all"])
+def test_what_no_window_shows_is_not_shifted(way: str) -> None:
+    """Shifts of some channels, as of RWKV and temporal shift modules: one row of these from each neighbour."""
+    rows, channels = 16, 8
+    parts = {"one": [(0, 2, 1)], "both ways": [(0, 2, 1), (2, 4, -1)], "alike": [(0, 2, 1), (4, 6, 1)],
+             "all": [(0, 8, 2), (0, 2, 1)]}[way]  # fmt: skip
+    moved = {"one": 2, "both ways": 4, "alike": 6, "all": 2 * 8}[way]  # channels of a row, what lies between once more
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([rows, channels], dtype=mf.DataType.Double)
+        fd.mesh_split(x, ROWS, ["x", None])
+        y = fd.ops.sin(x)
+        for low, high, by in parts:
+            padded = fd.ops.pad(fd.ops.slice(y, [0, low], [rows, high]), [0, 0, max(-by, 0), max(by, 0)])
+            made = fd.ops.cos(fd.ops.slice(padded, [max(by, 0), 0], [rows + max(by, 0), high - low]))
+            fd.mesh_split(made, ROWS, ["x", None])
+            fd.add_output(made)
+    assert_same_as_unsharded(fd, inputs_for(fd))
+    assert fd.bill().total == 3 / 4 * 8 * moved
+
+
 @pytest.mark.parametrize("name", ["set", "segment_set"])
 def test_places_for_annotations_between_windows_cost_nothing(name: str) -> None:
     """In a convolution by hand, its gradient, and a slice of a slice."""

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from ..errors import SourceLine, shown, user_error
+from ..graph import Graph
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.layout import is_prefix
 from ..sharding.value import Sharding
@@ -49,10 +50,14 @@ class Effort(Enum):
         if self is not Effort.AUTO:
             return self is Effort.THOROUGH
         graph = plan.graph
-        axes = max(sum(n > 1 for n in sharding.mesh.shape) for sharding in graph.annotations.values())
-        if axes <= 1 or len({id(node.call) for node in graph.nodes}) <= FEW or _moves_results(plan):
+        if most_axes(graph) <= 1 or len({id(node.call) for node in graph.nodes}) <= FEW or _moves_results(plan):
             return True
         return saved_by_leaving(plan) > SAVED or saved_by_gathering(plan) > SAVED
+
+
+def most_axes(graph: Graph) -> int:
+    """How many axes of several ranks a mesh of the graph has at most."""
+    return max([sum(n > 1 for n in sharding.mesh.shape) for sharding in graph.annotations.values()], default=0)
 
 
 def _moves_results(plan: ShardedDefinition) -> bool:

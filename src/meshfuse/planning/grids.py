@@ -115,16 +115,21 @@ def _splits(graph: Graph) -> Iterable[Split]:
 
 
 def grids(graph: Graph) -> Iterator[Grid]:
-    """The ways to write the mesh's one axis as two.
+    """The ways to write one axis of the mesh as two.
 
-    None for a graph on several axes or meshes, and where the user asks for chunks or rounds, which take whole axes.
+    None for a graph on several meshes, and where the user asks for chunks or rounds, which take whole axes.
     """
     meshes = {sharding.mesh for sharding in graph.annotations.values()}
-    axes = [(mesh, axis, n) for mesh in meshes for axis, n in zip(mesh.names, mesh.shape, strict=True) if n > 1]
-    if len(meshes) > 1 or len(axes) != 1 or graph.streams or in_rounds(graph):
+    if len(meshes) > 1 or graph.streams or in_rounds(graph):
         return
-    ((mesh, axis, ways),) = axes
-    for major in sorted((n for n in range(2, math.isqrt(ways) + 1) if ways % n == 0), reverse=True)[:MOST_WAYS]:
+    ways = [(mesh, *way) for mesh in meshes for way in _ways(mesh)]
+    for mesh, axis, major in ways[:MOST_WAYS]:
         grid = Grid.of(mesh, axis, major)
         if grid.holds(graph):
             yield grid
+
+
+def _ways(mesh: DeviceMesh) -> Iterator[tuple[str, int]]:
+    """(axis, major part): those of most alike parts first."""
+    for axis, n in sorted(zip(mesh.names, mesh.shape, strict=True), key=lambda pair: -pair[1]):
+        yield from ((axis, major) for major in range(math.isqrt(n), 1, -1) if n % major == 0)

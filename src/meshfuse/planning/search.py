@@ -29,7 +29,7 @@ from ..propagation.propagate import FAST, LATE, LOOK, NARROW, THOROUGH, Propagat
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..sharding.value import Sharding
-from .effort import MOST, Effort
+from .effort import MOST, Effort, most_axes
 from .grids import grids
 from .pins import Pin, most, pins
 from .spending import Spent, better, spent
@@ -188,15 +188,21 @@ class _PlanSearch:
                 return
 
     def far(self) -> None:
-        """Try what takes longest: an axis as two, inputs that ranks share, choices open to the end, tensors held."""
+        """Try what takes longest: an axis as two, inputs that ranks share, choices open to the end, tensors held.
+
+        Beside a plan with parts of one of several axes there are too many places to hold tensors at.
+        """
+        before = self.cost
         self._on_grids(_PlanSearch.near, _PlanSearch._farther)
+        many_places = self.cost != before and most_axes(self.graph) > 1
         self._share()
         if not in_rounds(self.graph):
             found = self.propagation.again(self._made(self.best), _FAR)
             if self._spent(found).sends_less_than(self.cost):
                 self._keep(found)
         before = self.cost
-        self._hold()
+        if not many_places:
+            self._hold()
         if self.cost != before:
             self._go_on()
         self._leave()

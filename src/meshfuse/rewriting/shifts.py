@@ -116,9 +116,13 @@ class _Steps:
     def __init__(self, graph: Graph, cut: CutDims, windows: Iterable[Shifted]):
         self.graph, self.cut = graph, cut
         self._offsets: dict[_Way, set[int]] = {}
+        self._together: dict[tuple[_Way, bool], list[Shifted]] = {}
         for made in windows:
-            for way, offset in self.ways(made):
+            ways = list(self.ways(made))
+            for way, offset in ways:
                 self._offsets.setdefault(way, set()).add(offset)
+            for way, offset in ways[:1]:
+                self._together.setdefault((way, offset > 0), []).append(made)
 
     def ways(self, made: Shifted) -> Iterator[tuple[_Way, int]]:
         """The shifts that make a window, one sharded dim after the other; none for sums of windows."""
@@ -129,6 +133,16 @@ class _Steps:
                 if offsets[d] and made.shape[d] == self.graph.shape(root)[d]:
                     yield (root, before, d, made.fill), offsets[d]
                     before = (*before, (d, offsets[d]))
+
+    def box(self, made: Shifted) -> list[tuple[int, int]]:
+        """By dim the indices that a window shows, or one that is shifted with it; all of the sharded dims."""
+        root, _ = made.terms[0]
+        sizes, box = self.graph.shape(root), [(0, n) for n in self.graph.shape(root)]
+        for way, offset in itertools.islice(self.ways(made), 1):
+            for d in set(range(len(sizes))).difference(self.cut[root]):
+                spans = [(m.terms[0].offsets[d], m.shape[d]) for m in self._together[way, offset > 0]]
+                box[d] = max(0, min(o for o, _ in spans)), min(sizes[d], max(o + n for o, n in spans))
+        return box
 
     def are_many(self, made: Shifted) -> bool:
         """Whether one of a window's shifts goes on from another shift, or another from it."""
@@ -197,9 +211,14 @@ class _ShiftWriter(GraphWriter):
         return taken(self, TensorRef(self._framed[group]), frames, made, rest)
 
     def _alone(self, made: Shifted) -> TensorRef:
-        """A window shifted along one sharded dim after the other, in steps, and then cut along the other dims."""
+        """A window shifted along one sharded dim after the other, in steps, and cut along the other dims.
+
+        What none of the windows shows that are shifted together is cut off before that.
+        """
         ((root, offsets),) = made.terms
-        ref, left = TensorRef(root), list(offsets)
+        box = self.steps.box(made)
+        ref = self._cut_out(TensorRef(root), [low for low, _ in box], [high - low for low, high in box], made.fill)
+        left = [offset - low for offset, (low, _) in zip(offsets, box, strict=True)]
         for way, offset in self.steps.ways(made):
             done, left[way[2]] = 0, 0
             for step in self.steps.up_to(way, offset):
