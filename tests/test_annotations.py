@@ -15,6 +15,7 @@ import meshfuse as mf
 import meshfuse.planned_definition as module
 from meshfuse import DataType, ParallelType
 from meshfuse.sharding.layout import Split
+from meshfuse.testing import assert_same_as_unsharded, inputs_for
 
 MESH = mf.DeviceMesh((2, 4), ("dp", "tp"))
 X, Y = ParallelType.mesh_x, ParallelType.mesh_y
@@ -145,6 +146,31 @@ def torch_mesh(tmp_path: Any) -> Iterator[Any]:
         yield dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     finally:
         dist.destroy_process_group()
+
+
+READERS: dict[str, Callable[[mf.FusionDefinition, mf.TensorView], mf.TensorView]] = {
+    "pointwise": lambda fd, y: fd.ops.cos(y),
+    "normalized": lambda fd, y: fd.ops.softmax(y, -1),
+    "moved along": lambda fd, y: fd.ops.cos(fd.ops.permute(y, [1, 0])),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_an_annotation_asks_for_is_not_made_for_nobody(reader: str) -> None:
+    """The one reader of `kept` is as well off with where its operand was: nothing moves, unless `kept` is an output."""
+    mesh = mf.DeviceMesh((4,), ("tp",))
+    for output in (False, True):
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([8, 12], dtype=DataType.Double)
+            kept = fd.ops.sin(x)
+            y = READERS[reader](fd, kept)
+            fd.mesh_split(x, mesh, ["tp", None])
+            fd.mesh_split(kept, mesh, [None, "tp"])
+            fd.mesh_split(y, mesh, ["tp", None] if y.type.shape == (8, 12) else [None, "tp"])
+            for made in (y, kept) if output else (y,):
+                fd.add_output(made)
+        assert_same_as_unsharded(fd, inputs_for(fd))
+        assert fd.bill().total == (8 * 12 * 8 / 4 * 3 / 4 if output else 0)
 
 
 def test_a_real_torch_mesh_and_dtensors(torch_mesh: Any) -> None:

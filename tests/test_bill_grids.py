@@ -1,4 +1,4 @@
-"""Classes of programs whose one axis does best as a grid: rows in groups of ranks, columns over the ranks of each;
+"""Classes of programs one axis of which does best as a grid: rows in groups of ranks, columns over the ranks of each;
 figures as in test_bill_classes.
 
 Of x (X bytes) over k groups of m ranks, rows come together or go apart in X / k (m - 1) / m bytes, and W bytes of
@@ -11,9 +11,9 @@ import math
 
 import layers
 from layers import Sizes, Tensor, floats
-from programs import DP8, TP8, Fd, Spec, gradients, outputs, split
+from programs import DP2_TP4, DP8, TP8, Fd, Spec, gradients, outputs, split
 
-from bill_known import Classes
+from bill_known import Classes, by_hand
 
 CLASSES = Classes()
 known = CLASSES.known
@@ -90,6 +90,41 @@ def heads_of_one_product_and_rows_that_are_free(fd: Fd, s: Sizes) -> None:
     merged = ops.reshape(ops.permute(mixed, [0, 2, 1, 3]), [s.batch, s.length, s.width])
     outputs(fd, ops.matmul(merged, out))
     split(fd, TP8, (x, [None, None, None]), (w, [None, "tp"]), (out, ["tp", None]))
+
+
+@known(27.3, 16.78)
+def layers_in_blocks_of_two_axes(fd: Fd, s: Sizes) -> None:
+    """Of two axes, one of 4 is 2 by 2: each second product's rows and weights come among two, and its sums go back."""
+    x, *weights = floats(fd, s.tokens, s.width), *(floats(fd, s.width, s.width) for _ in range(4))
+    y = x
+    for weight in weights:
+        y = fd.ops.relu(fd.ops.matmul(y, weight))
+    outputs(fd, y)
+    split(fd, DP2_TP4, *((t, ["dp", "tp"]) for t in (x, *weights, y)))
+
+
+@known(33.55, 29.36)
+def a_product_in_three_dims(fd: Fd, s: Sizes) -> None:
+    """Blocks of [4096, 4096] on 2 by 4: the dim that is summed lies over two ranks, too."""
+    a, b = (floats(fd, s.tokens, s.tokens) for _ in range(2))
+    c = fd.ops.matmul(a, b)
+    outputs(fd, c)
+    split(fd, DP2_TP4, *((t, ["dp", "tp"]) for t in (a, b, c)))
+
+
+@known(16.78, 12.58)
+def attention_with_weights_over_both_axes_backward(fd: Fd, s: Sizes) -> None:
+    """Stored in blocks of rows (FSDP) and heads; the heads go over two of the four ranks."""
+    x, *weights = floats(fd, s.batch, s.length, s.width), *(floats(fd, s.width, s.width) for _ in range(4))
+
+    def heads(rows: Tensor) -> Tensor:
+        return fd.ops.permute(fd.ops.reshape(rows, [s.batch, s.length, s.heads, s.head]), [0, 2, 1, 3])
+
+    mixed = by_hand(fd, *(heads(fd.ops.matmul(x, w)) for w in weights[:3]))
+    merged = fd.ops.reshape(fd.ops.permute(mixed, [0, 2, 1, 3]), [s.batch, s.length, s.width])
+    made = gradients(fd, fd.ops.matmul(merged, weights[3]), weights)
+    columns = [(t, ["dp", "tp"]) for t in (*weights[:3], *made[:3])]
+    split(fd, DP2_TP4, (x, ["dp", None, None]), *columns, *((t, ["tp", "dp"]) for t in (weights[3], made[3])))
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

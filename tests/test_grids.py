@@ -76,14 +76,18 @@ def test_a_plan_on_the_grid_takes_as_much_on_the_mesh(name: str) -> None:
         assert spent(grid.plan_back(graph, written)) == pytest.approx(spent(written))
 
 
-def test_ways_are_those_of_one_axis_alike_parts_first() -> None:
-    def majors(shape: tuple[int, ...]) -> list[int]:
+def test_ways_are_those_of_the_largest_axis_alike_parts_first() -> None:
+    def ways(shape: tuple[int, ...]) -> list[tuple[str, int]]:
         mesh = mf.DeviceMesh(shape, ("d", "t")[-len(shape) :])
-        return [grid.major for grid in grids(graph_of(pairs_of_rows(mesh, ["t", None])))]
+        return [(grid.axis, grid.major) for grid in grids(graph_of(pairs_of_rows(mesh, ["t", None])))]
+
+    def majors(shape: tuple[int, ...]) -> list[int]:
+        return [major for _, major in ways(shape)]
 
     assert majors((8,)) == majors((1, 8)) == [2] and majors((12,)) == [3, 2]
     assert majors((16,)) == [4, 2] and majors((4,)) == [2] and len(majors((64,))) == MOST_WAYS
-    assert majors((7,)) == majors((2, 4)) == majors((1,)) == []
+    assert majors((7,)) == majors((2, 2)) == majors((1,)) == []
+    assert ways((2, 8)) == ways((4, 8))[:1] == [("t", 2)] and ways((6, 4)) == [("d", 2), ("t", 2)]
 
 
 def test_an_axis_of_which_other_parts_are_used_is_left_as_it_is() -> None:
