@@ -154,9 +154,13 @@ class _PlanSearch:
         self._bring_sooner()
 
     def briefly_on_grids(self) -> None:
-        """Search briefly, on the mesh and as if an axis were two."""
+        """Search briefly, on the mesh and as if its one axis were two.
+
+        One of several as two takes several times as long as all else that is done briefly.
+        """
         self.briefly()
-        self._on_grids(_PlanSearch.briefly)
+        if most_axes(self.graph) <= 1:
+            self._on_grids(_PlanSearch.briefly)
 
     def near(self) -> None:
         """Try what finds most: other wishes, more placements to choose from, and other places for inputs."""
