@@ -2,6 +2,9 @@
 
 In a convolution by hand of relu(pad(x)) each tap is then a slice of a pad, which `shifts` looks for; in its gradient
 the slice meets the sum of pads behind the relu's own gradient. A cat of a tensor with tensors of one number is a pad.
+
+A slice also goes before what is made of a sum, as the last token of x + h @ w is that of x and that of h @ w: terms
+that lie on the ranks are then summed for what is read of them.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, ParamKind, ScalarRef, TensorRef
 from ..ops.local import LocalCall
 from ..ops.shape_arithmetic import one_dim_widths
-from ..ops.windows import pad_widths
+from ..ops.windows import pad_widths, slice_bounds
 from ..sharding.value import Sharding
 from ..walks import inner_first
 from .graphs import GraphWriter, without_unread
 from .parts import joined_dim
 from .views import Number, Shifted, WindowFinder, own_window
 
+# By dim (start, stop, step) of a slice.
+Bounds = tuple[tuple[int, int, int], ...]
 _NUMBERS = (ParamKind.SCALAR, ParamKind.OPTIONAL_SCALAR, ParamKind.TENSOR, ParamKind.TENSOR_OR_SCALAR, ParamKind.DTYPE)
 
 
@@ -47,7 +52,7 @@ class Surrounded:
 
     def __call__(self, graph: Graph) -> Graph:
         """The graph itself where there is nothing to change."""
-        if not any(node.name in ("pad", "cat") for node in graph.nodes):
+        if not any(node.name in ("pad", "cat", "slice") for node in graph.nodes):
             return graph
         writer = _SurroundsWriter(graph)
         made = writer.run(range(len(graph.nodes)))
@@ -66,7 +71,7 @@ class _SurroundsWriter(GraphWriter):
         self.known = WindowFinder(graph).known_all()
         self.pads: dict[int, Padded] = {}
         self.rising: set[int] = set()
-        self._slices: dict[Any, TensorRef] = {}
+        self._slices: dict[tuple[int, Bounds], TensorRef] = {}
         self.count = 0
 
     def form(self, node: Node) -> Sequence[TensorRef] | None:
@@ -76,7 +81,7 @@ class _SurroundsWriter(GraphWriter):
             self._note(node, padded)
             result = self.call("pad", padded.inner, list(padded.widths), padded.fill)
         elif node.name == "slice" and node.inputs[0] in self.rising:
-            result = self._sliced(node, node.inputs[0])
+            result = self._sliced(node.inputs[0], tuple(slice_bounds(node.call)))
         else:
             self._note(node, _pad_of(node))
             return None
@@ -133,33 +138,54 @@ class _SurroundsWriter(GraphWriter):
         return self.call(node.call.op, *_with_tensors(node.call.args, given))
 
     def _goes_up(self, node: Node) -> bool:
-        """Whether an op may be computed on slices in place of slicing its result, one operand being padded."""
-        return self._may_go_up(node) and any(self._is_padded(i) or i in self.rising for i in node.inputs)
+        """Whether an op may be computed on slices in place of slicing its result, if that helps the one or the other.
+
+        It does where one operand is padded, or a sum.
+        """
+        return self._may_go_up(node) and any(
+            self._is_padded(i) or self._is_sum(i) or i in self.rising for i in node.inputs
+        )
 
     def _may_go_up(self, node: Node) -> bool:
         made, *_ = node.outputs
         alone = made not in self.kept and made not in self.known and len(self.readers.get(made, ())) == 1
-        return alone and node.id not in self.graph.reductions and _is_pointwise(node)
+        return alone and node.id not in self.graph.reductions and _is_elementwise(node)
 
     def _is_padded(self, tensor: int) -> bool:
         known = self.known.get(tensor)
         return tensor in self.pads or (isinstance(known, Shifted) and known.fill is not None)
 
-    def _sliced(self, cut: Node, tensor: int) -> TensorRef:
-        """The slice of a tensor, taken of what the tensor is made of."""
-        made: dict[int, TensorRef] = {}
-        for i in inner_first(tensor, lambda i: self.makers[i].inputs if i in self.rising else ()):
-            if i in self.rising:
-                made[i] = self._again(self.makers[i], [made[j] for j in self.makers[i].inputs])
-            else:
-                made[i] = self._slice_of(cut, i)
-        return made[tensor]
+    def _is_sum(self, tensor: int) -> bool:
+        node = self.makers.get(tensor)
+        return node is not None and any(factor.kind is FactorKind.REDUCE for factor in node.rule.factors)
 
-    def _slice_of(self, cut: Node, tensor: int) -> TensorRef:
-        key = tensor, cut.call.args[1:]
+    def _sliced(self, tensor: int, bounds: Bounds) -> TensorRef:
+        """The slice of a tensor, taken of what the tensor is made of."""
+        order = inner_first(tensor, lambda i: self.makers[i].inputs if i in self.rising else ())
+        seen, made = {tensor: bounds}, dict[tuple[int, Bounds], TensorRef]()
+        parts = dict[int, list[tuple[int, Bounds]]]()
+        for i in reversed([i for i in order if i in self.rising]):
+            parts[i] = [(j, _seen_of(self.makers[i], place, seen[i])) for place, j in enumerate(self.makers[i].inputs)]
+            seen.update(parts[i])
+        for i in (i for i in order if i in parts):
+            operands = [made.get(part) or self._slice_of(*part) for part in parts[i]]
+            made[i, seen[i]] = self._again(self.makers[i], operands)
+        return made[tensor, bounds]
+
+    def _slice_of(self, tensor: int, bounds: Bounds) -> TensorRef:
+        if all(row == (0, n, 1) for row, n in zip(bounds, self.graph.shape(tensor), strict=True)):
+            return TensorRef(tensor)
+        key = tensor, bounds
         if key not in self._slices:
-            self._slices[key] = self.call("slice", TensorRef(tensor), *key[1])
+            self._slices[key] = self.call("slice", TensorRef(tensor), *map(list, zip(*bounds, strict=True)))
         return self._slices[key]
+
+
+def _seen_of(node: Node, operand: int, seen: Bounds) -> Bounds:
+    """What an elementwise op reads of an operand for a slice of its result."""
+    rows = dict(zip(node.rule.results[0], seen, strict=True))
+    dims, shape = node.rule.operands[operand], node.call.types[operand].shape
+    return tuple([rows[dim] if dim else (0, n, 1) for dim, n in zip(dims, shape, strict=True)])
 
 
 def _pad_of(node: Node) -> Padded | None:
@@ -172,11 +198,17 @@ def _pad_of(node: Node) -> Padded | None:
 
 def _is_pointwise(node: Node) -> bool:
     """Whether each element of the result follows from numbers and those in its place, of one shape."""
+    return _is_elementwise(node) and all(dims == node.rule.results[0] for dims in node.rule.operands)
+
+
+def _is_elementwise(node: Node) -> bool:
+    """Whether each element of the result follows from numbers and those in its place, of operands that may repeat."""
     (made, *more), rule = node.rule.results, node.rule
-    alike = bool(node.inputs) and not more and all(dims == made for dims in rule.operands)
+    read = {dim for dims in rule.operands for dim in dims}
+    placed = all(len(dim) == 1 for dim in made) and read <= {*made, ()}
     kinds = {param.kind for param in node.call.op.params}
     passes = all(factor.kind is FactorKind.PASS for factor in rule.factors)
-    return alike and passes and node.call.op.pieced and kinds <= {*_NUMBERS}
+    return bool(node.inputs) and not more and placed and passes and node.call.op.pieced and kinds <= {*_NUMBERS}
 
 
 def _with_tensors(args: Sequence[Any], given: Iterator[Any]) -> list[Any]:
