@@ -71,9 +71,9 @@ class Bound:
     """A lower bound of the seconds to one sharding (`dst`) from others of its mesh.
 
     What a rank lacks comes over the fastest links. What none of the ranks has that the fastest links connect must come
-    over slower ones, once for all these ranks together; and so on, level by level. Before that, to hear of n ranks takes
-    log2 n messages, one after the other. Where some axes start later, the g ranks that the others connect hear of groups
-    like their own: of 1 + g times as many with each message along those axes.
+    over slower ones, once for all these ranks together; and so on, level by level. Before that, to hear of n ranks
+    takes log2 n messages, one after the other. Where some axes start later, the g ranks that the others connect hear of
+    groups like their own: of 1 + g times as many with each message along those axes.
     """
 
     def __init__(self, cuts: Cuts, dst: Sharding, shape: tuple[int, ...], itemsize: float):
