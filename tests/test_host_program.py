@@ -28,14 +28,16 @@ def layer() -> list[HostProgram]:
     w1, w2 = (fd.define_tensor([8, 8], dtype=mf.DataType.Double) for _ in range(2))
     h = fd.ops.matmul(fd.ops.tanh(fd.ops.matmul(x, w1)), w2)
     y = fd.ops.set(h)
-    fd.add_output(fd.ops.tanh(y))
+    whole = fd.ops.tanh(y)
+    fd.add_output(whole)
     z = fd.ops.set(h)
     fd.add_output(z)
     fd.mesh_split(x, MESH, ["dp", None])
     fd.mesh_split(w1, MESH, [None, "tp"])
     fd.mesh_split(w2, MESH, ["tp", None])
     fd.mesh_split(h, MESH, ["dp", None])
-    fd.mesh_split(y, MESH, [None, None])
+    for t in (y, whole):
+        fd.mesh_split(t, MESH, [None, None])
     fd.mesh_split(z, OTHER, ["pp", None])
     compiled = fd.compile()
     return [compiled.host_program(rank) for rank in compiled.ranks]

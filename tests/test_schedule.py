@@ -106,7 +106,9 @@ def test_a_wait_stands_before_the_first_reader_and_a_call_after_its_source() -> 
     y = fd.ops.matmul(x, w)
     other = fd.ops.set(z)
     for t in (y, other):
-        fd.add_output(fd.ops.tanh(t))
+        made = fd.ops.tanh(t)
+        fd.add_output(made)
+        fd.mesh_split(made, line(2), [None] * len(t.type.shape))
     fd.mesh_split(x, line(2), [None, "tp"])
     fd.mesh_split(w, line(2), ["tp", None])
     fd.mesh_split(y, line(2), [None, None])

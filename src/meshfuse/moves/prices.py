@@ -57,14 +57,19 @@ def price(move: Move, shape: tuple[int, ...], itemsize: float) -> Price:
     if move.kind is MoveKind.WINDOW:
         n, wire = 1 + window_peers(move), itemsize * window_wire(move)
     else:
-        n, wire = 1 + _peers(move, shape), itemsize * received(move.src, move.dst, shape)
+        lacking = received(move.src, move.dst, shape)
+        n, wire = 1 + _peers(move, shape, lacking), itemsize * lacking
     return Price(costs.exchange(link, n, wire) + EXCHANGE_SECONDS, wire)
 
 
-def _peers(move: Move, shape: tuple[int, ...]) -> int:
-    """From how many other ranks a rank gets something in an exchange at most; all, where blocks differ in size."""
-    found, others = holders(move.src, move.dst, shape), group_size(move.axes) - 1
-    return min(others, found.count - found.itself) if found.of_all else others
+def _peers(move: Move, shape: tuple[int, ...], elements: float) -> int:
+    """From how many other ranks a rank gets so many elements in an exchange, at most.
+
+    Where blocks differ in size that is not known; then each may come from another rank.
+    """
+    found, n = holders(move.src, move.dst, shape), group_size(move.axes)
+    most = found.count - found.itself if found.of_all else max(math.ceil(elements), (n - 1).bit_length())
+    return min(n - 1, most)
 
 
 class Holders(NamedTuple):

@@ -258,7 +258,7 @@ class _Usage:
             values.append(replace(self.values[life.value], id=len(values)))
         steps = tuple(self._steps(again, ids))
         outputs = tuple(self._named(v, len(self.resharded.steps), ids) for v in self.resharded.outputs)
-        done = replace(self.resharded, values=tuple(values), steps=steps, outputs=outputs)
+        done = replace(self.resharded, values=tuple(values), steps=steps, outputs=outputs).without_unread()
         done.verify()
         return done
 

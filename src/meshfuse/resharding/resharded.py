@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import SourceLine
 from ..graph import Graph
@@ -122,6 +122,15 @@ class ReshardedDefinition:
     def read(self) -> set[int]:
         """The values that some step reads, or that are outputs."""
         return {value for step in self.steps for value in step.inputs}.union(self.outputs)
+
+    def without_unread(self) -> ReshardedDefinition:
+        """The same without moves whose result nobody reads."""
+        read, kept = set(self.outputs), list[Step]()
+        for step in reversed(self.steps):
+            if isinstance(step, Compute) or step.target in read:
+                kept.append(step)
+                read.update(step.inputs)
+        return replace(self, steps=tuple(reversed(kept)))
 
     def verify(self) -> None:
         """Assert that every value is made once, before it is read, and that moves fit the shardings of their values.
