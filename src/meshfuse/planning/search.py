@@ -170,7 +170,9 @@ class _PlanSearch:
         self._try(self._made(self.best))
         self._try(None, THOROUGH)
         self._try(likely, NARROW)
-        for plan in _on_equal_links(self.graph, self.world, _PlanSearch.near, _PlanSearch._leave):
+        # One axis has no slower ones: what is left where is then found by far searches alone.
+        leaving = (_PlanSearch._leave,) if most_axes(self.graph) > 1 else ()
+        for plan in _on_equal_links(self.graph, self.world, _PlanSearch.near, *leaving):
             self._keep(plan)
             self._try(self._made(plan), NARROW)
         self._go_on()
