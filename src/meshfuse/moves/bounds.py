@@ -119,11 +119,11 @@ class Bound:
         moves = min(sum(map(bool, found)), 2)
         if not moves:
             return 0.0
-        seconds = self.speeds.quickest * _doublings(self._sources(state, self.dst, to_reduce), 2)
+        seconds = self.speeds.quickest * _steps(self._sources(state, self.dst, to_reduce), 2)
         for wait, wanted in self._waits:
             far = [split for split in to_reduce if split.axis not in wait.axes]
             sources = self._sources(self._together(state, wait.axes), wanted, far)
-            seconds += wait.more * _doublings(sources, 1 + wait.ranks)
+            seconds += wait.more * _steps(sources, 1 + wait.ranks)
         return (seconds + moves * MOVE_SECONDS) * (1 - _ROUNDING)
 
     def _sources(self, src: Sharding, dst: Sharding, to_reduce: list[Split]) -> int:
@@ -132,7 +132,7 @@ class Bound:
         return found.count * group_size(to_reduce) + (not found.itself)
 
 
-def _doublings(sources: int, growth: int) -> int:
+def _steps(sources: int, growth: int) -> int:
     """Steps until a rank can have something of so many, where in each step it hears of `growth` times as many."""
     steps, reached = 0, 1
     while reached < sources:

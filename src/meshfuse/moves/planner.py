@@ -257,7 +257,7 @@ class _PathSearch:
     def _out_of_place(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
         """While axes are still to move: changes that put the atom on any dim it cuts evenly, so that less moves."""
         if any(self._grown(state, dim, frozenset()) is None for dim in range(state.ndim)):
-            yield from self._minor_once(state, atom)
+            yield from self._minor(state, atom)
             yield from self._beside_others(state, atom)
 
     def _beside_others(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
@@ -285,23 +285,12 @@ class _PathSearch:
             if n and n % (lay.extent(layout) * (atom.size or 1)) == 0:
                 yield {dim: lay.canonical((*layout, atom), n)}
 
-    def _minor_once(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
-        """As `_minor`, but of dims that have the same before them only the first one."""
-        seen = set[tuple[Layout, Layout]]()
-        for parts in self._minor(state, atom):
-            for dim, layout in parts.items():
-                ends = layout, self.dst.dims[dim]
-                if ends not in seen:
-                    yield parts
-                if not self.shape[dim] % state.mesh.size:
-                    seen.add(ends)
-
     def _for_a_while(self, state: Sharding, atom: Split) -> Iterator[dict[int, Layout]]:
         """As `_minor`; also inside what the target will have there of slower axes, as (4, x) for (y), if y is 4.
 
         Then nothing else has to move when the slower axes come.
         """
-        minor, only = list(self._minor_once(state, atom)), frozenset((atom,))
+        minor, only = list(self._minor(state, atom)), frozenset((atom,))
         yield from minor
         for end in self._shared:
             for dim, wanted in enumerate(end.dims):
@@ -350,7 +339,7 @@ class _PathSearch:
             grown = self._grown(state, other, frozenset((atom,))) if other != dim and atom in wanted else None
             if grown is not None:
                 yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, other: grown}))
-        for parts in self._minor_once(state, atom) if self._speed[atom.axis] > self._slowest else ():
+        for parts in self._minor(state, atom) if self._speed[atom.axis] > self._slowest else ():
             if dim not in parts:
                 yield Move(MoveKind.ALL_TO_ALL, (atom,), state, self._with(state, {dim: left, **parts}))
 

@@ -52,7 +52,7 @@ class Surrounded:
 
     def __call__(self, graph: Graph) -> Graph:
         """The graph itself where there is nothing to change."""
-        if not any(node.name in ("pad", "cat", "slice") for node in graph.nodes):
+        if not _applies(graph):
             return graph
         writer = _SurroundsWriter(graph)
         made = writer.run(range(len(graph.nodes)))
@@ -179,6 +179,16 @@ class _SurroundsWriter(GraphWriter):
         if key not in self._slices:
             self._slices[key] = self.call("slice", TensorRef(tensor), *map(list, zip(*bounds, strict=True)))
         return self._slices[key]
+
+
+def _applies(graph: Graph) -> bool:
+    """Whether there are pads, or slices of what is computed element by element; a look at each op, and no more."""
+    makers = {i: node for node in graph.nodes for i in node.outputs}
+    for node in graph.nodes:
+        maker = makers.get(node.inputs[0]) if node.name == "slice" else None
+        if node.name in ("pad", "cat") or (maker is not None and _is_elementwise(maker)):
+            return True
+    return False
 
 
 def _seen_of(node: Node, operand: int, seen: Bounds) -> Bounds:
