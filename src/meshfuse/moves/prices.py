@@ -85,11 +85,19 @@ class Holders(NamedTuple):
 
 def holders(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Holders:
     """The shards of the source that have something of one of the target's."""
-    rows = [row for row in zip(src.dims, dst.dims, shape, strict=True) if row[0] != row[1]]
-    counts = [lay.holders(*row) for row in rows]
-    known = [row for row, count in zip(rows, counts, strict=True) if count is not None]
-    itself = all([all(_shared(*row, dst.mesh)) for row in known])
-    return Holders(math.prod([count or 1 for count in counts]), itself, len(known) == len(rows))
+    count, itself, of_all = 1, True, True
+    for old, new, n in zip(src.dims, dst.dims, shape, strict=True):
+        if old != new:
+            along = _holders(old, new, n, dst.mesh)
+            count, itself, of_all = count * along.count, itself and along.itself, of_all and along.of_all
+    return Holders(count, itself, of_all)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _holders(old: Layout, new: Layout, n: int, mesh: DeviceMesh) -> Holders:
+    """The same of one dim."""
+    count = lay.holders(old, new, n)
+    return Holders(1, True, False) if count is None else Holders(count, all(_shared(old, new, n, mesh)), True)
 
 
 def link_over(mesh: DeviceMesh, axes: Sequence[Split]) -> Link:

@@ -262,7 +262,6 @@ def _common_places(a: Layout, b: Layout, n: int) -> tuple[int, ...] | None:
     return None if any(high % low for low, high in itertools.pairwise(places)) else places
 
 
-@functools.lru_cache(maxsize=1 << 16)
 def holders(old: Layout, new: Layout, n: int) -> int | None:
     """How many parts of a dim in the old layout have some of one part in the new one.
 
