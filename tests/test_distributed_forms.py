@@ -18,7 +18,8 @@ from meshfuse.sharding.layout import Split
 Reference = Callable[[torch.Tensor], Any]
 X = torch.randn(12, 10, generator=torch.Generator().manual_seed(0))
 X[3], X[:, 7] = X[8], X[:, 2]
-# Mesh, its axes, and the axes of the two dims: in equal blocks, short, empty, on two axes, and not in blocks.
+# Mesh, its axes, and the axes of the two dims: in equal blocks, short, empty, on two axes, and in blocks of which each
+# rank has several.
 SPECS: dict[str, tuple[tuple[int, ...], Sequence[Any]]] = {
     "rows over 2": ((2,), ["x", None]),
     "columns over 2": ((2,), [None, "x"]),
@@ -31,6 +32,8 @@ SPECS: dict[str, tuple[tuple[int, ...], Sequence[Any]]] = {
     "rows over both axes": ((2, 3), [["y", "x"], None]),
     "columns over both axes": ((2, 3), [None, ["x", "y"]]),
     "columns strided": ((2,), [None, [Split(5), Split(2, "x")]]),
+    "rows strided": ((2,), [[Split(3), Split(2, "x")], None]),
+    "rows strided within blocks": ((2, 3), [[Split(2, "x"), Split(2), Split(3, "y")], None]),
 }
 
 
@@ -46,16 +49,14 @@ def _welford(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, ...]:
 
 
 class Case(NamedTuple):
-    """An op, what it computes, the dims that its form is for, and whether these must lie in blocks."""
+    """An op, what it computes, and the dims that its form is for."""
 
     build: Build
     reference: Reference
     dims: tuple[int, ...] = ()
-    in_blocks: bool = True
 
     def has_form(self, spec: str) -> bool:
-        sharded = any(SPECS[spec][1][d] is not None for d in self.dims)
-        return sharded and (not self.in_blocks or "strided" not in spec)
+        return any(SPECS[spec][1][d] is not None for d in self.dims)
 
 
 def _topk(k: int, dim: int, largest: bool) -> Case:
@@ -67,7 +68,6 @@ def _var(name: str, dims: list[int], correction: int, keepdim: bool) -> Case:
         lambda fd, x: getattr(fd.ops, name)(x, dims, correction, keepdim),
         lambda x: getattr(torch, name)(x, dims, correction=correction, keepdim=keepdim),
         tuple(dims),
-        False,
     )
 
 
@@ -92,11 +92,11 @@ def _begun(name: str, dim: int, init: float) -> Case:
 def _stepped(dims: tuple[int, ...], *bounds: tuple[int, int, int]) -> Case:
     starts, ends, steps = map(list, zip(*bounds, strict=True))
     cut = tuple(itertools.starmap(slice, bounds))
-    return Case(lambda fd, x: fd.ops.slice(x, starts, ends, steps), lambda x: x[cut], dims, False)
+    return Case(lambda fd, x: fd.ops.slice(x, starts, ends, steps), lambda x: x[cut], dims)
 
 
 def _selected(index: int, dim: int) -> Case:
-    return Case(lambda fd, x: fd.ops.select(x, index, dim), lambda x: x.select(dim, index), (dim,), False)
+    return Case(lambda fd, x: fd.ops.select(x, index, dim), lambda x: x.select(dim, index), (dim,))
 
 
 def _sort(dim: int, descending: bool) -> Case:
@@ -107,7 +107,7 @@ def _sort(dim: int, descending: bool) -> Case:
 
 
 def _moments(*dims: int) -> Case:
-    return Case(lambda fd, x: fd.ops.welford(x, list(dims)), lambda x: _welford(x, list(dims)), dims, False)
+    return Case(lambda fd, x: fd.ops.welford(x, list(dims)), lambda x: _welford(x, list(dims)), dims)
 
 
 CASES: dict[str, Case] = {
@@ -250,6 +250,35 @@ def test_only_statistics_or_candidates_travel(name: str) -> None:
     x = torch.empty(WIDE)
     bill = defined(build, x, (8,), [None, "x"]).bill(WIDE)
     assert 0 < bill.total <= limit, str(bill)
+
+
+# Sixteen beams of four sentences: a rank has a piece of each beam's words. By name the op on [4, 16 * 8192], and the
+# bytes of a piece's totals or candidates.
+BEAMS = (4, 16, 8192)
+MERGED: dict[str, tuple[Case, int]] = {
+    "topk": (_topk(8, 1, True), 8 * 12),
+    "cumsum": (_scan("cumsum", 1), 4),
+    "cummin": (_scan("cummin", 1), 4),
+    "cumsum_bwd": (
+        Case(lambda fd, x: fd.ops.cumsum_bwd(x, 1), lambda x: x.flip(1).cumsum(1).flip(1), (1,)),
+        4,
+    ),
+    "var": (_var("var", [1], 1, False), 4),
+    "argmax": (CASES["argmax"], 12),
+}
+
+
+@pytest.mark.parametrize("mesh", [(8,), (2, 4)])
+@pytest.mark.parametrize("name", MERGED)
+def test_of_a_merged_dim_that_is_sharded_by_its_minor_part_totals_and_candidates_travel(
+    name: str, mesh: tuple[int, ...]
+) -> None:
+    (build, reference, _), piece = MERGED[name]
+    x, dims = torch.randn(BEAMS), [None, None, "x"] if len(mesh) == 1 else [None, "x", "y"]
+    fd = defined(lambda fd, t: build(fd, fd.ops.reshape(t, [4, 16 * 8192])), x, mesh, dims)
+    # To where pieces are merged, and what follows for each of them back.
+    assert 0 < fd.bill(BEAMS).total <= 2 * 4 * 16 * 8 * piece
+    assert_close(fd.simulate([x], check_replicas=True), reference(x.flatten(1).double()), 1e-4)
 
 
 def test_the_bill_of_the_largest_logits() -> None:

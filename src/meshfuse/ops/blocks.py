@@ -178,10 +178,10 @@ def block_counts(n: int, blocks: int, others: int = 1) -> list[int]:
 def distributed_scan(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """Scan each block, then combine it with the total of all blocks before it, and with `init` (Blelloch 1990)."""
-    if not blocks or call.types[0].dtype.category in (Category.BOOL, Category.COMPLEX):
+    """Scan each piece, then combine it with the total of all pieces before it, and with `init` (Blelloch 1990)."""
+    if call.types[0].dtype.category in (Category.BOOL, Category.COMPLEX):
         return None
-    (x,), name = operands, call.op.name
+    (x,), name, blocks = operands, call.op.name, r.pieces
     size = r.type(x).shape[dim]
     scanned = r.call(f"block_{name}", x, dim, blocks)
     totals = r.call(name, r.call(f"block_{_REDUCE[name]}", x, dim, blocks), dim)
@@ -200,10 +200,10 @@ def distributed_scan(
 def distributed_sum_after(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """Sum each block from its end, and add the total of all blocks after it."""
-    if not blocks or call.types[0].dtype.category is Category.BOOL:
+    """Sum each piece from its end, and add the total of all pieces after it."""
+    if call.types[0].dtype.category is Category.BOOL:
         return None
-    (x,) = operands
+    (x,), blocks = operands, r.pieces
     within = r.call("block_cumsum_bwd", x, dim, blocks)
     totals = r.call("cumsum_bwd", r.call("block_sum", x, dim, blocks), dim)
     after = r.call("block_repeat", _shifted(r, totals, dim, after=True), dim, r.type(x).shape[dim], blocks)

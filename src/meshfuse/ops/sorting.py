@@ -64,17 +64,17 @@ def _topk_emit(e: Emit) -> str:
 def _distributed_topk(
     r: Writing, call: Call, operands: tuple[TensorRef, ...], dim: int, blocks: int
 ) -> Sequence[TensorRef] | None:
-    """Take the first k of each block as candidates, then the first k of all candidates.
+    """Take the first k of each piece as candidates, then the first k of all candidates.
 
     Only candidates leave their ranks (local top-k, then a merge, as XLA partitions TopK). Equal elements keep the order
-    of their indices, block by block.
+    of their indices, piece by piece.
     """
     (x,), largest = operands, call["largest"]
     k = call.results[0].shape[dim]
-    if not blocks or not k:
+    if not k:
         return None
-    local = min(k, block_size(r.type(x).shape[dim], blocks))
-    values, index = r.call("block_topk", x, local, dim, largest, blocks)
+    local = min(k, block_size(r.type(x).shape[dim], r.pieces))
+    values, index = r.call("block_topk", x, local, dim, largest, r.pieces)
     top, place = r.call("topk", values, k, dim, largest)
     return [top, r.call("take_along_axis", index, place, dim)]
 

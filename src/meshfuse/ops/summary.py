@@ -147,14 +147,14 @@ def _has_form(call: Call, operand: int, dim: int) -> bool:
     if not call.has_form or call.op.distributed is None:
         return False
     refs = tuple(TensorRef(i) for i in range(len(call.types)))
-    return call.op.distributed(_Trial(call, operand), call, refs, dim, 2) is not None
+    return call.op.distributed(_Trial(call, operand, 2), call, refs, dim, 2) is not None
 
 
 class _Trial:
     """A `Writing` that keeps only types, to find out whether a distributed form exists."""
 
-    def __init__(self, call: Call, operand: int):
-        self.operand, self._types = operand, [*call.types]
+    def __init__(self, call: Call, operand: int, pieces: int):
+        self.operand, self.pieces, self._types = operand, pieces, [*call.types]
 
     def type(self, ref: TensorRef) -> TensorType:
         return self._types[ref.id]

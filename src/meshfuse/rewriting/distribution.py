@@ -18,17 +18,27 @@ from ..ops.base import Factor, FactorKind, Rule, TensorRef
 from ..propagation.growth import EPSILON
 from ..propagation.propagate import SMALL, propagate, total_seconds
 from ..propagation.sharded import ShardedDefinition
-from ..sharding.layout import axes, extent
+from ..sharding.layout import Layout, axes, extent
 from ..sharding.value import Sharding
 from .graphs import GraphWriter
 
 
 class Blocked(NamedTuple):
-    """A sharded dim of an operand that an op needs whole; in how many blocks it lies over ranks, 0 for none."""
+    """A sharded dim of an operand that an op needs whole.
+
+    `pieces`: in how many equal ones it is cut, so that each lies on one rank. `strided`: a rank has several that are
+    not neighbours, as where a merged dim is sharded by its minor part.
+    """
 
     operand: int
     dim: int
-    blocks: int
+    pieces: int
+    strided: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """In how many blocks the dim lies over ranks, 0 where it does not lie in blocks."""
+        return 0 if self.strided else self.pieces
 
 
 Forms = Mapping[int, Blocked]  # ops by number, and for which dim of theirs the form is
@@ -190,8 +200,12 @@ def _blocked(node: Node, homes: Sequence[Sharding]) -> Iterator[Blocked]:
     for operand, (home, dims) in enumerate(zip(homes, node.rule.operands, strict=True)):
         for dim, factors in enumerate(dims):
             if axes(home.dims[dim]) and any(kinds[f] is asked for f in factors):
-                whole_blocks = all(split.bound for split in home.dims[dim])
-                yield Blocked(operand, dim, extent(home.dims[dim]) if whole_blocks else 0)
+                yield blocked(operand, dim, home.dims[dim])
+
+
+def blocked(operand: int, dim: int, layout: Layout) -> Blocked:
+    """A dim that is sharded in this layout."""
+    return Blocked(operand, dim, extent(layout), not all(split.bound for split in layout))
 
 
 class _FormWriter(GraphWriter):
@@ -204,5 +218,5 @@ class _FormWriter(GraphWriter):
     def form(self, node: Node) -> Sequence[TensorRef] | None:
         assert node.call.op.distributed is not None
         where = self.forms[node.id]
-        self.operand = where.operand
+        self.operand, self.pieces = where.operand, where.pieces
         return node.call.op.distributed(self, node.call, tuple(map(TensorRef, node.inputs)), where.dim, where.blocks)

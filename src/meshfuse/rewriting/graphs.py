@@ -16,12 +16,13 @@ class GraphWriter:
     """Writes ops of a graph in other ops. A subclass says in which, by `form`.
 
     It implements `ops.base.Writing`, in which ops' own forms are written: `call` appends an op, `type` tells what a
-    tensor is, and `operand` is the place of the operand that a distributed form is for.
+    tensor is, `operand` is the place of the operand that a distributed form is for, and `pieces` in how many
+    that operand's dim is cut.
     """
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.operand = 0
+        self.operand = self.pieces = 0
         self.tensors: list[Tensor] = list(graph.tensors)
         self.nodes: list[Node] = []
         self._kinds = CallTable()

@@ -16,8 +16,8 @@ from ..mesh import DeviceMesh
 from ..ops.base import FactorKind, OpDef, Sample
 from ..ops.binding import make_call
 from ..propagation.propagate import propagate
-from ..rewriting.distribution import Blocked, with_forms
-from ..sharding.layout import Layout, Split, extent
+from ..rewriting.distribution import Blocked, blocked, with_forms
+from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding
 from .calls import define_call, operands_of
 from .cases import report, tolerance, wrong_results
@@ -60,8 +60,7 @@ def form_cases(op: OpDef, sample: Sample) -> Iterator[Annotated]:
             if any(rule.factors[f].kind is FactorKind.BLOCK for f in factors):
                 for mesh, layout in _blockings(kind.shape[d]):
                     layouts = tuple(layout if e == d else () for e in range(kind.ndim))
-                    blocks = extent(layout) if all(split.bound for split in layout) else 0
-                    form = Blocked(operand, d, blocks)
+                    form = blocked(operand, d, layout)
                     if _has_form(op, sample, form):
                         yield Annotated(sample, mesh, {operand: layouts}, form)
 
