@@ -41,7 +41,8 @@ def test_a_plan_with_any_tensor_held_elsewhere_is_right(uneven: bool, monkeypatc
     plan = propagation.first()
     found = pins(insert_resharding(plan))
     assert len(found) > 40
-    for pin in found:
+    # Every other one: the even rows' and the uneven ones' in turn.
+    for pin in found[int(uneven) :: 2]:
         held = propagation.holding(plan.homes, *pin, LOOK)
         assert held.graph == graph
         fd = gated(uneven)
