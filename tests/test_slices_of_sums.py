@@ -1,4 +1,4 @@
-"""Slices before what is made of a sum: terms that lie on the ranks are summed for what is read of them."""
+"""Slices and sums before what is made of a sum: terms that lie on the ranks are summed for what is read of them."""
 
 from __future__ import annotations
 
@@ -56,6 +56,56 @@ def test_only_what_is_read_is_summed(name: str, part: tuple[int, int, int]) -> N
     assert fd.bill().total == 2 * 3 / 4 * B * rows * D * 8
 
 
+TERMS: dict[str, Callable[[Fd, Tensor], Tensor]] = {
+    "residual": lambda fd, y: operand(fd, B, S, D) + y,
+    "the other way": lambda fd, y: y - operand(fd, B, S, D),
+    "scaled": lambda fd, y: 0.5 * (operand(fd, B, S, D) - y / 3.0),
+    "two products": lambda fd, y: row_parallel(fd) + (operand(fd, B, S, D) + y),
+    "its negative and others": lambda fd, y: fd.ops.tanh(operand(fd, B, S, D)) + (operand(fd, B, S, D) - -y),
+}
+
+
+@pytest.mark.parametrize("dims", [[0, 1, 2], [1], [0, -1]], ids=str)
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_are_summed_over_dims_before_they_are_over_ranks(name: str, dims: list[int]) -> None:
+    with mf.FusionDefinition() as fd:
+        made = fd.ops.mean(TERMS[name](fd, row_parallel(fd)), dims, keepdim=len(dims) == 1)
+        fd.mesh_split(made, MESH, [None] * made.ndim)
+        fd.add_output(made)
+    assert_same_as_unsharded(fd, inputs_for(fd))
+    kept = {3: 1, 1: B * D, 2: S}[len(dims)]
+    assert fd.bill().total == 2 * 3 / 4 * kept * 8
+
+
+def test_a_loss_of_a_residual_is_summed_once_in_a_training_step() -> None:
+    with mf.FusionDefinition() as fd:
+        x, w, v = operand(fd, B, S, D), fd.define_tensor([D, H], dtype=DOUBLE), fd.define_tensor([H, D], dtype=DOUBLE)
+        fd.mesh_split(w, MESH, [None, "tp"])
+        fd.mesh_split(v, MESH, ["tp", None])
+        loss = fd.ops.sum(x + fd.ops.matmul(fd.ops.tanh(fd.ops.matmul(x, w)), v))
+        for made in (loss, *fd.grad(loss, [w, v])):
+            fd.add_output(made)
+    assert_same_as_unsharded(fd, inputs_for(fd))
+    assert fd.bill().total <= 2 * 3 / 4 * 8
+
+
+UNCHANGED: dict[str, Callable[[Fd, Tensor], Tensor]] = {
+    "plus a number": lambda fd, y: fd.ops.sum(y + 1.0),
+    "a number over it": lambda fd, y: fd.ops.sum(2.0 / (y * y + 1.0)),
+    "plus a bias": lambda fd, y: fd.ops.sum(y + operand(fd, D), [1]),
+    "of other types": lambda fd, y: fd.ops.sum(fd.ops.cast(y, mf.DataType.Float) + operand(fd, B, S, D)),
+    "by a tensor": lambda fd, y: fd.ops.sum(y * operand(fd, B, S, D)),
+    "in another type": lambda fd, y: fd.ops.sum(y + operand(fd, B, S, D), dtype=mf.DataType.Float),
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_sums_of_what_is_no_sum_of_whole_terms(name: str) -> None:
+    with mf.FusionDefinition() as fd:
+        fd.add_output(UNCHANGED[name](fd, row_parallel(fd)))
+    assert_same_as_unsharded(fd, inputs_for(fd))
+
+
 def test_what_others_read_is_summed_whole() -> None:
     with mf.FusionDefinition() as fd:
         y = row_parallel(fd) + operand(fd, D)
@@ -68,7 +118,7 @@ def test_what_others_read_is_summed_whole() -> None:
 
 @st.composite
 def chains(draw: st.DrawFn) -> mf.FusionDefinition:
-    """Slices of slices of elementwise ops on sums and on operands that repeat along some of their dims."""
+    """Slices of slices of elementwise ops on sums and on operands that repeat along some of their dims; and sums."""
     with mf.FusionDefinition() as fd:
         y, shape = row_parallel(fd), [B, S, D]
         for _ in range(draw(st.integers(1, 5))):
@@ -80,6 +130,8 @@ def chains(draw: st.DrawFn) -> mf.FusionDefinition:
             sizes = [n if draw(st.booleans()) else 1 for n in shape][draw(st.integers(0, 2)) :]
             other = operand(fd, *sizes)
             y = fd.ops.relu(y) if name == "relu" else y * y if name == "same" else fd.call(name, (other, y))
+        dims = draw(st.lists(st.integers(0, 2), max_size=2, unique=True))
+        y = fd.ops.sum(y, dims, keepdim=True) if dims else y
         fd.add_output(y)
         if draw(st.booleans()):
             fd.mesh_split(y, MESH, [None] * 3)

@@ -62,17 +62,20 @@ def regrouped(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Ef
     graph = sharded.graph
     if not graph.annotations or not effort.rewrites:
         return sharded
-    found = tuple(_SumFinder(graph).run())
+    found = tuple(_SumFinder(sharded).run())
     if not found:
         return sharded
     return better(sharded, searched(propagate(Regrouped(found)(graph), world), world, effort))
 
 
 class _SumFinder:
-    """Looks for sums in which only some terms may be unreduced."""
+    """Looks for sums in which only some terms may be unreduced, or only some are so in the plan."""
 
-    def __init__(self, graph: Graph):
-        self.graph = graph
+    def __init__(self, plan: ShardedDefinition):
+        self.graph = graph = plan.graph
+        made = [choice.placement.results for choice in plan.choices]
+        rows = zip(graph.nodes, made, strict=True)
+        self.unreduced = {node.outputs[0] for node, results in rows if results[0].partial}
         self.reads = Counter(itertools.chain.from_iterable([node.inputs for node in graph.nodes]))
         self.last_reader = {i: node for node in graph.nodes for i in node.inputs}
         self.producers = {i: node for node in graph.nodes for i in node.outputs}
@@ -84,6 +87,7 @@ class _SumFinder:
             if _adds(node) and not self._is_inner(node):
                 terms = list(self._terms(node))
                 reduced = [i for i in terms if self._may_be_unreduced(i)]
+                reduced = reduced if len(reduced) < len(terms) else [i for i in terms if i in self.unreduced]
                 if 2 <= len(reduced) < len(terms) and not self._together(node, reduced):
                     yield node.id, (*reduced, *(i for i in terms if i not in reduced))
 

@@ -4,13 +4,15 @@ In a convolution by hand of relu(pad(x)) each tap is then a slice of a pad, whic
 the slice meets the sum of pads behind the relu's own gradient. A cat of a tensor with tensors of one number is a pad.
 
 A slice also goes before what is made of a sum, as the last token of x + h @ w is that of x and that of h @ w: terms
-that lie on the ranks are then summed for what is read of them.
+that lie on the ranks are then summed for what is read of them. So does a sum over dims of such terms, as a mean over
+tokens or a loss: the terms that lie on the ranks are summed over these dims before they are over the ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from .. import kernels
 from ..graph import CallTable, Graph, Node, users
 from ..mesh import DeviceMesh
-from ..ops.base import Call, FactorKind, ParamKind, ScalarRef, TensorRef
+from ..ops.base import Call, FactorKind, ParamKind, Partial, ScalarRef, TensorRef
 from ..ops.local import LocalCall
 from ..ops.shape_arithmetic import one_dim_widths
 from ..ops.windows import pad_widths, slice_bounds
@@ -82,6 +84,8 @@ class _SurroundsWriter(GraphWriter):
             result = self.call("pad", padded.inner, list(padded.widths), padded.fill)
         elif node.name == "slice" and node.inputs[0] in self.rising:
             result = self._sliced(node.inputs[0], tuple(slice_bounds(node.call)))
+        elif node.name == "sum" and self._is_of_terms(node):
+            result = self._summed(node)
         else:
             self._note(node, _pad_of(node))
             return None
@@ -172,6 +176,29 @@ class _SurroundsWriter(GraphWriter):
             made[i, seen[i]] = self._again(self.makers[i], operands)
         return made[tensor, bounds]
 
+    def _is_of_terms(self, node: Node) -> bool:
+        """Whether a sum over dims is of terms of its own type, some of which are no sums themselves."""
+        terms = [i for i in self._inner_terms(node.inputs[0]) if not self._is_inner_term(i)]
+        alike = {node.call.results[0].dtype} == {self.graph.tensors[i].type.dtype for i in (node.inputs[0], *terms)}
+        return len(terms) > 1 and alike and not all(map(self._is_sum, terms)) and node.id not in self.graph.reductions
+
+    def _inner_terms(self, tensor: int) -> list[int]:
+        """A tensor and all that are added to it, each after those that it is made of."""
+        return inner_first(tensor, lambda i: self.makers[i].inputs if self._is_inner_term(i) else ())
+
+    def _is_inner_term(self, tensor: int) -> bool:
+        return tensor in self.rising and _is_linear(self.makers[tensor])
+
+    def _summed(self, node: Node) -> TensorRef:
+        """The sum over dims of a tensor, in sums of the terms that the tensor is made of."""
+        made = dict[int, TensorRef]()
+        for i in self._inner_terms(node.inputs[0]):
+            if self._is_inner_term(i):
+                made[i] = self._again(self.makers[i], [made[j] for j in self.makers[i].inputs])
+            else:
+                made[i] = self._again(node, [TensorRef(i)])
+        return made[node.inputs[0]]
+
     def _slice_of(self, tensor: int, bounds: Bounds) -> TensorRef:
         if all(row == (0, n, 1) for row, n in zip(bounds, self.graph.shape(tensor), strict=True)):
             return TensorRef(tensor)
@@ -182,13 +209,21 @@ class _SurroundsWriter(GraphWriter):
 
 
 def _applies(graph: Graph) -> bool:
-    """Whether there are pads, or slices of what is computed element by element; a look at each op, and no more."""
-    makers = {i: node for node in graph.nodes for i in node.outputs}
+    """Whether there are pads, or slices or sums of what is computed element by element; a look at each op."""
+    makers, summed = {i: node for node in graph.nodes for i in node.outputs}, set[int]()
     for node in graph.nodes:
-        maker = makers.get(node.inputs[0]) if node.name == "slice" else None
-        if node.name in ("pad", "cat") or (maker is not None and _is_elementwise(maker)):
+        maker = makers.get(node.inputs[0]) if node.name in ("slice", "sum") else None
+        if node.name in ("pad", "cat") or (node.name == "slice" and maker is not None and _is_elementwise(maker)):
             return True
-    return False
+        if maker is not None and _is_linear(maker):
+            summed.add(node.inputs[0])
+    return bool(summed) and not summed.issubset(_read_again(graph, summed))
+
+
+def _read_again(graph: Graph, tensors: Collection[int]) -> set[int]:
+    """Those of the tensors that several ops read, or that are outputs."""
+    read = Counter([i for node in graph.nodes for i in node.inputs if i in tensors])
+    return {i for i, count in read.items() if count > 1}.union(graph.outputs)
 
 
 def _seen_of(node: Node, operand: int, seen: Bounds) -> Bounds:
@@ -219,6 +254,14 @@ def _is_elementwise(node: Node) -> bool:
     kinds = {param.kind for param in node.call.op.params}
     passes = all(factor.kind is FactorKind.PASS for factor in rule.factors)
     return bool(node.inputs) and not more and placed and passes and node.call.op.pieced and kinds <= {*_NUMBERS}
+
+
+def _is_linear(node: Node) -> bool:
+    """Whether the result is a sum of its operands, or one of them times a number."""
+    partial, (first, *_) = node.call.op.partial, node.call.args
+    adds = partial is Partial.JOINT and len(node.inputs) == sum(p.kind in _NUMBERS[2:4] for p in node.call.op.params)
+    scales = partial in (Partial.FIRST, Partial.EACH) and len(node.inputs) == 1
+    return (adds or (scales and (partial is Partial.EACH or isinstance(first, TensorRef)))) and _is_pointwise(node)
 
 
 def _with_tensors(args: Sequence[Any], given: Iterator[Any]) -> list[Any]:
