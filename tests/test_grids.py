@@ -13,6 +13,7 @@ from layers import SMALL
 import meshfuse as mf
 from defining import graph_of
 from meshfuse.planning.grids import MOST_WAYS, Grid, grids
+from meshfuse.planning.search import SINGLE
 from meshfuse.planning.spending import spent
 from meshfuse.propagation.propagate import THOROUGH, Propagation
 from meshfuse.sharding import layout as lay
@@ -121,3 +122,28 @@ def test_only_searches_write_axes_as_two(effort: str) -> None:
         fd.add_output(fd.ops.matmul(x, fd.ops.permute(x, [1, 0])))
     whole = 4096 * 1024 * 4
     assert fd.bill().total == (whole / 2 if effort == "auto" else whole * 7 / 8)
+
+
+def product_over_three_axes(effort: str, *, long: bool) -> mf.FusionDefinition:
+    """Rows over two slow axes, columns over a fast one of four; `long`: beside more ops than are searched on grids."""
+    links = {"x": mf.Link(25e9, 20e-6), "y": mf.Link(100e9, 5e-6), "z": mf.Link(450e9, 5e-6)}
+    mesh = mf.DeviceMesh((2, 2, 4), ("x", "y", "z"), links=links)
+    with mf.FusionDefinition(search=effort) as fd:
+        a, b = fd.define_tensor([4096, 2048]), fd.define_tensor([2048, 4096])
+        fd.mesh_split(a, mesh, [("x", "y"), "z"])
+        fd.mesh_split(b, mesh, ["z", ("x", "y")])
+        c = fd.ops.matmul(a, b)
+        fd.mesh_split(c, mesh, [("x", "y"), "z"])
+        beside = fd.define_tensor([4])
+        for _ in range(SINGLE if long else 1):
+            beside = fd.ops.tanh(beside)
+        for made in (c, beside):
+            fd.add_output(made)
+    return fd
+
+
+def test_over_many_axes_few_ops_are_searched_on_grids() -> None:
+    whole = 4096 * 2048 * 4
+    assert product_over_three_axes("auto", long=False).bill().total <= whole * 7 / 16
+    assert product_over_three_axes("thorough", long=True).bill().total <= whole * 7 / 16
+    assert product_over_three_axes("auto", long=True).bill().total > whole * 7 / 16

@@ -132,6 +132,10 @@ class Bound:
         return found.count * group_size(to_reduce) + (not found.itself)
 
 
+# Searches for paths to one sharding share what they know of it.
+bound_of = functools.lru_cache(maxsize=1 << 12)(Bound)
+
+
 def _steps(sources: int, growth: int) -> int:
     """Steps until a rank can have something of so many, where in each step it hears of `growth` times as many."""
     steps, reached = 0, 1
@@ -147,7 +151,7 @@ def at_least(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int
         return 0.0
     if not is_possible(src, dst):
         return math.inf
-    return Bound(cuts_of((src, dst)), dst, shape, itemsize).seconds(src)
+    return bound_of(cuts_of((src, dst)), dst, shape, itemsize).seconds(src)
 
 
 def is_possible(src: Sharding, dst: Sharding) -> bool:

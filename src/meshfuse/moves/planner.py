@@ -13,7 +13,7 @@ from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, canonical_partial, conflicting, disjoint, nested
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping, moved
-from .bounds import Bound, is_possible
+from .bounds import bound_of, is_possible
 from .move import Move, MoveKind, is_even
 from .prices import MOVE_SECONDS, price
 
@@ -159,7 +159,7 @@ class _PathSearch:
         self.wanted = [atoms(self.cuts, layout) for layout in dst.dims]
         self.kept_partial = frozenset(cut(self.cuts, dst.partial))
         self.room = room
-        self.bound = Bound(self.cuts, dst, shape, itemsize)
+        self.bound = bound_of(self.cuts, dst, shape, itemsize)
         mesh = src.mesh
         self.axes = tuple([Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True) if n > 1])
         self._speed: dict[str | None, float] = {
@@ -188,9 +188,13 @@ class _PathSearch:
             if state == self.dst:
                 return Path(path, seconds, wire)
             for move in self._moves(state):
-                added, then = price(move, self.shape, self.itemsize), move.dst
+                then = move.dst
+                known = best.get(then)
+                if known is not None and seconds >= known[0]:
+                    continue
+                added = price(move, self.shape, self.itemsize)
                 total = seconds + added.seconds
-                if total >= limit or (then in best and total >= best[then][0] - 1e-15) or not self._fits(then):
+                if total >= limit or (known is not None and total >= known[0] - 1e-15) or not self._fits(then):
                     continue
                 at_least = total + self.bound.seconds(then)
                 if at_least >= limit:

@@ -42,12 +42,15 @@ MOST_WHOLE = 1200
 MISSED = 4
 # The layers of a long program that are planned several times: two before and one after those that are left out.
 LAYERS = 3
+# Meshes of more axes are searched with one of them as two for so many ops at most: it takes most of the time there.
+AXES, SINGLE = 2, 8
 # How many times in a row a search starts again from the plan that it has just found.
 ROUNDS = 4
 # Long programs are searched again, with more plans kept, where the best plan still spends more than this part of what
 # the first one spends on moves.
 LITTLE = 0.9
-# Tensors are held elsewhere until this many in a row have saved nothing.
+# Tensors are held elsewhere until this many in a row have saved nothing; on meshes of three axes until half as many
+# have, of four a third, as each takes longer there.
 IDLE = 40
 # A loose search takes plans for one whose times differ by less than this part of the time of the best plan's moves.
 SLACK = 0.01
@@ -77,7 +80,8 @@ def searched_far(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort =
     """
     if _is_long(sharded) and effort is not Effort.THOROUGH:
         return sharded
-    searches = (_PlanSearch.near, _PlanSearch.far)
+    far = _PlanSearch.farthest if effort is Effort.THOROUGH else _PlanSearch.far
+    searches = (_PlanSearch.near, far)
     return _searched(sharded, world, effort, searches) if _is_worth(sharded, effort) else sharded
 
 
@@ -194,12 +198,18 @@ class _PlanSearch:
                 return
 
     def far(self) -> None:
-        """Try what takes longest: an axis as two, inputs that ranks share, choices open to the end, tensors held.
+        """As `farthest`, but not on grids of meshes that have many axes already, unless for a few ops."""
+        self._far(on_grids=most_axes(self.graph) <= AXES or len(self.graph.nodes) <= SINGLE)
 
-        Beside a plan with parts of one of several axes there are too many places to hold tensors at.
-        """
+    def farthest(self) -> None:
+        """Try what takes longest: an axis as two, inputs that ranks share, choices open to the end, tensors held."""
+        self._far(on_grids=True)
+
+    def _far(self, on_grids: bool) -> None:
+        """Beside a plan with parts of one of several axes there are too many places to hold tensors at."""
         before = self.cost
-        self._on_grids(_PlanSearch.near, _PlanSearch._farther)
+        if on_grids:
+            self._on_grids(_PlanSearch.near, _PlanSearch._farther)
         many_places = self.cost != before and most_axes(self.graph) > 1
         self._share()
         if not in_rounds(self.graph):
@@ -255,12 +265,13 @@ class _PlanSearch:
     def _hold(self) -> None:
         """Hold tensors beside the best plan's moves elsewhere, one at a time, as long as that saves moves."""
         tried, idle, before = set[Pin](), 0, None
+        most_idle = IDLE // max(1, most_axes(self.graph) - 1)
         while self.cost != before:
             before = self.cost
             for _, places in itertools.groupby(pins(insert_resharding(self.best)), key=lambda pin: pin.tensor):
                 made = self._made(self.best)
                 for pin in places:
-                    if pin not in tried and len(tried) < most(self.graph) and idle < IDLE:
+                    if pin not in tried and len(tried) < most(self.graph) and idle < most_idle:
                         tried.add(pin)
                         idle = 0 if self._held(made, pin) else idle + 1
 
