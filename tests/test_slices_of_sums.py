@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,6 +105,21 @@ def test_sums_of_what_is_no_sum_of_whole_terms(name: str) -> None:
     with mf.FusionDefinition() as fd:
         fd.add_output(UNCHANGED[name](fd, row_parallel(fd)))
     assert_same_as_unsharded(fd, inputs_for(fd))
+
+
+def test_in_half_precision_terms_that_cancel_out_are_added_first() -> None:
+    with mf.FusionDefinition() as fd:
+        shapes = [[64, 16], [16, 16], [16, 16], [64, 16]]
+        x, w, v, z = (fd.define_tensor(shape, dtype=mf.DataType.BFloat16) for shape in shapes)
+        fd.mesh_split(w, MESH, [None, "tp"])
+        fd.mesh_split(v, MESH, ["tp", None])
+        fd.add_output(fd.ops.sum(fd.ops.matmul(fd.ops.matmul(x, w), v) - z))
+    x, one = torch.randint(128, 255, (64, 16)).bfloat16() / 128, torch.eye(16).bfloat16()
+    z = x.clone()
+    z[:, :4] += 1 / 128
+    # By themselves the sums, of 1,500 and more, are rounded to eights.
+    (found,) = fd.simulate([x, one, one, z])
+    assert found == -2
 
 
 def test_what_others_read_is_summed_whole() -> None:

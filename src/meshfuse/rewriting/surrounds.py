@@ -177,7 +177,10 @@ class _SurroundsWriter(GraphWriter):
         return made[tensor, bounds]
 
     def _is_of_terms(self, node: Node) -> bool:
-        """Whether a sum over dims is of terms of its own type, some of which are no sums themselves."""
+        """Whether a sum over dims is of terms of its own type, some of which are no sums themselves.
+
+        Terms in half precision, which are added in Float, are not: their sums would be rounded before they cancel out.
+        """
         terms = [i for i in self._inner_terms(node.inputs[0]) if not self._is_inner_term(i)]
         alike = {node.call.results[0].dtype} == {self.graph.tensors[i].type.dtype for i in (node.inputs[0], *terms)}
         return len(terms) > 1 and alike and not all(map(self._is_sum, terms)) and node.id not in self.graph.reductions
