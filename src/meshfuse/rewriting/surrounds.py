@@ -35,7 +35,8 @@ from .views import Number, Shifted, WindowFinder, own_window
 
 # By dim (start, stop, step) of a slice.
 Bounds = tuple[tuple[int, int, int], ...]
-_NUMBERS = (ParamKind.SCALAR, ParamKind.OPTIONAL_SCALAR, ParamKind.TENSOR, ParamKind.TENSOR_OR_SCALAR, ParamKind.DTYPE)
+_OPERANDS = (ParamKind.TENSOR, ParamKind.TENSOR_OR_SCALAR)
+_NUMBERS = (ParamKind.SCALAR, ParamKind.OPTIONAL_SCALAR, *_OPERANDS, ParamKind.DTYPE)
 
 
 class Padded(NamedTuple):
@@ -261,10 +262,12 @@ def _is_elementwise(node: Node) -> bool:
 
 def _is_linear(node: Node) -> bool:
     """Whether the result is a sum of its operands, or one of them times a number."""
-    partial, (first, *_) = node.call.op.partial, node.call.args
-    adds = partial is Partial.JOINT and len(node.inputs) == sum(p.kind in _NUMBERS[2:4] for p in node.call.op.params)
-    scales = partial in (Partial.FIRST, Partial.EACH) and len(node.inputs) == 1
-    return (adds or (scales and (partial is Partial.EACH or isinstance(first, TensorRef)))) and _is_pointwise(node)
+    if not _is_pointwise(node):
+        return False
+    pairs, partial = zip(node.call.op.params, node.call.args, strict=True), node.call.op.partial
+    read = [isinstance(arg, TensorRef) for param, arg in pairs if param.kind in _OPERANDS]
+    scales = partial is Partial.EACH or (partial is Partial.FIRST and read[0])
+    return all(read) if partial is Partial.JOINT else scales and sum(read) == 1
 
 
 def _with_tensors(args: Sequence[Any], given: Iterator[Any]) -> list[Any]:
