@@ -13,7 +13,7 @@ from layers import SMALL
 import meshfuse as mf
 from defining import graph_of
 from meshfuse.planning.grids import MOST_WAYS, Grid, grids
-from meshfuse.planning.search import SINGLE
+from meshfuse.planning.search import GRID_OPS
 from meshfuse.planning.spending import spent
 from meshfuse.propagation.propagate import THOROUGH, Propagation
 from meshfuse.sharding import layout as lay
@@ -135,7 +135,7 @@ def product_over_three_axes(effort: str, *, long: bool) -> mf.FusionDefinition:
         c = fd.ops.matmul(a, b)
         fd.mesh_split(c, mesh, [("x", "y"), "z"])
         beside = fd.define_tensor([4])
-        for _ in range(SINGLE if long else 1):
+        for _ in range(GRID_OPS if long else 1):
             beside = fd.ops.tanh(beside)
         for made in (c, beside):
             fd.add_output(made)

@@ -133,7 +133,7 @@ class Bound:
 
 
 # Searches for paths to one sharding share what they know of it.
-bound_of = functools.lru_cache(maxsize=1 << 12)(Bound)
+bound_of = functools.lru_cache(maxsize=1 << 10)(Bound)
 
 
 def _steps(sources: int, growth: int) -> int:

@@ -37,7 +37,7 @@ _IN_RINGS = {
 }
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(maxsize=1 << 14)
 def price(move: Move, shape: tuple[int, ...], itemsize: float) -> Price:
     """The price of a move of a tensor of this global shape."""
     if move.kind is MoveKind.SLICE:

@@ -287,7 +287,7 @@ class Writing(Protocol):
     """What an op's forms (`distributed`, `apart`, `rounds`) append ops with; `rewriting.graphs.GraphWriter` is one.
 
     `operand` is the place of the operand that a distributed form is asked for. `pieces`: in how many equal ones the
-    sharded dim is cut, so that each lies on one rank; that are its blocks, unless a rank has several that are not
+    sharded dim is cut, so that each lies on one rank. These are its blocks, unless a rank has several that are not
     neighbours.
     """
 

@@ -181,12 +181,12 @@ def distributed_scan(
     """Scan each piece, then combine it with the total of all pieces before it, and with `init` (Blelloch 1990)."""
     if call.types[0].dtype.category in (Category.BOOL, Category.COMPLEX):
         return None
-    (x,), name, blocks = operands, call.op.name, r.pieces
+    (x,), name, pieces = operands, call.op.name, r.pieces
     size = r.type(x).shape[dim]
-    scanned = r.call(f"block_{name}", x, dim, blocks)
-    totals = r.call(name, r.call(f"block_{_REDUCE[name]}", x, dim, blocks), dim)
-    before = r.call("block_repeat", _shifted(r, totals, dim), dim, size, blocks)
-    first = r.call("block_repeat", _is_first(r, dim, blocks, r.type(x).ndim), dim, size, blocks)
+    scanned = r.call(f"block_{name}", x, dim, pieces)
+    totals = r.call(name, r.call(f"block_{_REDUCE[name]}", x, dim, pieces), dim)
+    before = r.call("block_repeat", _shifted(r, totals, dim), dim, size, pieces)
+    first = r.call("block_repeat", _is_first(r, dim, pieces, r.type(x).ndim), dim, size, pieces)
     combined = r.call("where", first, scanned, r.call(COMBINE[name], scanned, before))
     dtype = call.results[0].dtype  # arithmetic widens half precision
     if call["init"] is not None:
@@ -203,10 +203,10 @@ def distributed_sum_after(
     """Sum each piece from its end, and add the total of all pieces after it."""
     if call.types[0].dtype.category is Category.BOOL:
         return None
-    (x,), blocks = operands, r.pieces
-    within = r.call("block_cumsum_bwd", x, dim, blocks)
-    totals = r.call("cumsum_bwd", r.call("block_sum", x, dim, blocks), dim)
-    after = r.call("block_repeat", _shifted(r, totals, dim, after=True), dim, r.type(x).shape[dim], blocks)
+    (x,), pieces = operands, r.pieces
+    within = r.call("block_cumsum_bwd", x, dim, pieces)
+    totals = r.call("cumsum_bwd", r.call("block_sum", x, dim, pieces), dim)
+    after = r.call("block_repeat", _shifted(r, totals, dim, after=True), dim, r.type(x).shape[dim], pieces)
     combined = r.call("add", within, after)  # arithmetic widens half precision
     return [cast_to(r, combined, call.results[0].dtype)]
 

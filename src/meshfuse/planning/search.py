@@ -42,8 +42,8 @@ MOST_WHOLE = 1200
 MISSED = 4
 # The layers of a long program that are planned several times: two before and one after those that are left out.
 LAYERS = 3
-# Meshes of more axes are searched with one of them as two for so many ops at most: it takes most of the time there.
-AXES, SINGLE = 2, 8
+# Programs over more axes are searched with one of them as two if they have so few ops: it takes most of the time there.
+GRID_AXES, GRID_OPS = 2, 8
 # How many times in a row a search starts again from the plan that it has just found.
 ROUNDS = 4
 # Long programs are searched again, with more plans kept, where the best plan still spends more than this part of what
@@ -199,14 +199,17 @@ class _PlanSearch:
 
     def far(self) -> None:
         """As `farthest`, but not on grids of meshes that have many axes already, unless for a few ops."""
-        self._far(on_grids=most_axes(self.graph) <= AXES or len(self.graph.nodes) <= SINGLE)
+        self._far(on_grids=most_axes(self.graph) <= GRID_AXES or len(self.graph.nodes) <= GRID_OPS)
 
     def farthest(self) -> None:
         """Try what takes longest: an axis as two, inputs that ranks share, choices open to the end, tensors held."""
         self._far(on_grids=True)
 
     def _far(self, on_grids: bool) -> None:
-        """Beside a plan with parts of one of several axes there are too many places to hold tensors at."""
+        """Search far, perhaps with an axis as two.
+
+        Beside a plan with parts of one of several axes there are too many places to hold tensors at.
+        """
         before = self.cost
         if on_grids:
             self._on_grids(_PlanSearch.near, _PlanSearch._farther)

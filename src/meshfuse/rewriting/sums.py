@@ -72,10 +72,7 @@ class _SumFinder:
     """Looks for sums in which only some terms may be unreduced, or only some are so in the plan."""
 
     def __init__(self, plan: ShardedDefinition):
-        self.graph = graph = plan.graph
-        made = [choice.placement.results for choice in plan.choices]
-        rows = zip(graph.nodes, made, strict=True)
-        self.unreduced = {node.outputs[0] for node, results in rows if results[0].partial}
+        self.plan, self.graph = plan, (graph := plan.graph)
         self.reads = Counter(itertools.chain.from_iterable([node.inputs for node in graph.nodes]))
         self.last_reader = {i: node for node in graph.nodes for i in node.inputs}
         self.producers = {i: node for node in graph.nodes for i in node.outputs}
@@ -87,7 +84,7 @@ class _SumFinder:
             if _adds(node) and not self._is_inner(node):
                 terms = list(self._terms(node))
                 reduced = [i for i in terms if self._may_be_unreduced(i)]
-                reduced = reduced if len(reduced) < len(terms) else [i for i in terms if i in self.unreduced]
+                reduced = reduced if len(reduced) < len(terms) else [i for i in terms if self._is_unreduced(i)]
                 if 2 <= len(reduced) < len(terms) and not self._together(node, reduced):
                     yield node.id, (*reduced, *(i for i in terms if i not in reduced))
 
@@ -131,6 +128,11 @@ class _SumFinder:
         for part in found:
             found += [inner for i in part.inputs if (inner := self._inner(i)) is not None]
         return found[1:]
+
+    def _is_unreduced(self, tensor: int) -> bool:
+        """Whether the plan makes a tensor as terms of a sum over ranks."""
+        node = self.producers.get(tensor)
+        return node is not None and bool(self.plan.choices[node.id].placement.results[0].partial)
 
     def _may_be_unreduced(self, tensor: int) -> bool:
         """Whether a tensor is the result of a reduction, perhaps by way of ops that pass on what is unreduced."""
