@@ -67,8 +67,9 @@ SHARDINGS: list[tuple[str, Any]] = [
     ("names a dim that it has not", [Shard(-3), Replicate()]),
     ("an annotation must say where the elements are", [Partial(), Replicate()]),
     (
-        "a strided placement: found _S(0, 4), needed Shard or Replicate. Name a dim's axes from major to minor",
-        [_StridedShard(0, split_factor=4), Shard(0)],
+        "a strided placement cuts chunks that later axes do not make: found [_StridedShard(dim=0, sf=3), "
+        "Shard(dim=0)], needed a split_factor that is a product of their sizes, from the major one on, or a multiple",
+        [_StridedShard(0, split_factor=3), Shard(0)],
     ),
     (
         "an annotation must say where the elements are",

@@ -50,9 +50,13 @@ from .rewriting.shifts import shifted
 from .rewriting.sums import regrouped
 from .rewriting.surrounds import Surrounded
 from .segmentation import SegmentedDefinition, segment
+from .sharding.layout import Layout
 from .sharding.value import Sharding
 from .streams.chunking import overlap
 from .user_values import as_int
+
+# Where a free output is to be: told from where a plan leaves it, its shape, and the layouts that inputs' dims have.
+Ends = Callable[[Sharding, tuple[int, ...], Collection[Layout]], Sharding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class CompiledProgram:
 def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
     max_memory: float | None = None, near_factor: float = 1.0, effort: Effort = Effort.AUTO,
-    ends: Callable[[Sharding, tuple[int, ...]], Sharding] | None = None,
+    ends: Ends | None = None,
 ) -> CompiledProgram:  # fmt: skip
     """Compile for inputs of these global shapes and scalars of these values, by number.
 
@@ -135,12 +139,13 @@ def _compiled(
     return compile_sharded(sharded, max_memory)
 
 
-def _with_ends(graph: Graph, compiled: CompiledProgram, ends: Callable[[Sharding, tuple[int, ...]], Sharding]) -> Graph:
+def _with_ends(graph: Graph, compiled: CompiledProgram, ends: Ends) -> Graph:
     """The graph with all free outputs annotated, where `ends` wants one elsewhere than the program leaves it."""
     left = dict(zip(graph.outputs, compiled.output_shardings(), strict=True))
     made = {i for node in graph.nodes for i in node.outputs}
     free = {i: home for i, home in left.items() if i in made and i not in graph.annotations}
-    asked = {i: ends(home, graph.shape(i)) for i, home in free.items()}
+    told = {layout for i in graph.input_tensors if i in graph.annotations for layout in graph.annotations[i].dims}
+    asked = {i: ends(home, graph.shape(i), told) for i, home in free.items()}
     return graph if asked == free else graph.annotated(asked)
 
 

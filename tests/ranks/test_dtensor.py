@@ -182,8 +182,8 @@ def test_other_placements_than_annotated(ranks4):
 def on_rank_unsayable() -> dict[str, str]:
     x = distributed(numbers(8, 6), torch_mesh((2, 2), None), "0R")
     outputs = {
-        "order": [("tp", "dp"), None],
         "inner": [[mf.Split(2), mf.Split(2, "tp")], None],
+        "uneven": [None, ("tp", "dp")],
         "fine": [("dp", "tp"), None],
     }
     return {name: error_of(lambda s=spec: annotated(["dp", None], s).execute([x])) for name, spec in outputs.items()}

@@ -53,8 +53,8 @@ class AnnotatedDefinition:
     def shard(self, tensor: TensorView, sharding: Any, mesh: Any = None) -> None:
         """Annotate with a `Sharding`, or with DTensor placements and their (torch or meshfuse) device mesh.
 
-        Raises DefinitionError for another number of dims, for placements that are neither `Shard` nor `Replicate`, and
-        where an earlier annotation says something else.
+        Raises DefinitionError for another number of dims, for partial placements, for strided ones that no order of
+        axes gives, and where an earlier annotation says something else.
         """
         line = self._changing()
         ndim = self._own(tensor, "shard", line).ndim

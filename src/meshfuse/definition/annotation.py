@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import MeshfuseError, SourceLine, located, shown, user_error
 from ..mesh import STREAM, DeviceMesh
 from ..sharding.layout import MOST_RUNS, Layout, Split, canonical, pieces, resolve, stream_count, text
+from ..sharding.strided import Cut, cut_of, layout_of_cuts
 from ..sharding.value import Sharding, conflicting, intersecting
 from ..user_values import as_int
 from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain
@@ -301,8 +302,8 @@ def layouts_of_placements(
 ) -> tuple[Layout, ...]:
     """Layouts from torch's DTensor placements, one per mesh axis.
 
-    Raises DefinitionError for another number of placements, for those that are neither Shard nor Replicate, and for
-    dims that the tensor does not have.
+    Raises DefinitionError for another number of placements, for partial ones and those that cut chunks which no other
+    axis makes, and for dims that the tensor does not have.
     """
     listed = isinstance(placements, (list, tuple)) and all(hasattr(p, "is_shard") for p in placements)
     if not listed or len(placements) != mesh.ndim:
@@ -313,15 +314,27 @@ def layouts_of_placements(
             "Use Replicate() for axes that do not shard it.",
             line,
         )
-    dims: list[list[Split]] = [[] for _ in range(ndim)]
+    dims: list[list[Cut]] = [[] for _ in range(ndim)]
     for axis, size, placement in zip(mesh.names, mesh.shape, placements, strict=True):
-        _check_placement(name, placement, line)
-        if placement.is_shard():
-            dims[_placed_dim(name, placement, ndim, line)].append(Split(size, axis))
-    return tuple(map(tuple, dims))
+        _check_not_partial(name, placement, line)
+        cut = cut_of(Split(size, axis), placement)
+        if cut is not None:
+            dims[_placed_dim(name, placement, ndim, line)].append(cut)
+    return tuple([_layout_of_cuts(name, cuts, placements, line) for cuts in dims])
 
 
-def _check_placement(name: str, placement: Any, line: SourceLine) -> None:
+def _layout_of_cuts(name: str, cuts: Sequence[Cut], placements: Any, line: SourceLine) -> Layout:
+    layout = layout_of_cuts(cuts)
+    if layout is None:
+        raise user_error(
+            f"tensor {name}: a strided placement cuts chunks that later axes do not make", shown(placements),
+            "a split_factor that is a product of their sizes, from the major one on, or a multiple of all",
+            "Correct it, or name a dim's axes from major to minor, as fd.mesh_split does.", line,
+        )  # fmt: skip
+    return layout
+
+
+def _check_not_partial(name: str, placement: Any, line: SourceLine) -> None:
     if placement.is_partial():
         raise user_error(
             f"tensor {name}: an annotation must say where the elements are",
@@ -330,12 +343,6 @@ def _check_placement(name: str, placement: Any, line: SourceLine) -> None:
             "Annotate the tensor that it is reduced to.",
             line,
         )
-    if type(placement).__name__ == "_StridedShard":  # of FSDP over tensor parallelism
-        raise user_error(
-            f"tensor {name}: a strided placement", str(placement), "Shard or Replicate",
-            "Name a dim's axes from major to minor, as fd.mesh_split does, and pass the rank's own part: "
-            "t.to_local().", line,
-        )  # fmt: skip
 
 
 def _placed_dim(name: str, placement: Any, ndim: int, line: SourceLine) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..mesh import DeviceMesh
 from ..moves.planner import plan
 from ..ops.base import TensorRef
 from ..sharding.layout import Layout, Split
+from ..sharding.strided import Cut, chunks_cut, cut_of, layout_of_cuts
 from ..sharding.value import Sharding
 
 
@@ -83,21 +84,20 @@ def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any, line: Sour
 
 
 def sharding_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Sharding | None:
-    """The sharding that placements mean; None for partial, for strided shards, and for uneven dims that are cut twice.
+    """The sharding that placements mean; None for partial ones, and for uneven dims that are cut twice.
 
     torch cuts each chunk of an uneven dim by itself again, which no layout of factors does.
     """
-    from torch.distributed.tensor import Replicate, Shard
-
-    dims: list[list[Split]] = [[] for _ in shape]
+    dims: list[list[Cut]] = [[] for _ in shape]
     for axis, size, placement in zip(mesh.names, mesh.shape, placements, strict=True):
-        if type(placement) is Shard:
-            dims[placement.dim % len(shape)].append(Split(size, axis))
-        elif type(placement) is not Replicate:
+        cut = cut_of(Split(size, axis), placement)
+        if cut is not None:
+            dims[placement.dim % len(shape)].append(cut)
+        elif not placement.is_replicate():
             return None
-    if not all(_cut_evenly(layout, n) for layout, n in zip(dims, shape, strict=True)):
-        return None
-    return Sharding.make(mesh, [tuple(layout) for layout in dims], shape)
+    layouts = [layout_of_cuts(cuts) for cuts in dims]
+    found = [layout for layout, n in zip(layouts, shape, strict=True) if layout is not None and _cut_evenly(layout, n)]
+    return Sharding.make(mesh, found, shape) if len(found) == len(shape) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -107,26 +107,43 @@ def same_elements(a: Sharding, b: Sharding, shape: tuple[int, ...]) -> bool:
     return same_ranks and all(a.runs(shape, rank) == b.runs(shape, rank) for rank in a.mesh.ranks)
 
 
-def placements_of(sharding: Sharding, shape: Sequence[int]) -> tuple[Any, ...] | None:
-    """torch's placements, one per mesh axis; None for inner splits, sub-axes and axes in another order."""
-    from torch.distributed.tensor import Replicate, Shard
+def placements_of(
+    sharding: Sharding, shape: Sequence[int], strided: Collection[Layout] | None = None
+) -> tuple[Any, ...] | None:
+    """torch's placements, one per mesh axis; None for inner splits and sub-axes.
 
-    placements: list[Any] = [Replicate() for _ in sharding.mesh.names]
+    `strided`: the layouts whose axes may be in another order than the mesh's (`_StridedShard`); None for any.
+    """
+    from torch.distributed.tensor import Replicate
+
+    names = sharding.mesh.names
+    placements: list[Any] = [Replicate() for _ in names]
     for dim, layout in enumerate(sharding.dims):
         if not _says_chunks(sharding, layout, shape[dim]):
             return None
-        for split in layout:
-            assert split.axis is not None
-            placements[sharding.mesh.names.index(split.axis)] = Shard(dim)
+        for place, split in enumerate(layout):
+            chunks = chunks_cut(layout, place, names)
+            if chunks > 1 and strided is not None and layout not in strided:
+                return None
+            placements[names.index(split.axis or "")] = _shard(dim, chunks)
     return tuple(placements) if not sharding.partial else None
 
 
-def placeable(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+def _shard(dim: int, chunks: int) -> Any:
+    """torch's placement of an axis that cuts so many chunks of a dim."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return Shard(dim) if chunks == 1 else _StridedShard(dim, split_factor=chunks)
+
+
+def placeable(sharding: Sharding, shape: tuple[int, ...], told: Collection[Layout]) -> Sharding:
     """The sharding itself if torch's placements can say it; else one that they can say.
 
-    Of these it is one with the smallest shards, and of several such the one that takes least to reach.
+    Of these it is one with the smallest shards, and of several such the one that takes least to reach. Axes stand in
+    the mesh's order, or as the inputs have them, whose layouts are `told`: many of torch's ops take no other.
     """
-    if placements_of(sharding, shape) is not None:
+    if placements_of(sharding, shape, told) is not None:
         return sharding
     mesh, reduced = sharding.mesh, sharding.reduced()
     axes = [Split(n, name) for n, name in zip(mesh.shape, mesh.names, strict=True)]
@@ -141,11 +158,9 @@ def placeable(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
 
 
 def _says_chunks(sharding: Sharding, layout: Layout, n: int) -> bool:
-    """Whether the layout is whole axes in mesh order, outermost, and cut as `torch.chunk` cuts."""
-    names = sharding.mesh.names
+    """Whether the layout is whole axes, outermost, and cut as `torch.chunk` cuts."""
     whole = all(s.bound and s.size == sharding.mesh.axis_size(s.axis or "") for s in layout)
-    places = [names.index(s.axis) for s in layout if s.axis in names]
-    return whole and places == sorted(places) and _cut_evenly(layout, n)
+    return whole and _cut_evenly(layout, n)
 
 
 def _cut_evenly(layout: Sequence[Split], n: int) -> bool:
