@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import re
 import warnings
@@ -18,6 +19,7 @@ import meshfuse as mf
 import meshfuse.nvfuser_direct as nv
 from meshfuse import DataType, ParallelType
 from meshfuse.ops.base import TensorRef
+from meshfuse.ops.registry import OPS as OPS_BY_NAME
 from refusing import MESH, X, define, raises
 
 
@@ -203,6 +205,19 @@ def test_arguments_of_ops(text: str, call: Ops) -> None:
         fd.simulate([X])
 
     raises(text, run)
+
+
+# Classes have the attributes of their arrays and numbers: `shape`, `__array__`, `__index__`, `item`.
+CLASSES = [np.float64, np.int64, np.ndarray, torch.Tensor, torch.Size, mf.TensorView, DataType]
+
+
+@pytest.mark.parametrize("op", sorted(set(dir(mf.FusionDefinition().ops)) & set(OPS_BY_NAME)))
+def test_a_class_in_the_place_of_an_argument(op: str) -> None:
+    """As in `fd.ops.cast(x, np.float64)`."""
+    for (place, param), value in itertools.product(enumerate(OPS_BY_NAME[op].params), CLASSES):
+        fd, x = define()
+        raises(f"{op}: ", lambda fd=fd, given={param.name: value}: getattr(fd.ops, op)(**given))
+        raises(f"{op}: ", lambda fd=fd, given=[x] * place + [value]: getattr(fd.ops, op)(*given))
 
 
 def test_an_unknown_op_is_an_attribute_error_too() -> None:

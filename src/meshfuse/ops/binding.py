@@ -105,12 +105,17 @@ def described(value: Any) -> str:
 
 def _is_array(value: Any) -> bool:
     """Whether it is a torch tensor, numpy array or the like that is more than a single number."""
-    return hasattr(value, "__array__") and bool(getattr(value, "shape", ()))
+    return _holds_numbers(value) and bool(getattr(value, "shape", ()))
 
 
 def _is_one(value: Any) -> bool:
     """Whether it is a torch tensor or other array without dims."""
-    return hasattr(value, "__array__") and hasattr(value, "item")
+    return _holds_numbers(value) and hasattr(value, "item")
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether it is an array; the classes of arrays and of numpy's numbers have the same attributes."""
+    return hasattr(value, "__array__") and not isinstance(value, type)
 
 
 def _int(value: Any) -> Any:
