@@ -450,7 +450,11 @@ STATE = sorted({name for name in vars(mf.FusionDefinition()) if not name.startsw
 
 
 @pytest.mark.parametrize("name", STATE)
-@pytest.mark.parametrize("form", [lambda x: x, lambda x: [x], lambda x: (x.fd.define_scalar(2.0),)])
+@pytest.mark.parametrize(
+    "form",
+    [lambda x: x, lambda x: [x], lambda x: (x.fd.define_scalar(2.0),), lambda x: {"x": x}, lambda x: X,
+     lambda x: [X, 2], lambda x: {"x": X}],
+)  # fmt: skip
 def test_tensors_are_not_kept_in_place_of_a_definitions_state(name: str, form: Callable[[Any], Any]) -> None:
     fd, x = define()
     fd.add_output(x)

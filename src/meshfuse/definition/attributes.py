@@ -6,12 +6,17 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
+
 from ..errors import SourceLine, caller_line, user_error
 from .tensor_view import TensorView, Val
 
 
 def check_attribute(name: str, value: Any, own: Collection[str], where: Callable[[], SourceLine]) -> None:
-    """Raises DefinitionError where a script stores tensors or scalars under one of the definition's own names."""
+    """Raises DefinitionError where a script stores tensors or scalars under one of the definition's own names.
+
+    That is tensors of the definition or of numbers, such as `fd.inputs = [torch.ones(2)]`.
+    """
     if name in own and _is_of_script(value):
         raise user_error(
             f"fd.{name} = ...", "a name that meshfuse's definitions keep their own state under", "any other name",
@@ -20,8 +25,9 @@ def check_attribute(name: str, value: Any, own: Collection[str], where: Callable
 
 
 def _is_of_script(value: Any) -> bool:
-    first = value[0] if isinstance(value, (list, tuple)) and value else value
-    return isinstance(first, (TensorView, Val))
+    listed = list(value.values()) if isinstance(value, dict) else value
+    first = listed[0] if isinstance(listed, (list, tuple)) and listed else value
+    return isinstance(first, (TensorView, Val, torch.Tensor))
 
 
 def calling_ours(init: Callable[..., None]) -> Callable[..., None]:
