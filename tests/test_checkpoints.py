@@ -183,6 +183,13 @@ MISTAKES = {
     "another shape": ({"t": torch.zeros(4)}, r"'t': found shape \[3\] in the checkpoint, needed \[4\]"),
     "another dtype": ({"t": torch.zeros(3).int()}, "'t': found torch.float32 in the checkpoint, needed torch.int32"),
     "another form": ({"t": 4.5j}, "'t': found complex, needed a tensor, a DTensor"),
+    **{  # which can be saved, but not asked for
+        f"the {type(v).__name__} {v!r}": (
+            {"t": v},
+            rf"'t': found {type(v).__name__}, needed .* to load to, .* or None for the whole tensor\. Ask",
+        )
+        for v in (3, 0.5, True, "cpu")
+    },
     "other dims": (
         {"t": mf.Sharding.replicated(mf.DeviceMesh((1,), ("a",)), 2)},
         "'t': found a sharding of 2 dims, needed 1, as the tensor has",

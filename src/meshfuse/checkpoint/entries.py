@@ -116,6 +116,11 @@ def to_load(name: str, wanted: Any, dtype: torch.dtype, shape: tuple[int, ...], 
             return entry
         local = shape if sharding is None else sharding.local_shape(shape, rank)
         return CheckpointEntry(name, torch.empty(local, dtype=dtype), wanted, shape)
+    if not (isinstance(wanted, torch.Tensor) or _is_pair(wanted)):
+        raise wrong(
+            name, type(wanted).__name__, "a tensor, a DTensor or (shard, sharding) to load to, a Sharding or an "
+            "annotated TensorView for this rank's shard, or None for the whole tensor", "Ask for one of these.",
+        )  # fmt: skip
     entry = to_save(name, wanted)
     if entry.local is not None and entry.local.dtype != dtype:
         raise wrong(
