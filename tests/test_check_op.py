@@ -40,10 +40,22 @@ PAGE = Path(__file__).parent.parent / "docs" / "testing-an-op.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("limit", [{"max_examples": -1}, {"max_ranks": "a"}, {"max_examples": 2.5}])
-def test_limits_that_are_none(limit: dict[str, Any]) -> None:
-    with pytest.raises(mf.DefinitionError, match=f"check_op: {next(iter(limit))}: found .*, needed an int >= 0"):
-        check_op(scaled_product, **limit)
+NO_LIMITS = {"max_examples": (-1, 2.5, None, True, "a"), "max_ranks": (-1, 0, 1, 65, 10**9, True, None, "a", 2.0)}
+
+
+@pytest.mark.parametrize("name", NO_LIMITS)
+def test_limits_that_are_none(name: str) -> None:
+    needed = {"max_examples": "an int >= 0", "max_ranks": "an int >= 2, at most 64"}[name]
+    for limit in NO_LIMITS[name]:
+        with pytest.raises(mf.DefinitionError, match=f"check_op: {name}: found .*, needed {needed}.*at test_check_op"):
+            check_op(scaled_product, **{name: limit})
+
+
+@pytest.mark.parametrize("limits", [{"max_examples": 0}, {"max_examples": 1}, {"max_examples": 1, "max_ranks": 2}])
+def test_the_least_limits(limits: dict[str, Any]) -> None:
+    """With an op whose gradient has ops of its own, which are checked with half as many examples."""
+    assert scaled_product.adjoints
+    check_op(scaled_product, samples=scaled_product.samples()[:1], **limits)
 
 
 MESH = mf.DeviceMesh((2,), ("x",))
@@ -76,6 +88,8 @@ ASKED: list[tuple[str, Callable[[], Any]]] = [
     ("definitions: ops", lambda: definitions(ops=[3])),  # type: ignore[list-item]
     ("definitions: min_ops: found 64, needed an int, 0 to 16", lambda: definitions(min_ops=64)),
     ("definitions: max_ops", lambda: definitions(max_ops=2**62)),
+    ("definitions: sizes: found [], needed at least one", lambda: definitions(sizes=[])),
+    ("definitions: dtypes: found (), needed at least one", lambda: definitions(dtypes=())),
     ("definitions: dtypes", lambda: definitions(dtypes=[torch.float32])),  # type: ignore[list-item]
     ("open_sizes", lambda: definitions(open_sizes=torch.ones(2))),  # type: ignore[arg-type]
     ("annotations: fd", lambda: annotations(None)),  # type: ignore[arg-type]

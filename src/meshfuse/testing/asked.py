@@ -32,6 +32,13 @@ def check_entries(what: str, values: Any, kind: type | tuple[type, ...], needed:
         raise user_error(what, shown(values), needed, "Pass a list.", caller_line(), ArgumentError)
 
 
+def check_any(what: str, values: Collection[Any]) -> None:
+    """Raises ArgumentError where there is nothing to draw from."""
+    if not values:
+        raise user_error(what, shown(values), "at least one", "Leave it out, or name some.", caller_line(),
+                         ArgumentError)  # fmt: skip
+
+
 def check_names(what: str, names: Any, known: Collection[str]) -> None:
     """Raises ArgumentError unless it is a list or a tuple of known names."""
     check_entries(what, names, str, f"a list of {', '.join(known)}")

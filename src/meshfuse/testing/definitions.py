@@ -15,7 +15,7 @@ from ..ops.base import OpDef, TensorRef
 from ..ops.registry import names
 from ..sharding.value import Sharding
 from ..user_values import check_flags
-from .asked import check_entries, check_int, check_names, check_sizes, check_type
+from .asked import check_any, check_entries, check_int, check_names, check_sizes, check_type
 from .blocks import FAMILIES
 from .examples import shape_of
 from .layouts import MOST_RANKS, dim_layouts, drawn_place, meshes
@@ -61,6 +61,8 @@ def definitions(
     check_int("definitions: max_numel", max_numel, 1)
     check_sizes("definitions: sizes", sizes)
     check_entries("definitions: dtypes", dtypes, DataType, "a list of mf.DataType")
+    check_any("definitions: sizes", sizes)
+    check_any("definitions: dtypes", dtypes)
     check_flags(caller_line(), open_sizes=open_sizes)
     return _definitions(families, (min_ops, max_ops), ops, blocks, sizes, max_numel, dtypes, open_sizes)
 
