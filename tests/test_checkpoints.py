@@ -470,6 +470,26 @@ def test_one_rank_that_fails_fails_all(tmp_path, worlds, monkeypatch):
     assert not (tmp_path / "checkpoint.json").exists()
 
 
+def test_ranks_that_save_to_different_folders_are_told_so(tmp_path, worlds):
+    """As with the time in the folder's name. The checkpoint would lack the parts of all but the first rank."""
+    sharding = mf.Sharding(mf.DeviceMesh((3,), ("a",)), ((mf.Split(3, "a"),),))
+    failures = []
+
+    def save(rank):
+        try:
+            mf.save(tmp_path / f"run{min(rank, 1)}", {"t": (numbered((2,)), sharding, (6,))})
+        except CheckpointError as error:
+            failures.append(str(error))
+
+    mf.save(tmp_path / "run0", {"step": 7})
+    worlds(Team(3), save)
+    assert len(failures) == 3, failures
+    assert all("the ranks save to different folders: found no file __1_0.distcp in" in text for text in failures)
+    assert all("needed the files of all ranks in one folder. Pass the same path" in text for text in failures)
+    assert not any(".," in text for text in failures), failures
+    assert mf.load(tmp_path / "run0") == {"step": 7}
+
+
 @pytest.mark.parametrize("what", ["finish", "write_data", "set_up_storage_writer"])
 def test_a_disk_that_is_full_at_any_file_is_told_to_all(tmp_path, worlds, monkeypatch, what):
     """torch's own index is the first rank's alone."""

@@ -142,7 +142,7 @@ class _Team:
 
 
 def _failure(what: str, doing: str, failed: Mapping[int, str]) -> MeshfuseError:
-    found = "; ".join(f"on rank {rank} {text}" for rank, text in failed.items())
+    found = "; ".join(f"on rank {rank} {text.rstrip('.')}" for rank, text in failed.items())
     needed = "room and permission to write on every rank" if what == "save" else "the checkpoint on every rank"
     kept = "The checkpoint of before, if there was one, is untouched." if what == "save" else ""
     return user_error(f"meshfuse.{what} failed while {doing}", found, needed, kept, cls=CheckpointError)
@@ -249,6 +249,7 @@ def _save(
             def complete() -> None:
                 tensors = {name: (dtypes[name], tuple(s.shape)) for name, s in shards.items()}
                 if rank == 0:
+                    files.check_shared(path / data, stored)
                     files.commit(path, files.Index(data, tensors, dict(values), stored))
 
             team.each("completing", complete)

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,18 @@ def check_file(folder: Path, name: str, expected: tuple[int, int]) -> None:
         f"the checkpoint's file {folder / name} is damaged", found, f"{expected[0]} bytes, CRC-32 {expected[1]:08x}",
         "Load another checkpoint.", cls=CheckpointError,
     )  # fmt: skip
+
+
+def check_shared(folder: Path, written: Iterable[str]) -> None:
+    """Raises CheckpointError unless the files of all ranks are there, as they are if all ranks have the same folder."""
+    for name in written:
+        if not (folder / name).exists():
+            raise user_error(
+                "the ranks save to different folders", f"no file {name} in {folder}, which is rank 0's",
+                "the files of all ranks in one folder",
+                "Pass the same path on every rank, without the time or the rank in it, on a disk that all hosts share.",
+                cls=CheckpointError,
+            )  # fmt: skip
 
 
 def sync_file(file: Path) -> None:
