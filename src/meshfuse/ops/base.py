@@ -186,6 +186,7 @@ class Partial(enum.Enum):
     JOINT = "linear in all tensor operands together: all must be partial"
     FIRST = "linear in the first tensor operand, floating point only"
     EACH = "linear in each tensor operand: exactly one may be partial"
+    PICKED = "picks elements by a mask or a place: all that it picks from must be partial, or the number 0"
     MAX = "the greatest of what it reads: any operands may be unreduced by max"
     MIN = "the least of what it reads: any operands may be unreduced by min"
 

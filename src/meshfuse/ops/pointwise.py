@@ -254,7 +254,7 @@ BINARY = (
     ),
 )
 TERNARY = (
-    _op("where", "condition a b", "K.where({condition}, {a}, {b})", promoted),
+    _op("where", "condition a b", "K.where({condition}, {a}, {b})", promoted, partial=Partial.PICKED),
     _op("addcmul", "a b c value", "({a} + {value} * ({b} * {c}))", numbers=(0.5,)),
     _op("clamp", "x min max", "torch.clamp({x}, {min}, {max})", promoted, numbers=(-0.5, 0.5)),
     _op("lerp", "start end weight", "K.lerp({start}, {end}, {weight})", nvfuser=nvfuser_pointwise.lerp),

@@ -32,6 +32,7 @@ CARRIES: Mapping[Partial, str] = {
     Partial.JOINT: "sums, in all",
     Partial.FIRST: "sums, in the first",
     Partial.EACH: "sums, in any one",
+    Partial.PICKED: "sums, in all picked",
     Partial.MAX: "maxima, in any",
     Partial.MIN: "minima, in any",
 }

@@ -341,7 +341,7 @@ OPS = (
           has_form=_has_parts, vjp=SLICE, is_view=True,
           about="elements `start_indices` to `end_indices` of every dim, in steps of `strides`"),
     OpDef("pad", (_ARG, Param("pad_widths", K.SHAPE), Param("value", K.OPTIONAL_SCALAR, None)),
-          _pad_infer, _pad_rule, _pad_emit,
+          _pad_infer, _pad_rule, _pad_emit, Partial.PICKED,
           samples=lambda: [_sample((6, 8), [1, 2]), _sample((6, 8), [0, 0, 2, 1], 1.5),
                                                             _sample((4, 6), [0, 0, 4, 8]), _sample((4, 6), [-1, 2])],
           nvfuser=_pad_nvfuser, window=_pad_window, vjp=PAD,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..dtypes import Category, DataType
 from ..mesh import DeviceMesh
 from ..moves.move import Move, group_size
-from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, TensorRef
+from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, ScalarRef, TensorRef
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding, canonical_partial, conflicting
@@ -347,7 +347,18 @@ def _is_linear(call: Call, rule: Rule, partial: Sequence[int]) -> bool:
     if kind is Partial.FIRST:
         first = isinstance(call.args[0], TensorRef)  # 1 / t is not linear in t
         return tuple(partial) == (0,) and first and (call.results[0].dtype.category >= Category.FLOAT or reduces(rule))
+    if kind is Partial.PICKED:
+        return tuple(partial) == _picked_from(call)
     return len(partial) == 1 and partial[0] < 2
+
+
+def _picked_from(call: Call) -> tuple[int, ...] | None:
+    """The places of the operands that an op picks elements from; None where it may also pick a number that is not 0."""
+    args = {param.name: arg for param, arg in zip(call.op.params, call.args, strict=True)}
+    condition = isinstance(args.pop("condition", None), TensorRef)
+    fills = any(isinstance(arg, ScalarRef) or (isinstance(arg, int | float | complex) and arg != 0)
+                for arg in args.values())  # fmt: skip
+    return None if fills else tuple(range(condition, len(call.types)))
 
 
 def _is_pure(call: Call) -> bool:
