@@ -21,8 +21,8 @@ from ..sharding.value import Sharding
 from .starts import in_rounds
 from .translated import translated
 
-# Each is a search: no more ways are tried to write an axis, those of most alike parts first. Which part is the major
-# one decides nothing: searches try either on every dim, with the blocks that lie there.
+# Each is a search: no more ways are tried to write an axis, those of most alike parts first. Either part may be the major
+# one: searches try both on every dim, but find more where blocks need not lie in strides.
 MOST_WAYS = 2
 
 
@@ -132,4 +132,5 @@ def grids(graph: Graph) -> Iterator[Grid]:
 def _ways(mesh: DeviceMesh) -> Iterator[tuple[str, int]]:
     """(axis, major part): those of most alike parts first."""
     for axis, n in sorted(zip(mesh.names, mesh.shape, strict=True), key=lambda pair: -pair[1]):
-        yield from ((axis, major) for major in range(math.isqrt(n), 1, -1) if n % major == 0)
+        parts = [(major, n // major) for major in range(math.isqrt(n), 1, -1) if n % major == 0]
+        yield from ((axis, major) for pair in parts for major in dict.fromkeys(pair))

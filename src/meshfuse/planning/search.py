@@ -30,7 +30,7 @@ from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..sharding.value import Sharding
 from .effort import MOST, Effort, most_axes
-from .grids import grids
+from .grids import Grid, grids
 from .pins import Pin, most, pins
 from .spending import Spent, better, spent
 from .starts import Starts, come_for_some, elsewhere, in_rounds, shared_starts
@@ -52,6 +52,8 @@ LITTLE = 0.9
 # Tensors are held elsewhere until this many in a row have saved nothing; on meshes of three axes until half as many
 # have, of four a third, as each takes longer there.
 IDLE = 40
+# Grids are searched on where the plans found there move less than so many times what the best one moves.
+HOPEFUL = 1.25
 # A loose search takes plans for one whose times differ by less than this part of the time of the best plan's moves.
 SLACK = 0.01
 
@@ -206,25 +208,24 @@ class _PlanSearch:
         self._far(on_grids=True)
 
     def _far(self, on_grids: bool) -> None:
-        """Search far, perhaps with an axis as two.
+        """Search far, with an axis as two if that may be: of one axis, the plans there are the mesh's own and more.
 
         Beside a plan with parts of one of several axes there are too many places to hold tensors at.
         """
         before = self.cost
-        if on_grids:
-            self._on_grids(_PlanSearch.near, _PlanSearch._farther)
-        many_places = self.cost != before and most_axes(self.graph) > 1
+        enough = on_grids and self._far_on_grids() and (self.cost != before or most_axes(self.graph) <= 1)
         self._share()
+        if not enough:
+            self._openly()
+            self._hold()
+        self._leave()
+
+    def _openly(self) -> None:
+        """Search with no choice final before the end."""
         if not in_rounds(self.graph):
             found = self.propagation.again(self._made(self.best), _FAR)
             if self._spent(found).sends_less_than(self.cost):
                 self._keep(found)
-        before = self.cost
-        if not many_places:
-            self._hold()
-        if self.cost != before:
-            self._go_on()
-        self._leave()
 
     def _share(self) -> None:
         """Try inputs that are whole as if ranks shared them."""
@@ -251,23 +252,40 @@ class _PlanSearch:
         self._go_on()
         self._leave()
 
-    def _on_grids(self, search: _Search, farther: _Search | None = None) -> None:
-        """Try the plans that a search finds on meshes whose one axis is written as two.
-
-        Where such a plan moves no more than the best one, `farther` searches on from it.
-        """
+    def _on_grids(self, search: _Search) -> list[tuple[Grid, _PlanSearch]]:
+        """Try the plans that a search finds on meshes whose one axis is written as two; the searches there."""
+        found = list[tuple[Grid, _PlanSearch]]()
         for grid in grids(self.graph):
             world = grid.written if self.world == grid.mesh else self.world
             graph = grid.graph(self.graph)
             there = _PlanSearch(graph, world, propagate(graph, world), grid.names)
-            there.run(search)
-            if farther is not None and there.cost.moving < self.cost.moving + EPSILON:
-                there.run(farther)
-            self._keep(grid.plan_back(self.graph, there.best))
+            found.append((grid, there))
+            self._run_there(grid, there, search)
+        return found
+
+    def _run_there(self, grid: Grid, there: _PlanSearch, search: _Search) -> None:
+        there.run(search)
+        self._keep(grid.plan_back(self.graph, there.best))
+
+    def _far_on_grids(self) -> bool:
+        """Search on grids, farther where a plan there moves little more than the best one, and farthest on one of them.
+
+        Whether there is one.
+        """
+        most = self.cost.moving * HOPEFUL
+        found = [(grid, there) for grid, there in self._on_grids(_PlanSearch.near) if there.cost.moving < most]
+        for grid, there in found:
+            self._run_there(grid, there, _PlanSearch._farther)
+        least = min([there.cost.moving for _, there in found], default=0.0)
+        alike = [(grid, there) for grid, there in found if there.cost.moving < least * (1 + SLACK)]
+        for grid, there in sorted(alike, key=lambda pair: pair[0].major)[-1:]:
+            for search in (_PlanSearch._openly, _PlanSearch._hold):
+                self._run_there(grid, there, search)
+        return bool(alike)
 
     def _hold(self) -> None:
         """Hold tensors beside the best plan's moves elsewhere, one at a time, as long as that saves moves."""
-        tried, idle, before = set[Pin](), 0, None
+        first, tried, idle, before = self.cost, set[Pin](), 0, None
         most_idle = IDLE // max(1, most_axes(self.graph) - 1)
         while self.cost != before:
             before = self.cost
@@ -277,6 +295,8 @@ class _PlanSearch:
                     if pin not in tried and len(tried) < most(self.graph) and idle < most_idle:
                         tried.add(pin)
                         idle = 0 if self._held(made, pin) else idle + 1
+        if self.cost != first:
+            self._go_on()
 
     def _held(self, made: Mapping[int, Sharding], pin: Pin) -> bool:
         """Plan with a tensor pinned, from what a plan makes; whether that is better, and so kept."""
