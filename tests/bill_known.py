@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import counting
 import pytest
-from layers import FULL, SMALL, Sizes, Tensor
-from programs import Fd
+from layers import FULL, SMALL, Sizes, Tensor, floats
+from programs import Fd, outputs
 
 import meshfuse as mf
 from meshfuse.testing import assert_same_as_unsharded
@@ -71,3 +71,13 @@ def by_hand(fd: Fd, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     columns = ops.broadcast(ops.iota(length), [True, False])
     scores = ops.where(ops.ge(rows, columns), ops.matmul(q, ops.permute(k, [0, 1, 3, 2])) * 0.125, -1e30)
     return ops.matmul(ops.softmax(scores, -1), v)
+
+
+def loss_of_a_head(fd: Fd, s: Sizes, words: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Its indices; its rows and their gradient; its head, of so many words, and that one's gradient."""
+    x, w = floats(fd, s.batch, s.length, s.width), floats(fd, words, s.width)
+    index = fd.define_tensor([s.batch, s.length], dtype=mf.DataType.Int)
+    loss = fd.ops.cross_entropy(fd.ops.linear(x, w), index)
+    dx, dw = fd.grad(loss, [x, w])
+    outputs(fd, loss, dx, dw)
+    return index, [x, dx], [w, dw]

@@ -485,4 +485,15 @@ def image_taps(fd: Fd, padded: Tensor, step: int) -> list[Tensor]:
     return [fd.ops.slice(padded, [0, i, j, 0], [b, i + h - 2, j + w - 2, c], [1, step, step, 1]) for i, j in at]
 
 
+@known(29.36, 0.0574)
+def a_mean_over_tokens_that_a_mask_picks(fd: Fd, s: Sizes) -> None:
+    """The sums over ranks are masked and added up over tokens first: AR of a row for each sequence."""
+    h, w = floats(fd, s.batch, s.length, s.hidden), floats(fd, s.hidden, s.width)
+    mask = floats(fd, s.batch, s.length, 1)
+    masked = fd.ops.where(fd.ops.gt(mask, 0.0), fd.ops.matmul(h, w), 0.0)
+    pooled = fd.ops.sum(masked, [1])
+    outputs(fd, pooled)
+    split(fd, TP8, (h, [None, None, "tp"]), (w, ["tp", None]), (mask, [None, None, None]), (pooled, [None, None]))
+
+
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

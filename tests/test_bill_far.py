@@ -9,7 +9,7 @@ from layers import Sizes, Tensor, floats, mlp, one_hot
 from programs import TP8, X4_Y2, Fd, gradients, outputs, split
 
 import meshfuse as mf
-from bill_known import Classes, by_hand
+from bill_known import Classes, by_hand, loss_of_a_head
 
 CLASSES = Classes()
 known = CLASSES.known
@@ -125,22 +125,12 @@ def a_step_of_attention_whose_weights_lie_on_one_of_the_axes_of_the_batch(fd: Fd
     split(fd, DP2_FS4, *((w, ["fs", None]) for w in (*weights, *stepped)))
 
 
-def loss_of_a_head(fd: Fd, s: Sizes) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Its indices; its rows and their gradient; its head and that one's gradient."""
-    x, w = floats(fd, s.batch, s.length, s.width), floats(fd, s.vocab, s.width)
-    index = fd.define_tensor([s.batch, s.length], dtype=mf.DataType.Int)
-    loss = fd.ops.cross_entropy(fd.ops.linear(x, w), index)
-    dx, dw = fd.grad(loss, [x, w])
-    outputs(fd, loss, dx, dw)
-    return index, [x, dx], [w, dw]
-
-
 @known(math.inf, 146.9)  # XLA was not asked.
 def a_loss_whose_rows_lie_over_both_axes(fd: Fd, s: Sizes) -> None:
     """Of a head that is whole on every rank: all ranks share the vocabulary, not the rows. AG of rows, RS of their
     gradient, and AG of the head's (an AR of it would send 234.9).
     """
-    index, rows, heads = loss_of_a_head(fd, s)
+    index, rows, heads = loss_of_a_head(fd, s, s.vocab)
     for t in rows:
         split(fd, DP2_FS4, (t, [("dp", "fs"), None, None]))  # type: ignore[list-item]
     split(fd, DP2_FS4, (index, [("dp", "fs"), None]), *((t, [None, None]) for t in heads))  # type: ignore[list-item]
@@ -149,7 +139,7 @@ def a_loss_whose_rows_lie_over_both_axes(fd: Fd, s: Sizes) -> None:
 @known(math.inf, 79.82)
 def a_loss_whose_rows_lie_over_an_axis_that_its_head_does_not(fd: Fd, s: Sizes) -> None:
     """The vocabulary over all axes again: AG of the head's gradient over two, in place of an AR."""
-    index, rows, heads = loss_of_a_head(fd, s)
+    index, rows, heads = loss_of_a_head(fd, s, s.vocab)
     split(fd, D2_S2_T2, *((t, ["dp", "sp", None]) for t in rows), *((t, ["tp", None]) for t in heads))
     split(fd, D2_S2_T2, (index, ["dp", "sp"]))
 

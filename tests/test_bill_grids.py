@@ -13,7 +13,7 @@ import layers
 from layers import Sizes, Tensor, floats
 from programs import DP2_TP4, DP8, TP8, Fd, Spec, gradients, outputs, split
 
-from bill_known import Classes, by_hand
+from bill_known import Classes, by_hand, loss_of_a_head
 
 CLASSES = Classes()
 known = CLASSES.known
@@ -125,6 +125,24 @@ def attention_with_weights_over_both_axes_backward(fd: Fd, s: Sizes) -> None:
     made = gradients(fd, fd.ops.matmul(merged, weights[3]), weights)
     columns = [(t, ["dp", "tp"]) for t in (*weights[:3], *made[:3])]
     split(fd, DP2_TP4, (x, ["dp", None, None]), *columns, *((t, ["tp", "dp"]) for t in (weights[3], made[3])))
+
+
+@known(88.14, 21.0)
+def a_loss_whose_rows_and_words_lie_over_one_axis(fd: Fd, s: Sizes) -> None:
+    """Rows in two groups, words over four ranks: AG of rows and RS of their gradient among four, 6.29 each, AG of the
+    head and RS of its gradient among two, 4.19 each.
+    """
+    index, rows, heads = loss_of_a_head(fd, s, 2 * s.hidden)
+    split(fd, TP8, (index, ["tp", None]), *((t, ["tp", None, None]) for t in rows))
+    split(fd, TP8, *((t, ["tp", None]) for t in heads))
+
+
+@known(58.72, 46.16)
+def a_loss_whose_rows_lie_over_one_axis(fd: Fd, s: Sizes) -> None:
+    """The head is whole: AG and RS of rows among four; its gradient is scattered among two and gathered among eight."""
+    index, rows, heads = loss_of_a_head(fd, s, 2 * s.hidden)
+    split(fd, TP8, (index, ["tp", None]), *((t, ["tp", None, None]) for t in rows))
+    split(fd, TP8, *((t, [None, None]) for t in heads))
 
 
 test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()

@@ -21,8 +21,8 @@ from ..sharding.value import Sharding
 from .starts import in_rounds
 from .translated import translated
 
-# Each is a search: no more ways are tried to write an axis, those of most alike parts first. Either part may be the major
-# one: searches try both on every dim, but find more where blocks need not lie in strides.
+# Each is a search: no more ways are tried to write an axis, those of most alike parts first. Searches try either part on
+# every dim, and find more where blocks need not lie in strides: so each may be the major one.
 MOST_WAYS = 2
 
 
