@@ -379,6 +379,51 @@ def test_ranks_that_only_the_default_group_knows(tmp_path):
     assert said == ["torch.distributed 3.0\n"] * 2
 
 
+def test_a_default_group_that_numbers_the_ranks_anew(tmp_path):
+    """DTensors go by its numbers, and the job by those that it began with: shards would be taken for other ranks'."""
+    script = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import meshfuse as mf
+
+def begin(name, rank):
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}{name}", rank=rank, world_size=2)
+    return distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+
+def done(x):
+    with mf.FusionDefinition() as fd:
+        fd.add_output(fd.ops.cumsum(fd.from_pytorch(x), 0))
+    return fd.execute([x])[0].full_tensor().tolist()
+
+def told(call):
+    try:
+        return call()
+    except mf.MeshfuseError as error:
+        return error
+
+rank = int(sys.argv[2])
+print(done(begin("a", rank)))
+dist.destroy_process_group()
+print(done(begin("b", rank)))
+dist.destroy_process_group()
+x = begin("c", 1 - rank)
+print(told(lambda: done(x)))
+print(told(lambda: mf.save(sys.argv[1] + "saved", {"x": x})))
+"""
+    said = run_ranks(script, tmp_path, [base_environment()] * 2, str(tmp_path / "store"))
+    for rank, lines in enumerate(said):
+        first, again, *errors = lines.splitlines()
+        assert first == again == "[0.0, 1.0, 3.0, 6.0]"
+        text = "DTensors go by other numbers of the ranks than this job: "
+        text += (
+            f"found rank {1 - rank} in torch's default group, needed rank {rank}, as which this process joined the job"
+        )
+        assert len(errors) == 2 and all(text in error and "(at script.py:" in error for error in errors), lines
+
+
 def test_ranks_that_know_each_other_after_the_first_use(tmp_path):
     """A script may use meshfuse as one process before it makes the default group, with definitions for one rank."""
     script = """

@@ -10,9 +10,10 @@ import torch
 
 from ..definition.checks import mesh_of_torch
 from ..definition.tensor_view import TensorView
-from ..errors import ArgumentError, MeshfuseError, shown, user_error
+from ..errors import ArgumentError, MeshfuseError, caller_line, shown, user_error
 from ..executor.dtensor import is_dtensor, sharding_of
 from ..mesh import DeviceMesh
+from ..runtime.world import World
 from ..sharding import layout as lay
 from ..sharding.value import Sharding
 
@@ -96,6 +97,7 @@ def _is_pair(value: Any) -> bool:
 
 def _of_dtensor(name: str, value: Any) -> CheckpointEntry:
     shape = tuple(value.shape)
+    World.current().check_number(caller_line())
     sharding = sharding_of(mesh_of_torch(value.device_mesh), tuple(value.placements), shape)
     if sharding is None or sharding.partial:
         raise wrong(

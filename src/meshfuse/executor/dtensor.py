@@ -18,6 +18,7 @@ from ..errors import ArgumentError, SourceLine, user_error
 from ..mesh import DeviceMesh
 from ..moves.planner import plan
 from ..ops.base import TensorRef
+from ..runtime.world import World
 from ..sharding.layout import Layout, Split
 from ..sharding.strided import Cut, chunks_cut, cut_of, layout_of_cuts
 from ..sharding.value import Sharding
@@ -49,12 +50,17 @@ def _settled(local: torch.Tensor) -> torch.Tensor:
 
 
 def dtensor_shapes(fd: DefinitionBuilder, inputs: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:
-    """The global shapes of DTensor inputs. Raises ArgumentError where placements are not as annotated."""
+    """The global shapes of DTensor inputs.
+
+    Raises ArgumentError where placements are not as annotated, or torch numbers the ranks otherwise.
+    """
     found = {}
     for ref, value in zip(fd.inputs, inputs, strict=False):
         if isinstance(ref, TensorRef) and is_dtensor(value):
             found[ref.id] = tuple(value.shape)
             _check_placements(fd, ref.id, value, line)
+    if found:
+        World.current().check_number(line)
     return found
 
 

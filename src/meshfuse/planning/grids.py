@@ -21,8 +21,8 @@ from ..sharding.value import Sharding
 from .starts import in_rounds
 from .translated import translated
 
-# Each is a search: no more ways are tried to write an axis, those of most alike parts first. Searches try either part on
-# every dim, and find more where blocks need not lie in strides: so each may be the major one.
+# Each is a search: no more ways are tried to write an axis, those of most alike parts first. Each may be the
+# major one, as searches find more where blocks need not lie in strides.
 MOST_WAYS = 2
 
 

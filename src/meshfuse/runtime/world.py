@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 
 import torch.distributed as dist
 
-from ..errors import ArgumentError, RankError, caller_line, located, user_error
+from ..errors import ArgumentError, RankError, SourceLine, caller_line, located, user_error
 from . import news
 from .deadlines import STORE, left_running, within
 from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, two_processes
@@ -110,6 +110,19 @@ class World:
                 place, limit = _place(), time_limit()
             cls._current = World(place, limit)
         return cls._current
+
+    def check_number(self, line: SourceLine) -> None:
+        """Check that torch's default group, by whose numbers DTensors go, calls this rank by its own.
+
+        Raises ArgumentError where it does not: the group was made anew since this process joined the job.
+        """
+        found = dist.get_rank() if self.size > 1 and dist.is_initialized() else self.rank
+        if found != self.rank:
+            raise user_error(
+                "DTensors go by other numbers of the ranks than this job", f"rank {found} in torch's default group",
+                f"rank {self.rank}, as which this process joined the job",
+                "Make the default group with the ranks that the job has.", line, ArgumentError,
+            )  # fmt: skip
 
     @classmethod
     def leave_off(cls, where: str, error: BaseException) -> None:
