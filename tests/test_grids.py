@@ -78,9 +78,9 @@ def test_a_plan_on_the_grid_takes_as_much_on_the_mesh(name: str) -> None:
 
 
 def test_ways_are_those_of_the_largest_axis_alike_parts_first() -> None:
-    def ways(shape: tuple[int, ...]) -> list[tuple[str, int]]:
+    def ways(shape: tuple[int, ...], either: bool = False) -> list[tuple[str, int]]:
         mesh = mf.DeviceMesh(shape, ("d", "t")[-len(shape) :])
-        return [(grid.axis, grid.major) for grid in grids(graph_of(pairs_of_rows(mesh, ["t", None])))]
+        return [(grid.axis, grid.major) for grid in grids(graph_of(pairs_of_rows(mesh, ["t", None])), either)]
 
     def majors(shape: tuple[int, ...]) -> list[int]:
         return [major for _, major in ways(shape)]
@@ -89,6 +89,8 @@ def test_ways_are_those_of_the_largest_axis_alike_parts_first() -> None:
     assert majors((16,)) == [4, 2] and majors((4,)) == [2] and len(majors((64,))) == MOST_WAYS
     assert majors((7,)) == majors((2, 2)) == majors((1,)) == []
     assert ways((2, 8)) == ways((4, 8))[:1] == [("t", 2)] and ways((6, 4)) == [("d", 2), ("t", 2)]
+    assert ways((8,), True) == [("t", 2), ("t", 4)] and ways((4,), True) == [("t", 2)]
+    assert ways((6, 4), True) == [("d", 2), ("t", 2), ("d", 3)]
 
 
 def test_an_axis_of_which_other_parts_are_used_is_left_as_it_is() -> None:

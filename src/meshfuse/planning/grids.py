@@ -21,8 +21,8 @@ from ..sharding.value import Sharding
 from .starts import in_rounds
 from .translated import translated
 
-# Each is a search: no more ways are tried to write an axis, those of most alike parts first. Each may be the
-# major one, as searches find more where blocks need not lie in strides.
+# Each is a search: no more ways are tried to write an axis, those of most alike parts first, and one with its parts in
+# turned order. Searches try either part on every dim, but find more where blocks need not lie in strides.
 MOST_WAYS = 2
 
 
@@ -114,23 +114,24 @@ def _splits(graph: Graph) -> Iterable[Split]:
             yield from lay.axes(layout)
 
 
-def grids(graph: Graph) -> Iterator[Grid]:
-    """The ways to write one axis of the mesh as two.
+def grids(graph: Graph, either: bool = False) -> Iterator[Grid]:
+    """The ways to write one axis of the mesh as two, the smaller part as the major one; of the first way `either` is.
 
     None for a graph on several meshes, and where the user asks for chunks or rounds, which take whole axes.
     """
     meshes = {sharding.mesh for sharding in graph.annotations.values()}
     if len(meshes) > 1 or graph.streams or in_rounds(graph):
         return
-    ways = [(mesh, *way) for mesh in meshes for way in _ways(mesh)]
-    for mesh, axis, major in ways[:MOST_WAYS]:
-        grid = Grid.of(mesh, axis, major)
-        if grid.holds(graph):
-            yield grid
+    for mesh in meshes:
+        ways = [*_ways(mesh)][:MOST_WAYS]
+        turned = [(axis, mesh.axis_size(axis) // major) for axis, major in ways[:1] if either]
+        for axis, major in dict.fromkeys([*ways, *turned]):
+            grid = Grid.of(mesh, axis, major)
+            if grid.holds(graph):
+                yield grid
 
 
 def _ways(mesh: DeviceMesh) -> Iterator[tuple[str, int]]:
     """(axis, major part): those of most alike parts first."""
     for axis, n in sorted(zip(mesh.names, mesh.shape, strict=True), key=lambda pair: -pair[1]):
-        parts = [(major, n // major) for major in range(math.isqrt(n), 1, -1) if n % major == 0]
-        yield from ((axis, major) for pair in parts for major in dict.fromkeys(pair))
+        yield from ((axis, major) for major in range(math.isqrt(n), 1, -1) if n % major == 0)

@@ -54,6 +54,8 @@ LITTLE = 0.9
 IDLE = 40
 # Grids are searched on where the plans found there move less than so many times what the best one moves.
 HOPEFUL = 1.25
+# Seconds of moves, about 100 KB on the default link, that are not worth half of a far search.
+SMALL_MOVES = 2e-6
 # A loose search takes plans for one whose times differ by less than this part of the time of the best plan's moves.
 SLACK = 0.01
 
@@ -213,7 +215,8 @@ class _PlanSearch:
         Beside a plan with parts of one of several axes there are too many places to hold tensors at.
         """
         before = self.cost
-        enough = on_grids and self._far_on_grids() and (self.cost != before or most_axes(self.graph) <= 1)
+        farthest = on_grids and self._far_on_grids()
+        enough = farthest if most_axes(self.graph) <= 1 else self.cost != before
         self._share()
         if not enough:
             self._openly()
@@ -252,10 +255,10 @@ class _PlanSearch:
         self._go_on()
         self._leave()
 
-    def _on_grids(self, search: _Search) -> list[tuple[Grid, _PlanSearch]]:
+    def _on_grids(self, search: _Search, either: bool = False) -> list[tuple[Grid, _PlanSearch]]:
         """Try the plans that a search finds on meshes whose one axis is written as two; the searches there."""
         found = list[tuple[Grid, _PlanSearch]]()
-        for grid in grids(self.graph):
+        for grid in grids(self.graph, either):
             world = grid.written if self.world == grid.mesh else self.world
             graph = grid.graph(self.graph)
             there = _PlanSearch(graph, world, propagate(graph, world), grid.names)
@@ -270,14 +273,15 @@ class _PlanSearch:
     def _far_on_grids(self) -> bool:
         """Search on grids, farther where a plan there moves little more than the best one, and farthest on one of them.
 
-        Whether there is one.
+        Whether there is one. Where all moves together take no time to speak of, none is searched farthest.
         """
-        most = self.cost.moving * HOPEFUL
-        found = [(grid, there) for grid, there in self._on_grids(_PlanSearch.near) if there.cost.moving < most]
+        large = self.cost.moving > SMALL_MOVES
+        most = self.cost.moving * HOPEFUL if large else self.cost.moving + EPSILON
+        found = [(grid, there) for grid, there in self._on_grids(_PlanSearch.near, large) if there.cost.moving < most]
         for grid, there in found:
             self._run_there(grid, there, _PlanSearch._farther)
         least = min([there.cost.moving for _, there in found], default=0.0)
-        alike = [(grid, there) for grid, there in found if there.cost.moving < least * (1 + SLACK)]
+        alike = [(grid, there) for grid, there in found if large and there.cost.moving < least * (1 + SLACK)]
         for grid, there in sorted(alike, key=lambda pair: pair[0].major)[-1:]:
             for search in (_PlanSearch._openly, _PlanSearch._hold):
                 self._run_there(grid, there, search)
