@@ -61,6 +61,9 @@ TERMS: dict[str, Callable[[Fd, Tensor], Tensor]] = {
     "residual": lambda fd, y: operand(fd, B, S, D) + y,
     "the other way": lambda fd, y: y - operand(fd, B, S, D),
     "scaled": lambda fd, y: 0.5 * (operand(fd, B, S, D) - y / 3.0),
+    "a bias": lambda fd, y: y + operand(fd, D),
+    "one for each row and one for all": lambda fd, y: operand(fd, S, 1) - (operand(fd, 1, 1, 1) + y),
+    "a sum of biases": lambda fd, y: y + (operand(fd, D) + operand(fd, 1)),
     "two products": lambda fd, y: row_parallel(fd) + (operand(fd, B, S, D) + y),
     "its negative and others": lambda fd, y: fd.ops.tanh(operand(fd, B, S, D)) + (operand(fd, B, S, D) - -y),
 }
@@ -93,7 +96,6 @@ def test_a_loss_of_a_residual_is_summed_once_in_a_training_step() -> None:
 UNCHANGED: dict[str, Callable[[Fd, Tensor], Tensor]] = {
     "plus a number": lambda fd, y: fd.ops.sum(y + 1.0),
     "a number over it": lambda fd, y: fd.ops.sum(2.0 / (y * y + 1.0)),
-    "plus a bias": lambda fd, y: fd.ops.sum(y + operand(fd, D), [1]),
     "of other types": lambda fd, y: fd.ops.sum(fd.ops.cast(y, mf.DataType.Float) + operand(fd, B, S, D)),
     "by a tensor": lambda fd, y: fd.ops.sum(y * operand(fd, B, S, D)),
     "in another type": lambda fd, y: fd.ops.sum(y + operand(fd, B, S, D), dtype=mf.DataType.Float),

@@ -182,26 +182,37 @@ class _SurroundsWriter(GraphWriter):
 
         Terms in half precision, which are added in Float, are not: their sums would be rounded before they cancel out.
         """
-        terms = [i for i in self._inner_terms(node.inputs[0]) if not self._is_inner_term(i)]
+        terms = [i for i in self._inner_terms(node) if not self._is_inner_term(i, node)]
         alike = {node.call.results[0].dtype} == {self.graph.tensors[i].type.dtype for i in (node.inputs[0], *terms)}
         return len(terms) > 1 and alike and not all(map(self._is_sum, terms)) and node.id not in self.graph.reductions
 
-    def _inner_terms(self, tensor: int) -> list[int]:
-        """A tensor and all that are added to it, each after those that it is made of."""
-        return inner_first(tensor, lambda i: self.makers[i].inputs if self._is_inner_term(i) else ())
+    def _inner_terms(self, node: Node) -> list[int]:
+        """What a sum is of and all that is added to it, each after what it is made of."""
+        return inner_first(node.inputs[0], lambda i: self.makers[i].inputs if self._is_inner_term(i, node) else ())
 
-    def _is_inner_term(self, tensor: int) -> bool:
-        return tensor in self.rising and _is_linear(self.makers[tensor])
+    def _is_inner_term(self, tensor: int, node: Node) -> bool:
+        """Whether a tensor is made of terms of a sum; one that repeats along a dim is taken as it is."""
+        return (
+            tensor in self.rising and _is_linear(self.makers[tensor])
+            and self.graph.shape(tensor) == self.graph.shape(node.inputs[0])
+        )  # fmt: skip
 
     def _summed(self, node: Node) -> TensorRef:
         """The sum over dims of a tensor, in sums of the terms that the tensor is made of."""
         made = dict[int, TensorRef]()
-        for i in self._inner_terms(node.inputs[0]):
-            if self._is_inner_term(i):
+        for i in self._inner_terms(node):
+            if self._is_inner_term(i, node):
                 made[i] = self._again(self.makers[i], [made[j] for j in self.makers[i].inputs])
             else:
-                made[i] = self._again(node, [TensorRef(i)])
+                made[i] = self._again(node, [self._repeated(i, self.graph.shape(node.inputs[0]))])
         return made[node.inputs[0]]
+
+    def _repeated(self, tensor: int, shape: tuple[int, ...]) -> TensorRef:
+        """A tensor in the shape that an elementwise op takes it in."""
+        ref, lacking = TensorRef(tensor), len(shape) - len(self.graph.shape(tensor))
+        if self.graph.shape(tensor) == shape:
+            return ref
+        return self.call("broadcast_in_dim", ref, list(shape), list(range(lacking, len(shape))))
 
     def _slice_of(self, tensor: int, bounds: Bounds) -> TensorRef:
         if all(row == (0, n, 1) for row, n in zip(bounds, self.graph.shape(tensor), strict=True)):
@@ -261,8 +272,8 @@ def _is_elementwise(node: Node) -> bool:
 
 
 def _is_linear(node: Node) -> bool:
-    """Whether the result is a sum of its operands, or one of them times a number."""
-    if not _is_pointwise(node):
+    """Whether the result is a sum of its operands, which may repeat, or one of them times a number."""
+    if not _is_elementwise(node):
         return False
     pairs, partial = zip(node.call.op.params, node.call.args, strict=True), node.call.op.partial
     read = [isinstance(arg, TensorRef) for param, arg in pairs if param.kind in _OPERANDS]
