@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from meshfuse import cli
 from meshfuse.executor.spans import RankTime, Span, hidden_share, read_trace, write_trace
+from meshfuse.report.trace import empty_folder
 
 SCRIPT = """
 import meshfuse as mf
@@ -76,6 +78,14 @@ def test_a_trace_replaces_traces_and_no_other_file(
     cli.main(["trace", script, *ranks, "--out", str(tmp_path)])
     left = {path.name for path in tmp_path.iterdir()}
     assert kept <= left and not left & {"program7.rank9.json", "rank31.json"}
+
+
+def test_ranks_of_one_job_clear_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lists a file that the other has removed by then."""
+    (tmp_path / "rank0.json").write_text("of another run")
+    monkeypatch.setattr(os, "listdir", lambda _: ["rank1.json", "rank0.json"])
+    empty_folder(str(tmp_path))
+    assert not (tmp_path / "rank0.json").exists()
 
 
 def test_real_ranks_that_execute_nothing_leave_no_trace_and_an_error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ def empty_folder(path: str) -> str:
         folder = os.path.abspath(path)  # fails where the working directory is gone
         make_writable(folder)
         for name in filter(_OURS.fullmatch, os.listdir(folder)):
-            os.remove(os.path.join(folder, name))
+            with contextlib.suppress(FileNotFoundError):  # another rank of the job was faster
+                os.remove(os.path.join(folder, name))
     except OSError as error:
         raise user_error(f"cannot write traces to {path}", error.strerror or str(error), "a folder", "") from None
     return folder
