@@ -197,7 +197,7 @@ def test_layers_of_a_language_model_cost_as_much_in_long_programs_as_in_short_on
     """With logits so large that ranks share their rows, as if the tokens were split so. But for grids, on which long
     programs over several axes are not searched.
     """
-    monkeypatch.setattr(search, "grids", lambda graph: [])
+    monkeypatch.setattr(search, "grids", lambda *_: [])
     one, two, six = (Stack(layers, 8, 512, 1024, vocabulary=32768).fd for layers in (1, 2, 6))
     assert len(two.nodes) < MOST < len(six.nodes)
     assert six.bill().total <= 1.01 * (5 * two.bill().total - 4 * one.bill().total)
