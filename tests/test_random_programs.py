@@ -22,11 +22,11 @@ from meshfuse.testing.blocks import FAMILIES
 from meshfuse.testing.op_blocks import any_op
 from op_references import NVIDIA_ONLY
 
-# Programs per family of ops, 700 in all: `make fuzz` draws other ones without end.
+# Programs per family of ops, 560 in all: `make fuzz` draws other ones without end.
 FAMILY_NAMES = [*FAMILIES, "all"]
 PROGRAMS = {
-    "pointwise": 50, "reductions": 80, "products": 70, "shapes": 105, "lookups": 85, "random": 40, "complex": 40,
-    "ops": 105, "all": 125,
+    "pointwise": 40, "reductions": 64, "products": 56, "shapes": 84, "lookups": 68, "random": 32, "complex": 32,
+    "ops": 84, "all": 100,
 }  # fmt: skip
 
 

@@ -50,8 +50,8 @@ ROUNDS = 4
 # the first one spends on moves.
 LITTLE = 0.9
 # Tensors are held elsewhere until this many in a row have saved nothing; on meshes of three axes until half as many
-# have, of four a third, as each takes longer there.
-IDLE = 40
+# have, of four a third, as each takes longer there. On grids fewer do.
+IDLE, GRID_IDLE = 40, 30
 # Grids are searched on where the plans found there move less than so many times what the best one moves.
 HOPEFUL = 1.25
 # Seconds of moves, about 100 KB on the default link, that are not worth half of a far search.
@@ -290,7 +290,7 @@ class _PlanSearch:
     def _hold(self) -> None:
         """Hold tensors beside the best plan's moves elsewhere, one at a time, as long as that saves moves."""
         first, tried, idle, before = self.cost, set[Pin](), 0, None
-        most_idle = IDLE // max(1, most_axes(self.graph) - 1)
+        most_idle = (GRID_IDLE if self.parts else IDLE) // max(1, most_axes(self.graph) - 1)
         while self.cost != before:
             before = self.cost
             for _, places in itertools.groupby(pins(insert_resharding(self.best)), key=lambda pin: pin.tensor):
