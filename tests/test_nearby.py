@@ -50,7 +50,7 @@ def compiled(fd: mf.FusionDefinition, shapes: Sequence[Sequence[int]] | None = N
 def test_random_programs_of_doubled_sizes_are_what_torch_computes() -> None:
     taken = []
 
-    @settings(max_examples=120)
+    @settings(max_examples=160)
     @given(definitions().flatmap(annotations))
     def check(fd: mf.FusionDefinition) -> None:
         if len(fd.inputs) > len(fd.input_tensors()) or not has_reference(fd):
