@@ -90,17 +90,20 @@ def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any, line: Sour
 
 
 def sharding_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Sharding | None:
-    """The sharding that placements mean; None for partial ones, and for uneven dims that are cut twice.
+    """The sharding that placements mean; None for uneven dims that are cut twice, and for any other kind of placement.
 
     torch cuts each chunk of an uneven dim by itself again, which no layout of factors does.
     """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if not {*map(type, placements)} <= {Shard, _StridedShard, Replicate}:
+        return None
     dims: list[list[Cut]] = [[] for _ in shape]
     for axis, size, placement in zip(mesh.names, mesh.shape, placements, strict=True):
         cut = cut_of(Split(size, axis), placement)
         if cut is not None:
             dims[placement.dim % len(shape)].append(cut)
-        elif not placement.is_replicate():
-            return None
     layouts = [layout_of_cuts(cuts) for cuts in dims]
     found = [layout for layout, n in zip(layouts, shape, strict=True) if layout is not None and _cut_evenly(layout, n)]
     return Sharding.make(mesh, found, shape) if len(found) == len(shape) else None

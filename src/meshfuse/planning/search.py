@@ -262,13 +262,16 @@ class _PlanSearch:
             world = grid.written if self.world == grid.mesh else self.world
             graph = grid.graph(self.graph)
             there = _PlanSearch(graph, world, propagate(graph, world), grid.names)
+            there.run(search)
+            self._keep(grid.plan_back(self.graph, there.best))
             found.append((grid, there))
-            self._run_there(grid, there, search)
         return found
 
-    def _run_there(self, grid: Grid, there: _PlanSearch, search: _Search) -> None:
+    def _go_on_there(self, grid: Grid, there: _PlanSearch, search: _Search) -> None:
+        before = there.best
         there.run(search)
-        self._keep(grid.plan_back(self.graph, there.best))
+        if there.best is not before:
+            self._keep(grid.plan_back(self.graph, there.best))
 
     def _far_on_grids(self) -> bool:
         """Search on grids, farther where a plan there moves little more than the best one, and farthest on one of them.
@@ -279,13 +282,15 @@ class _PlanSearch:
         most = self.cost.moving * HOPEFUL if large else self.cost.moving + EPSILON
         found = [(grid, there) for grid, there in self._on_grids(_PlanSearch.near, large) if there.cost.moving < most]
         for grid, there in found:
-            self._run_there(grid, there, _PlanSearch._farther)
+            self._go_on_there(grid, there, _PlanSearch._farther)
         least = min([there.cost.moving for _, there in found], default=0.0)
-        alike = [(grid, there) for grid, there in found if large and there.cost.moving < least * (1 + SLACK)]
-        for grid, there in sorted(alike, key=lambda pair: pair[0].major)[-1:]:
-            for search in (_PlanSearch._openly, _PlanSearch._hold):
-                self._run_there(grid, there, search)
-        return bool(alike)
+        if not large or not least:
+            return False
+        alike = [pair for pair in found if pair[1].cost.moving < least * (1 + SLACK)]
+        *_, chosen = sorted(alike, key=lambda pair: pair[0].major)
+        for search in (_PlanSearch._openly, _PlanSearch._hold):
+            self._go_on_there(*chosen, search)
+        return True
 
     def _hold(self) -> None:
         """Hold tensors beside the best plan's moves elsewhere, one at a time, as long as that saves moves."""

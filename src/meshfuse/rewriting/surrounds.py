@@ -209,10 +209,11 @@ class _SurroundsWriter(GraphWriter):
 
     def _repeated(self, tensor: int, shape: tuple[int, ...]) -> TensorRef:
         """A tensor in the shape that an elementwise op takes it in."""
-        ref, lacking = TensorRef(tensor), len(shape) - len(self.graph.shape(tensor))
-        if self.graph.shape(tensor) == shape:
-            return ref
-        return self.call("broadcast_in_dim", ref, list(shape), list(range(lacking, len(shape))))
+        own = self.graph.shape(tensor)
+        if own == shape:
+            return TensorRef(tensor)
+        dims = range(len(shape) - len(own), len(shape))
+        return self.call("broadcast_in_dim", TensorRef(tensor), list(shape), list(dims))
 
     def _slice_of(self, tensor: int, bounds: Bounds) -> TensorRef:
         if all(row == (0, n, 1) for row, n in zip(bounds, self.graph.shape(tensor), strict=True)):
