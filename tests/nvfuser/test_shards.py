@@ -24,8 +24,8 @@ pytestmark = pytest.mark.nvfuser
 REASONS = {
     "embedding_fwd": ("max_norm changes the table",),
     "grouped_mm": ("some of the groups",),
-    "sdpfa_fwd": ("heads and widths", "causal mask of some"),
-    "sdpfa_bwd": ("heads and widths", "causal mask of some"),
+    "sdpfa_fwd": ("heads and widths", "causal mask of some", "is of 4 dims"),
+    "sdpfa_bwd": ("heads and widths", "causal mask of some", "is of 4 dims"),
 }
 NATIVE = [(name, place) for name, place in samples() if not isinstance(OPS[name].nvfuser, str)]
 

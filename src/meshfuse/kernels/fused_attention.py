@@ -1,4 +1,4 @@
-"""Attention by torch's fused kernels: one on the CPU; on CUDA, flash attention and the memory-efficient kernel.
+"""Attention by torch's fused kernels: one on the CPU; on CUDA, cuDNN's, flash attention and the memory-efficient one.
 
 Tensors are [*b, h, s, e], and the log-sum-exp [*b, h, s] is of natural logarithms after the scale. On CUDA several
 consecutive heads of q may share one of k and v. (Dao et al. 2022; Rabe & Staats 2021.)
@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of CUDA's kernels: the widest heads that flash attention takes, what widths and biases are padded to a multiple of,
-# and what the memory-efficient kernel's log-sum-exp is padded to a multiple of.
-_WIDEST, _WIDTHS, _BIAS, _ROWS = 256, 8, 16, 32
+# Of CUDA's kernels: the widest heads that flash attention takes, and cuDNN's backward; what widths and biases are padded
+# to a multiple of, and what the memory-efficient kernel's log-sum-exp is padded to a multiple of.
+_WIDEST, _CUDNN, _WIDTHS, _BIAS, _ROWS = 256, 128, 8, 16, 32
 _aten = torch.ops.aten
 _Outcome = tuple[torch.Tensor, torch.Tensor]
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -121,13 +123,27 @@ def _is_flash(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> bool:
     return q.dtype != torch.float32 and q.shape[-1] <= _WIDEST and square
 
 
+def _is_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> bool:
+    """Whether cuDNN computes what flash attention would, and torch prefers it: on Hopper it takes half the time.
+
+    The log-sum-exp is the same, so forward and backward may decide otherwise.
+    """
+    if isinstance(q, FakeTensor) or q.shape[-1] > _CUDNN:  # Results of both lie alike.
+        return False
+    return _aten._fused_sdp_choice(q, k, v, None, 0.0, is_causal, scale=scale) == SDPBackend.CUDNN_ATTENTION.value
+
+
 def _attend_cuda(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addend: torch.Tensor | None, is_causal: bool, scale: float
 ) -> _Outcome:
     rows, width = q.shape[-2:]
     q, k, v = (_padded(x, _WIDTHS) for x in (q, k, v))
     if addend is None and _is_flash(q, k, is_causal):
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+        if _is_cudnn(q, k, v, is_causal, scale):
+            out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)
+            lse = lse.reshape(q.shape[:-1])
+        else:
+            out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
     else:
         # The kernel reads the bias by vectors, also beyond the end of a row.
         bias = None if addend is None else _padded(addend, _BIAS)[..., : k.shape[-2]]
@@ -140,10 +156,16 @@ def _backward_cuda(flat: Sequence[torch.Tensor], lse: torch.Tensor, is_causal: b
     grad, q, k, v, out = (_padded(x, _WIDTHS) for x in flat)
     state = torch.empty((), dtype=torch.int64, device=q.device)  # of random numbers, which are not drawn
     if _is_flash(q, k, is_causal):
-        sizes = (q.shape[-2], k.shape[-2])
-        made = _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, *sizes, 0.0, is_causal, state, state, scale=scale
-        )
+        sizes, lse = (q.shape[-2], k.shape[-2]), lse.contiguous()
+        if _is_cudnn(q, k, v, is_causal, scale):
+            none = (None, None, None)
+            made = _aten._scaled_dot_product_cudnn_attention_backward(
+                grad, q, k, v, out, lse.unsqueeze(-1), state, state, *none, *sizes, 0.0, is_causal, scale=scale
+            )
+        else:
+            made = _aten._scaled_dot_product_flash_attention_backward(
+                grad, q, k, v, out, lse, None, None, *sizes, 0.0, is_causal, state, state, scale=scale
+            )
     else:
         wanted, sums = [True, True, True, False], _padded(lse, _ROWS, float("inf"))
         # The kernel takes strides of all but the output, which it takes to lie as it writes it: [b, s, h, e].

@@ -115,6 +115,8 @@ def _check_attention(n: NvfuserEmit) -> None:
     assert q is not None and k is not None and v is not None
     if not q.dtype.is_reduced_float:
         raise ToTorch("nvFuser's flash attention is of Half and BFloat16 only")
+    if q.ndim != 4:
+        raise ToTorch(f"nvFuser's attention is of 4 dims, this one's of {q.ndim}")
     if q.shape[-3] != k.shape[-3] or q.shape[-1] != v.shape[-1]:
         raise ToTorch("nvFuser's attention wants heads and widths of query, key and value to be equal")
     if n.number("dropout_p") not in (None, 0, 0.0):

@@ -13,6 +13,11 @@ from .. import Unsupported
 from .partition import refusal
 from .segment import NativeKernel
 
+# By how much a kernel's numbers may differ from torch's, as a part of the largest; and in what share of the elements, as
+# a comparison may turn out otherwise where both sides are about equal.
+_LIMITS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-3}
+_TOLERATED = 0.01
+
 # Called with the tensors and then the numbers that a definition takes; gives its outputs in order.
 Run = Callable[[list[Any]], Sequence[torch.Tensor]]
 
@@ -54,9 +59,9 @@ class Launcher(Protocol):
 
 
 class CudaLauncher:
-    """nvFuser's own kernels: compiled in `prepare`, by a call with zeros, so that later calls compile nothing.
+    """nvFuser's own kernels: compiled in `prepare`, by a call with numbers of our own, so that later calls compile nothing.
 
-    Equal parts (of the layers of a model, of simulated ranks) are compiled once, as long as one of them is in use.
+    What this call gives is compared with what the text does: some of nvFuser's kernels are wrong. Equal parts (of the layers of a model, of simulated ranks) are compiled once, as long as one of them is in use.
     """
 
     _known: ClassVar[weakref.WeakValueDictionary[tuple[Any, ...], Any]] = weakref.WeakValueDictionary()
@@ -73,22 +78,27 @@ class CudaLauncher:
         return run
 
     def _compiled(self, part: NativePart, device: torch.device) -> Run:
-        definition = part.kernel.definition
-        index = torch.cuda.current_device() if device.index is None else device.index
-        given = [_zeros(value, device) for value in part.examples]
+        given = _example(part.examples, device)
         try:
-            made = definition.execute(given, device=index)
+            made, execute = self._first_call(part, given, device)
         except RuntimeError as error:
             raise Unsupported(f"nvFuser cannot run it: {refusal(error)}") from error
         check_outputs(part, made)
+        check_numbers(part, given, made)
         copied = misplaced(part, given, made)
-
-        execute = _executor(definition, index)
 
         def repaired(arguments: list[Any]) -> Sequence[torch.Tensor]:
             return laid_out(execute(arguments), part.strides, copied)
 
         return repaired if copied else execute
+
+    def _first_call(
+        self, part: NativePart, given: list[Any], device: torch.device
+    ) -> tuple[Sequence[torch.Tensor], Run]:
+        """What the definition gives for these arguments, and what to call from then on."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        definition = part.kernel.definition
+        return definition.execute(given, device=index), _executor(definition, index)
 
 
 def _executor(definition: Any, index: int) -> Run:
@@ -100,13 +110,19 @@ def _executor(definition: Any, index: int) -> Run:
     return lambda arguments: native.execute(arguments, device=index, _enable_options=none, _disable_options=none)
 
 
-def _zeros(value: Any, device: torch.device) -> Any:
-    """A tensor of zeros like an example; zeros are valid indices, too."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
-    memory = torch.zeros(last + 1 if value.numel() else 0, dtype=value.dtype, device=device)
-    return memory.as_strided(value.shape, value.stride())
+def _example(examples: Sequence[Any], device: torch.device) -> list[Any]:
+    """Arguments like the examples: floating point numbers from 0.1 to 1.1, and zeros, which are valid indices, too."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [_drawn(v, device, generator) if isinstance(v, torch.Tensor) else v for v in examples]
+
+
+def _drawn(like: torch.Tensor, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    last = sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True))
+    count = last + 1 if like.numel() else 0
+    memory = torch.zeros(count, dtype=like.dtype, device=device)
+    if like.is_floating_point():
+        memory = (torch.rand(count, generator=generator, device=device) + 0.1).to(like.dtype)
+    return memory.as_strided(like.shape, like.stride())
 
 
 def check_outputs(part: NativePart, made: Sequence[torch.Tensor]) -> None:
@@ -115,6 +131,28 @@ def check_outputs(part: NativePart, made: Sequence[torch.Tensor]) -> None:
     wanted = [(tuple(t.shape), t.dtype.value) for t in part.kernel.outputs]
     if found != wanted:
         raise Unsupported(f"nvFuser gives {found}, needed {wanted}")
+
+
+def check_numbers(part: NativePart, given: Sequence[Any], made: Sequence[torch.Tensor]) -> None:
+    """Raises Unsupported where outputs are far from what the text computes. What memory does not suffice for is left."""
+    try:
+        expected = part.text([*given])
+        shares = [share_wrong(a, b) for a, b in zip(made, expected, strict=True)]
+    except torch.OutOfMemoryError:
+        return
+    if wrong := [f"{share:.0%} of output {place}" for place, share in enumerate(shares) if share > _TOLERATED]:
+        raise Unsupported(f"nvFuser computes something else: {', '.join(wrong)}")
+
+
+def share_wrong(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The share of elements in which two tensors differ by more than rounding does, beside the largest of b."""
+    if not b.numel():
+        return 0.0
+    limit = _LIMITS.get(b.dtype, 1e-6)
+    a, b = (torch.view_as_real(t) if t.is_complex() else t.double() for t in (a, b))
+    finite = b.nan_to_num(0.0, 0.0, 0.0)
+    near = (a - b).abs() <= limit * finite.abs().max().clamp_min(0.1)
+    return 1.0 - (near | (a == b) | (a.isnan() & b.isnan())).double().mean().item()
 
 
 def misplaced(part: NativePart, given: Sequence[Any], made: Sequence[torch.Tensor]) -> list[int]:

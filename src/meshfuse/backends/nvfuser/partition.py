@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,11 @@ from ...ops.nvfuser_lowering import ToTorch
 from ...resharding.resharded import Compute
 from ...segmentation import Segment, SegmentedDefinition
 from .segment import Copies, build_segment, value_types
+from .stages import stages
+
+# What nvFuser has no kernels of its own for, but calls cuBLAS or flash attention, as torch does.
+_LIBRARIES = frozenset({"matmul", "linear", "contract", "grouped_mm", "scaled_mm", "sdpfa_fwd", "sdpfa_bwd"})
+LIBRARY = "products and attention are in torch's libraries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,27 @@ class Partition:
 
 
 def partitioned(segmented: SegmentedDefinition, segment: Segment, rank: int) -> tuple[Partition, ...]:
-    """The segment's ops in their order, cut wherever the ops change between nvFuser and torch.
+    """The segment's ops in stages, those of nvFuser and those of torch in turn.
 
     Raises NvfuserMissing without nvFuser.
     """
-    alone = [Segment(segment.id, (c,), tuple(dict.fromkeys(c.inputs)), c.outputs) for c in segment.computes]
-    reasons = [torch_reason(segmented, one, rank) for one in alone]
-    pairs = zip(segment.computes, reasons, strict=True)
-    runs = [list(run) for _, run in itertools.groupby(pairs, key=lambda pair: pair[1] is None)]
-    if len(runs) == 1:
+    reasons = [_reason(segmented, segment, compute, rank) for compute in segment.computes]
+    if len({reason is None for reason in reasons}) == 1:
         return (Partition.of(segment, _text(reasons)),)
-    return tuple(_part(segment, [c for c, _ in run], _text([r for _, r in run])) for run in runs)
+    inner = list(dict.fromkeys(v for c in segment.computes for v in (*c.inputs, *c.outputs)))
+    kinds = dict(zip(inner, value_types(segmented, inner, rank), strict=True))
+    found = stages(segmented.resharded.graph, segment.computes, kinds, segment.outputs, reasons)
+    parts = [(Segment.of(segment.id, s.computes, set(s.outputs).__contains__), _text(s.reasons)) for s in found]
+    return tuple(Partition.of(part, reason) for part, reason in parts)
+
+
+def _reason(segmented: SegmentedDefinition, segment: Segment, compute: Compute, rank: int) -> str | None:
+    """Why an op is torch's; None for nvFuser's."""
+    alone = Segment(segment.id, (compute,), tuple(dict.fromkeys(compute.inputs)), compute.outputs)
+    reason = torch_reason(segmented, alone, rank)
+    if reason is None and segmented.resharded.graph.nodes[compute.node].call.op.name in _LIBRARIES:
+        return LIBRARY
+    return reason
 
 
 def partitioned_kernel(
@@ -105,6 +119,7 @@ def _flowing(parts: Sequence[Partition], results: Sequence[str]) -> list[Partiti
         read = [*(f"v{v}" for v in part.segment.inputs), *(name for step in steps for name in step.reads)]
         takes = tuple(dict.fromkeys(name for name in read if name not in made))
         found.append(replace(part, takes=takes, gives=tuple(name for name in made if name in needed)))
+        needed.difference_update(made)  # An earlier part that makes the same makes it for its own use.
         needed.update(takes)
     return found[::-1]
 

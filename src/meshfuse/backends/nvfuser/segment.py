@@ -20,11 +20,12 @@ from ...resharding.resharded import Compute
 from ...scalars import ScalarDef, in_order
 from ...segmentation import Segment, SegmentedDefinition
 from .copies import Traced, copied
+from .divisors import quotient, softmax_divisions
 from .load import load_nvfuser
 from .memory_layout import MemoryLayout
 from .native_call import NativeCall
-from .recomputing import Step, steps
 from .repeated import Narrow, narrowest, reads_narrow, repeated, repeats
+from .unshared import Step, steps
 
 SizeOf = Callable[[Any, int], int]
 
@@ -49,6 +50,7 @@ class _NativeBuilder:
     def __init__(self, fd: Any, types: Any, scalars: Mapping[int, ScalarDef], size: SizeOf):
         self.fd, self.types, self.scalars, self.size = fd, types, scalars, size
         self._vals: dict[int, Any] = {}  # By number, so that what several expressions need is written once.
+        self.divisions: frozenset[int] = frozenset()  # Ops that are products with a reciprocal.
 
     def define(self, kind: TensorType, layout: MemoryLayout | None = None) -> Any:
         """An input, dense and row-major where no layout is given; dims of size 1 are broadcast."""
@@ -91,6 +93,12 @@ class _NativeBuilder:
 
     def call(self, local: LocalCall, operands: Sequence[Any]) -> tuple[Any, ...]:
         return NativeCall(local, operands, self.fd, self.dtype, self.scalar).results()
+
+    def pointwise(self, local: LocalCall, operands: Sequence[Any]) -> Any:
+        if local.number in self.divisions:
+            return quotient(self.fd.ops, *operands)
+        (made,) = self.call(local, operands)
+        return made
 
 
 @contextlib.contextmanager
@@ -177,6 +185,7 @@ def build_segment(
         values.known.update(copied(fd.ops, builder.dtype, done.unpacks, values.known))
         inner = dict.fromkeys(v for c in segment.computes for v in (*c.inputs, *c.outputs))
         kinds = dict(zip(inner, value_types(segmented, list(inner), rank), strict=True))
+        builder.divisions = softmax_divisions(graph, {c.node for c in segment.computes})
         for step in steps(graph, segment.computes, kinds, set(segment.outputs)):
             _compute(builder, graph, step, values, rank, [kinds[v] for v in step.compute.outputs])
         made = {name for step in done.packs for name in effects(step).makes}
@@ -260,8 +269,7 @@ def _made(builder: _NativeBuilder, local: LocalCall, names: Sequence[str], value
         return [repeated(builder.fd.ops, call, values.narrow(names[0]), shapes[0])]
     if reads_narrow(call):
         operands = [values.narrow(name) for name in names]
-        (view,) = builder.call(local, [o.view for o in operands])
-        return [Narrow(view, narrowest(operands, len(shapes[0])))]
+        return [Narrow(builder.pointwise(local, [o.view for o in operands]), narrowest(operands, len(shapes[0])))]
     pairs = zip(builder.call(local, [values.whole(name) for name in names]), shapes, strict=True)
     return [Narrow(view, shape) for view, shape in pairs]
 
