@@ -256,7 +256,8 @@ def _state_tensors(stream: tuple[int, ...], device: Any) -> tuple[torch.Tensor, 
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor):  # In compiled code, int64.
         return torch.stack([seed, torch.full_like(seed, salt)]).view(torch.uint64), offset.view(torch.uint64)
     if not any(stream):  # Nothing is drawn; a copy from the host could not be part of a CUDA graph.
-        return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
+        none = torch.zeros(3, dtype=torch.uint64, device=device)
+        return none[:2], none[2]
     both = torch.tensor([seed % 2**64, salt], dtype=torch.uint64, device=device)
     return both, torch.tensor(offset, dtype=torch.uint64, device=device)
 

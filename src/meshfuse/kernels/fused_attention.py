@@ -6,6 +6,7 @@ consecutive heads of q may share one of k and v. (Dao et al. 2022; Rabe & Staats
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of CUDA's kernels: the widest heads that flash attention takes, and cuDNN's backward; what widths and biases are padded
 # to a multiple of, and what the memory-efficient kernel's log-sum-exp is padded to a multiple of.
 _WIDEST, _CUDNN, _WIDTHS, _BIAS, _ROWS = 256, 128, 8, 16, 32
+# Multiplications of queries and keys for which cuDNN's attention saves more of the device's time than it costs the host.
+_LEAST_PRODUCT = 2**32
 _aten = torch.ops.aten
 _Outcome = tuple[torch.Tensor, torch.Tensor]
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -31,10 +34,13 @@ def can_fuse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float
         return False
     if q.device.type == "cpu":
         return q.shape[-3] == k.shape[-3]
-    # Before Ampere there is neither BFloat16 nor flash attention.
-    return (
-        q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
+    return q.device.type == "cuda" and torch.version.hip is None and _has_flash(q.device)
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    """Before Ampere there is neither BFloat16 nor flash attention."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attend(
@@ -126,9 +132,12 @@ def _is_flash(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> bool:
 def _is_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> bool:
     """Whether cuDNN computes what flash attention would, and torch prefers it: on Hopper it takes half the time.
 
-    The log-sum-exp is the same, so forward and backward may decide otherwise.
+    A call of it costs the host some 50 us more, so small products stay with flash attention. The log-sum-exp is the
+    same, so forward and backward may decide otherwise.
     """
     if isinstance(q, FakeTensor) or q.shape[-1] > _CUDNN:  # Results of both lie alike.
+        return False
+    if q.numel() * k.shape[-2] < _LEAST_PRODUCT:
         return False
     return _aten._fused_sdp_choice(q, k, v, None, 0.0, is_causal, scale=scale) == SDPBackend.CUDNN_ATTENTION.value
 
