@@ -34,6 +34,7 @@ class FakeLauncher:
     def prepare(self, part: NativePart, device: torch.device) -> Run:
         assert not differences(part.kernel)
         assert not _MISCOMPUTED.search(repr(part.kernel.definition))
+        assert not [cut for cut in cuts(repr(part.kernel.definition)) if cut[0] > 0 and cut[1] - cut[0] == 1]
         self.parts.append(part)
 
         def run(arguments: list[Any]) -> Sequence[torch.Tensor]:
@@ -55,6 +56,12 @@ class FakeLauncher:
             check_strides(order, contiguity, tensor)
 
 
+def cuts(definition: str) -> Iterator[tuple[int, int]]:
+    """Where a definition's slices begin and end, by dim."""
+    for starts, ends in re.findall(r"fd\.ops\.slice\(.*start_indices=(\[.*?\]), end_indices=(\[.*?\])", definition):
+        yield from zip(ast.literal_eval(starts), ast.literal_eval(ends), strict=True)
+
+
 def native_layouts(part: NativePart) -> Iterator[tuple[list[int], list[bool | None]]]:
     """Of each tensor input the dims from the slowest to the fastest, and whether each is contiguous, by nvFuser."""
     for found in _INPUT.finditer(repr(part.kernel.definition)):
@@ -71,6 +78,11 @@ def check_strides(order: list[int], contiguity: list[bool | None], tensor: torch
             continue
         assert dense is not None and (not dense or tensor.stride(dim) == expected), (order, contiguity, tensor.stride())
         expected = tensor.stride(dim) * tensor.shape[dim]
+
+
+def staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small segments are taken apart at their products, as large ones are."""
+    monkeypatch.setattr("meshfuse.backends.nvfuser.partition._HOST", 0.0)
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> FakeLauncher:

@@ -32,11 +32,18 @@ def chosen(fd: mf.FusionDefinition) -> list[tuple[str, str]]:
     return [(c.backend, c.why) for segments in made.simulation.segments for c in segments.chosen.values()]
 
 
+FORMS = [*((name, False) for name in PROGRAMS), ("mlp", True), ("block", True)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_whole_programs(name: str, ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "staged"), FORMS)
+def test_whole_programs(
+    name: str, staged: bool, ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launcher = fake_kernels.use(monkeypatch)
+    if staged:
+        fake_kernels.staged(monkeypatch)
     program = PROGRAMS[name]
     fd, inputs = program.definition(mf.DeviceMesh((ranks,), ("r",)), DTYPES[dtype]), program.inputs(dtype)
     # On a CPU torch lays some products of 16-bit floats out otherwise than it traces them: their readers run as text.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -49,8 +48,7 @@ def test_the_block_is_right(ranks: int, fused: bool, monkeypatch: pytest.MonkeyP
     found = gpu_checks.check_simulated(gpu_works.Block(2, 8, 32, 4, fused), ranks, "cpu")
     assert found["state"] == "right", found
     assert launcher.calls
-    alone = f"eager: nvfuser: {LIBRARY}"
-    assert all(by == alone or re.fullmatch(rf"nvfuser: (compiled|\d+ ops compiled .*: {LIBRARY})", by) for by in found["by"])
+    assert {*found["by"]} <= {"nvfuser: compiled", f"eager: nvfuser: {LIBRARY}"}
 
 
 def test_every_op_is_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nvfuser
 
 
 class Miscomputing(CudaLauncher):
-    """Kernels that are the parts' text, on a CPU; where a definition has a `sum`, the first output's last row is wrong."""
+    """Kernels that are the parts' text, on a CPU; of definitions with a `sum` some of the first output is wrong."""
 
     calls = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections import Counter
@@ -34,6 +35,11 @@ import gpu_works  # pyright: ignore[reportMissingImports]
 
 pytestmark = pytest.mark.nvfuser
 Parts = tuple[Segment, tuple[Partition, ...]]
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_kernels.staged(monkeypatch)
 
 
 def parts_of(segmented: SegmentedDefinition) -> Iterator[Parts]:
@@ -74,7 +80,7 @@ def test_stages_take_what_is_there_and_do_nothing_in_vain(name: str) -> None:
                 assert not read.isdisjoint(compute.outputs)
                 read.update(compute.inputs)
         turns = [bool(part.reason) for part in parts]
-        assert all(a != b for a, b in zip(turns, turns[1:], strict=False))
+        assert all(a != b for a, b in itertools.pairwise(turns))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -96,6 +102,25 @@ def test_a_block_has_a_definition_between_products_and_keeps_what_these_read(fus
     assert not any({"reshape", "permute"} & {*names_of(segmented, part)} for part in parts if not part.reason)
 
 
+@pytest.mark.parametrize(("size", "count"), [(256, 1), (2048, 13)])
+def test_segments_that_wait_for_the_host_are_one_definition(
+    size: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    ((_, parts),) = parts_of(gpu_works.Block(4, size, size, 4).definition(1).latest(()).segmented)
+    assert len(parts) == count
+
+
+def test_products_alone_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with mf.FusionDefinition() as fd:
+        x, w = fd.define_tensor([4, 4]), fd.define_tensor([4, 4])
+        fd.add_output(fd.ops.linear(fd.ops.linear(x, w), w))
+        fd.mesh_split(x, mf.DeviceMesh((1,), ("r",)), [None, None])
+    ((_, parts),) = parts_of(fd.latest(()).segmented)
+    assert [part.reason for part in parts] == [LIBRARY]
+
+
 def test_what_follows_from_two_large_values_is_kept() -> None:
     """To compute a residual again would read both of its terms; of a cast of it, the smaller form is kept."""
     with mf.FusionDefinition() as fd:
@@ -109,7 +134,7 @@ def test_what_follows_from_two_large_values_is_kept() -> None:
 
 
 def test_what_one_reader_finds_in_memory_another_does_not_make_again() -> None:
-    """Beside a large operand a small value is read, beside a small one it would be made: in one definition it is one."""
+    """Beside a large operand a small value is read, beside a small one it would be made: not both in a definition."""
     with mf.FusionDefinition() as fd:
         x, w, small = fd.define_tensor([64, 64]), fd.define_tensor([64, 64]), fd.define_tensor([64])
         bent = fd.ops.exp(small)

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of CUDA's kernels: the widest heads that flash attention takes, and cuDNN's backward; what widths and biases are padded
-# to a multiple of, and what the memory-efficient kernel's log-sum-exp is padded to a multiple of.
+# Of CUDA's kernels: the widest heads that flash attention takes, and cuDNN's backward; what widths and biases are
+# padded to a multiple of, and what the memory-efficient kernel's log-sum-exp is padded to a multiple of.
 _WIDEST, _CUDNN, _WIDTHS, _BIAS, _ROWS = 256, 128, 8, 16, 32
-# Multiplications of queries and keys for which cuDNN's attention saves more of the device's time than it costs the host.
+# Multiplications of queries and keys from which on cuDNN's attention saves the device more than it costs the host.
 _LEAST_PRODUCT = 2**32
 _aten = torch.ops.aten
 _Outcome = tuple[torch.Tensor, torch.Tensor]

@@ -103,6 +103,24 @@ def step_index(n: NvfuserEmit, start: int, length: int, step: int = 1) -> Any:
     return n.ops.iota(n.val(length), n.val(start), n.val(step), n.dtype(DataType.Int))
 
 
+def sliced(
+    ops: Any, val: Callable[[int], Any], tensor: Any, shape: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+) -> Any:
+    """The elements of a tensor of this shape from `starts` to `stops`; `val` makes a constant.
+
+    A single one that is not the first of its dim is selected: of a slice that leaves it, nvFuser's kernels read the
+    first (0.2.36, seen on a GPU).
+    """
+    pairs = list(zip(starts, stops, strict=True))
+    alone = [d for d, (a, b) in enumerate(pairs) if a > 0 and b - a == 1]
+    kept = [(0, shape[d]) if d in alone else pair for d, pair in enumerate(pairs)]
+    if not alone or kept != [(0, n) for n in shape]:
+        tensor = ops.slice(tensor, [a for a, _ in kept], [b for _, b in kept])
+    for d in reversed(alone):
+        tensor = ops.select(tensor, val(starts[d]), d)
+    return ops.broadcast(tensor, [d in alone for d in range(len(shape))]) if alone else tensor
+
+
 def global_index(n: NvfuserEmit, runs: Runs) -> Any:
     """The global indices in the runs as an Int vector."""
     parts = [step_index(n, a, b - a) for a, b in _few(runs) or ((0, 0),)]

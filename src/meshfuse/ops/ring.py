@@ -23,7 +23,7 @@ from .base import (
     Sample,
     TensorType,
 )
-from .nvfuser_lowering import NvfuserEmit
+from .nvfuser_lowering import NvfuserEmit, sliced
 from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
 from .shape_arithmetic import UNKNOWN, agree, check_ndim
 
@@ -193,8 +193,9 @@ def _pick_nvfuser(n: NvfuserEmit) -> Any:
         if given is None:
             parts.append(n.ops.full(here, n.val(n.number(name)), dtype))
         else:
-            ends = [stop, *shape[1:]]
-            parts.append(n.ops.slice(given, [start, *(0 for _ in shape[1:])], ends) if here != [*shape] else given)
+            starts, ends = [start, *(0 for _ in shape[1:])], [stop, *shape[1:]]
+            whole = n.operand_shapes[n.call.first_operand(name)]
+            parts.append(sliced(n.ops, n.val, given, whole, starts, ends) if here != [*shape] else given)
     return n.ops.cat(parts, 0) if len(parts) > 1 else n.ops.set((*parts, *n.operands)[0])
 
 

@@ -29,7 +29,7 @@ from .base import (
     TensorType,
     Writing,
 )
-from .nvfuser_lowering import NvfuserEmit, step_index
+from .nvfuser_lowering import NvfuserEmit, sliced, step_index
 from .shape_arithmetic import (
     UNKNOWN,
     check_dim,
@@ -195,12 +195,13 @@ def _slice_emit(e: Emit) -> str:
 def _slice_nvfuser(n: NvfuserEmit) -> Any:
     """Bounds are within local sizes. nvFuser has no steps: their indices are looked up."""
     tensor = n.operands[0]
-    bounds = local_bounds(n.call, n.result_shapes[0])
+    bounds, shape = local_bounds(n.call, n.result_shapes[0]), [*n.operand_shapes[0]]
     for d, (start, stop, step) in enumerate(bounds):
         if step != 1:
             tensor = n.ops.index_select(tensor, step_index(n, start, -(-(stop - start) // step), step), d)
-            bounds[d] = (0, n.result_shapes[0][d], 1)
-    return n.ops.slice(tensor, [b[0] for b in bounds], [b[1] for b in bounds])
+            shape[d] = n.result_shapes[0][d]
+            bounds[d] = (0, shape[d], 1)
+    return sliced(n.ops, n.val, tensor, shape, [b[0] for b in bounds], [b[1] for b in bounds])
 
 
 def pad_widths(call: Call) -> dict[int, tuple[int, int]]:
@@ -336,7 +337,7 @@ OPS = (
           _slice_infer, _slice_rule, _slice_emit, Partial.MOVE,
           samples=lambda: [_sample((6, 8), [0, 2], [6, 7]), _sample((6, 8), [1, 0], [6, 8], [2, 1]),
                            _sample((7, 8), [1, 3], [6, 8], [2, 4]), _sample((13, 9), [4, 0], [11, 9], [3, 2]),
-                           _sample((12, 8), [4, 0], [8, 8])],
+                           _sample((12, 8), [4, 0], [8, 8]), _sample((6, 8), [3, 1], [4, 7])],
           nvfuser=_slice_nvfuser, window=_slice_window, distributed=_distributed_slice,
           has_form=_has_parts, vjp=SLICE, is_view=True,
           about="elements `start_indices` to `end_indices` of every dim, in steps of `strides`"),

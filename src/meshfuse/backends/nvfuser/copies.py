@@ -12,7 +12,7 @@ import torch
 from ...dtypes import Category, DataType, from_torch
 from ...host_ir.instructions import Instruction
 from ...ops.base import TensorType
-from ...ops.nvfuser_lowering import ToTorch
+from ...ops.nvfuser_lowering import ToTorch, sliced
 
 # nvFuser's function of two terms, and of all terms along a dim.
 _TERMS: Mapping[str, tuple[str, str]] = {
@@ -24,12 +24,16 @@ _TERMS: Mapping[str, tuple[str, str]] = {
 class Traced:
     """A TensorView with its local type, and those methods of torch's tensors that the text of copies calls."""
 
-    ops: Any
+    fd: Any
     value: Any
     type: TensorType
 
+    @property
+    def ops(self) -> Any:
+        return self.fd.ops
+
     def _made(self, value: Any, shape: Sequence[int]) -> Traced:
-        return Traced(self.ops, value, TensorType(tuple(shape), self.type.dtype))
+        return Traced(self.fd, value, TensorType(tuple(shape), self.type.dtype))
 
     def view(self, *shape: Any) -> Traced:
         """A reshape in row-major order; a single -1 makes the tensor flat."""
@@ -49,7 +53,8 @@ class Traced:
         shape = [b - a for a, b in zip(starts, stops, strict=True)]
         if tuple(shape) == self.type.shape:
             return self
-        return self._made(self.ops.slice(self.value, list(starts), list(stops)), shape)
+        val = self.fd.define_scalar
+        return self._made(sliced(self.ops, val, self.value, self.type.shape, starts, stops), shape)
 
 
 def _bounds(index: Any, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -92,8 +97,8 @@ def _cat(parts: Sequence[Traced], dim: int, shape: Sequence[int]) -> Traced:
 class _Memory:
     """What the text of copies calls as M."""
 
-    def __init__(self, ops: Any, dtype: Callable[[DataType], Any]):
-        self._ops, self._dtype = ops, dtype
+    def __init__(self, fd: Any, dtype: Callable[[DataType], Any]):
+        self._fd, self._ops, self._dtype = fd, fd.ops, dtype
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Pieces:
         return _Pieces(shape)
@@ -102,7 +107,7 @@ class _Memory:
         raise ToTorch("a tensor that is a number where no piece is put")
 
     def clone(self, x: Traced) -> Traced:
-        return Traced(self._ops, self._ops.set(x.value), x.type)
+        return Traced(self._fd, self._ops.set(x.value), x.type)
 
     def dense(self, x: Traced) -> Traced:
         return x
@@ -124,14 +129,14 @@ class _Memory:
         """The value in the type of its terms, which nvFuser may have widened."""
         if kind.dtype.category is Category.BOOL:
             raise ToTorch("a reduction of Bool")
-        return Traced(self._ops, self._ops.cast(value, self._dtype(kind.dtype)), kind)
+        return Traced(self._fd, self._ops.cast(value, self._dtype(kind.dtype)), kind)
 
 
 def copied(
-    ops: Any, dtype: Callable[[DataType], Any], steps: Sequence[Instruction], values: Mapping[str, Traced]
+    fd: Any, dtype: Callable[[DataType], Any], steps: Sequence[Instruction], values: Mapping[str, Traced]
 ) -> dict[str, Traced]:
     """The values that copies make, by name. Raises ToTorch with the reason where nvFuser cannot express a copy."""
-    scope: dict[str, Any] = {"M": _Memory(ops, dtype), "torch": torch, "K": _Refused()}
+    scope: dict[str, Any] = {"M": _Memory(fd, dtype), "torch": torch, "K": _Refused()}
     made: dict[str, Any] = dict(values)
     for step in steps:
         exec(step.source(), scope, made)

@@ -13,8 +13,8 @@ from .. import Unsupported
 from .partition import refusal
 from .segment import NativeKernel
 
-# By how much a kernel's numbers may differ from torch's, as a part of the largest; and in what share of the elements, as
-# a comparison may turn out otherwise where both sides are about equal.
+# By how much a kernel's numbers may differ from torch's, as a part of the largest; and in what share of the elements,
+# as a comparison may turn out otherwise where both sides are about equal.
 _LIMITS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 _TOLERATED = 0.01
 
@@ -59,9 +59,10 @@ class Launcher(Protocol):
 
 
 class CudaLauncher:
-    """nvFuser's own kernels: compiled in `prepare`, by a call with numbers of our own, so that later calls compile nothing.
+    """nvFuser's own kernels: compiled in `prepare`, by a call with numbers of our own; later calls compile nothing.
 
-    What this call gives is compared with what the text does: some of nvFuser's kernels are wrong. Equal parts (of the layers of a model, of simulated ranks) are compiled once, as long as one of them is in use.
+    What this call gives is compared with what the text does: some of nvFuser's kernels are wrong. Equal parts (of the
+    layers of a model, of simulated ranks) are compiled once, as long as one of them is in use.
     """
 
     _known: ClassVar[weakref.WeakValueDictionary[tuple[Any, ...], Any]] = weakref.WeakValueDictionary()
@@ -134,7 +135,7 @@ def check_outputs(part: NativePart, made: Sequence[torch.Tensor]) -> None:
 
 
 def check_numbers(part: NativePart, given: Sequence[Any], made: Sequence[torch.Tensor]) -> None:
-    """Raises Unsupported where outputs are far from what the text computes. What memory does not suffice for is left."""
+    """Raises Unsupported where outputs are far from what the text computes, unless memory does not suffice for that."""
     try:
         expected = part.text([*given])
         shares = [share_wrong(a, b) for a, b in zip(made, expected, strict=True)]

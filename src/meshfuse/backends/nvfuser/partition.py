@@ -17,6 +17,8 @@ from .stages import stages
 # What nvFuser has no kernels of its own for, but calls cuBLAS or flash attention, as torch does.
 _LIBRARIES = frozenset({"matmul", "linear", "contract", "grouped_mm", "scaled_mm", "sdpfa_fwd", "sdpfa_bwd"})
 LIBRARY = "products and attention are in torch's libraries"
+# A GPU's operations and bytes per second, and the host's seconds for a product in torch and what is around it.
+_FLOPS, _BANDWIDTH, _HOST = 5e14, 3e12, 25e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ def partitioned(segmented: SegmentedDefinition, segment: Segment, rank: int) -> 
 
     Raises NvfuserMissing without nvFuser.
     """
-    reasons = [_reason(segmented, segment, compute, rank) for compute in segment.computes]
+    reasons = [torch_reason(segmented, _alone(segment, compute), rank) for compute in segment.computes]
+    if _is_worth_stages(segmented, segment, rank):
+        reasons = [reason or _library(segmented, c) for c, reason in zip(segment.computes, reasons, strict=True)]
     if len({reason is None for reason in reasons}) == 1:
         return (Partition.of(segment, _text(reasons)),)
     inner = list(dict.fromkeys(v for c in segment.computes for v in (*c.inputs, *c.outputs)))
@@ -58,13 +62,29 @@ def partitioned(segmented: SegmentedDefinition, segment: Segment, rank: int) -> 
     return tuple(Partition.of(part, reason) for part, reason in parts)
 
 
-def _reason(segmented: SegmentedDefinition, segment: Segment, compute: Compute, rank: int) -> str | None:
-    """Why an op is torch's; None for nvFuser's."""
-    alone = Segment(segment.id, (compute,), tuple(dict.fromkeys(compute.inputs)), compute.outputs)
-    reason = torch_reason(segmented, alone, rank)
-    if reason is None and segmented.resharded.graph.nodes[compute.node].call.op.name in _LIBRARIES:
-        return LIBRARY
-    return reason
+def _alone(segment: Segment, compute: Compute) -> Segment:
+    return Segment(segment.id, (compute,), tuple(dict.fromkeys(compute.inputs)), compute.outputs)
+
+
+def _library(segmented: SegmentedDefinition, compute: Compute) -> str | None:
+    """Why an op that nvFuser takes is torch's."""
+    return LIBRARY if segmented.resharded.graph.nodes[compute.node].call.op.name in _LIBRARIES else None
+
+
+def _is_worth_stages(segmented: SegmentedDefinition, segment: Segment, rank: int) -> bool:
+    """Whether a segment's products keep a GPU busy for longer than the host takes to start each of them from Python.
+
+    A smaller one waits for the host, and one definition of all its ops takes less of that. Products alone are always
+    torch's.
+    """
+    products = [c for c in segment.computes if _library(segmented, c)]
+    if len(products) in (0, len(segment.computes)):
+        return bool(products)
+    values = dict.fromkeys(v for c in products for v in (*c.inputs, *c.outputs))
+    traffic = sum(t.nbytes for t in value_types(segmented, list(values), rank))
+    nodes = segmented.resharded.graph.nodes
+    work = sum((call := nodes[c.node].call).op.flops(call) / c.placement.ways for c in products)
+    return work / _FLOPS + traffic / _BANDWIDTH > _HOST * len(products)
 
 
 def partitioned_kernel(

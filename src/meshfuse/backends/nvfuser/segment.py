@@ -180,9 +180,9 @@ def build_segment(
         builder = _NativeBuilder(fd, nvfuser.DataType, graph.scalars, lambda t, dim: graph.shape(t.id)[dim])
         given = layouts.inputs if layouts is not None else (None,) * len(done.takes)
         pairs = zip(done.takes.items(), given, strict=True)
-        values = _Values({name: Traced(fd.ops, builder.define(t, lies), t) for (name, t), lies in pairs}, builder)
+        values = _Values({name: Traced(fd, builder.define(t, lies), t) for (name, t), lies in pairs}, builder)
         scalars = tuple(builder.scalar_input(i) for i in scalar_inputs(graph, segment.computes))
-        values.known.update(copied(fd.ops, builder.dtype, done.unpacks, values.known))
+        values.known.update(copied(fd, builder.dtype, done.unpacks, values.known))
         inner = dict.fromkeys(v for c in segment.computes for v in (*c.inputs, *c.outputs))
         kinds = dict(zip(inner, value_types(segmented, list(inner), rank), strict=True))
         builder.divisions = softmax_divisions(graph, {c.node for c in segment.computes})
@@ -192,7 +192,7 @@ def build_segment(
         read = {name for step in done.packs for name in effects(step).reads}
         for name in (read | {*done.gives}) - made:
             values.whole(name)
-        values.known.update(copied(fd.ops, builder.dtype, done.packs, values.known))
+        values.known.update(copied(fd, builder.dtype, done.packs, values.known))
         for place, name in enumerate(done.gives):
             fd.add_output(_laid_out(fd, values.known[name].value, layouts, place))
     inputs, outputs = tuple(done.takes.values()), tuple(values.known[name].type for name in done.gives)
@@ -231,7 +231,7 @@ class _Values:
 
     def put(self, name: str, value: Narrow, kind: TensorType) -> None:
         if value.shape == kind.shape:
-            self.known[name] = Traced(self._builder.fd.ops, value.view, kind)
+            self.known[name] = Traced(self._builder.fd, value.view, kind)
         else:
             self._narrow[name] = (value, kind)
 
@@ -244,9 +244,9 @@ class _Values:
         """The value with all its elements, repeated once for all that need them."""
         if name not in self.known:
             value, kind = self._narrow[name]
-            ops = self._builder.fd.ops
-            view = repeated_to(ops, self._builder.dtype(DataType.Bool), value.view, kind.shape)
-            self.known[name] = Traced(ops, view, kind)
+            fd = self._builder.fd
+            view = repeated_to(fd.ops, self._builder.dtype(DataType.Bool), value.view, kind.shape)
+            self.known[name] = Traced(fd, view, kind)
         return self.known[name].value
 
 
