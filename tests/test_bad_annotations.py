@@ -312,7 +312,16 @@ VIEWS: list[tuple[str, Callable[[mf.TensorView, mf.TensorView], Any]]] = [
     ("x (t0) cannot be written to: found [0] = ..., needed an op", lambda x, y: operator.setitem(x, 0, 1.0)),
     ("a value of a definition has no truth value", lambda x, y: bool(x > 0)),
     ("a value of a definition has no truth value", lambda x, y: bool(x.size(0))),
-    *[("size of x (t0): no such dim", lambda x, y, v=v: x.size(v)) for v in (5, -3, "a", None)],
+    *[("size of x (t0): no such dim", lambda x, y, v=v: x.size(v)) for v in (5, -3, "a")],
+    *[("size of x (t0): no such dim", lambda x, y, v=v: x.shape[v]) for v in (5, -3, "a")],
+    *[
+        ("a value of a definition is no number: found TensorView(t0", lambda x, y, f=f: f(x))
+        for f in (int, float, complex, np.array, math.sqrt, range, lambda x: [1, 2][x])
+    ],
+    *[
+        ("a value of a definition is no number: found Val(s", lambda x, y, f=f: f(x.shape[0]))
+        for f in (int, float, np.asarray, math.sqrt, range)
+    ],
 ]
 
 

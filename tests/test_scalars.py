@@ -274,3 +274,26 @@ def test_arithmetic_of_narrow_scalars_wraps_as_in_torch(dtype: DataType, name: s
     fd.add_output(fd.ops.where(fd.ops.ge(x, 1), x, fd.ops.full([1], fd.call(name, operands), dtype)))
     (found,) = fd.simulate([torch.zeros(1, dtype=kind), *([] if constant else numbers)])
     assert torch.equal(found, getattr(torch, name)(*(torch.tensor([n], dtype=kind) for n in numbers)))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_sizes_are_listed_as_in_nvfuser_and_in_torch(known: bool) -> None:
+    """By a call, by dim, in a row, and where a list of sizes is taken; of arguments of another size too."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([4, 6] if known else [-1, -1])
+        rows, columns = x.shape
+        assert len(x.shape) == 2 and repr(x.shape) == repr(x.type.shape)
+        made = [
+            fd.ops.reshape(x, [x.shape[1], x.shape[0]]), fd.ops.reshape(x, [*x.shape, 1]),
+            fd.ops.reshape(x, [rows * columns]), fd.ops.full(x.shape, 2.0, x.dtype),
+            fd.ops.full(shape=x.size(), fill_value=3.0, dtype=x.dtype), fd.ops.full(x.shape(), 4.0, x.dtype),
+            fd.ops.reshape(x, [*x.shape[:1], x.shape[-1]]),
+        ]  # fmt: skip
+        for output in made:
+            fd.add_output(output)
+    for shape in [(4, 6)] if known else [(4, 6), (3, 5)]:
+        (m, n), given = shape, torch.arange(float(math.prod(shape))).reshape(shape)
+        filled = [torch.full(shape, value) for value in (2.0, 3.0, 4.0)]
+        expected = [given.reshape(n, m), given[..., None], given.reshape(-1), *filled, given]
+        for a, b in zip(fd.execute([given]), expected, strict=True):
+            assert torch.equal(a, b)

@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import caller_line, line_in_script, user_error
+from ..errors import DefinitionError, caller_line, line_in_script, user_error
 from ..ops import COMPOSITES
 from ..ops.other_names import INSTEAD
 from ..ops.registry import find
@@ -20,6 +20,10 @@ def op_instead(name: str) -> str:
     if find(name) is not None or name in COMPOSITES:
         return f"Call fd.ops.{name}(tensor, ...)."
     return f"Write {INSTEAD[name]}." if name in INSTEAD else "What is computed with it is in dir(fd.ops)."
+
+
+class NotANumberError(DefinitionError, TypeError):
+    """A value of a definition has no number yet."""
 
 
 class Arithmetic:
@@ -39,6 +43,21 @@ class Arithmetic:
             "a value of a definition has no truth value", repr(self), "an op of the definition",
             "Use fd.ops.where to choose by it, or 'is None' to ask whether there is one.", caller_line(),
         )  # fmt: skip
+
+    def __int__(self) -> int:
+        raise user_error(
+            "a value of a definition is no number", repr(self), "an op of the definition",
+            "Compute with it by fd.ops. Sizes that are known are in tensor.type.shape.", caller_line(), NotANumberError,
+        )  # fmt: skip
+
+    def __float__(self) -> float:
+        return float(self.__int__())
+
+    def __index__(self) -> int:
+        return self.__int__()
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.__int__()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,36 @@ class Val(Arithmetic):
         return f"Val(s{self.ref.id}: {self.dtype.name})"
 
 
+class Sizes(Sequence["Val"]):
+    """The sizes of a tensor: a function that lists them, as in nvFuser, and a sequence, as in torch."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: TensorView):
+        self._tensor = tensor
+
+    def __call__(self) -> list[Val]:
+        return [self._tensor.size(dim) for dim in range(len(self))]
+
+    def __len__(self) -> int:
+        return self._tensor.ndim
+
+    def __getitem__(self, dim: Any) -> Any:
+        """A size, or those in a range of dims. Raises DefinitionError for a dim that the tensor does not have."""
+        return self()[dim] if isinstance(dim, slice) else self._tensor.size(dim)
+
+    def __iter__(self) -> Iterator[Val]:
+        return iter(self())
+
+    def __repr__(self) -> str:
+        return repr(self._tensor.type.shape)
+
+
+def listed(arguments: Iterable[Any]) -> list[Any]:
+    """The arguments of an op; sizes as a list of scalars."""
+    return [value() if isinstance(value, Sizes) else value for value in arguments]
+
+
 class TensorView(Arithmetic):
     """A tensor of the definition: its type, its mesh, and its loop domain, which nvFuser's calls edit in place.
 
@@ -112,16 +142,17 @@ class TensorView(Arithmetic):
     def dtype(self) -> DataType:
         return self.type.dtype
 
-    def shape(self) -> list[Val]:
-        """The size of every dim, as scalars of the definition."""
-        return [self.size(dim) for dim in range(self.ndim)]
+    @property
+    def shape(self) -> Sizes:
+        """The size of every dim, as scalars of the definition: `x.shape()` is their list, `x.shape[0]` the first."""
+        return Sizes(self)
 
-    def size(self, dim: int) -> Val:
-        """The size of a dim, counted from the back if negative, as a scalar of the definition.
+    def size(self, dim: int | None = None) -> Any:
+        """The size of a dim, counted from the back if negative, as a scalar of the definition; without a dim, all.
 
         Raises DefinitionError for a dim that the tensor does not have.
         """
-        return self.fd.size(self, dim)
+        return self.shape() if dim is None else self.fd.size(self, dim)
 
     def __len__(self) -> int:
         return self.ndim
