@@ -165,3 +165,24 @@ def test_what_has_no_gradient_is_said_with_the_line(refused: Callable[[], Any]) 
     with pytest.raises(mf.DefinitionError, match=pattern) as caught:
         refused()
     assert "test_gradient_calls.py:" in str(caught.value)
+
+
+def test_a_gradient_that_was_widened_is_narrowed_to_what_it_was() -> None:
+    """A sum of half precision is of Float, and so is its gradient on its way: not rounded again, nor written twice."""
+    with mf.FusionDefinition() as fd:
+        x, y, w = (fd.define_tensor([4, 4], dtype=DataType.BFloat16) for _ in range(3))
+        total = fd.ops.cast(fd.ops.add(x, fd.ops.linear(y, w)), DataType.BFloat16)
+        out = fd.ops.cast(fd.ops.tanh(total), DataType.BFloat16)
+        for grad in fd.grad(fd.ops.sum(fd.ops.mul(out, out)), [x, y, w]):
+            fd.add_output(grad)
+    makers = {i: node for node in fd.nodes for i in node.outputs}
+    for node in (node for node in fd.nodes if node.op.name == "cast"):
+        before = makers.get(node.inputs[0])
+        if before is not None and before.op.name == "cast":
+            first, middle, last = (fd.tensors[i].type.dtype for i in (*before.inputs, *node.inputs, *node.outputs))
+            assert not (first is last and first.itemsize < middle.itemsize)
+    inputs = [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
+    a, b, c = leaves = [t.double().requires_grad_() for t in inputs]
+    expected = torch.autograd.grad((a + b @ c.t()).tanh().square().sum(), leaves)
+    for found, wanted in zip(fd.execute(inputs), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=5e-2, atol=5e-2)

@@ -64,6 +64,17 @@ class _GradientOps:
     def __init__(self, fd: DefinitionBuilder, line: SourceLine):
         self.fd, self.line = fd, line
         self._made: dict[Any, Any] = {}
+        self._widened: dict[int, TensorView] = {}
+
+    def cast(self, x: TensorView, dtype: DataType) -> TensorView:
+        """A tensor in another type; what was cast to a wider one before is had again as it was."""
+        narrow = self._widened.get(x.id)
+        if narrow is not None and narrow.dtype is dtype:
+            return narrow
+        made = self._call("cast", x, dtype)
+        if x.dtype.category is Category.FLOAT and x.dtype.itemsize < dtype.itemsize:
+            self._widened[made.id] = x
+        return made
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return functools.partial(self._call, name)
