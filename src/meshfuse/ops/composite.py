@@ -116,6 +116,8 @@ def mean(fd: Any, x: Any, dims: DimsArgument = None, keepdim: bool = False, dtyp
 
 def _last_dims(x: Any, normalized_shape: Sequence[int]) -> list[int]:
     count = len(normalized_shape)
+    if x.ndim == 0:
+        raise user_error("a norm over the last dims", str(x.type), "a tensor with dims", "Reshape it to [1] before.")
     if not 0 < count <= x.ndim:
         raise user_error("normalized_shape", str(list(normalized_shape)), f"1 to {x.ndim} sizes", "Name the last dims.")
     for given, n in zip(normalized_shape, x.type.shape[-count:], strict=True):
@@ -215,7 +217,7 @@ def dropout(fd: Any, x: Any, p: float = 0.5, training: bool = True) -> Any:
     if not training or p == 0.0:
         return fd.ops.set(x)
     if not 0.0 < p <= 1.0:
-        raise user_error("dropout: p", str(p), "0 to 1", "")
+        raise user_error("dropout: p", str(p), "0 to 1", "Pass the share of elements to drop, as 0.1.")
     keep = fd.ops.ge(fd.ops.uniform(0.0, 1.0, x.shape()), p)
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
     return _back(fd, fd.ops.mul(fd.ops.mul(_wide(fd, x), keep), scale), x)
@@ -229,7 +231,8 @@ def _with_elements(fd: Any, x: Any, dims: Sequence[int]) -> Any:
     check_order("argmax", x.type)
     shape = x.type.shape
     if any(shape[d] == 0 for d in dims):
-        raise user_error("argmax: a dim of size 0 has no largest element", str(x.type), "at least one element", "")
+        raise user_error("argmax: a dim of size 0 has no largest element", str(x.type), "at least one element",
+                         "Leave it out where the tensor is empty.")  # fmt: skip
     if all(shape[d] != -1 for d in dims):
         return x
     return fd.ops.sized(x, [fd.ops.maximum(n, 1) if d in dims else n for d, n in enumerate(x.shape())])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import keyword
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ def _halos(notation: Notation, halo: Callable[[Call], Widths] | Widths | None) -
 
 def _name(given: Any, function: Any) -> str:
     name = given or getattr(function, "__name__", "")
-    if not isinstance(name, str) or not name.isidentifier():
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise user_error("torch_op: the op's name", shown(name), "a Python name", "Give the function, or name=, one.")
     return name
 
