@@ -78,6 +78,7 @@ def same(x: torch.Tensor) -> torch.Tensor:
 
 TOLD: list[tuple[str, Callable[[], Any]]] = [
     ("torch_op: the op's name: found '<lambda>'", lambda: mf.torch_op("a -> a")(lambda x: x)),
+    ("torch_op: the op's name: found 'class'", lambda: mf.torch_op("a -> a", name="class")(lambda x: x)),
     ("the op's name: found 'a b'", lambda: mf.torch_op("a -> a", name="a b")(same)),
     ("halo: found {'a': (1, 0)}, needed a dim with neighbours", lambda: mf.torch_op("a -> a", halo={"a": (1, 0)})),
     ("sizes: found 3, needed a function", lambda: mf.torch_op("a -> a b", sizes=3)),  # type: ignore[arg-type]
