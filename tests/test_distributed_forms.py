@@ -196,7 +196,7 @@ def test_statistics_of_numbers_far_from_zero_keep_their_digits(name: str, spec: 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.complex64, torch.float64])
 @pytest.mark.usefixtures("forms_forced")
 def test_the_variance_of_other_types(dtype: torch.dtype) -> None:
-    x = (torch.randn(12, 10) * 4).to(dtype)
+    x = (X * 4).to(dtype)
     wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
     (found,) = defined(lambda fd, t: fd.ops.var(t, [0]), x, *SPECS["rows over 4"]).simulate([x])
     assert_close([found], wide.var(0).to(found.dtype))
@@ -256,15 +256,15 @@ def test_only_statistics_or_candidates_travel(name: str) -> None:
 # bytes of a piece's totals or candidates.
 BEAMS = (4, 16, 8192)
 MERGED: dict[str, tuple[Case, int]] = {
-    "topk": (_topk(8, 1, True), 8 * 12),
-    "cumsum": (_scan("cumsum", 1), 4),
-    "cummin": (_scan("cummin", 1), 4),
+    "topk": (_topk(8, 1, True), 8 * 16),
+    "cumsum": (_scan("cumsum", 1), 8),
+    "cummin": (_scan("cummin", 1), 8),
     "cumsum_bwd": (
         Case(lambda fd, x: fd.ops.cumsum_bwd(x, 1), lambda x: x.flip(1).cumsum(1).flip(1), (1,)),
-        4,
+        8,
     ),
-    "var": (_var("var", [1], 1, False), 4),
-    "argmax": (CASES["argmax"], 12),
+    "var": (_var("var", [1], 1, False), 8),
+    "argmax": (CASES["argmax"], 16),
 }
 
 
@@ -274,11 +274,12 @@ def test_of_a_merged_dim_that_is_sharded_by_its_minor_part_totals_and_candidates
     name: str, mesh: tuple[int, ...]
 ) -> None:
     (build, reference, _), piece = MERGED[name]
-    x, dims = torch.randn(BEAMS), [None, None, "x"] if len(mesh) == 1 else [None, "x", "y"]
+    x = torch.randn(BEAMS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    dims = [None, None, "x"] if len(mesh) == 1 else [None, "x", "y"]
     fd = defined(lambda fd, t: build(fd, fd.ops.reshape(t, [4, 16 * 8192])), x, mesh, dims)
     # To where pieces are merged, and what follows for each of them back.
     assert 0 < fd.bill(BEAMS).total <= 2 * 4 * 16 * 8 * piece
-    assert_close(fd.simulate([x], check_replicas=True), reference(x.flatten(1).double()), 1e-4)
+    assert_close(fd.simulate([x], check_replicas=True), reference(x.flatten(1)))
 
 
 def test_the_bill_of_the_largest_logits() -> None:
