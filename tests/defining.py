@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
+from meshfuse.compiler import CompiledProgram, _graph, compile_sharded
+from meshfuse.executor.arguments import Inputs
 from meshfuse.graph import Graph, concretize
 from meshfuse.host_ir.instructions import Collective
+from meshfuse.plan_store.nearby import Plans
 
 
 def graph_of(fd: mf.FusionDefinition) -> Graph:
     """Its graph at the sizes that it was defined with."""
     return concretize(fd, {i: fd.tensors[i].type.shape for i in fd.input_tensors()}, {})
+
+
+def taken_over(fd: mf.FusionDefinition, other: mf.FusionDefinition) -> CompiledProgram | None:
+    """`fd` compiled with the plan of `other`, the same program of other sizes; None where that plan does not fit."""
+    plans, world = Plans(), mf.DeviceMesh([0])
+    sizes, others = ({i: tuple(d.tensors[i].type.shape) for i in d.input_tensors()} for d in (fd, other))
+    plans.keep(_graph(other, others, {}), world, other.compile().planned)
+    taken = plans.near(_graph(fd, sizes, {}), world, math.inf)
+    if taken is None:
+        return None
+    key = fd._program_key(Inputs({}, {}, torch.device("cpu")), sizes, world)
+    fd._compiled[key] = compile_sharded(taken.plan, taken_from=taken.source)
+    return fd._compiled[key]
 
 
 def random_inputs(fd: mf.FusionDefinition) -> list[torch.Tensor]:

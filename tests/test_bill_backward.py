@@ -140,4 +140,4 @@ def clipped_gradients_of_an_mlp_on_two_axes(fd: Fd, s: Sizes) -> None:
     split(fd, mesh, (x, ["dp", None, None]), (w1, [None, "tp"]), (w2, ["tp", None]))
 
 
-test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()
+test_no_more_than_xla_and_a_plan_by_hand = CLASSES.test()

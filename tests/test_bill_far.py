@@ -174,4 +174,4 @@ def gradients_of_a_contrastive_loss(fd: Fd, s: Sizes) -> None:
     outputs(fd, loss, *fd.grad(loss, weights))
 
 
-test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()
+test_no_more_than_xla_and_a_plan_by_hand = CLASSES.test()

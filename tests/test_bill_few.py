@@ -89,4 +89,4 @@ def attention_by_hand_of_six_heads_backward(fd: Fd, s: Sizes) -> None:
     gradients(fd, by_hand(fd, *qkv), qkv)
 
 
-test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()
+test_no_more_than_xla_and_a_plan_by_hand = CLASSES.test()

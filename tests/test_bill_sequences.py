@@ -41,7 +41,7 @@ def scanned(fd: Fd, u: Tensor, step: Tensor, rates: Tensor, into: Tensor, out: T
 @known(939.87, 1.836)
 def state_space_block_of_a_split_sequence(fd: Fd, s: Sizes) -> None:
     """As in Mamba: x goes to the batch before the first product, some forty ops before the first sum along it."""
-    ops, wide, low, states = fd.ops, 2 * s.width, s.head, 16
+    ops, wide, low, states = fd.ops, 2 * s.width, s.head, s.head // 4
     x, inner, taps = floats(fd, s.batch, s.length, s.width), floats(fd, s.width, 2 * wide), floats(fd, 4, wide)
     down, up, rates = floats(fd, wide, low + 2 * states), floats(fd, low, wide), floats(fd, wide, states)
     both = ops.matmul(x, inner)
@@ -54,4 +54,4 @@ def state_space_block_of_a_split_sequence(fd: Fd, s: Sizes) -> None:
     split(fd, TP8, (x, [None, "tp", None]))
 
 
-test_no_more_than_xla_and_a_plan_by_hand, test_the_plan_is_right_and_sends_what_it_says = CLASSES.tests()
+test_no_more_than_xla_and_a_plan_by_hand = CLASSES.test()

@@ -1,4 +1,7 @@
-"""Plans taken over from shapes nearby: numbers as torch computes them, and nothing taken over that does not fit."""
+"""Plans taken over from shapes nearby: numbers as torch computes them, and nothing taken over that does not fit.
+
+Programs of the table take plans over in test_bills.py.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import programs
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from layers import SMALL, Sizes
 
 import meshfuse as mf
 from interpreter import has_reference, interpret
@@ -74,26 +75,6 @@ def leave_open(fd: mf.FusionDefinition) -> None:
     for i, made in enumerate(fd.tensors):
         opened = made.type._replace(shape=tuple(1 if n == 1 else -1 for n in made.type.shape))
         fd.tensors[i] = dataclasses.replace(made, type=opened)
-
-
-FIELDS = ("batch", "length", "width", "hidden", "vocab", "capacity", "rows")
-
-
-@pytest.mark.parametrize("name", sorted(programs.PROGRAMS))
-def test_programs_of_the_table_with_doubled_sizes_are_what_torch_computes(name: str) -> None:
-    program, taken = programs.PROGRAMS[name], 0
-    compiled(program.define(SMALL))
-    for field in FIELDS:
-        fd = program.define(_with(SMALL, field, 2 * getattr(SMALL, field)))
-        if compiled(fd).taken_from is not None:
-            taken += 1
-            inputs = inputs_for(fd)
-            assert_same_as_unsharded(fd, inputs, interpret(fd, inputs) if has_reference(fd) else None)
-    assert taken
-
-
-def _with(sizes: Sizes, field: str, value: int) -> Sizes:
-    return type(sizes)(**{name: getattr(sizes, name) for name in sizes.__slots__} | {field: value})
 
 
 # what fits --------------------------------------------------------------------------------------------------------
