@@ -52,6 +52,12 @@ def forms_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshfuse.rewriting.distribution.total_seconds", lambda done: -float(len(done.graph.nodes)))
 
 
+@pytest.fixture
+def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops are written in all the forms that there are, and each form gets the first plan: no better one is searched."""
+    monkeypatch.setattr("meshfuse.planning.search._is_worth", lambda *_: False)
+
+
 # Tests that run one after another, in one process: those of real ranks, which share pools of ranks, and each of which
 # uses all cores, and those that share what takes long to make. All others go wherever there is room.
 _TOGETHER = {

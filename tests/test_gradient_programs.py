@@ -146,12 +146,10 @@ def test_gradients_of_a_program_are_those_of_autograd(name: str) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.usefixtures("planned_once")
 def test_they_are_the_same_however_the_inputs_are_sharded(name: str, mesh: str) -> None:
     wanted, axes = _wanted(name), list(MESHES[mesh].names)
-    places = [(i, d) for i, t in enumerate(PROGRAMS[name][2]) for d in range(t.ndim)]
-    # Of a whole block every other dim, and on larger meshes every third: each is planned anew.
-    step = (1 if mesh == "two ranks" else 3) * (2 if len(places) > 12 else 1)
-    for i, dim in places[::step]:
+    for i, dim in ((i, d) for i, t in enumerate(PROGRAMS[name][2]) for d in range(t.ndim)):
         fd, tensors, _ = _program(name)
         others = [d for d in range(tensors[i].ndim) if d != dim][: len(axes) - 1]
         spec: list[Any] = [None] * tensors[i].ndim

@@ -77,8 +77,8 @@ PLACES = st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"]), (BOTH, [("x",
 WIDTHS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(0, 3))
 
 
-@pytest.mark.usefixtures("written_in_any_case")
-@settings(max_examples=14)
+@pytest.mark.usefixtures("written_in_any_case", "planned_once")
+@settings(max_examples=28)
 @given(
     st.tuples(st.integers(1, 21), st.integers(1, 9)), PLACES, WIDTHS, st.sampled_from([0.0, 0.0, -1.5]),
     st.sampled_from([*BETWEEN]), TAPS, st.booleans(), st.booleans(),

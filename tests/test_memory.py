@@ -298,6 +298,7 @@ def ops_of(resharded: ReshardedDefinition) -> list[int]:
     return [step.node for step in resharded.steps if step.node is not None]
 
 
+@pytest.mark.usefixtures("planned_once")
 def test_whatever_is_dropped_the_numbers_are_right():
     """Nothing is read that was dropped, and what is made again is what it was."""
     more: list[int] = []
@@ -320,7 +321,8 @@ def test_whatever_is_dropped_the_numbers_are_right():
     assert sum(n > 0 for n in more) > len(more) / 10, "the programs tried hardly ever move anything again"
 
 
-@settings(max_examples=50)
+@pytest.mark.usefixtures("planned_once")
+@settings(max_examples=100)
 @given(PROGRAMS)
 def test_what_is_told_is_of_what_runs(fd: mf.FusionDefinition):
     told = fd.memory(*shapes_for(fd)).peak

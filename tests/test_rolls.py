@@ -48,7 +48,8 @@ AMOUNTS = st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 1)), min_size=1,
 PLACES = st.sampled_from([(ROWS, ["x", None]), (BOTH, ["x", "y"]), (BOTH, [("x", "y"), None]), (BOTH, ["x", None])])
 
 
-@settings(max_examples=9)
+@pytest.mark.usefixtures("planned_once")
+@settings(max_examples=18)
 @given(st.tuples(st.integers(2, 17), st.integers(2, 9)), PLACES, AMOUNTS, st.integers(1, 2), st.booleans())
 def test_rolls_written_otherwise_are_the_same(shape, place, amounts, times, backward) -> None:
     """By more than a block, the long way round, by the same twice, of rolls, along both dims, and the gradients."""
