@@ -30,7 +30,7 @@ Python's operators on tensors are ops, too: `x @ w` is `fd.ops.matmul(x, w)`, an
 - `//` and `%` are `div` and `mod`: on floating point numbers `//` divides, and cuts nothing off.
 - `==` tells whether two names are the same tensor object; `fd.ops.eq` compares numbers.
 
-`x.size(d)` and `x.shape()` are scalars of the definition, with which ops and sizes can be computed.
+`x.size(d)`, `x.shape[d]` and `x.shape()` are scalars of the definition, with which ops and sizes can be computed.
 """
 _NAMES = """\
 ## Under another name
