@@ -229,18 +229,20 @@ except mf.CheckpointError as error:
 chance = random.Random(world.attempt)
 victim, saves, moment = chance.randrange(4), chance.randrange(1, 3), chance.random()
 
-def last(started):
+def last():
     time.sleep(moment * max(0.001, lasted))
     os.kill(os.getpid(), signal.SIGKILL)
 
-lasted = 0.05
+lasted, end = 0.05, threading.Thread(target=last, daemon=True)
 for number in range(4):
     if world.attempt < attempts and number == saves and world.rank == victim:
-        threading.Thread(target=last, args=(time.monotonic(),), daemon=True).start()
+        end.start()
     begun = time.monotonic()
     mf.save(path, {{name: (local(name, view, step + 1), view) for name, view in mesh.items()}} | {{"step": step + 1}})
     step, lasted = step + 1, time.monotonic() - begun
     world.rank or print("saved", step, flush=True)
+if end.ident is not None:  # Its last saves may take less time than those before, and are done before the moment.
+    end.join()
 """
 
 
