@@ -8,6 +8,7 @@ import fake_kernels
 import pytest
 import torch
 
+import meshfuse as mf
 import meshfuse.nvfuser_direct as nvfuser
 from copy_programs import MOVED
 from meshfuse.backends.nvfuser.launch import NativePart
@@ -70,4 +71,18 @@ def test_what_nvfuser_cannot_express_is_copied_beside_its_definition(monkeypatch
     fd = moved.define(DataType.Bool)
     (x,) = moved.inputs()
     fd.simulate([x > 1.0])
+    assert launcher.calls == len(launcher.parts) > 0
+
+
+def test_a_rank_that_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows on four ranks, gathered: two ranks pack nothing."""
+    launcher = fake_kernels.use(monkeypatch)
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([2], dtype=DataType.Double)
+        y = fd.ops.tanh(x)
+        fd.add_output(z := fd.ops.neg(y))
+        for tensor, layout in ((y, "r"), (z, None)):
+            fd.mesh_split(tensor, mf.DeviceMesh((4,), ("r",)), [layout])
+    t = torch.randn(2, dtype=torch.float64)
+    torch.testing.assert_close(fd.simulate([t])[0], -t.tanh())
     assert launcher.calls == len(launcher.parts) > 0

@@ -43,6 +43,9 @@ class Traced:
 
     reshape = view
 
+    def new_empty(self, size: int) -> NoReturn:
+        raise ToTorch("a copy of nothing")
+
     def movedim(self, source: int, target: int) -> Traced:
         order = list(range(len(self.type.shape)))
         order.insert(target, order.pop(source))
