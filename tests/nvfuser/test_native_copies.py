@@ -86,3 +86,21 @@ def test_a_rank_that_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> Non
     t = torch.randn(2, dtype=torch.float64)
     torch.testing.assert_close(fd.simulate([t])[0], -t.tanh())
     assert launcher.calls == len(launcher.parts) > 0
+
+
+def test_a_copy_beside_an_op_that_needs_numbers_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a look-up's text looks at its indices: without them its results are known, and not its copies."""
+    launcher = fake_kernels.use(monkeypatch)
+    with mf.FusionDefinition() as fd:
+        x, index = fd.define_tensor([4, 4], dtype=DataType.Double), fd.define_tensor([4, 2], dtype=DataType.Int)
+        y = fd.ops.scatter(fd.ops.tanh(x), index, 3.0, 1)
+        z = fd.ops.neg(y)
+        for tensor, layout in ((x, ["r", None]), (index, ["r", None]), (y, ["r", None]), (z, [None, "r"])):
+            fd.mesh_split(tensor, mf.DeviceMesh((2,), ("r",)), layout)
+        for output in (y, z):
+            fd.add_output(output)
+    t, places = torch.randn(4, 4, dtype=torch.float64), torch.tensor([[0, 1], [2, 3], [1, 1], [3, 0]])
+    expected = t.tanh().scatter(1, places, 3.0)
+    for found, wanted in zip(fd.simulate([t, places]), (expected, -expected), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert launcher.calls == len(launcher.parts) > 0

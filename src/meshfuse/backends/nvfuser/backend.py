@@ -16,7 +16,7 @@ from .copies import type_of
 from .launch import CudaLauncher, Launcher, NativePart, Run, laid_out, lies_so
 from .load import load_nvfuser
 from .memory_layout import dense_strides, memory_layout
-from .partition import Partition, copies_of, halves, partitioned_kernel, refusal
+from .partition import Partition, copies_of, halves, partitioned_kernel, refusal, without_packs
 from .segment import MemoryLayouts, build_segment, value_types
 from .text import bind_kernel, canonical, part_kernel
 
@@ -69,6 +69,9 @@ class NvFuser:
         while left:
             part = left.pop(0)
             step = self._step(task, part, len(found), memory)
+            if step is None:
+                left[:0] = without_packs(part)
+                continue
             failed = step.reason and not part.reason
             if failed and len(part.segment.computes) > 1 and failures < _MOST_FAILURES:
                 failures += 1
@@ -77,13 +80,15 @@ class NvFuser:
                 found.append(step)
         return found
 
-    def _step(self, task: Task, part: Partition, place: int, memory: _FakeValues) -> PreparedPartition:
-        """The part compiled, or as torch code with the reason."""
+    def _step(self, task: Task, part: Partition, place: int, memory: _FakeValues) -> PreparedPartition | None:
+        """The part compiled, or as torch code with the reason; None where it is not known what its packs make."""
         kernel = part_kernel(task.definition, part, task.rank, f"{task.kernel.name}_part_{place}")
         text = bind_kernel(kernel, task.device)
         taken = [memory.values[name] for name in kernel.params]
         made = memory.traced(text, taken)
         if made is None:
+            if part.packs:
+                return None
             values = [int(name[1:]) for name in part.gives]
             made = memory.assumed(value_types(task.definition, values, task.rank))
             text = _lying_as(text, made)

@@ -111,6 +111,13 @@ def halves(part: Partition) -> list[Partition]:
     return _flowing([replace(first, unpacks=part.unpacks), replace(second, packs=part.packs)], part.gives)
 
 
+def without_packs(part: Partition) -> list[Partition]:
+    """A part as two, of which the second only does its packs."""
+    none = Segment(part.segment.id, (), (), ())
+    alone = Partition(none, part.reason, (), (), packs=part.packs)
+    return _flowing([replace(part, packs=()), alone], part.gives)
+
+
 def _unpacks_of(kernel: Kernel, runs: Sequence[Partition], place: int) -> tuple[Instruction, ...]:
     """The copies that make values which this run is the first to read."""
     seen = {name for run in runs[:place] for name in run.takes}
