@@ -303,6 +303,16 @@ def test_a_softmaxs_division_is_a_product_with_a_reciprocal_and_no_other_is() ->
         parts = o.exp(o.sub(x, o.max(top, dims, True)))
         return o.truediv(parts, o.sum(parts, over, True))
 
+    def of_square(o: Any, x: Any) -> Any:
+        """Rows less the maxima of all rows, one per column: a row's sum may be as small as there are numbers."""
+        parts = o.exp(o.sub(x, o.max(x, [1])))
+        return o.truediv(parts, o.sum(parts, [1], True))
+
+    def by_dims(o: Any, x: Any) -> Any:
+        parts = o.exp(o.sub(x, o.broadcast_in_dim(o.max(x, [1]), [8, 32], [0])))
+        return o.truediv(parts, o.sum(parts, [1], True))
+
+    assert ".reciprocal(" in text(by_dims)
     assert ".reciprocal(" in text(lambda o, x: o.softmax(x, -1)) and ".div(" not in text(lambda o, x: o.softmax(x, -1))
     assert ".reciprocal(" in text(lambda o, x: shares(o, x, x, [1], [1]))
     for other in (
@@ -310,6 +320,7 @@ def test_a_softmaxs_division_is_a_product_with_a_reciprocal_and_no_other_is() ->
         lambda o, x: shares(o, x, x, [0, 1], [1]),
         lambda o, x: shares(o, x, x, [0], [1]),
         lambda o, x: shares(o, x, o.neg(x), [1], [1]),
+        lambda o, x: of_square(o, o.matmul(x, o.permute(x, [1, 0]))),
         lambda o, x: o.truediv(x, o.sum(x, [1], True)),
         lambda o, x: o.truediv(x, 3.0),
     ):

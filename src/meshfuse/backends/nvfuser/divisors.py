@@ -13,6 +13,7 @@ from typing import Any
 
 from ...dtypes import DataType
 from ...graph import Graph, Node
+from ...ops.base import Call
 
 _WIDE = (DataType.Float, DataType.Double)
 # Ops whose result has the elements of their operand, some of them several times.
@@ -40,16 +41,32 @@ def _divides_by_a_softmax_sum(node: Node, makers: Mapping[int, Node]) -> bool:
     if total is None or total.name != "sum" or total.call.results[0].numel >= node.call.results[0].numel:
         return False
     top = _subtracted_maximum(makers.get(total.inputs[0]), makers)
-    return top is not None and _dims(top) == _dims(total)
+    return top is not None and top.call.types[0].shape == total.call.types[0].shape and _dims(top) == _dims(total)
 
 
 def _subtracted_maximum(exp: Node | None, makers: Mapping[int, Node]) -> Node | None:
-    """The maximum of x in exp(x - max(x))."""
+    """The maximum of x in exp(x - max(x)), each of whose elements is subtracted from those that it is of."""
     shifted = makers.get(exp.inputs[0]) if exp is not None and exp.name == "exp" else None
     if shifted is None or shifted.name != "sub" or len(shifted.inputs) != 2:
         return None
     top = _maker(shifted.inputs[1], makers)
-    return top if top is not None and top.name == "max" and top.inputs[0] == shifted.inputs[0] else None
+    if top is None or top.name != "max" or top.inputs[0] != shifted.inputs[0]:
+        return None
+    shape, last = top.call.types[0].shape, makers[shifted.inputs[1]].call
+    kept = tuple(1 if d in _dims(top) else n for d, n in enumerate(shape))
+    narrow = _without_repeats(last)
+    return top if (1,) * (len(shape) - len(narrow)) + narrow == kept else None
+
+
+def _without_repeats(call: Call) -> tuple[int, ...]:
+    """The shape of what an op gives, with 1 where it repeats its operand. The order of elements tells where they lie."""
+    if call.op.name == "expand":
+        return call.types[0].shape
+    if call.op.name != "broadcast_in_dim":
+        return call.results[0].shape
+    ndim = call.results[0].ndim
+    sizes = dict(zip([d % ndim for d in call["broadcast_dims"]], call.types[0].shape, strict=True))
+    return tuple(sizes.get(d, 1) for d in range(ndim))
 
 
 def _maker(tensor: int, makers: Mapping[int, Node]) -> Node | None:
