@@ -147,6 +147,21 @@ def test_what_one_reader_finds_in_memory_another_does_not_make_again() -> None:
         assert made.isdisjoint(part.segment.inputs)
 
 
+@pytest.mark.parametrize("many", [3, 1500])
+def test_views_and_constants_of_many_ops(many: int) -> None:
+    with mf.FusionDefinition() as fd:
+        x, one = fd.define_tensor([4, 4]), fd.ops.full([4, 4], 1.0, DataType.Float)
+        turned = fd.ops.add(x, one)
+        for _ in range(many):
+            turned, one = fd.ops.permute(turned, [1, 0]), fd.ops.permute(one, [1, 0])
+        fd.add_output(fd.ops.mul(fd.ops.matmul(turned, x), one))
+        fd.mesh_split(x, mf.DeviceMesh((1,), ("r",)), [None, None])
+    ((_, parts),) = parts_of(segmented := fd.latest(()).segmented)
+    assert [part.reason for part in parts] == ["", LIBRARY, ""]
+    assert names_of(segmented, parts[1]) == ["permute"] * many + ["matmul"]
+    assert names_of(segmented, parts[2]) == ["full"] + ["permute"] * many + ["mul"]
+
+
 # random programs --------------------------------------------------------------------------------------------------
 
 N = 6

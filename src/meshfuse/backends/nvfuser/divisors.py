@@ -59,7 +59,7 @@ def _subtracted_maximum(exp: Node | None, makers: Mapping[int, Node]) -> Node | 
 
 
 def _without_repeats(call: Call) -> tuple[int, ...]:
-    """The shape of what an op gives, with 1 where it repeats its operand. The order of elements tells where they lie."""
+    """The shape of what an op gives, with 1 where it repeats its operand."""
     if call.op.name == "expand":
         return call.types[0].shape
     if call.op.name != "broadcast_in_dim":

@@ -164,29 +164,32 @@ class _Staging:
 
     def _view(self, compute: Compute, number: int) -> None:
         """Takes the views that an op of torch reads, in torch."""
-        for value in compute.inputs:
-            view = self.views.get(value)
+        left, found = [*compute.inputs], list[Compute]()
+        while left:
+            view = self.views.get(value := left.pop())
             if view is not None and (value, number) not in self.viewed:
                 self.viewed.add((value, number))
-                self._view(view, number)
-                self._at_level(number).others.append(view)
+                found.append(view)
+                left += view.inputs
+        self._at_level(number).others += sorted(found, key=lambda view: view.node)
 
     def _take(self, compute: Compute, number: int) -> None:
         """Does what a fused op of a level reads again there, where that is better than to keep it."""
-        size = max((self.kinds[v].numel for v in (*compute.inputs, *compute.outputs)), default=0)
-        for value in compute.inputs:
-            self._do_again(value, number, size)
+        left, found = [compute], list[Compute]()
+        while left:
+            reader = left.pop()
+            size = max((self.kinds[v].numel for v in (*reader.inputs, *reader.outputs)), default=0)
+            again = [self.makers[v] for v in reader.inputs if self._is_done_again(v, number, size)]
+            left += again
+            found += again
+        self._at_level(number).fused += sorted(found, key=lambda maker: maker.node)
 
-    def _do_again(self, value: int, number: int, size: int) -> None:
+    def _is_done_again(self, value: int, number: int, size: int) -> bool:
         early = self.level.get(value, 0) < number and value in self.makers and value not in self.kept
         if not early or (value, number) in self.decided:
-            return
+            return False
         self.decided.add((value, number))
-        if not self._is_better(value, size):
-            return
-        maker = self.makers[value]
-        self._take(maker, number)
-        self._at_level(number).fused.append(maker)
+        return self._is_better(value, size)
 
     def _is_better(self, value: int, size: int) -> bool:
         """Whether a value is done again for an op on so many elements, which does not read it from memory then."""
