@@ -63,6 +63,8 @@ T = torch.tensor
     (T([True, False]), T([True, True]), 0.5),
     (T([5, 6]), T([5, 7]), 0.5),
     (T([1 + 2j]), T([1 + 3j]), 0.5),
+    (T([1 + 2j]), T([1 + 2.0001j]), 0.0),
+    (T([1, 2]).to(torch.uint64), T([3, 4]).to(torch.uint64), 0.0),
     (T([]), T([]), 0.0),
 ])  # fmt: skip
 def test_the_share_of_wrong_elements(a: torch.Tensor, b: torch.Tensor, share: float) -> None:
