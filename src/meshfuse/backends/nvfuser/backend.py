@@ -87,7 +87,7 @@ class NvFuser:
         taken = [memory.values[name] for name in kernel.params]
         made = memory.traced(text, taken)
         if made is None:
-            if part.packs:
+            if part.packs and part.segment.computes:
                 return None
             values = [int(name[1:]) for name in part.gives]
             made = memory.assumed(value_types(task.definition, values, task.rank))
