@@ -30,7 +30,8 @@ def reason(name: str, place: int, dtype: DataType | None) -> str | None:
         return "max_norm changes the table"
     if name in ATTENTION:
         query, key = (sample.args[op.places[operand]] for operand in ("query", "key"))
-        return "attention" if dtype not in HALF or query.shape[-3] != key.shape[-3] else None
+        fits = dtype in HALF and query.shape[-3] == key.shape[-3] and len(query.shape) == 4
+        return None if fits else "attention"
     return None
 
 
