@@ -29,7 +29,7 @@ from .checks import (
 from .namespaces import Fusion, OpNamespace, find_op
 from .records import OpNode, TensorDef
 from .scalar_calls import is_scalar_call, scalar_arguments
-from .tensor_view import TensorView, Val, listed
+from .tensor_view import Sizes, TensorView, Val
 
 # What stands between a user's line and the definition that it copies.
 _COPYING = ("copy", "copyreg", "pickle", "cloudpickle", "dill", "joblib", "multiprocessing", "torch")
@@ -187,15 +187,13 @@ class DefinitionBuilder(AnnotatedDefinition):
                 raise user_error(
                     f"call of {shown(name)}: keywords", shown(kwargs), needed, "Pass {'dim': 0}, for example."
                 )
-            named = dict(zip(kwargs, listed(kwargs.values()), strict=True)) if kwargs else {}
-            return self._apply(find_op(name), listed(args), named, line)
+            return self._apply(find_op(name), args, kwargs or {}, line)
 
     def call_composite(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a composite: a function of `fd.ops` that is written in ops of the table."""
         with located(caller_line()):
             self.check_open()
-            named = dict(zip(kwargs, listed(kwargs.values()), strict=True))
-            return composite_call(self, name, COMPOSITES[name], listed(args), named, self._resolve)
+            return composite_call(self, name, COMPOSITES[name], args, kwargs, self._resolve)
 
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
         if is_scalar_call(op, args, kwargs):
@@ -266,7 +264,7 @@ class DefinitionBuilder(AnnotatedDefinition):
                     "Pass what this FusionDefinition's own calls returned.",
                 )  # fmt: skip
             return value.ref
-        return plain_number(value)
+        return value() if isinstance(value, Sizes) else plain_number(value)
 
     def new_input(self, kind: TensorType, line: SourceLine, order: tuple[int, ...] | None) -> TensorView:
         """A new input tensor at this line of the script, in nvFuser's stride order if one is given."""

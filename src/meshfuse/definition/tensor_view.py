@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -86,11 +86,6 @@ class Sizes(Sequence["Val"]):
 
     def __repr__(self) -> str:
         return repr(self._tensor.type.shape)
-
-
-def listed(arguments: Iterable[Any]) -> list[Any]:
-    """The arguments of an op; sizes as a list of scalars."""
-    return [value() if isinstance(value, Sizes) else value for value in arguments]
 
 
 class TensorView(Arithmetic):

@@ -16,7 +16,8 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def bind(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], resolve: Resolve) -> tuple[Any, ...]:
-    """The arguments in the order of `op.params`. `resolve` turns a TensorView or Val into its reference.
+    """The arguments in the order of `op.params`. `resolve` turns a TensorView or Val into its reference, and the
+    sizes of a TensorView into a list of Vals.
 
     Raises DefinitionError for missing, unknown or repeated arguments and for values of the wrong kind.
     """
@@ -163,9 +164,10 @@ def _check_size(resolve: Resolve, value: Any) -> Any:
 
 
 def _check_shape(resolve: Resolve, value: Any) -> Any:
-    if not isinstance(value, (list, tuple)):
+    sizes = resolve(value)
+    if not isinstance(sizes, (list, tuple)):
         return REQUIRED
-    found = tuple(_check_size(resolve, v) for v in value)
+    found = tuple(_check_size(resolve, v) for v in sizes)
     return REQUIRED if REQUIRED in found else found
 
 
