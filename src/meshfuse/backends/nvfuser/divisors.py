@@ -13,7 +13,8 @@ from typing import Any
 
 from ...dtypes import DataType
 from ...graph import Graph, Node
-from ...ops.base import Call
+from ...ops.reductions import reduced_dims
+from .repeated import repeated_shape, repeats
 
 _WIDE = (DataType.Float, DataType.Double)
 # Ops whose result has the elements of their operand, some of them several times.
@@ -41,7 +42,9 @@ def _divides_by_a_softmax_sum(node: Node, makers: Mapping[int, Node]) -> bool:
     if total is None or total.name != "sum" or total.call.results[0].numel >= node.call.results[0].numel:
         return False
     top = _subtracted_maximum(makers.get(total.inputs[0]), makers)
-    return top is not None and top.call.types[0].shape == total.call.types[0].shape and _dims(top) == _dims(total)
+    if top is None or top.call.types[0].shape != total.call.types[0].shape:
+        return False
+    return reduced_dims(top.call) == reduced_dims(total.call)
 
 
 def _subtracted_maximum(exp: Node | None, makers: Mapping[int, Node]) -> Node | None:
@@ -53,20 +56,9 @@ def _subtracted_maximum(exp: Node | None, makers: Mapping[int, Node]) -> Node | 
     if top is None or top.name != "max" or top.inputs[0] != shifted.inputs[0]:
         return None
     shape, last = top.call.types[0].shape, makers[shifted.inputs[1]].call
-    kept = tuple(1 if d in _dims(top) else n for d, n in enumerate(shape))
-    narrow = _without_repeats(last)
+    kept = tuple(1 if d in reduced_dims(top.call) else n for d, n in enumerate(shape))
+    narrow = repeated_shape(last, last.types[0].shape, last.results[0].ndim) if repeats(last) else last.results[0].shape
     return top if (1,) * (len(shape) - len(narrow)) + narrow == kept else None
-
-
-def _without_repeats(call: Call) -> tuple[int, ...]:
-    """The shape of what an op gives, with 1 where it repeats its operand."""
-    if call.op.name == "expand":
-        return call.types[0].shape
-    if call.op.name != "broadcast_in_dim":
-        return call.results[0].shape
-    ndim = call.results[0].ndim
-    sizes = dict(zip([d % ndim for d in call["broadcast_dims"]], call.types[0].shape, strict=True))
-    return tuple(sizes.get(d, 1) for d in range(ndim))
 
 
 def _maker(tensor: int, makers: Mapping[int, Node]) -> Node | None:
@@ -75,10 +67,3 @@ def _maker(tensor: int, makers: Mapping[int, Node]) -> Node | None:
     while node is not None and node.name in _SAME:
         node = makers.get(node.inputs[0])
     return node
-
-
-def _dims(node: Node) -> frozenset[int]:
-    """The dims that a reduction is over."""
-    ndim, dims = len(node.call.types[0].shape), node.call["dims"]
-    found = range(ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-    return frozenset(d % ndim for d in found)

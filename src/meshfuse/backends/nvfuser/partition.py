@@ -9,6 +9,7 @@ from ...host_ir.effects import effects
 from ...host_ir.instructions import Instruction, Kernel
 from ...ops.base import TensorType
 from ...ops.nvfuser_lowering import ToTorch
+from ...resharding.early import local_cost
 from ...resharding.resharded import Compute
 from ...segmentation import Segment, SegmentedDefinition
 from .segment import Copies, build_segment, value_types
@@ -51,7 +52,7 @@ def partitioned(segmented: SegmentedDefinition, segment: Segment, rank: int) -> 
     Raises NvfuserMissing without nvFuser.
     """
     reasons = [torch_reason(segmented, _alone(segment, compute), rank) for compute in segment.computes]
-    if _is_worth_stages(segmented, segment, rank):
+    if _is_worth_stages(segmented, segment):
         reasons = [reason or _library(segmented, c) for c, reason in zip(segment.computes, reasons, strict=True)]
     if len({reason is None for reason in reasons}) == 1:
         return (Partition.of(segment, _text(reasons)),)
@@ -71,7 +72,7 @@ def _library(segmented: SegmentedDefinition, compute: Compute) -> str | None:
     return LIBRARY if segmented.resharded.graph.nodes[compute.node].call.op.name in _LIBRARIES else None
 
 
-def _is_worth_stages(segmented: SegmentedDefinition, segment: Segment, rank: int) -> bool:
+def _is_worth_stages(segmented: SegmentedDefinition, segment: Segment) -> bool:
     """Whether a segment's products keep a GPU busy for longer than the host takes to start each of them from Python.
 
     A smaller one waits for the host, and one definition of all its ops takes less of that. Products alone are always
@@ -80,11 +81,9 @@ def _is_worth_stages(segmented: SegmentedDefinition, segment: Segment, rank: int
     products = [c for c in segment.computes if _library(segmented, c)]
     if len(products) in (0, len(segment.computes)):
         return bool(products)
-    values = dict.fromkeys(v for c in products for v in (*c.inputs, *c.outputs))
-    traffic = sum(t.nbytes for t in value_types(segmented, list(values), rank))
     nodes = segmented.resharded.graph.nodes
-    work = sum((call := nodes[c.node].call).op.flops(call) / c.placement.ways for c in products)
-    return work / _FLOPS + traffic / _BANDWIDTH > _HOST * len(products)
+    costs = [local_cost(nodes[c.node].call, c.placement) for c in products]
+    return sum(flops / _FLOPS + nbytes / _BANDWIDTH for flops, nbytes in costs) > _HOST * len(products)
 
 
 def partitioned_kernel(

@@ -40,12 +40,20 @@ def reads_narrow(call: Call) -> bool:
 def repeated(ops: Any, call: Call, operand: Narrow, result: Shape) -> Narrow:
     """What an op that only repeats elements gives: new dims of size 1."""
     old, new = len(operand.shape), len(result)
-    kept = [*range(new - old, new)]
-    if call.op.name == "broadcast_in_dim":
-        kept = [d % new for d in call["broadcast_dims"]]
-    places = dict(zip(kept, operand.shape, strict=True))
-    view = operand.view if old == new else ops.broadcast(operand.view, [d not in places for d in range(new)])
-    return Narrow(view, tuple(places.get(d, 1) for d in range(new)))
+    kept = _places(call, old, new)
+    view = operand.view if old == new else ops.broadcast(operand.view, [d not in kept for d in range(new)])
+    return Narrow(view, repeated_shape(call, operand.shape, new))
+
+
+def repeated_shape(call: Call, operand: Shape, ndim: int) -> Shape:
+    """The shape of what an op that only repeats elements gives, with 1 where it repeats them."""
+    sizes = dict(zip(_places(call, len(operand), ndim), operand, strict=True))
+    return tuple(sizes.get(d, 1) for d in range(ndim))
+
+
+def _places(call: Call, old: int, new: int) -> list[int]:
+    """The dims of the result that the operand's are."""
+    return [d % new for d in call["broadcast_dims"]] if call.op.name == "broadcast_in_dim" else [*range(new - old, new)]
 
 
 def narrowest(operands: Sequence[Narrow], ndim: int) -> Shape:

@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from ...graph import Graph
 from ...ops.base import Call, TensorType
 from ...resharding.resharded import Compute
-from .unshared import PLAIN, is_pointwise
+from .unshared import LONGEST, PLAIN, is_pointwise
 
 _SMALL = 16  # A value of so many times fewer elements than another costs nothing beside it.
-_LONGEST = 24  # Ops that are done again for one value, at most.
 _Run = tuple[list[Compute], list[str]]  # and why they are torch's
 
 
@@ -229,7 +228,7 @@ class _Staging:
                 elif v not in seen:
                     seen.add(v)
                     left.append(v)
-            if len(seen) > _LONGEST:
+            if len(seen) > LONGEST:
                 return None
         return found
 

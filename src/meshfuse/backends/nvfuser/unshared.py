@@ -20,7 +20,7 @@ from .repeated import repeats
 
 # Ops that make nothing new of their operands, or make something of none: what is broadcast is mostly made by them.
 PLAIN = frozenset({"broadcast", "squeeze", "reshape", "permute", "slice", "set", "full", "iota", "triu"})
-_LONGEST = 24  # Ops that are done again for one value, at most.
+LONGEST = 24  # Ops that are done again for one value, at most.
 
 
 def is_pointwise(call: Call) -> bool:
@@ -81,7 +81,7 @@ class _Unsharing:
         """Whether a value that follows from nothing but what is in memory has several readers, or one before it has."""
         seen, left = {value}, [value]
         shared = False
-        while left and len(seen) <= _LONGEST:
+        while left and len(seen) <= LONGEST:
             maker = self.makers.get(v := left.pop())
             if maker is None:
                 if v in self.reduced:
@@ -90,7 +90,7 @@ class _Unsharing:
             shared |= self.readers[v] > 1 or v in self.outputs
             left += [operand for operand in maker.inputs if operand not in seen]
             seen.update(maker.inputs)
-        return shared and len(seen) <= _LONGEST
+        return shared and len(seen) <= LONGEST
 
     def _own(self, value: int) -> str:
         """A value made once more for one reader."""
