@@ -36,6 +36,7 @@ SECTIONS = (
     Section("block", 125, 7, alone=False), Section("ops", 125, 10, alone=False), Section("ranks", 125, alone=False),
     Section("example", 125, 3, alone=False), Section("segments", 25), Section("host", 22), Section("gpt_block", 66),
 )  # fmt: skip
+REFUSED = re.compile("nvFuser (cannot run it|gives|computes something)").search
 TARGETS = "Targets: of_copy 0.85 for nvfuser; gpt_block's nvfuser <= compile; meshfuse <= fd.execute + 10 us."
 
 
@@ -112,8 +113,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     out += ["## Correctness", "", *(f"- ops, {state}: {states.count(state)}" for state in sorted(set(states)))]
     out += [f"- wrong: {_sample(x)}: {x['why']}" for x in wrong(found) if "op" in x]
     for line in found.get("ops", ()):
-        told = re.compile("nvFuser (cannot run it|gives|computes something)")
-        refused = filter(told.search, line.get("by", ()))
+        refused = filter(REFUSED, line.get("by", ()))
         out += [f"- left to torch on this device: {_sample(line)}: {why}" for why in refused]
     for x in (*found.get("block", ()), *found.get("ranks", ())):
         out.append(f"- GPT block on {x['ranks']} {x['how']} ranks: {x['state']}")
