@@ -130,10 +130,11 @@ def _is_flash(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> bool:
 
 
 def _is_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> bool:
-    """Whether cuDNN computes what flash attention would, and torch prefers it: on Hopper it takes half the time.
+    """Whether cuDNN computes what flash attention would, and torch prefers it: on Hopper it takes half to two thirds
+    of the time.
 
-    A call of it costs the host some 50 us more, so small products stay with flash attention. The log-sum-exp is the
-    same, so forward and backward may decide otherwise.
+    A call of it costs the host more, so small products stay with flash attention. The log-sum-exp is the same, so
+    forward and backward may decide otherwise.
     """
     if isinstance(q, FakeTensor) or q.shape[-1] > _CUDNN:  # Results of both lie alike.
         return False

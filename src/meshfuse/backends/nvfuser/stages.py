@@ -1,9 +1,10 @@
 """A segment's ops in stages: what nvFuser fuses, the products of it by torch's libraries, what is fused of those, ...
 
-nvFuser calls cuBLAS and flash attention as torch does, but not cuDNN's attention, which takes half the time, and moves
-the ops beside a product into whatever kernel has their operands first: of what they make it keeps all that is read
-later (three values of Float per element of a norm, for its gradient, and a copy of each operand of a product whose dims
-are merged). So of segments that keep a GPU busy the products are torch's, and each stage between them is a definition.
+nvFuser calls cuBLAS and flash attention as torch does, but not cuDNN's attention, which takes less of a GPU's time.
+It moves the ops beside a product into whatever kernel has their operands first, and keeps all of what they make that is
+read later: three values of Float per element of a norm, for its gradient, and a copy of each operand of a product whose
+dims are merged. So of segments that keep a GPU busy the products are torch's, and each stage between them is a
+definition.
 
 What an earlier stage makes and a later one reads goes through memory. Pointwise ops are done again at the later stage
 where that reads no more than keeping would write and read, the idea of rematerialisation at a minimum cut (the min-cut
