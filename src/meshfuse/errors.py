@@ -7,15 +7,16 @@ of ranks (a peer failed, stopped or disagreed) are RuntimeErrors alone.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import linecache
 import os
 import re
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, TracebackType
+
+from .frozen import quickly_made
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GENERATED = "<meshfuse"
@@ -25,6 +26,7 @@ _CACHES = functools.__file__
 _ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class SourceLine:
     """A line of a user's script. Its text is read from the file when it is asked for; `given` replaces it."""
@@ -138,14 +140,20 @@ class CheckpointError(MeshfuseError, OSError):
     """A checkpoint could not be written or read: no space, no such file, or bytes that are not those written."""
 
 
-@contextlib.contextmanager
-def located(line: SourceLine) -> Iterator[None]:
-    """Within this context, errors of meshfuse that name no line get this line of the script."""
-    try:
-        yield
-    except MeshfuseError as error:
-        error.where = error.where or line
-        raise
+class located:
+    """A context in which errors of meshfuse that name no line get this line of the script."""
+
+    __slots__ = ("line",)
+
+    def __init__(self, line: SourceLine):
+        self.line = line
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, MeshfuseError):
+            error.where = error.where or self.line
 
 
 def shown(value: object) -> str:

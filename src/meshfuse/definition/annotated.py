@@ -37,6 +37,8 @@ class AnnotatedDefinition:
         self.overlaps: dict[int, Overlap] = {}
         self.primals: dict[int, int] = {}  # of each gradient
         self._producers: dict[int, int] = {}
+        # By what they follow from: they are asked for of every gradient.
+        self._flags: dict[tuple[object, ...], tuple[bool, ...]] = {}
         self._open = True
 
     def mesh_split(self, tensor: TensorView, mesh: DeviceMesh, spec: Sequence[Any]) -> None:
@@ -196,7 +198,13 @@ class AnnotatedDefinition:
 
     def reduction_flags(self, tensor: int) -> tuple[bool, ...]:
         """For every dim of the tensor's loop domain, True if the op that makes the tensor reduces it."""
-        return reduction_flags(self.tensors, tensor, self.producer(tensor))
+        producer, ndim = self.producer(tensor), self.tensors[tensor].type.ndim
+        if producer is None:
+            return (False,) * ndim
+        key = (producer.op, producer.keys, tuple([self.tensors[i].type for i in producer.inputs]), ndim)
+        if key not in self._flags:
+            self._flags[key] = reduction_flags(self.tensors, tensor, producer)
+        return self._flags[key]
 
     def loop_dims(self, tensor: int) -> int:
         """How many dims the tensor's loop domain has: its own, and those that its op reduces."""

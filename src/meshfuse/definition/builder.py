@@ -10,6 +10,7 @@ from typing import Any
 from ..dtypes import DataType, scalar_dtype
 from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..ops import COMPOSITES
+from ..ops.argument_keys import Keys, keys_of
 from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
 from ..scalars import ScalarDef, result_dtype
@@ -45,6 +46,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         self.ops = OpNamespace(self)
         self._fusion = Fusion(self)
         self.history: list[TensorRef | ScalarRef | OpNode] = []
+        self._inferred: dict[tuple[OpDef, Keys, tuple[TensorType, ...]], tuple[TensorType, ...]] = {}
 
     def __enter__(self) -> DefinitionBuilder:
         return self
@@ -182,7 +184,7 @@ class DefinitionBuilder(AnnotatedDefinition):
                 raise user_error(
                     f"call of {shown(name)}: arguments", shown(args), needed, "Pass one list with all of them."
                 )
-            if not isinstance(kwargs, (dict, Mapping, type(None))):
+            if not isinstance(kwargs, (dict, type(None), Mapping)):
                 needed = "a dict of arguments by name, or None"
                 raise user_error(
                     f"call of {shown(name)}: keywords", shown(kwargs), needed, "Pass {'dim': 0}, for example."
@@ -202,15 +204,25 @@ class DefinitionBuilder(AnnotatedDefinition):
 
     def append(self, op: OpDef, bound: tuple[Any, ...], line: SourceLine) -> Any:
         """Apply an op to its arguments as `bind` gives them: a TensorView, or a tuple of them."""
-        inputs = tuple(ref.id for ref in tensor_refs(bound))
-        types = op.infer(Call(op, bound, tuple(self.tensors[i].type for i in inputs)))
-        check_results(op.name, types)
-        made = [self._new_tensor(t, line) for t in types]
+        inputs, keys = tuple([ref.id for ref in tensor_refs(bound)]), keys_of(bound)
+        made = [self._new_tensor(t, line) for t in self._results(op, bound, keys, inputs)]
         for tensor in made:
             self._producers[tensor.id] = len(self.nodes)
-        self.nodes.append(OpNode(op, bound, inputs, tuple(t.id for t in made), line))
-        self.history.append(self.nodes[-1])
+        node = OpNode(op, bound, inputs, tuple([t.id for t in made]), line, keys)
+        self.nodes.append(node)
+        self.history.append(node)
         return made[0] if len(made) == 1 else tuple(made)
+
+    def _results(self, op: OpDef, bound: tuple[Any, ...], keys: Keys, inputs: Sequence[int]) -> tuple[TensorType, ...]:
+        """The checked types of an op's results, worked out once for calls that differ in which tensors they take."""
+        tensors = self.tensors
+        key = (op, keys, tuple([tensors[i].type for i in inputs]))
+        found = self._inferred.get(key)
+        if found is None:
+            found = op.infer(Call(op, bound, key[2]))
+            check_results(op.name, found)
+            self._inferred[key] = found
+        return found
 
     def _scalar_op(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Val:
         refs = tuple(map(self._resolve, scalar_arguments(op, args, kwargs)))

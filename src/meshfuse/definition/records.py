@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceLine
+from ..frozen import quickly_made
+from ..ops.argument_keys import Keys
 from ..ops.base import Call, FactorKind, OpDef, Rule, TensorType
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class TensorDef:
     """A tensor of a definition: its symbolic type and where it came from."""
@@ -25,15 +28,17 @@ class TensorDef:
         return self.line.label(self.name)
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class OpNode:
-    """One op of a definition; `inputs` and `outputs` are numbers of tensors."""
+    """One op of a definition; `inputs` and `outputs` are numbers of tensors, `keys` those of its arguments."""
 
     op: OpDef
     args: tuple[Any, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     line: SourceLine
+    keys: Keys
 
     @property
     def draws(self) -> bool:
@@ -41,14 +46,12 @@ class OpNode:
         return self.op.draws is not None and self.op.draws(Call(self.op, self.args, ()))
 
 
-def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode | None) -> tuple[bool, ...]:
+def reduction_flags(tensors: Sequence[TensorDef], tensor: int, producer: OpNode) -> tuple[bool, ...]:
     """For every dim of a tensor's loop domain, True where it is a reduction of the op that makes it.
 
     An op of one operand keeps its reduced dims in their places; matmul-like ops have theirs at the end.
     """
     kept = (False,) * tensors[tensor].type.ndim
-    if producer is None:
-        return kept
     rule = rule_of(tensors, producer)
     if rule is None:
         return kept

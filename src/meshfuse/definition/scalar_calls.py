@@ -11,13 +11,15 @@ from ..kernels.scalars import FUNCTIONS
 from ..ops.base import REQUIRED, OpDef
 from ..ops.binding import signature
 from .checks import plain_number
-from .tensor_view import Val
+from .tensor_view import TensorView, Val
 
 _NUMBERS = (Val, bool, int, float, complex, DataType)
 
 
 def is_scalar_call(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether all arguments are numbers and scalars, with at least one scalar; the op then makes a scalar."""
+    if TensorView in map(type, args):
+        return False
     given = [*args, *kwargs.values()]
     scalars_only = bool(given) and all(isinstance(plain_number(a), _NUMBERS) for a in given)
     return scalars_only and (op.name in FUNCTIONS or op.name == "cast") and any(isinstance(a, Val) for a in given)

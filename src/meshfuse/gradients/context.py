@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import Category
+from ..frozen import quickly_made
 
 Tensor = Any  # a TensorView of the definition; where an op takes numbers too, perhaps a number or a Val
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Backward:
     """One use of an op.
@@ -76,7 +78,7 @@ OperandGradient = Callable[[Backward], Tensor]
 
 def is_tensor(value: Any) -> bool:
     """Whether it is a TensorView, and not a number, a Val or anything else that an op takes."""
-    return hasattr(value, "ndim") and hasattr(value, "fd")
+    return hasattr(type(value), "ndim") and hasattr(value, "fd")  # of the type: to ask a tensor's takes longer
 
 
 def each(**parts: OperandGradient) -> Vjp:
@@ -101,6 +103,8 @@ def sizes(t: Tensor) -> list[Any]:
 
 def sum_to(b: Backward, grad: Tensor, like: Tensor) -> Tensor:
     """The gradient of an operand that was broadcast to the shape of `grad`, or with open sizes may have been."""
+    if grad.type.shape == like.type.shape and -1 not in like.type.shape:
+        return grad
     found = _known_sum(b, grad, like)
     return b.ops.sum_to(found, sizes(like)) if _may_be_repeated(b, like) else found
 

@@ -77,7 +77,9 @@ class _GradientOps:
         return made
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(self._call, name)
+        made = functools.partial(self._call, name)
+        setattr(self, name, made)  # found there from now on
+        return made
 
     def apply(self, op: OpDef, *args: Any) -> Any:
         """Apply an op that need not be registered."""
@@ -233,5 +235,7 @@ class _Sweep:
 
 def _fits(grad: TensorView, primal: TensorView) -> bool:
     """Whether the shapes are equal where they are known."""
-    pairs = zip(grad.type.shape, primal.type.shape, strict=False)
-    return grad.ndim == primal.ndim and all(n == m or -1 in (n, m) for n, m in pairs)
+    found, wanted = grad.type.shape, primal.type.shape
+    if found == wanted:
+        return True
+    return len(found) == len(wanted) and all(n == m or -1 in (n, m) for n, m in zip(found, wanted, strict=True))

@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ..ops.base import Call, OpDef, Rule, TensorRef, TensorType, count_tensors
+from ..ops.argument_keys import Keys, keys_of
+from ..ops.base import Call, OpDef, Rule, TensorType
 from ..ops.shape_arithmetic import check_rule
-
-# What is equal for arguments that mean the same: (type, text where 1 == 1.0 would mislead, argument).
-_Key = tuple[type, str, Any]
-_ANY = TensorRef(-1)
 
 
 class CallTable:
@@ -25,7 +22,7 @@ class CallTable:
 
     def get(self, op: OpDef, args: tuple[Any, ...], types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
         """The call of an op on operands of these types, and its rule. DefinitionError where they do not fit the op."""
-        key = (op, tuple([key_of(arg) for arg in args]), types)
+        key = (op, keys_of(args), types)
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = _call_of(*key)
@@ -33,7 +30,7 @@ class CallTable:
 
 
 @functools.lru_cache(maxsize=1 << 13)
-def _call_of(op: OpDef, args: tuple[_Key, ...], types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
+def _call_of(op: OpDef, args: Keys, types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
     """Equal calls of all graphs are one object, as long as the cache keeps it.
 
     Most calls of a definition's forms are equal, and what is worked out for one holds for the others.
@@ -43,22 +40,3 @@ def _call_of(op: OpDef, args: tuple[_Key, ...], types: tuple[TensorType, ...]) -
     rule = (op.rounds.rule if op.rounds else op.rule)(call)
     check_rule(call, rule)
     return call, rule
-
-
-def key_of(arg: Any) -> _Key:
-    """A key of an argument in which tensors have no numbers, equal for arguments that mean the same.
-
-    1, 1.0 and True differ, and so do 0.0 and -0.0, also in a list.
-    """
-    arg = _anonymous(arg)
-    return (type(arg), repr(arg) if isinstance(arg, (float, complex, tuple)) else "", arg)
-
-
-def _anonymous(arg: Any) -> Any:
-    """The argument without the numbers of the tensors in it."""
-    if isinstance(arg, TensorRef):
-        return _ANY
-    return (_ANY,) * len(arg) if count_tensors(arg) else arg
-
-
-TENSOR_KEY = key_of(_ANY)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DataType, scalar_dtype
 from ..errors import located, user_error
-from ..ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorRef, TensorType
+from ..ops.base import Call, OpDef, ParamKind, Rule, ScalarRef, TensorType
 from ..ops.shape_arithmetic import check_fits
 from ..scalars import evaluate, inputs_of, python_cast
 from ..sharding.layout import Layout, stream_count
 from ..sharding.value import Sharding
-from .calls import TENSOR_KEY, CallTable, key_of
+from .calls import CallTable
 from .nodes import Graph, Node, Stream, Tensor, needed
 
 if TYPE_CHECKING:
@@ -149,8 +149,7 @@ class _Calls:
 
     def of(self, node: OpNode) -> tuple[Call, Rule]:
         types = tuple([self.types[i] for i in node.inputs])
-        args = tuple([TENSOR_KEY if type(arg) is TensorRef else key_of(arg) for arg in node.args])
-        key = (node.op, args, types)
+        key = (node.op, node.keys, types)
         found = self._made.get(key)
         if found is None:
             with located(node.line):

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from ..errors import SourceLine
+from ..frozen import quickly_made
 from ..ops.base import Call, Rule, ScalarRef, TensorRef, TensorType
 from ..scalars import ScalarDef
 from ..sharding.layout import Layout
 from ..sharding.value import Sharding
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor of the graph: its number, its concrete type and the line of the script that made it."""
@@ -47,6 +49,7 @@ class Stream:
     line: SourceLine
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Node:
     """One op: the call with concrete types, its factor rule, and the numbers of the tensors that it reads and makes.

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..frozen import quickly_made
 from ..mesh import DeviceMesh
 from ..sharding import layout as lay
 from ..sharding.layout import Split
@@ -129,6 +130,7 @@ def _shifted(runs: lay.Runs, by: int) -> lay.Runs:
     return tuple((a + by, b + by) for a, b in runs)
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Move:
     """A step from `src` to `dst` among ranks that differ along `axes` only (for TRANSFER: between two meshes).

@@ -85,6 +85,9 @@ def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, .
 
     Where nothing is reduced, dims that are whole at both ends are left out of the search: they stay whole.
     """
+    one = _one_move(src, dst)
+    if one is not None:
+        return (one,)
     places = tuple([d for d, layouts in enumerate(zip(src.dims, dst.dims, strict=True)) if any(layouts)])
     if src.partial != dst.partial or len(places) == len(sizes):
         found = _PathSearch(src, dst, sizes, ROOM / math.prod(sizes), room=0).run()
@@ -92,6 +95,21 @@ def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, .
     ends = [end.with_dims([end.dims[d] for d in places]) for end in (src, dst)]
     moves = _path(*ends, tuple([sizes[d] for d in places]))
     return None if moves is None else tuple([_among_whole(move, places, len(sizes)) for move in moves])
+
+
+def _one_move(src: Sharding, dst: Sharding) -> Move | None:
+    """The move between shardings of which one splits one dim over one axis more; None between others.
+
+    No path takes less than a slice, or than a gather in which each rank receives just what it lacks.
+    """
+    found = [pair for pair in zip(src.dims, dst.dims, strict=True) if pair[0] is not pair[1] and pair[0] != pair[1]]
+    if len(found) != 1 or src.partial != dst.partial:
+        return None
+    coarse, fine = sorted(found[0], key=len)
+    if len(fine) != len(coarse) + 1 or not lay.is_prefix(coarse, fine) or not fine[-1].bound:
+        return None
+    kind = MoveKind.SLICE if coarse is found[0][0] else MoveKind.ALL_GATHER
+    return Move(kind, (fine[-1],), src, dst)
 
 
 def _among_whole(move: Move, places: Sequence[int], ndim: int) -> Move:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..dtypes import DataType
+from ..frozen import quickly_made
 
 if TYPE_CHECKING:
     from ..gradients.context import Vjp
@@ -196,6 +197,7 @@ class Partial(enum.Enum):
         return {Partial.MAX: "max", Partial.MIN: "min"}.get(self, "sum")
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One use of an op, with concrete or symbolic types, from which rules, lowerings and costs are computed."""
@@ -235,8 +237,10 @@ def tensor_refs(args: Sequence[Any]) -> list[TensorRef]:
     """The tensors among an op's arguments, in order."""
     out: list[TensorRef] = []
     for arg in args:
-        if count_tensors(arg):
-            out.extend((arg,) if isinstance(arg, TensorRef) else arg)
+        if type(arg) is TensorRef:
+            out.append(arg)
+        elif count_tensors(arg):
+            out.extend(arg)
     return out
 
 

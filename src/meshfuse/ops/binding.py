@@ -22,7 +22,7 @@ def bind(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], resolve: Res
     Raises DefinitionError for missing, unknown or repeated arguments and for values of the wrong kind.
     """
     given = _by_name(op, args, kwargs)
-    return tuple(_checked(op, param, given.get(param.name, param.default), resolve) for param in op.params)
+    return tuple([_checked(op, param, given.get(param.name, param.default), resolve) for param in op.params])
 
 
 def make_call(op: OpDef, sample: Sample) -> Call:
@@ -46,6 +46,8 @@ def _by_name(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     given = {
         param.name: arg for param, arg in zip(op.params, _shift_dtype(op, args), strict=False) if arg is not REQUIRED
     }
+    if not kwargs:
+        return given
     names = {alias: param.name for param in op.params for alias in (param.name, param.alias) if alias}
     for key, value in kwargs.items():
         if key not in names or names[key] in given:
@@ -55,8 +57,10 @@ def _by_name(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     return given
 
 
-def _shift_dtype(op: OpDef, args: Sequence[Any]) -> list[Any]:
+def _shift_dtype(op: OpDef, args: Sequence[Any]) -> Sequence[Any]:
     """nvFuser overloads `sum(t, dtype)` beside `sum(t, dims, keepdim, dtype)`: move a type to its parameter."""
+    if DataType not in map(type, args):
+        return args
     out = list(args)
     for place, arg in enumerate(args):
         if isinstance(arg, DataType) and op.params[place].kind is not K.DTYPE:

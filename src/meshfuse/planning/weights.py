@@ -8,6 +8,7 @@ From some number of rows on it takes less to bring these weights together and to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..costs import all_gather
 from ..graph import Node
@@ -109,6 +110,19 @@ class _Part:
         return mine
 
 
+class _Along(NamedTuple):
+    """For each operand and result of a placement, whether it is split or unreduced along an axis.
+
+    sums: for each result, whether it is unreduced along it.
+    any: whether an operand or result is split or unreduced along it.
+    """
+
+    operands: tuple[bool, ...]
+    results: tuple[bool, ...]
+    sums: tuple[bool, ...]
+    any: bool
+
+
 class _Parts:
     """The parts of a plan along an axis.
 
@@ -121,12 +135,12 @@ class _Parts:
         self._inputs, self._left = set(plan.graph.input_tensors), set(plan.graph.outputs)
         self._of: dict[int, _Part] = {}
         self._sums: dict[int, Sharding] = {}
-        self._along: dict[Sharding, bool] = {}
-        self._split: dict[int, bool] = {}
+        self._known: dict[int, _Along] = {}  # of equal ops, which have the same placement
         for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
-            split = self._is_split(choice.placement)
-            if split or not self._sums.keys().isdisjoint(node.inputs):
-                self._add(node, choice.placement)
+            placement = choice.placement
+            along = self._known.get(id(placement)) or self._learned(placement)
+            if along.any or not self._sums.keys().isdisjoint(node.inputs):
+                self._add(node, placement, along)
 
     def saved(self) -> float:
         """How much of the reductions' time gathering would save, from 0 to 1."""
@@ -134,34 +148,30 @@ class _Parts:
         saved = sum([max(part.reducing - part.gathering, 0.0) for part in roots])
         return saved / sum([part.reducing for part in roots]) if saved else 0.0
 
-    def _add(self, node: Node, placement: Placement) -> None:
-        part = None
-        for i, need in zip(node.inputs, placement.operands, strict=True):
+    def _add(self, node: Node, placement: Placement, along: _Along) -> None:
+        part, rows = None, zip(along.operands, node.inputs, placement.operands, strict=True)
+        for is_along, i, need in rows:
             place = self._reduced(i, need) if i in self._sums and not self._is_sum(need) else i
-            if self._is_along(need):
+            if is_along:
                 part = (self._of.get(place) or self._begun(place)).join(part)
-        for i, made in zip(node.outputs, placement.results, strict=True):
-            if self._is_along(made):
+        for k, i in enumerate(node.outputs):
+            if along.results[k]:
                 self._of[i] = part = part or _Part()
-                if self._is_sum(made):
-                    self._sums[i] = made
+                if along.sums[k]:
+                    self._sums[i] = placement.results[k]
                 elif i in self._left:
                     part.root().gathering += self._gathered(i)
 
-    def _is_split(self, placement: Placement) -> bool:
-        """Whether an op reads or makes what is split or unreduced along the axis."""
-        found = self._split.get(id(placement))
-        if found is None:
-            touched = (*placement.operands, *placement.results)
-            found = self._split[id(placement)] = any([self._is_along(sharding) for sharding in touched])
+    def _learned(self, placement: Placement) -> _Along:
+        """What lies along the axis in an op's placement."""
+        operands, results = (tuple(map(self._is_along, side)) for side in (placement.operands, placement.results))
+        sums = tuple(map(self._is_sum, placement.results))
+        found = self._known[id(placement)] = _Along(operands, results, sums, any((*operands, *results)))
         return found
 
     def _is_along(self, sharding: Sharding) -> bool:
         """Whether a tensor is split or unreduced along the axis."""
-        found = self._along.get(sharding)
-        if found is None:
-            found = self._along[sharding] = any(split.axis == self.axis for split in sharding.used())
-        return found
+        return any([split.axis == self.axis for split in sharding.used()])
 
     def _is_sum(self, sharding: Sharding) -> bool:
         """Whether a tensor is unreduced along the axis."""

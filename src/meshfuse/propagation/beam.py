@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..frozen import quickly_made
 from ..sharding.value import Sharding
 from .choose import Option
 from .dominance import Table, joint_table_of
@@ -52,6 +53,7 @@ class Plan(NamedTuple):
     held: tuple[int, ...]
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, eq=False)
 class Front:
     """The plans of the beam before some op, cheapest first. The open tensors are those in which the plans differ.
@@ -80,6 +82,7 @@ FrontRef = int
 OperandState = tuple[Available, Available] | int
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Stride:
     """What the beam does at one op: from one front to the next.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..dtypes import Category, DataType
+from ..frozen import quickly_made
 from ..mesh import DeviceMesh
 from ..moves.move import Move, group_size
 from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, ScalarRef, TensorRef
@@ -250,6 +251,7 @@ def following(call: Call, rule: Rule, operands: Sequence[Sharding]) -> tuple[Lay
     return tuple(tensor_layouts(rule, dims, t.shape, agreed) for dims, t in pairs)
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where an op is computed: its factors' layouts and, following from these, the shardings of operands and results.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..frozen import quickly_made
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
 from ..moves.planner import plan
@@ -45,6 +46,7 @@ class Touched(NamedTuple):
         return self.is_input and self.annotation is None
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
     """What an op's options depend on, but for where its operands are and what is wanted; one object for equal ones.
@@ -72,6 +74,7 @@ class Kind:
         return len(self.rule.operands) > 1 and not self.reductions and reduces(self.rule)
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, eq=False)
 class Role:
     """An op's kind and what is wanted of each of its tensors; one object for equal ones."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..frozen import quickly_made
 from ..graph import Graph
 from ..sharding.value import Sharding
 from .factors import Placement
 from .votes import Source
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The placement of one op, what it follows, its modelled seconds, and the next best option at this op."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ..frozen import quickly_made
 from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, Rule
 from ..sharding import layout as lay
@@ -20,6 +21,7 @@ from .factors import Layouts, displaced, layouts_of, merged, moved, reduces, rep
 Available = tuple[Sharding, ...]
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
     """What the placements of a node depend on; one object for equal ones, so that each is worked out once.

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..errors import SourceLine
+from ..frozen import quickly_made
 from ..graph import Graph
 from ..moves.move import Move, MoveKind, travels
 from ..moves.prices import Price, price
@@ -15,6 +16,7 @@ from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Value:
     """A tensor in one of the shardings in which it exists."""
@@ -28,6 +30,7 @@ class Value:
         return f"v{self.id}"
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Compute:
     """One op in its placement. It reads and makes values, by number."""
@@ -38,6 +41,7 @@ class Compute:
     outputs: tuple[int, ...]
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Set:
     """One move of a reshard: from one value of a tensor to another.
