@@ -14,7 +14,7 @@ from whole_programs import PROGRAMS, compare
 import meshfuse as mf
 from meshfuse.backends import Unsupported, assignment
 from meshfuse.backends.nvfuser.backend import NvFuser
-from meshfuse.backends.nvfuser.launch import CudaLauncher, NativePart, Run, share_wrong
+from meshfuse.backends.nvfuser.launch import CudaLauncher, NativePart, Run, drawn, share_wrong
 from meshfuse.dtypes import DataType
 
 pytestmark = pytest.mark.nvfuser
@@ -69,6 +69,21 @@ T = torch.tensor
 ])  # fmt: skip
 def test_the_share_of_wrong_elements(a: torch.Tensor, b: torch.Tensor, share: float) -> None:
     assert share_wrong(a, b) == share
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool])
+def test_kernels_are_compared_with_numbers_that_differ(dtype: torch.dtype) -> None:
+    """Equal ones would hide what a kernel reads from a wrong place, or which side of a mask it takes."""
+    like = torch.empty((30, 4), dtype=dtype).t()
+    found = drawn(like, torch.device("cpu"), torch.Generator().manual_seed(0))
+    assert (found.dtype, found.shape, found.stride()) == (dtype, like.shape, like.stride())
+    numbers = found.cfloat() if dtype.is_complex else found.float()
+    assert len(set(numbers.flatten().tolist())) > 1 and numbers.abs().max() < 1.6
+
+
+def test_integers_that_may_be_indices_are_zeros() -> None:
+    like = torch.ones((3,), dtype=torch.int64)
+    assert not drawn(like, torch.device("cpu"), torch.Generator()).any()
 
 
 def test_what_is_told_of_an_exception() -> None:

@@ -112,19 +112,24 @@ def _executor(definition: Any, index: int) -> Run:
 
 
 def _example(examples: Sequence[Any], device: torch.device) -> list[Any]:
-    """Arguments like the examples: floating point numbers from 0.1 to 1.1, and zeros, which are valid indices, too."""
+    """Arguments like the examples, for a first call that is compared with torch's."""
     generator = torch.Generator(device).manual_seed(0)
-    return [_drawn(v, device, generator) if isinstance(v, torch.Tensor) else v for v in examples]
+    return [drawn(v, device, generator) if isinstance(v, torch.Tensor) else v for v in examples]
 
 
-def _drawn(like: torch.Tensor, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+def drawn(like: torch.Tensor, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of the same type and strides: real and complex numbers with parts from 0.1 to 1.1, masks of both values.
+
+    Integers are zeros: they may be indices, and other ones may not be there.
+    """
     last = sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True))
-    count = last + 1 if like.numel() else 0
-    if like.is_floating_point():
-        wide = like.dtype if like.dtype.itemsize > 1 else torch.float32
-        memory = torch.empty(count, dtype=wide, device=device).uniform_(0.1, 1.1, generator=generator).to(like.dtype)
-    else:
-        memory = torch.zeros(count, dtype=like.dtype, device=device)
+    memory = torch.zeros(last + 1 if like.numel() else 0, dtype=like.dtype, device=device)
+    if like.is_floating_point() or like.is_complex():
+        parts = torch.view_as_real(memory) if like.is_complex() else memory
+        wide = parts if parts.dtype.itemsize > 1 else parts.float()
+        parts.copy_(wide.uniform_(0.1, 1.1, generator=generator))
+    elif like.dtype is torch.bool:
+        memory.random_(0, 2, generator=generator)
     return memory.as_strided(like.shape, like.stride())
 
 
