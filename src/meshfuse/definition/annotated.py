@@ -21,7 +21,7 @@ from .checks import check_meshes, checked_mesh
 from .loop import AxisView, LoopDomain
 from .overlaps import Overlap, checked_overlap
 from .primals import of_gradients
-from .records import OpNode, TensorDef, memory_order, reduction_flags
+from .records import OpForm, OpNode, TensorDef, memory_order, reduction_flags
 from .tensor_view import TensorView
 
 
@@ -38,7 +38,7 @@ class AnnotatedDefinition:
         self.primals: dict[int, int] = {}  # of each gradient
         self._producers: dict[int, int] = {}
         # By what they follow from: they are asked for of every gradient.
-        self._flags: dict[tuple[object, ...], tuple[bool, ...]] = {}
+        self._flags: dict[tuple[OpForm, int], tuple[bool, ...]] = {}
         self._open = True
 
     def mesh_split(self, tensor: TensorView, mesh: DeviceMesh, spec: Sequence[Any]) -> None:
@@ -201,7 +201,7 @@ class AnnotatedDefinition:
         producer, ndim = self.producer(tensor), self.tensors[tensor].type.ndim
         if producer is None:
             return (False,) * ndim
-        key = (producer.op, producer.keys, tuple([self.tensors[i].type for i in producer.inputs]), ndim)
+        key = (producer.form, ndim)
         if key not in self._flags:
             self._flags[key] = reduction_flags(self.tensors, tensor, producer)
         return self._flags[key]

@@ -10,7 +10,7 @@ from typing import Any
 from ..dtypes import DataType, scalar_dtype
 from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..ops import COMPOSITES
-from ..ops.argument_keys import Keys, keys_of
+from ..ops.argument_keys import keys_of
 from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
 from ..scalars import ScalarDef, result_dtype
@@ -28,7 +28,7 @@ from .checks import (
     plain_number,
 )
 from .namespaces import Fusion, OpNamespace, find_op
-from .records import OpNode, TensorDef
+from .records import OpForm, OpNode, TensorDef
 from .scalar_calls import is_scalar_call, scalar_arguments
 from .tensor_view import Sizes, TensorView, Val
 
@@ -46,7 +46,7 @@ class DefinitionBuilder(AnnotatedDefinition):
         self.ops = OpNamespace(self)
         self._fusion = Fusion(self)
         self.history: list[TensorRef | ScalarRef | OpNode] = []
-        self._inferred: dict[tuple[OpDef, Keys, tuple[TensorType, ...]], tuple[TensorType, ...]] = {}
+        self._forms: dict[OpForm, tuple[OpForm, tuple[TensorType, ...]]] = {}
 
     def __enter__(self) -> DefinitionBuilder:
         return self
@@ -204,24 +204,27 @@ class DefinitionBuilder(AnnotatedDefinition):
 
     def append(self, op: OpDef, bound: tuple[Any, ...], line: SourceLine) -> Any:
         """Apply an op to its arguments as `bind` gives them: a TensorView, or a tuple of them."""
-        inputs, keys = tuple([ref.id for ref in tensor_refs(bound)]), keys_of(bound)
-        made = [self._new_tensor(t, line) for t in self._results(op, bound, keys, inputs)]
+        inputs = tuple([ref.id for ref in tensor_refs(bound)])
+        form, types = self._formed(op, bound, inputs)
+        made = [self._new_tensor(t, line) for t in types]
         for tensor in made:
             self._producers[tensor.id] = len(self.nodes)
-        node = OpNode(op, bound, inputs, tuple([t.id for t in made]), line, keys)
+        node = OpNode(op, bound, inputs, tuple([t.id for t in made]), line, form)
         self.nodes.append(node)
         self.history.append(node)
         return made[0] if len(made) == 1 else tuple(made)
 
-    def _results(self, op: OpDef, bound: tuple[Any, ...], keys: Keys, inputs: Sequence[int]) -> tuple[TensorType, ...]:
-        """The checked types of an op's results, worked out once for calls that differ in which tensors they take."""
+    def _formed(
+        self, op: OpDef, bound: tuple[Any, ...], inputs: Sequence[int]
+    ) -> tuple[OpForm, tuple[TensorType, ...]]:
+        """The form of an op and the checked types of its results, which are worked out once for equal forms."""
         tensors = self.tensors
-        key = (op, keys, tuple([tensors[i].type for i in inputs]))
-        found = self._inferred.get(key)
+        form = OpForm(op, keys_of(bound), tuple([tensors[i].type for i in inputs]))
+        found = self._forms.get(form)
         if found is None:
-            found = op.infer(Call(op, bound, key[2]))
-            check_results(op.name, found)
-            self._inferred[key] = found
+            types = op.infer(Call(op, bound, form.types))
+            check_results(op.name, types)
+            found = self._forms[form] = form, types
         return found
 
     def _scalar_op(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Val:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import SourceLine
 from ..frozen import quickly_made
@@ -28,17 +28,28 @@ class TensorDef:
         return self.line.label(self.name)
 
 
+class OpForm(NamedTuple):
+    """What an op of a definition is, but for which tensors it takes; of equal ones a definition has one object."""
+
+    op: OpDef
+    keys: Keys
+    types: tuple[TensorType, ...]
+
+
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class OpNode:
-    """One op of a definition; `inputs` and `outputs` are numbers of tensors, `keys` those of its arguments."""
+    """One op of a definition; `inputs` and `outputs` are numbers of tensors.
+
+    Ops of one `form` differ only in which tensors they take.
+    """
 
     op: OpDef
     args: tuple[Any, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     line: SourceLine
-    keys: Keys
+    form: OpForm
 
     @property
     def draws(self) -> bool:

@@ -56,7 +56,7 @@ def concretize(
     definition without outputs and, at the line of the op, where an op cannot take the sizes that come out.
     """
     fd.check_complete(None)
-    types: dict[int, TensorType] = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
+    types = _input_types(fd, shapes)
     calls = _Calls(fd, types, scalars)
     salts = itertools.accumulate((node.draws for node in fd.nodes), initial=0)
     nodes = [_concrete_node(calls, number, *pair) for number, pair in enumerate(zip(fd.nodes, salts, strict=False))]
@@ -64,17 +64,24 @@ def concretize(
     said = fd.all_annotations
     nodes = needed(_without_vanished(nodes, {*fd.outputs, *said, *fd.overlaps}), fd.outputs)
     producer = {out: node.id for node in nodes for out in node.outputs}
-    there = {*producer, *fd.input_tensors()}
+    there = set(producer).union(fd.input_tensors())
     noted = {i: a for i, a in said.items() if a.mesh is not None}
     # What is said of tensors that no output needs is checked, too, and then dropped with them.
     shardings = _shardings(noted, tensors)
     annotations = {i: found.placement(types[i].shape) for i, found in shardings.items() if i in there}
     lines = {i: noted[i].line for i in annotations}
-    streams = _streams(fd, said, {i: types[i].shape for i in there})
+    streams = _streams(fd, said, {i: types[i].shape for i in there.intersection((*said, *fd.overlaps))})
     return Graph(
         tensors, nodes, tuple(fd.inputs), tuple(fd.outputs), annotations, _reductions(noted, producer), lines,
         fd.scalars, streams,
     )  # fmt: skip
+
+
+def _input_types(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, TensorType]:
+    """The inputs' types at these shapes; equal ones are one object."""
+    found = {i: TensorType(shape, fd.tensors[i].type.dtype) for i, shape in shapes.items()}
+    known: dict[TensorType, TensorType] = {}
+    return {i: known.setdefault(kind, kind) for i, kind in found.items()}
 
 
 def _shardings(noted: Mapping[int, Annotation], tensors: Sequence[Tensor]) -> dict[int, Sharding]:
@@ -145,21 +152,22 @@ class _Calls:
     def __init__(self, fd: DefinitionBuilder, types: dict[int, TensorType], scalars: Mapping[int, Any]):
         self.fd, self.types, self.scalars = fd, types, scalars
         self._kinds = CallTable()
-        self._made: dict[Any, tuple[Call, Rule]] = {}
+        self._made: dict[tuple[int, ...], tuple[Call, Rule]] = {}
 
     def of(self, node: OpNode) -> tuple[Call, Rule]:
-        types = tuple([self.types[i] for i in node.inputs])
-        key = (node.op, node.keys, types)
+        types = self.types
+        # Forms and types live as long as the definition: by their numbers they are found in less time.
+        key = (id(node.form), *[id(types[i]) for i in node.inputs])
         found = self._made.get(key)
         if found is None:
             with located(node.line):
-                found = self._made[key] = self._worked_out(node, types)
+                found = self._made[key] = self._worked_out(node)
         return found
 
-    def _worked_out(self, node: OpNode, types: tuple[TensorType, ...]) -> tuple[Call, Rule]:
+    def _worked_out(self, node: OpNode) -> tuple[Call, Rule]:
         given = _KnownArguments(self.fd, node.op, self.types, self.scalars)
         args = tuple(given.concrete(param.kind, arg) for param, arg in zip(node.op.params, node.args, strict=True))
-        call, rule = self._kinds.get(node.op, args, types)
+        call, rule = self._kinds.get(node.op, args, tuple([self.types[i] for i in node.inputs]))
         _check_sizes(call)
         return call, rule
 

@@ -145,7 +145,7 @@ def needed(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:
         if wanted.intersection(node.outputs):
             wanted.update(node.inputs)
             kept.append(node)
-    return tuple(numbered(node, number) for number, node in enumerate(reversed(kept)))
+    return tuple([numbered(node, number) for number, node in enumerate(reversed(kept))])
 
 
 def numbered(node: Node, number: int, inputs: tuple[int, ...] | None = None) -> Node:

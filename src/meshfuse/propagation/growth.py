@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from ..frozen import quickly_made
 from ..graph import Graph, Node
 from ..mesh import DeviceMesh
+from ..moves.bounds import at_least
 from ..moves.planner import plan
 from ..ops.base import Call, Rule, TensorType
 from ..sharding.layout import Layout
@@ -230,9 +232,15 @@ def _is_reached(growth: Growth, tables: Sequence[Table], kept: Iterable[Growth])
 
 @functools.lru_cache(maxsize=1 << 14)
 def _reduction(kind: TensorType, wanted: Available, home: Sharding) -> float:
+    """The least seconds to somewhere that a tensor is reduced: where it is, or where it is wanted on its mesh."""
+    size, found = kind.dtype.itemsize, math.inf
     targets = [home.reduced(), *(w for w in wanted if w.mesh == home.mesh)]
-    plans = [plan(home, target, kind.shape, kind.dtype.itemsize) for target in targets]
-    return min(p.seconds for p in plans if p is not None)
+    for least, _, target in sorted([(at_least(home, w, kind.shape, size), k, w) for k, w in enumerate(targets)]):
+        if least >= found:
+            break
+        path = plan(home, target, kind.shape, size)
+        found = min(found, path.seconds) if path is not None else found
+    return found
 
 
 class Occurrence(NamedTuple):
