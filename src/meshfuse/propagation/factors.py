@@ -11,7 +11,7 @@ from ..dtypes import Category, DataType
 from ..frozen import quickly_made
 from ..mesh import DeviceMesh
 from ..moves.move import Move, group_size
-from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, ScalarRef, TensorRef
+from ..ops.base import Call, DimFactors, FactorKind, ParamKind, Partial, Rule, ScalarRef, TensorRef, TensorType
 from ..sharding import layout as lay
 from ..sharding.layout import WHOLE, Layout, Split
 from ..sharding.value import Sharding, canonical_partial, conflicting
@@ -268,11 +268,19 @@ class Placement:
     ways: float = 1.0
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Carry = NO_CARRY) -> Placement | None:
     """The placement of an op on a mesh; None where a dim cannot be laid out so, or reductions would mix."""
-    operand_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.operands, call.types, strict=True)]
-    result_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.results, call.results, strict=True)]
+    return _placed(call.types, call.results, rule, mesh, layouts, carry)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _placed(
+    types: tuple[TensorType, ...], made: tuple[TensorType, ...], rule: Rule, mesh: DeviceMesh, layouts: Layouts,
+    carry: Carry,
+) -> Placement | None:  # fmt: skip
+    """The placement of every op with this rule on tensors of these types."""
+    operand_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.operands, types, strict=True)]
+    result_dims = [tensor_layouts(rule, d, t.shape, layouts) for d, t in zip(rule.results, made, strict=True)]
     if None in operand_dims or None in result_dims:
         return None
     operands = [
@@ -283,8 +291,8 @@ def placed(call: Call, rule: Rule, mesh: DeviceMesh, layouts: Layouts, carry: Ca
     left = [left_to_reduce(rule, layouts, result, carry) for result in range(len(rule.results))]
     if None in left:
         return None
-    made = zip(result_dims, left, strict=True)
-    results = [Sharding(mesh, dims, *partial) for dims, partial in made if dims is not None and partial is not None]
+    pairs = zip(result_dims, left, strict=True)
+    results = [Sharding(mesh, dims, *partial) for dims, partial in pairs if dims is not None and partial is not None]
     shares = [factor.size / lay.largest(layout, factor.size)
               for factor, layout in zip(rule.factors, layouts, strict=True) if layout and factor.size]  # fmt: skip
     return Placement(layouts, tuple(operands), tuple(results), carry, ways=math.prod(shares))
