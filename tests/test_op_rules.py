@@ -14,9 +14,11 @@ import meshfuse.kernels as K
 import op_references as references
 from attention_references import ATTENTION, GRADIENTS, attention, attention_bwd, seen_in_ring
 from meshfuse.errors import KernelError
+from meshfuse.host_ir.lower import sums_in_new_memory
 from meshfuse.ops import OPS
 from meshfuse.ops.base import Call
-from meshfuse.testing import check_op
+from meshfuse.testing import check_op, parts
+from meshfuse.testing.cases import factor_cases
 from op_harness import SALT, argument, make_call, operands_of, sample_ids, whole
 
 SAMPLES = sample_ids()
@@ -117,6 +119,33 @@ def test_what_needs_nvidia_is_typed_and_says_so_when_run(name: str) -> None:
     assert call.results and len(call.op.rule(call).results) == len(call.results)
     with pytest.raises(KernelError, match=f"{name} cannot run here: it needs nvFuser and a GPU"):
         whole(call, [torch.empty(0)] * len(call.types))
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+
+
+@pytest.mark.parametrize(("name", "place"), RUNNABLE)
+def test_a_sum_that_is_reduced_in_place_shares_no_memory_with_operands(
+    name: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every dim that is summed, also where a rank has one index of it: the reduction would write to arguments."""
+    run, shared = parts.run_lowering, list[list[int]]()
+
+    def watched(local: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        results = run(local, operands)
+        if not _places(operands).isdisjoint(_places(results)):
+            shared.append([list(t.shape) for t in operands])
+        return results
+
+    monkeypatch.setattr(parts, "run_lowering", watched)
+    sample = OPS[name].samples()[place]
+    call, operands = _sampled(name, place)
+    for case in factor_cases(OPS[name], sample):
+        sharded = parts.Sharded(call, case.mesh, case.layouts)
+        if sums_in_new_memory(call.op, sharded.rule, sharded.layouts):
+            sharded.run(operands)
+    assert not shared
 
 
 def test_every_op_has_samples_and_a_reference() -> None:

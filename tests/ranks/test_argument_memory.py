@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -109,3 +110,34 @@ def on_rank_of_user() -> torch.Tensor:
 def test_lazy_results_of_a_users_op_are_settled(ranks2) -> None:
     for found in ranks2.run(on_rank_of_user):
         assert torch.equal(found, numbers(torch.complex128, 4).conj().resolve_conj())
+
+
+def added(x: torch.Tensor) -> torch.Tensor:
+    return functools.reduce(torch.add, x.unbind(0))  # of one row: a view of it
+
+
+def on_rank_summed() -> list[str]:
+    """What a sum over rows, of which each rank has one, gives otherwise than it should at several calls, and writes."""
+    op = mf.register_op(mf.torch_op("a b -> b", name="added")(added))
+    try:
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([2, 4])
+            y = fd.ops.added(x)
+            fd.add_output(y)
+            mesh = mf.DeviceMesh((2,), ("tp",))
+            fd.mesh_split(x, mesh, ["tp", None])
+            fd.mesh_split(y, mesh, [None])
+        whole, wrong = numbers(torch.float32, 2), []
+        right, shard = whole.sum(0), mf.shard_tensor(whole, x).clone()
+        for call in range(3):
+            found = {"execute": fd.execute([shard]), "call": fd(whole), "simulate": fd.simulate([whole])}
+            wrong += [f"{how} {call}" for how, (one,) in found.items() if not torch.equal(one, right)]
+        written = {"shard": shard._version, "whole": whole._version}
+        return wrong + [f"the {name} was written to" for name, version in written.items() if version]
+    finally:
+        mf.unregister_op(op.name)
+
+
+def test_a_sum_that_is_a_view_of_an_argument_is_reduced_elsewhere(ranks2) -> None:
+    """Reductions work in place: in the argument they would leave the sum, which the next call would add up again."""
+    assert ranks2.run(on_rank_summed) == [[], []]

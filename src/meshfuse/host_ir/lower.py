@@ -8,8 +8,8 @@ from typing import Any
 from ..errors import SourceLine
 from ..graph import Graph
 from ..moves.move import Move, wire_elements
-from ..ops.base import FactorKind, Rule, ScalarRef
-from ..propagation.factors import Placement
+from ..ops import OPS
+from ..ops.base import FactorKind, OpDef, Rule, ScalarRef
 from ..resharding.early import local_cost
 from ..resharding.resharded import Compute, Set, Value
 from ..segmentation import Segment, SegmentedDefinition
@@ -202,12 +202,19 @@ def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
             rule = nodes[compute.node].rule
             key = (id(rule), id(compute.placement))
             if key not in known:
-                known[key] = _sums_locally(rule, compute.placement)
+                known[key] = sums_in_new_memory(nodes[compute.node].call.op, rule, compute.placement.layouts)
             if known[key]:
                 found.update(compute.outputs)
     return found
 
 
-def _sums_locally(rule: Rule, placement: Placement) -> bool:
-    pairs = zip(rule.factors, placement.layouts, strict=True)
+def sums_in_new_memory(op: OpDef, rule: Rule, layouts: Sequence[lay.Layout]) -> bool:
+    """Whether an op sums over what is sharded, and so makes results that share no memory with its operands.
+
+    `select` sums, too, but a rank that has the index views it. What a user's function returns is not known: it may be
+    its argument where there is one term.
+    """
+    if op.is_view or OPS.get(op.name) is not op:
+        return False
+    pairs = zip(rule.factors, layouts, strict=True)
     return any(factor.kind is FactorKind.REDUCE and bool(lay.axes(layout)) for factor, layout in pairs)
