@@ -73,6 +73,11 @@ group.all_reduce(tensor).wait()
             assert f"found rank {failing} failed" in text
 
 
+def error_of_torch(text: str) -> None:
+    """Raise an error as torch does, and no script."""
+    exec("raise RuntimeError(text)", {"__name__": "torch.distributed", "text": text})
+
+
 class Late:
     """A backend's handle that a wait gives up just before the work has ended, with a result or an error."""
 
@@ -82,9 +87,9 @@ class Late:
     def wait(self, _limit: object) -> None:
         self.slices -= 1
         if self.slices >= 0:
-            raise RuntimeError("Operation timed out!")
+            error_of_torch("Operation timed out!")
         if self.error:
-            raise RuntimeError(self.error)
+            error_of_torch(self.error)
 
     def is_completed(self) -> bool:
         return self.slices <= 0
@@ -99,6 +104,33 @@ def test_what_ends_just_after_a_slice_of_a_wait_has_its_own_end(error, slices):
     with pytest.raises(mf.RankError, match=error) if error else contextlib.nullcontext():
         work.wait()
     assert reporter.check.call_count == max(0, slices - 1)
+
+
+@pytest.mark.parametrize("wait", ["group.all_reduce(tensor).wait()", "world.barrier()", "world.store.late()"])
+def test_an_error_of_a_signals_handler_is_the_scripts_own(tmp_path, wait):
+    """Whatever rank 0 or rank 1 waits in: a collective, a meeting, or the store, whose own errors are let go."""
+    script = f"""
+from meshfuse.runtime import deadlines
+type(world.store).late = lambda _: deadlines.within(20, lambda: time.sleep(20))
+
+def handler(*_):
+    raise RuntimeError("enough of this step")
+
+signal.signal(signal.SIGALRM, handler)
+world.barrier()
+if world.rank < 2:
+    signal.setitimer(signal.ITIMER_REAL, 0.7 + 0.05 * world.rank)
+    try:
+        {wait}
+    except RuntimeError as error:
+        print("caught", type(error), error, flush=True)
+time.sleep(3)  # Whoever ends first breaks what the others wait in.
+os._exit(3)
+"""
+    results = run_bare(script, tmp_path)
+    assert [code for code, _ in results] == [3, 3, 3]
+    for _, text in results[:2]:
+        assert "caught <class 'RuntimeError'> enough of this step" in text, text
 
 
 def test_a_raise_reaches_ranks_of_other_groups(tmp_path):

@@ -174,6 +174,84 @@ fd.execute(shards)
     )
 
 
+def test_what_interrupts_an_execution_may_not_execute(tmp_path):
+    """The handler comes while rank 0 waits in a step, and before rank 1 begins it: parts of both would be added up."""
+    script = """
+def handler(*_):
+    print("the handler got", fd.execute([10 * shards[0], shards[1]])[0][0, 0].item(), flush=True)
+
+signal.signal(signal.SIGUSR1, handler)
+if world.rank == 0:
+    def interrupt():
+        while not world.waiting:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    threading.Thread(target=interrupt).start()
+else:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+print("the step gave", fd.execute(shards)[0][0, 0].item(), flush=True)
+"""
+    (code, text), (other, _) = run_bare(START + script, tmp_path, 2, limit=10.0)
+    assert (code, other) == (1, 1) and not re.search(r"^the (step|handler)", text, re.MULTILINE), text
+    assert "ArgumentError: a call to execute interrupts another: found a signal's handler" in text, text
+    assert "look at the note between calls. (at script.py:19)" in text, text
+
+
+def test_an_error_of_what_interrupts_an_execution_is_not_lost_where_it_is_caught(tmp_path):
+    """The other ranks may have made the call that this one was refused."""
+    script = """
+def handler(*_):
+    try:
+        fd.execute(shards)
+    except mf.ArgumentError:
+        print("refused", flush=True)
+
+signal.signal(signal.SIGUSR1, handler)
+if world.rank == 0:
+    def interrupt():
+        while not world.waiting:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    threading.Thread(target=interrupt).start()
+else:
+    time.sleep(1)
+fd.execute(shards)
+"""
+    (code, text), _ = run_bare(START + script, tmp_path, 2, limit=10.0)
+    assert code == 1 and "refused" in text, text
+    assert "RankError: a call to execute follows one that failed: found a call to execute interrupts another" in text
+
+
+def test_an_ops_function_may_execute(tmp_path):
+    """It is called at the same place on all ranks, and may itself be what another one's program calls."""
+    script = """
+@mf.torch_op("a -> a", name="executing")
+def executing(x):
+    return x + fd.execute(shards)[0][0, 0]
+
+mf.register_op(executing)
+with mf.FusionDefinition() as outer:
+    z = outer.define_tensor([4])
+    outer.add_output(outer.ops.sum(outer.ops.executing(z), [0]))
+    outer.mesh_split(z, mesh, ["tp"])
+
+@mf.torch_op("a -> a", name="deeper")
+def deeper(x):
+    return x + outer.execute([torch.zeros(2)])[0]
+
+mf.register_op(deeper)
+with mf.FusionDefinition() as last:
+    z = last.define_tensor([4])
+    last.add_output(last.ops.sum(last.ops.deeper(z), [0]))
+    last.mesh_split(z, mesh, ["tp"])
+for _ in range(3):
+    assert last.execute([torch.zeros(2)])[0].item() == 4 * 4 * 6
+"""
+    results = run_bare(START + script, tmp_path, 2)
+    assert [code for code, _ in results] == [0, 0], results
+
+
 def test_an_execution_at_the_exit_says_when(tmp_path):
     """By then this rank has told the others that it is done."""
     script = "import atexit\natexit.register(lambda: fd.execute(shards))\n" + START

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -53,6 +54,21 @@ def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(map(settled, made)) if isinstance(made, (tuple, list)) else settled(made)
 
     return call
+
+
+_CALL = watched("", repr).__code__  # of the calls of all functions that are watched
+
+
+def comes_from_a_function(frame: FrameType | None, outer: CodeType) -> bool:
+    """Whether a watched function, called since `outer` was, has led to this frame.
+
+    If not, whatever runs here has interrupted `outer`: a signal's handler, or the end of an object.
+    """
+    while frame is not None and frame.f_code is not outer:
+        if frame.f_code is _CALL:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def settled(value: Any) -> Any:

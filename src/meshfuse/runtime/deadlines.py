@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakSet
 
+from ..errors import MeshfuseError
+
 T = TypeVar("T")
 
 
@@ -23,6 +25,17 @@ STORE, COLLECTIVES = "the store of the job", "collectives that were issued and n
 # In seconds: the limit while an earlier action on the same is overdue, and the time between two calls of `hopeless`.
 _PATIENCE, _LOOK = 0.2, 0.2
 _overdue: WeakSet[threading.Thread] = WeakSet()
+
+
+def is_of_torch(error: RuntimeError) -> bool:
+    """Whether torch raised an error for this package, or the package for itself.
+
+    A signal's handler runs in any wait, and what it raises is often a RuntimeError, too: that is the script's own.
+    """
+    trace, module = error.__traceback__, ""
+    while trace is not None:
+        trace, module = trace.tb_next, str(trace.tb_frame.f_globals.get("__name__"))
+    return module.startswith((f"{__package__}.", "torch.")) and not isinstance(error, MeshfuseError)
 
 
 def bounded(
@@ -64,8 +77,10 @@ def within(seconds: float, action: Callable[[], T], on: str = STORE) -> T | None
     """The action's result; None where it fails or takes longer than `seconds`. For what may be left undone."""
     try:
         return bounded(seconds, action, on)
-    except RuntimeError:  # The store's host is gone or stopped.
-        return None
+    except RuntimeError as error:
+        if not is_of_torch(error):
+            raise
+        return None  # The store's host is gone or stopped.
 
 
 def left_running(seconds: float) -> set[str]:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, caller_line, user_error
 from ..kernels import fold
-from .deadlines import COLLECTIVES, within
+from .deadlines import COLLECTIVES, is_of_torch, within
 from .environment import LOOPBACK
 from .reductions import REDUCE_OPS, check_reducible, gloo_form, movable, move_scale
 from .scratch import Scratch
@@ -165,6 +165,8 @@ class Gloo:
         try:
             work.attach(call(*arguments), sliced)
         except RuntimeError as error:
+            if not is_of_torch(error):
+                raise
             raise self._group.world.explain(work, error) from None
         return work
 

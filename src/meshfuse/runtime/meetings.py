@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import USER_ERRORS, RankError, caller_line
-from .deadlines import Silent, bounded, within
+from ..errors import caller_line
+from .deadlines import Silent, bounded, is_of_torch, within
 from .diagnosis import (
     SAME_PROGRAM,
     connection_lost,
@@ -68,9 +68,9 @@ class Meetings:
         scene.peers.remember(group.ranks)
         try:
             return make(dist.PrefixStore(name, self.world.store))
-        except USER_ERRORS:
-            raise
         except RuntimeError as error:
+            if not is_of_torch(error):
+                raise
             raise failed(scene, f"connecting {group}", group.ranks, error, start) from None
 
     def barrier(self) -> None:
@@ -180,11 +180,11 @@ class Meetings:
         start, limit = time.monotonic(), limit or self.world.limit
         try:
             return action() if hosts_store(self.world.place) else bounded(limit + _GRACE, action)
-        except RankError:
-            raise
         except Silent:
             raise timed_out(self.world.scene(), what, ranks, seconds_since(start), limit) from None
         except RuntimeError as error:
+            if not is_of_torch(error):
+                raise
             raise connection_lost(self.world.scene(), what, ranks, str(error), seconds_since(start)) from None
 
     def _raise_if_hopeless(self, keys: Mapping[str, int], what: str) -> None:

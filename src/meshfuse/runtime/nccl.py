@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import fold
-from .deadlines import COLLECTIVES, within
+from .deadlines import COLLECTIVES, is_of_torch, within
 from .reductions import REDUCE_OPS, check_reducible, movable, move_scale
 from .work import Work
 
@@ -109,5 +109,7 @@ class Nccl:
         try:
             work.attach(call())
         except RuntimeError as error:
+            if not is_of_torch(error):
+                raise
             raise self._group.world.explain(work, error) from None
         return work

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 
-from ..errors import ArgumentError, RankError, caller_line, user_error
+from ..errors import ArgumentError, MeshfuseError, RankError, caller_line, user_error
+from ..kernels.user_functions import comes_from_a_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +33,15 @@ class Turns:
     """A lock that a rank takes for each call which ranks make together: an execution, or a save or load.
 
     Threads would call in another order on each rank, and the parts of different calls would meet: entering raises
-    ArgumentError while another thread is inside. It raises RankError where the ranks cannot go on together. The same
-    thread may enter again: a program that an op's function runs is at the same place on all ranks.
+    ArgumentError while another thread is inside. It raises RankError where the ranks cannot go on together. An op's
+    function may enter again: a program that it runs is at the same place on all ranks. What interrupts a call, such as
+    a signal's handler, comes at another place on each.
     """
 
     def __init__(self, rank: int, size: int, doing: str = "execute"):
         self._rank, self._alone, self.doing = rank, size == 1, doing
         self._lock = threading.RLock()
+        self._inside: list[CodeType] = []  # what has entered, of the thread that has the lock
         self._left: _LeftOff | None = None
         if not self._alone:
             os.register_at_fork(after_in_child=self._forked)
@@ -47,17 +52,26 @@ class Turns:
         self.check()
         if not self._lock.acquire(blocking=False):
             self.check()  # `end`, which refuses all further calls, holds the lock.
-            threads = f"thread {threading.current_thread().name!r} while another is at it"
-            wrong = f"a call to {self.doing} follows one that failed"
-            self._left = _LeftOff(f"two threads at once, {threads}", wrong=wrong)
-            raise user_error(
-                f"two threads {self.doing} at once", threads, "the same order of calls on all ranks",
-                f"Let one thread of a rank {self.doing}.", caller_line(), ArgumentError,
+            thread = f"thread {threading.current_thread().name!r} while another is at it"
+            raise self._mixed_up(f"two threads {self.doing} at once", thread, f"Let one thread of a rank {self.doing}.")
+        caller = sys._getframe(1)
+        if self._inside and not comes_from_a_function(caller.f_back, self._inside[-1]):
+            self._lock.release()
+            raise self._mixed_up(
+                f"a call to {self.doing} interrupts another", "a signal's handler, or the end of an object",
+                "Let the handler note that it was called, and look at the note between calls.",
             )  # fmt: skip
+        self._inside.append(caller.f_code)
+
+    def _mixed_up(self, wrong: str, found: str, do: str) -> MeshfuseError:
+        """The error of a call at a place that is another one on each rank; no call follows it."""
+        self._left = _LeftOff(f"{wrong}, {found}", wrong=f"a call to {self.doing} follows one that failed")
+        return user_error(wrong, found, "the same order of calls on all ranks", do, caller_line(), ArgumentError)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._alone:
             return
+        self._inside.pop()
         self._lock.release()
         if kind is None:
             self.check()  # Another thread may have tried to enter meanwhile.
@@ -69,7 +83,7 @@ class Turns:
             raise user_error(left.wrong, left.found, left.needed, left.do, caller_line(), RankError)
 
     def _forked(self) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._inside = threading.RLock(), []
         self._left = _LeftOff(
             f"a fork of the process of rank {self._rank}", wrong="this process is no rank",
             needed="the rank's own process, which has its connections",

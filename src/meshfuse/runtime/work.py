@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
-from ..errors import RankError
+from .deadlines import is_of_torch
 
 _SLICE = timedelta(seconds=0.5)
 
@@ -55,9 +55,9 @@ class Work:
                 self._wait_sliced(handle)
             else:
                 handle.wait()
-        except RankError:
-            raise
         except RuntimeError as error:
+            if not is_of_torch(error):
+                raise
             raise self.reporter.explain(self, error) from None
         finally:
             self.reporter.waiting = None
@@ -73,8 +73,8 @@ class Work:
             try:
                 handle.wait(_SLICE)
                 return
-            except RuntimeError:
-                if last:
+            except RuntimeError as error:
+                if last or not is_of_torch(error):
                     raise
             # If it has ended just after a slice, the next wait gives its result or its own error.
             last = handle.is_completed() or time.monotonic() > end
