@@ -217,6 +217,15 @@ def test_a_wrong_shard(tmp_path):
 
 
 SPARSE, META = torch.ones(3).to_sparse(), torch.empty(3, device="meta")
+
+
+def freed() -> torch.Tensor:
+    """A tensor whose memory its owner has put away, as FSDP does with weights."""
+    made = torch.ones(4)
+    made.untyped_storage().resize_(0)
+    return made
+
+
 QUANTIZED = torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8)
 ONE = mf.Sharding.replicated(mf.DeviceMesh((1,), ("a",)), 1)
 CALLS = {
@@ -229,6 +238,7 @@ CALLS = {
     "'w': found torch.sparse_coo": lambda path: mf.save(path, {"w": SPARSE}),
     "'w': found a meta tensor": lambda path: mf.save(path, {"w": META}),
     "'w': found a quantized tensor, torch.quint8": lambda path: mf.save(path, {"w": QUANTIZED}),
+    "'w': found a storage of 0 bytes, freed by its owner, needed": lambda path: mf.save(path, {"w": freed()}),
     "the folder: found '\\ud800'": lambda path: mf.save("\ud800", {"w": ONE}),
     "the folder: found 'a\\ud800'": lambda path: mf.load("a\ud800"),
     "a text as the name, of whole letters": lambda path: mf.save(path, {"\ud800": torch.ones(2)}),

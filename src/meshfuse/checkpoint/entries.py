@@ -78,6 +78,10 @@ def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise wrong(name, found, "a dense tensor with its elements", "Convert it, with t.to_dense() for one.")
     if tensor.is_quantized:  # torch writes, and cannot read, its elements without their scale
         raise wrong(name, f"a quantized tensor, {tensor.dtype}", "a tensor of numbers", "Save t.dequantize().")
+    if tensor.numel() and not tensor.untyped_storage().nbytes():  # such as a weight that FSDP has put away
+        raise wrong(
+            name, "a storage of 0 bytes, freed by its owner", "a tensor with memory", "Pass it while it is there."
+        )
     return tensor.detach().as_subclass(torch.Tensor)
 
 
