@@ -196,13 +196,13 @@ def _reader_counts(segmented: SegmentedDefinition) -> dict[int, int]:
 def _fresh_values(segmented: SegmentedDefinition) -> set[int]:
     """The values that are surely in memory of their own: results of ops that sum."""
     nodes, found = segmented.resharded.graph.nodes, set[int]()
-    known: dict[tuple[int, int], bool] = {}  # of equal ops in equal placements, which are the same objects
+    known: dict[tuple[int, int], bool] = {}  # of equal calls in equal placements, which are the same objects
     for part in segmented.parts:
         for compute in () if isinstance(part, Set) else part.computes:
-            rule = nodes[compute.node].rule
-            key = (id(rule), id(compute.placement))
+            node = nodes[compute.node]
+            key = (id(node.call), id(compute.placement))
             if key not in known:
-                known[key] = sums_in_new_memory(nodes[compute.node].call.op, rule, compute.placement.layouts)
+                known[key] = sums_in_new_memory(node.call.op, node.rule, compute.placement.layouts)
             if known[key]:
                 found.update(compute.outputs)
     return found
