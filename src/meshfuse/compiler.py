@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ from .rewriting.in_place import in_place
 from .rewriting.mesh_links import with_links
 from .rewriting.moments import moments_merged
 from .rewriting.parts import in_parts
+from .rewriting.picked import Picked
 from .rewriting.rounds import written
 from .rewriting.shifts import shifted
 from .rewriting.sums import regrouped
@@ -171,11 +172,19 @@ def decided(graph: Graph, world: DeviceMesh, effort: Effort = Effort.AUTO) -> Sh
     Far searches take longest: only the form that looks best is planned by them, and the one that the user wrote.
     """
     plain, best = _forms(graph, world, effort)
-    other = Surrounded()(graph) if effort.rewrites else graph
-    if other is not graph and spent(best).moving > EPSILON:
-        best = better(best, _forms(other, world, effort)[1])
+    for other in _rewritten(graph) if effort.rewrites else ():
+        if spent(best).moving > EPSILON:
+            best = better(best, _forms(other, world, effort)[1])
     plans = (plain,) if best is plain else (plain, best)
     return functools.reduce(better, [searched_far(plan, world, effort) for plan in plans])
+
+
+def _rewritten(graph: Graph) -> Iterator[Graph]:
+    """The graph with pads later and slices earlier, as far as that changes it."""
+    for rewriting in (Surrounded(), Picked()):
+        before, graph = graph, rewriting(graph)
+        if graph is not before:
+            yield graph
 
 
 def _forms(graph: Graph, world: DeviceMesh, effort: Effort) -> tuple[ShardedDefinition, ShardedDefinition]:

@@ -22,6 +22,7 @@ from ..rewriting.distribution import Blocked, Distributed
 from ..rewriting.in_place import DimSpan, DimSpans, Placed
 from ..rewriting.moments import Merged, Moments
 from ..rewriting.parts import Parted
+from ..rewriting.picked import Picked
 from ..rewriting.shifts import Joined
 from ..rewriting.sums import Regrouped
 from ..rewriting.surrounds import Surrounded
@@ -30,9 +31,9 @@ from ..sharding.layout import Split
 from ..sharding.value import Sharding
 
 _CLASSES: tuple[type, ...] = (
-    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Placed, Placement,
-    Regrouped, Reordering, ScalarRef, Sharding, Shifted, Source, DimSpan, DimSpans, Split, Surrounded, TensorRef, Term,
-    Window,
+    Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Picked, Placed,
+    Placement, Regrouped, Reordering, ScalarRef, Sharding, Shifted, Source, DimSpan, DimSpans, Split, Surrounded,
+    TensorRef, Term, Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
 _BY_NAME: dict[str, type] = {kind.__name__: kind for kind in (*_CLASSES, *_ENUMS)}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..graph import CallTable, Graph, Node, Tensor, needed, numbered
-from ..ops.base import OpDef, TensorRef, TensorType, tensor_refs
+from ..ops.base import DimFactors, OpDef, ParamKind, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
 from ..ops.registry import find
+from ..ops.shape_arithmetic import with_size
 
 
 class GraphWriter:
@@ -47,6 +48,13 @@ class GraphWriter:
         )
         self.nodes.append(node)
         return made[0] if len(made) == 1 else tuple(made)
+
+    def again(self, node: Node, factor: int, size: int, operands: Sequence[TensorRef]) -> TensorRef:
+        """A node's op on other operands, with another size of one of its factors."""
+        given, dim = iter(operands), dim_of(node.rule.results[0], factor)
+        args = [_sized(param.kind, _with_tensors(arg, given), dim, size)
+                for param, arg in zip(node.call.op.params, node.call.args, strict=True)]  # fmt: skip
+        return self.call(node.call.op, *args)
 
     def _new(self, kind: TensorType) -> TensorRef:
         """A new tensor. It does not have the name of the variable that the user's line assigns."""
@@ -102,6 +110,30 @@ class GraphWriter:
         kept = [dataclasses.replace(self.tensors[i], id=names[i]) for i in made]
         self.tensors = [*self.graph.tensors, *kept]
         self._rename(names, 0)
+
+
+def dim_of(dims: DimFactors, factor: int) -> int | None:
+    """The dim that consists of this factor."""
+    return next((dim for dim, factors in enumerate(dims) if factor in factors), None)
+
+
+def dims_of(node: Node, factor: int) -> list[int | None]:
+    """By operand the dim that consists of this factor."""
+    return [dim_of(dims, factor) for dims in node.rule.operands]
+
+
+def _with_tensors(arg: Any, given: Iterator[TensorRef]) -> Any:
+    """An argument with its tensors replaced by the next ones."""
+    if isinstance(arg, TensorRef):
+        return next(given)
+    return tuple(next(given) for _ in arg) if type(arg) is tuple and arg and isinstance(arg[0], TensorRef) else arg
+
+
+def _sized(kind: ParamKind, arg: Any, dim: int | None, size: int) -> Any:
+    """A SHAPE argument with another size in a dim; any other argument as it is."""
+    if kind is not ParamKind.SHAPE or dim is None or arg is None:
+        return arg
+    return with_size(arg, dim, size)
 
 
 def with_nodes(graph: Graph, tensors: Sequence[Tensor], nodes: Sequence[Node], numbers: Mapping[int, int]) -> Graph:

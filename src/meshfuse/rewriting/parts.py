@@ -11,12 +11,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..dtypes import Category
 from ..graph import Graph, Node
 from ..moves.move import Move
-from ..ops.base import BlockOrder, DimFactors, FactorKind, ParamKind, TensorRef, cast_to
+from ..ops.base import BlockOrder, DimFactors, FactorKind, TensorRef, cast_to
 from ..ops.shape_arithmetic import with_size
 from ..planning.effort import Effort
 from ..planning.spending import better
@@ -24,7 +24,7 @@ from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..sharding.layout import axes
 from ..walks import inner_first
-from .graphs import GraphWriter, without_unread
+from .graphs import GraphWriter, dim_of, dims_of, without_unread
 
 # Makes a plan of a graph.
 Planner = Callable[[Graph], ShardedDefinition]
@@ -200,7 +200,7 @@ class _PartsWriter(GraphWriter):
         kind, (made,) = node.rule.factors[factor].kind, node.outputs
         if kind is FactorKind.PASS:
             return alone and made not in self.noted
-        everywhere = all(_dim_of(dims, factor) is not None for dims in node.rule.operands)
+        everywhere = all(dim_of(dims, factor) is not None for dims in node.rule.operands)
         sums = kind is FactorKind.REDUCE and node.call.results[0].dtype.category >= Category.FLOAT
         return alone and everywhere and sums and made not in self.graph.streams
 
@@ -208,7 +208,7 @@ class _PartsWriter(GraphWriter):
         made = tuple(self._on_part(node, cut, place) for place in range(len(cut.sizes)))
         factor = node.rule.factors[cut.factor]
         if factor.kind is FactorKind.PASS:
-            dim = _dim_of(node.rule.results[0], cut.factor)
+            dim = dim_of(node.rule.results[0], cut.factor)
             assert dim is not None
             self.parts[node.outputs[0]] = Parts(dim, made)
             return [self.call("cat", made, dim)]
@@ -220,11 +220,11 @@ class _PartsWriter(GraphWriter):
 
     def _on_part(self, node: Node, cut: _FactorParts, place: int) -> TensorRef:
         rows = zip(node.inputs, node.rule.operands, strict=True)
-        return self._again(node, cut.factor, cut.sizes[place], [self._part(i, dims, cut, place) for i, dims in rows])
+        return self.again(node, cut.factor, cut.sizes[place], [self._part(i, dims, cut, place) for i, dims in rows])
 
     def _part(self, tensor: int, dims: DimFactors, cut: _FactorParts, place: int) -> TensorRef:
         """An operand's part: one of its own, the operand itself if it is the same all along, else a slice."""
-        dim, parts, size = _dim_of(dims, cut.factor), self.parts.get(tensor), cut.sizes[place]
+        dim, parts, size = dim_of(dims, cut.factor), self.parts.get(tensor), cut.sizes[place]
         if dim is None:
             return TensorRef(tensor)
         if parts is not None and parts.dim == dim and self._sizes(parts) == cut.sizes:
@@ -250,7 +250,7 @@ class _PartsWriter(GraphWriter):
         factors = node.rule.results[0][dim]
         if len(factors) != 1 or node.rule.factors[factors[0]].kind is not FactorKind.PASS:
             return None
-        rows = zip(node.inputs, _dims_of(node, factors[0]), strict=True)
+        rows = zip(node.inputs, dims_of(node, factors[0]), strict=True)
         return [(i, there) for i, there in rows if there is not None]
 
     def _of_size(self, tensor: int, dim: int, size: int) -> TensorRef:
@@ -264,47 +264,16 @@ class _PartsWriter(GraphWriter):
     def _resized(self, tensor: int, dim: int, size: int) -> TensorRef:
         node = self._makers[tensor]
         (factor,) = node.rule.results[0][dim]
-        rows = zip(node.inputs, _dims_of(node, factor), strict=True)
+        rows = zip(node.inputs, dims_of(node, factor), strict=True)
         read = [TensorRef(i) if there is None else self._spread[size][i, there] for i, there in rows]
-        return self._again(node, factor, size, read)
-
-    def _again(self, node: Node, factor: int, size: int, operands: Sequence[TensorRef]) -> TensorRef:
-        """The op on other operands, with another size of one of its factors."""
-        given, dim = iter(operands), _dim_of(node.rule.results[0], factor)
-        args = [_sized(param.kind, _with_tensors(arg, given), dim, size)
-                for param, arg in zip(node.call.op.params, node.call.args, strict=True)]  # fmt: skip
-        return self.call(node.call.op, *args)
+        return self.again(node, factor, size, read)
 
 
 def _without(places: Iterable[_Place] | None, known: Collection[_Place]) -> list[_Place]:
     return [place for place in places or () if place not in known]
 
 
-def _dim_of(dims: DimFactors, factor: int) -> int | None:
-    """The dim that consists of this factor."""
-    return next((dim for dim, factors in enumerate(dims) if factor in factors), None)
-
-
-def _dims_of(node: Node, factor: int) -> list[int | None]:
-    """By operand the dim that consists of this factor."""
-    return [_dim_of(dims, factor) for dims in node.rule.operands]
-
-
 def _lies_within(starts: Sequence[int], node: Node) -> bool:
     """Whether all elements of a window are elements of the tensor."""
     rows = zip(starts, node.call.results[0].shape, node.call.types[0].shape, strict=True)
     return all(0 <= start <= n - m for start, m, n in rows)
-
-
-def _with_tensors(arg: Any, given: Iterator[TensorRef]) -> Any:
-    """An argument with its tensors replaced by the next ones."""
-    if isinstance(arg, TensorRef):
-        return next(given)
-    return tuple(next(given) for _ in arg) if type(arg) is tuple and arg and isinstance(arg[0], TensorRef) else arg
-
-
-def _sized(kind: ParamKind, arg: Any, dim: int | None, size: int) -> Any:
-    """A SHAPE argument with another size in a dim; any other argument as it is."""
-    if kind is not ParamKind.SHAPE or dim is None or arg is None:
-        return arg
-    return with_size(arg, dim, size)
