@@ -28,7 +28,7 @@ from .factors import (
     placed,
     representable,
 )
-from .votes import Available, Setting, Source, Vote, apportioned, asked_for, unasked, votes_of
+from .votes import Available, Setting, Source, Vote, apportioned, asked_for, unasked, votes_of, without_one
 
 
 class Option(NamedTuple):
@@ -79,7 +79,7 @@ def _candidates(setting: Setting) -> tuple[tuple[_Candidate, ...], ...]:
     votes = tuple(votes_of(setting))
     known = dict(_placed(setting, asked_for(setting, votes)))
     found = [(*known.values(), *_window_candidates(setting))]
-    for kind in (unasked, apportioned) if setting.thorough and not setting.reductions else ():
+    for kind in (unasked, apportioned, without_one) if setting.thorough and not setting.reductions else ():
         more = {at: candidate for at, candidate in _placed(setting, kind(setting, votes)) if at not in known}
         known |= more
         found.append(tuple(more.values()))

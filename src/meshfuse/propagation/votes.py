@@ -139,6 +139,23 @@ def reassigned(rule: Rule, votes: Sequence[Vote]) -> Iterator[Vote]:
             yield votes[0][0], representable(rule, _where_it_was(rule, layouts, votes))
 
 
+def without_one(setting: Setting, votes: Sequence[Vote]) -> Iterator[Vote]:
+    """Every way to put all axes of the votes but one on factors, for products: their operands are whole along that one.
+
+    Where an axis splits the rows and a product has more columns than sums, rows gathered before it move less than its
+    result would, if that is needed whole.
+    """
+    rule, on = setting.rule, _axes_of(votes)
+    free, more = _free_factors(rule), len(on) - 1
+    may_go = _is_product(rule) and more > 0 and len(free) ** more <= MOST_WAYS
+    for gone in on if may_go else ():
+        rest = [axis for axis in on if axis is not gone]
+        for places in itertools.product(free, repeat=len(rest)):
+            layouts = _on_factors(rule, zip(places, rest, strict=True))
+            if layouts is not None:
+                yield votes[0][0], representable(rule, _where_it_was(rule, layouts, votes))
+
+
 def _where_it_was(rule: Rule, layouts: Layouts, votes: Sequence[Vote]) -> Layouts:
     """The layouts in the blocks that data already lie in, where a vote has more axes on a factor.
 

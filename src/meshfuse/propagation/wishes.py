@@ -26,11 +26,14 @@ def wishes(kind: Kind, wanted: tuple[Available, ...], free: tuple[bool, ...]) ->
     """
     known = list(wanted)
     results = known[kind.read :]
-    for asked in itertools.islice(itertools.zip_longest(*results), ASKED):
-        layouts = _layouts(kind, [new or old[0] for new, old in zip(asked, results, strict=True)], known)
-        for operand, place in enumerate(kind.operands):
-            if free[place]:
-                known[place] = _asked(kind, operand, known[place], layouts)
+    for turn, asked in enumerate(itertools.islice(itertools.zip_longest(*results), ASKED)):
+        made = [new or old[0] for new, old in zip(asked, results, strict=True)]
+        # What an annotation asks for also as it is, without what else the operands are split over.
+        alone = [_layouts(kind, made, [()] * len(known))] if turn or any(kind.said) else []
+        for layouts in (_layouts(kind, made, known), *alone):
+            for operand, place in enumerate(kind.operands):
+                if free[place]:
+                    known[place] = _asked(kind, operand, known[place], layouts)
     return tuple(known[: kind.read])
 
 
