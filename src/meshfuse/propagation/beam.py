@@ -144,6 +144,7 @@ class Beam:
             role = role_of(kind, tuple([self.wanted.get(i, ()) for i in tensors]))
             entry = tuple([self._entry(i) for i in tensors[: kind.read]])
             more = thorough if kind.may_move else (thorough or sums) and _has_terms(front, entry)
+            more = more and not kind.in_chunks  # An axis on a dim in chunks leaves ranks with others, or with none.
             stride = _stride(front, role, near, entry, self._old(now), width, more, slack)
             self._enter(stride, tensors, now)
             strides.append(stride)

@@ -32,7 +32,7 @@ class Touched(NamedTuple):
     """Facts about one of the tensors that an op reads or makes.
 
     `read_again`: a later op, or the outside, reads it. `owed` is the part of its reduction that it will need, seen from
-    before the op, and `owes` from after it (`Owing.shares`).
+    before the op, and `owes` from after it (`Owing.shares`). `streamed`: a dim of it is bound to a stream.
     """
 
     type: TensorType
@@ -41,6 +41,7 @@ class Touched(NamedTuple):
     read_again: bool
     owed: float
     owes: float
+    streamed: bool
 
     @property
     def unplaced(self) -> bool:
@@ -74,6 +75,11 @@ class Kind:
     def may_move(self) -> bool:
         """Whether thorough searches may find placements by moving axes between factors (`votes.reassigned`)."""
         return len(self.rule.operands) > 1 and not self.reductions and reduces(self.rule)
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether the user cuts a dim of one of the tensors into chunks (a stream)."""
+        return any([touched.streamed for touched in self.tensors])
 
 
 @quickly_made
@@ -257,6 +263,7 @@ class Roles:
     def __init__(self, graph: Graph, meshes: Mapping[int, DeviceMesh]):
         self.graph, self.meshes = graph, meshes
         self._inputs = set(graph.input_tensors)
+        self._streamed = {i for i, stream in graph.streams.items() if stream.layout is not None}
         self._known: dict[Any, Kind] = {}
         # Outputs are read after all nodes.
         self._next_read = dict.fromkeys(graph.outputs, len(graph.nodes))
@@ -289,7 +296,10 @@ class Roles:
         said, inputs = self.graph.annotations, self._inputs
         rows = zip(tensors, next_read, self._owing.shares(tensors), owes, strict=True)
         # The facts of `Touched` but the type.
-        touched = tuple([(said.get(i), i in inputs, then is not None, owed, after) for i, then, owed, after in rows])
+        streamed = self._streamed
+        touched = tuple(
+            [(said.get(i), i in inputs, then is not None, owed, after, i in streamed) for i, then, owed, after in rows]
+        )
         self._next_read.update(dict.fromkeys(read, node.id))
         # The tensors' types follow from the call, which is cheaper to compare.
         key = (node.call, node.rule, self.meshes[node.id], operands, touched, self.graph.reductions.get(node.id, ()))
