@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from meshfuse.dtypes import Category, DataType
 from meshfuse.graph import Graph, Node
 from meshfuse.mesh import DeviceMesh
-from meshfuse.ops.base import ScalarRef, TensorRef, TensorType
+from meshfuse.ops.base import FactorKind, ScalarRef, TensorRef, TensorType
 from meshfuse.ops.reductions import reduced_dims
 from meshfuse.ops.windows import slice_bounds
 from meshfuse.sharding import Layout, Sharding, Split
@@ -308,8 +308,10 @@ EMITTERS: dict[str, Emitter] = {
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Every result dim is a factor of all operands that have it, and of nothing else."""
+    """Every result dim is a factor of all operands that have it, and of nothing else; none is whole, as in a sort."""
     (result,) = node.rule.results
+    if any(factor.kind is not FactorKind.PASS for factor in node.rule.factors):
+        return False
     return len(node.rule.factors) == sum(map(bool, result)) and all(
         dims == result[len(result) - len(dims) :] or all(not d or d in result for d in dims)
         for dims in node.rule.operands

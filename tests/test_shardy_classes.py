@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import meshfuse as mf
+from meshfuse.graph import concretize
 from meshfuse.moves.planner import plan
 from meshfuse.sharding import Sharding, Split
+from shardy_text import Untranslatable, stablehlo_of
 from test_reshard_properties import lacking
 
 
@@ -77,3 +79,14 @@ def test_a_flipped_dim_moves_what_ranks_lack(n: int) -> None:
     held = [set(part.tolist()) for part in torch.arange(n).chunk(4)]
     lacking = sum(len({n - 1 - i for i in part} - part) for part in held)
     assert fd.bill().total == lacking / 4 * 6 * 4
+
+
+@pytest.mark.parametrize("op", ["argsort", "cumsum", "cumprod"])
+def test_what_needs_a_dim_whole_is_not_judged_as_elementwise(op: str) -> None:
+    """Shardy's text of it would be a negation, which moves nothing."""
+    fd = mf.FusionDefinition()
+    x = fd.define_tensor([8])
+    fd.add_output(getattr(fd.ops, op)(x, 0))
+    fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), ["x"])
+    with pytest.raises(Untranslatable, match=op):
+        stablehlo_of(concretize(fd, {x.id: (8,)}, {}))
