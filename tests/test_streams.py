@@ -166,21 +166,25 @@ def test_a_stream_of_a_gathered_set_cuts_the_product_that_reads_it(ring: bool, w
     assert ran(fd) == wanted
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_no_axis_cuts_a_streamed_dim_unasked(ranks: int) -> None:
-    """Halved rows would save a 20th of the bytes at 8 ranks, and leave chunks of one row, or none."""
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "shapes"),
+    [(2, 3, ((6, 8), (2, 8))), (4, 3, ((6, 8), (2, 8))), (8, 3, ((6, 8), (2, 8))), (8, 8, ((16, 8), (3, 8)))],
+)
+def test_no_axis_cuts_a_streamed_dim_unasked(ranks: int, chunks: int, shapes: tuple[tuple[int, int], ...]) -> None:
+    """Rows split over ranks would save up to a tenth of the bytes at 8 ranks, and leave chunks of one row, or none."""
 
     def notes(fd: Any, x: Any, w: Any, y: Any) -> None:
         for t in (x, w, y):
             t.set_device_mesh(mf.DeviceMesh(list(range(ranks))))
-        x.outer_split(0, 3)
+        x.outer_split(0, chunks)
         x.axis(0).parallelize(mf.ParallelType.stream)
         for t, dim in ((x, 2), (w, 1)):
             t.outer_split(dim, ranks)
             t.axis(dim).parallelize(X)
 
-    fd = defined([(6, 8), (2, 8)], lambda fd, x, w: fd.ops.linear(x, w), notes)
+    fd = defined(shapes, lambda fd, x, w: fd.ops.linear(x, w), notes)
     check(fd, F.linear)
-    k = 8 // ranks
-    shapes = products(fd, torch.ones(6, 8, dtype=torch.float64), torch.ones(2, 8, dtype=torch.float64))
-    assert shapes == [[[2, k], [k, 2], [2, 2]]] * 3 * ranks
+    (rows, inner), (n, _) = shapes
+    m, k = rows // chunks, inner // ranks
+    made = products(fd, *[torch.ones(shape, dtype=torch.float64) for shape in shapes])
+    assert made == [[[m, k], [k, n], [m, n]]] * chunks * ranks

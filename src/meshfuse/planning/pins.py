@@ -16,6 +16,7 @@ from ..resharding.resharded import ReshardedDefinition
 from ..sharding import layout as lay
 from ..sharding.layout import Split
 from ..sharding.value import Axis, Sharding
+from .starts import in_chunks
 
 # A program is planned anew so many times at most, and so many of its ops in all.
 _TIMES, _OPS = 80, 16000
@@ -36,11 +37,11 @@ def most(graph: Graph) -> int:
 def pins(resharded: ReshardedDefinition) -> list[Pin]:
     """The pins to try, one at a time; of equal layers those of one only."""
     graph, homes = resharded.graph, resharded.sharded.homes
-    makers = {i: node for node in graph.nodes for i in node.outputs}
+    makers, kept = {i: node for node in graph.nodes for i in node.outputs}, in_chunks(graph)
     used = {(home.mesh, split.axis) for home in homes.values() for split in home.splits}
     found: dict[tuple[int, int, Sharding, Sharding], Pin] = {}
     for tensor in _in_order(_beside_moves(resharded, makers), graph, homes):
-        if tensor in makers and tensor not in graph.annotations:
+        if tensor in makers and tensor not in graph.annotations and tensor not in kept:
             node, home = makers[tensor], homes[tensor]
             for other in _next_to(home, graph.shape(tensor), used):
                 key = (id(node.call), node.outputs.index(tensor), home, other)

@@ -55,9 +55,9 @@ def elsewhere(resharded: ReshardedDefinition) -> list[Starts]:
     user asks for rounds). Those that may save most come first.
     """
     homes, graph = resharded.sharded.homes, resharded.graph
-    spent, rounds = _spent(resharded), in_rounds(graph)
+    spent, rounds, kept = _spent(resharded), in_rounds(graph), in_chunks(graph)
     found: dict[tuple[_InputGroup, int, int], dict[int, Sharding]] = {}
-    for i in _read_inputs(graph):
+    for i in [i for i in _read_inputs(graph) if i not in kept]:
         for origin in filter(spent.__contains__, _own_origins(homes[i])):
             for dim, start in _moved(homes[i], origin, graph.shape(i)):
                 found.setdefault((origin, dim, graph.shape(i)[dim]), {})[i] = start
@@ -91,7 +91,8 @@ def shared_starts(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
     if in_rounds(graph):
         return []
     used = {(home.mesh, split.axis) for home in homes.values() for split in home.splits}
-    alike = {(graph.tensors[i].type, homes[i]): i for i in reversed(_read_inputs(graph))}
+    kept = in_chunks(graph)
+    alike = {(graph.tensors[i].type, homes[i]): i for i in reversed(_read_inputs(graph)) if i not in kept}
     parts = {(i, dim): part for i in alike.values() for dim, part in _parts(homes[i], graph.shape(i), used)}
     reach = _reach(graph, parts)
     return [{place[0]: parts[place]} for place in sorted(parts, key=lambda p: (-reach[p], p))[:MOST_SHARED]]
@@ -100,6 +101,13 @@ def shared_starts(graph: Graph, homes: Mapping[int, Sharding]) -> list[Starts]:
 def in_rounds(graph: Graph) -> bool:
     """Whether the user asks for an op in rounds: ranks then keep their own rows, whatever that costs elsewhere."""
     return any(node.call.op.rounds for node in graph.nodes)
+
+
+def in_chunks(graph: Graph) -> frozenset[int]:
+    """The tensors of ops that the user streams: held elsewhere, ranks would have chunks of another size, or none."""
+    touched = [{*node.inputs, *node.outputs} for node in graph.nodes]
+    streamed = {i for i, stream in graph.streams.items() if stream.layout is not None}
+    return frozenset[int]().union(*[tensors for tensors in touched if not streamed.isdisjoint(tensors)])
 
 
 def _reach(graph: Graph, places: Iterable[_InputDim]) -> dict[_InputDim, int]:
