@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import layers
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from layers import Sizes, Tensor, floats
 from programs import TP8, Fd, outputs, split
 
 import meshfuse as mf
 from bill_known import Classes, check_run
 from defining import graph_of
+from meshfuse.ops.base import TensorRef
 from meshfuse.rewriting.picked import Picked
+from meshfuse.testing import definitions, inputs_for
+from meshfuse.testing.check import assert_close, tolerance_of
+from meshfuse.testing.pieced import evaluated
 
 CLASSES = Classes()
 known = CLASSES.known
+
+
+def named(build: Callable[[Fd, Sizes], None], name: str) -> Callable[[Fd, Sizes], None]:
+    build.__name__ = name.replace(" ", "_")
+    return build
 
 
 def columns(fd: Fd, rows: Tensor, widths: Sequence[int]) -> list[Tensor]:
@@ -59,19 +70,43 @@ def grouped_heads_of_one_sequence_in_one_product(fd: Fd, s: Sizes) -> None:
     split(fd, TP8, (w, [None, "tp"]), (out, ["tp", None]), (y, [None] * 3))
 
 
-@known(58.72, 0.1148)
-def logits_of_the_last_token_after_a_layer(fd: Fd, s: Sizes) -> None:
-    """Of attention's result and the MLP only the last token's rows are summed over ranks: 2 AR of [B, 1, D]."""
-    x, qkv = floats(fd, s.batch, s.length, s.width), [floats(fd, s.width, s.width) for _ in range(3)]
-    out, w1, w2 = floats(fd, s.width, s.width), floats(fd, s.width, s.hidden), floats(fd, s.hidden, s.width)
-    head = floats(fd, s.width, s.vocab)
-    q, k, v = (fd.ops.matmul(fd.ops.rms_norm(x, [s.width]), w) for w in qkv)
-    middle = x + fd.ops.matmul(merged(fd, s, q, k, v), out)
-    y = middle + layers.mlp(fd, fd.ops.rms_norm(middle, [s.width]), w1, w2)
-    last = fd.ops.slice(y, [0, s.length - 1, 0], [s.batch, s.length, s.width])
-    outputs(fd, fd.ops.matmul(fd.ops.squeeze(last, [1]), head))
-    split(fd, TP8, *((w, [None, "tp"]) for w in (*qkv, w1, head)), *((w, ["tp", None]) for w in (out, w2)))
+def picked_in(how: str, fd: Fd, t: Tensor, dim: int, index: Tensor | None) -> Tensor:
+    """The last row of a dim, or the rows of an index."""
+    if how == "slice":
+        first = [0] * t.ndim
+        first[dim] = t.type.shape[dim] - 1
+        return fd.ops.slice(t, first, list(t.type.shape))
+    if how == "select":
+        return fd.ops.broadcast(fd.ops.select(t, -1, dim), [d == dim for d in range(t.ndim)])
+    assert index is not None
+    if how == "index_select":
+        return fd.ops.index_select(t, index, dim)
+    alike = fd.ops.broadcast(index, [False, *[True] * (t.ndim - 1)])
+    if how == "take expanded":
+        alike = fd.ops.expand(alike, [t.type.shape[0], *[n if d + 1 != dim else 1 for d, n in
+                                                       enumerate(t.type.shape[1:])]])  # fmt: skip
+    return fd.ops.take_along_axis(t, alike, dim)
 
+
+def of_one_token(how: str) -> Callable[[Fd, Sizes], None]:
+    def build(fd: Fd, s: Sizes) -> None:
+        x, qkv = floats(fd, s.batch, s.length, s.width), [floats(fd, s.width, s.width) for _ in range(3)]
+        out, w1, w2 = floats(fd, s.width, s.width), floats(fd, s.width, s.hidden), floats(fd, s.hidden, s.width)
+        head = floats(fd, s.width, s.vocab)
+        places = {"index_select": [1], "take": [s.batch], "take expanded": [s.batch]}.get(how)
+        index = fd.define_tensor(places, dtype=mf.DataType.Int) if places else None
+        q, k, v = (fd.ops.matmul(fd.ops.rms_norm(x, [s.width]), w) for w in qkv)
+        middle = x + fd.ops.matmul(merged(fd, s, q, k, v), out)
+        y = middle + layers.mlp(fd, fd.ops.rms_norm(middle, [s.width]), w1, w2)
+        outputs(fd, fd.ops.matmul(fd.ops.squeeze(picked_in(how, fd, y, 1, index), [1]), head))
+        split(fd, TP8, *((w, [None, "tp"]) for w in (*qkv, w1, head)), *((w, ["tp", None]) for w in (out, w2)))
+
+    return build
+
+
+# Of attention's result and the MLP only the last token's rows are summed over ranks: 2 AR of [B, 1, D].
+for how in ("slice", "select", "index_select", "take", "take expanded"):
+    known(58.72, 0.1148)(named(of_one_token(how), f"logits_of_one_token_by_{how}"))
 
 test_no_more_than_xla_and_a_plan_by_hand = CLASSES.test()
 
@@ -113,3 +148,38 @@ def test_slices_of_what_is_not_summed_stay() -> None:
         outputs(fd, fd.ops.slice(fd.ops.reshape(fd.ops.matmul(x, w), [64]), [8], [24]))
     graph = graph_of(fd)
     assert Picked()(graph) is graph and math.isfinite(fd.bill().total)
+
+
+@st.composite
+def programs_picked_of(draw: st.DrawFn) -> mf.FusionDefinition:
+    """A random program of whose last result rows are picked, in some way."""
+    fd = draw(definitions(("products", "pointwise", "shapes")))
+    last = mf.TensorView(fd, TensorRef(fd.nodes[-1].outputs[0]))
+    dims = [d for d, n in enumerate(last.type.shape) if n > 1]
+    assume(dims and fd.nodes[-1].op.name not in ("slice", "select"))
+    dim, how = draw(st.sampled_from(dims)), draw(st.sampled_from(["slice", "select", "index_select", "take"]))
+    count = last.type.shape[0] if how == "take" else draw(st.integers(1, 3))
+    assume(how != "take" or dim > 0)
+    index = fd.ops.full([count], last.type.shape[dim] - 1, mf.DataType.Int)
+    found = picked_in(how, fd, last, dim, index)
+    fd.outputs.clear()
+    fd.add_output(found)
+    return fd
+
+
+@pytest.mark.fuzz
+def test_random_programs_with_rows_picked_early_are_the_programs() -> None:
+    changed = []
+
+    @settings(max_examples=200 if settings.get_current_profile_name() == "ci" else settings().max_examples)
+    @given(programs_picked_of())
+    def check(fd: mf.FusionDefinition) -> None:
+        graph = graph_of(fd)
+        other, inputs = Picked()(graph), inputs_for(fd)
+        assume(len(inputs) == len(graph.input_tensors))
+        changed.append(other is not graph)
+        for a, b in zip(evaluated(graph, inputs), evaluated(other, inputs), strict=True):
+            assert_close(b, a, max(1e-4, 4 * tolerance_of(fd) ** 2), str(other))
+
+    check()
+    assert sum(changed) > len(changed) / 20
