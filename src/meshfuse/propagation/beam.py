@@ -110,6 +110,7 @@ class BeamSettings(NamedTuple):
     thorough: ops try more placements than are asked for (`votes.unasked`).
     sums: so do ops that reduce nothing, on unreduced operands: these are few.
     slack: a plan is dropped if another reaches it at up to so many seconds more.
+    plainly: annotated results ask for what they need as it is, too (`wishes`).
     """
 
     width: int
@@ -117,6 +118,7 @@ class BeamSettings(NamedTuple):
     thorough: bool = False
     sums: bool = False
     slack: float = 0.0
+    plainly: bool = False
 
 
 def _has_terms(front: Front, entry: Sequence[OperandState]) -> bool:
@@ -138,7 +140,7 @@ class Beam:
     def run(self) -> list[Decision]:
         """The cheapest plan's decisions, op by op."""
         front, strides = _front((), (), (), (Plan(0.0, ()),)), []
-        width, horizon, thorough, sums, slack = self.search
+        width, horizon, thorough, sums, slack, _ = self.search
         parts = zip(self.roles.parts, self.roles.near(horizon), strict=True)
         for now, ((kind, tensors, _), near) in enumerate(parts):
             role = role_of(kind, tuple([self.wanted.get(i, ()) for i in tensors]))

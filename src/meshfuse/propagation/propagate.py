@@ -153,7 +153,7 @@ class Propagation:
         self, search: BeamSettings, asked: Mapping[int, Sharding], starts: Mapping[int, Sharding] = _NOWHERE
     ) -> ShardedDefinition:
         """The plan of one search; searches that start from the same wishes and places are done once."""
-        key = (search, self._wanted(asked), starts)
+        key = (search, self._wanted(asked, search.plainly), starts)
         found = next((plan for *known, plan in self._done if tuple(known) == key), None)
         if found is None:
             inputs = {i: (*available, starts[i]) if i in starts else available for i, available in self.inputs.items()}
@@ -181,14 +181,14 @@ class Propagation:
         slow, fast = (cheapest(there, need, kind.shape, kind.dtype.itemsize) for there in (held, (*held, start)))
         return slow - fast
 
-    def _wanted(self, asked: Mapping[int, Sharding]) -> dict[int, Available]:
+    def _wanted(self, asked: Mapping[int, Sharding], plainly: bool) -> dict[int, Available]:
         """What is wanted of every tensor: what is asked of it or its annotation first, then its readers' wishes."""
         wanted = {i: (sharding.reduced(),) for i, sharding in asked.items()} | self.placed
         fixed = self.placed.keys() | self.inputs.keys()
         for kind, tensors, _ in reversed(self.roles.parts):
             read = tensors[: kind.read]
             asked_for = tuple([wanted.get(i, ()) for i in tensors])
-            found = wishes(kind, asked_for, tuple([i not in fixed for i in read]))
+            found = wishes(kind, asked_for, tuple([i not in fixed for i in read]), plainly)
             wanted.update([(i, new) for i, new in zip(read, found, strict=True) if new])
         return wanted
 

@@ -18,18 +18,20 @@ ASKED = 3
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def wishes(kind: Kind, wanted: tuple[Available, ...], free: tuple[bool, ...]) -> tuple[Available, ...]:
+def wishes(
+    kind: Kind, wanted: tuple[Available, ...], free: tuple[bool, ...], plainly: bool = False
+) -> tuple[Available, ...]:
     """What is wanted of an op's operands, once the op has added what it needs to give what is wanted of its results.
 
     `wanted` is what is wanted of the op's tensors (operands, then results) before; `free[i]` tells whether operand i
-    takes wishes: annotated tensors and inputs do not.
+    takes wishes: annotated tensors and inputs do not. `plainly`: what annotated results ask for is wanted as it is, too,
+    without what else operands are split over, and so on back from there.
     """
     known = list(wanted)
     results = known[kind.read :]
     for turn, asked in enumerate(itertools.islice(itertools.zip_longest(*results), ASKED)):
         made = [new or old[0] for new, old in zip(asked, results, strict=True)]
-        # What an annotation asks for also as it is, without what else the operands are split over.
-        alone = [_layouts(kind, made, [()] * len(known))] if turn or any(kind.said) else []
+        alone = [_layouts(kind, made, [()] * len(known))] if plainly and (turn or any(kind.said)) else []
         for layouts in (_layouts(kind, made, known), *alone):
             for operand, place in enumerate(kind.operands):
                 if free[place]:
