@@ -24,8 +24,8 @@ def wishes(
     """What is wanted of an op's operands, once the op has added what it needs to give what is wanted of its results.
 
     `wanted` is what is wanted of the op's tensors (operands, then results) before; `free[i]` tells whether operand i
-    takes wishes: annotated tensors and inputs do not. `plainly`: what annotated results ask for is wanted as it is, too,
-    without what else operands are split over, and so on back from there.
+    takes wishes: annotated tensors and inputs do not. `plainly`: what annotated results ask for is wanted as it is,
+    too, without what else operands are split over, and so on back from there.
     """
     known = list(wanted)
     results = known[kind.read :]
