@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -220,6 +221,20 @@ def test_a_number_that_is_passed_is_one_of_its_scalars_type(value: Any, dtype: D
     wanted = (number.div(2, rounding_mode="trunc"), ~number) if whole else (number / 2, 1 / number)
     for found, right in zip(fd.simulate([] if constant else [value]), wanted, strict=True):
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("dtype", [DataType.Int, DataType.Int32, DataType.Int16, DataType.Char, DataType.Byte])
+def test_an_integer_scalar_is_a_number_that_its_type_holds(dtype: DataType, beyond: int) -> None:
+    """As a constant and in a call: the largest and smallest that the type holds, and those beyond them."""
+    limits = torch.iinfo(getattr(torch, dtype.value))
+    for number in (limits.min - beyond, limits.max + beyond):
+        fd = mf.FusionDefinition()
+        fd.add_output(fd.ops.full([1], fd.define_scalar(dtype=dtype), dtype))
+        with pytest.raises(ValueError, match=str(number)) if beyond else contextlib.nullcontext():
+            assert fd.simulate([number])[0].item() == number
+        with pytest.raises(ValueError, match=str(number)) if beyond else contextlib.nullcontext():
+            mf.FusionDefinition().define_scalar(number, dtype)
 
 
 EDGES = [

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..dtypes import DataType, from_torch, scalar_dtype
+from ..dtypes import Category, DataType, from_torch, scalar_dtype
 from ..errors import MeshfuseError, SourceLine, caller_line, shown, user_error
 from ..mesh import DeviceMesh
 from ..ops.base import REQUIRED, ParamKind, TensorType
@@ -169,8 +169,16 @@ def number_fits(number: Any, dtype: DataType | None) -> bool:
     """Whether a scalar of the dtype can be this number, perhaps rounded; a bool counts as an int."""
     if dtype is None:
         return True
-    small = not isinstance(number, int) or -_LARGEST - 1 <= number <= _LARGEST
+    small = not isinstance(number, int) or number in _range_of(dtype)
     return small and scalar_dtype(number).category <= dtype.category
+
+
+def _range_of(dtype: DataType) -> range:
+    """The integers that are taken for scalars of a type: its own, and those of 64 bits for others."""
+    if dtype is DataType.Byte:
+        return range(256)
+    bits = 8 * dtype.itemsize if dtype.category is Category.INTEGER else 64
+    return range(-(2 ** (bits - 1)), 2 ** (bits - 1))
 
 
 def checked_mesh(mesh: Any, line: SourceLine) -> DeviceMesh:
