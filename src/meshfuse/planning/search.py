@@ -179,7 +179,7 @@ class _PlanSearch:
         self._try(None, THOROUGH)
         self._try(likely, NARROW)
         if not self.graph.annotations.keys() <= set(self.graph.input_tensors):
-            self._try(likely, NARROW._replace(plainly=True))
+            self._try(likely, FAST._replace(plainly=True))
         # One axis has no slower ones: what is left where is then found by far searches alone.
         leaving = (_PlanSearch._leave,) if most_axes(self.graph) > 1 else ()
         for plan in _on_equal_links(self.graph, self.world, _PlanSearch.near, *leaving):

@@ -1,0 +1,119 @@
+"""The best plan of a small program by trying every placement of every op, to hold planning to.
+
+A placement puts each axis of the mesh, whole, on one of the op's factors or on none; sums may stay unreduced as long as
+ops carry them. What a plan costs is what planning weighs (`planning.spending`): moves count for a third more than
+computation. Parts of plans that cost more than the best one so far are not gone on with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshfuse.costs import computation
+from meshfuse.graph import Graph, Node
+from meshfuse.mesh import DeviceMesh
+from meshfuse.ops.base import FactorKind, Rule
+from meshfuse.planning.spending import WORTH, Spent
+from meshfuse.propagation.choose import cheapest
+from meshfuse.propagation.factors import NO_CARRY, Carry, Layouts, Placement, carries, placed
+from meshfuse.sharding.layout import WHOLE, Layout, Split, canonical, extent
+from meshfuse.sharding.value import Sharding
+
+Homes = Mapping[int, tuple[Sharding, ...]]
+MOVES = 1 / WORTH
+
+
+def weighed(spent: Spent) -> float:
+    """What planning makes least."""
+    return MOVES * spent.moving + spent.computing
+
+
+def _layouts(rule: Rule, axes: Sequence[Split]) -> Iterator[Layouts]:
+    """Every way to put axes on factors that they divide, in every order."""
+    free = [None, *(f for f, factor in enumerate(rule.factors) if factor.kind is not FactorKind.BLOCK)]
+    found: dict[Layouts, None] = {}
+    for order in itertools.permutations(axes):
+        for places in itertools.product(free, repeat=len(order)):
+            made: list[Layout] = [WHOLE] * len(rule.factors)
+            for place, axis in zip(places, order, strict=True):
+                if place is not None:
+                    made[place] = (*made[place], axis)
+            sizes = [factor.size for factor in rule.factors]
+            if all(n % extent(layout) == 0 for n, layout in zip(sizes, made, strict=True)):
+                found[tuple([canonical(layout, n) for n, layout in zip(sizes, made, strict=True)])] = None
+    yield from found
+
+
+@dataclass(slots=True)
+class Exhaustive:
+    """The search; `limit` is what a plan must cost less than. `best` is the moves' time of the best one, if any."""
+
+    graph: Graph
+    mesh: DeviceMesh
+    limit: float
+    best: float | None = None
+    _seen: dict[object, float] = field(default_factory=dict)
+    _placements: dict[tuple[int, Carry], list[Placement]] = field(default_factory=dict)
+
+    def run(self) -> float | None:
+        graph = self.graph
+        homes = {i: (graph.annotations.get(i) or Sharding.replicated(self.mesh, len(graph.shape(i))),)
+                 for i in graph.input_tensors}  # fmt: skip
+        self._go_on(0, 0.0, 0.0, homes)
+        return self.best
+
+    def _go_on(self, at: int, moving: float, computing: float, homes: Homes) -> None:
+        if at == len(self.graph.nodes):
+            moving += sum([self._to_the_end(i, homes[i]) for i in self.graph.outputs])
+            if MOVES * moving + computing < self.limit:
+                self.limit, self.best = MOVES * moving + computing, moving
+            return
+        cost, state = MOVES * moving + computing, (at, frozenset(homes.items()))
+        if self._seen.get(state, math.inf) <= cost:
+            return
+        self._seen[state] = cost
+        for more, work, then in sorted(
+            self._ways(self.graph.nodes[at], homes), key=lambda way: MOVES * way[0] + way[1]
+        ):
+            if cost + MOVES * more + work >= self.limit:
+                return
+            self._go_on(at + 1, moving + more, computing + work, self._read_later(at, then))
+
+    def _ways(self, node: Node, homes: Homes) -> Iterator[tuple[float, float, Homes]]:
+        """(seconds of moves, of computation, where everything then is), for each placement."""
+        held = [homes[i] for i in node.inputs]
+        carry = carries(node.call, node.rule, held) if any(s.partial for here in held for s in here) else None
+        for placement in (*self._placed(node, NO_CARRY), *(self._placed(node, carry) if carry else ())):
+            moving, then = 0.0, dict(homes)
+            for i, need in zip(node.inputs, placement.operands, strict=True):
+                moving += self._cheapest(i, then[i], need)
+                then[i] = then[i] if need in then[i] else (*then[i], need)
+            if math.isfinite(moving):
+                then.update((i, (made,)) for i, made in zip(node.outputs, placement.results, strict=True))
+                yield moving, computation(node.call.op.flops(node.call) / placement.ways, self.mesh.flops), then
+
+    def _placed(self, node: Node, carry: Carry) -> list[Placement]:
+        key = node.id, carry
+        if key not in self._placements:
+            taken = {split.axis for split in carry.axes}
+            axes = [
+                Split(n, name) for n, name in zip(self.mesh.shape, self.mesh.names, strict=True) if name not in taken
+            ]
+            made = [placed(node.call, node.rule, self.mesh, ways, carry) for ways in _layouts(node.rule, axes)]
+            self._placements[key] = [placement for placement in made if placement is not None]
+        return self._placements[key]
+
+    def _cheapest(self, tensor: int, here: tuple[Sharding, ...], need: Sharding) -> float:
+        kind = self.graph.tensors[tensor].type
+        return cheapest(here, need, kind.shape, kind.dtype.itemsize)
+
+    def _to_the_end(self, tensor: int, here: tuple[Sharding, ...]) -> float:
+        said = self.graph.annotations.get(tensor)
+        return min([self._cheapest(tensor, here, end) for end in ([said] if said else [s.reduced() for s in here])])
+
+    def _read_later(self, at: int, homes: Homes) -> Homes:
+        later = {i for node in self.graph.nodes[at + 1 :] for i in node.inputs}.union(self.graph.outputs)
+        return {i: here for i, here in homes.items() if i in later}
