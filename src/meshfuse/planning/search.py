@@ -25,7 +25,7 @@ from ..propagation.beam import BeamSettings
 from ..propagation.folding import folded
 from ..propagation.growth import EPSILON
 from ..propagation.outputs import all_followed, ends, first_reduced, over_whole_axes
-from ..propagation.propagate import FAST, LATE, LOOK, NARROW, THOROUGH, Propagation, propagate
+from ..propagation.propagate import FAST, LATE, LOOK, NARROW, SPARING, THOROUGH, Propagation, propagate
 from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..sharding.value import Sharding
@@ -63,7 +63,7 @@ SLACK = 0.01
 _Search = Callable[["_PlanSearch"], None]
 
 # No choice is final before the end, and ops try more placements: so slow that it is done only once.
-_FAR = LATE._replace(width=32, thorough=True)
+_FAR = LATE._replace(width=32, thorough=1)
 
 
 def searched(sharded: ShardedDefinition, world: DeviceMesh, effort: Effort = Effort.AUTO) -> ShardedDefinition:
@@ -178,6 +178,8 @@ class _PlanSearch:
         self._try(self._made(self.best))
         self._try(None, THOROUGH)
         self._try(likely, NARROW)
+        if most_axes(self.graph) > 1:
+            self._try(likely, SPARING)
         if not self.graph.annotations.keys() <= set(self.graph.input_tensors):
             self._try(likely, FAST._replace(plainly=True))
         # One axis has no slower ones: what is left where is then found by far searches alone.

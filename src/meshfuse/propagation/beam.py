@@ -107,7 +107,7 @@ class BeamSettings(NamedTuple):
 
     width: how many plans are kept.
     horizon: after how many ops a choice is final.
-    thorough: ops try more placements than are asked for (`votes.unasked`).
+    thorough: from 1 on ops try more placements than are asked for (`votes.unasked`), from 2 on also with an axis less.
     sums: so do ops that reduce nothing, on unreduced operands: these are few.
     slack: a plan is dropped if another reaches it at up to so many seconds more.
     plainly: annotated results ask for what they need as it is, too (`wishes`).
@@ -115,7 +115,7 @@ class BeamSettings(NamedTuple):
 
     width: int
     horizon: int
-    thorough: bool = False
+    thorough: int = 0
     sums: bool = False
     slack: float = 0.0
     plainly: bool = False
@@ -145,8 +145,9 @@ class Beam:
         for now, ((kind, tensors, _), near) in enumerate(parts):
             role = role_of(kind, tuple([self.wanted.get(i, ()) for i in tensors]))
             entry = tuple([self._entry(i) for i in tensors[: kind.read]])
-            more = thorough if kind.may_move else (thorough or sums) and _has_terms(front, entry)
-            more = more and not kind.in_chunks  # An axis on a dim in chunks leaves ranks with others, or with none.
+            more = thorough if kind.may_move else (thorough or int(sums))
+            if more and ((not kind.may_move and not _has_terms(front, entry)) or kind.in_chunks):
+                more = 0  # An axis on a dim in chunks leaves ranks with others, or with none.
             stride = _stride(front, role, near, entry, self._old(now), width, more, slack)
             self._enter(stride, tensors, now)
             strides.append(stride)
@@ -175,7 +176,7 @@ def _stride(
     entry: tuple[OperandState, ...],
     old: int,
     width: int,
-    thorough: bool,
+    thorough: int,
     slack: float,
 ) -> Stride:
     """One stride; kept, so that equal layers look it up.
@@ -213,7 +214,7 @@ class _Striding:
         near: tuple[bool, ...],
         entry: tuple[OperandState, ...],
         width: int,
-        thorough: bool,
+        thorough: int,
         slack: float,
     ):
         self.front, self.role, self.entry, self.width = front, role, entry, width
@@ -352,7 +353,7 @@ def greedy(roles: Roles, wanted: Mapping[int, Available], inputs: Mapping[int, A
     for kind, tensors, _ in roles.parts:
         role = role_of(kind, tuple([wanted.get(i, ()) for i in tensors]))
         available = tuple([held[i] for i in tensors[: kind.read]])
-        (growth,) = growths(role, role.setting(available, thorough=False), available, 1)
+        (growth,) = growths(role, role.setting(available, 0), available, 1)
         held.update((i, table.ways[code]) for i, table, code in zip(tensors, kind.tables, growth.codes, strict=True))
         made.update(zip(tensors[kind.read :], growth.option.placement.results, strict=True))
     return made

@@ -42,6 +42,7 @@ class Option(NamedTuple):
 # So many of those that nobody asks for, the cheapest, are gone on with; so many of those that leave nothing to reduce,
 # which look dear beside the others.
 MOST_MORE, MOST_COMPLETE = 8, 4
+_MORE = (unasked, apportioned)
 
 # A placement, what it follows, and the seconds that do not depend on where the operands are.
 _Candidate = tuple[Placement, Source, float]
@@ -79,7 +80,8 @@ def _candidates(setting: Setting) -> tuple[tuple[_Candidate, ...], ...]:
     votes = tuple(votes_of(setting))
     known = dict(_placed(setting, asked_for(setting, votes)))
     found = [(*known.values(), *_window_candidates(setting))]
-    for kind in (unasked, apportioned, without_one) if setting.thorough and not setting.reductions else ():
+    kinds = (*_MORE, without_one) if setting.thorough > 1 else _MORE
+    for kind in kinds if setting.thorough and not setting.reductions else ():
         more = {at: candidate for at, candidate in _placed(setting, kind(setting, votes)) if at not in known}
         known |= more
         found.append(tuple(more.values()))

@@ -90,7 +90,7 @@ class Role:
     kind: Kind
     wanted: tuple[Available, ...]
 
-    def setting(self, known: Sequence[Available], thorough: bool) -> Setting:
+    def setting(self, known: Sequence[Available], thorough: int) -> Setting:
         """The setting in which the distinct operands are known in these shardings."""
         kind = self.kind
         return setting_of(

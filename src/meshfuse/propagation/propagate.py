@@ -30,9 +30,11 @@ _NO_HORIZON = 1 << 30
 FAST = BeamSettings(width=24, horizon=32)
 # The first search, all that long programs get.
 FIRST = BeamSettings(width=6, horizon=16)
-THOROUGH = BeamSettings(width=16, horizon=32, thorough=True)
+THOROUGH = BeamSettings(width=16, horizon=32, thorough=1)
 # Several of these go on from one another: with more plans each takes longer, and they find no more together.
 NARROW = THOROUGH._replace(width=8)
+# Products with an axis less crowd out others, so that is one search more.
+SPARING = THOROUGH._replace(width=32, thorough=2)
 # Small programs are searched a second time, for choices that pay off late. Each search finds what the other drops.
 _LONG = BeamSettings(width=32, horizon=_NO_HORIZON)
 # What pays in the backward only is far behind for most of the forward.

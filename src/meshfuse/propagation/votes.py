@@ -37,7 +37,7 @@ class Setting:
     wanted: tuple[Available, ...]
     fixed: tuple[bool, ...]
     reductions: tuple[Layout, ...]
-    thorough: bool
+    thorough: int
 
 
 # Equal settings, as those of equal layers, are one object.
