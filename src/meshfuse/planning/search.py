@@ -178,10 +178,6 @@ class _PlanSearch:
         self._try(self._made(self.best))
         self._try(None, THOROUGH)
         self._try(likely, NARROW)
-        if most_axes(self.graph) > 1:
-            self._try(likely, SPARING)
-        if not self.graph.annotations.keys() <= set(self.graph.input_tensors):
-            self._try(likely, FAST._replace(plainly=True))
         # One axis has no slower ones: what is left where is then found by far searches alone.
         leaving = (_PlanSearch._leave,) if most_axes(self.graph) > 1 else ()
         for plan in _on_equal_links(self.graph, self.world, _PlanSearch.near, *leaving):
@@ -226,6 +222,19 @@ class _PlanSearch:
             self._openly()
             self._hold()
         self._leave()
+        if most_axes(self.graph) > 1:
+            self._sparingly()
+
+    def _sparingly(self) -> None:
+        """Try products with an axis less, and what annotated results ask for as it is.
+
+        Last, as other searches that went on from what this finds would miss more than they find.
+        """
+        before, likely = self.cost, _followed(self.graph, self.best, {})
+        for search in (SPARING, FAST._replace(plainly=True)):
+            self._try(likely, search)
+        if self.cost != before:
+            self._go_on()
 
     def _openly(self) -> None:
         """Search with no choice final before the end."""
