@@ -229,11 +229,11 @@ def test_a_plan_is_dropped_only_if_one_that_is_kept_reaches_it(program: Known, m
     """Also where plans come to cost less, as less is left to reduce than was charged for."""
     pruned, cheaper_than_before = beam._Striding._pruned, list[bool]()
 
-    def reaches(striding: Any, have: Any, want: Any) -> bool:
+    def reaches(striding: Any, have: Any, want: Any, rounding: float) -> bool:
         """Whether one plan can be resharded into the other, as far as tensors are read again before long."""
         rows = zip(striding.tables, striding.near, striding._held(have), striding._held(want), strict=True)
         moved = sum(conversion(t.ways[a], t.ways[b], t.kind) for t, near, a, b in rows if near and a != b)
-        return have.seconds + moved <= want.seconds + striding.margin + 1e-15
+        return have.seconds + moved <= want.seconds + striding.margin + rounding
 
     def checked(striding: Any, found: Any) -> Any:
         kept = pruned(striding, found)
@@ -242,11 +242,11 @@ def test_a_plan_is_dropped_only_if_one_that_is_kept_reaches_it(program: Known, m
         coming, cheaper = next(left), []
         for f in found:
             if f is coming:
-                assert not any(reaches(striding, k, f) for k in cheaper)
+                assert not any(reaches(striding, k, f, -1e-15) for k in cheaper)
                 cheaper.append(f)
                 coming = next(left, None)
             elif len(cheaper) < striding.width:
-                assert any(reaches(striding, k, f) for k in cheaper)
+                assert any(reaches(striding, k, f, 1e-15) for k in cheaper)
         return kept
 
     monkeypatch.setattr(beam._Striding, "_pruned", checked)
