@@ -298,6 +298,33 @@ def test_only_what_has_memory_for_each_element_is_loaded_to(tmp_path, target, sh
     assert not memory.any()
 
 
+def both_in(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors of [4, 3] in one memory."""
+    memory = torch.zeros(5, 6)
+    return {
+        "one": lambda: (memory[:4, :3], memory[:4, :3]),
+        "turned": lambda: (memory.view(-1)[:12].view(4, 3), memory.view(-1)[:12].view(3, 4).t()),
+        "next row": lambda: (memory[:4, :3], memory[1:, :3]),
+        "beside": lambda: (memory[:4, :3], memory[:4, 3:]),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind, loads", [("one", True), ("turned", False), ("next row", False), ("beside", True)])
+@pytest.mark.parametrize("same", [True, False])
+def test_names_in_one_memory_are_loaded_where_each_has_its_values(tmp_path, kind: str, loads: bool, same: bool) -> None:
+    """Tied weights have one memory, and columns of one tensor none that both have; else the last one would be there."""
+    values = torch.arange(12.0).reshape(4, 3)
+    mf.save(tmp_path, {"a": values, "b": values if same else values + 1, "c": values})
+    a, b = both_in(kind)
+    wanted = {"b": b, "a": a, "c": torch.zeros(4, 3)}
+    if loads and (same or kind == "beside"):
+        found = mf.load(tmp_path, wanted)
+        assert torch.equal(found["a"], values) and torch.equal(found["b"], values if same else values + 1)
+        return
+    with pytest.raises(mf.ArgumentError, match=r"'[ab]': found memory that other values are loaded to, too, of '[ab]'"):
+        mf.load(tmp_path, wanted)
+
+
 def test_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint to load: found .*nowhere: No such file or directory"):
         mf.load(tmp_path / "nowhere")

@@ -83,7 +83,7 @@ def test_where_folders_cannot_be_locked_no_save_names_what_is_gone(tmp_path, mon
     assert mf.load(tmp_path)["t"].tolist() == [3, 3, 3]
 
 
-MOMENTS = [(folder, "read_index"), (api, "_targets"), (folder, "check_file"), (api, "read")]
+MOMENTS = [(folder, "read_index"), (api, "_targets"), (folder, "check_file"), (api, "read_apart")]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -97,12 +97,12 @@ def test_a_load_beside_a_save_is_of_one_of_them(tmp_path, monkeypatch, worlds, m
 
 def test_a_load_that_saves_always_overtake_ends(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    real = api.read
+    real = api.read_apart
 
     def read(*args):
         by_another(lambda: save(tmp_path, 2))
         real(*args)
 
-    monkeypatch.setattr(api, "read", read)
+    monkeypatch.setattr(api, "read_apart", read)
     with pytest.raises(CheckpointError, match=r"load failed while reading: found on rank 0 FileNotFoundError"):
         mf.load(tmp_path)

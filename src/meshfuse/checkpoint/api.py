@@ -21,9 +21,10 @@ from ..runtime.environment import LONGEST_TIMEOUT
 from ..runtime.world import World
 from ..user_values import is_text
 from . import folder as files
+from .apart import read_apart
 from .entries import CheckpointEntry, check_local, global_shape, is_plain, to_load, to_save, wrong
 from .hyperslabs import Shard, boxes
-from .transfer import read, write
+from .transfer import write
 
 # Disks are slower than networks: a checkpoint may take so many times MESHFUSE_TIMEOUT.
 _PATIENCE = 10
@@ -73,7 +74,7 @@ def load(
     writes it: load only what you trust. `timeout` is as for `save`.
 
     Raises CheckpointError where there is no checkpoint or it is damaged, ArgumentError where it lacks a name or has
-    another dtype or shape, and RankError where ranks fail.
+    another dtype or shape, or two names have other values in the same memory, and RankError where ranks fail.
     """
     team = _Team(World.current(), timeout, "load")
     with located(caller_line()), team.turns:
@@ -287,7 +288,7 @@ def _load(team: _Team, home: Path, wanted: Mapping[str, Any] | None, last: bool)
     held = {name: s for name, s in shards.items() if s.numel and s.parts}
     if not all(team.all("checking files", lambda: untouched(lambda: _check_files(folder, index, team.world)))):
         return None
-    if not all(team.all("reading", lambda: untouched(lambda: read(folder, held)))):
+    if not all(team.all("reading", lambda: untouched(lambda: read_apart(folder, held)))):
         return None
     return {name: _loaded(names[name], entries[name]) if name in entries else index.values[name] for name in names}
 
