@@ -174,12 +174,8 @@ fd.execute(shards)
     )
 
 
-def test_what_interrupts_an_execution_may_not_execute(tmp_path):
-    """The handler comes while rank 0 waits in a step, and before rank 1 begins it: parts of both would be added up."""
-    script = """
-def handler(*_):
-    print("the handler got", fd.execute([10 * shards[0], shards[1]])[0][0, 0].item(), flush=True)
-
+# The handler comes on rank 0 while it waits for rank 1, which begins later.
+INTERRUPTED = """
 signal.signal(signal.SIGUSR1, handler)
 if world.rank == 0:
     def interrupt():
@@ -189,10 +185,21 @@ if world.rank == 0:
     threading.Thread(target=interrupt).start()
 else:
     time.sleep(1)
+"""
+
+
+def test_what_interrupts_an_execution_may_not_execute(tmp_path):
+    """The handler comes while rank 0 waits in a step, and before rank 1 begins it: parts of both would be added up."""
+    handler = """
+def handler(*_):
+    print("the handler got", fd.execute([10 * shards[0], shards[1]])[0][0, 0].item(), flush=True)
+"""
+    step = """
+if world.rank == 1:
     os.kill(os.getpid(), signal.SIGUSR1)
 print("the step gave", fd.execute(shards)[0][0, 0].item(), flush=True)
 """
-    (code, text), (other, _) = run_bare(START + script, tmp_path, 2, limit=10.0)
+    (code, text), (other, _) = run_bare(START + handler + INTERRUPTED + step, tmp_path, 2, limit=10.0)
     assert (code, other) == (1, 1) and not re.search(r"^the (step|handler)", text, re.MULTILINE), text
     assert "ArgumentError: a call to execute interrupts another: found a signal's handler" in text, text
     assert "look at the note between calls. (at script.py:19)" in text, text
@@ -200,25 +207,14 @@ print("the step gave", fd.execute(shards)[0][0, 0].item(), flush=True)
 
 def test_an_error_of_what_interrupts_an_execution_is_not_lost_where_it_is_caught(tmp_path):
     """The other ranks may have made the call that this one was refused."""
-    script = """
+    handler = """
 def handler(*_):
     try:
         fd.execute(shards)
     except mf.ArgumentError:
         print("refused", flush=True)
-
-signal.signal(signal.SIGUSR1, handler)
-if world.rank == 0:
-    def interrupt():
-        while not world.waiting:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGUSR1)
-    threading.Thread(target=interrupt).start()
-else:
-    time.sleep(1)
-fd.execute(shards)
 """
-    (code, text), _ = run_bare(START + script, tmp_path, 2, limit=10.0)
+    (code, text), _ = run_bare(START + handler + INTERRUPTED + "fd.execute(shards)", tmp_path, 2, limit=10.0)
     assert code == 1 and "refused" in text, text
     assert "RankError: a call to execute follows one that failed: found a call to execute interrupts another" in text
 

@@ -106,6 +106,10 @@ class Graph:
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].type.shape
 
+    def streamed(self) -> frozenset[int]:
+        """The tensors that the user cuts into chunks of a size, by a stream's own factor."""
+        return frozenset([i for i, stream in self.streams.items() if stream.layout is not None])
+
     def annotated(self, places: Mapping[int, Sharding]) -> Graph:
         """The graph with these tensors annotated as well, as if in the lines that make them."""
         lines = {i: self.tensors[i].line for i in places}

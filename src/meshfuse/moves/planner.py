@@ -102,7 +102,7 @@ def _one_move(src: Sharding, dst: Sharding) -> Move | None:
 
     No path takes less than a slice, or than a gather in which each rank receives just what it lacks.
     """
-    found = [pair for pair in zip(src.dims, dst.dims, strict=True) if pair[0] is not pair[1] and pair[0] != pair[1]]
+    found = [pair for pair in zip(src.dims, dst.dims, strict=True) if pair[0] != pair[1]]
     if len(found) != 1 or src.partial != dst.partial:
         return None
     coarse, fine = sorted(found[0], key=len)

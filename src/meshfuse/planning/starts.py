@@ -105,8 +105,7 @@ def in_rounds(graph: Graph) -> bool:
 
 def in_chunks(graph: Graph) -> frozenset[int]:
     """The tensors of ops that the user streams: held elsewhere, ranks would have chunks of another size, or none."""
-    touched = [{*node.inputs, *node.outputs} for node in graph.nodes]
-    streamed = {i for i, stream in graph.streams.items() if stream.layout is not None}
+    touched, streamed = [{*node.inputs, *node.outputs} for node in graph.nodes], graph.streamed()
     return frozenset[int]().union(*[tensors for tensors in touched if not streamed.isdisjoint(tensors)])
 
 

@@ -32,7 +32,7 @@ from ..frozen import quickly_made
 from ..sharding.value import Sharding
 from .choose import Option
 from .dominance import Table, joint_table_of
-from .growth import EPSILON, Growth, Role, Roles, growths, role_of
+from .growth import EPSILON, Growth, Kind, Role, Roles, growths, role_of
 from .votes import Available
 
 # How many shardings of a tensor ops are asked to follow at least, those of dropped plans among them.
@@ -140,19 +140,26 @@ class Beam:
     def run(self) -> list[Decision]:
         """The cheapest plan's decisions, op by op."""
         front, strides = _front((), (), (), (Plan(0.0, ()),)), []
-        width, horizon, thorough, sums, slack, _ = self.search
+        width, horizon, slack = self.search.width, self.search.horizon, self.search.slack
         parts = zip(self.roles.parts, self.roles.near(horizon), strict=True)
         for now, ((kind, tensors, _), near) in enumerate(parts):
             role = role_of(kind, tuple([self.wanted.get(i, ()) for i in tensors]))
             entry = tuple([self._entry(i) for i in tensors[: kind.read]])
-            more = thorough if kind.may_move else (thorough or int(sums))
-            if more and ((not kind.may_move and not _has_terms(front, entry)) or kind.in_chunks):
-                more = 0  # An axis on a dim in chunks leaves ranks with others, or with none.
+            more = self._more(kind, front, entry)
             stride = _stride(front, role, near, entry, self._old(now), width, more, slack)
             self._enter(stride, tensors, now)
             strides.append(stride)
             front = stride.front
         return _decisions(strides)
+
+    def _more(self, kind: Kind, front: Front, entry: Sequence[OperandState]) -> int:
+        """How many more placements than are asked for an op tries, as `BeamSettings.thorough` counts them."""
+        more = self.search.thorough
+        if not kind.may_move:
+            more = more or int(self.search.sums)
+            more = more if more and _has_terms(front, entry) else 0
+        # An axis on a dim in chunks leaves ranks with others, or with none.
+        return more if more and not kind.in_chunks else 0
 
     def _entry(self, tensor: int) -> OperandState:
         return self.open.index(tensor) if tensor in self.open else self.agreed[tensor]

@@ -263,7 +263,7 @@ class Roles:
     def __init__(self, graph: Graph, meshes: Mapping[int, DeviceMesh]):
         self.graph, self.meshes = graph, meshes
         self._inputs = set(graph.input_tensors)
-        self._streamed = {i for i, stream in graph.streams.items() if stream.layout is not None}
+        self._streamed = graph.streamed()
         self._known: dict[Any, Kind] = {}
         # Outputs are read after all nodes.
         self._next_read = dict.fromkeys(graph.outputs, len(graph.nodes))

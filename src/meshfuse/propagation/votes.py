@@ -133,10 +133,9 @@ def reassigned(rule: Rule, votes: Sequence[Vote]) -> Iterator[Vote]:
     ways = [[free] * len(on)]
     if len(free) ** len(on) > MOST_WAYS:
         ways = [[free if axis is moves else sorted(on[axis]) for axis in on] for moves in on]
-    for places in itertools.chain.from_iterable(itertools.product(*way) for way in ways) if on else ():
-        layouts = _on_factors(rule, zip(places, on, strict=True))
-        if layouts is not None:
-            yield votes[0][0], representable(rule, _where_it_was(rule, layouts, votes))
+    if on:
+        places = itertools.chain.from_iterable(itertools.product(*way) for way in ways)
+        yield from _put_on_factors(rule, votes, list(on), places)
 
 
 def without_one(setting: Setting, votes: Sequence[Vote]) -> Iterator[Vote]:
@@ -150,10 +149,17 @@ def without_one(setting: Setting, votes: Sequence[Vote]) -> Iterator[Vote]:
     may_go = _is_product(rule) and more > 0 and len(free) ** more <= MOST_WAYS
     for gone in on if may_go else ():
         rest = [axis for axis in on if axis is not gone]
-        for places in itertools.product(free, repeat=len(rest)):
-            layouts = _on_factors(rule, zip(places, rest, strict=True))
-            if layouts is not None:
-                yield votes[0][0], representable(rule, _where_it_was(rule, layouts, votes))
+        yield from _put_on_factors(rule, votes, rest, itertools.product(free, repeat=more))
+
+
+def _put_on_factors(
+    rule: Rule, votes: Sequence[Vote], axes: Sequence[Split], ways: Iterable[Sequence[int]]
+) -> Iterator[Vote]:
+    """The axes on the factors that each way names, where they divide these."""
+    for places in ways:
+        layouts = _on_factors(rule, zip(places, axes, strict=True))
+        if layouts is not None:
+            yield votes[0][0], representable(rule, _where_it_was(rule, layouts, votes))
 
 
 def _where_it_was(rule: Rule, layouts: Layouts, votes: Sequence[Vote]) -> Layouts:

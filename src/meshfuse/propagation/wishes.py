@@ -18,9 +18,7 @@ ASKED = 3
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def wishes(
-    kind: Kind, wanted: tuple[Available, ...], free: tuple[bool, ...], plainly: bool = False
-) -> tuple[Available, ...]:
+def wishes(kind: Kind, wanted: tuple[Available, ...], free: tuple[bool, ...], plainly: bool) -> tuple[Available, ...]:
     """What is wanted of an op's operands, once the op has added what it needs to give what is wanted of its results.
 
     `wanted` is what is wanted of the op's tensors (operands, then results) before; `free[i]` tells whether operand i

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..graph import CallTable, Graph, Node, Tensor, needed, numbered
-from ..ops.base import DimFactors, OpDef, ParamKind, TensorRef, TensorType, tensor_refs
+from ..ops.base import DimFactors, OpDef, ParamKind, Rule, TensorRef, TensorType, tensor_refs
 from ..ops.binding import bind
 from ..ops.registry import find
 from ..ops.shape_arithmetic import with_size
@@ -115,6 +115,12 @@ class GraphWriter:
 def dim_of(dims: DimFactors, factor: int) -> int | None:
     """The dim that consists of this factor."""
     return next((dim for dim, factors in enumerate(dims) if factor in factors), None)
+
+
+def is_whole_dim(rule: Rule, factor: int) -> bool:
+    """Whether a factor is a dim by itself wherever it is."""
+    sides = (*rule.operands, *rule.results)
+    return all(factors == (factor,) for dims in sides for factors in dims if factor in factors)
 
 
 def dims_of(node: Node, factor: int) -> list[int | None]:

@@ -24,7 +24,7 @@ from ..propagation.sharded import ShardedDefinition
 from ..resharding.insert import insert_resharding
 from ..sharding.layout import axes
 from ..walks import inner_first
-from .graphs import GraphWriter, dim_of, dims_of, without_unread
+from .graphs import GraphWriter, dim_of, dims_of, is_whole_dim, without_unread
 
 # Makes a plan of a graph.
 Planner = Callable[[Graph], ShardedDefinition]
@@ -195,8 +195,7 @@ class _PartsWriter(GraphWriter):
 
     def _can_be_parted(self, node: Node, factor: int) -> bool:
         """Whether the factor is a whole dim wherever it is, and in all operands passes through or is reduced."""
-        sides = (*node.rule.operands, *node.rule.results)
-        alone = all(factors == (factor,) for dims in sides for factors in dims if factor in factors)
+        alone = is_whole_dim(node.rule, factor)
         kind, (made,) = node.rule.factors[factor].kind, node.outputs
         if kind is FactorKind.PASS:
             return alone and made not in self.noted

@@ -20,7 +20,7 @@ from ..ops.shape_arithmetic import dim_of as picked_dim
 from ..ops.shape_arithmetic import with_size
 from ..ops.windows import slice_bounds
 from ..walks import inner_first
-from .graphs import GraphWriter, dims_of, without_unread
+from .graphs import GraphWriter, dims_of, is_whole_dim, without_unread
 
 _PICKS = ("slice", "select", "index_select", "take_along_axis")
 # Ops that repeat a tensor along dims, each of whose own dims is one of the result's.
@@ -198,9 +198,7 @@ def _alone(node: Node, dim: int) -> int | None:
     factors, rule = node.rule.results[0][dim], node.rule
     if len(factors) != 1 or rule.factors[factors[0]].kind is not FactorKind.PASS:
         return None
-    sides = (*rule.operands, *rule.results)
-    alone = all(found == factors for dims in sides for found in dims if factors[0] in found)
-    return factors[0] if alone else None
+    return factors[0] if is_whole_dim(rule, factors[0]) else None
 
 
 def _rising(graph: Graph) -> Iterator[int]:
