@@ -20,7 +20,7 @@ from meshfuse.segmentation import Segment
 Call = Callable[[], Any]
 HOST_NAMES = {
     "nvfuser": "meshfuse", "graph": "meshfuse, a graph", "native": "fd.execute", "eager": "by hand",
-    "compile": "by hand, compiled",
+    "compile": "by hand, compiled", "inductor": "meshfuse, Inductor",
 }  # fmt: skip
 
 
@@ -70,19 +70,29 @@ def host_us(call: Call, calls: int = 300, rounds: int = 9) -> float:
 # variants ---------------------------------------------------------------------------------------------------------
 
 
-def checked(calls: Mapping[str, Call], expected: Sequence[torch.Tensor], limit: float) -> tuple[dict[str, Call], Lines]:
-    """The variants that run and are right; of the others what is wrong. Each is called, and so compiled, here."""
+def checked(
+    calls: Mapping[str, Call], expected: Sequence[torch.Tensor], limit: float
+) -> tuple[dict[str, Call], Lines, dict[str, float]]:
+    """The variants that run and are right; of the others what is wrong; seconds of each one's first call.
+
+    Each is called, and so compiled, here.
+    """
     good: dict[str, Call] = {}
     problems: Lines = []
+    first: dict[str, float] = {}
     for name, call in calls.items():
+        start = time.perf_counter()
         try:
-            error = max(error_of(a, b) for a, b in zip(call(), expected, strict=True))
+            made = call()
+            torch.cuda.synchronize()
+            first[name] = time.perf_counter() - start
+            error = max(error_of(a, b) for a, b in zip(made, expected, strict=True))
             assert error < limit, f"an error of {error:.2g}, where {limit:.2g} is the limit"
             good[name] = call
         except Exception as error:
             torch.cuda.synchronize()
             problems.append({"part": name, "problem": said(error)})
-    return good, problems
+    return good, problems, first
 
 
 def native_call(fd: mf.FusionDefinition, inputs: Sequence[torch.Tensor]) -> Call:
@@ -110,23 +120,27 @@ def taken_whole(fd: mf.FusionDefinition) -> bool:
     return re.search(r"nvfuser +compiled", fd.backends()) is not None
 
 
-def variants_of(work: Work, inputs: Sequence[torch.Tensor]) -> tuple[dict[str, Call], Lines]:
-    """Ours first; without it, or where nvFuser did not take its segment whole, there is nothing to measure."""
+def variants_of(work: Work, inputs: Sequence[torch.Tensor]) -> tuple[dict[str, Call], Lines, dict[str, float]]:
+    """Ours first; without it, or where nvFuser did not take its segment whole, there is nothing to measure.
+
+    The last are seconds of first calls, ours with planning.
+    """
     fd, compiled = work.definition(), torch.compile(work.by_hand, dynamic=False)
     expected = work.by_hand(*(t.double() for t in inputs))
-    first, wrong = checked({"nvfuser": lambda: fd.execute(inputs, backend="nvfuser")}, expected, 4e-2)
+    ours, wrong, first = checked({"nvfuser": lambda: fd.execute(inputs, backend="nvfuser")}, expected, 4e-2)
+    if not wrong and not taken_whole(fd):
+        wrong = [{"part": "nvfuser", "problem": f"it did not take the segment whole: {fd.backends()}"}]
     if wrong:
-        return {}, wrong
-    if not taken_whole(fd):
-        return {}, [{"part": "nvfuser", "problem": f"it did not take the segment whole: {fd.backends()}"}]
+        return {}, wrong, {}
     others: dict[str, Call] = {
         "native": _built_once(lambda: native_call(fd, inputs)),
         "eager": lambda: work.by_hand(*inputs),
         "compile": lambda: compiled(*inputs),
+        "inductor": lambda: fd.execute(inputs, backend="inductor"),
         "graph": lambda: fd.execute(inputs, backend="nvfuser", cuda_graph=True),
     }
-    good, problems = checked(others, expected, 4e-2)
-    return first | good, problems
+    good, problems, seconds = checked(others, expected, 4e-2)
+    return ours | good, problems, first | seconds
 
 
 def copy_bandwidth(count: int = 1 << 29) -> float:
@@ -146,12 +160,12 @@ def segments(end: float) -> list[Piece]:
 
 def _segment(work: Work, end: float) -> Lines:
     ceiling, inputs = copy_bandwidth(), work.inputs()
-    calls, lines = variants_of(work, inputs)
+    calls, lines, first = variants_of(work, inputs)
     moved = sum(t.nbytes for t in (*inputs, *work.by_hand(*inputs)))
     for name, ms in take_turns(calls, 25, end, ahead=True).items():
         rate = moved / (ms / 1e3)
         lines.append({"work": work.name, "variant": name, "ms": ms, "bytes": moved, "copy_gb_per_s": ceiling / 1e9,
-                      "of_copy": rate / ceiling})  # fmt: skip
+                      "of_copy": rate / ceiling, "first_call_s": first[name]})  # fmt: skip
     return lines
 
 
@@ -169,12 +183,14 @@ def _block(name: str, end: float) -> Lines:
     calls: dict[str, Call] = {
         "nvfuser": lambda: fd.execute(inputs, backend="nvfuser"),
         "graph": lambda: fd.execute(inputs, backend="nvfuser", cuda_graph=True),
+        "inductor": lambda: fd.execute(inputs, backend="inductor"),
         "eager": lambda: block.by_hand(*inputs),
         "compile": lambda: block.by_hand(*inputs, forward=compiled),
         "compile, graphs": lambda: block.by_hand(*inputs, forward=replayed),
     }
-    good, lines = checked(calls, expected, 0.1)
-    return lines + [{"work": name, "variant": n, "ms": ms} for n, ms in take_turns(good, 25, end).items()]
+    good, lines, first = checked(calls, expected, 0.1)
+    times = take_turns(good, 25, end).items()
+    return lines + [{"work": name, "variant": n, "ms": ms, "first_call_s": first[n]} for n, ms in times]
 
 
 def host(end: float) -> list[Piece]:
@@ -183,5 +199,5 @@ def host(end: float) -> list[Piece]:
 
 
 def _host(work: Work) -> Lines:
-    calls, lines = variants_of(work, work.inputs())
+    calls, lines, _ = variants_of(work, work.inputs())
     return lines + [{"work": work.name, "variant": HOST_NAMES[n], "us": host_us(c)} for n, c in calls.items()]

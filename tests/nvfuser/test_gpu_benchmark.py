@@ -84,8 +84,8 @@ def test_a_variant_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.
 
     off, nan = [right[0] + 1], [right[0] * torch.nan]
     calls = {"good": lambda: right, "graph": failing, "off": lambda: off, "nan": lambda: nan}
-    good, problems = gpu_times.checked(calls, right, 0.1)
-    assert list(good) == ["good"]
+    good, problems, first = gpu_times.checked(calls, right, 0.1)
+    assert list(good) == ["good"] and list(first) == ["good", "off", "nan"]
     assert [(p["part"], p["problem"].partition(":")[0]) for p in problems] == [
         ("graph", "RuntimeError"), ("off", "AssertionError"), ("nan", "AssertionError"),
     ]  # fmt: skip
