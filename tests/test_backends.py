@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,15 @@ import torch
 
 import meshfuse as mf
 from meshfuse import disk_cache
-from meshfuse.backends import Task, Unsupported, inductor
+from meshfuse.backends import Task, Unsupported, assignment, inductor
 from meshfuse.backends.assignment import assigned, requested, saved_seconds
 from meshfuse.backends.inductor import Inductor, own_cache, trace
+from meshfuse.executor import segments
 from meshfuse.executor.bind import bind_program
+from meshfuse.report.backends import backends_table
 from meshfuse.segmentation import Segment
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LINE = mf.DeviceMesh((2,), ("tp",))
 Body = Callable[..., mf.TensorView]
 
@@ -265,28 +268,83 @@ def chain(length: int, size: int) -> mf.FusionDefinition:
 
 def test_auto_compiles_once_that_pays():
     """Longer chains pay sooner, short ones and products never."""
-    dues = [assigned(chain(n, 64).compile().segmented, "auto").due for n in (1, 20, 200, 2000)]
+    dues = [assigned(chain(n, 64).compile().segmented, "auto", CPU).due for n in (1, 20, 200, 2000)]
     assert dues[0] is None
     assert dues[1] > dues[2] > dues[3] >= 16
     products = defined(product, (4, 8), (4, 8)).compile().segmented
-    made = assigned(products, "auto")
+    made = assigned(products, "auto", CPU)
     assert made.due is None and {c.backend for c in made.chosen.values()} == {"eager"}
 
 
 def test_a_segment_saves_by_its_ops_and_the_values_between_them():
-    def seconds(length: int, size: int) -> float:
+    def seconds(length: int, size: int, device: torch.device) -> float:
         compiled = chain(length, size).compile()
         (segment,) = compiled.segmented.parts
-        return saved_seconds(compiled.resharded, segment)
+        return saved_seconds(compiled.resharded, segment, device)
 
-    assert seconds(1, 64) == 0.0
-    assert seconds(20, 64) < seconds(40, 64) < seconds(40, 1024)
+    for device, large in ((CPU, 1024), (CUDA, 8192)):
+        assert seconds(1, 64, device) == 0.0
+        assert seconds(20, 64, device) < seconds(40, 64, device) < seconds(40, large, device)
+
+
+@pytest.mark.parametrize("size, backend", [(64, "inductor"), (8192, "nvfuser")])
+def test_auto_takes_nvfuser_where_a_gpu_is_kept_busy(size, backend, monkeypatch):
+    """By products that take it longer than the host takes to start them; and what has no products."""
+
+    def mixed(fd, x, y):
+        for _ in range(8):
+            x = fd.ops.relu(fd.ops.gelu(fd.ops.matmul(x, y)) * 0.5)
+        return x
+
+    there = [True]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there[0] or None)
+    segmented = defined(mixed, (size, size), (size, size)).compile().segmented
+    (made,) = assigned(segmented, "auto", CUDA).chosen.values()
+    assert (made.backend, made.otherwise) == (backend, "inductor" if backend == "nvfuser" else None)
+    (made,) = assigned(chain(20, size).compile().segmented, "auto", CUDA).chosen.values()
+    assert made.backend == "nvfuser"
+    (made,) = assigned(segmented, "auto", CPU).chosen.values()
+    assert made.backend == "inductor"
+    there[0] = False
+    (made,) = assigned(segmented, "auto", CUDA).chosen.values()
+    assert (made.backend, made.otherwise) == ("inductor", None)
+
+
+def test_what_one_backend_cannot_compile_another_does(monkeypatch):
+    """And where none can, it is torch's; the table has each one's reason."""
+
+    class Refusing:
+        def __init__(self, name: str):
+            self.name = name
+
+        def prepare(self, task):
+            raise Unsupported(f"no {self.name} for {task.kernel.name}")
+
+    class Taking(Refusing):
+        def prepare(self, task):
+            return task.eager
+
+    def table(second: type[Refusing]) -> str:
+        monkeypatch.setitem(assignment.MAKERS, "inductor", lambda: second("inductor"))
+        fd = chain(2, 4)
+        assert torch.equal(fd.simulate([x])[0], x.relu())
+        (made,) = fd._simulated.values()
+        return backends_table(made.compiled, made.simulation.segments[0].chosen).splitlines()[1]
+
+    monkeypatch.setenv("MESHFUSE_BACKEND", "nvfuser")  # Simulated ranks are not compiled for "auto".
+    monkeypatch.setitem(assignment.MAKERS, "nvfuser", lambda: Refusing("nvfuser"))
+    chosen = assignment.Assignment(0, {0: assignment.Chosen("nvfuser", "from call 0 on", "inductor")})
+    monkeypatch.setattr(segments, "assigned", lambda *_: chosen)
+    x = torch.linspace(-1, 1, 16).reshape(4, 4)
+    assert "inductor  compiled; nvfuser: no nvfuser for segment_0 " in table(Taking)
+    row = table(Refusing)
+    assert "eager    inductor: no inductor for segment_0; nvfuser: no nvfuser for segment_0 " in row
 
 
 def test_named_backends_compile_all_before_the_first_call():
     segmented = chain(2, 4).compile().segmented
     for name, due in (("eager", None), ("inductor", 0), ("nvfuser", 0)):
-        made = assigned(segmented, name)
+        made = assigned(segmented, name, CPU)
         assert made.due == due and {c.backend for c in made.chosen.values()} == {name}
 
 
@@ -306,7 +364,7 @@ def test_the_backend_is_an_argument_or_the_environments(monkeypatch):
 
 def test_the_table_of_backends_says_what_runs_each_segment(monkeypatch):
     monkeypatch.delenv("MESHFUSE_BACKEND", raising=False)
-    due = assigned(chain(200, 64).compile().segmented, "auto").due
+    due = assigned(chain(200, 64).compile().segmented, "auto", CPU).due
     heading, row = chain(200, 64).backends().splitlines()
     assert heading.split() == ["segment", "backend", "why", "ops"]
     assert row.startswith(f"segment_0  inductor  from call {due} on, to save about ") and row.endswith("and 194 more")
@@ -331,8 +389,8 @@ def test_what_a_backend_cannot_compile_is_left_to_torch(monkeypatch):
     (found,) = fd.simulate([x])
     assert torch.equal(found, x.relu())
     (made,) = fd._simulated.values()
-    for segments in made.simulation.segments:
-        (chosen,) = segments.chosen.values()
+    for each in made.simulation.segments:
+        (chosen,) = each.chosen.values()
         assert chosen.backend == "eager" and chosen.why.startswith("nvfuser: ")
 
 

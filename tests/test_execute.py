@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import meshfuse as mf
-from meshfuse.executor.arguments import outline
+from meshfuse.executor.familiar import outline
 
 
 def doubled(*dims: int, scalar: bool = False) -> mf.FusionDefinition:

@@ -21,10 +21,10 @@ from .executor.arguments import (
     check_global_shapes,
     check_numbers,
     global_shapes,
-    outline,
     split_arguments,
 )
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
+from .executor.familiar import Familiar, Options
 from .executor.graphs import Captured, check_capturable, check_groups
 from .executor.segments import Segments
 from .executor.simulate import Simulation
@@ -88,8 +88,8 @@ class FusionDefinition(PlannedDefinition):
         # Programs by `_key`: shapes, scalars that sizes follow, device and options.
         self._simulated: dict[Any, SimulatedProgram] = {}
         self._bound: dict[Any, RankProgram] = {}
-        # Those of `execute` by what `outline` tells of arguments, too: such arguments are not checked again.
-        self._ready: dict[Any, RankProgram] = {}
+        # Those of `execute` by arguments that were found to fit: such are not checked again.
+        self._familiar = Familiar[RankProgram]()
         # The stride orders of outputs, once they are asked for, and whether any is not row-major.
         self._orders: list[tuple[int, ...] | None] | None = None
         self._ordered = False
@@ -193,11 +193,10 @@ class FusionDefinition(PlannedDefinition):
         """
         program, outputs, homes, step = None, None, None, self._steps["ranks"]
         try:
-            # What once was found to fit is told by these facts alone.
-            known = (outline(inputs), idle_ranks, backend, cuda_graph)
-            program = self._known_to_fit(known)
+            options = (idle_ranks, backend, cuda_graph)
+            program = self._familiar.find(inputs, options)
             if program is None:
-                program, inputs, homes = self._fitted(known, inputs)
+                program, inputs, homes = self._fitted(inputs, options)
             object.__setattr__(self, "_latest", program)  # Past our own __setattr__, which takes a microsecond.
             step = self._next_step("ranks")
             outputs = program.run(inputs, self.random_state(program.device, step), step)
@@ -207,18 +206,12 @@ class FusionDefinition(PlannedDefinition):
             self._leave_off(program, step, outputs, error)
             raise
 
-    def _known_to_fit(self, known: Any) -> RankProgram | None:
-        try:
-            return self._ready.get(known)
-        except TypeError:  # no name of a backend, or no bool
-            return None
-
-    def _fitted(self, known: Any, inputs: Sequence[Any]) -> tuple[RankProgram, list[Any], Any]:
+    def _fitted(self, inputs: Sequence[Any], options: Options) -> tuple[RankProgram, list[Any], Any]:
         """The program for arguments that have not been checked yet.
 
         Also the arguments in the form that it takes, and how its outputs become DTensors (None where they do not).
         """
-        line, (_, idle_ranks, backend, cuda_graph) = caller_line(), known
+        line, (idle_ranks, backend, cuda_graph) = caller_line(), options
         World.current()  # What is wrong with the arguments of one rank its peers learn.
         check_flags(line, idle_ranks=idle_ranks, cuda_graph=cuda_graph)
         check_count(self, inputs, line)
@@ -229,8 +222,8 @@ class FusionDefinition(PlannedDefinition):
         program = self._bound.get(key)
         if program is None:
             program = self._bound[key] = self._bind_rank(given, dtensors, idle_ranks, line, False, name, cuda_graph)
-        if known[0] is not None and not any(self.tensors[i].stride_order for i in given.tensors):
-            self._ready[known] = program
+        if not any(self.tensors[i].stride_order for i in given.tensors):
+            self._familiar.learn(inputs, options, program)
         homes = output_homes(program.compiled, inputs, line) if dtensors else None
         return program, given.in_order(self.inputs), homes
 
@@ -387,13 +380,14 @@ class FusionDefinition(PlannedDefinition):
     def backends(self, *shapes: Sequence[int]) -> str:
         """A table of what computes each segment, and why, for the latest (or the given) shapes.
 
-        Where no rank has bound the program yet it says what MESHFUSE_BACKEND (else "auto") would choose.
+        Where no rank has bound the program yet it says what MESHFUSE_BACKEND (else "auto") would choose for
+        tensors on the CPU.
         """
         compiled = self.latest(shapes)
         bound = self._segments_of(compiled)
         if bound:
             return backends_table(compiled, bound[-1].chosen)
-        chosen = assigned(compiled.segmented, requested(None, caller_line())).chosen
+        chosen = assigned(compiled.segmented, requested(None, caller_line()), torch.device("cpu")).chosen
         return backends_table(compiled, {f"segment_{number}": what for number, what in chosen.items()})
 
     def host_program(self, rank: int, *shapes: Sequence[int]) -> HostProgram:

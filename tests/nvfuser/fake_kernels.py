@@ -82,7 +82,7 @@ def check_strides(order: list[int], contiguity: list[bool | None], tensor: torch
 
 def staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small segments are taken apart at their products, as large ones are."""
-    monkeypatch.setattr("meshfuse.backends.nvfuser.partition._HOST", 0.0)
+    monkeypatch.setattr("meshfuse.backends.gpu_costs._HOST", 0.0)
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> FakeLauncher:

@@ -94,6 +94,26 @@ def test_a_step_as_a_graph(name: str, backend: str) -> None:
         compare(outputs, program.expected(inputs), dtype)
 
 
+@pytest.mark.parametrize("size, by", [(64, "inductor"), (2048, "nvfuser")])
+def test_auto_compiles_by_nvfuser_what_keeps_the_gpu_busy(size: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MESHFUSE_BACKEND", raising=False)
+    monkeypatch.setattr(assignment, "_COMPILE", 0.0)
+    monkeypatch.setattr(assignment, "_COMPILE_OP", 0.0)
+    x, w = (torch.randn(size, size, device="cuda") / size**0.5 for _ in range(2))
+    with mf.FusionDefinition() as fd:
+        made, weight = fd.define_tensor([size, size]), fd.define_tensor([size, size])
+        for _ in range(4):
+            made = fd.ops.sin(fd.ops.exp(fd.ops.relu(fd.ops.matmul(made, weight)) * 0.5) - 1.0)
+        fd.add_output(made)
+    expected = x.double()
+    for _ in range(4):
+        expected = torch.sin(torch.exp(torch.relu(expected @ w.double()) * 0.5) - 1.0)
+    for _ in range(20):
+        (found,) = fd.execute([x, w])
+        torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+    assert fd.backends().splitlines()[1].split()[1] == by, fd.backends()
+
+
 @pytest.mark.parametrize("half", [None, DataType.BFloat16, DataType.Half], ids=str)
 @pytest.mark.parametrize(("name", "place"), SAMPLES)
 def test_every_op(name: str, place: int, half: DataType | None, monkeypatch: pytest.MonkeyPatch) -> None:

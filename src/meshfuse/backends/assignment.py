@@ -5,14 +5,21 @@ runs the text until compiling would have paid, so a program that runs a few time
 for rent or buy (Karlin et al., "Competitive snoopy caching", 1988): buy once the rent paid is the price, which costs at
 most twice what knowing the future would. All costs are modelled from the definition alone, so that all ranks compile
 the same segments at the same call.
+
+On a GPU "auto" compiles by nvFuser, where it is installed, what keeps the GPU busy; what waits for the host, or what
+nvFuser cannot run, by Inductor (`benchmarks/gpu/results/`: on an H200 nvFuser's kernels take 0.4 to 0.97 times as long,
+and the host takes 1.6 times as long for a small block of theirs).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from ..errors import ArgumentError, SourceLine, shown, user_error
 from ..host_ir.fusing import by_element
@@ -20,12 +27,26 @@ from ..resharding.resharded import ReshardedDefinition
 from ..segmentation import Segment, SegmentedDefinition
 from . import Backend, Unsupported
 from .eager import Eager
+from .gpu_costs import keeps_a_gpu_busy
 
 VARIABLE = "MESHFUSE_BACKEND"
 
-# Of one CPU core: seconds to start an op from Python, seconds to call compiled code, and bytes per second that an op
-# reads or writes. On a GPU their ratios are alike.
-_START, _CALL, _BANDWIDTH = 2e-6, 6e-6, 1e10
+
+@dataclass(frozen=True, slots=True)
+class _Speeds:
+    """Seconds to start an op from Python, seconds to call compiled code, and bytes per second that ops read or write.
+
+    ahead: the host starts ops while earlier ones still run.
+    """
+
+    start: float
+    call: float
+    bandwidth: float
+    ahead: bool
+
+
+_CPU_CORE = _Speeds(2e-6, 6e-6, 1e10, False)
+_GPU = _Speeds(7e-6, 12e-6, 3e12, True)
 # Seconds to compile: a C++ or CUDA compiler's start, and per op.
 _COMPILE, _COMPILE_OP = 3.0, 0.02
 # A segment that saves less per call is left alone, and no program is compiled before this call.
@@ -63,10 +84,11 @@ def requested(given: str | None, line: SourceLine | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What runs a segment, and why."""
+    """What runs a segment, and why; `otherwise` is the backend to try where this one cannot compile it."""
 
     backend: str
     why: str
+    otherwise: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,34 +102,38 @@ class Assignment:
     chosen: Mapping[int, Chosen]
 
 
-def assigned(definition: SegmentedDefinition, name: str) -> Assignment:
+def assigned(definition: SegmentedDefinition, name: str, device: torch.device) -> Assignment:
     """Which segments to compile, and when; the same on all ranks."""
     segments = [part for part in definition.parts if isinstance(part, Segment)]
     if name != "auto":
         due = None if name == "eager" else 0
         return Assignment(due, {segment.id: Chosen(name, "asked for") for segment in segments})
-    saved = {segment.id: saved_seconds(definition.resharded, segment) for segment in segments}
+    saved = {segment.id: saved_seconds(definition.resharded, segment, device) for segment in segments}
     price = sum(_COMPILE + _COMPILE_OP * len(s.computes) for s in segments if saved[s.id] >= _LEAST)
     total = sum(seconds for seconds in saved.values() if seconds >= _LEAST)
     due = max(_PATIENCE, math.ceil(price / total)) if total else None
-    return Assignment(due, {number: _auto(seconds, due) for number, seconds in saved.items()})
+    native = device.type == "cuda" and importlib.util.find_spec("nvfuser_direct") is not None
+    busy = {segment.id for segment in segments if native and keeps_a_gpu_busy(definition, segment)}
+    return Assignment(due, {number: _auto(seconds, due, number in busy) for number, seconds in saved.items()})
 
 
-def _auto(saved: float, due: int | None) -> Chosen:
+def _auto(saved: float, due: int | None, native: bool) -> Chosen:
     micro = f"{saved * 1e6:.0f} us per call"
     if saved < _LEAST:
         return Chosen("eager", f"compiling it would save {micro} at most")
-    return Chosen("inductor", f"from call {due} on, to save about {micro}")
+    why = f"from call {due} on, to save about {micro}"
+    return Chosen("nvfuser", why, "inductor") if native else Chosen("inductor", why)
 
 
-def saved_seconds(resharded: ReshardedDefinition, segment: Segment) -> float:
+def saved_seconds(resharded: ReshardedDefinition, segment: Segment, device: torch.device) -> float:
     """Seconds per call, at least 0, that fusing a segment's ops saves: their starts, and traffic between them.
 
     Products and attention cost the same either way, and so do values that enter or leave the segment.
     """
+    speeds = _GPU if device.type == "cuda" else _CPU_CORE
     fused = [c for c in segment.computes if by_element(resharded.graph.nodes[c.node].call)]
-    starts = _START * len(fused) - _CALL
+    starts = speeds.start * len(fused) - speeds.call
     inside = [v for c in fused for v in c.outputs if v not in segment.outputs]
     # Each value is written once and read at least once.
-    traffic = 2 * sum(resharded.nbytes(v) for v in inside) / _BANDWIDTH
-    return max(0.0, starts + traffic)
+    traffic = 2 * sum(resharded.nbytes(v) for v in inside) / speeds.bandwidth
+    return max(0.0, starts, traffic) if speeds.ahead else max(0.0, starts + traffic)

@@ -21,6 +21,7 @@ from ..scalars import python_cast
 from ..sharding.layout import Layout, extent
 from ..sharding.value import Sharding
 from ..user_values import as_int
+from .familiar import PLAIN, dispatch_modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +41,6 @@ class Inputs:
         return [self.tensors[i.id] if isinstance(i, TensorRef) else self.scalars[i.id] for i in inputs]
 
 
-def outline(arguments: Any) -> Any:
-    """A key of all that the checks of a call's arguments look at, but strides.
-
-    Arguments with equal keys are checked once. The key is None where the checks look at more: at numbers, DTensors and
-    other subclasses of tensors, lazy views (`settled`), and torch modes that follow tensors. Whether a tensor has
-    memory is part of the key: using one whose owner has freed it would end the process.
-    """
-    if type(arguments) not in (list, tuple) or _dispatch_modes() or forward_ad._current_level >= 0:
-        return None
-    try:
-        found = [
-            (t.shape, t.dtype, t.device, t.layout, not t.data_ptr())
-            for t in arguments
-            if type(t) in _PLAIN and not t.is_neg() and not t.is_conj()
-        ]
-    except RuntimeError:  # nested tensors have no shape, and some tensors no memory of their own
-        return None
-    return tuple(found) if len(found) == len(arguments) else None
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 # Torch modes in which ops make no numbers, or record another program.
 _FOLLOWING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
@@ -130,7 +109,7 @@ def _without_class(value: Any) -> Any:
 
     A collective of torch that still runs (AsyncCollectiveTensor) is waited for. Anything else is returned as it is.
     """
-    if not isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+    if not isinstance(value, torch.Tensor) or type(value) in PLAIN:
         return value
     if type(value).__name__ == "AsyncCollectiveTensor":
         return value.wait()  # type: ignore[attr-defined]
@@ -153,7 +132,7 @@ def _follower(value: torch.Tensor) -> str:
         return "a tensor of torch.func (vmap, grad, jvp, functionalize)"
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
         return "a dual tensor of torch.autograd.forward_ad"
-    modes = map(torch._C._get_dispatch_mode, _FOLLOWING if _dispatch_modes() else ())
+    modes = map(torch._C._get_dispatch_mode, _FOLLOWING if dispatch_modes() else ())
     return next((f"a call in torch's {type(mode).__name__}" for mode in modes if mode is not None), "")
 
 

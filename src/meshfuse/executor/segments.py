@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Segments:
         device: torch.device,
         name: str,
     ):
-        made = assigned(definition, name)
+        made = assigned(definition, name, device)
         self._scope, self._definition, self._device, self.rank = bound.scope, definition, device, program.rank
         self._segments = {part.name: part for part in definition.parts if isinstance(part, Segment)}
         self._kernels = {kernel.name: kernel for kernel in program.kernels}
@@ -75,16 +76,23 @@ class Segments:
             self.due = None
             return False
         name = self._left[0]
-        chosen = self.chosen[name]
+        self.chosen[name] = self._compile(name, self.chosen[name])
+        self._left.pop(0)  # Not before: an error that ends this call earlier must not skip the compilation.
+        return True
+
+    def _compile(self, name: str, chosen: Chosen) -> Chosen:
+        """Put compiled code in a kernel's place: of the backend that was chosen, else of the one after it, if any."""
         try:
             with self._plain_memory():
                 made = self._maker(chosen.backend).prepare(self._task(self._kernels[name]))
-            self._scope[name] = made
-            self.chosen[name] = Chosen(chosen.backend, getattr(made, "note", "compiled"))
         except Unsupported as error:
-            self.chosen[name] = Chosen("eager", f"{chosen.backend}: {error}")
-        self._left.pop(0)  # Not before: an error that ends this call earlier must not skip the compilation.
-        return True
+            why = f"{chosen.backend}: {error}"
+            if chosen.otherwise is None:
+                return Chosen("eager", why)
+            found = self._compile(name, Chosen(chosen.otherwise, chosen.why))
+            return replace(found, why=f"{found.why}; {why}")
+        self._scope[name] = made
+        return Chosen(chosen.backend, getattr(made, "note", "compiled"))
 
     @contextlib.contextmanager
     def _plain_memory(self) -> Iterator[None]:

@@ -9,17 +9,13 @@ from ...host_ir.effects import effects
 from ...host_ir.instructions import Instruction, Kernel
 from ...ops.base import TensorType
 from ...ops.nvfuser_lowering import ToTorch
-from ...resharding.early import local_cost
 from ...resharding.resharded import Compute
 from ...segmentation import Segment, SegmentedDefinition
+from ..gpu_costs import is_product, keeps_a_gpu_busy
 from .segment import Copies, build_segment, value_types
 from .stages import stages
 
-# What nvFuser has no kernels of its own for, but calls cuBLAS or flash attention, as torch does.
-_LIBRARIES = frozenset({"matmul", "linear", "contract", "grouped_mm", "scaled_mm", "sdpfa_fwd", "sdpfa_bwd"})
 LIBRARY = "products and attention are in torch's libraries"
-# A GPU's operations and bytes per second, and the host's seconds for a product in torch and what is around it.
-_FLOPS, _BANDWIDTH, _HOST = 5e14, 3e12, 25e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +65,18 @@ def _alone(segment: Segment, compute: Compute) -> Segment:
 
 def _library(segmented: SegmentedDefinition, compute: Compute) -> str | None:
     """Why an op that nvFuser takes is torch's."""
-    return LIBRARY if segmented.resharded.graph.nodes[compute.node].call.op.name in _LIBRARIES else None
+    return LIBRARY if is_product(segmented, compute) else None
 
 
 def _is_worth_stages(segmented: SegmentedDefinition, segment: Segment) -> bool:
-    """Whether a segment's products keep a GPU busy for longer than the host takes to start each of them from Python.
+    """Whether products are torch's. Products alone always are.
 
-    A smaller one waits for the host, and one definition of all its ops takes less of that. Products alone are always
-    torch's.
+    A segment that waits for the host stays one definition of all its ops, which takes less of that.
     """
-    products = [c for c in segment.computes if _library(segmented, c)]
-    if len(products) in (0, len(segment.computes)):
-        return bool(products)
-    nodes = segmented.resharded.graph.nodes
-    costs = [local_cost(nodes[c.node].call, c.placement) for c in products]
-    return sum(flops / _FLOPS + nbytes / _BANDWIDTH for flops, nbytes in costs) > _HOST * len(products)
+    products = sum(is_product(segmented, c) for c in segment.computes)
+    if products in (0, len(segment.computes)):
+        return products > 0
+    return keeps_a_gpu_busy(segmented, segment)
 
 
 def partitioned_kernel(
