@@ -25,7 +25,7 @@ from .executor.arguments import (
 )
 from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
 from .executor.familiar import Familiar, Options
-from .executor.graphs import Captured, check_capturable, check_groups
+from .executor.graphs import Captured, check_capturable, check_groups, watched
 from .executor.segments import Segments
 from .executor.simulate import Simulation
 from .executor.simulated_program import SimulatedProgram
@@ -370,7 +370,7 @@ class FusionDefinition(PlannedDefinition):
         def captured(program: HostProgram, main: Any) -> Captured:
             check_capturable(program, sizes, line)
             groups = [world.group(ranks) for ranks in program.groups if world.rank in ranks]
-            return Captured(main, lambda: check_groups(groups, line))
+            return Captured(main, lambda: check_groups(groups, line), watched(world, groups))
 
         capture = captured if cuda_graph else None
         # Whole arguments are compared, numbers among them, once the program has been.

@@ -40,6 +40,9 @@ class FakeGraphs:
 
         return made, replay
 
+    def mark(self) -> Callable[[], bool]:
+        return lambda: True
+
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:

@@ -14,9 +14,13 @@ import torch
 from ..errors import ArgumentError, SourceLine, user_error
 from ..host_ir.program import HostProgram
 from ..ops.factories import OFFSET
+from ..runtime.group import Group
+from ..runtime.watch import Pending, unwatched
+from ..runtime.world import World
 from .arguments import Inputs
 
 Main = Callable[..., Any]
+IsDone = Callable[[], bool]
 # Executions before the capture: libraries and communicators allocate in their first ones what no graph may.
 WARM_UP = 2
 DEVICE = "cuda"
@@ -33,6 +37,10 @@ class Capturer(Protocol):
         """Run once, and give (the results, a function that runs again and writes the same memory anew)."""
         ...
 
+    def mark(self) -> IsDone:
+        """What tells whether the device has done all that it was given until now."""
+        ...
+
 
 class Cuda:
     """Graphs of the current device."""
@@ -47,16 +55,24 @@ class Cuda:
 
     def capture(self, run: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], Callable[[], object]]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with unwatched(), torch.cuda.graph(graph):
             made = run()
         return made, graph.replay
 
+    def mark(self) -> IsDone:
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
 
 class Captured:
-    """A program's main function as a graph, captured at the first call with the shapes and strides that it has."""
+    """A program's main function as a graph, captured at the first call with the shapes and strides that it has.
 
-    def __init__(self, main: Main, check: Callable[[], None]):
-        self._main, self._check = main, check
+    `check` is called before the capture, `replayed` after each replay with what tells whether that is done.
+    """
+
+    def __init__(self, main: Main, check: Callable[[], None], replayed: Callable[[IsDone], object] | None = None):
+        self._main, self._check, self._replayed = main, check, replayed
         self._capturer: Capturer = Cuda()
         self._given: list[torch.Tensor] = []
         self._made: Sequence[Any] = ()
@@ -71,6 +87,8 @@ class Captured:
             torch._foreach_copy_(self._given, tensors)
         assert self._replay is not None
         self._replay()
+        if self._replayed is not None:
+            self._replayed(self._capturer.mark())
         return self._copied()
 
     def _copied(self) -> list[Any]:
@@ -105,11 +123,25 @@ def check_capturable(program: HostProgram, given: Inputs, line: SourceLine) -> N
         raise _refused(f"random numbers, drawn in {', '.join(drawing)}", needed, line)
 
 
-def check_groups(groups: Sequence[Any], line: SourceLine) -> None:
+def check_groups(groups: Sequence[Group], line: SourceLine) -> None:
     """Raises ArgumentError where collectives go through the host, whose work is no part of a graph."""
     staged = [group for group in groups if group.is_staged]
     if staged:
         raise _refused(f"{staged[0]} of ranks that share a device", "a device for each rank", line)
+
+
+def watched(world: World, groups: Sequence[Group]) -> Callable[[IsDone], object] | None:
+    """What tells the world's watch of a replay with collectives of these groups; None where there are none."""
+    groups = [group for group in groups if group.size > 1]
+    ranks = tuple(sorted({rank for group in groups for rank in group.ranks}))
+
+    def trouble() -> str:
+        return next(filter(None, (group.trouble() for group in groups)), "")
+
+    def replayed(is_done: IsDone) -> None:
+        world.watch.add(Pending("a step's CUDA graph", ranks, is_done, trouble))
+
+    return replayed if groups else None
 
 
 def _refused(found: str, needed: str, line: SourceLine) -> Exception:

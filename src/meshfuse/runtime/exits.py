@@ -56,9 +56,15 @@ def install_hook(world: Publisher) -> None:
                 _flush()
             world.depart(error)
         finally:
-            os._exit(1 if follows is None else int(os.environ[FOLLOWER]) + isinstance(error, RankTimeout))
+            os._exit(code_of(error))
 
     sys.excepthook = hook
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of a rank that ends by this error."""
+    follows = isinstance(error, RankError) and FOLLOWER in os.environ
+    return int(os.environ[FOLLOWER]) + isinstance(error, RankTimeout) if follows else 1
 
 
 def report_user_errors() -> None:

@@ -94,6 +94,10 @@ class Group:
         """Whether collectives of device tensors go through the host; known after the first one."""
         return isinstance(self._device, Staged)
 
+    def trouble(self) -> str:
+        """What NCCL has found to be wrong with the connections, "" for nothing."""
+        return self._device.trouble() if isinstance(self._device, Nccl) else ""
+
     def _connect_gloo(self) -> Gloo:
         self._gloo = self.world.meetings.meet(self, "gloo", lambda store: Gloo(self, store))
         return self._gloo

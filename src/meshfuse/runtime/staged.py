@@ -7,6 +7,7 @@ order of the current stream, which the host waits for.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 
 import torch
@@ -18,9 +19,12 @@ from .work import Work
 
 
 def device_name(device: torch.device) -> str:
-    """A name for a device that no other device of any machine has."""
+    """A name for a device that no other device of any machine has.
+
+    NCCL_HOSTID tells NCCL's machines apart, and so it does here: of ranks with other ones NCCL refuses no device.
+    """
     found = torch.cuda.get_device_properties(device)
-    return f"{processes.machine()} {getattr(found, 'uuid', device)}"
+    return f"{processes.machine()} {os.environ.get('NCCL_HOSTID', '')} {getattr(found, 'uuid', device)}"
 
 
 def is_shared(names: Sequence[bytes]) -> bool:

@@ -16,12 +16,12 @@ from typing import ClassVar, Protocol
 
 import torch.distributed as dist
 
-from ..errors import ArgumentError, RankError, SourceLine, caller_line, located, user_error
+from ..errors import ArgumentError, RankError, SourceLine, caller_line, line_in_script, located, user_error
 from . import news
 from .deadlines import STORE, left_running, within
-from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, two_processes
+from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, seconds_since, timed_out, two_processes
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
-from .exits import end_at_once, install_hook
+from .exits import code_of, end_at_once, ending, install_hook
 from .group import Group
 from .last_words import install_last_words
 from .liveness import FAILED, Responder, line_of, main_thread_frame, publish, published, roll_call
@@ -31,6 +31,7 @@ from .processes import die_with_parent
 from .scratch import CLOCK
 from .store import connect, hosts_store, joining
 from .turns import Turns
+from .watch import Pending, Watch
 from .work import Work
 
 _LINGER = 3.0  # Seconds that a failed rank goes on serving the store.
@@ -93,6 +94,7 @@ class World:
         self.meetings = Meetings(self)
         self._history = History()
         self.turns, self.checkpoints = Turns(self.rank, self.size), Turns(self.rank, self.size, "save or load")
+        self.watch = Watch(self._check_pending, self._end)
         self._store: dist.Store | None = None
         self._responder: Responder | None = None
         if self.size > 1:
@@ -252,11 +254,35 @@ class World:
         breaks while a collective begins, so processes are looked at, too. A peer counts as ended when two looks in a
         row find it gone without a good-bye: until then it may still publish why.
         """
-        self.raise_if_failed(str(work))
-        gone = [rank for rank in self._peers.gone(work.group.ranks) if rank != self.rank]
+        self._check(str(work), work.group.ranks, work.start)
+
+    def _check(self, what: str, ranks: Sequence[int], start: float) -> None:
+        self.raise_if_failed(what)
+        gone = [rank for rank in self._peers.gone(ranks) if rank != self.rank]
         before, self._gone = self._gone, set(gone)
         if before.intersection(gone) and set(lost(self.scene())).intersection(gone):
-            raise failed(self.scene(), str(work), work.group.ranks, ConnectionError("a peer is gone"), work.start)
+            raise failed(self.scene(), what, ranks, ConnectionError("a peer is gone"), start)
+
+    def _check_pending(self, pending: Pending) -> None:
+        """Raises RankError where it is in vain to wait for what a device was given, RankTimeout after the limit."""
+        trouble, after = pending.trouble(), seconds_since(pending.start)
+        if trouble:
+            raise connection_lost(self.scene(), pending.name, pending.ranks, trouble, after)
+        self._check(pending.name, pending.ranks, pending.start)
+        if after > self.limit:
+            raise timed_out(self.scene(), pending.name, pending.ranks, after)
+
+    def _end(self, error: RankError) -> None:
+        """End this process by an error that cannot be raised: its main thread may be in a wait that has no end."""
+        if not ending.acquire(blocking=False):
+            return  # The main thread ends it.
+        frame = main_thread_frame()
+        error.where = error.where or (None if frame is None else line_in_script(frame))
+        self.publish_failure(error)
+        print(f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
+        # Without its connections the device would go on, and the main thread with numbers that are not there.
+        self.depart(error, abort=False)
+        end_at_once(code_of(error))
 
     def explain(self, work: Work, error: BaseException) -> RankError:
         """The error to raise for a backend's error in `work`: who failed or did not arrive, if known."""
@@ -272,8 +298,8 @@ class World:
         if self._store is not None:
             within(1.0, lambda: publish(self.store, self.rank, error))
 
-    def depart(self, error: BaseException) -> None:
-        """After a failure, tell the peers that this rank leaves.
+    def depart(self, error: BaseException, abort: bool = True) -> None:
+        """After a failure, tell the peers that this rank leaves, and with `abort` break the connections.
 
         If it serves the store, it stays while they read from it.
         """
@@ -281,7 +307,7 @@ class World:
             return
         self._say("left", FAILED)
         self._say("done")
-        for group in self._groups.values():
+        for group in self._groups.values() if abort else ():
             group.abort()
         if hosts_store(self.place):
             gone = getattr(error, "silent", ())
@@ -307,6 +333,7 @@ class World:
         if hosts_store(self.place):
             within(self.limit, lambda: self._await_others(self.limit, self.raise_if_failed))
         silent = [] if responder.stop(self.limit) else [STORE]
+        self.watch.stop(self.limit)
         left = {*busy, *silent, *left_running(self.limit)}
         if left:
             what = " and ".join(sorted(left))

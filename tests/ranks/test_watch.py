@@ -1,0 +1,107 @@
+"""What a device is still at when a peer fails: the watch ends the process, whatever its main thread waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rank_pool import START, run_bare
+
+from meshfuse.errors import RankError
+from meshfuse.runtime import watch
+from meshfuse.runtime.watch import Pending, Watch, unwatched
+
+pytestmark = pytest.mark.ranks
+
+# Rank 0 waits in the line behind, as it would in a copy from a device.
+STUCK = (
+    START
+    + """
+from meshfuse.runtime.watch import Pending
+if world.rank == 1: {peer}
+begun = time.monotonic()
+world.watch.add(Pending("all_reduce #9 of group tp", (0, 1), lambda: {done}, lambda: "{trouble}"))
+time.sleep({seconds})
+"""
+)
+CASES = {
+    "died": ("os._exit(3)", "failed on rank 0 after", "rank 1 does not answer: its process", "has ended"),
+    "raised": ("raise ValueError('no more')", "cannot finish on rank 0: found rank 1 failed", "ValueError: no more"),
+    "hangs": ("time.sleep(300)", "timed out on rank 0: found no end after", "within 3 s", "rank 1 runs <module> at"),
+}
+
+
+def stuck(folder: Path, peer: str, limit: int, done: str = "False", trouble: str = "", seconds: int = 100) -> str:
+    script = STUCK.format(peer=peer, done=done, trouble=trouble, seconds=seconds)
+    stopped = 1 if "sleep" in peer else None
+    code, said = run_bare(script, folder, size=2, limit=limit, stopped=stopped)[0]
+    assert code == (1 if seconds == 100 else 0), said
+    return said
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_process_ends_by_the_error_of_a_wait(case: str, tmp_path: Path) -> None:
+    peer, *parts = CASES[case]
+    said = stuck(tmp_path, peer, 3 if case == "hangs" else 20)
+    assert said.startswith("rank 0: all_reduce #9 of group tp ") and "(at script.py:22)" in said, said
+    assert all(part in said for part in parts), said
+
+
+def test_what_a_backend_finds_wrong_is_enough(tmp_path: Path) -> None:
+    """Also where the collective counts as done: NCCL's does, once it has failed."""
+    said = stuck(tmp_path, "time.sleep(300)", 20, done="True", trouble="ErrorType.COMM_ERROR")
+    assert "failed on rank 0 after" in said and "found a lost connection (ErrorType.COMM_ERROR)" in said, said
+
+
+def test_what_is_done_is_forgotten(tmp_path: Path) -> None:
+    """Though its peer has ended since, or has not come to the end of the job yet."""
+    assert "rank 0" not in stuck(tmp_path, "os._exit(3)", 20, done="time.monotonic() > begun + 0.8", seconds=4)
+
+
+# on its own -------------------------------------------------------------------------------------------------------
+
+
+def pending(done: threading.Event, asked: list[float] | None = None) -> Pending:
+    def is_done() -> bool:
+        if asked is not None:
+            asked.append(time.monotonic())
+        return done.is_set()
+
+    return Pending("all_gather", (0, 1), is_done, lambda: "")
+
+
+def failing(found: Pending) -> None:
+    raise RankError(f"{found.name} is in vain")
+
+
+def test_an_error_is_taken_back_where_the_collective_has_ended_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_PATIENCE", 0.0)
+    monkeypatch.setattr(watch, "_LOOK", 0.01)
+    done, judged, ended = threading.Event(), threading.Event(), []
+
+    def judge(found: Pending) -> None:
+        done.set()
+        judged.set()
+        failing(found)
+
+    made = Watch(judge, ended.append)
+    made.add(pending(done))
+    assert judged.wait(20)
+    made.stop(20)
+    assert not ended and not made._pending
+
+
+def test_nothing_is_asked_or_watched_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_LOOK", 0.01)
+    asked: list[float] = []
+    done, made = threading.Event(), Watch(failing, lambda error: None)
+    made.add(pending(done, asked))
+    with unwatched():
+        begun = time.monotonic()
+        made.add(pending(threading.Event(), asked))
+        time.sleep(0.2)
+        assert not [at for at in asked if at > begun]
+    assert len(made._pending) == 1
+    made.stop(20)
