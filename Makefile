@@ -53,6 +53,7 @@ lint: env
 
 gpu-check:
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu tests/nvfuser
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m gpu -n 0 tests/ranks/test_nccl.py
 
 bench: bench-bills bench-compile bench-runtime
 

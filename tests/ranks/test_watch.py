@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rank_pool import START, run_bare
 
 from meshfuse.errors import RankError
 from meshfuse.runtime import watch
-from meshfuse.runtime.watch import Pending, Watch, unwatched
+from meshfuse.runtime.watch import Pending, Watch, is_watched, unwatched
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +23,7 @@ STUCK = (
 from meshfuse.runtime.watch import Pending
 if world.rank == 1: {peer}
 begun = time.monotonic()
-world.watch.add(Pending("all_reduce #9 of group tp", (0, 1), lambda: {done}, lambda: "{trouble}"))
+world.watch.put(Pending("all_reduce #9 of group tp", (0, 1), lambda: {done}, lambda: "{trouble}"))
 time.sleep({seconds})
 """
 )
@@ -50,8 +51,7 @@ def test_the_process_ends_by_the_error_of_a_wait(case: str, tmp_path: Path) -> N
 
 
 def test_what_a_backend_finds_wrong_is_enough(tmp_path: Path) -> None:
-    """Also where the collective counts as done: NCCL's does, once it has failed."""
-    said = stuck(tmp_path, "time.sleep(300)", 20, done="True", trouble="ErrorType.COMM_ERROR")
+    said = stuck(tmp_path, "time.sleep(300)", 20, trouble="ErrorType.COMM_ERROR")
     assert "failed on rank 0 after" in said and "found a lost connection (ErrorType.COMM_ERROR)" in said, said
 
 
@@ -63,45 +63,42 @@ def test_what_is_done_is_forgotten(tmp_path: Path) -> None:
 # on its own -------------------------------------------------------------------------------------------------------
 
 
-def pending(done: threading.Event, asked: list[float] | None = None) -> Pending:
-    def is_done() -> bool:
-        if asked is not None:
-            asked.append(time.monotonic())
-        return done.is_set()
-
+def pending(is_done: Callable[[], bool] = lambda: False) -> Pending:
     return Pending("all_gather", (0, 1), is_done, lambda: "")
 
 
-def failing(found: Pending) -> None:
-    raise RankError(f"{found.name} is in vain")
-
-
-def test_an_error_is_taken_back_where_the_collective_has_ended_since(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_PATIENCE", 0.0)
     monkeypatch.setattr(watch, "_LOOK", 0.01)
-    done, judged, ended = threading.Event(), threading.Event(), []
+
+
+@pytest.mark.parametrize("late", ["done", "another", "neither"])
+def test_an_error_is_taken_back_where_the_device_went_on_since(late: str, hasty: None) -> None:
+    judged, done, ended = threading.Event(), threading.Event(), list[RankError]()
 
     def judge(found: Pending) -> None:
-        done.set()
-        judged.set()
-        failing(found)
+        if not judged.is_set():
+            done.set() if late == "done" else made.put(pending(done.is_set)) if late == "another" else None
+            judged.set()
+            raise RankError(f"{found.name} is in vain")
 
     made = Watch(judge, ended.append)
-    made.add(pending(done))
+    made.put(pending(done.is_set))
     assert judged.wait(20)
     made.stop(20)
-    assert not ended and not made._pending
+    assert [str(error) for error in ended] == (["all_gather is in vain"] if late == "neither" else [])
 
 
-def test_nothing_is_asked_or_watched_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_LOOK", 0.01)
-    asked: list[float] = []
-    done, made = threading.Event(), Watch(failing, lambda error: None)
-    made.add(pending(done, asked))
+def test_nothing_is_asked_while_a_graph_is_captured(hasty: None) -> None:
+    asked, made = list[float](), Watch(lambda found: None, lambda error: None)
+    made.put(pending(lambda: asked.append(time.monotonic()) or False))
+    while not asked:
+        time.sleep(0.01)
     with unwatched():
         begun = time.monotonic()
-        made.add(pending(threading.Event(), asked))
+        assert not is_watched()
         time.sleep(0.2)
-        assert not [at for at in asked if at > begun]
-    assert len(made._pending) == 1
+        assert max(asked) <= begun
     made.stop(20)
+    assert is_watched()

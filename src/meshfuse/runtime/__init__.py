@@ -3,7 +3,7 @@
 `world`: this process' own singleton; `environment` reads the launcher's variables for it, `store` joins the ranks'
     key-value store.
 `group`: the collectives of some ranks; over `gloo` for CPU tensors, over `nccl` for CUDA tensors, `staged` through the
-    host where ranks share a GPU.
+    host where ranks share a GPU. `watch` ends a rank whose device waits for a peer in vain.
 `meetings`: short texts that ranks exchange through the store; `turns` keeps their calls in one order.
 `liveness`, `peers`, `diagnosis`: who failed or does not answer, and the error that says so.
 `launcher`: starts ranks (`starting`) and looks after them until their end.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from ..kernels import fold
 from .deadlines import COLLECTIVES, is_of_torch, within
 from .reductions import REDUCE_OPS, check_reducible, movable, move_scale
-from .watch import Pending
+from .watch import Pending, is_watched
 from .work import Work
 
 if TYPE_CHECKING:
@@ -26,25 +24,24 @@ _NATIVE = (
 )  # fmt: skip
 
 
-# What torch's watchdog of NCCL does about an error: 0 is to write it to the log. The process then ends by `Watch`,
-# whose error says more. The variable is read when a process group is made.
-_HANDLING, _LOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+# Seconds that torch's watchdog of NCCL waits longer than `Watch`, whose error says more.
+_LATER = 30
 
 
 class Nccl:
     """An NCCL process group of exactly one Group's ranks, on this rank's device.
 
-    Errors of peers are found by the world's `Watch`, which ends the process after the world's time limit.
+    The process ends by torch's watchdog where NCCL loses a connection, and by the world's `Watch` where a peer does not
+    arrive within the world's time limit, or fails while a graph is replayed, which torch's does not see.
     """
 
     def __init__(self, group: Group, store: dist.Store, device: torch.device):
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=2 * group.world.limit + 60)  # for torch's watchdog
-        self._group, self._device = group, device
-        with _variable(_HANDLING, _LOG):
-            # torch's stubs lack the backend's methods.
-            self._pg: Any = dist.ProcessGroupNCCL(store, group.index, group.size, options)
+        options._timeout = timedelta(seconds=group.world.limit + _LATER)
+        self._group, self._device, self._waited = group, device, torch.cuda.Event()
+        # torch's stubs lack the backend's methods.
+        self._pg: Any = dist.ProcessGroupNCCL(store, group.index, group.size, options)
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         """Reduce in place. Dtypes that NCCL cannot reduce are gathered and then folded."""
@@ -114,31 +111,26 @@ class Nccl:
         within(1.0, self._pg.abort, COLLECTIVES)
 
     def _issue(self, name: str, call: Callable[[], Any], finish: Callable[[], object] | None = None) -> Work:
-        work = Work(self._group, name, call, finish)
+        work = Work(self._group, name, call, finish).then(lambda: self._watch(str(work)))
         try:
-            handle = call()
-            work.attach(handle)
-            self._group.world.watch.add(Pending(str(work), self._group.ranks, handle.is_completed, self.trouble))
+            work.attach(call())
         except RuntimeError as error:
             if not is_of_torch(error):
                 raise
             raise self._group.world.explain(work, error) from None
         return work
 
+    def _watch(self, name: str) -> None:
+        """Have the device watched, which has to do this collective before it goes on.
+
+        The backend's own word for a collective that has failed is that it is done; an event says what the device does.
+        """
+        if is_watched():
+            self._waited.record()
+            pending = Pending(name, self._group.ranks, self._waited.query, self.trouble)
+            self._group.world.watch.put(pending)
+
     def trouble(self) -> str:
         """What NCCL has found to be wrong with the connections, "" for nothing."""
         found = str(self._pg.get_error())
         return "" if found.endswith("SUCCESS") else found
-
-
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """In this context the environment has the variable, unless the user has set it."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]

@@ -1,4 +1,4 @@
-"""Collectives that a device is still at: watched by a thread of their own, as no wait on the host ends with them.
+"""What a device is still at: watched by a thread of its own, as no wait on the host ends with it.
 
 A wait for NCCL orders streams, and returns. Where a peer is gone, this rank's main thread blocks later, in some copy
 to the host, and no error can reach it there. So the thread ends the process, as torch's own watchdog of NCCL would, but
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -25,10 +24,10 @@ _capturing = threading.Event()
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What was given to a device: the collective's name and ranks, and what tells whether it is done.
+    """The last of what was given to a device: a collective's name and ranks.
 
-    trouble: what the backend has found to be wrong with the connections, "" for nothing. A collective may then count as
-        done that the device is still at.
+    is_done: whether the device has done it and all before it. trouble: what the backend has found to be wrong with the
+    connections, "" for nothing.
     """
 
     name: str
@@ -49,23 +48,26 @@ def unwatched() -> Iterator[None]:
             _capturing.clear()
 
 
+def is_watched() -> bool:
+    """Whether devices do what they are given now, and not only later, as a part of a graph."""
+    return not _capturing.is_set()
+
+
 class Watch:
-    """Watches what is added, in the order in which devices do it.
+    """Watches the last of what a device was given: a host that waits for the device gives it no more.
 
     judge: raises the RankError of a collective for which it is in vain to wait. end: ends the process by it.
     """
 
     def __init__(self, judge: Callable[[Pending], None], end: Callable[[RankError], None]):
         self._judge, self._end = judge, end
-        self._pending: deque[Pending] = deque()
+        self._last: Pending | None = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, pending: Pending) -> None:
-        """Watch a collective that was issued."""
-        if _capturing.is_set():
-            return
-        self._pending.append(pending)
+    def put(self, pending: Pending) -> None:
+        """Watch this from now on, in the place of what was given before."""
+        self._last = pending
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="meshfuse-watch", daemon=True)
             self._thread.start()
@@ -85,19 +87,16 @@ class Watch:
 
     def _look(self) -> RankError | None:
         """Why it is in vain to wait for what the device is at, if it is."""
-        first = self._first()
-        if first is None or time.monotonic() < first.start + _PATIENCE:
+        last = self._last
+        if last is None or time.monotonic() < last.start + _PATIENCE or self._is_over(last):
             return None
         try:
-            self._judge(first)
+            self._judge(last)
         except RankError as error:
-            # If it is done by now, the peer failed after it.
-            return error if self._first() is first else None
+            return None if self._is_over(last) else error  # A peer that fails after it does not matter.
         return None
 
-    def _first(self) -> Pending | None:
-        """The first one that is not done; what is done is forgotten."""
+    def _is_over(self, pending: Pending) -> bool:
+        """Whether the device has done it, or was given more since."""
         with _asking:
-            while self._pending and self._pending[0].is_done() and not self._pending[0].trouble():
-                self._pending.popleft()
-        return self._pending[0] if self._pending else None
+            return self._last is not pending or pending.is_done()
