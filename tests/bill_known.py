@@ -36,14 +36,16 @@ class Known:
     def check(self) -> None:
         """No more than the better of the two, by a plan that gives right numbers and sends as many bytes as it says.
 
-        The plan runs at small sizes, which take it over; a program that cannot (`Rewriting.sized`) runs as it is.
+        The plan runs at small sizes, which take it over; a program that cannot (`Rewriting.sized`) is planned anew for
+        them.
         """
         fd = self.defined(FULL)
         found = fd.bill().total / 1e6
         # An index of 64 bits is twice that of the figures: 15 KB of 4096 of them.
         assert found <= max(min(self.xla, self.hand) + 0.015, self.hand * 1.002)
         small = self.defined(RUN)
-        check_run(small if taken_over(small, fd) else fd)
+        taken_over(small, fd)
+        check_run(small)
 
 
 def check_run(fd: mf.FusionDefinition) -> None:
