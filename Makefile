@@ -7,8 +7,8 @@ COMPILED ?= dp=32,tp=8 --compile-only --batch 64
 RANKS ?= --ranks 4 $(MAIN_JOB) dp=2,tp=2
 ENV = $(PYTHON) tools/env.py
 PYTEST = $(PY) -m pytest -q
-# Three tests at a time, for two cores; those that start ranks one after another, and often wait (tests/conftest.py).
-PARALLEL = -n 3 --dist loadscope
+# Two tests at a time; those that start ranks one after another (tests/conftest.py).
+PARALLEL = -n 2 --dist loadscope
 
 .PHONY: help env run test test-nvfuser faults fuzz lint gpu-check bench bench-bills bench-compile bench-runtime
 

@@ -4,7 +4,6 @@ beside what.
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import signal
@@ -20,7 +19,7 @@ settings.register_profile(
 settings.register_profile("fuzz", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# Three tests run at a time on two cores, on small tensors: more threads of torch's only wait for each other. (It is
+# Two tests run at a time on as many cores, on small tensors: more threads of torch's only wait for each other. (It is
 # read when torch is loaded, which is later, and by processes that tests start.)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -65,17 +64,6 @@ _TOGETHER = {
     "/ranks/": "ranks", "/test_backends.py": "Inductor", "compiled_segments": "Inductor",
     "/test_example_training.py": "training",
 }  # fmt: skip
-
-
-@functools.cache
-def _step_back() -> None:
-    os.nice(5)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests of real ranks, which come first and on one worker, are let before those of the others: they have limits."""
-    if "PYTEST_XDIST_WORKER" in os.environ and "/ranks/" not in item.nodeid:
-        _step_back()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -304,7 +304,7 @@ def test_bytes_leave_the_slow_axis_where_that_takes_less_time(fast: str, slow: s
     assert seconds(linked) < seconds(unlinked) if slow in unlinked else linked == unlinked
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 64), min_size=1, max_size=3)))
@@ -322,7 +322,7 @@ def test_a_plan_for_the_links_is_no_slower_on_them_than_one_that_counts_bytes(da
     check_values(found.moves, shape)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_values_move_right_on_axes_of_any_speed(data: st.DataObject) -> None:
     """From any sharding to any other, and from unreduced sums over all axes to any."""

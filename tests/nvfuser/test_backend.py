@@ -35,8 +35,11 @@ def chosen(fd: mf.FusionDefinition) -> list[tuple[str, str]]:
 FORMS = [*((name, False) for name in PROGRAMS), ("mlp", True), ("block", True)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+# Every number of ranks, and every type on two; on a GPU each with each.
+KINDS = [(1, torch.float32), (4, torch.float32), *((2, dtype) for dtype in DTYPES)]
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), KINDS, ids=str)
 @pytest.mark.parametrize(("name", "staged"), FORMS)
 def test_whole_programs(
     name: str, staged: bool, ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
