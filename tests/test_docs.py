@@ -78,7 +78,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     assert "argument 1" in printed.rsplit("---", 1)[1]
 
 
-@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "sp=4", "tp=3", "dp=8,tp=2"])
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "sp=4", "tp=3"])
 def test_the_gpt_reads_as_unsharded_torch_does(mesh: str, tmp_path: Path) -> None:
     printed = run_forked(tmp_path, GPT, "--mesh", mesh, "--steps", "2", "--generate", "4")
     difference = re.search(r"largest difference from unsharded torch: (\S+) relative", printed)
