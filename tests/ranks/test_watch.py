@@ -81,7 +81,7 @@ def test_an_error_is_taken_back_where_the_device_went_on_since(late: str, hasty:
         if not judged.is_set():
             done.set() if late == "done" else made.put(pending(done.is_set)) if late == "another" else None
             judged.set()
-            raise RankError(f"{found.name} is in vain")
+            raise RankError(f"{found.what} is in vain")
 
     made = Watch(judge, ended.append)
     made.put(pending(done.is_set))

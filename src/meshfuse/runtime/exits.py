@@ -63,8 +63,9 @@ def install_hook(world: Publisher) -> None:
 
 def code_of(error: BaseException) -> int:
     """The exit code of a rank that ends by this error."""
-    follows = isinstance(error, RankError) and FOLLOWER in os.environ
-    return int(os.environ[FOLLOWER]) + isinstance(error, RankTimeout) if follows else 1
+    if isinstance(error, RankError) and FOLLOWER in os.environ:
+        return int(os.environ[FOLLOWER]) + isinstance(error, RankTimeout)
+    return 1
 
 
 def report_user_errors() -> None:

@@ -111,7 +111,7 @@ class Nccl:
         within(1.0, self._pg.abort, COLLECTIVES)
 
     def _issue(self, name: str, call: Callable[[], Any], finish: Callable[[], object] | None = None) -> Work:
-        work = Work(self._group, name, call, finish).then(lambda: self._watch(str(work)))
+        work = Work(self._group, name, call, finish).then(lambda: self._watch(work))
         try:
             work.attach(call())
         except RuntimeError as error:
@@ -120,14 +120,14 @@ class Nccl:
             raise self._group.world.explain(work, error) from None
         return work
 
-    def _watch(self, name: str) -> None:
+    def _watch(self, work: Work) -> None:
         """Have the device watched, which has to do this collective before it goes on.
 
         The backend's own word for a collective that has failed is that it is done; an event says what the device does.
         """
         if is_watched():
             self._waited.record()
-            pending = Pending(name, self._group.ranks, self._waited.query, self.trouble)
+            pending = Pending(work, self._group.ranks, self._waited.query, self.trouble)
             self._group.world.watch.put(pending)
 
     def trouble(self) -> str:

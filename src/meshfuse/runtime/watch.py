@@ -24,13 +24,13 @@ _capturing = threading.Event()
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The last of what was given to a device: a collective's name and ranks.
+    """The last of what was given to a device, `what` in words, and the ranks that it needs.
 
     is_done: whether the device has done it and all before it. trouble: what the backend has found to be wrong with the
     connections, "" for nothing.
     """
 
-    name: str
+    what: object  # Asked for its text only where something is wrong.
     ranks: tuple[int, ...]
     is_done: Callable[[], bool]
     trouble: Callable[[], str]

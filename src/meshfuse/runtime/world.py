@@ -265,12 +265,12 @@ class World:
 
     def _check_pending(self, pending: Pending) -> None:
         """Raises RankError where it is in vain to wait for what a device was given, RankTimeout after the limit."""
-        trouble, after = pending.trouble(), seconds_since(pending.start)
+        what, trouble, after = str(pending.what), pending.trouble(), seconds_since(pending.start)
         if trouble:
-            raise connection_lost(self.scene(), pending.name, pending.ranks, trouble, after)
-        self._check(pending.name, pending.ranks, pending.start)
+            raise connection_lost(self.scene(), what, pending.ranks, trouble, after)
+        self._check(what, pending.ranks, pending.start)
         if after > self.limit:
-            raise timed_out(self.scene(), pending.name, pending.ranks, after)
+            raise timed_out(self.scene(), what, pending.ranks, after)
 
     def _end(self, error: RankError) -> None:
         """End this process by an error that cannot be raised: its main thread may be in a wait that has no end."""
