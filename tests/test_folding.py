@@ -456,13 +456,18 @@ def searched_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-@pytest.mark.parametrize("name", ["sums alone", "axes that clash"])
-def test_effort_decides_whether_long_programs_are_searched(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name, worth", [("sums alone", False), ("axes that clash", False), ("sequences", True)])
+def test_effort_decides_whether_long_programs_are_searched(
+    monkeypatch: pytest.MonkeyPatch, name: str, worth: bool
+) -> None:
     """On several axes layers of many different ops that only reduce sums are not, unless asked for."""
-    sums = stacked([mlp(GRID, [None, "tp"], ["tp", None], 4096)] * 24, GRID, ["dp", None], LARGE)
-    graph = graph_of(sums if name == "sums alone" else STACKS[name]())
+    programs = STACKS | {
+        "sums alone": lambda: stacked([mlp(GRID, [None, "tp"], ["tp", None], 4096)] * 24, GRID, ["dp", None], LARGE),
+        "sequences": lambda: stacked([FEW_LAYERS["two axes"][0]] * 10, GRID, ["dp", "tp", None], (4, 512, 256)),
+    }
+    graph = graph_of(programs[name]())
     monkeypatch.setattr(planning_effort, "FEW", 10)
-    for effort, expected in ((Effort.FAST, False), (Effort.AUTO, name == "axes that clash"), (Effort.THOROUGH, True)):
+    for effort, expected in ((Effort.FAST, False), (Effort.AUTO, worth), (Effort.THOROUGH, True)):
         tried = searched_programs(monkeypatch)
         planning_search.searched(propagate(graph, GRID), GRID, effort)
         assert bool(tried) == expected

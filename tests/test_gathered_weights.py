@@ -5,6 +5,7 @@ and those whose weights outgrow their rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch.nn import functional
 
 import meshfuse as mf
 from defining import graph_of
-from meshfuse.planning import search
-from meshfuse.planning.effort import MOST
+from meshfuse.planning import effort, search
+from meshfuse.planning.effort import MOST, Effort
 from meshfuse.planning.search import _PlanSearch
 from meshfuse.planning.weights import saved_by_gathering, saved_by_leaving
 from meshfuse.propagation.propagate import propagate
@@ -24,6 +25,7 @@ MESH = mf.DeviceMesh((DP, TP), ("dp", "tp"))
 TALL = mf.DeviceMesh((TP, DP), ("dp", "tp"))
 HEADS = 4
 Fd, T = mf.FusionDefinition, mf.TensorView
+Rows = Sequence[str | tuple[str, ...] | None]
 
 
 class Stack:
@@ -32,14 +34,16 @@ class Stack:
     def __init__(
         self, layers: int, batch: int, length: int, width: int, dtype: mf.DataType = mf.DataType.Float, *,
         mesh: mf.DeviceMesh = MESH, fsdp: bool = False, search: str = "auto", vocabulary: int = 0,
+        rows: Rows = ("dp", None, None), head: bool = True, weights: Rows | None = None,
     ):  # fmt: skip
+        self.rows, self.split = rows, weights
         self.size, self.dtype, self.mesh, self.weights = (batch, length, width), dtype, mesh, list[T]()
         self.other = "dp" if fsdp else None
         with mf.FusionDefinition(search=search) as fd:
             x = self.looked_up(fd, vocabulary) if vocabulary else self.given(fd)
             for _ in range(layers):
                 x = self.mlp(fd, x + self.attention(fd, fd.ops.layer_norm(x, [width])))
-            if vocabulary:
+            if vocabulary and head:
                 x = fd.ops.linear(x, self.weight(fd, vocabulary, width, True))
             loss = fd.ops.mean(x * x)
             for made in (loss, *fd.grad(loss, self.weights)):
@@ -48,13 +52,13 @@ class Stack:
 
     def weight(self, fd: Fd, out: int, into: int, columns: bool) -> T:
         made = fd.define_tensor([out, into], dtype=self.dtype)
-        fd.mesh_split(made, self.mesh, ["tp", self.other] if columns else [self.other, "tp"])
+        fd.mesh_split(made, self.mesh, self.split or (["tp", self.other] if columns else [self.other, "tp"]))
         self.weights.append(made)
         return made
 
     def given(self, fd: Fd) -> T:
         x = fd.define_tensor(self.size, dtype=self.dtype)
-        fd.mesh_split(x, self.mesh, ["dp", None, None])
+        fd.mesh_split(x, self.mesh, self.rows)
         return x
 
     def looked_up(self, fd: Fd, vocabulary: int) -> T:
@@ -132,13 +136,64 @@ def test_what_leaving_weights_would_save_is_told_one_by_one(width: int) -> None:
     assert saved_by_leaving(plan) == pytest.approx(saved / (12 * weight), abs=0.01)
 
 
+@pytest.mark.parametrize("rows", [("dp", "tp", None), ("dp", None, "tp")])
+def test_weights_are_gathered_where_rows_that_are_split_outgrow_them(rows: Rows) -> None:
+    """Rows are then gathered for weights, and sums scattered: as much as if rows were whole and sums reduced."""
+    once, ours = (Stack(5, 8, 2048, 1024, rows=rows, search=how).fd for how in ("fast", "auto"))
+    assert len(ours.nodes) > MOST
+    assert ours.bill().total <= 0.8 * once.bill().total
+
+
+def test_weights_are_gathered_over_one_axis_of_two_where_the_other_takes_less() -> None:
+    """Rows and weights lie over both axes. To gather rows over tp takes less than the large weights of an MLP."""
+    both = ("dp", "tp")
+    once, ours = (Stack(5, 8, 512, 1024, rows=(both, None, None), weights=(both, None), search=how).fd
+                  for how in ("fast", "auto"))  # fmt: skip
+    assert len(ours.nodes) > MOST
+    assert ours.bill().total <= 0.75 * once.bill().total
+
+
+def test_what_leaving_weights_over_one_axis_would_save_is_told() -> None:
+    """Of a layer's four weights of attention nothing, of two four times as large the difference."""
+    both = ("dp", "tp")
+    plan = propagate(graph_of(Stack(8, 8, 512, 1024, rows=(both, None, None), weights=(both, None)).fd), MESH)
+    rows, weight = 8 // DP * 512 * 1024 * (TP - 1) / TP, 1024 * 1024
+    gathered = (DP * TP - 1) / (DP * TP) * 4 * weight
+    left = rows + (DP - 1) / DP * 4 * weight / TP
+    assert saved_by_leaving(plan) == pytest.approx(2 * (gathered - left) / (3 * gathered), abs=0.01)
+
+
+PLAIN = {
+    "rows": {},
+    "tokens that are looked up": {"vocabulary": 32768, "head": False},
+    "a language model": {"vocabulary": 32768},
+    "sequence parallel": {"rows": ("dp", "tp", None)},
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("layers", [5, 9])
+def test_a_long_program_is_planned_once_where_searches_find_little(
+    monkeypatch: pytest.MonkeyPatch, name: str, layers: int
+) -> None:
+    """Programs whose weights are as large as their rows: whatever else they begin or end with."""
+    once, ours = (Stack(layers, 8, 512, 1024, search=how, **PLAIN[name]).fd for how in ("fast", "auto"))
+    assert not Effort.AUTO.searches(propagate(graph_of(ours), MESH))
+    assert ours.bill().total == once.bill().total
+    monkeypatch.setattr(effort, "NOTED", -1.0)
+    searched = Stack(layers, 8, 512, 1024, **PLAIN[name]).fd
+    assert 0.9 * ours.bill().total <= searched.bill().total <= ours.bill().total
+
+
+@pytest.mark.parametrize("vocabulary", [0, 4096])
 @pytest.mark.parametrize("batch", [4, 16, 32, 64])
-def test_what_gathering_would_save_is_told_by_part(batch: int) -> None:
+def test_what_gathering_would_save_is_told_by_part(batch: int, vocabulary: int) -> None:
     """Of each layer's attention (four weights) and MLP (eight times one of them) what is reduced, forward and backward,
     and what gathering its weights and scattering their gradients would take. In the first layer nothing flows back.
+    Tokens that are looked up are a sum, too, and the rows of all layers are sums that are added to it.
     """
     length, width, layers = 512, 2048, 12
-    plan = propagate(graph_of(Stack(layers, batch, length, width).fd), MESH)
+    plan = propagate(graph_of(Stack(layers, batch, length, width, vocabulary=vocabulary, head=False).fd), MESH)
     reduced, weight = 2 * 2 * batch // DP * length * width, 2 * width * width
     saved = [max(reduced - count * weight, 0) / (2 * reduced) for count in (4, 8)]
     assert saved_by_gathering(plan) == pytest.approx(sum(saved), abs=1 / (2 * layers))
@@ -202,8 +257,9 @@ def test_layers_of_a_language_model_cost_as_much_in_long_programs_as_in_short_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With logits so large that ranks share their rows, as if the tokens were split so. But for grids, on which long
-    programs over several axes are not searched.
+    programs over several axes are not searched, and where long programs are searched at all.
     """
+    monkeypatch.setattr(effort, "NOTED", -1.0)
     monkeypatch.setattr(search, "grids", lambda *_: [])
     one, two, five = (Stack(layers, 8, 512, 1024, vocabulary=32768).fd for layers in (1, 2, 5))
     assert len(two.nodes) < MOST < len(five.nodes)

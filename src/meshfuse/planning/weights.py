@@ -7,6 +7,7 @@ From some number of rows on it takes less to bring these weights together and to
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,19 +24,21 @@ from ..sharding.value import Sharding
 
 
 def saved_by_gathering(plan: ShardedDefinition) -> float:
-    """How much of the time of a plan's reductions along an axis would be saved by gathering weights: from 0 to 1.
+    """How much of the time in which a plan reduces sums and gathers rows gathering weights would save: from 0 to 1.
 
-    Weights are taken to be gathered where that takes less. The axis where it saves most counts. Sums that no op reads,
-    such as most gradients of weights, do not.
+    Weights are taken to be gathered along one axis, where that takes less. The axis where it saves most counts. Sums
+    that no op reads, such as most gradients of weights, do not.
     """
-    return max([_Parts(plan, axis).saved() for axis in _reduced_over(plan)], default=0.0)
+    along = [_Parts(plan, axis) for axis in _reduced_over(plan)]
+    saved = max([parts.saved() for parts in along], default=0.0)
+    return saved / sum([parts.spent() for parts in along]) if saved else 0.0
 
 
 def saved_by_leaving(plan: ShardedDefinition) -> float:
     """How much of the time in which a plan gathers weights bringing rows to them would save: from 0 to 1.
 
-    Weights are taken to be left where that takes less. (In the backward both are needed once more, which changes
-    nothing.)
+    Weights are taken to be left where that takes less, over all axes that they are gathered over, or over one of them.
+    (In the backward both are needed once more, which changes nothing.)
     """
     unread, spent, saved = set(plan.graph.input_tensors), 0.0, 0.0
     for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
@@ -44,9 +47,12 @@ def saved_by_leaving(plan: ShardedDefinition) -> float:
                 unread.discard(i)
                 lost = _lost(plan.homes[i], need)
                 if lost and len(node.inputs) > 1:
-                    gathering = _gathering(lost, need, shard_bytes(need, plan.graph.tensors[i].type))
+                    nbytes = shard_bytes(need, plan.graph.tensors[i].type)
+                    gathering = _gathering(lost, need, nbytes)
                     spent += gathering
-                    saved += max(gathering - _bringing_rows(node, choice.placement, lost), 0.0)
+                    ways = dict.fromkeys([lost, *[(split,) for split in lost]])
+                    left = min([_leaving(node, choice.placement, lost, way, nbytes) for way in ways])
+                    saved += max(gathering - left, 0.0)
     return saved / spent if saved else 0.0
 
 
@@ -56,6 +62,15 @@ def _lost(home: Sharding, need: Sharding) -> tuple[Split, ...]:
         return ()
     rows = zip(home.dims, need.dims, strict=True)
     return tuple([split for old, new in rows if is_prefix(new, old) for split in axes(old[len(new) :])])
+
+
+def _leaving(
+    node: Node, placement: Placement, lost: tuple[Split, ...], left: tuple[Split, ...], nbytes: float
+) -> float:  # fmt: skip
+    """Seconds where a weight that was gathered, to so many bytes, is left split over some of the axes lost."""
+    rest = tuple([split for split in lost if split not in left])
+    gathering = _gathering(rest, placement.results[0], nbytes / group_size(left)) if rest else 0.0
+    return gathering + _bringing_rows(node, placement, left)
 
 
 def _bringing_rows(node: Node, placement: Placement, lost: tuple[Split, ...]) -> float:
@@ -84,8 +99,8 @@ def _reduced_over(plan: ShardedDefinition) -> list[str]:
 class _Part:
     """Ops between which tensors stay split along an axis, such as a layer's attention, forward and backward.
 
-    Seconds of the reductions of its sums; and those that it takes to gather the weights that it reads, and to scatter
-    the gradients that it makes.
+    Seconds to reduce its sums and to gather the rows that it reads; and those that it would take to gather the weights
+    that it reads, and to scatter the gradients that it makes.
     """
 
     reducing: float = 0.0
@@ -115,12 +130,14 @@ class _Along(NamedTuple):
 
     sums: for each result, whether it is unreduced along it.
     any: whether an operand or result is split or unreduced along it.
+    adds: whether those are all unreduced along it, and there are several operands of them.
     """
 
     operands: tuple[bool, ...]
     results: tuple[bool, ...]
     sums: tuple[bool, ...]
     any: bool
+    adds: bool
 
 
 class _Parts:
@@ -135,25 +152,31 @@ class _Parts:
         self._inputs, self._left = set(plan.graph.input_tensors), set(plan.graph.outputs)
         self._of: dict[int, _Part] = {}
         self._sums: dict[int, Sharding] = {}
+        self._rows: set[tuple[int, Sharding]] = set()  # that were gathered
         self._known: dict[int, _Along] = {}  # of equal ops, which have the same placement
         for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
             placement = choice.placement
             along = self._known.get(id(placement)) or self._learned(placement)
-            if along.any or not self._sums.keys().isdisjoint(node.inputs):
+            if along.any or not self._of.keys().isdisjoint(node.inputs):
                 self._add(node, placement, along)
 
+    def spent(self) -> float:
+        """Seconds in which sums are reduced and rows gathered along the axis."""
+        return sum([part.reducing for part in self._roots()])
+
     def saved(self) -> float:
-        """How much of the reductions' time gathering would save, from 0 to 1."""
-        roots = dict.fromkeys([part.root() for part in self._of.values()])
-        saved = sum([max(part.reducing - part.gathering, 0.0) for part in roots])
-        return saved / sum([part.reducing for part in roots]) if saved else 0.0
+        """How many of these seconds gathering weights would save."""
+        return sum([max(part.reducing - part.gathering, 0.0) for part in self._roots()])
+
+    def _roots(self) -> Iterable[_Part]:
+        return dict.fromkeys([part.root() for part in self._of.values()])
 
     def _add(self, node: Node, placement: Placement, along: _Along) -> None:
-        part, rows = None, zip(along.operands, node.inputs, placement.operands, strict=True)
-        for is_along, i, need in rows:
-            place = self._reduced(i, need) if i in self._sums and not self._is_sum(need) else i
-            if is_along:
-                part = (self._of.get(place) or self._begun(place)).join(part)
+        part, read = None, [*zip(node.inputs, placement.operands, along.operands, strict=True)]
+        places = [self._place(i, need) for i, need, is_along in read if is_along]
+        # Sums that are added, as in layers with residuals, belong to the part of the one made last.
+        for place in [max(places)] if along.adds else places:
+            part = (self._of.get(place) or self._begun(place)).join(part)
         for k, i in enumerate(node.outputs):
             if along.results[k]:
                 self._of[i] = part = part or _Part()
@@ -161,12 +184,28 @@ class _Parts:
                     self._sums[i] = placement.results[k]
                 elif i in self._left:
                     part.root().gathering += self._gathered(i)
+        for i, need, is_along in read:
+            if not is_along and i in self._of and i not in self._inputs:
+                self._read_whole(i, need, part or self._of[i])
+
+    def _place(self, tensor: int, need: Sharding) -> int:
+        """The number in `_of` of a tensor as an op reads it."""
+        return self._reduced(tensor, need) if tensor in self._sums and not self._is_sum(need) else tensor
+
+    def _read_whole(self, tensor: int, need: Sharding, part: _Part) -> None:
+        """Count what brings a tensor together for an op that reads it as it is not along the axis."""
+        if tensor in self._sums:
+            self._reduced(tensor, need)
+        elif (tensor, need) not in self._rows:
+            self._rows.add((tensor, need))
+            part.root().reducing += self._seconds(self.homes[tensor], need, tensor)
 
     def _learned(self, placement: Placement) -> _Along:
         """What lies along the axis in an op's placement."""
         operands, results = (tuple(map(self._is_along, side)) for side in (placement.operands, placement.results))
-        sums = tuple(map(self._is_sum, placement.results))
-        found = self._known[id(placement)] = _Along(operands, results, sums, any((*operands, *results)))
+        terms, sums = (tuple(map(self._is_sum, side)) for side in (placement.operands, placement.results))
+        adds = sum(operands) > 1 and (operands, results) == (terms, sums)
+        found = self._known[id(placement)] = _Along(operands, results, sums, any((*operands, *results)), adds)
         return found
 
     def _is_along(self, sharding: Sharding) -> bool:
@@ -188,9 +227,13 @@ class _Parts:
         """The number in `_of` under which a reduced sum is read. The reduction counts once, where the sum is made."""
         if ~tensor not in self._of:
             self._of[~tensor] = _Part()
-            kind = self.graph.tensors[tensor].type
-            self._of[tensor].root().reducing += cheapest((self._sums[tensor],), need, kind.shape, kind.dtype.itemsize)
+            self._of[tensor].root().reducing += self._seconds(self._sums[tensor], need, tensor)
         return ~tensor
+
+    def _seconds(self, have: Sharding, need: Sharding, tensor: int) -> float:
+        """Seconds to bring a tensor from one sharding to another."""
+        kind = self.graph.tensors[tensor].type
+        return cheapest((have,), need, kind.shape, kind.dtype.itemsize)
 
     def _gathered(self, tensor: int) -> float:
         """Seconds to gather a tensor along the axis, or to scatter it there: as long."""
