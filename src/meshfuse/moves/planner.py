@@ -14,6 +14,7 @@ from ..sharding.layout import Layout, Split
 from ..sharding.value import Sharding, canonical_partial, conflicting, disjoint, nested
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping, moved
 from .bounds import bound_of, is_possible
+from .direct import one_move, straight
 from .move import Move, MoveKind, is_even
 from .prices import MOVE_SECONDS, price
 
@@ -85,9 +86,10 @@ def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, .
 
     Where nothing is reduced, dims that are whole at both ends are left out of the search: they stay whole.
     """
-    one = _one_move(src, dst)
-    if one is not None:
-        return (one,)
+    one = one_move(src, dst)
+    known = straight(src, dst) if one is None else (one,)
+    if known is not None:
+        return known
     places = tuple([d for d, layouts in enumerate(zip(src.dims, dst.dims, strict=True)) if any(layouts)])
     if src.partial != dst.partial or len(places) == len(sizes):
         found = _PathSearch(src, dst, sizes, ROOM / math.prod(sizes), room=0).run()
@@ -95,21 +97,6 @@ def _path(src: Sharding, dst: Sharding, sizes: tuple[int, ...]) -> tuple[Move, .
     ends = [end.with_dims([end.dims[d] for d in places]) for end in (src, dst)]
     moves = _path(*ends, tuple([sizes[d] for d in places]))
     return None if moves is None else tuple([_among_whole(move, places, len(sizes)) for move in moves])
-
-
-def _one_move(src: Sharding, dst: Sharding) -> Move | None:
-    """The move between shardings of which one splits one dim over one axis more; None between others.
-
-    No path takes less than a slice, or than a gather in which each rank receives just what it lacks.
-    """
-    found = [pair for pair in zip(src.dims, dst.dims, strict=True) if pair[0] != pair[1]]
-    if len(found) != 1 or src.partial != dst.partial:
-        return None
-    coarse, fine = sorted(found[0], key=len)
-    if len(fine) != len(coarse) + 1 or not lay.is_prefix(coarse, fine) or not fine[-1].bound:
-        return None
-    kind = MoveKind.SLICE if coarse is found[0][0] else MoveKind.ALL_GATHER
-    return Move(kind, (fine[-1],), src, dst)
 
 
 def _among_whole(move: Move, places: Sequence[int], ndim: int) -> Move:

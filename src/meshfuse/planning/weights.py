@@ -126,15 +126,17 @@ class _Part:
 
 
 class _Along(NamedTuple):
-    """For each operand and result of a placement, whether it is split or unreduced along an axis.
+    """What of an op lies along an axis in a placement: is split or unreduced.
 
-    sums: for each result, whether it is unreduced along it.
-    any: whether an operand or result is split or unreduced along it.
-    adds: whether those are all unreduced along it, and there are several operands of them.
+    read, whole: the operands that do, by their places, and those that do not.
+    made: for each result, whether it does; sums: whether it is unreduced along the axis.
+    any: whether an operand or result lies along it.
+    adds: whether all that do are unreduced, and there are several operands of them.
     """
 
-    operands: tuple[bool, ...]
-    results: tuple[bool, ...]
+    read: tuple[int, ...]
+    whole: tuple[int, ...]
+    made: tuple[bool, ...]
     sums: tuple[bool, ...]
     any: bool
     adds: bool
@@ -157,8 +159,10 @@ class _Parts:
         for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
             placement = choice.placement
             along = self._known.get(id(placement)) or self._learned(placement)
-            if along.any or not self._of.keys().isdisjoint(node.inputs):
+            if along.any:
                 self._add(node, placement, along)
+            elif not self._of.keys().isdisjoint(node.inputs):
+                self._read_whole(node, placement, along, None)
 
     def spent(self) -> float:
         """Seconds in which sums are reduced and rows gathered along the axis."""
@@ -172,40 +176,40 @@ class _Parts:
         return dict.fromkeys([part.root() for part in self._of.values()])
 
     def _add(self, node: Node, placement: Placement, along: _Along) -> None:
-        part, read = None, [*zip(node.inputs, placement.operands, along.operands, strict=True)]
-        places = [self._place(i, need) for i, need, is_along in read if is_along]
+        part, sums = None, self._sums
+        places = [
+            self._reduced(i, need) if i in sums and not self._is_sum(need) else i
+            for i, need in [(node.inputs[k], placement.operands[k]) for k in along.read]
+        ]
         # Sums that are added, as in layers with residuals, belong to the part of the one made last.
         for place in [max(places)] if along.adds else places:
             part = (self._of.get(place) or self._begun(place)).join(part)
         for k, i in enumerate(node.outputs):
-            if along.results[k]:
+            if along.made[k]:
                 self._of[i] = part = part or _Part()
                 if along.sums[k]:
-                    self._sums[i] = placement.results[k]
+                    sums[i] = placement.results[k]
                 elif i in self._left:
                     part.root().gathering += self._gathered(i)
-        for i, need, is_along in read:
-            if not is_along and i in self._of and i not in self._inputs:
-                self._read_whole(i, need, part or self._of[i])
+        self._read_whole(node, placement, along, part)
 
-    def _place(self, tensor: int, need: Sharding) -> int:
-        """The number in `_of` of a tensor as an op reads it."""
-        return self._reduced(tensor, need) if tensor in self._sums and not self._is_sum(need) else tensor
-
-    def _read_whole(self, tensor: int, need: Sharding, part: _Part) -> None:
-        """Count what brings a tensor together for an op that reads it as it is not along the axis."""
-        if tensor in self._sums:
-            self._reduced(tensor, need)
-        elif (tensor, need) not in self._rows:
-            self._rows.add((tensor, need))
-            part.root().reducing += self._seconds(self.homes[tensor], need, tensor)
+    def _read_whole(self, node: Node, placement: Placement, along: _Along, part: _Part | None) -> None:
+        """Count what brings tensors together that an op reads as they are not along the axis."""
+        for k in along.whole:
+            i, need = node.inputs[k], placement.operands[k]
+            if i in self._sums:
+                self._reduced(i, need)
+            elif i in self._of and i not in self._inputs and (i, need) not in self._rows:
+                self._rows.add((i, need))
+                (part or self._of[i]).root().reducing += self._seconds(self.homes[i], need, i)
 
     def _learned(self, placement: Placement) -> _Along:
         """What lies along the axis in an op's placement."""
-        operands, results = (tuple(map(self._is_along, side)) for side in (placement.operands, placement.results))
+        operands, made = (tuple(map(self._is_along, side)) for side in (placement.operands, placement.results))
         terms, sums = (tuple(map(self._is_sum, side)) for side in (placement.operands, placement.results))
-        adds = sum(operands) > 1 and (operands, results) == (terms, sums)
-        found = self._known[id(placement)] = _Along(operands, results, sums, any((*operands, *results)), adds)
+        read, whole = (tuple([k for k, is_along in enumerate(operands) if is_along == of]) for of in (True, False))
+        adds = len(read) > 1 and (operands, made) == (terms, sums)
+        found = self._known[id(placement)] = _Along(read, whole, made, sums, any((*operands, *made)), adds)
         return found
 
     def _is_along(self, sharding: Sharding) -> bool:

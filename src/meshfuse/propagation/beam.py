@@ -155,6 +155,8 @@ class Beam:
     def _more(self, kind: Kind, front: Front, entry: Sequence[OperandState]) -> int:
         """How many more placements than are asked for an op tries, as `BeamSettings.thorough` counts them."""
         more = self.search.thorough
+        if not more and not self.search.sums:
+            return 0
         if not kind.may_move:
             more = more or int(self.search.sums)
             more = more if more and _has_terms(front, entry) else 0
