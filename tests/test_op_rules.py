@@ -148,6 +148,22 @@ def test_a_sum_that_is_reduced_in_place_shares_no_memory_with_operands(
     assert not shared
 
 
+@pytest.mark.parametrize("name", sorted({name for name, _ in RUNNABLE}))
+def test_the_default_device_makes_no_difference(name: str) -> None:
+    """Whole, and on shards: what an op makes beside its operands is where these are."""
+    for sample in OPS[name].samples():
+        call = make_call(OPS[name], sample)
+        operands = operands_of(call, sample)
+        cases = list(factor_cases(OPS[name], sample))
+        ways = [parts.Sharded(call, case.mesh, case.layouts) for case in cases[:: max(len(cases) // 6, 1)]]
+        wanted = [whole(call, operands), *(way.run(operands) for way in ways)]
+        with torch.device("meta"):
+            found = [whole(call, operands), *(way.run(operands) for way in ways)]
+        for a, b in zip(found, wanted, strict=True):
+            assert (a is None) == (b is None)
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
 def test_every_op_has_samples_and_a_reference() -> None:
     assert not [name for name, op in OPS.items() if not op.samples()]
     covered = {*references.REFERENCES, *references.RANDOM, *references.NVIDIA_ONLY}

@@ -50,7 +50,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], *, timeout: flo
     RankError where ranks fail or pass different things.
     """
     team = _Team(World.current(), timeout, "save")
-    with located(caller_line()), team.turns:
+    with located(caller_line()), team.turns, torch.device("cpu"):
         folder = _folder(path)
         entries, values = team.each("reading what to save", lambda: _read_state(state))
         shards = _compared(team, entries, values)
@@ -77,7 +77,7 @@ def load(
     another dtype or shape, or two names have other values in the same memory, and RankError where ranks fail.
     """
     team = _Team(World.current(), timeout, "load")
-    with located(caller_line()), team.turns:
+    with located(caller_line()), team.turns, torch.device("cpu"):
         home = _folder(path)
         if not isinstance(wanted, (Mapping, type(None))):
             raise user_error("load: what is wanted", shown(wanted), "a dict by name, or None for all",
@@ -217,7 +217,7 @@ def _shards(
     def shard(entry: CheckpointEntry, shape: tuple[int, ...]) -> Shard:
         sharding = entry.placed(shape)
         if entry.local is None:
-            return Shard(torch.empty(0), shape, ())
+            return Shard(torch.empty(0, device="cpu"), shape, ())
         return Shard(entry.local, shape, boxes(sharding, shape, rank))
 
     return {name: shard(entry, shapes[name]) for name, entry in entries.items()}

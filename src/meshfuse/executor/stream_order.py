@@ -51,7 +51,7 @@ class _TouchedStorage:
     def touch(self, stream: str, number: int, tensor: torch.Tensor, write: bool) -> None:
         touched = self.writes if write else self.reads
         if stream not in touched:
-            touched[stream] = torch.zeros(self.size, dtype=torch.int32)
+            touched[stream] = torch.zeros(self.size, dtype=torch.int32, device="cpu")
         _bytes(touched[stream], tensor).fill_(number)
 
 

@@ -6,6 +6,7 @@ saved log-sum-exp stands for the probabilities in the backward pass as in FlashA
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -226,7 +227,7 @@ def block_attention(
     options, (runs, shape) = _options(q, dropout_p, is_causal, scale), place
     q, k, v = _widened(q), _widened(k), _widened(v)
     outs, sums, start = [], [], 0
-    for number in global_index(numbers).tolist():
+    for number in itertools.chain.from_iterable(itertools.starmap(range, numbers)):
         first, last = (min(edge * block, shape[-1]) for edge in (number, number + 1))
         here, start = slice(start, start + last - first), start + last - first
         part = ScoreBlock((*runs[:-1], ((first, last),) if last > first else ()), shape)

@@ -11,14 +11,14 @@ import torch
 from ..sharding.layout import Runs
 
 
-def global_index(index: Runs, device: Any = None) -> torch.Tensor:
+def global_index(index: Runs, device: Any) -> torch.Tensor:
     """The global indices of a dim that a rank holds, int64, from their runs."""
     if not index:
         return torch.empty(0, dtype=torch.int64, device=device)
     return torch.cat([torch.arange(a, b, device=device) for a, b in index])
 
 
-def linear_index(runs: Sequence[Runs], shape: Sequence[int], device: Any = None) -> torch.Tensor:
+def linear_index(runs: Sequence[Runs], shape: Sequence[int], device: Any) -> torch.Tensor:
     """The row-major number, in the global tensor of this shape, of every element that a rank holds."""
     out = torch.zeros((1,) * len(shape), dtype=torch.int64, device=device)
     stride = 1

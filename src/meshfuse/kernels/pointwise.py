@@ -90,7 +90,7 @@ def logical_right_shift(a: Any, b: Any) -> torch.Tensor:
 
 def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
     """`torch.where` with numbers allowed everywhere; a condition that is no boolean means "is not zero"."""
-    condition = torch.as_tensor(condition)
+    condition = condition if isinstance(condition, torch.Tensor) else torch.tensor(condition, device="cpu")
     return torch.where(condition if condition.dtype == torch.bool else condition != 0, a, b)
 
 

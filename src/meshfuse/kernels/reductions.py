@@ -14,7 +14,7 @@ def tensor_like(value: Any, like: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     dtype = like.dtype if isinstance(like, torch.Tensor) else None
-    device = like.device if isinstance(like, torch.Tensor) else None
+    device = like.device if isinstance(like, torch.Tensor) else "cpu"
     return torch.tensor(value, dtype=dtype, device=device)
 
 

@@ -21,7 +21,7 @@ class _HostDraws:
         fresh = torch.Generator().manual_seed(seed)
         if torch.equal(generator.get_state(), fresh.get_state()):
             self._count = 0
-        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
         first, self._count = self._count, self._count + ops
         return _signed(seed), first
 

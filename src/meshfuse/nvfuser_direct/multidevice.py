@@ -47,7 +47,7 @@ class DeviceMesh(core.DeviceMesh):
         return f"DeviceMesh{_braces(self.shape, list(self.ranks))}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (DeviceMesh, (torch.tensor(self.ranks).reshape(self.shape),))
+        return (DeviceMesh, (torch.tensor(self.ranks, device="cpu").reshape(self.shape),))
 
     def plain(self) -> core.DeviceMesh:
         """The same mesh as one of meshfuse's own."""
@@ -96,7 +96,7 @@ def _braces(shape: tuple[int, ...], ranks: list[int]) -> str:
 
 def of_core(mesh: core.DeviceMesh) -> DeviceMesh:
     """A mesh of meshfuse's in nvFuser's form."""
-    return DeviceMesh(torch.tensor(mesh.ranks).reshape(mesh.shape))
+    return DeviceMesh(torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape))
 
 
 class Communicator:

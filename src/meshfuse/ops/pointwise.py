@@ -99,7 +99,8 @@ def _operand_text(e: Emit, name: str, wanted: DataType) -> str:
     tensor, found = e.operand(name), e.call.type_of(name)
     if tensor is None or found is None:
         typed = name in typed_operands(e.call.op) and not any(e.call.type_of(n) for n in typed_operands(e.call.op))
-        return f"torch.tensor({e.scalar(name)}, dtype={dtype_text(wanted)})" if typed else e.scalar(name)
+        number = e.scalar(name)
+        return f"torch.tensor({number}, dtype={dtype_text(wanted)}, device='cpu')" if typed else number
     return tensor if name == "condition" else cast_text(tensor, found.dtype, wanted)
 
 

@@ -297,7 +297,7 @@ def _value(call: Call, fills: Sequence[Number]) -> Number | None:
     scope: dict[str, Any] = {"torch": torch, "F": F, "K": kernels}
     scope["OP"] = SimpleNamespace(**{call.op.name: call.op.compute})
     for name, fill, kind in zip(names, fills, call.types, strict=True):
-        scope[name] = torch.full((1,), fill, dtype=getattr(torch, kind.dtype.value))
+        scope[name] = torch.full((1,), fill, dtype=getattr(torch, kind.dtype.value), device="cpu")
     exec("\n".join(local.statements(["out"])), scope)
     value = scope["out"].item()
     return value if _is_plain(value) else None

@@ -116,7 +116,7 @@ class Probe:
 
     def _greatest(self, value: float) -> float:
         """The greatest of all ranks' values, the same on every rank."""
-        held = torch.tensor([value], dtype=torch.float64)
+        held = torch.tensor([value], dtype=torch.float64, device="cpu")
         self.everyone.all_reduce(held, "max").wait()
         return float(held[0])
 
@@ -129,8 +129,8 @@ class Probe:
             return None
         largest = 0
         for nbytes in CROSSOVER_SIZES:
-            tensor = torch.zeros(nbytes // 4)
-            stack = torch.zeros(self.world.size, nbytes // 4)
+            tensor = torch.zeros(nbytes // 4, device="cpu")
+            stack = torch.zeros(self.world.size, nbytes // 4, device="cpu")
             gathered = self._seconds(lambda t=tensor, s=stack: _gather_and_sum(self.everyone, s, t))
             ring = self._seconds(lambda t=tensor: self._ring(t).wait())
             if gathered > ring or self._is_late():
@@ -146,7 +146,7 @@ class Probe:
     @property
     def switches_at(self) -> int:
         """Bytes of the largest tensor that meshfuse reduces by an exchange over gloo."""
-        gloo: Any = self.everyone._transport(torch.zeros(1))
+        gloo: Any = self.everyone._transport(torch.zeros(1, device="cpu"))
         return gloo._exchanged_bytes
 
 

@@ -42,7 +42,9 @@ class Scratch:
         if self._bytes > KEPT and self._looked < CLOCK.now:
             self._let_go()
         self._bytes += count * dtype.itemsize
-        return torch.empty(count, dtype=dtype, pin_memory=self._pinned)
+        # Outside of inference mode: what is made inside may not be written to elsewhere.
+        with torch.inference_mode(False):
+            return torch.empty(count, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def _let_go(self) -> None:
         self._looked = CLOCK.now

@@ -26,9 +26,10 @@ def inputs_for(fd: DefinitionBuilder, seed: int = 0) -> list[Any]:
     check_int("inputs_for: seed", seed, 0, 2**63 - 1)
     generator = torch.Generator().manual_seed(seed)
     limits = dict(_index_limits(fd))
-    return [
-        _values(fd, ref, limits, generator) if isinstance(ref, TensorRef) else _scalar(fd, ref) for ref in fd.inputs
-    ]
+    with torch.device("cpu"):
+        return [
+            _values(fd, ref, limits, generator) if isinstance(ref, TensorRef) else _scalar(fd, ref) for ref in fd.inputs
+        ]
 
 
 def _scalar(fd: DefinitionBuilder, ref: Any) -> Any:

@@ -74,7 +74,7 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
         if found is None or found < low or (high is not None and found > high):
             raise user_error(f"check_op: {name}", shown(value), f"an int >= {low}{f', at most {high}' if high else ''}",
                              "Leave it out, or pass one.", caller_line())  # fmt: skip
-    with _one_thread(), _told(op), located(caller_line()):
+    with _one_thread(), _told(op), located(caller_line()), torch.device("cpu"):
         given = list(op.samples() if samples is None else samples)
         assert given, f"{op.name}: no samples\n  what to do Give samples=[mf.Sample((mf.TensorType(...), ...)), ...]."
         _check(op, given, max_examples, max_ranks)

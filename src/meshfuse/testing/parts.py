@@ -110,11 +110,11 @@ class _Collected:
 
     def assembled(self) -> torch.Tensor:
         dtype = torch_dtype(self.kind)
-        out = torch.zeros(self.kind.shape, dtype=torch.int64 if dtype == torch.uint64 else dtype)
-        written = torch.zeros(self.kind.shape, dtype=torch.int64)
+        out = torch.zeros(self.kind.shape, dtype=torch.int64 if dtype == torch.uint64 else dtype, device="cpu")
+        written = torch.zeros(self.kind.shape, dtype=torch.int64, device="cpu")
         for index, part in self.parts.items():
             if part.numel() or not self.kind.shape:
-                grid = torch.meshgrid(*[torch.tensor(i) for i in index], indexing="ij") if index else ()
+                grid = torch.meshgrid(*[torch.tensor(i, device="cpu") for i in index], indexing="ij") if index else ()
                 out[grid], written[grid] = part.to(out.dtype), written[grid] + 1
         if not bool((written == 1).all()):
             place = tuple((written != 1).nonzero()[0].tolist())
@@ -170,7 +170,7 @@ class Sharded:
             ]
             sizes = [self.rule.factors[f].size for f in factors]
             kept = [i for i in range(n) if all(d in p for d, p in zip(radix(i, sizes), parts, strict=True))]
-            out.append(torch.tensor(kept, dtype=torch.int64))
+            out.append(torch.tensor(kept, dtype=torch.int64, device="cpu"))
         return out
 
     def run(self, operands: Sequence[torch.Tensor], salt: int = SALT) -> list[torch.Tensor] | None:
