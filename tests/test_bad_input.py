@@ -500,3 +500,24 @@ def test_a_class_has_its_own_errors_and_a_second_class_above(above: type) -> Non
     fd = type("Below", (middle,), {"__init__": lambda self: middle.__init__(self)})()
     fd.add_output(fd.ops.relu(fd.define_tensor([8, 16])))
     assert fd.width == 3 and torch.equal(fd.simulate([X])[0], X)
+
+
+@pytest.mark.parametrize("above", [mf.FusionDefinition, nv.FusionDefinition])
+def test_a_script_keeps_nothing_under_a_name_that_is_the_definitions_own(above: type) -> None:
+    """Whatever it is: it would be taken for the definition's state, or hide a method."""
+    made, settable = above(), {"max_memory", "max_wire", "fec", "ke"}
+    names = {name for name in (*vars(made), *dir(above)) if not name.startswith("_")} - settable
+    assert {"inputs", "nodes", "history", "annotations", "execute", "mesh_split"} <= names
+    for name in sorted(names):
+        for value in (3, [1, 2], [made.define_tensor([2])], None):
+            raises(f"fd.{name} = ...: found a name that", lambda n=name, v=value: setattr(above(), n, v))
+
+
+def test_a_script_may_put_its_own_in_the_place_of_a_method_and_of_what_its_class_has() -> None:
+    class Model(mf.FusionDefinition):
+        size = 3  # type: ignore[assignment]
+
+    fd = Model()
+    fd.size, fd.width = 4, 5  # type: ignore[attr-defined]
+    fd.execute = lambda *given: given  # type: ignore[method-assign]
+    assert (fd.size, fd.width, fd.execute(1)) == (4, 5, (1,))  # type: ignore[attr-defined]

@@ -99,7 +99,7 @@ class FusionDefinition(PlannedDefinition):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Scripts keep tensors as attributes. Raises DefinitionError for a name that the definition itself uses."""
-        check_attribute(name, value, self._state, caller_line)
+        check_attribute(type(self), self._state, name, value, caller_line)
         super().__setattr__(name, value)
 
     def __init_subclass__(cls) -> None:

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
-
 from ..errors import SourceLine, caller_line, user_error
-from .tensor_view import TensorView, Val
+
+_OURS = __name__.partition(".")[0]
 
 
-def check_attribute(name: str, value: Any, own: Collection[str], where: Callable[[], SourceLine]) -> None:
-    """Raises DefinitionError where a script stores tensors or scalars under one of the definition's own names.
+# What a script may set of a definition that is there: bounds, to numbers or None, and what nvFuser's has.
+_BOUNDS, _NVFUSERS = {"max_memory", "max_wire"}, {"fec", "ke"}
 
-    That is tensors of the definition or of numbers, such as `fd.inputs = [torch.ones(2)]`.
+
+def check_attribute(kind: type, own: Collection[str], name: str, value: Any, where: Callable[[], SourceLine]) -> None:
+    """Raises DefinitionError where a script stores something under one of the definition's own names.
+
+    `kind` is the definition's class, `own` the names of its state. A script may put a function in a method's place.
     """
-    if name in own and _is_of_script(value):
+    if not (name in own or (hasattr(kind, name) and not callable(value))) or _is_settable(name, value):
+        return
+    setter = sys._getframe(2).f_globals.get("__name__", "")
+    if setter.partition(".")[0] != _OURS and not _is_declared(kind, name):
         raise user_error(
-            f"fd.{name} = ...", "a name that meshfuse's definitions keep their own state under", "any other name",
-            f"Write fd.{name}_ = ..., or use a variable.", where(),
+            f"fd.{name} = ...", "a name that meshfuse's definitions keep their own state or methods under",
+            "any other name", f"Write fd.{name}_ = ..., or use a variable.", where(),
         )  # fmt: skip
 
 
-def _is_of_script(value: Any) -> bool:
-    listed = list(value.values()) if isinstance(value, dict) else value
-    first = listed[0] if isinstance(listed, (list, tuple)) and listed else value
-    return isinstance(first, (TensorView, Val, torch.Tensor))
+def _is_settable(name: str, value: Any) -> bool:
+    return name in _NVFUSERS or (name in _BOUNDS and (value is None or isinstance(value, int | float)))
+
+
+def _is_declared(kind: type, name: str) -> bool:
+    """Whether a script's class has the name, as a default or a property of its own."""
+    holder = next((above for above in kind.__mro__ if name in vars(above)), None)
+    return holder is not None and holder.__module__.partition(".")[0] != _OURS
 
 
 def calling_ours(init: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ import torch
 from ..sharding.layout import Runs
 
 
-def global_index(index: Runs, device: Any) -> torch.Tensor:
+def global_index(index: Runs, device: Any = "cpu") -> torch.Tensor:
     """The global indices of a dim that a rank holds, int64, from their runs."""
     if not index:
         return torch.empty(0, dtype=torch.int64, device=device)

@@ -150,17 +150,22 @@ def _no_store(scene: Scene) -> tuple[tuple[int, ...], str]:
 
 
 SAME_PROGRAM = "Make every rank run the same definition with the same shapes; let nothing in it depend on the rank."
+# So many letters of a value are shown, so many of them before the first in which values differ.
+_SHOWN, _BEFORE = 80, 20
 
 
 def disagreement(what: str, values: Sequence[str], ranks: Sequence[int], do: str = SAME_PROGRAM) -> RankError:
     """The error of `ranks` that were given different `values`: which rank has which.
 
-    Of values with several lines only the first line that differs is shown. `do` is the advice.
+    Of values with several lines only the first line that differs is shown, and of long lines where they first differ.
+    `do` is the advice.
     """
     by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, _first_difference(values), strict=True):
         by_value.setdefault(value, []).append(rank)
-    have = "; ".join(f"{_ranks(members)} {_shorten(value)}" for value, members in by_value.items())
+    alike = len(os.path.commonprefix([*by_value]))
+    start = alike - _BEFORE if alike > _SHOWN - _BEFORE else 0
+    have = "; ".join(f"{_ranks(members)} {_shorten(value, start)}" for value, members in by_value.items())
     return RankError(f"ranks disagree on {what}: found {have}, needed one value on all of them. {do}")
 
 
@@ -174,8 +179,9 @@ def _ranks(members: Sequence[int]) -> str:
     return f"{'rank' if len(members) == 1 else 'ranks'} {', '.join(map(str, members))}"
 
 
-def _shorten(value: str) -> str:
-    return repr(value if len(value) <= 80 else value[:77] + "...")
+def _shorten(value: str, start: int) -> str:
+    cut = f"...{value[start:]}" if start else value
+    return repr(cut if len(cut) <= _SHOWN else cut[: _SHOWN - 3] + "...")
 
 
 def seconds_since(start: float) -> float:
