@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -339,6 +341,35 @@ def test_what_one_backend_cannot_compile_another_does(monkeypatch):
     assert "inductor  compiled; nvfuser: no nvfuser for segment_0 " in table(Taking)
     row = table(Refusing)
     assert "eager    inductor: no inductor for segment_0; nvfuser: no nvfuser for segment_0 " in row
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_may_run_what_another_compiles(threads, monkeypatch):
+    """One of them compiles, once; the others run the text meanwhile."""
+    made, started = [], threading.Event()
+
+    class Slow:
+        def prepare(self, task):
+            made.append(task.kernel.name)
+            started.set()
+            time.sleep(0.05)
+            return task.eager
+
+    monkeypatch.setitem(assignment.MAKERS, "inductor", Slow)
+    x, found = torch.linspace(-1, 1, 16).reshape(4, 4), []
+    with mf.FusionDefinition() as fd:
+        fd.add_output(fd.ops.relu(fd.ops.mul(fd.define_tensor([4, 4]), 1.0)))
+
+    def work():
+        found.extend(torch.equal(fd.execute([x], backend="inductor")[0], x.relu()) for _ in range(5))
+
+    others = [threading.Thread(target=work) for _ in range(threads)]
+    for thread in others:
+        thread.start()
+        started.wait(5)  # The rest come while the first one compiles.
+    for thread in others:
+        thread.join(60)
+    assert found == [True] * 5 * threads and len(made) == len(set(made)) == 1
 
 
 def test_named_backends_compile_all_before_the_first_call():

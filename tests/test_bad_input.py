@@ -246,7 +246,7 @@ CALLS: list[tuple[str, Any]] = [
     ("is not dense: found a nested tensor, needed torch.strided", [nested(), 1]),
     ("arguments on different devices", [X, 1]),
     *[("argument 1, scalar s0: found", [X, v]) for v in ("a", None, X, 2.5, 2j, float("nan"), X[0, 0].to("meta"))],
-    ("a number is too large", [X, 2**80]),
+    ("argument 1, scalar s0: found 1208925819614629174706176, needed an int of 64 bits", [X, 2**80]),
 ]  # fmt: skip
 
 

@@ -275,9 +275,9 @@ def _strangers() -> Iterator[Fault]:
         "cannot reach the store of its job|cannot finish|timed out",
     )
     yield Fault("port in use", "variables", absent, says, stall=STALL, env=limit, port_taken=True)
-    said = ("the address of rank 0 cannot be looked up: found no.such.host.invalid",)
-    address = {"MASTER_ADDR": "no.such.host.invalid"}
-    yield Fault("an address that is not there", "variables", absent, said, env=limit | address)
+    for kind, name in (("that is not there", "no.such.host.invalid"), ("that is no name", ".cluster.local")):
+        said, address = (f"the address of rank 0 cannot be looked up: found {name}",), {"MASTER_ADDR": name}
+        yield Fault(f"an address {kind}", "variables", absent, said, env=limit | address)
     said = ("ranks disagree on the size of their world",)
     yield Fault(
         "another world size", "variables", absent, said, stall=STALL, env=limit, others={1: {"WORLD_SIZE": "4"}}

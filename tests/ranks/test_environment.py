@@ -31,6 +31,22 @@ def test_torchrun():
     assert not place.one_host
 
 
+def test_torchrun_in_a_rank_of_meshfuse_run():
+    """Its ranks inherit the store of the outer job, which is not theirs."""
+    outer = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": "4000",
+        "MESHFUSE_STORE_PORT": "4001",
+        "MESHFUSE_STORE_FD": "5",
+    }
+    place = read_environment(outer)
+    assert (place.source, place.port, place.listen_fd, place.agent_store) == ("meshfuse run", 4001, 5, False)
+    inner = {"MASTER_PORT": "4711", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place = read_environment(outer | inner)
+    assert (place.source, place.port, place.listen_fd, place.agent_store) == ("torchrun", 4711, None, True)
+
+
 def test_bare_variables_are_one_host():
     place = read_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "4711"})
     assert (place.local_rank, place.local_size, place.address, place.one_host) == (1, 2, "127.0.0.1", True)

@@ -214,17 +214,16 @@ def _checked_scalar(fd: DefinitionBuilder, place: int, number: int, value: Any, 
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         with contextlib.suppress(RuntimeError):  # a tensor on the meta device has no number
             value = value.item()
-    value, dtype = plain_number(value), fd.scalars[number].dtype
-    if not isinstance(value, (bool, int, float, complex)) or not number_fits(value, dtype):
-        found = repr(value) if isinstance(value, (bool, int, float, complex)) else f"a {type(value).__name__}"
-        raise user_error(
-            f"argument {place}, scalar s{number}",
-            found,
-            f"a number that {dtype.name} holds",
-            "Pass a Python number.",
-            line,
-            ArgumentError,
-        )
+    dtype, fits = fd.scalars[number].dtype, True
+    try:
+        value = plain_number(value)
+    except DefinitionError:  # an int of more than 64 bits
+        fits = False
+    if not fits or not isinstance(value, (bool, int, float, complex)) or not number_fits(value, dtype):
+        found = shown(value) if isinstance(value, (bool, int, float, complex)) else f"a {type(value).__name__}"
+        needed = f"a number that {dtype.name} holds" if fits else "an int of 64 bits, or a float"
+        what = f"argument {place}, scalar s{number}"
+        raise user_error(what, found, needed, "Pass a Python number.", line, ArgumentError)
     return python_cast(value, dtype)
 
 

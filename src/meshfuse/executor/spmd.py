@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
 from types import FrameType
@@ -127,7 +128,7 @@ class RankProgram:
     ):  # fmt: skip
         self.world, self.device, self._source, self._backend = world, device, source, backend
         self.step, self.running, self._phase, self._gathered = 0, False, _Phase.OVER, 0
-        self._capture = capture
+        self._capture, self._compiling = capture, threading.Lock()
         self._renew, self._renewal = renew, RENEWED if compiled.taken_from is not None else None
         with world.turns:
             self._bind(compiled)
@@ -199,8 +200,12 @@ class RankProgram:
             self.world.begin(self, self._numbers(arguments) if self._scalars else "")
             if not self.active:
                 return self._told([None] * len(self.compiled.graph.outputs))
-            if self._due is not None and before >= self._due:
-                self._compile(arguments, seed, offset)
+            # Threads of a process without peers, and functions of ops, may run the program while it is being compiled.
+            if self._due is not None and before >= self._due and self._compiling.acquire(blocking=False):
+                try:
+                    self._compile(arguments, seed, offset)
+                finally:
+                    self._compiling.release()
             if self._recorder is not None:
                 self._recorder.watch(self.bound.scope, self.program)
             self._phase = _Phase.RUNNING
@@ -238,8 +243,10 @@ class RankProgram:
         """Compile the segments, all ranks one segment at a time, so that no rank waits long for another's compiler.
 
         An extra execution with the same random numbers first finds the arguments of each segment. Where an error ends
-        that execution, the next call compiles.
+        that execution, the next call compiles. Nothing where another thread has just done it.
         """
+        if self._due is None:
+            return
         with self.segments.recorded(), kernel_errors(self.bound, self.program):
             self._main(*arguments, seed, offset)
         self._phase = _Phase.COMPILING

@@ -108,7 +108,7 @@ class Factor:
     reduce: str = "sum"
 
 
-# For every dim of a tensor the factors that it is made of, major to minor; () for a dim of size 1.
+# For every dim of a tensor the factors that it is made of, major to minor; () for a dim of size 1 that is repeated.
 DimFactors = tuple[tuple[int, ...], ...]
 
 
@@ -145,9 +145,11 @@ class RuleBuilder:
         self._factors: list[Factor] = []
 
     def factor(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
-        """A new factor. () for size 1, where there is nothing to shard; a blocked factor is made at any size."""
-        if size == 1 and kind is not FactorKind.BLOCK:
-            return ()
+        """A new factor of a dim. () for size 1, where there is nothing to shard; a blocked one is made at any size."""
+        return () if size == 1 and kind is not FactorKind.BLOCK else self.dim(size, kind, reduce)
+
+    def dim(self, size: int, kind: FactorKind = FactorKind.PASS, reduce: str = "sum") -> tuple[int, ...]:
+        """A new factor that is all of a dim, of whatever size: the only row of a batch may lie on one rank of many."""
         self._factors.append(Factor(size, kind, reduce))
         return (len(self._factors) - 1,)
 
@@ -167,7 +169,7 @@ class RuleBuilder:
         reduce: str = "sum",
     ) -> DimFactors:
         """A new factor for every dim: of this kind for the dims in `chosen`, pass-through for the others."""
-        return tuple(self.factor(n, kind, reduce) if d in chosen else self.factor(n) for d, n in enumerate(shape))
+        return tuple(self.dim(n, kind, reduce) if d in chosen else self.dim(n) for d, n in enumerate(shape))
 
     def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
         """The rule in which the dims of operands and results are made of these factors."""

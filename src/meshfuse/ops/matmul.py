@@ -45,8 +45,8 @@ def _matmul_rule(call: Call) -> Rule:
     kept = int(a.ndim > 1) + int(b.ndim > 1)
     batch_shape = result[: len(result) - kept]
     batch = builder.dims(batch_shape)
-    rows = (builder.factor(a.shape[-2]),) if a.ndim > 1 else ()
-    columns = (builder.factor(b.shape[-1]),) if b.ndim > 1 else ()
+    rows = (builder.dim(a.shape[-2]),) if a.ndim > 1 else ()
+    columns = (builder.dim(b.shape[-1]),) if b.ndim > 1 else ()
     inner = builder.reduction(a.shape[-1])
     left = (*aligned_dims(a.shape[:-2], batch_shape, batch), *rows, inner)
     right = (*aligned_dims(b.shape[:-2], batch_shape, batch), inner, *columns)

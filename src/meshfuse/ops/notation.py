@@ -106,7 +106,7 @@ class Notation:
             if f.rstrip("0123456789") + _STAR in blocked or f in blocked:
                 made[f] = builder.blocked(sizes[f])
             else:
-                made[f] = builder.factor(sizes[f]) if f in kept else builder.reduction(sizes[f], reduce)
+                made[f] = builder.dim(sizes[f]) if f in kept else builder.reduction(sizes[f], reduce)
         sides = [
             [tuple(tuple(i for f in dim.factors for i in made[f]) for dim in dims) for dims in side]
             for side in (self.operands, self.results)

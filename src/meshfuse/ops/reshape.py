@@ -71,6 +71,16 @@ def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[in
     return groups
 
 
+def _ones(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of dims of size 1 that have as many elements before them, before and after: [1, 6, 4] -> [1, 24]."""
+    left, right = ([(math.prod(shape[:d]), d) for d, n in enumerate(shape) if n == 1] for shape in (a, b))
+    found = list[tuple[int, int]]()
+    for place, d in left:
+        same = [new for before, new in right if before == place and new not in [taken for _, taken in found]]
+        found += [(d, same[0])] if same else []
+    return found
+
+
 class _Matcher:
     """The factors of one group of dims before and after.
 
@@ -131,6 +141,8 @@ def reshape_rule(call: Call) -> Rule:
             left[d] = factors
         for d, factors in zip(new_dims, matched[1], strict=True):
             right[d] = factors
+    for d, new in _ones(before, after):
+        left[d] = right[new] = builder.dim(1)
     operand, result = tuple(left), tuple(right)
     return builder.build([operand], [result])
 

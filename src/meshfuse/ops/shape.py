@@ -11,7 +11,6 @@ from .base import (
     Call,
     DimFactors,
     Emit,
-    FactorKind,
     OpDef,
     Param,
     ParamKind,
@@ -129,7 +128,9 @@ def _squeeze_infer(call: Call) -> tuple[TensorType, ...]:
 
 def _squeeze_rule(call: Call) -> Rule:
     builder, dims, shape = RuleBuilder(), _squeezed(call), call.types[0].shape
-    operand = builder.dims(shape, [d for d in dims if shape[d] > 1], FactorKind.BLOCK)
+    operand = tuple(
+        builder.dim(n) if d not in dims else builder.blocked(n) if n > 1 else () for d, n in enumerate(shape)
+    )
     return builder.build([operand], [tuple(f for d, f in enumerate(operand) if d not in dims)])
 
 

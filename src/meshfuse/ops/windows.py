@@ -92,7 +92,7 @@ def _windowed(builder: RuleBuilder, whole: int, start: int, size: int) -> tuple[
     window = windows_of(whole, start, size)
     if window is None:
         return builder.blocked(whole), builder.blocked(size)
-    inside = builder.factor(size)
+    inside = builder.dim(size) if size == whole else builder.factor(size)
     return (*(builder.blocked(window[0]) if window[0] > 1 else ()), *inside), inside
 
 
@@ -302,7 +302,7 @@ def _cat_rule(call: Call) -> Rule:
             builder.blocked(call.results[0].shape[dim]),
             [builder.blocked(t.shape[dim]) for t in call.types],
         )
-    shared = {d: builder.factor(n) for d, n in enumerate(call.results[0].shape) if d != dim}
+    shared = {d: builder.dim(n) for d, n in enumerate(call.results[0].shape) if d != dim}
     tensors = [tuple(shared.get(d, part) for d in range(call.types[0].ndim)) for part in (*parts, joined)]
     return builder.build(tensors[:-1], tensors[-1:])
 

@@ -163,7 +163,7 @@ def disagreement(what: str, values: Sequence[str], ranks: Sequence[int], do: str
     by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, _first_difference(values), strict=True):
         by_value.setdefault(value, []).append(rank)
-    alike = len(os.path.commonprefix([*by_value]))
+    alike = next((i for i, letters in enumerate(itertools.zip_longest(*by_value)) if len({*letters}) > 1), 0)
     start = alike - _BEFORE if alike > _SHOWN - _BEFORE else 0
     have = "; ".join(f"{_ranks(members)} {_shorten(value, start)}" for value, members in by_value.items())
     return RankError(f"ranks disagree on {what}: found {have}, needed one value on all of them. {do}")

@@ -101,7 +101,8 @@ def time_limit(env: Mapping[str, str] = os.environ) -> float:
 def _torchrun(env: Mapping[str, str]) -> Environment:
     size = _number(env, "WORLD_SIZE")
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ours = "MESHFUSE_STORE_PORT" in env
+    # A torchrun inside of a rank of `meshfuse run` gives its ranks that one's variables, too.
+    ours = "MESHFUSE_STORE_PORT" in env and not agent
     return Environment(
         source="meshfuse run" if ours else TORCHRUN if "TORCHELASTIC_RUN_ID" in env else "RANK/WORLD_SIZE",
         rank=_number(env, "RANK"),
@@ -112,8 +113,8 @@ def _torchrun(env: Mapping[str, str]) -> Environment:
         port=_number(env, "MESHFUSE_STORE_PORT") if ours else _port(env),
         attempt=f"{env.get('TORCHELASTIC_RUN_ID', 'job')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         restarts=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
-        agent_store=agent and not ours,
-        listen_fd=_number(env, "MESHFUSE_STORE_FD") if env.get("MESHFUSE_STORE_FD") else None,
+        agent_store=agent,
+        listen_fd=_number(env, "MESHFUSE_STORE_FD") if ours and env.get("MESHFUSE_STORE_FD") else None,
     )
 
 

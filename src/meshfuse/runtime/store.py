@@ -59,7 +59,7 @@ def _check_address(place: Environment, limit: float) -> None:
         return
     try:
         bounded(limit, lambda: socket.getaddrinfo(place.address, place.port))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UnicodeError) as error:
         raise user_error(
             "the address of rank 0 cannot be looked up",
             f"{place.address} ({getattr(error, 'strerror', None) or error})",

@@ -12,6 +12,9 @@ from types import CodeType
 from ..errors import ArgumentError, MeshfuseError, RankError, caller_line, user_error
 from ..kernels.user_functions import comes_from_a_function
 
+# Seconds that a thread which executes has, at the interpreter's exit, to end.
+_MOMENT = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class _LeftOff:
@@ -43,6 +46,7 @@ class Turns:
         self._lock = threading.RLock()
         self._inside: list[CodeType] = []  # what has entered, of the thread that has the lock
         self._left: _LeftOff | None = None
+        self._thread = 0  # that entered last
         if not self._alone:
             os.register_at_fork(after_in_child=self._forked)
 
@@ -62,6 +66,7 @@ class Turns:
                 "Let the handler note that it was called, and look at the note between calls.",
             )  # fmt: skip
         self._inside.append(caller.f_code)
+        self._thread = threading.get_ident()
 
     def _mixed_up(self, wrong: str, found: str, do: str) -> MeshfuseError:
         """The error of a call at a place that is another one on each rank; no call follows it."""
@@ -93,14 +98,19 @@ class Turns:
     def end(self, seconds: float) -> bool:
         """Refuse all further calls: this rank is about to tell the others that it is done.
 
-        Returns whether the call that another thread is in has ended within so many seconds.
+        Returns whether the call that another thread is in has ended within so many seconds. That thread has a moment to
+        end by the error of the next one: a daemon that is in torch when the interpreter goes ends the process.
         """
         self._left = _LeftOff(
             f"a call to {self.doing} at the interpreter's exit", wrong="this rank has left its job",
             needed="all of them before",
             do="Register functions that do so with atexit after meshfuse is first used: the last one runs first.",
         )  # fmt: skip
-        return self._lock.acquire(timeout=seconds)
+        ended = self._lock.acquire(timeout=seconds)
+        other = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
+        if ended and other not in (None, threading.current_thread()):
+            other.join(_MOMENT)
+        return ended
 
     def leave_off(self, where: str, ranks: Sequence[int], error: BaseException) -> None:
         """Note that an error has ended an execution of `ranks` at `where`, before its last communication."""

@@ -109,8 +109,7 @@ class World:
         """
         if cls._current is None or (cls._current.place.source == "none" and _in_default_group()):
             with located(caller_line()):
-                place, limit = _place(), time_limit()
-            cls._current = World(place, limit)
+                cls._current = World(_place(), time_limit())
         return cls._current
 
     def check_number(self, line: SourceLine) -> None:
