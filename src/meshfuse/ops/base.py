@@ -168,8 +168,11 @@ class RuleBuilder:
         kind: FactorKind = FactorKind.PASS,
         reduce: str = "sum",
     ) -> DimFactors:
-        """A new factor for every dim: of this kind for the dims in `chosen`, pass-through for the others."""
-        return tuple(self.dim(n, kind, reduce) if d in chosen else self.dim(n) for d, n in enumerate(shape))
+        """A new factor for every dim: of this kind for the dims in `chosen`, pass-through for the others.
+
+        A chosen dim of size 1 has none: there is nothing to reduce.
+        """
+        return tuple(self.factor(n, kind, reduce) if d in chosen else self.dim(n) for d, n in enumerate(shape))
 
     def build(self, operands: Sequence[DimFactors], results: Sequence[DimFactors]) -> Rule:
         """The rule in which the dims of operands and results are made of these factors."""
