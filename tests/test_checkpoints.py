@@ -238,6 +238,10 @@ CALLS = {
     "'w': found torch.sparse_coo": lambda path: mf.save(path, {"w": SPARSE}),
     "'w': found a meta tensor": lambda path: mf.save(path, {"w": META}),
     "'w': found a quantized tensor, torch.quint8": lambda path: mf.save(path, {"w": QUANTIZED}),
+    "'w': found a tensor of torch.bits8, needed a dtype with numbers": lambda path: mf.save(
+        path, {"v": torch.ones(2), "w": torch.zeros(4, dtype=torch.uint8).view(torch.bits8)}
+    ),
+    "'w': found an int of 16610 bits, needed one of 14000 at most": lambda path: mf.save(path, {"w": 10**5000}),
     "'w': found a storage of 0 bytes, freed by its owner, needed": lambda path: mf.save(path, {"w": freed()}),
     "the folder: found '\\ud800'": lambda path: mf.save("\ud800", {"w": ONE}),
     "the folder: found 'a\\ud800'": lambda path: mf.load("a\ud800"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ from ..sharding import layout as lay
 from ..sharding.value import Sharding
 
 _PLAIN = (int, float, str, bool, type(None))
+# Longer ones than Python writes as text, which has at least so many bits.
+_LONGEST_INT = 14_000
+# Dtypes of which torch has the name and the size, and no numbers.
+_NAMES_ALONE = re.compile(r"torch\.(bits\w+|u?int[1-7])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,11 @@ def wrong(name: str, found: str, needed: str, do: str = "") -> MeshfuseError:
 
 def is_plain(value: Any) -> bool:
     """Whether a value is stored as it is, and not as a tensor."""
-    return isinstance(value, _PLAIN)
+    return isinstance(value, _PLAIN) and not _is_too_long(value)
+
+
+def _is_too_long(value: Any) -> bool:
+    return isinstance(value, int) and value.bit_length() > _LONGEST_INT
 
 
 def to_save(name: str, value: Any) -> CheckpointEntry:
@@ -65,6 +74,8 @@ def to_save(name: str, value: Any) -> CheckpointEntry:
         local, sharding, *shape = value
         given = _sizes(name, shape[0]) if shape else None
         return CheckpointEntry(name, None if local is None else _dense(name, local), sharding, given)
+    if _is_too_long(value):
+        raise wrong(name, f"an int of {value.bit_length()} bits", f"one of {_LONGEST_INT} at most", "Save it in parts.")
     raise wrong(
         name, type(value).__name__, "a tensor, a DTensor, (shard, sharding), (shard, sharding, global shape), or a "
         "number, text or None", "Pass one of these.",
@@ -76,6 +87,8 @@ def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
         found = "a nested tensor" if tensor.is_nested else "a meta tensor" if tensor.is_meta else str(tensor.layout)
         raise wrong(name, found, "a dense tensor with its elements", "Convert it, with t.to_dense() for one.")
+    if _NAMES_ALONE.fullmatch(str(tensor.dtype)):
+        raise wrong(name, f"a tensor of {tensor.dtype}", "a dtype with numbers", "Save its bytes: t.view(torch.uint8).")
     if tensor.is_quantized:  # torch writes, and cannot read, its elements without their scale
         raise wrong(name, f"a quantized tensor, {tensor.dtype}", "a tensor of numbers", "Save t.dequantize().")
     if tensor.numel() and not tensor.untyped_storage().nbytes():  # such as a weight that FSDP has put away

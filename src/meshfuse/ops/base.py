@@ -170,7 +170,7 @@ class RuleBuilder:
     ) -> DimFactors:
         """A new factor for every dim: of this kind for the dims in `chosen`, pass-through for the others.
 
-        A chosen dim of size 1 has none: there is nothing to reduce.
+        A dim of size 1 that is reduced has none: there is nothing to reduce.
         """
         return tuple(self.factor(n, kind, reduce) if d in chosen else self.dim(n) for d, n in enumerate(shape))
 
