@@ -277,15 +277,15 @@ def test_a_report_says_all_that_is_needed_and_is_the_smallest() -> None:
         check_op(wrong, samples=[mf.Sample((tensor(4, 6), tensor(3, 6)))])
     *lines, advice = str(caught.value).splitlines()
     assert lines == REPORT.splitlines()
-    assert advice.startswith("  what to do The rule says that the op works on parts of a alone. If it needs")
+    assert advice.startswith("  what to do The rule says that the op works on parts of c alone. If it needs")
 
 
 REPORT = """\
 linear: the factor rule does not hold
   call       linear(input: Double[1, 2], weight: Double[1, 2], bias=None) -> Double[1, 1]
-  rule       1 a, 1 a -> 1 1
+  rule       a c, b c -> a b
   mesh       DeviceMesh((2,), ('x',))
-  sharded    factor a (pass-through, size 2; dim 1 of input, dim 1 of weight) as [x]
+  sharded    factor c (pass-through, size 2; dim 1 of input, dim 1 of weight) as [x]
   operands   [-, x], [-, x]
   results    [-, -]
   rank       1

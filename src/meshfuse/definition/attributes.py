@@ -17,16 +17,17 @@ _BOUNDS, _NVFUSERS = {"max_memory", "max_wire"}, {"fec", "ke"}
 
 
 def check_attribute(kind: type, own: Collection[str], name: str, value: Any, where: Callable[[], SourceLine]) -> None:
-    """Raises DefinitionError where a script stores something under one of the definition's own names.
+    """Raises DefinitionError where a script stores something under a name of the definition's state or properties.
 
-    `kind` is the definition's class, `own` the names of its state. A script may put a function in a method's place.
+    `kind` is the definition's class, `own` the names of its state. What nothing but a script calls, such as `grad`, it
+    may have for itself.
     """
-    if not (name in own or (hasattr(kind, name) and not callable(value))) or _is_settable(name, value):
+    if not (name in own or isinstance(getattr(kind, name, None), property)) or _is_settable(name, value):
         return
     setter = sys._getframe(2).f_globals.get("__name__", "")
     if setter.partition(".")[0] != _OURS and not _is_declared(kind, name):
         raise user_error(
-            f"fd.{name} = ...", "a name that meshfuse's definitions keep their own state or methods under",
+            f"fd.{name} = ...", "a name that meshfuse's definitions keep their own state under",
             "any other name", f"Write fd.{name}_ = ..., or use a variable.", where(),
         )  # fmt: skip
 

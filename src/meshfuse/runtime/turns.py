@@ -46,7 +46,6 @@ class Turns:
         self._lock = threading.RLock()
         self._inside: list[CodeType] = []  # what has entered, of the thread that has the lock
         self._left: _LeftOff | None = None
-        self._thread = 0  # that entered last
         if not self._alone:
             os.register_at_fork(after_in_child=self._forked)
 
@@ -66,7 +65,6 @@ class Turns:
                 "Let the handler note that it was called, and look at the note between calls.",
             )  # fmt: skip
         self._inside.append(caller.f_code)
-        self._thread = threading.get_ident()
 
     def _mixed_up(self, wrong: str, found: str, do: str) -> MeshfuseError:
         """The error of a call at a place that is another one on each rank; no call follows it."""
@@ -106,11 +104,18 @@ class Turns:
             needed="all of them before",
             do="Register functions that do so with atexit after meshfuse is first used: the last one runs first.",
         )  # fmt: skip
+        others = [thread for thread in threading.enumerate() if self._is_in(thread)]
         ended = self._lock.acquire(timeout=seconds)
-        other = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
-        if ended and other not in (None, threading.current_thread()):
-            other.join(_MOMENT)
+        for thread in others if ended else ():
+            thread.join(_MOMENT)
         return ended
+
+    def _is_in(self, thread: threading.Thread) -> bool:
+        """Whether another thread is in a call that has entered."""
+        frame = sys._current_frames().get(thread.ident or 0)
+        while frame is not None and frame.f_code not in self._inside:
+            frame = frame.f_back
+        return frame is not None and thread is not threading.current_thread()
 
     def leave_off(self, where: str, ranks: Sequence[int], error: BaseException) -> None:
         """Note that an error has ended an execution of `ranks` at `where`, before its last communication."""

@@ -109,7 +109,8 @@ class World:
         """
         if cls._current is None or (cls._current.place.source == "none" and _in_default_group()):
             with located(caller_line()):
-                cls._current = World(_place(), time_limit())
+                place, limit = _place(), time_limit()
+            cls._current = World(place, limit)
         return cls._current
 
     def check_number(self, line: SourceLine) -> None:
