@@ -18,17 +18,9 @@ import meshfuse as mf
 pytestmark = pytest.mark.ranks
 
 
-def _both() -> contextlib.ExitStack:
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.device("meta"))
-    stack.enter_context(torch.inference_mode())
-    return stack
-
-
 MODES: dict[str, Callable[[], Any]] = {
     "a default device": lambda: torch.device("meta"),
     "inference": torch.inference_mode,
-    "both": _both,
 }
 
 
