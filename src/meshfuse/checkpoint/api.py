@@ -217,7 +217,7 @@ def _shards(
     def shard(entry: CheckpointEntry, shape: tuple[int, ...]) -> Shard:
         sharding = entry.placed(shape)
         if entry.local is None:
-            return Shard(torch.empty(0, device="cpu"), shape, ())
+            return Shard(torch.empty(0), shape, ())
         return Shard(entry.local, shape, boxes(sharding, shape, rank))
 
     return {name: shard(entry, shapes[name]) for name, entry in entries.items()}

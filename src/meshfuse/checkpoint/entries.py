@@ -134,7 +134,7 @@ def to_load(name: str, wanted: Any, dtype: torch.dtype, shape: tuple[int, ...], 
         if sharding is not None and rank not in sharding.mesh:
             return entry
         local = shape if sharding is None else sharding.local_shape(shape, rank)
-        return CheckpointEntry(name, torch.empty(local, dtype=dtype, device="cpu"), wanted, shape)
+        return CheckpointEntry(name, torch.empty(local, dtype=dtype), wanted, shape)
     if not (isinstance(wanted, torch.Tensor) or _is_pair(wanted)):
         raise wrong(
             name, type(wanted).__name__, "a tensor, a DTensor or (shard, sharding) to load to, a Sharding or an "

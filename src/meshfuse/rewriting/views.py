@@ -80,8 +80,6 @@ class Shifted(NamedTuple):
 
 def view_of(node: Node) -> OpWindow | None:
     """The window that a slice, or a pad with a number, takes; None for other ops."""
-    if node.call.op.window is None:
-        return None
     window = own_window(node)
     if window is not None:
         return OpWindow(window[0], (1,) * len(window[0]), window[1])
@@ -93,8 +91,7 @@ def view_of(node: Node) -> OpWindow | None:
 
 def own_window(node: Node) -> tuple[Offsets, Number | None] | None:
     """(offsets, fill) of a slice without steps, or of a pad with a number; None for other ops."""
-    told = node.call.op.window
-    window = told(node.call) if told is not None else None
+    window = node.call.op.window(node.call) if node.call.op.window is not None else None
     if type(window) is not tuple or not isinstance(window[1], int | float):
         return None
     source, target = node.call.types[0].shape, node.call.results[0].shape

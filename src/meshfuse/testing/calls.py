@@ -34,17 +34,16 @@ def fill(
     """A tensor of this type: the given values repeated, or random numbers from the domain."""
     dtype = torch_dtype(kind)
     if values is not None:
-        held = list(itertools.islice(itertools.cycle(values), kind.numel))
-        return torch.tensor(held, device="cpu").to(dtype).reshape(kind.shape)
+        return torch.tensor(list(itertools.islice(itertools.cycle(values), kind.numel))).to(dtype).reshape(kind.shape)
     if dtype == torch.bool:
-        return torch.rand(kind.shape, generator=made, device="cpu") < 0.5
+        return torch.rand(kind.shape, generator=made) < 0.5
     if kind.dtype.category is Category.INTEGER:
-        return torch.randint(1, 7, kind.shape, generator=made, device="cpu").to(dtype)
+        return torch.randint(1, 7, kind.shape, generator=made).to(dtype)
     if domain is not None and kind.dtype.category is Category.FLOAT:
-        unit = torch.rand(kind.shape, dtype=torch.float64, generator=made, device="cpu")
+        unit = torch.rand(kind.shape, dtype=torch.float64, generator=made)
         return (unit * (domain[1] - domain[0]) + domain[0]).to(dtype)
     wide = torch.complex64 if kind.dtype.category is Category.COMPLEX else torch.float32
-    return torch.randn(kind.shape, dtype=wide, generator=made, device="cpu").to(dtype)
+    return torch.randn(kind.shape, dtype=wide, generator=made).to(dtype)
 
 
 def operands_of(call: Call, sample: Sample, seed: int = 0) -> list[torch.Tensor]:
