@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ..errors import DefinitionError, told
+from ..dtypes import Category
+from ..errors import DefinitionError, KernelError, told
 from ..mesh import DeviceMesh
 from ..ops.base import BlockOrder, Call, FactorKind, OpDef, Rule, Sample, TensorRef, TensorType, letter
 from ..ops.binding import make_call
@@ -25,6 +26,7 @@ from ..sharding.value import Sharding
 from .calls import SALT, names_of, operands_of, run_lowering, torch_dtype, whole
 from .parts import Sharded, Wrong, ways
 
+_CORRECT_TYPES = "Correct infer (of a torch_op: its rule, sizes or dtype) or the lowering."
 REDUCTIONS = ("sum", "prod", "max", "min")
 
 
@@ -47,7 +49,10 @@ class Unreduced:
 
 
 def tolerance(call: Call) -> float:
-    return 2e-3 if any(t.dtype.is_reduced_float for t in (*call.types, *call.results)) else 2e-5
+    """How much of the largest number two results may differ by: some roundings of the least precise type."""
+    floats = [torch_dtype(t) for t in (*call.types, *call.results) if t.dtype.category >= Category.FLOAT]
+    rounding = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
+    return max(4 * rounding, 2e-5) if rounding > 1e-12 else 1e-9
 
 
 def report(op: OpDef, call: Call, what: str, facts: Sequence[tuple[str, str]], do: str) -> str:
@@ -72,15 +77,25 @@ def call_text(call: Call) -> str:
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> tuple[tuple[int, ...], str] | None:
-    """(place, text) of the first element that differs by more than `limit`; None where none does."""
+    """(place, text) of the first element that differs by more than `limit` of the largest number; None where none does.
+
+    Whole numbers must be equal.
+    """
     a, b = (t.to(torch.int64) if t.dtype in (torch.uint64, torch.bool) else t for t in (found, wanted))
-    same = torch.isclose(a, b.to(a.dtype), rtol=limit, atol=limit, equal_nan=True)
+    exact = not (b.is_floating_point() or b.is_complex())
+    same = a == b if exact else torch.isclose(a, b.to(a.dtype), rtol=limit, atol=limit * largest(b), equal_nan=True)
     if bool(same.all()):
         return None
     place = tuple((~same).nonzero()[0].tolist()) if same.ndim else ()
     count = int((~same).sum())
     what = f"element {list(place)} is {_number(found[place])}, expected {_number(wanted[place])}"
     return place, f"{what} ({count} of {same.numel()} differ)"
+
+
+def largest(t: torch.Tensor) -> float:
+    """The largest finite magnitude in a tensor; 1 where all are smaller."""
+    finite = t[torch.isfinite(t)]
+    return max(1.0, float(finite.abs().amax())) if finite.numel() else 1.0
 
 
 def _number(t: torch.Tensor) -> str:
@@ -107,7 +122,8 @@ def computed(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]
     before = [t.clone() for t in operands]
     found = whole(call, operands)
     for name, a, b in zip(names_of(call), before, operands, strict=True):
-        assert difference(a, b, 0.0) is None, f"the lowering writes into {name}"
+        if difference(a, b, 0.0) is not None:
+            raise AssertionError(f"the lowering writes into {name}")
     return found
 
 
@@ -122,6 +138,32 @@ def type_problem(op: OpDef, sample: Sample) -> str | None:
     except Exception as error:
         return report(op, call, "the lowering fails on whole operands", [("error", told(error))],
                       "Make infer refuse such a call, or the lowering take it.")  # fmt: skip
+    problem = _results_problem(op, call, found)
+    if problem is not None:
+        return problem
+    if not sample.values and any(t.numel() for t in found) and not any(_tells_anything(t) for t in found):
+        return report(op, call, "no number of its results is finite, so that nothing can be compared", [],
+                      "Give the op a domain=(low, high) of operands that it is defined for.")  # fmt: skip
+    problems = (rule_problem(op, call), open_problem(op, call), chance_problem(op, sample, call))
+    return next(filter(None, problems), None) or stride_problem(op, sample, call)
+
+
+def sizes_problem(op: OpDef, sample: Sample) -> str | None:
+    """As `type_problem`, of a sample with other sizes: nothing is wrong with those that the op refuses."""
+    try:
+        call = make_call(op, sample)
+        found = whole(call, operands_of(call, sample))
+    except (
+        KernelError
+    ) as error:  # A torch_op's function was given what its rule takes, and has returned something else.
+        return report(op, call, "the type rule is wrong", [("error", told(error))], _CORRECT_TYPES)
+    except Exception:
+        return None
+    return _results_problem(op, call, found)
+
+
+def _results_problem(op: OpDef, call: Call, found: Sequence[Any]) -> str | None:
+    """Compare what the lowering gives with the type rule."""
     for place, (tensor, kind) in enumerate(zip(found, call.results, strict=True)):
         if not isinstance(tensor, torch.Tensor):
             return report(op, call, f"the lowering gives no tensor as result {place}",
@@ -131,9 +173,12 @@ def type_problem(op: OpDef, sample: Sample) -> str | None:
             facts = [("found", f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} from the lowering"),
                      ("expected", f"{kind.dtype.value}{list(kind.shape)} by infer")]  # fmt: skip
             return report(op, call, f"the type rule is wrong about result {place}", facts,
-                          "Correct infer (of a torch_op: its rule, sizes or dtype) or the lowering.")  # fmt: skip
-    problems = (rule_problem(op, call), open_problem(op, call), chance_problem(op, sample, call))
-    return next(filter(None, problems), None) or stride_problem(op, sample, call)
+                          _CORRECT_TYPES)  # fmt: skip
+    return None
+
+
+def _tells_anything(t: torch.Tensor) -> bool:
+    return not t.is_floating_point() or bool(torch.isfinite(t).any())
 
 
 def chance_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
@@ -149,13 +194,22 @@ def chance_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
 def stride_problem(op: OpDef, sample: Sample, call: Call) -> str | None:
     """Check that the lowering takes operands that are not row-major: shards are often views."""
     operands = operands_of(call, sample)
-    spread = [torch.stack([t, t], -1)[..., 0] for t in operands]
-    wrong = wrong_results(whole(call, spread), whole(call, operands), tolerance(call))
-    if wrong is None:
-        return None
-    return report(op, call, "the lowering is wrong on operands whose last dim is not dense in memory",
-                  [("strides", ", ".join(str(list(t.stride())) for t in spread)), ("wrong", wrong[2])],
-                  "Let the lowering call .contiguous() on what must be dense.")  # fmt: skip
+    for spread in ([torch.stack([t, t], -1)[..., 0] for t in operands], list(map(_turned, operands))):
+        try:
+            wrong = wrong_results(whole(call, spread), whole(call, operands), tolerance(call))
+        except Exception as error:
+            wrong = (0, (), f"it fails: {told(error)}")
+        if wrong is not None:
+            return report(op, call, "the lowering is wrong on operands that are not row-major in memory",
+                          [("strides", ", ".join(str(list(t.stride())) for t in spread)), ("wrong", wrong[2])],
+                          "Let the lowering call .contiguous() on what must be dense.")  # fmt: skip
+    return None
+
+
+def _turned(t: torch.Tensor) -> torch.Tensor:
+    """The same numbers with the first dim's next to each other in memory."""
+    order = list(range(t.ndim))[::-1]
+    return t.permute(order).contiguous().permute(order)
 
 
 def rule_problem(op: OpDef, call: Call) -> str | None:
@@ -302,6 +356,8 @@ def unreduced_problem(op: OpDef, case: Unreduced) -> str | None:
     """Compare the op on each rank's terms, then reduced, with the op on the reduced operands."""
     call = make_call(op, case.sample)
     terms = [operands_of(call, case.sample, seed) for seed in (0, 1)]
+    if case.reduce == "sum":  # What is in the op's domain may be a sum of terms of either sign.
+        terms[1] = [b if i in case.sample.values else _of_both_signs(b) for i, b in enumerate(terms[1])]
     terms[1] = [b if i in case.operands else a for i, (a, b) in enumerate(zip(*terms, strict=True))]
     taken, made = _unreduced(call.types, case.operands, case.reduce), _unreduced(
         call.results, range(len(call.results)), case.reduce
@@ -321,6 +377,14 @@ def unreduced_problem(op: OpDef, case: Unreduced) -> str | None:
              ("wrong", f"of the reduced results {wrong[2]}")]  # fmt: skip
     return report(op, call, "the partial rule does not hold", facts,
                   "Say partial=Partial.NONE, or the kind in which the op is linear.")  # fmt: skip
+
+
+def _of_both_signs(t: torch.Tensor) -> torch.Tensor:
+    """The numbers, every other one with its sign turned; as they are where none has a sign."""
+    if t.dtype == torch.bool or not t.dtype.is_signed:
+        return t
+    turned = torch.arange(t.numel(), device="cpu").remainder(2).mul(2).sub(1).reshape(t.shape)
+    return t * turned.to(t.dtype)
 
 
 def _combined(a: torch.Tensor, b: torch.Tensor, reduce: str) -> torch.Tensor:

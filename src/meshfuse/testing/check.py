@@ -86,10 +86,15 @@ def unsharded_copy(fd: FusionDefinition) -> FusionDefinition:
     return copy
 
 
-def tolerance_of(fd: DefinitionBuilder) -> float:
-    """Half the digits of the least precise floating point type in the definition."""
-    floats = [t.type.dtype for t in fd.tensors if t.type.dtype.category >= Category.FLOAT]
-    return max((torch.finfo(getattr(torch, d.value)).eps ** 0.5 for d in floats), default=0.0)
+def tolerance_of(fd: DefinitionBuilder, output: int) -> float:
+    """Half the digits of the least precise floating point type of the tensors that an output is made of."""
+    behind = {output}
+    for node in reversed(fd.nodes):
+        if not behind.isdisjoint(node.outputs):
+            behind.update(node.inputs)
+    dtypes = [fd.tensors[i].type.dtype for i in behind]
+    floats = [torch.finfo(getattr(torch, d.value)).eps for d in dtypes if d.category >= Category.FLOAT]
+    return max(floats, default=0.0) ** 0.5
 
 
 def assert_same_as_unsharded(
@@ -110,22 +115,26 @@ def assert_same_as_unsharded(
     annotated = bool(fd.annotations)
     for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
         name = fd.tensors[fd.outputs[place]].name
-        assert a.shape == b.shape, f"output {name}: shape {tuple(a.shape)} instead of {tuple(b.shape)}"
+        if a.shape != b.shape:
+            raise AssertionError(f"output {name}: shape {tuple(a.shape)} instead of {tuple(b.shape)}")
         if annotated:
             name += f", {fd.latest().output_shardings()[place]}"
-        assert_close(a, b, tolerance_of(fd), f"output {name}")
+        assert_close(a, b, tolerance_of(fd, fd.outputs[place]), f"output {name}")
 
 
 def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float, what: str) -> None:
     """Assert that tensors are equal but for rounding, relative to the largest number; exactly, if the type is exact."""
     if not a.dtype.is_floating_point and not a.dtype.is_complex:
-        assert torch.equal(a, b.to(a.dtype)), f"{what}: {_first(a != b.to(a.dtype), a, b)}"
+        wrong = a != b
+        if bool(wrong.any()):
+            raise AssertionError(f"{what}: {_first(wrong, a, b)}")
         return
     wide = torch.complex128 if a.dtype.is_complex else torch.float64
     a, b = a.to(wide), b.to(wide)
     scale = max(1.0, float(b[torch.isfinite(b)].abs().amax())) if torch.isfinite(b).any() else 1.0
     same = torch.isclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
-    assert bool(same.all()), f"{what}: {_first(~same, a, b)}, by more than {tolerance * scale:.1g}"
+    if not bool(same.all()):
+        raise AssertionError(f"{what}: {_first(~same, a, b)}, by more than {tolerance * scale:.1g}")
 
 
 def _first(wrong: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str:

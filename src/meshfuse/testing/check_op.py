@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, assume, find, settings
 from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException, NoSuchExample
 
-from ..dtypes import DataType
+from ..dtypes import Category, DataType
 from ..errors import MeshfuseError, caller_line, located, shown, told, user_error
 from ..fusion_definition import FusionDefinition
 from ..ops.base import Call, OpDef, Sample, TensorType
@@ -35,6 +35,7 @@ from .cases import (
     factor_problem,
     free_factors,
     report,
+    sizes_problem,
     type_problem,
     unreduced_cases,
     unreduced_problem,
@@ -74,9 +75,11 @@ def check_op(op: OpDef, *, samples: Sequence[Sample] | None = None, max_examples
         if found is None or found < low or (high is not None and found > high):
             raise user_error(f"check_op: {name}", shown(value), f"an int >= {low}{f', at most {high}' if high else ''}",
                              "Leave it out, or pass one.", caller_line())  # fmt: skip
-    with _one_thread(), _told(op), located(caller_line()), torch.device("cpu"):
+    with _one_thread(), _with_autograd(), _told(op), located(caller_line()), torch.device("cpu"):
         given = list(op.samples() if samples is None else samples)
-        assert given, f"{op.name}: no samples\n  what to do Give samples=[mf.Sample((mf.TensorType(...), ...)), ...]."
+        if not given:
+            do = "Give samples=[mf.Sample((mf.TensorType(...), ...)), ...]."
+            raise AssertionError(f"{op.name}: no samples\n  what to do {do}")
         _check(op, given, max_examples, max_ranks)
 
 
@@ -107,14 +110,25 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@contextlib.contextmanager
+def _with_autograd() -> Iterator[None]:
+    """In this context torch has derivatives, whatever the caller has switched off: gradients are checked by them."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def _check(op: OpDef, given: Sequence[Sample], max_examples: int, max_ranks: int) -> None:
     for sample in given:
         _raise(type_problem(op, sample) or window_problem(op, sample))
+    _search(of_other_sizes(op, given), lambda sample: sizes_problem(op, sample), max_examples)
     for sample in given:
         _try_all(op, factor_cases(op, sample), factor_problem, sharded_calls(op, [sample], max_ranks))
         for case in unreduced_cases(op, sample):
             _raise(unreduced_problem(op, case))
-    _search(sharded_calls(op, given, max_ranks), lambda case: factor_problem(op, case), max_examples)
+    # What has no dim to shard is the same on every rank.
+    free = [sample for sample in given if free_factors(make_call(op, sample))]
+    if free:
+        _search(sharded_calls(op, free, max_ranks), lambda case: factor_problem(op, case), max_examples)
     for sample in given:
         forms = list(form_cases(op, sample))
         known = unsharded(op, sample) if forms else None
@@ -124,7 +138,15 @@ def _check(op: OpDef, given: Sequence[Sample], max_examples: int, max_ranks: int
     for sample in given:
         _raise(pieced_problem(op, sample) or gradient_problem(op, sample))
     for adjoint in op.adjoints:
-        _check(adjoint, [_of_adjoint(op, given[0])], max_examples // 2, max_ranks)
+        samples = [_of_adjoint(op, sample) for sample in given if _is_float(make_call(op, sample))]
+        samples = [sample for sample in samples if _is_float(make_call(adjoint, sample))]
+        if samples:
+            _check(adjoint, samples, max_examples // 2, max_ranks)
+
+
+def _is_float(call: Call) -> bool:
+    """Whether a result is of a type that has gradients: whole numbers and indices have none."""
+    return any(kind.dtype.category >= Category.FLOAT for kind in call.results)
 
 
 def _raise(problem: str | None) -> None:
@@ -171,7 +193,15 @@ def _try_all(
 
 @st.composite
 def resized(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample]) -> Sample:
-    """A sample, or one with other sizes if the op takes them."""
+    """A sample, or one with other sizes that the op takes."""
+    made = draw(of_other_sizes(op, samples))
+    assume(made in samples or _is_possible(op, made))
+    return made
+
+
+@st.composite
+def of_other_sizes(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample]) -> Sample:
+    """A sample, or one with other sizes, whether the op takes them or not."""
     sample = draw(st.sampled_from(samples))
     call = make_call(op, sample)
     sizes = sorted({n for t in call.types for n in t.shape if n > 1})
@@ -185,9 +215,7 @@ def resized(draw: st.DrawFn, op: OpDef, samples: Sequence[Sample]) -> Sample:
         return [changed(a) for a in arg] if isinstance(arg, list) else arg
 
     kwargs = {key: changed(value) for key, value in sample.kwargs.items()}
-    made = Sample(tuple(map(changed, sample.args)), kwargs, sample.values)
-    assume(_is_possible(op, made))
-    return made
+    return Sample(tuple(map(changed, sample.args)), kwargs, sample.values)
 
 
 def _is_possible(op: OpDef, sample: Sample) -> bool:
