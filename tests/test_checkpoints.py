@@ -205,6 +205,25 @@ def test_wrong_wishes(tmp_path, what):
         mf.load(tmp_path, wanted)
 
 
+def test_a_tensor_of_another_size_than_the_view_has(tmp_path):
+    """A whole tensor passed for a shard makes a larger one than the view, whose sharding would be of that."""
+    with mf.FusionDefinition() as fd:
+        w, rows = fd.define_tensor([12, 16]), fd.define_tensor([-1, 16])
+        fd.add_output(w + 0.0)
+        fd.add_output(rows + 0.0)
+        for t in (w, rows):
+            fd.mesh_split(t, mf.DeviceMesh((1,), ("tp",)), ["tp", None])
+    text = r"found a tensor of global shape \[24, 16\], needed \[12, 16\], as t0 has\..*shard_tensor"
+    with pytest.raises(mf.ArgumentError, match=text):
+        mf.save(tmp_path, {"w": (torch.zeros(24, 16), w)})
+    moment = torch.ones(12, 16, dtype=torch.float64)  # An optimizer's state lies as its weight does, in its own dtype.
+    mf.save(tmp_path, {"w": torch.zeros(24, 16), "moment": (moment, w), "rows": (torch.zeros(5, 16), rows)})
+    with pytest.raises(mf.ArgumentError, match=text):
+        mf.load(tmp_path, {"w": w})
+    found = mf.load(tmp_path, {"moment": w, "rows": rows})
+    assert torch.equal(found["moment"], moment) and found["rows"].shape == (5, 16)
+
+
 def test_a_wrong_shard(tmp_path):
     sharding = mf.Sharding(mf.DeviceMesh((2,), ("a",)), ((mf.Split(2, "a"),),))
     with pytest.raises(

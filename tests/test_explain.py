@@ -116,6 +116,21 @@ def test_computed_whole() -> None:
     assert "there was no other way to compute it" in text
 
 
+def test_computed_whole_from_a_split_operand() -> None:
+    """What gathers an operand is not told that none is split."""
+    with mf.FusionDefinition() as fd:
+        x, w, v = (fd.define_tensor(shape) for shape in ([2, 16, 32], [32, 32], [32, 32]))
+        k = fd.ops.linear(x, w)
+        a = fd.ops.softmax(fd.ops.matmul(k, fd.ops.permute(k, [0, 2, 1])))
+        y = x + fd.ops.linear(fd.ops.matmul(a, k), v)
+        fd.add_output(y)
+        for gradient in fd.grad(fd.ops.sum(y * y), [w, v]):
+            fd.add_output(gradient)
+        fd.mesh_split(x, mf.DeviceMesh((4,), ("cp",)), [None, "cp", None])
+    text = fd.explain(y)
+    assert "computed whole: no split of t0 is left in it" in text
+
+
 def test_the_table() -> None:
     made = Mlp()
     table = made.fd.explain().splitlines()

@@ -206,9 +206,16 @@ def _layouts(entry: CheckpointEntry) -> tuple[DeviceMesh | None, Sequence[lay.La
 
 
 def _annotated(name: str, view: TensorView, shape: tuple[int, ...]) -> Sharding | None:
+    """The sharding of a tensor view for a tensor of this shape. Raises ArgumentError where the view has other sizes."""
+    known = view.type.shape
+    if len(known) != len(shape):
+        raise wrong(name, f"{shown(view)}", f"a tensor view of {len(shape)} dims, as the tensor has")
+    if any(n not in (-1, m) for n, m in zip(known, shape, strict=True)):
+        raise wrong(
+            name, f"a tensor of global shape {list(shape)}", f"{list(known)}, as {view.label} has",
+            "Save this rank's shard, such as mf.shard_tensor(t, view), and load to a view of the saved size.",
+        )  # fmt: skip
     annotation = view.fd.placed(view.id)
     if annotation is None or annotation.mesh is None:
         return None
-    if view.ndim != len(shape):
-        raise wrong(name, f"{shown(view)}", f"a tensor view of {len(shape)} dims, as the tensor has")
     return annotation.sharding(view.label, shape).placement(shape)

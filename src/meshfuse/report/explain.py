@@ -123,7 +123,14 @@ class Explainer:
         origins = self.provenance.origins(tensor)
         yield from map(self._origin, origins)
         if not origins:
-            yield "computed whole: neither an operand nor an annotation splits it over an axis"
+            yield self._whole(tensor)
+
+    def _whole(self, tensor: int) -> str:
+        node, homes = self.provenance.producer(tensor), self.compiled.sharded.homes
+        split = [i for i in node.inputs if homes[i].splits] if node is not None else []
+        if split:
+            return f"computed whole: no split of {', '.join(map(self._label, dict.fromkeys(split)))} is left in it"
+        return "computed whole: neither an operand nor an annotation splits it over an axis"
 
     def _origin(self, origin: Origin) -> str:
         what = f"{origin.split} on dim {origin.dim}" if origin.dim is not None else f"unreduced over {origin.split}"

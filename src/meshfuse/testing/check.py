@@ -86,10 +86,10 @@ def unsharded_copy(fd: FusionDefinition) -> FusionDefinition:
     return copy
 
 
-def tolerance_of(fd: DefinitionBuilder, output: int) -> float:
-    """Half the digits of the least precise floating point type of the tensors that an output is made of."""
-    behind = {output}
-    for node in reversed(fd.nodes):
+def tolerance_of(fd: DefinitionBuilder, output: int | None = None) -> float:
+    """Half the digits of the least precise floating point type in the definition, or of what an output is made of."""
+    behind = set(range(len(fd.tensors))) if output is None else {output}
+    for node in reversed(fd.nodes) if output is not None else ():
         if not behind.isdisjoint(node.outputs):
             behind.update(node.inputs)
     dtypes = [fd.tensors[i].type.dtype for i in behind]

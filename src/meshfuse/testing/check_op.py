@@ -120,7 +120,6 @@ def _with_autograd() -> Iterator[None]:
 def _check(op: OpDef, given: Sequence[Sample], max_examples: int, max_ranks: int) -> None:
     for sample in given:
         _raise(type_problem(op, sample) or window_problem(op, sample))
-    _search(of_other_sizes(op, given), lambda sample: sizes_problem(op, sample), max_examples)
     for sample in given:
         _try_all(op, factor_cases(op, sample), factor_problem, sharded_calls(op, [sample], max_ranks))
         for case in unreduced_cases(op, sample):
@@ -129,6 +128,7 @@ def _check(op: OpDef, given: Sequence[Sample], max_examples: int, max_ranks: int
     free = [sample for sample in given if free_factors(make_call(op, sample))]
     if free:
         _search(sharded_calls(op, free, max_ranks), lambda case: factor_problem(op, case), max_examples)
+    _search(of_other_sizes(op, given), lambda sample: sizes_problem(op, sample), max_examples)
     for sample in given:
         forms = list(form_cases(op, sample))
         known = unsharded(op, sample) if forms else None
