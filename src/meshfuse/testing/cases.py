@@ -153,9 +153,7 @@ def sizes_problem(op: OpDef, sample: Sample) -> str | None:
     try:
         call = make_call(op, sample)
         found = whole(call, operands_of(call, sample))
-    except (
-        KernelError
-    ) as error:  # A torch_op's function was given what its rule takes, and has returned something else.
+    except KernelError as error:  # a torch_op's function has returned something else than its rule says
         return report(op, call, "the type rule is wrong", [("error", told(error))], _CORRECT_TYPES)
     except Exception:
         return None

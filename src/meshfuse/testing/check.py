@@ -14,6 +14,7 @@ from ..fusion_definition import FusionDefinition
 from ..ops.base import TensorRef, TensorType
 from .asked import check_entries, check_int, check_type
 from .calls import fill, torch_dtype
+from .cases import largest
 from .examples import examples_of, shape_of
 
 
@@ -131,7 +132,7 @@ def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float, what: str) 
         return
     wide = torch.complex128 if a.dtype.is_complex else torch.float64
     a, b = a.to(wide), b.to(wide)
-    scale = max(1.0, float(b[torch.isfinite(b)].abs().amax())) if torch.isfinite(b).any() else 1.0
+    scale = largest(b)
     same = torch.isclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
     if not bool(same.all()):
         raise AssertionError(f"{what}: {_first(~same, a, b)}, by more than {tolerance * scale:.1g}")
