@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,11 @@ _WIDEST = (torch.bool, torch.int64, torch.float64, torch.complex128)
 def widened(tensor: Any, dtype: DataType) -> torch.Tensor:
     """The tensor in the widest type of the kind that `dtype` is of."""
     return tensor.to(_WIDEST[dtype.category])
+
+
+def narrow(tensor: Any, dtype: DataType) -> torch.Tensor:
+    """The tensor in the very type, with its range."""
+    return tensor.to(getattr(torch, dtype.value))
 
 
 def _sdpfa(q: Any, k: Any, v: Any, bias: Any, mask: Any, _: Any, is_causal: Any, scale: Any) -> tuple[Any, ...]:
@@ -53,13 +58,23 @@ def _follows(fd: mf.FusionDefinition, node: Any) -> bool:
     return node.op.name != "ring_attention_bwd" or all(n is not None and n.op.name == "ring_attention" for n in given)
 
 
-def interpret(fd: mf.FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tensor]:
+def interpret(
+    fd: mf.FusionDefinition, inputs: Sequence[Any], as_type: Callable[[Any, DataType], torch.Tensor] = widened
+) -> list[torch.Tensor]:
     """The outputs of a definition."""
+    tensors = interpreted(fd, inputs, as_type)
+    return [tensors[i] for i in fd.outputs]
+
+
+def interpreted(
+    fd: mf.FusionDefinition, inputs: Sequence[Any], as_type: Callable[[Any, DataType], torch.Tensor] = widened
+) -> dict[int, torch.Tensor]:
+    """All tensors of a definition, by number, each as `as_type` has it."""
     tensors: dict[int, torch.Tensor] = {}
     scalars: dict[int, Any] = {}
     for ref, value in zip(fd.inputs, inputs, strict=True):
         if isinstance(ref, TensorRef):
-            tensors[ref.id] = widened(value, fd.tensors[ref.id].type.dtype)
+            tensors[ref.id] = as_type(value, fd.tensors[ref.id].type.dtype)
         else:
             scalars[ref.id] = value
     for node in fd.nodes:
@@ -68,10 +83,10 @@ def interpret(fd: mf.FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tens
         results = _FUNCTIONS[node.op.name](*map(_operand, args, numbers))
         for i, result in zip(node.outputs, results if len(node.outputs) > 1 else (results,), strict=True):
             if result is not None:  # attention's random state
-                tensors[i] = widened(result, fd.tensors[i].type.dtype)
+                tensors[i] = as_type(result, fd.tensors[i].type.dtype)
                 wanted = fd.tensors[i].type.shape
                 assert all(n in (m, -1) for m, n in zip(tensors[i].shape, wanted, strict=True)), node
-    return [tensors[i] for i in fd.outputs]
+    return tensors
 
 
 def _value(fd: mf.FusionDefinition, arg: Any, tensors: Mapping[int, torch.Tensor], scalars: Mapping[int, Any]) -> Any:

@@ -1,9 +1,9 @@
 """The stages in their order: the module to read first.
 
 definition → `concretize` → `taken_apart` → `with_links` → `distribute` (by `propagate`) → `moments_merged` → `searched`
-→ `in_parts` → `in_place` → `regrouped` → `shifted` → `written` → `insert_resharding` → `early` → `fitted` → `postponed`
-→ `overlap` → `segment` → `lower_to_host_ir` → executor. Every stage is a function from one printable value to the next
-and changes nothing of what it is given.
+→ `in_parts` → `in_place` → `regrouped` → `shifted` → `written` → `widen_sums` → `insert_resharding` → `early` →
+`fitted` → `postponed` → `overlap` → `segment` → `lower_to_host_ir` → executor. Every stage is a function from one
+printable value to the next and changes nothing of what it is given.
 
 From `distribute` to `shifted`, a stage may write some ops in other ops. It then has the earlier stages plan that graph
 as well, and the better of the two plans goes on. `decided` runs all of these stages, `compile_sharded` those after
@@ -50,6 +50,7 @@ from .rewriting.rounds import written
 from .rewriting.shifts import shifted
 from .rewriting.sums import regrouped
 from .rewriting.surrounds import Surrounded
+from .rewriting.wide_sums import widen_sums
 from .segmentation import SegmentedDefinition, segment
 from .sharding.layout import Layout
 from .sharding.value import Sharding
@@ -204,7 +205,7 @@ def compile_sharded(
     planned: ShardedDefinition, max_memory: float | None = None, taken_from: Graph | None = None
 ) -> CompiledProgram:
     """The stages after propagation; `taken_from` is the graph of other sizes that the plan was made for."""
-    sharded = written(planned)
+    sharded = widen_sums(written(planned))
     resharded = early(insert_resharding(sharded))
     resharded.verify()
     resharded, in_flight = _in_order(resharded, max_memory)

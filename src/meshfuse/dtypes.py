@@ -64,6 +64,11 @@ class DataType(enum.Enum):
         return self.category is Category.FLOAT and self.itemsize < 4
 
     @property
+    def term_type(self) -> DataType:
+        """The type in which ranks keep the terms of a sum of this type: one with float32's range, as sums have it."""
+        return DataType.Float if self in _NARROW else self
+
+    @property
     def real(self) -> DataType:
         """The type of the real part: itself unless complex."""
         return {DataType.ComplexFloat: DataType.Float, DataType.ComplexDouble: DataType.Double}.get(self, self)
@@ -88,6 +93,8 @@ _CATEGORY = {
 _INCOMPARABLE = (
     DataType.Half, DataType.BFloat16, DataType.Float8_e4m3fn, DataType.Float8_e5m2, DataType.Float8_e8m0fnu,
 )  # fmt: skip
+# Float types with less range than float32, in which sums of them are accumulated.
+_NARROW = frozenset((DataType.Half, *_INCOMPARABLE[2:]))
 _RANK = {dtype: place for place, dtype in enumerate((
     DataType.Bool, *_INTEGERS, DataType.Float4_e2m1fn, DataType.Float8_e8m0fnu, DataType.Float8_e5m2,
     DataType.Float8_e4m3fn, DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double, *_COMPLEX,

@@ -191,6 +191,7 @@ class Partial(enum.Enum):
     CAST = "linear where terms may be cast one by one: floating point, to no narrower type"
     JOINT = "linear in all tensor operands together: all must be partial"
     FIRST = "linear in the first tensor operand, floating point only"
+    OVER = "linear in the first operand over a number that is neither 0 nor infinite, floating point only"
     EACH = "linear in each tensor operand: exactly one may be partial"
     PICKED = "picks elements by a mask or a place: all that it picks from must be partial, or the number 0"
     MAX = "the greatest of what it reads: any operands may be unreduced by max"
@@ -200,6 +201,11 @@ class Partial(enum.Enum):
     def reduce(self) -> str:
         """The reduction by which operands may be unreduced; MOVE carries any reduction."""
         return {Partial.MAX: "max", Partial.MIN: "min"}.get(self, "sum")
+
+    @property
+    def scales(self) -> bool:
+        """Whether a term that is carried through may overflow where the whole sum does not."""
+        return self in (Partial.EACH, Partial.OVER)
 
 
 @quickly_made

@@ -31,6 +31,7 @@ CARRIES: Mapping[Partial, str] = {
     Partial.CAST: "sums, if cast wider",
     Partial.JOINT: "sums, in all",
     Partial.FIRST: "sums, in the first",
+    Partial.OVER: "sums, over a number",
     Partial.EACH: "sums, in any one",
     Partial.PICKED: "sums, in all picked",
     Partial.MAX: "maxima, in any",

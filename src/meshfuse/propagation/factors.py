@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -354,12 +355,18 @@ def _is_linear(call: Call, rule: Rule, partial: Sequence[int]) -> bool:
         return True
     if kind is Partial.JOINT:
         return len(partial) == len(call.types) and _is_pure(call)
-    if kind is Partial.FIRST:
+    if kind in (Partial.FIRST, Partial.OVER):
         first = isinstance(call.args[0], TensorRef)  # 1 / t is not linear in t
-        return tuple(partial) == (0,) and first and (call.results[0].dtype.category >= Category.FLOAT or reduces(rule))
+        floats = call.results[0].dtype.category >= Category.FLOAT or reduces(rule)
+        return tuple(partial) == (0,) and first and floats and (kind is Partial.FIRST or _divides_safely(call.args[1]))
     if kind is Partial.PICKED:
         return tuple(partial) == _picked_from(call)
     return len(partial) == 1 and partial[0] < 2
+
+
+def _divides_safely(divisor: object) -> bool:
+    """Whether every term may be divided by this: by 0, a term that is 0 would be NaN where the sum is infinite."""
+    return isinstance(divisor, int | float | complex) and divisor != 0 and cmath.isfinite(divisor)
 
 
 def _picked_from(call: Call) -> tuple[int, ...] | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from ..graph import Graph, Node
+from ..graph import Graph, Node, users
 from ..mesh import DeviceMesh
 
 
@@ -22,29 +22,94 @@ class Meshes:
 
 
 def node_meshes(graph: Graph, world: DeviceMesh) -> Meshes:
-    """An op runs where its result is annotated to be, else where its first placed operand is, else where it is read."""
-    tensors = {i: sharding.mesh for i, sharding in graph.annotations.items()}
-    default = next(iter(tensors.values()), world)
-    nodes: dict[int, DeviceMesh] = {}
-    if all([mesh == default for mesh in tensors.values()]):
-        return Meshes(dict.fromkeys([node.id for node in graph.nodes], default), tensors, default)
-    for node in graph.nodes:
-        mesh = _first(tensors, node.outputs) or _first(tensors, node.inputs)
-        if mesh is not None:
-            _place(node, mesh, nodes, tensors)
-    for node in reversed(graph.nodes):
-        mesh = nodes.get(node.id) or _first(tensors, node.outputs) or default
-        _place(node, mesh, nodes, tensors)
-        for i in node.inputs:
-            tensors.setdefault(i, mesh)
-    return Meshes(nodes, tensors, default)
+    """An op runs where its result is annotated to be, else on the mesh for which the fewest bytes are sent."""
+    placed = {i: sharding.mesh for i, sharding in graph.annotations.items()}
+    default = next(iter(placed.values()), world)
+    if all([mesh == default for mesh in placed.values()]):
+        return Meshes(dict.fromkeys([node.id for node in graph.nodes], default), placed, default)
+    search = MeshSearch(graph, placed, default)
+    search.run()
+    return Meshes(search.nodes, search.tensors, default)
 
 
-def _first(tensors: Mapping[int, DeviceMesh], ids: tuple[int, ...]) -> DeviceMesh | None:
-    return next((tensors[i] for i in ids if i in tensors), None)
+@dataclass(slots=True)
+class MeshSearch:
+    """Meshes for ops whose results are not annotated: first guesses, improved one op at a time.
 
+    `tensors` has the mesh of every tensor but inputs without an annotation, which are on all meshes.
+    """
 
-def _place(node: Node, mesh: DeviceMesh, nodes: dict[int, DeviceMesh], tensors: dict[int, DeviceMesh]) -> None:
-    nodes[node.id] = mesh
-    for i in node.outputs:
-        tensors.setdefault(i, mesh)
+    graph: Graph
+    placed: Mapping[int, DeviceMesh]
+    default: DeviceMesh
+    nodes: dict[int, DeviceMesh] = field(default_factory=dict)
+    tensors: dict[int, DeviceMesh] = field(default_factory=dict)
+    readers: dict[int, list[int]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Place every op. Each change sends fewer bytes, so this ends."""
+        self.readers = users(self.graph.nodes)
+        self.tensors.update(self.placed)
+        self._guess()
+        free = [node for node in self.graph.nodes if not any(i in self.placed for i in node.outputs)]
+        while any([self._improve(node) for node in (*free, *reversed(free))]):
+            pass
+
+    def _guess(self) -> None:
+        """An op where the fewest bytes of operands are brought; where none is on a mesh, where its result is read."""
+        for node in self.graph.nodes:
+            mesh = self._annotated(node) or self._beside_operands(node)
+            if mesh is not None:
+                self.put(node, mesh)
+        for node in reversed(self.graph.nodes):
+            if node.id not in self.nodes:
+                read = (self.nodes[n] for i in node.outputs for n in self.readers.get(i, ()))
+                self.put(node, self._annotated(node) or next(read, self.default))
+
+    def _annotated(self, node: Node) -> DeviceMesh | None:
+        return next((self.placed[i] for i in node.outputs if i in self.placed), None)
+
+    def _beside_operands(self, node: Node) -> DeviceMesh | None:
+        """The mesh of an operand to which the fewest bytes of the others must be brought."""
+        there = [self.tensors[i] for i in node.inputs if i in self.tensors]
+        return min(dict.fromkeys(there), key=lambda mesh: self._brought(node, mesh)) if there else None
+
+    def put(self, node: Node, mesh: DeviceMesh) -> None:
+        """Let an op run on a mesh, and leave its results there."""
+        self.nodes[node.id] = mesh
+        self.tensors.update((i, mesh) for i in node.outputs if i not in self.placed)
+
+    def _improve(self, node: Node) -> bool:
+        """Move an op to the mesh of a neighbour if fewer bytes are sent then; whether that was so."""
+        here = self.nodes[node.id]
+        best = min((here, *self.others(node)), key=lambda mesh: self.sent(node, mesh))
+        if self.sent(node, best) >= self.sent(node, here):
+            return False
+        self.put(node, best)
+        return True
+
+    def others(self, node: Node) -> Iterable[DeviceMesh]:
+        """The other meshes that the op's operands are on, or that its results are read on."""
+        beside = [self.tensors[i] for i in node.inputs if i in self.tensors]
+        beside += [self.nodes[n] for i in node.outputs for n in self.readers.get(i, ())]
+        return [mesh for mesh in dict.fromkeys(beside) if mesh != self.nodes[node.id]]
+
+    def sent(self, node: Node, mesh: DeviceMesh) -> float:
+        """The bytes sent between meshes for the op if it runs on this one."""
+        return self._brought(node, mesh) + sum([self.nbytes(i) * self._meshes_but(i, mesh) for i in node.outputs])
+
+    def _brought(self, node: Node, mesh: DeviceMesh) -> float:
+        """The bytes of operands that are on another mesh, without those that other ops need on this one, too."""
+        away = [i for i in dict.fromkeys(node.inputs) if self.tensors.get(i, mesh) != mesh]
+        return sum([self.nbytes(i) for i in away if not self._read_on(i, mesh, node)])
+
+    def _read_on(self, tensor: int, mesh: DeviceMesh, but: Node) -> bool:
+        return any(n != but.id and self.nodes.get(n) == mesh for n in self.readers.get(tensor, ()))
+
+    def _meshes_but(self, tensor: int, mesh: DeviceMesh) -> int:
+        return len({self.nodes[n] for n in self.readers.get(tensor, ())} - {mesh})
+
+    def nbytes(self, tensor: int) -> float:
+        """The bytes of a tensor that one rank has: of one that is annotated, its shard."""
+        there, kind = self.graph.annotations.get(tensor), self.graph.tensors[tensor].type
+        return float(kind.nbytes) if there is None else float(there.max_local_numel(kind.shape) * kind.dtype.itemsize)

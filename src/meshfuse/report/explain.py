@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from ..compiler import CompiledProgram
 from ..errors import user_error
-from ..graph import Graph, Node
+from ..graph import Graph, Node, users
 from ..moves.move import MoveKind
+from ..propagation.meshes import MeshSearch
+from ..propagation.sharded import ShardedDefinition
 from ..propagation.votes import Source
 from ..resharding.resharded import Set
 from .alternatives import wire_bytes
@@ -80,6 +82,7 @@ class Explainer:
         yield f"  {self._maker(tensor)} at {quoted(made.line)}"
         yield from (f"  {line}" for line in self._why(tensor))
         yield from (f"  {line}" for line in self._alternative(tensor))
+        yield from (f"  {line}" for line in self._meshes(tensor))
         yield from (f"  {line}" for line in self._chunks(tensor))
         yield "communication for it:"
         yield from (f"  {line}" for line in self._moves(tensor))
@@ -170,6 +173,20 @@ class Explainer:
         verdict = _verdict(choice.seconds, seconds)
         yield f"the alternative, {self._source(node, source)}: {_time(seconds)} modelled{verdict}"
 
+    def _meshes(self, tensor: int) -> Iterator[str]:
+        """Why its op runs on its mesh, where it could have run on others."""
+        node = self.provenance.producer(tensor)
+        if node is None or any(i in self.graph.annotations for i in node.outputs):
+            return
+        search = _meshes_of(self.compiled.sharded)
+        here = search.nodes[node.id]
+        for other in search.others(node):
+            sent, otherwise = (number(search.sent(node, mesh)) for mesh in (here, other))
+            yield (
+                f"it runs on {here}, which has {sent} bytes sent between meshes for it; on {other} it would be "
+                f"{otherwise}"
+            )
+
     def _no_other(self) -> str:
         near = self.compiled.taken_from
         return "there was no other way to compute it" if near is None else f"taken over from {_plan_of(near)}"
@@ -235,6 +252,15 @@ class Explainer:
 
     def _asker(self, why: str) -> str:
         return re.sub(r"\bt(\d+)\b", lambda found: self._label(int(found.group(1))), why)
+
+
+def _meshes_of(sharded: ShardedDefinition) -> MeshSearch:
+    """What each op's mesh has sent between meshes, as the plan has placed the ops."""
+    graph, homes = sharded.graph, sharded.homes
+    placed = {i: sharding.mesh for i, sharding in graph.annotations.items()}
+    nodes = {node.id: homes[node.outputs[0]].mesh for node in graph.nodes}
+    made = {i: homes[i].mesh for node in graph.nodes for i in node.outputs}
+    return MeshSearch(graph, placed, next(iter(nodes.values())), nodes, {**placed, **made}, users(graph.nodes))
 
 
 def _collective(step: Set) -> str:

@@ -52,7 +52,7 @@ class GraphWriter:
     def again(self, node: Node, factor: int, size: int, operands: Sequence[TensorRef]) -> TensorRef:
         """A node's op on other operands, with another size of one of its factors."""
         given, dim = iter(operands), dim_of(node.rule.results[0], factor)
-        args = [_sized(param.kind, _with_tensors(arg, given), dim, size)
+        args = [_sized(param.kind, with_tensors(arg, given), dim, size)
                 for param, arg in zip(node.call.op.params, node.call.args, strict=True)]  # fmt: skip
         return self.call(node.call.op, *args)
 
@@ -128,7 +128,7 @@ def dims_of(node: Node, factor: int) -> list[int | None]:
     return [dim_of(dims, factor) for dims in node.rule.operands]
 
 
-def _with_tensors(arg: Any, given: Iterator[TensorRef]) -> Any:
+def with_tensors(arg: Any, given: Iterator[TensorRef]) -> Any:
     """An argument with its tensors replaced by the next ones."""
     if isinstance(arg, TensorRef):
         return next(given)
