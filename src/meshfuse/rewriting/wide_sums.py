@@ -7,6 +7,7 @@ BFloat16 has the range of float32: its terms are left as they are.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,11 +57,16 @@ class _Widener(GraphWriter):
         kept = {node.outputs: choice for node, choice in _pairs(self.sharded) if node.id not in self.chosen}
         made = iter(self.choices)
         choices = {node.outputs: kept.get(node.outputs) or next(made) for node in graph.nodes}
-        graph = without_unread(graph)  # Casts of sums that are read unreduced only.
+        graph = without_unread(self._streamed(graph))  # Casts of sums that are read unreduced only go.
         ordered = tuple([choices[node.outputs] for node in graph.nodes])
         done = ShardedDefinition(graph, ordered, self._homes(graph, ordered))
         done.verify()
         return done
+
+    def _streamed(self, graph: Graph) -> Graph:
+        """The graph with the terms worked on in chunks where their sum was to be."""
+        terms = {i: node.inputs[0] for node in graph.nodes for i in node.outputs if i in self.wide}
+        return dataclasses.replace(graph, streams={terms.get(i, i): stream for i, stream in graph.streams.items()})
 
     def _homes(self, graph: Graph, choices: Sequence[Choice]) -> dict[int, Sharding]:
         """Where each tensor is after its op: its annotation, if it has one."""
