@@ -20,7 +20,7 @@ _PACKAGE = f"{__package__}."
 
 
 class _Kept:
-    """How many objects plannings have left behind since the caches were last dropped: at least as many as these hold."""
+    """How many objects plannings have left behind since the caches were last dropped, which hold no more than these."""
 
     def __init__(self) -> None:
         self.objects = 0
