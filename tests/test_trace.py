@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshfuse import cli
-from meshfuse.executor.spans import RankTime, Span, hidden_share, read_trace, write_trace
+from meshfuse.executor.spans import KINDS, RankTime, Span, SpanKind, hidden_share, read_trace, write_trace
 from meshfuse.report.trace import empty_folder
 
 SCRIPT = """
@@ -49,15 +51,33 @@ def test_a_modelled_trace_has_a_file_per_rank_and_says_what_was_hidden(
     assert {"rank 0", "kernel", "communication", "wait"} == {e["args"]["name"] for e in events if e["ph"] == "M"}
 
 
-def test_what_is_hidden_is_what_was_not_waited_for(tmp_path: Path) -> None:
+def test_what_is_hidden_is_what_a_kernel_runs_beside(tmp_path: Path) -> None:
+    """Between 3 and 4 the host does something else: that is neither hidden nor waited for."""
     spans = [Span("kernel", "k", 0.0, 3.0), Span("communication", "c", 1.0, 5.0), Span("wait", "c", 4.0, 5.0)]
     path = str(tmp_path / "deep" / "rank1.json")
     write_trace(path, 1, spans)
     rank, again = read_trace(path)
     assert rank == 1 and [(s.kind, s.name) for s in again] == [(s.kind, s.name) for s in spans]
     time = RankTime.of(rank, again)
-    assert (time.end, time.hidden, time.exposed) == pytest.approx((5.0, 3.0, 1.0))
-    assert hidden_share([time]) == pytest.approx(0.75)
+    assert (time.end, time.hidden, time.exposed) == pytest.approx((5.0, 2.0, 1.0))
+    assert hidden_share([time]) == pytest.approx(0.5)
+
+
+_SPANS = st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12))
+
+
+@given(st.lists(_SPANS, max_size=10))
+def test_hidden_seconds_counted_one_by_one(found: list[tuple[SpanKind, int, int]]) -> None:
+    """In a kernel that calls another program there are kernels and waits."""
+    spans = [Span(kind, kind, min(a, b), max(a, b)) for kind, a, b in found]
+
+    def there(kind: SpanKind, second: int) -> int:
+        return sum(s.kind == kind and s.start <= second < s.end for s in spans)
+
+    running = [second for second in range(12) if there("kernel", second) and not there("wait", second)]
+    time = RankTime.of(0, spans)
+    assert time.hidden == sum(there("communication", second) for second in running)
+    assert 0 <= time.hidden <= time.communicating
 
 
 @pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]])

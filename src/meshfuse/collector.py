@@ -6,6 +6,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from .memos import KEPT
+
 # The garbage collector takes a third of a millisecond to look through so many objects.
 MUCH = 10_000
 
@@ -36,6 +38,7 @@ def no_collection() -> Iterator[None]:
         gc.disable()
         yield
         if was_on:
+            KEPT.add(gc.get_count()[0])  # all that was made since then and is still there
             _age()
     finally:
         if was_on:

@@ -133,8 +133,9 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
                         os.close(int(name))
             if preexec_fn is not None:
                 preexec_fn()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             os.environ.clear()
             os.environ.update(env if env is not None else {})
             atexit._clear()

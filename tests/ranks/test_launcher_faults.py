@@ -73,9 +73,9 @@ raise SystemExit(launcher.run(3, [{str(script)!r}], timeout=3))
     assert process.returncode == 124 and said.count(line) == 1, said
 
 
-@pytest.mark.parametrize("calls", [2, 3, 4])
+@pytest.mark.parametrize("calls", [2, 4, 7, 8])
 def test_a_signal_as_the_launcher_takes_signals_or_gives_them_back(tmp_path, calls):
-    """Of three: SIGTERM comes when so many have been taken, or been given back."""
+    """Of seven: SIGTERM comes when so many have been taken, or been given back."""
     script, launch = tmp_path / "script.py", tmp_path / "launch.py"
     script.write_text("")
     launch.write_text(f"""
@@ -88,7 +88,7 @@ def handle(number, handler):
         os.kill(os.getpid(), signal.SIGTERM)
 signal.signal = handle
 code = launcher.run(1, [{str(script)!r}])
-assert signal.SIG_IGN not in map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+assert signal.SIG_IGN not in map(signal.getsignal, (*launcher._STOPS, *launcher._NOTICES))
 raise SystemExit(code)
 """)
     with launched(launch, stderr=subprocess.PIPE) as process:

@@ -44,6 +44,16 @@ def test_every_rank_records_kernels_communications_and_waits(
         assert all(s.end >= s.start for s in spans)
 
 
+def test_nothing_is_hidden_where_each_communication_is_waited_for_at_once(
+    job: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """At the first call ranks connect while a communication is issued, which no kernel runs beside."""
+    one = SCRIPT.replace("    fd.overlap(y, 4)\n", "")
+    done = job(one, "-m", "meshfuse", "trace", "--ranks", "2", "--out", str(tmp_path / "traces"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("of which hidden 0.0 us, ") == 2 and "hidden: 0% of all" in done.stdout, done.stdout
+
+
 def test_a_trace_that_the_disk_has_no_room_for(
     job: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

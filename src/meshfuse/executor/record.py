@@ -112,8 +112,8 @@ class _RecordedWork:
     """A work that records when it ended, as far as its backend tells, and how long the rank waited for it."""
 
     def __init__(self, owner: Recorder, name: str, start: float, work: Any):
-        self.owner, self.name, self.start, self.work = owner, name, start, work
-        self.told = False
+        self.owner, self.name, self.work = owner, name, work
+        self.begun = [start]  # Emptied by the first who says that it is over: this thread or the backend's.
         future = getattr(getattr(work, "_handle", None), "get_future", None)
         if future is not None:
             # The works of a backend without futures are over when they are waited for.
@@ -121,9 +121,8 @@ class _RecordedWork:
                 future().add_done_callback(lambda _: self._over())
 
     def _over(self) -> None:
-        if not self.told:
-            self.told = True
-            self.owner.add("communication", self.name, self.start)
+        with contextlib.suppress(IndexError):
+            self.owner.add("communication", self.name, self.begun.pop())
 
     def wait(self) -> None:
         start = self.owner.now()

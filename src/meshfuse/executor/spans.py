@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -32,24 +33,47 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """Seconds of one rank: when it ends, in kernels, in communications, and in waits for these (`exposed`)."""
+    """Seconds of one rank: when it ends, in kernels, in communications, in waits for these (`exposed`), and `hidden`.
+
+    Hidden is the time of communications in which a kernel runs. What is neither hidden nor waited for went by while the
+    host issued a communication, or did something else between two kernels.
+    """
 
     rank: int
     end: float
     computing: float
     communicating: float
     exposed: float
+    hidden: float
 
     @classmethod
     def of(cls, rank: int, spans: Sequence[Span]) -> RankTime:
         """The sums of a rank's spans."""
         sums = [sum(s.seconds for s in spans if s.kind == kind) for kind in KINDS]
-        return cls(rank, max((s.end for s in spans), default=0.0), *sums)
+        run = _kernel_seconds(spans)
+        hidden = sum(run(s.end) - run(s.start) for s in spans if s.kind == "communication")
+        return cls(rank, max((s.end for s in spans), default=0.0), *sums, hidden)
 
-    @property
-    def hidden(self) -> float:
-        """Seconds of communication that went on while the rank did something else."""
-        return max(0.0, self.communicating - self.exposed)
+
+def _kernel_seconds(spans: Sequence[Span]) -> Callable[[float], float]:
+    """The seconds in which a kernel has run until some moment: several at once count once.
+
+    A kernel that calls another program waits for that one's communications, and does not run then.
+    """
+    changes = [(s.start, s.kind, 1) for s in spans] + [(s.end, s.kind, -1) for s in spans]
+    begun = {kind: 0 for kind in KINDS}
+    times, seconds, running = [0.0], [0.0], [False]
+    for time, kind, change in sorted(changes):
+        seconds.append(seconds[-1] + running[-1] * (time - times[-1]))
+        begun[kind] += change
+        times.append(time)
+        running.append(begun["kernel"] > 0 and not begun["wait"])
+
+    def until(time: float) -> float:
+        last = bisect_right(times, time) - 1
+        return seconds[last] + running[last] * (time - times[last])
+
+    return until
 
 
 def hidden_share(ranks: Iterable[RankTime]) -> float:

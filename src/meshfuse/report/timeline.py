@@ -65,12 +65,15 @@ class _PlayedRank:
     number: int
     left: list[Instruction]
     clock: float = 0.0
-    computing: float = 0.0
-    communicating: float = 0.0
-    exposed: float = 0.0
+    spans: list[Span] = field(default_factory=list)
     free: dict[tuple[str, str], float] = field(default_factory=dict)
     meetings: dict[str, Meeting] = field(default_factory=dict)
     numbers: Counter[object] = field(default_factory=Counter)
+
+    def advance(self, kind: SpanKind, name: str, until: float) -> None:
+        """Do something until a moment at which the rank goes on."""
+        self.spans.append(Span(kind, name, self.clock, until))
+        self.clock = until
 
 
 class _Play:
@@ -86,7 +89,6 @@ class _Play:
         self.arrived: dict[Meeting, list[tuple[_PlayedRank, CommunicationCall, float]]] = {}
         self.ends: dict[Meeting, float] = {}
         self.sleeping: dict[Meeting, list[_PlayedRank]] = {}
-        self.spans: dict[int, list[Span]] = {rank: [] for rank in sorted(traced)}
 
     def run(self) -> Timeline:
         moving = [(0.0, number) for number in self.ranks]
@@ -98,8 +100,8 @@ class _Play:
                 heapq.heappush(moving, (woken.clock, woken.number))
         stuck = [rank.number for rank in self.ranks.values() if rank.left]
         assert not stuck, f"ranks wait for each other: {stuck}"
-        done = [RankTime(r.number, r.clock, r.computing, r.communicating, r.exposed) for r in self.ranks.values()]
-        return Timeline(tuple(done), self.spans)
+        done = [RankTime.of(rank.number, rank.spans) for rank in self.ranks.values()]
+        return Timeline(tuple(done), {rank: self.ranks[rank].spans for rank in sorted(self.traced)})
 
     def _advance(self, rank: _PlayedRank, until: float) -> list[_PlayedRank]:
         """Play a rank until another rank is behind it, or until it waits for a meeting that has not begun.
@@ -116,21 +118,14 @@ class _Play:
                 if meeting not in self.ends:
                     self.sleeping.setdefault(meeting, []).append(rank)
                     break
-                self._wait(rank, ins, self.ends[meeting])
+                if self.ends[meeting] > rank.clock:
+                    rank.advance("wait", ins.work, self.ends[meeting])
             elif isinstance(ins, Launch):
-                self._span(rank, "kernel", ins.kernel.name, rank.clock, rank.clock + self.model.kernel(ins.kernel))
-                rank.computing += self.model.kernel(ins.kernel)
-                rank.clock += self.model.kernel(ins.kernel)
+                rank.advance("kernel", ins.kernel.name, rank.clock + self.model.kernel(ins.kernel))
             elif isinstance(ins, CommunicationCall):
                 woken += self._issue(rank, ins)
             rank.left.pop()
         return woken
-
-    def _wait(self, rank: _PlayedRank, wait: Wait, end: float) -> None:
-        if end > rank.clock:
-            self._span(rank, "wait", wait.work, rank.clock, end)
-            rank.exposed += end - rank.clock
-            rank.clock = end
 
     def _issue(self, rank: _PlayedRank, call: CommunicationCall) -> list[_PlayedRank]:
         place, size = meeting_place(rank.number, call)
@@ -150,12 +145,8 @@ class _Play:
         self.ends[meeting] = start + seconds
         for rank, call, _ in there:
             rank.free.update(dict.fromkeys(_ways(call), start + seconds))
-            rank.communicating += seconds
-            self._span(rank, "communication", f"{call.kind} {call.about.tensor} {call.work}", start, start + seconds)
-
-    def _span(self, rank: _PlayedRank, kind: SpanKind, name: str, start: float, end: float) -> None:
-        if rank.number in self.traced:
-            self.spans[rank.number].append(Span(kind, name, start, end))
+            name = f"{call.kind} {call.about.tensor} {call.work}"
+            rank.spans.append(Span("communication", name, start, start + seconds))
 
 
 def _ways(call: CommunicationCall) -> list[tuple[str, str]]:

@@ -13,8 +13,8 @@ import sys
 def main(fd: int) -> None:
     """Read until the launcher ends, and end what it has left."""
     os.setsid()
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signal_number, signal.SIG_IGN)
+    for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU"):  # a batch system may tell all processes
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
     with os.fdopen(fd) as pipe:
         lines = pipe.read().split()
     if lines[-1:] == ["done"]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from ..errors import ArgumentError, user_error
 from . import news
 from .output import complete_standard_files, say
-from .processes import STOPPED, identity_of, state_of
+from .processes import STOPPED, goes_on, identity_of, state_of
 from .starting import FOLLOWER_CODE, WAITED_CODE, Job, RankProcess, job_variables, listening, start, startable
 
 _OF_OTHERS = (FOLLOWER_CODE, WAITED_CODE)
@@ -28,6 +28,10 @@ _REMIND = 60.0  # Seconds after which ranks that still run when others have ende
 _PATIENCE = 1.0  # Seconds that the pipe of an ended rank may be still before it is given up.
 _MOST_RANKS = 4096  # Processes of one machine: more is a mistake.
 _came: list[int] = []  # The signal that asked to stop, if one has.
+# Signals that end a job, and those that tell it something first where its script has a handler: a batch system says by
+# one of these that it is about to take the machine away.
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+_NOTICES = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _KEEPER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper.py")
 
 
@@ -66,14 +70,19 @@ def run(
     job = Job(ranks, list(argv), max_restarts, deadline, all_output)
     complete_standard_files()
     try:
-        with _signals(), _keeper() as register:
+        with _signals() as ranks_told, _keeper() as keep:
+
+            def register(rank: RankProcess) -> None:
+                ranks_told.append(rank)
+                keep(rank.process.pid)
+
             return _run_attempts(job, register, pause)
     except _Interrupted as stop:
         say(f"stopped by {_name(stop.number)}")
         return 128 + stop.number
 
 
-def _run_attempts(job: Job, register: Callable[[int], None], pause: float) -> int:
+def _run_attempts(job: Job, register: Callable[[RankProcess], None], pause: float) -> int:
     """Start the job until an attempt succeeds, or no other could succeed; returns the last attempt's exit code."""
     for attempt in range(job.max_restarts + 1):
         page = news.make()
@@ -100,7 +109,7 @@ def _run_attempts(job: Job, register: Callable[[int], None], pause: float) -> in
     return code
 
 
-def _attempt(job: Job, attempt: int, page: int | None, register: Callable[[int], None]) -> int:
+def _attempt(job: Job, attempt: int, page: int | None, register: Callable[[RankProcess], None]) -> int:
     """Start all ranks, wait, and end them all; the exit code."""
     started: list[RankProcess] = []
     try:
@@ -108,7 +117,7 @@ def _attempt(job: Job, attempt: int, page: int | None, register: Callable[[int],
             base = job_variables(job, attempt, listener.getsockname()[1], page)
             for rank in range(job.ranks):
                 start(rank, job, base, listener, page, started)
-                register(started[-1].process.pid)
+                register(started[-1])
         code = _watch(started, job.deadline, page)
         _end(started)
         return code
@@ -233,22 +242,26 @@ def _signal_all(started: list[RankProcess], number: signal.Signals) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
-    """Have SIGINT, SIGTERM and SIGHUP raise in here, so that the ranks are ended on the way out.
+def _signals() -> Iterator[list[RankProcess]]:
+    """Have the signals that end a job raise in here, so that the ranks are ended on the way out.
 
-    A signal that is ignored, as by nohup, stays ignored.
+    Gives a list for the ranks: a notice is passed on to those in it that have a handler for it, and ends the job where
+    none has. A signal that is ignored, as by nohup, stays ignored.
     """
+    ranks: list[RankProcess] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield ranks
         return
 
     _came.clear()
     launcher = os.getpid()
-    caught = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    caught = [n for n in (*_STOPS, *_NOTICES) if signal.getsignal(n) != signal.SIG_IGN]
 
     def stop(number: int, frame: object) -> None:
         if os.getpid() != launcher:
             os._exit(128 + number)  # A rank before its exec: its program would inherit what is ignored.
+        if number in _NOTICES and _pass_on(ranks, number):
+            return
         for other in caught:
             signal.signal(other, signal.SIG_IGN)  # Ending the ranks takes seconds and must not be cut short.
         _came.append(number)
@@ -263,13 +276,27 @@ def _signals() -> Iterator[None]:
     try:
         for number in caught:
             signal.signal(number, stop)
-        yield
+        yield ranks
     finally:
         try:
             restore()
         except _Interrupted:  # After the first signal the others are ignored.
             restore()
             raise
+
+
+def _pass_on(ranks: list[RankProcess], number: int) -> bool:
+    """Give a signal to the ranks that go on then; whether there are any.
+
+    A rank without a handler would end, and the job with it, though another has one. The processes that a rank has
+    started are its own to tell.
+    """
+    running = [r.process.pid for r in ranks if r.process.returncode is None]
+    told = [pid for pid in running if goes_on(pid, number) is not False]
+    for pid in told:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return bool(told)
 
 
 @contextmanager

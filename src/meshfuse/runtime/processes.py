@@ -36,6 +36,18 @@ def state_of(identity: str) -> str | None:
     return STOPPED if state in "Tt" else RUNNING
 
 
+def goes_on(pid: int, number: int) -> bool | None:
+    """Whether a process of this machine outlives a signal, as it has a handler for it, or ignores it."""
+    if not os.path.exists("/proc/self/status"):
+        return None
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            masks = [line.split()[1] for line in file if line.startswith(("SigIgn:", "SigCgt:"))]
+    except OSError:
+        return False
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
 def pid_of(identity: str) -> str:
     """The process' number, as text."""
     return identity.split(" ")[1] if identity else "?"
