@@ -78,7 +78,7 @@ class Plans:
         """Remember the plan that a search found for a graph of some sizes."""
         key = _structure(graph, world)
         with self._lock:
-            found = self._found.setdefault(_ranks(graph, world), OrderedDict())
+            found = self._found.setdefault(ranks_of(graph, world), OrderedDict())
             found[key] = [(graph, planned), *found.get(key, ())][:_EACH]
             found.move_to_end(key)
             while len(found) > 1 and _ops(found) > _MOST_OPS:
@@ -91,7 +91,7 @@ class Plans:
         """
         key = _structure(graph, world)
         with self._lock:
-            plans = list(self._found.get(_ranks(graph, world), {}).get(key, ()))
+            plans = list(self._found.get(ranks_of(graph, world), {}).get(key, ()))
         plans.sort(key=lambda entry: not _same_sizes(graph, entry[0]))
         made = ((_made(graph, plan), old) for old, plan in plans if _near(graph, old, factor))
         found = next(((plan, old) for plan, old in made if plan is not None), None)
@@ -102,7 +102,8 @@ def _ops(found: _Found) -> int:
     return sum(len(graph.nodes) for plans in found.values() for graph, _ in plans)
 
 
-def _ranks(graph: Graph, world: DeviceMesh) -> frozenset[int]:
+def ranks_of(graph: Graph, world: DeviceMesh) -> frozenset[int]:
+    """The ranks of the meshes of a graph; those of `world` where nothing is annotated."""
     return frozenset(rank for s in graph.annotations.values() for rank in s.mesh.ranks) or frozenset(world.ranks)
 
 

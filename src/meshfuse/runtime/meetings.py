@@ -25,6 +25,7 @@ from .diagnosis import (
 )
 from .liveness import Failure, goodbye, text_of
 from .peers import MANY
+from .planning import awaits_a_plan
 from .store import await_keys, hosts_store
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class _Counters:
 class Meetings:
     """The meetings of this rank; `waiting` is the one that it is in, "" for none.
 
-    Every wait ends after the world's limit: RankTimeout, or RankError where a peer is known to have failed before.
+    Every wait ends after the world's limit, unless it is for a rank that plans: RankTimeout, or RankError where a peer
+    is known to have failed before.
     """
 
     def __init__(self, world: World):
@@ -179,7 +181,7 @@ class Meetings:
     ) -> list[bytes]:
         """The value of each of these ranks, once all have come."""
         self._arrive(name, ranks, what, value, limit)
-        return self._asked(what, ranks, lambda: self.world.store.multi_get([f"{name}/{rank}" for rank in ranks]))
+        return self.asked(what, ranks, lambda: self.world.store.multi_get([f"{name}/{rank}" for rank in ranks]))
 
     def _arrive(
         self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes = "", limit: float | None = None
@@ -195,13 +197,15 @@ class Meetings:
 
         self.waiting = f"{what} at {caller_line()}"
         try:
-            missing = self._asked(what, ranks, wait, limit)
+            missing = self.asked(what, ranks, wait, limit)
+            while missing and awaits_a_plan(self.world.scene(), [keys[key] for key in missing]):
+                missing = self.asked(what, ranks, wait, limit)
         finally:
             self.waiting = ""
         if missing:
             raise timed_out(self.world.scene(), what, [keys[key] for key in missing], seconds_since(start), limit)
 
-    def _asked(self, what: str, ranks: tuple[int, ...], action: Callable[[], T], limit: float | None = None) -> T:
+    def asked(self, what: str, ranks: Sequence[int], action: Callable[[], T], limit: float | None = None) -> T:
         """The result of an action on the store, within `limit` seconds.
 
         RankError where the store has gone or stopped.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -21,10 +22,12 @@ from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, second
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
 from .exits import code_of, end_at_once, ending, install_hook
 from .group import Group
+from .handing import Handing
 from .last_words import install_last_words
 from .liveness import FAILED, Responder, line_of, main_thread_frame, publish, published, roll_call
 from .meetings import Meetings
 from .peers import Peers
+from .planning import Plans, awaits_a_plan
 from .processes import die_with_parent
 from .scratch import CLOCK
 from .store import connect, hosts_store, joining
@@ -48,7 +51,7 @@ class World:
 
     rank, size: this rank's number, and how many ranks there are.
     local_rank, local_size: the same among the ranks of this machine.
-    limit: seconds after which every wait for other ranks ends, from MESHFUSE_TIMEOUT.
+    limit: seconds after which every wait for other ranks ends that do not plan, from MESHFUSE_TIMEOUT.
 
     It uses a store and process groups of meshfuse's own: whether the script makes torch's default process group, before
     or after, makes no difference. A process that is alone opens no socket.
@@ -65,7 +68,7 @@ class World:
         self._gone: set[int] = set()
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
-        self.meetings = Meetings(self)
+        self.meetings, self.handing, self.plans = Meetings(self), Handing(self), Plans(self.rank)
         self.calls = Calls(self.rank, self.size)
         self.turns, self.checkpoints = Turns(self.rank, self.size), Turns(self.rank, self.size, "save or load")
         self.watch = Watch(self._check_pending, self._end)
@@ -86,6 +89,18 @@ class World:
                 place, limit = _place(), time_limit()
             cls._current = World(place, limit)
         return cls._current
+
+    @classmethod
+    def joined(cls) -> World | None:
+        """The job that this process is a rank of, if it has joined one of several ranks and not left it."""
+        world = cls._current
+        return None if world is None or world._responder is None or os.getpid() != world._process else world
+
+    @classmethod
+    def planning(cls, what: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which this process plans `what`, and the other ranks of its job, if it has any, know it."""
+        world = cls.joined()
+        return contextlib.nullcontext() if world is None else world.plans.under_way(what)
 
     def check_number(self, line: SourceLine) -> None:
         """Check that torch's default group, by whose numbers DTensors go, calls this rank by its own.
@@ -150,7 +165,7 @@ class World:
 
     def _doing(self) -> str:
         waiting, frame = self.waiting or self.meetings.waiting, main_thread_frame()
-        what = f"waits in {waiting}" if waiting else line_of(frame)
+        what = self.plans.told() or (f"waits in {waiting}" if waiting else line_of(frame))
         where = self.activity.place(frame) if self.activity is not None else ""
         return f"{what}, {where}" if where else what
 
@@ -232,6 +247,10 @@ class World:
         """
         self._check(str(work), work.group.ranks, work.start)
 
+    def is_patient(self, work: Work) -> bool:
+        """Whether a collective that takes longer than the limit waits for a rank that plans."""
+        return awaits_a_plan(self.scene(), work.group.ranks)
+
     def _check(self, what: str, ranks: Sequence[int], start: float) -> None:
         self.raise_if_failed(what)
         gone = [rank for rank in self._peers.gone(ranks) if rank != self.rank]
@@ -245,7 +264,7 @@ class World:
         if trouble:
             raise connection_lost(self.scene(), what, pending.ranks, trouble, after)
         self._check(what, pending.ranks, pending.start)
-        if after > self.limit:
+        if after > self.limit and not awaits_a_plan(self.scene(), pending.ranks):
             raise timed_out(self.scene(), what, pending.ranks, after)
 
     def _end(self, error: RankError) -> None:
