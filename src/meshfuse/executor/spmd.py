@@ -154,7 +154,8 @@ class RankProgram:
         world.meetings.check_same(digest_of(text), "the program", self.ranks, lambda: text)
         active = world.rank in compiled.ranks
         if active:
-            self._bind_program(compiled)
+            with World.planning(graph.in_words()):
+                self._bind_program(compiled)
         self.compiled, self.active = compiled, active
         self._scalars = [(i, ref.id) for i, ref in enumerate(graph.inputs) if isinstance(ref, ScalarRef)]
         made = graph.tensors[graph.outputs[0]]
