@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,9 +118,35 @@ def test_where_the_one_that_plans_is_killed_another_does(start: Starter) -> None
     assert said(other)[0] == "plans"
 
 
+def test_the_others_wait_as_long_as_the_one_that_plans_runs(start: Starter) -> None:
+    """However short the time limit is: only where that process cannot be seen do they go by the clock."""
+    first, other = start(4.0), start(0.0, limit=1.0)
+    go(first)
+    begins(first)
+    go(other)
+    assert len(said(other)) == 1 and len(said(first)) == 1 and not start.left()
+
+
+def test_of_a_process_that_cannot_be_seen_they_wait_half_of_the_limit(tmp_path: Path, monkeypatch: Any) -> None:
+    """As of one on another machine, whose identity says nothing here, or of an older version, which signs nothing."""
+
+    def enter(path: Path) -> None:
+        with in_turn(path):
+            pass
+
+    monkeypatch.setenv("MESHFUSE_TIMEOUT", "1.0")
+    for name, text in (("elsewhere", "another-boot 1 1"), ("older", ""), ("other", "\xff" * 2000)):
+        with in_turn(tmp_path / name):
+            (tmp_path / name).write_text(text)
+            begun = time.monotonic()
+            thread = threading.Thread(target=enter, args=(tmp_path / name,))
+            thread.start()
+            thread.join(60)
+            assert time.monotonic() - begun >= 0.5
+
+
 def test_where_the_one_that_plans_stands_still_the_others_go_on(start: Starter) -> None:
-    """Half of the time limit after they began: their peers wait for them no longer than that."""
-    first, other = start(1000.0), start(0.0, limit=2.0)
+    first, other = start(1000.0), start(0.0, limit=2000.0)
     go(first)
     begins(first)
     first.send_signal(signal.SIGSTOP)

@@ -51,6 +51,7 @@ from .rewriting.shifts import shifted
 from .rewriting.sums import regrouped
 from .rewriting.surrounds import Surrounded
 from .rewriting.wide_sums import widen_sums
+from .runtime.world import World
 from .segmentation import SegmentedDefinition, segment
 from .sharding.layout import Layout
 from .sharding.value import Sharding
@@ -124,9 +125,10 @@ def compile_definition(
     """
     with no_collection():
         graph = _graph(fd, shapes, scalars)
-        found = _compiled(graph, world, max_memory, near_factor, effort)
-        asked = _with_ends(graph, found, ends) if ends is not None else graph
-        return found if asked is graph else _compiled(asked, world, max_memory, 1.0, effort)
+        with World.planning(graph.in_words()):
+            found = _compiled(graph, world, max_memory, near_factor, effort)
+            asked = _with_ends(graph, found, ends) if ends is not None else graph
+            return found if asked is graph else _compiled(asked, world, max_memory, 1.0, effort)
 
 
 def _compiled(
@@ -159,7 +161,8 @@ def decided_without(
     with no_collection():
         graph = _graph(fd, shapes, {})
         left = {i: sharding for i, sharding in graph.annotations.items() if i not in free}
-        return decided(dataclasses.replace(graph, annotations=left), world, effort) if left else None
+        with World.planning(graph.in_words()):
+            return decided(dataclasses.replace(graph, annotations=left), world, effort) if left else None
 
 
 def _graph(fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any]) -> Graph:

@@ -29,7 +29,7 @@ from .executor.graphs import Captured, check_capturable, check_groups, watched
 from .executor.segments import Segments
 from .executor.simulate import Simulation
 from .executor.simulated_program import SimulatedProgram
-from .executor.spmd import RankProgram, check_same_arguments, check_world, scalar_lines
+from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
 from .gradients.reverse import gradients
 from .host_ir.program import HostProgram
 from .kernels import in_stride_order
@@ -182,7 +182,8 @@ class FusionDefinition(PlannedDefinition):
         definition. Returns this rank's shard of every output: DTensors if an input was one, None for an output on a
         mesh that this rank is not part of.
 
-        idle_ranks: allow a mesh of fewer ranks than the job has.
+        idle_ranks: allow a mesh of fewer ranks than the job has. The others need not call this, and may run
+            definitions of their own meanwhile; where they do call it, they get None.
         backend: what computes the segments between communications: "eager" (torch, op by op), "inductor", "nvfuser", or
             "auto" (eager until compiling pays). None is MESHFUSE_BACKEND, else "auto".
         cuda_graph: capture the step on a GPU at its first call, and replay it from then on. The program must take no
@@ -238,7 +239,8 @@ class FusionDefinition(PlannedDefinition):
         if (before or outputs is not None) and not isinstance(error, RankError):
             begins = f" that begins at {self.tensors[0].line}" if self.tensors else ""
             when = "before" if before else "after"
-            World.leave_off(f"step {step + 1} of the definition{begins}, {when} its program", error)
+            where = f"step {step + 1} of the definition{begins}, {when} its program"
+            World.leave_off(where, lambda size: named_ranks(self, size), error)
 
     def simulate(
         self, inputs: Sequence[Any], *, check_replicas: bool = False, check_streams: bool = False
@@ -375,7 +377,8 @@ class FusionDefinition(PlannedDefinition):
         capture = captured if cuda_graph else None
         # Whole arguments are compared, numbers among them, once the program has been.
         source = "\n".join([repr(self), *([] if whole else scalar_lines(given))])
-        return RankProgram(compiled, world, given.device, source, requested(backend, line), renewed, capture)
+        name, ranks = requested(backend, line), named_ranks(self, world.size)
+        return RankProgram(compiled, world, given.device, source, name, ranks, renewed, capture)
 
     def backends(self, *shapes: Sequence[int]) -> str:
         """A table of what computes each segment, and why, for the latest (or the given) shapes.

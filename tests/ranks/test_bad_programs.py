@@ -17,8 +17,8 @@ import meshfuse as mf
 from meshfuse.errors import SourceLine
 from meshfuse.executor.spmd import RankProgram
 from meshfuse.runtime import diagnosis, exits
+from meshfuse.runtime.calls import Calls
 from meshfuse.runtime.liveness import Failure
-from meshfuse.runtime.world import History
 
 pytestmark = pytest.mark.ranks
 
@@ -213,7 +213,7 @@ def on_rank_with_numbers(odd: int | None, rank: int) -> tuple[str, int]:
         n = fd.define_scalar(dtype=mf.DataType.Float)
         fd.add_output(fd.ops.mul(fd.ops.sum(x, [0]), n))
         fd.mesh_split(x, mesh, ["tp"])
-    world._history = History()  # as at the start of a job
+    world.calls = Calls(world.rank, world.size)  # as at the start of a job
     for call in range(1, 10):
         number = float(call) + (call == odd and world.rank == rank)
         said = error_of(lambda number=number: fd.execute([torch.ones(2), number]))

@@ -15,6 +15,7 @@ from ..compiler import CompiledProgram
 from ..errors import RankError, SourceLine, user_error
 from ..host_ir.instructions import CommunicationCall
 from ..host_ir.program import HostProgram, digest_of
+from ..mesh import DeviceMesh
 from ..ops.base import ScalarRef
 from ..plan_store.nearby import RENEWED
 from ..runtime.reductions import dense
@@ -39,12 +40,9 @@ finished: list[Callable[[RankProgram], None]] = []
 
 def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: SourceLine) -> None:
     """Raises DefinitionError where the meshes do not fit the ranks that there are."""
-    meshes = [a.mesh for a in fd.annotations.values() if a.mesh is not None]
-    ranks = {rank for mesh in meshes for rank in mesh.ranks}
-    if not ranks:
-        return
+    ranks = named_ranks(fd, size)
     if max(ranks) >= size:
-        largest = max(meshes, key=lambda mesh: max(mesh.ranks))
+        largest = max(_meshes(fd), key=lambda mesh: max(mesh.ranks))
         raise user_error(
             f"the mesh is larger than the world: {largest}", f"{size} rank{'s' if size > 1 else ''}",
             f"{max(ranks) + 1} ranks",
@@ -52,9 +50,18 @@ def check_world(fd: DefinitionBuilder, size: int, idle_ranks: bool, line: Source
         )  # fmt: skip
     if len(ranks) < size and not idle_ranks:
         raise user_error(
-            "the world is larger than the mesh", f"{size} ranks, of which the meshes use {sorted(ranks)}",
+            "the world is larger than the mesh", f"{size} ranks, of which the meshes use {list(ranks)}",
             "a mesh of all ranks", f"Start {len(ranks)} ranks, or pass idle_ranks=True to execute.", line,
         )  # fmt: skip
+
+
+def named_ranks(fd: DefinitionBuilder, size: int) -> tuple[int, ...]:
+    """The ranks of the meshes that a definition names; all of them where it names none."""
+    return tuple(sorted({rank for mesh in _meshes(fd) for rank in mesh.ranks})) or tuple(range(size))
+
+
+def _meshes(fd: DefinitionBuilder) -> list[DeviceMesh]:
+    return [a.mesh for a in fd.annotations.values() if a.mesh is not None]
 
 
 def check_same_arguments(fd: DefinitionBuilder, given: Inputs, world: World) -> None:
@@ -106,16 +113,19 @@ class _Phase(Enum):
 class RankProgram:
     """A compiled program bound to this rank's process groups.
 
-    Raises RankError on every rank where ranks' programs differ.
+    Raises RankError on every rank of its meshes where their programs differ; on ranks outside of them it does nothing.
 
-    source: the definition's text, which all ranks compare, with the plan, before the first execution.
+    source: the definition's text, which the ranks of its meshes compare, with the plan, before the first execution.
     backend: what runs the segments, one of `backends.assignment.NAMES`.
+    ranks: those of the meshes that the definition names.
     renew: makes a program with a plan of its own, where this one's was taken over and it is executed often.
     capture: makes what runs a step in place of the program's main function, once its segments are compiled.
 
     Where a call is: `step` is its number (after the call, the last one's), `running` whether its program is under way,
     `_phase` how far it has come, `_gathered` which output is being gathered. From these a rank tells others where it
     is.
+
+    Who runs it: `ranks` are those that compare it and its calls, none where this rank has no part in it.
 
     What runs: `_main` is the program's main function; `_run` is what a step calls, `_main` or what was captured of it.
     `_calls` counts the steps of this plan. Before step `_due` segments are compiled (None: they are, or there are
@@ -124,23 +134,28 @@ class RankProgram:
 
     def __init__(
         self, compiled: CompiledProgram, world: World, device: torch.device, source: str, backend: str,
-        renew: Callable[[], CompiledProgram] | None = None, capture: Callable[[HostProgram, Main], Main] | None = None,
+        ranks: Sequence[int], renew: Callable[[], CompiledProgram] | None = None,
+        capture: Callable[[HostProgram, Main], Main] | None = None,
     ):  # fmt: skip
         self.world, self.device, self._source, self._backend = world, device, source, backend
         self.step, self.running, self._phase, self._gathered = 0, False, _Phase.OVER, 0
         self._capture, self._compiling = capture, threading.Lock()
         self._renew, self._renewal = renew, RENEWED if compiled.taken_from is not None else None
+        self._named, self.ranks = ranks, ()
         with world.turns:
             self._bind(compiled)
 
     def _bind(self, compiled: CompiledProgram) -> None:
-        """Make this the program that runs, if all ranks have the same. Raises RankError where they differ."""
+        """Make this the program that runs, if all of its ranks have the same. Raises RankError where they differ."""
         world, graph = self.world, compiled.graph
+        together = tuple(sorted({*self._named, *compiled.ranks}))
+        self.ranks = together if world.rank in together else ()
         text = agreed_text(compiled, self._source, self._backend)
-        world.meetings.check_same(digest_of(text), "the program", world.all_ranks, lambda: text)
+        world.meetings.check_same(digest_of(text), "the program", self.ranks, lambda: text)
         active = world.rank in compiled.ranks
         if active:
-            self._bind_program(compiled)
+            with World.planning(graph.in_words()):
+                self._bind_program(compiled)
         self.compiled, self.active = compiled, active
         self._scalars = [(i, ref.id) for i, ref in enumerate(graph.inputs) if isinstance(ref, ScalarRef)]
         made = graph.tensors[graph.outputs[0]]
@@ -197,7 +212,7 @@ class RankProgram:
                 self._plan_anew()
             before = self._calls
             self._calls += 1
-            self.world.begin(self, self._numbers(arguments) if self._scalars else "")
+            self.world.begin(self, self.ranks, self._numbers(arguments) if self._scalars else "")
             if not self.active:
                 return self._told([None] * len(self.compiled.graph.outputs))
             # Threads of a process without peers, and functions of ops, may run the program while it is being compiled.
@@ -221,7 +236,7 @@ class RankProgram:
             torch._C._set_grad_enabled(recording)
 
     def _numbers(self, arguments: Sequence[Any]) -> str:
-        """The scalars of a call as text, which all ranks must have alike."""
+        """The scalars of a call as text, which all ranks of the program must have alike."""
         return f"with {', '.join(f's{number} = {arguments[i]!r}' for i, number in self._scalars)}: "
 
     def _plan_anew(self) -> None:
@@ -308,7 +323,7 @@ class RankProgram:
 
 
 def agreed_text(compiled: CompiledProgram, source: str, backend: str) -> str:
-    """The text that must be equal on all ranks: the definition, the shapes and the plan made for them."""
+    """The text that must be equal on all ranks of a program: the definition, the shapes and the plan made for them."""
     graph = compiled.graph
     shapes = [f"{graph.tensors[i].label}: global shape {list(graph.shape(i))}" for i in graph.input_tensors]
     return "\n".join([source, *shapes, f"backend {backend}", f"plan {compiled.digest}"])

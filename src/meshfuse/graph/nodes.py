@@ -125,6 +125,12 @@ class Graph:
     def input_tensors(self) -> tuple[int, ...]:
         return tuple(ref.id for ref in self.inputs if isinstance(ref, TensorRef))
 
+    def in_words(self) -> str:
+        """The program by the number of its ops, its first output and the line that makes it."""
+        made = [self.tensors[i] for i in self.outputs[:1]]
+        named = f"{made[0].label} at {made[0].line}" if made else "nothing"
+        return f"{len(self.nodes):,} op{'s' if len(self.nodes) != 1 else ''} of the definition of {named}"
+
     def __str__(self) -> str:
         lines = [f"inputs: {', '.join(f'{self.tensors[i].label}: {self.tensors[i].type}' for i in self.input_tensors)}"]
         for node in self.nodes:

@@ -1,13 +1,17 @@
-"""Plans kept on disk, so that the second start of a script does not plan again.
+"""Plans kept on disk, so that the second start of a script does not plan again, and handed over between ranks.
 
 Planning is the dear part of compiling, and all it gives are decisions: which ops are written in other forms, and where
 each op is computed. These are stored, under a digest of everything that they follow from: the definition, its shapes
 and annotations, the world, meshfuse's own code, torch's version. The rest of compiling is done again, from the user's
 own lines. Whatever is wrong with a stored plan, or with the disk, planning goes on.
+
+Of the ranks of a job that want the same plan, the first to come makes it, and the others take it over through the
+job's store: on other machines, too, and without a disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -26,9 +30,10 @@ from ..ops import OPS
 from ..ops.base import Call, Rule
 from ..propagation.sharded import Choice, ShardedDefinition
 from ..propagation.votes import Source
+from ..runtime.world import World
 from ..sharding.value import Sharding
 from .codec import NotStorable, dump, load
-from .nearby import placed_again
+from .nearby import placed_again, ranks_of
 from .turns import in_turn
 
 # What is planned in less time is not worth a file.
@@ -37,19 +42,46 @@ _SUFFIX = ".plan"
 
 
 def planned(graph: Graph, world: DeviceMesh, plan: Callable[[], ShardedDefinition], how: str = "") -> ShardedDefinition:
-    """The plan for this graph, world and effort (`how`): one that is on the disk, else what `plan()` makes."""
-    folder = disk_cache.folder()
-    if folder is None or not all(OPS.get(node.name) is node.call.op for node in graph.nodes):
-        return plan()  # What a user's own op does may change without a trace in its name.
+    """The plan for this graph, world and effort (`how`).
+
+    It is one that is on the disk, else one that another rank of this job makes or has made, else what `plan()` makes.
+    """
+    # What a user's own op does may change without a trace in its name: then its plans are of this job alone.
+    lasting = all(OPS.get(node.name) is node.call.op for node in graph.nodes)
+    folder, job = disk_cache.folder() if lasting else None, World.joined()
+    if folder is None and job is None:
+        return plan()
     try:
-        key = key_of(graph, world, how) + _SUFFIX
+        key = key_of(graph, world, how)
     except OSError as error:
         disk_cache.warn(f"meshfuse's own files cannot be read: {error.strerror}")
         return plan()
-    found = _recalled(folder, key, graph)
-    if found is None:
-        with in_turn(folder / f"{key}{disk_cache.TURN}"):  # by whose time another may have planned it
-            found = _recalled(folder, key, graph) or _planned_now(folder, key, graph, plan)
+    make = plan if folder is None else functools.partial(_in_turn, folder, key + _SUFFIX, graph, plan)
+    found = None if folder is None else _recalled(folder, key + _SUFFIX, graph)
+    if found is not None:
+        return found
+    return make() if job is None else _handed_over(job, key, graph, world, make)
+
+
+def _in_turn(folder: Path, key: str, graph: Graph, plan: Callable[[], ShardedDefinition]) -> ShardedDefinition:
+    """What `plan()` makes, unless another process makes it now, or has just made it."""
+    with in_turn(folder / f"{key}{disk_cache.TURN}"):
+        return _recalled(folder, key, graph) or _planned_now(folder, key, graph, plan)
+
+
+def _handed_over(
+    job: World, key: str, graph: Graph, world: DeviceMesh, make: Callable[[], ShardedDefinition]
+) -> ShardedDefinition:
+    """The plan that another rank of this job makes or has made, else what `make()` gives, which others then take."""
+    with job.handing.text(key, ranks_of(graph, world), graph.in_words()) as handed:
+        found = None
+        if handed.text is not None:
+            with contextlib.suppress(Exception):  # a text that another rank made may hold anything
+                found = unpacked(handed.text, graph)
+        if found is None:
+            found = make()
+            with contextlib.suppress(NotStorable, AssertionError, KeyError):
+                handed.text = _text(graph, found) if handed.mine else None
     return found
 
 
@@ -74,15 +106,20 @@ def _recalled(folder: Path, key: str, graph: Graph) -> ShardedDefinition | None:
 
 def _keep(folder: Path, key: str, graph: Graph, sharded: ShardedDefinition) -> None:
     try:
-        text = packed(sharded)
-        same = str(unpacked(text, graph)) == str(sharded)
+        text = _text(graph, sharded)
     except (NotStorable, AssertionError, KeyError) as error:
         disk_cache.warn(f"a plan cannot be stored: {error}")
         return
-    if same:
+    if text is not None:
         disk_cache.write(folder, key, text)
     else:
         disk_cache.warn("a plan would not read back as it is, and is not stored")
+
+
+def _text(graph: Graph, sharded: ShardedDefinition) -> str | None:
+    """The plan as text; None if it would not read back as it is. Raises what a plan gives that cannot be written."""
+    text = packed(sharded)
+    return text if str(unpacked(text, graph)) == str(sharded) else None
 
 
 def packed(sharded: ShardedDefinition) -> str:

@@ -5,7 +5,8 @@ made for one shape is mostly the best for the other, too; a search for a better 
 (`RENEWED`). What is taken over are the decisions (rewritings, layouts of factors, homes). They are made again for the
 new sizes, and if one does not fit, nothing is taken over.
 
-Only executions on real ranks take plans over, all ranks alike, as they compile the same definitions in the same order.
+Only executions on real ranks take plans over. All ranks of a mesh do so alike, as they compile the same definitions on
+it in the same order.
 `fd.compile`, `fd.bill` and `fd.simulate` always search.
 """
 
@@ -58,24 +59,30 @@ class Taken(NamedTuple):
     source: Graph | None
 
 
+# The plans of one structure, by it, in the order in which they were found.
+_Found = OrderedDict[Hashable, list[tuple[Graph, ShardedDefinition]]]
+
+
 class Plans:
-    """Plans that searches found, by the structure of the graph; the ones used last are kept."""
+    """Plans that searches found, by the structure of the graph; the ones used last are kept.
+
+    They are kept apart by the ranks of the meshes: what other ranks plan, which these need not, changes nothing of what
+    is kept of theirs.
+    """
 
     def __init__(self) -> None:
-        self._found: OrderedDict[Hashable, list[tuple[Graph, ShardedDefinition]]] = OrderedDict()
+        self._found: dict[frozenset[int], _Found] = {}
         self._lock = threading.Lock()
 
     def keep(self, graph: Graph, world: DeviceMesh, planned: ShardedDefinition) -> None:
         """Remember the plan that a search found for a graph of some sizes."""
         key = _structure(graph, world)
         with self._lock:
-            self._found[key] = [(graph, planned), *self._found.get(key, ())][:_EACH]
-            self._found.move_to_end(key)
-            while len(self._found) > 1 and self._ops() > _MOST_OPS:
-                self._found.popitem(last=False)
-
-    def _ops(self) -> int:
-        return sum(len(graph.nodes) for plans in self._found.values() for graph, _ in plans)
+            found = self._found.setdefault(ranks_of(graph, world), OrderedDict())
+            found[key] = [(graph, planned), *found.get(key, ())][:_EACH]
+            found.move_to_end(key)
+            while len(found) > 1 and _ops(found) > _MOST_OPS:
+                found.popitem(last=False)
 
     def near(self, graph: Graph, world: DeviceMesh, factor: float) -> Taken | None:
         """The plan of a graph that differs in sizes alone, all within a factor; None where there is none.
@@ -84,11 +91,20 @@ class Plans:
         """
         key = _structure(graph, world)
         with self._lock:
-            plans = list(self._found.get(key, ()))
+            plans = list(self._found.get(ranks_of(graph, world), {}).get(key, ()))
         plans.sort(key=lambda entry: not _same_sizes(graph, entry[0]))
         made = ((_made(graph, plan), old) for old, plan in plans if _near(graph, old, factor))
         found = next(((plan, old) for plan, old in made if plan is not None), None)
         return found and Taken(found[0], None if _same_sizes(graph, found[1]) else found[1])
+
+
+def _ops(found: _Found) -> int:
+    return sum(len(graph.nodes) for plans in found.values() for graph, _ in plans)
+
+
+def ranks_of(graph: Graph, world: DeviceMesh) -> frozenset[int]:
+    """The ranks of the meshes of a graph; those of `world` where nothing is annotated."""
+    return frozenset(rank for s in graph.annotations.values() for rank in s.mesh.ranks) or frozenset(world.ranks)
 
 
 def _same_sizes(graph: Graph, other: Graph) -> bool:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # Up to so many bytes of a rank, or of all ranks together, an exchange of everything beats a ring.
 _REDUCED_BY_TWO, _REDUCED_TOGETHER, _GATHERED = 32 * 1024, 512 * 1024, 256 * 1024
 _THREADS = 2  # Of a group, as in torch: two collectives at a time.
+_NO_LIMIT = timedelta(days=20)
 _TAG = 0  # Messages of one pair of ranks are told apart by their order alone.
 
 
@@ -48,6 +49,8 @@ class Gloo:
         self._group = group
         # torch's stubs lack the backend's methods.
         self._pg: Any = dist.ProcessGroupGloo(store, group.index, group.size, _options(group.world))
+        # `Work` looks at the clock, which stands still while a peer plans. Messages keep the limit that they have now.
+        self._pg.set_timeout(_NO_LIMIT)
         self._exchanged_bytes = _REDUCED_BY_TWO if group.size == 2 else _REDUCED_TOGETHER // group.size
         self._scratch = Scratch()
         self._all_to_all_options = dist.AllToAllOptions()

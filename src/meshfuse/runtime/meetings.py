@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch.distributed as dist
 
 from ..errors import caller_line
+from .calls import Calls, first_difference
 from .deadlines import Silent, bounded, is_of_torch, within
 from .diagnosis import (
     SAME_PROGRAM,
@@ -23,6 +25,7 @@ from .diagnosis import (
 )
 from .liveness import Failure, goodbye, text_of
 from .peers import MANY
+from .planning import awaits_a_plan
 from .store import await_keys, hosts_store
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _GRACE = 2.0  # Seconds that the store has to answer when a limit is over.
+_COMPARING = "same"  # With what the names of meetings begin in which ranks compare.
 
 
 @dataclass(slots=True)
@@ -47,7 +51,8 @@ class _Counters:
 class Meetings:
     """The meetings of this rank; `waiting` is the one that it is in, "" for none.
 
-    Every wait ends after the world's limit: RankTimeout, or RankError where a peer is known to have failed before.
+    Every wait ends after the world's limit, unless it is for a rank that plans: RankTimeout, or RankError where a peer
+    is known to have failed before.
     """
 
     def __init__(self, world: World):
@@ -93,18 +98,44 @@ class Meetings:
         advice.
         """
         ranks = tuple(ranks)
-        if len(ranks) == 1:
+        if len(ranks) < 2:
             return
-        name = f"same/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
-        values = self._share(name, ranks, f"comparing {what}", f"{what}\n{value}")
+        name, values = self._compared(value, what, ranks, do)
         if len(set(values)) == 1:
             return
-        compared = [data.decode().partition("\n")[0] for data in values]
+        if detail is not None:
+            values = self._texts(f"{name}/detail", ranks, f"comparing {what}", detail())
+        raise disagreement(what, values, ranks, do)
+
+    def check_order(self, calls: Calls, ranks: tuple[int, ...]) -> None:
+        """Compare over `ranks`, which all call this, the calls that any two of them have made together.
+
+        Raises RankError on all of them where two remember other ones.
+        """
+        what = "the order of calls"
+        name, told = self._compared(calls.told(ranks), what, ranks, SAME_PROGRAM)
+        found = first_difference(ranks, told)
+        if found:
+            first, other, *_ = found
+            mine = calls.text(other if first == self.world.rank else first)
+            texts = dict(zip(ranks, self._texts(f"{name}/detail", ranks, f"comparing {what}", mine), strict=True))
+            raise disagreement(what, [texts[rank] for rank in sorted(found)], sorted(found))
+
+    def _compared(self, value: str, what: str, ranks: tuple[int, ...], do: str) -> tuple[str, list[str]]:
+        """The name of a meeting of these ranks, and the value of each of them.
+
+        Raises RankError on all of them where ranks compare different things.
+        """
+        name = f"{_COMPARING}/{'-'.join(map(str, ranks))}/{self._counters.next(ranks)}"
+        within(1.0, lambda: self.world.store.set(f"compares/{self.world.rank}", json.dumps([name, what, ranks])))
+        values = self._texts(name, ranks, f"comparing {what}", f"{what}\n{value}")
+        compared = [text.partition("\n")[0] for text in values]
         if len(set(compared)) > 1:
             raise disagreement("what comes next", [f"comparing {what}" for what in compared], ranks, do)
-        if detail is not None:
-            values = self._share(f"{name}/detail", ranks, f"comparing {what}", detail())
-        raise disagreement(what, [data.decode().removeprefix(f"{what}\n") for data in values], ranks, do)
+        return name, [text.removeprefix(f"{what}\n") for text in values]
+
+    def _texts(self, name: str, ranks: tuple[int, ...], what: str, text: str) -> list[str]:
+        return [data.decode() for data in self._share(name, ranks, what, text)]
 
     def any(self, action: Callable[[], bool], what: str, ranks: Sequence[int]) -> bool:
         """Whether `action` gives True on any of `ranks`, which all call this.
@@ -150,7 +181,7 @@ class Meetings:
     ) -> list[bytes]:
         """The value of each of these ranks, once all have come."""
         self._arrive(name, ranks, what, value, limit)
-        return self._asked(what, ranks, lambda: self.world.store.multi_get([f"{name}/{rank}" for rank in ranks]))
+        return self.asked(what, ranks, lambda: self.world.store.multi_get([f"{name}/{rank}" for rank in ranks]))
 
     def _arrive(
         self, name: str, ranks: tuple[int, ...], what: str, value: str | bytes = "", limit: float | None = None
@@ -162,17 +193,19 @@ class Meetings:
 
         def wait() -> list[str]:
             store.set(f"{name}/{self.world.rank}", value)  # pyright: ignore[reportArgumentType] - bytes are fine
-            return await_keys(store, list(keys), limit, lambda: self._raise_if_hopeless(keys, what))
+            return await_keys(store, list(keys), limit, lambda: self._raise_if_hopeless(name, keys, what))
 
         self.waiting = f"{what} at {caller_line()}"
         try:
-            missing = self._asked(what, ranks, wait, limit)
+            missing = self.asked(what, ranks, wait, limit)
+            while missing and awaits_a_plan(self.world.scene(), [keys[key] for key in missing]):
+                missing = self.asked(what, ranks, wait, limit)
         finally:
             self.waiting = ""
         if missing:
             raise timed_out(self.world.scene(), what, [keys[key] for key in missing], seconds_since(start), limit)
 
-    def _asked(self, what: str, ranks: tuple[int, ...], action: Callable[[], T], limit: float | None = None) -> T:
+    def asked(self, what: str, ranks: Sequence[int], action: Callable[[], T], limit: float | None = None) -> T:
         """The result of an action on the store, within `limit` seconds.
 
         RankError where the store has gone or stopped.
@@ -187,8 +220,8 @@ class Meetings:
                 raise
             raise connection_lost(self.world.scene(), what, ranks, str(error), seconds_since(start)) from None
 
-    def _raise_if_hopeless(self, keys: Mapping[str, int], what: str) -> None:
-        """RankError if a peer has failed, or if one that has not come to the meeting has ended."""
+    def _raise_if_hopeless(self, name: str, keys: Mapping[str, int], what: str) -> None:
+        """RankError if a peer has failed, or if one that has not come to the meeting has ended or waits elsewhere."""
         self.world.raise_if_failed(what)
         scene = self.world.scene()
         scene.peers.remember(keys.values())
@@ -200,3 +233,25 @@ class Meetings:
         if gone:
             self.world.raise_if_failed(what)
             raise peers_gone(scene, what, gone)
+        if name.startswith(_COMPARING):
+            self._raise_if_crossed(name, keys, what)
+
+    def _raise_if_crossed(self, name: str, keys: Mapping[str, int], what: str) -> None:
+        """RankError if a rank that has not come here waits where it compares with other ranks, this one among them.
+
+        Each of the two waits for the other, and for good: where programs are on meshes of other ranks, say.
+        """
+        store, own = self.world.store, self.world.rank
+        for key, rank in list(keys.items())[:MANY]:
+            if rank == own or not store.check([f"compares/{rank}"]):
+                continue
+            there, compared, ranks = json.loads(store.get(f"compares/{rank}"))
+            if there != name and own in ranks and not store.check([f"{there}/{own}"]) and not store.check([key]):
+                said = [_among(what, list(keys.values())), _among(f"comparing {compared}", ranks)]
+                error = disagreement("what comes next", said, (own, rank))
+                self.world.turns.leave_off(what, tuple(keys.values()), error)
+                raise error
+
+
+def _among(what: str, ranks: Sequence[int]) -> str:
+    return f"{what} of ranks {', '.join(map(str, ranks))}"

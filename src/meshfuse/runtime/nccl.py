@@ -24,8 +24,9 @@ _NATIVE = (
 )  # fmt: skip
 
 
-# Seconds that torch's watchdog of NCCL waits longer than `Watch`, whose error says more.
-_LATER = 30
+# Seconds that torch's watchdog of NCCL waits longer than `Watch`, whose error says more, and which knows of peers that
+# plan.
+_LATER = 3600
 
 
 class Nccl:

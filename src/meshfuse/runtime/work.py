@@ -20,6 +20,7 @@ class Reporter(Protocol):
 
     def explain(self, work: Work, error: BaseException) -> BaseException: ...
     def check(self, work: Work) -> None: ...
+    def is_patient(self, work: Work) -> bool: ...
 
 
 class Work:
@@ -45,7 +46,7 @@ class Work:
         return self
 
     def wait(self) -> None:
-        """Wait at most MESHFUSE_TIMEOUT seconds. A second wait does nothing."""
+        """Wait at most MESHFUSE_TIMEOUT seconds, or while a rank plans. A second wait does nothing."""
         handle = self._handle
         if handle is None:
             return
@@ -76,6 +77,8 @@ class Work:
             except RuntimeError as error:
                 if last or not is_of_torch(error):
                     raise
+            if time.monotonic() > end and self.reporter.is_patient(self):
+                end = time.monotonic() + self.reporter.limit
             # If it has ended just after a slice, the next wait gives its result or its own error.
             last = handle.is_completed() or time.monotonic() > end
             if not last:

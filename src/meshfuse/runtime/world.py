@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import ClassVar, Protocol
 
@@ -18,15 +16,18 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError, SourceLine, caller_line, line_in_script, located, user_error
 from . import news
+from .calls import Calls
 from .deadlines import STORE, left_running, within
 from .diagnosis import Scene, connection_lost, failed, lost, peer_failed, seconds_since, timed_out, two_processes
 from .environment import DEFAULT_GROUP, TORCHRUN, Environment, read_environment, time_limit
 from .exits import code_of, end_at_once, ending, install_hook
 from .group import Group
+from .handing import Handing
 from .last_words import install_last_words
 from .liveness import FAILED, Responder, line_of, main_thread_frame, publish, published, roll_call
 from .meetings import Meetings
 from .peers import Peers
+from .planning import Plans, awaits_a_plan
 from .processes import die_with_parent
 from .scratch import CLOCK
 from .store import connect, hosts_store, joining
@@ -35,7 +36,6 @@ from .watch import Pending, Watch
 from .work import Work
 
 _LINGER = 3.0  # Seconds that a failed rank goes on serving the store.
-_FIRST_COMPARED = 4  # The call before which ranks first compare the order of calls.
 
 
 class Activity(Protocol):
@@ -46,35 +46,12 @@ class Activity(Protocol):
     def place(self, frame: FrameType | None) -> str: ...
 
 
-@dataclass(slots=True)
-class History:
-    """The programs that this rank has run: how many, a digest of all and the names of the last ones."""
-
-    calls: int = 0
-    code: int = 0
-    last: deque[str] = field(default_factory=lambda: deque(maxlen=256))
-
-    def add(self, name: str) -> None:
-        self.calls += 1
-        self.code = zlib.crc32(name.encode(), self.code)
-        self.last.append(name)
-
-    @property
-    def digest(self) -> str:
-        return f"{self.calls} {self.code}"
-
-    def text(self) -> str:
-        """One line per call, the latest ones."""
-        first = self.calls - len(self.last) + 1
-        return "\n".join(f"call {number}: {name}" for number, name in enumerate(self.last, first))
-
-
 class World:
     """The ranks of this job, as one of them sees them. `World.current()` is this process' own.
 
     rank, size: this rank's number, and how many ranks there are.
     local_rank, local_size: the same among the ranks of this machine.
-    limit: seconds after which every wait for other ranks ends, from MESHFUSE_TIMEOUT.
+    limit: seconds after which every wait for other ranks ends that do not plan, from MESHFUSE_TIMEOUT.
 
     It uses a store and process groups of meshfuse's own: whether the script makes torch's default process group, before
     or after, makes no difference. A process that is alone opens no socket.
@@ -91,8 +68,8 @@ class World:
         self._gone: set[int] = set()
         self._process = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
-        self.meetings = Meetings(self)
-        self._history = History()
+        self.meetings, self.handing, self.plans = Meetings(self), Handing(self), Plans(self.rank)
+        self.calls = Calls(self.rank, self.size)
         self.turns, self.checkpoints = Turns(self.rank, self.size), Turns(self.rank, self.size, "save or load")
         self.watch = Watch(self._check_pending, self._end)
         self._store: dist.Store | None = None
@@ -113,6 +90,18 @@ class World:
             cls._current = World(place, limit)
         return cls._current
 
+    @classmethod
+    def joined(cls) -> World | None:
+        """The job that this process is a rank of, if it has joined one of several ranks and not left it."""
+        world = cls._current
+        return None if world is None or world._responder is None or os.getpid() != world._process else world
+
+    @classmethod
+    def planning(cls, what: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which this process plans `what`, and the other ranks of its job, if it has any, know it."""
+        world = cls.joined()
+        return contextlib.nullcontext() if world is None else world.plans.under_way(what)
+
     def check_number(self, line: SourceLine) -> None:
         """Check that torch's default group, by whose numbers DTensors go, calls this rank by its own.
 
@@ -127,13 +116,16 @@ class World:
             )  # fmt: skip
 
     @classmethod
-    def leave_off(cls, where: str, error: BaseException) -> None:
-        """Note that an error kept this rank from a step of all ranks.
+    def leave_off(cls, where: str, ranks_of: Callable[[int], Sequence[int]], error: BaseException) -> None:
+        """Note that an error kept this rank from a step of some ranks, by the size of the world, this one among them.
 
-        Its next execution first compares with the others where they stopped.
+        Its next execution first compares with them where they stopped.
         """
-        if cls._current is not None and cls._current.size > 1:
-            cls._current.turns.leave_off(where, cls._current.all_ranks, error)
+        world = cls._current
+        if world is not None and world.size > 1:
+            ranks = [rank for rank in ranks_of(world.size) if rank < world.size]
+            if world.rank in ranks:
+                world.turns.leave_off(where, ranks, error)
 
     @property
     def store(self) -> dist.Store:
@@ -173,7 +165,7 @@ class World:
 
     def _doing(self) -> str:
         waiting, frame = self.waiting or self.meetings.waiting, main_thread_frame()
-        what = f"waits in {waiting}" if waiting else line_of(frame)
+        what = self.plans.told() or (f"waits in {waiting}" if waiting else line_of(frame))
         where = self.activity.place(frame) if self.activity is not None else ""
         return f"{what}, {where}" if where else what
 
@@ -222,19 +214,18 @@ class World:
         with located(caller_line()):
             self.meetings.barrier()
 
-    def begin(self, activity: Activity, numbers: str = "") -> None:
+    def begin(self, activity: Activity, ranks: tuple[int, ...], numbers: str = "") -> None:
         """Note the program that this rank runs from here on, for errors and for other ranks' questions.
 
-        All ranks must run the same programs in the same order, with the same `numbers`. This is compared at calls 4, 8,
-        16, …, so that it costs next to nothing in the long run: RankError where ranks differ.
+        `ranks` are those that run it, none where this rank has no part in it. Any two ranks must run the programs that
+        both have a part in in the same order, with the same `numbers`. The ranks of a program compare that at calls 4,
+        8, 16, … that they make, so that it costs next to nothing in the long run: RankError where ranks differ.
         """
         self.turns.resume(self.meetings.check_same)
         CLOCK.now += 1
         self.activity = activity
-        history = self._history
-        history.add(f"{numbers}{activity.name}")
-        if self.size > 1 and history.calls >= _FIRST_COMPARED and history.calls & (history.calls - 1) == 0:
-            self.meetings.check_same(history.digest, "the order of calls", self.all_ranks, history.text)
+        if len(ranks) > 1 and self.calls.add(ranks, f"{numbers}{activity.name}"):
+            self.meetings.check_order(self.calls, ranks)
 
     def raise_if_failed(self, what: str = "leaving") -> None:
         """Raises RankError if a peer has published a failure; `what` is what this rank is about to do."""
@@ -256,6 +247,10 @@ class World:
         """
         self._check(str(work), work.group.ranks, work.start)
 
+    def is_patient(self, work: Work) -> bool:
+        """Whether a collective that takes longer than the limit waits for a rank that plans."""
+        return awaits_a_plan(self.scene(), work.group.ranks)
+
     def _check(self, what: str, ranks: Sequence[int], start: float) -> None:
         self.raise_if_failed(what)
         gone = [rank for rank in self._peers.gone(ranks) if rank != self.rank]
@@ -269,7 +264,7 @@ class World:
         if trouble:
             raise connection_lost(self.scene(), what, pending.ranks, trouble, after)
         self._check(what, pending.ranks, pending.start)
-        if after > self.limit:
+        if after > self.limit and not awaits_a_plan(self.scene(), pending.ranks):
             raise timed_out(self.scene(), what, pending.ranks, after)
 
     def _end(self, error: RankError) -> None:
@@ -331,7 +326,7 @@ class World:
             group.leave()
         self._say("done")
         if hosts_store(self.place):
-            within(self.limit, lambda: self._await_others(self.limit, self.raise_if_failed))
+            self._serve_to_the_end()
         silent = [] if responder.stop(self.limit) else [STORE]
         self.watch.stop(self.limit)
         left = {*busy, *silent, *left_running(self.limit)}
@@ -344,8 +339,20 @@ class World:
         """Tell through the store that this rank has left the job ("left"), or is done with the store ("done")."""
         within(1.0, lambda: self.store.set(f"{what}/{self.rank}", how))
 
-    def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> None:
-        """Wait until the ranks that have joined are done with the store, or have ended."""
+    def _serve_to_the_end(self) -> None:
+        """Serve the store until the other ranks are done with it, as long as one that is not answers.
+
+        It may have more to do: definitions in which this rank has no part.
+        """
+        left: Sequence[int] | None = ()
+        while left is not None:
+            left = within(self.limit + 1, lambda: self._await_others(self.limit, self.raise_if_failed))
+            answers = roll_call(self.store, left) if left else None
+            if not answers or {*answers.values()} <= {None, news.FINISHED, FAILED}:
+                return
+
+    def _await_others(self, limit: float, check: Callable[[], None], gone: Sequence[int] = ()) -> Sequence[int]:
+        """Wait until the ranks that have joined are done with the store, or have ended; returns those that are left."""
         joined = [rank for rank in self.all_ranks if rank not in gone and self.store.check([f"joined/{rank}"])]
         self._peers.remember(joined)
         until = time.monotonic() + limit
@@ -355,6 +362,7 @@ class World:
             ended = self._peers.gone(left)
             joined = [rank for rank in left if rank not in ended]
             time.sleep(0.01)
+        return joined
 
 
 def _place() -> Environment:

@@ -1,0 +1,234 @@
+"""A rank that plans is no dead peer: of ranks that want a plan one makes it, and the others wait as long as it does."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from rank_pool import run_bare
+
+pytestmark = pytest.mark.ranks
+
+# Planning takes `seconds`, as if a program were larger; `begins` is called as it begins. Waits end after 1.5 seconds,
+# from here on only: ranks that start late would time out before.
+BEGIN = """
+import os, signal, sys, time
+os.environ["MESHFUSE_CACHE"] = FOLDER
+import torch
+import meshfuse as mf
+from meshfuse import compiler
+world = mf.World.current()
+rank = world.rank
+real, seconds, begins = compiler.decided, 0.0, lambda: None
+
+def slow(graph, mesh, effort):
+    print("plans here", flush=True)
+    begins()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(1000))
+    return real(graph, mesh, effort)
+
+def layer(ranks=range(world.size), op="relu"):
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([-1])
+        y = fd.ops.sum(getattr(fd.ops, op)(x), [0])
+        fd.add_output(y)
+        fd.mesh_split(x, mf.DeviceMesh((len(ranks),), ("x",), ranks=list(ranks)), ["x"])
+    return fd
+
+def run(fd):
+    (found,) = fd.execute([torch.ones(4)], idle_ranks=True)
+    return found
+
+known = layer(op="neg")
+assert run(known) == -4 * world.size
+compiler.decided = slow
+world.barrier()
+world.limit = 1.5
+"""
+PLANS = "plans here\n"
+WHAT = r"plan(s|ned) 2 ops of the definition of y \(t2\) at script\.py:\d+"
+
+
+def ranks(tmp_path: Path, script: str, size: int = 3, cache: str = "off", stopped: int | None = None):
+    begin = BEGIN.replace("FOLDER", repr(cache))
+    return run_bare(f"{begin}\n{script}", tmp_path, size, stopped=stopped)
+
+
+@pytest.mark.parametrize("cache", ["off", "one", "each"])
+def test_of_ranks_that_want_a_plan_one_makes_it(tmp_path: Path, cache: str) -> None:
+    """With a folder of plans, without one, and with one for each rank, as hosts without a common disk have it."""
+    where = {"off": "off", "one": str(tmp_path / "plans"), "each": "'"}[cache]
+    script = "seconds = 4.0\nassert run(layer()) == 12\nprint('done')"
+    if cache == "each":
+        script = f"os.environ['MESHFUSE_CACHE'] = f'{tmp_path}/{{rank}}'\n{script}"
+    results = ranks(tmp_path, script, cache="off" if cache == "each" else where)
+    assert [code for code, _ in results] == [0] * 3, results
+    text = "".join(text for _, text in results)
+    assert text.count(PLANS) == 1 and text.count("done") == 3, text
+    # Two seconds after it begins, the rank that plans says so; the others leave it to that one.
+    line = (
+        r"rank (\d): plans 2 ops of the definition of y \(t2\) at script\.py:\d+, for 2 s so far; the others wait for"
+    )
+    assert len(re.findall(line, text)) == 1, text
+    assert re.search(r"rank \d: planned 2 ops of the definition of y \(t2\) at script\.py:\d+ in [4-9]\.\d s", text), (
+        text
+    )
+
+
+def test_what_takes_no_time_is_not_told(tmp_path: Path) -> None:
+    results = ranks(tmp_path, "assert run(layer()) == 12")
+    assert all(code == 0 and "ops of" not in text for code, text in results), results
+
+
+USER_OP = """
+@mf.torch_op("a -> a", name="twice")
+def twice(x):
+    return 2 * x
+mf.register_op(twice)
+seconds = 4.0
+assert run(layer(op="twice")) == 24
+"""
+
+
+def test_a_plan_with_a_users_op_is_made_once_in_a_job(tmp_path: Path) -> None:
+    results = ranks(tmp_path, USER_OP, cache=str(tmp_path / "plans"))
+    assert [code for code, _ in results] == [0] * 3, results
+    assert sum(text.count(PLANS) for _, text in results) == 1
+
+
+@pytest.mark.parametrize("slowest", [0, 1])
+def test_ranks_whose_programs_differ_are_told_so_however_long_they_plan(tmp_path: Path, slowest: int) -> None:
+    script = f"seconds = 5.0 if rank == {slowest} else 0.0\nrun(layer(op='relu' if rank == 1 else 'abs'))"
+    results = ranks(tmp_path, script)
+    assert [code for code, _ in results] == [1] * 3
+    said = "ranks disagree on the program: found ranks 0, 2 't1 = fd.ops.abs(t0)'; rank 1 't1 = fd.ops.relu(t0)'"
+    assert all(said in text and "Timeout" not in text for _, text in results), results
+
+
+def test_waits_go_on_while_a_peer_plans_something_else(tmp_path: Path) -> None:
+    """In a collective, in a meeting, and for a rank that itself waits for the one that plans."""
+    script = """
+seconds = 4.0
+if rank == 2:
+    layer(op="abs").compile([12])
+assert run(known) == -12            # in a collective
+if rank == 1:
+    layer(op="exp").compile([12])
+world.barrier()                     # in a meeting
+if rank == 0:
+    layer(op="sin").compile([12])
+seconds = 0.0
+if rank < 2:                        # rank 0 comes late, and rank 2 waits for rank 1
+    assert run(layer((0, 1))) == 8
+if rank > 0:
+    assert run(layer((1, 2))) == 8
+print("done")
+"""
+    results = ranks(tmp_path, script)
+    assert all(code == 0 and "done" in text for code, text in results), results
+
+
+# Rank 1 makes the plan: the others come when it has begun.
+FIRST = """
+def begins():
+    rank == 1 and open(BEGUN, "w").close()
+while rank != 1 and not os.path.exists(BEGUN):
+    time.sleep(0.01)
+seconds = 30.0
+"""
+
+
+def first(tmp_path: Path, what: str, **more):
+    begun = repr(str(tmp_path / "begun"))
+    return ranks(tmp_path, FIRST.replace("BEGUN", begun) + what, **more)
+
+
+def test_the_rank_that_plans_is_killed(tmp_path: Path) -> None:
+    kill = "rank == 1 and __import__('threading').Timer(2.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+    (code, text), (killed, _), (other, more) = first(tmp_path, kill + "run(layer())")
+    assert (code, killed, other) == (1, -signal.SIGKILL, 1)
+    for said in (text, more):
+        assert "RankError: waiting for rank 1's plan of 2 ops of the definition of y (t2)" in said, said
+        assert re.search(r"rank 1 does not answer: its process \d+ has ended", said) and "(at script.py:" in said
+        assert "Timeout" not in said and PLANS not in said
+
+
+def test_the_rank_that_plans_is_stopped(tmp_path: Path) -> None:
+    stop = "rank == 1 and __import__('threading').Timer(2.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()\n"
+    results = first(tmp_path, stop + "run(layer())", stopped=1)
+    for code, text in (results[0], results[2]):
+        assert code == 1 and PLANS not in text
+        assert re.search(r"rank 1 does not answer: its process \d+ is stopped", text), text
+        assert "waiting for rank 1's plan of 2 ops of the definition of y (t2)" in text and "(at script.py:" in text
+
+
+@pytest.mark.parametrize("error", ["KeyError('the mistake')", "KeyboardInterrupt()"])
+def test_the_rank_that_plans_raises(tmp_path: Path, error: str) -> None:
+    script = f"""
+def fails(graph, mesh, effort):
+    slow_begins()
+    time.sleep(2.0)
+    raise {error}
+slow_begins = begins
+if rank == 1:
+    compiler.decided = fails
+run(layer())
+"""
+    results = first(tmp_path, script)
+    name = error.partition("(")[0]
+    assert all(code for code, _ in results) and name in results[1][1], results
+    for _, text in (results[0], results[2]):
+        assert name in text and "found rank 1 failed" in text and "Timeout" not in text, text
+
+
+def test_an_error_in_planning_that_is_caught_has_the_others_plan(tmp_path: Path) -> None:
+    script = """
+def fails(graph, mesh, effort):
+    begins()
+    time.sleep(2.0)
+    raise KeyboardInterrupt
+fd, seconds = layer(), 0.0
+if rank == 1:
+    compiler.decided = fails
+    try:
+        fd.compile([12])
+    except KeyboardInterrupt:
+        print("caught")
+    compiler.decided = slow
+assert run(fd) == 12
+print("done")
+"""
+    results = first(tmp_path, script)
+    assert all(code == 0 and "done" in text for code, text in results), results
+    assert "rank 1: gave up planning 2 ops of the definition of y (t2)" in results[1][1] and "caught" in results[1][1]
+    # Each for itself, or one of them for those that look later: the interrupted one has begun anew by then.
+    assert 1 <= sum(text.count(PLANS) for _, text in results) <= 3
+
+
+def test_a_rank_that_is_ended_while_it_plans_says_so(tmp_path: Path) -> None:
+    script = "rank == 1 and __import__('threading').Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+    results = first(tmp_path, script + "run(layer())")
+    assert re.search(rf"rank 1: ended by SIGTERM. It {WHAT}, for \d s so far", results[1][1]), results
+    assert all(code == 1 for code, _ in (results[0], results[2])), results
+
+
+def test_few_plans_are_left_in_the_store(tmp_path: Path) -> None:
+    script = """
+fds = [layer(op=op) for op in "relu abs exp sin cos tanh sqrt floor ceil erf sinh cosh tan".split()]
+keys, real_text = [], world.handing.text
+def noted(key, *more):
+    keys.append(key)
+    return real_text(key, *more)
+world.handing.text = noted
+for fd in fds:
+    run(fd)
+world.barrier()
+there = [world.store.check([f"handed/{key}"]) for key in keys]
+assert len(set(keys)) == 13 and sum(there) <= 4 * world.size and there[-1], there
+"""
+    results = ranks(tmp_path, script)
+    assert all(code == 0 for code, _ in results), results
