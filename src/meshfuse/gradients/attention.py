@@ -81,14 +81,9 @@ class _WrittenOut:
         return found if _as_many_heads(left, right) else self.o.reshape(found, self.shape)
 
     def _probabilities(self) -> Tensor:
-        """exp(scores - logsumexp). In float64 they are divided by their sum, as the log-sum-exp is too coarse."""
+        """exp(scores - logsumexp); zero in rows that see nothing."""
         o, lse = self.o, self.b.results[1]
-        shift = self._per_row(o.where(o.isfinite(lse), lse, 0.0))
-        found = o.exp(o.sub(self._scores(), shift))
-        if self.q.dtype is not DataType.Double:
-            return found
-        total = o.sum(found, [-1], True)
-        return o.truediv(found, o.where(o.eq(total, 0.0), 1.0, total))
+        return o.exp(o.sub(self._scores(), self._per_row(o.where(o.isfinite(lse), lse, 0.0))))
 
     def _scores(self) -> Tensor:
         b, o = self.b, self.o

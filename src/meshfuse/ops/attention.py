@@ -28,6 +28,7 @@ from .attention_rules import (
     scale_text,
     score_flops,
     scores_text,
+    statistic_dtype,
 )
 from .base import Call, Emit, FactorKind, OpDef, Rule, Sample, TensorType
 from .factories import stream_text
@@ -35,7 +36,8 @@ from .factories import stream_text
 
 def _fwd_infer(call: Call) -> tuple[TensorType, ...]:
     q, _, v = checked_types(call)
-    return (TensorType((*q.shape[:-1], v.shape[-1]), q.dtype), TensorType(q.shape[:-1], DataType.Float), *STATE)
+    out = TensorType((*q.shape[:-1], v.shape[-1]), q.dtype)
+    return (out, TensorType(q.shape[:-1], statistic_dtype(q.dtype)), *STATE)
 
 
 def _fwd_rule(call: Call) -> Rule:

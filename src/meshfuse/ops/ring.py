@@ -8,7 +8,7 @@ from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients.attention import RING_ATTENTION
 from .attention_blocks import QKV, qkv_types
-from .attention_rules import AttentionDims, checked_types, scale_text, score_flops, scores_text
+from .attention_rules import AttentionDims, checked_types, scale_text, score_flops, scores_text, statistic_dtype
 from .base import (
     Call,
     Emit,
@@ -24,7 +24,7 @@ from .base import (
     TensorType,
 )
 from .nvfuser_lowering import NvfuserEmit, sliced
-from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
+from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag
 from .shape_arithmetic import UNKNOWN, agree, check_ndim
 
 K = ParamKind
@@ -53,7 +53,7 @@ def _checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
 
 def _infer(call: Call) -> tuple[TensorType, ...]:
     q, _, v = _checked(call)
-    return TensorType((*q.shape[:-1], v.shape[-1]), q.dtype), TensorType(q.shape[:-1], state_type(q.dtype))
+    return TensorType((*q.shape[:-1], v.shape[-1]), q.dtype), TensorType(q.shape[:-1], statistic_dtype(q.dtype))
 
 
 def _rows_kind(call: Call) -> FactorKind:
