@@ -26,6 +26,7 @@ class Gradients(NamedTuple):
 
 
 Build = Callable[..., Sequence[Any]]
+Annotate = Callable[[mf.FusionDefinition, Sequence[Any]], None]
 
 
 def _numbers(like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
@@ -46,12 +47,12 @@ def _by_torch(reference: Build, operands: Sequence[torch.Tensor]) -> tuple[list[
     leaves = [t.clone().requires_grad_() if is_number(t) else t for t in operands]
     results = list(reference(*leaves))
     wrt, seeds = [t for t in leaves if t.requires_grad], [t.requires_grad_() for t in _numbers(results, 3)]
-    first = _autograd(results, wrt, seeds)
+    first = gradients_of(results, wrt, seeds)
     weights = _numbers(first, 4)
-    return [t.detach() for t in seeds], weights, first, _autograd(first, [*wrt, *seeds], weights)
+    return [t.detach() for t in seeds], weights, first, gradients_of(first, [*wrt, *seeds], weights)
 
 
-def _autograd(
+def gradients_of(
     outputs: Sequence[torch.Tensor], wrt: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The gradients, 0 where nothing depends on a tensor."""
@@ -68,7 +69,7 @@ def both(
     build: Build,
     reference: Build,
     operands: Sequence[torch.Tensor],
-    annotate: Callable[[mf.FusionDefinition, Sequence[Any]], None] = lambda *_: None,
+    annotate: Annotate = lambda *_: None,
 ) -> Gradients:
     """The gradients of a function that is built on a definition from its operands, and of the same in torch."""
     seeds, weights, first, second = _by_torch(reference, operands)

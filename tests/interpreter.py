@@ -53,8 +53,10 @@ def _follows(fd: mf.FusionDefinition, node: Any) -> bool:
     return node.op.name != "ring_attention_bwd" or all(n is not None and n.op.name == "ring_attention" for n in given)
 
 
-def interpret(fd: mf.FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The outputs of a definition."""
+def interpret(
+    fd: mf.FusionDefinition, inputs: Sequence[Any], outputs: Sequence[int] | None = None, ops: int | None = None
+) -> list[torch.Tensor]:
+    """The outputs of a definition; or these tensors, which the first so many ops make."""
     tensors: dict[int, torch.Tensor] = {}
     scalars: dict[int, Any] = {}
     for ref, value in zip(fd.inputs, inputs, strict=True):
@@ -62,7 +64,7 @@ def interpret(fd: mf.FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tens
             tensors[ref.id] = widened(value, fd.tensors[ref.id].type.dtype)
         else:
             scalars[ref.id] = value
-    for node in fd.nodes:
+    for node in fd.nodes[:ops]:
         args = [_value(fd, arg, tensors, scalars) for arg in node.args]
         numbers = [param.kind is ParamKind.TENSOR_OR_SCALAR for param in node.op.params]
         results = _FUNCTIONS[node.op.name](*map(_operand, args, numbers))
@@ -71,7 +73,7 @@ def interpret(fd: mf.FusionDefinition, inputs: Sequence[Any]) -> list[torch.Tens
                 tensors[i] = widened(result, fd.tensors[i].type.dtype)
                 wanted = fd.tensors[i].type.shape
                 assert all(n in (m, -1) for m, n in zip(tensors[i].shape, wanted, strict=True)), node
-    return [tensors[i] for i in fd.outputs]
+    return [tensors[i] for i in (fd.outputs if outputs is None else outputs)]
 
 
 def _value(fd: mf.FusionDefinition, arg: Any, tensors: Mapping[int, torch.Tensor], scalars: Mapping[int, Any]) -> Any:

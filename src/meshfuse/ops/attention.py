@@ -7,7 +7,7 @@ heads (grouped-query attention): each head of theirs then serves as many consecu
 from __future__ import annotations
 
 from ..dtypes import DataType
-from ..gradients.attention import SDPFA_FWD
+from ..gradients.attention import SDPFA_BWD, SDPFA_FWD
 from . import nvfuser_forms
 from .attention_blocks import (
     BACKWARD_PARAMS,
@@ -101,6 +101,7 @@ OPS = (
         flops=lambda call: score_flops(call, 5),
         samples=backward_samples,
         nvfuser=nvfuser_forms.sdpfa_bwd,
+        vjp=SDPFA_BWD,
         about="the gradients of `sdpfa_fwd` by query, key and value",
     ),
 )

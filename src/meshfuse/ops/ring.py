@@ -6,7 +6,7 @@ from typing import Any
 
 from ..dtypes import Category, DataType
 from ..errors import user_error
-from ..gradients.attention import RING_ATTENTION
+from ..gradients.attention import RING_ATTENTION, RING_ATTENTION_BWD
 from .attention_blocks import QKV, qkv_types
 from .attention_rules import AttentionDims, checked_types, scale_text, score_flops, scores_text, statistic_dtype
 from .base import (
@@ -264,7 +264,7 @@ OPS = (
           (Param("grad_output", K.TENSOR), *QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR), *_OPTIONS,
            Param("grad_logsumexp", K.OPTIONAL_TENSOR, None)),
           _bwd_infer, _bwd_rule, _bwd_emit, flops=lambda call: score_flops(call, 5), samples=_bwd_samples,
-          nvfuser=_NOT_NATIVE, rounds=Rounds(_bwd_round_rule, gradient_rounds),
+          nvfuser=_NOT_NATIVE, vjp=RING_ATTENTION_BWD, rounds=Rounds(_bwd_round_rule, gradient_rounds),
           about="the gradients of `ring_attention` by query, key and value"),
     OpDef("block_pick", (Param("early", K.TENSOR_OR_SCALAR), Param("late", K.TENSOR_OR_SCALAR), Param("first", K.INT)),
           _pick_infer, _pick_rule, _pick_emit, flops=lambda call: 0.0, samples=_pick_samples,
