@@ -59,17 +59,19 @@ def _follows(fd: mf.FusionDefinition, node: Any) -> bool:
 
 
 def interpret(
-    fd: mf.FusionDefinition, inputs: Sequence[Any], as_type: Callable[[Any, DataType], torch.Tensor] = widened
-) -> list[torch.Tensor]:
-    """The outputs of a definition."""
-    tensors = interpreted(fd, inputs, as_type)
-    return [tensors[i] for i in fd.outputs]
+    fd: mf.FusionDefinition, inputs: Sequence[Any], outputs: Sequence[int] | None = None, ops: int | None = None,
+    as_type: Callable[[Any, DataType], torch.Tensor] = widened,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The outputs of a definition; or these tensors, which the first so many ops make."""
+    tensors = interpreted(fd, inputs, ops, as_type)
+    return [tensors[i] for i in (fd.outputs if outputs is None else outputs)]
 
 
 def interpreted(
-    fd: mf.FusionDefinition, inputs: Sequence[Any], as_type: Callable[[Any, DataType], torch.Tensor] = widened
-) -> dict[int, torch.Tensor]:
-    """All tensors of a definition, by number, each as `as_type` has it."""
+    fd: mf.FusionDefinition, inputs: Sequence[Any], ops: int | None = None,
+    as_type: Callable[[Any, DataType], torch.Tensor] = widened,
+) -> dict[int, torch.Tensor]:  # fmt: skip
+    """All tensors that the first so many ops make, by number, each as `as_type` has it."""
     tensors: dict[int, torch.Tensor] = {}
     scalars: dict[int, Any] = {}
     for ref, value in zip(fd.inputs, inputs, strict=True):
@@ -77,7 +79,7 @@ def interpreted(
             tensors[ref.id] = as_type(value, fd.tensors[ref.id].type.dtype)
         else:
             scalars[ref.id] = value
-    for node in fd.nodes:
+    for node in fd.nodes[:ops]:
         args = [_value(fd, arg, tensors, scalars) for arg in node.args]
         numbers = [param.kind is ParamKind.TENSOR_OR_SCALAR for param in node.op.params]
         results = _FUNCTIONS[node.op.name](*map(_operand, args, numbers))

@@ -47,6 +47,11 @@ def _reduce(step: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return reduce
 
 
+def _extreme(name: str) -> Callable[..., torch.Tensor]:
+    """The extreme over all dims at once, whose gradient equal elements share alike."""
+    return lambda x, dims, keepdim, _: getattr(torch, name)(x, _dims(x, dims), keepdim)
+
+
 def _slice(x: torch.Tensor, starts: Any, stops: Any, strides: Any, _: Any) -> torch.Tensor:
     strides = strides or [1] * x.ndim
     return x[tuple(slice(a, b, s) for a, b, s in zip(starts, stops, strides, strict=True))]
@@ -93,6 +98,19 @@ def _scan(name: str) -> Callable[..., torch.Tensor]:
             last = part if last is None else steps[name](last, part)
             parts[i] = last
         return torch.stack(parts, dim).to(x.dtype)
+
+    return scan
+
+
+def _cumulative_extreme(name: str) -> Callable[..., torch.Tensor]:
+    """torch's own, beginning with a number: of equal elements the last one counts, and the number before all."""
+
+    def scan(x: torch.Tensor, dim: int, init: Any) -> torch.Tensor:
+        found = getattr(torch, name)(x.double(), dim).values
+        if init is not None:
+            is_beaten = found < init if name == "cummax" else found > init
+            found = torch.where(is_beaten, torch.tensor(float(init), dtype=torch.float64), found)
+        return found.to(x.dtype)
 
     return scan
 
@@ -279,12 +297,13 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "segment_set": lambda x: x,
     "sum": _reduce(torch.sum),
     "prod": _reduce(torch.prod),
-    "max": _reduce(torch.amax),
-    "min": _reduce(torch.amin),
+    "max": _extreme("amax"),
+    "min": _extreme("amin"),
     "var": _variance,
     "var_mean": lambda x, dims, *rest: (_variance(x, dims, *rest), x.mean(_dims(x, dims), keepdim=rest[1])),
     "welford": _welford,
-    **{name: _scan(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},
+    **{name: _scan(name) for name in ("cumsum", "cumprod")},
+    **{name: _cumulative_extreme(name) for name in ("cummax", "cummin")},
     "cumsum_bwd": _sum_after,
     "block_cumsum_bwd": lambda x, dim, n: torch.cat([_sum_after(part, dim) for part in _blocks(x, dim, n)], dim),
     **{f"block_{name}": _block_scan(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},

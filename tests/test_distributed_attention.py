@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
+from attention_references import attention
 from distributed import assert_close, mesh_of, op_names
 
 ROWS = [None, None, "x", None]
@@ -66,7 +67,7 @@ def test_attention_with_its_sequence_sharded(name: str, causal: bool, ranks: int
     shapes, sharded = ATTENTION[name]
     inputs = _inputs(shapes)
     found = _attention(shapes, sharded, ranks, causal=causal).simulate(inputs, check_replicas=True)
-    assert_close(found, _attention_reference(inputs, causal), 1e-5)
+    assert_close(found, _attention_reference(inputs, causal), 1e-13)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -78,7 +79,7 @@ def test_every_distributed_form_of_attention(name: str, causal: bool, ranks: int
     inputs = _inputs(shapes)
     fd = _attention(shapes, sharded, ranks, causal=causal)
     assert ("block_attention" in op_names(fd, *(t.shape for t in inputs))) == ("k" in sharded)
-    assert_close(fd.simulate(inputs, check_replicas=True), _attention_reference(inputs, causal), 1e-5)
+    assert_close(fd.simulate(inputs, check_replicas=True), _attention_reference(inputs, causal), 1e-13)
 
 
 @pytest.mark.usefixtures("forms_forced")
@@ -89,7 +90,7 @@ def test_attention_drops_the_same_on_every_mesh() -> None:
             for sharded, ranks in (("kv", 1), ("kv", 4), ("q", 2))]  # fmt: skip
     assert not torch.allclose(runs[0][0], _attention_reference(inputs, False)[0])
     for other in runs[1:]:
-        assert_close(other, tuple(runs[0]), 1e-6)
+        assert_close(other, tuple(runs[0]), 1e-13)
 
 
 @pytest.mark.usefixtures("forms_forced")
@@ -97,7 +98,7 @@ def test_attention_s_scale_may_be_a_scalar_of_the_definition() -> None:
     shapes, sharded = ATTENTION["one row of q"]
     inputs = _inputs(shapes)
     found = _attention(shapes, sharded, 4, scaled=True).simulate([*inputs, 0.7], check_replicas=True)
-    assert_close(found, _attention_reference(inputs, False, 0.7), 1e-5)
+    assert_close(found, _attention_reference(inputs, False, 0.7), 1e-13)
 
 
 def test_rows_that_see_nothing_stay_so_when_blocks_are_merged() -> None:
@@ -177,7 +178,44 @@ def test_gradients_of_rows_over_one_axis_and_columns_over_another(heads: int, ca
             fd.add_output(tensor)
     assert fd.bill().total <= 8 * (math.prod(shapes[0]) + 2 * math.prod(shapes[1])) / 2
     words = [torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)]
-    assert_close(fd.simulate([*inputs, out, out, lse, *words], check_replicas=True), tuple(slopes), 1e-6)
+    assert_close(fd.simulate([*inputs, out, out, lse, *words], check_replicas=True), tuple(slopes), 1e-13)
+
+
+# What beside q, k and v makes another way through the gradients: (heads of k and v, parameters, uses the log-sum-exp).
+GRADIENTS: dict[str, tuple[int, tuple[str, ...], bool]] = {
+    "plain": (4, (), False), "shared heads": (2, (), False), "causal": (4, ("is_causal",), False),
+    "bias": (2, ("bias",), False), "mask": (4, ("mask",), False),
+    "bias and mask, causal": (2, ("bias", "mask", "is_causal"), False),
+    "log-sum-exp": (2, ("is_causal",), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("split", ["k", "kv", "qkv"])
+@pytest.mark.parametrize("form", GRADIENTS)
+def test_in_float64_gradients_are_exact_to_float64_wherever_keys_lie(form: str, split: str) -> None:
+    heads, given, uses_lse = GRADIENTS[form]
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"query": (2, 4, 2, 8), "key": (2, heads, 12, 8), "value": (2, heads, 12, 8), "bias": (4, 2, 12)}
+    values = {
+        n: torch.randn(s, generator=generator, dtype=torch.float64)
+        for n, s in shapes.items()
+        if n != "bias" or n in given
+    }
+    seen = {"mask": torch.rand(2, 12, generator=generator) > 0.4} if "mask" in given else {}
+    fd = mf.FusionDefinition()
+    tensors = {n: fd.from_pytorch(t) for n, t in (values | seen).items()}
+    out, lse = fd.ops.sdpfa_fwd(**tensors, is_causal="is_causal" in given)[:2]
+    used = [out, lse] if uses_lse else [out]
+    for grad in fd.grad(used, [tensors[n] for n in values], used):
+        fd.add_output(grad)
+    for name in ("query", "key", "value"):
+        if name[0] in split:
+            fd.mesh_split(tensors[name], mesh_of((3,)), ROWS)
+    leaves = {n: t.clone().requires_grad_() for n, t in values.items()}
+    inputs = [leaves["query"], leaves["key"], leaves["value"], leaves.get("bias"), seen.get("mask")]
+    made = attention(inputs, "is_causal" in given, None, None)[: len(used)]
+    wanted = torch.autograd.grad(made, list(leaves.values()), [t.detach() for t in made])
+    assert_close(fd.simulate([*values.values(), *seen.values()], check_replicas=True), wanted, 1e-13)
 
 
 BROADCAST = list(itertools.product([True, False], repeat=4))

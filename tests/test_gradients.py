@@ -26,8 +26,6 @@ WITHOUT_DERIVATIVE = {
     "lgamma": "digamma is no op of the table",
     "nextafter": "a step in the last place",
     "scaled_mm": "quantised operands",
-    "sdpfa_bwd": "second derivatives of attention",
-    "ring_attention_bwd": "second derivatives of attention",
     "attention_merge": "stands in rounds only",
     **dict.fromkeys(references.NVIDIA_ONLY, "quantised operands"),
     **dict.fromkeys(
@@ -44,7 +42,7 @@ def _widened(value: Any) -> Any:
     return [_widened(v) for v in value] if isinstance(value, list) else value
 
 
-def _wide_sample(name: str, place: int) -> Sample:
+def wide_sample(name: str, place: int) -> Sample:
     """The sample with its real and complex tensors in double precision."""
     sample = OPS[name].samples()[place]
     kwargs = {key: _widened(value) for key, value in sample.kwargs.items()}
@@ -59,14 +57,18 @@ def _has_gradient(name: str, place: int) -> bool:
 
 # Samples with tests of their own: rows whose norm is limited, and attention with dropout.
 APART = [("embedding_fwd", 1), ("sdpfa_fwd", 4)]
+# Their derivatives are the second ones of attention (test_second_gradients.py): their samples' outputs are made up.
+BACKWARD = ("sdpfa_bwd", "ring_attention_bwd")
 DIFFERENTIABLE = [
     pair
     for pair in sample_ids()
-    if pair[0] not in {*WITHOUT_DERIVATIVE, *references.RANDOM} and _has_gradient(*pair) and pair not in APART
+    if pair[0] not in {*WITHOUT_DERIVATIVE, *references.RANDOM, *BACKWARD}
+    and _has_gradient(*pair)
+    and pair not in APART
 ]
 
 
-def _reference(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def reference_of(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     args = [argument(arg, operands) for arg in call.args]
     if call.op.name == "sdpfa_fwd":
         return list(attention(args[:5], call["is_causal"], call["scale"], None))
@@ -77,7 +79,7 @@ def _reference(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tenso
 def _wanted(call: Call, operands: Sequence[torch.Tensor], grads: dict[int, torch.Tensor]) -> list[torch.Tensor]:
     """By autograd: for every real or complex operand the gradient of the sum of (result * its gradient)."""
     leaves = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in operands]
-    results = _reference(call, leaves)
+    results = reference_of(call, leaves)
     chosen = {i: grad for i, grad in grads.items() if results[i].requires_grad}
     found = torch.autograd.grad(
         [results[i] for i in chosen],
@@ -136,7 +138,7 @@ def _operands(name: str, call: Call, sample: Sample) -> list[torch.Tensor]:
 @pytest.mark.parametrize("opened", OPENED)
 @pytest.mark.parametrize(("name", "place"), DIFFERENTIABLE)
 def test_gradients_of_an_op_are_those_of_autograd(name: str, place: int, opened: str) -> None:
-    sample = _wide_sample(name, place)
+    sample = wide_sample(name, place)
     call = make_call(OPS[name], sample)
     operands = _operands(name, call, sample)
     found, grads = _gradients(name, sample, operands, opened=opened)
@@ -155,7 +157,7 @@ MESH = mf.DeviceMesh((3,), ("x",))
 
 @pytest.mark.parametrize(("name", "place"), DIFFERENTIABLE)
 def test_gradients_of_an_op_are_the_same_however_an_operand_is_sharded(name: str, place: int) -> None:
-    sample = _wide_sample(name, place)
+    sample = wide_sample(name, place)
     call = make_call(OPS[name], sample)
     operands = _operands(name, call, sample)
     expected, _ = _gradients(name, sample, operands)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import meshfuse as mf
+from gradient_checks import both
 from meshfuse.cli import main
 from meshfuse.ops import COMPOSITES, OPS, families
 from meshfuse.ops.base import Partial
@@ -80,6 +81,7 @@ def test_a_dim_that_passes_is_sharded_without_communication(name: str) -> None:
         assert not found or any("x" in str(sharding) for sharding in fd.output_shardings())
 
 
+NAN, INF = float("nan"), float("inf")
 # Of an op's first operand a dim that does not pass, and what is then on the wire for it where the result is whole.
 Made = Callable[[Any, Any], Any]
 CASES: list[tuple[str, Made, str, str]] = [
@@ -128,22 +130,43 @@ TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "clip": lambda x, y, i: x.clip(-0.5, 0.5),
     "swish": lambda x, y, i: F.silu(x),
     "leaky_relu": lambda x, y, i: F.leaky_relu(x),
-    "elu": lambda x, y, i: F.elu(x),
+    "elu": lambda x, y, i: torch.stack([F.elu(row) for row in x]),  # of many numbers at once it has NaN at NaN
     "softplus": lambda x, y, i: F.softplus(x),
     "mse_loss": lambda x, y, i: F.mse_loss(x, y),
 }
 
 
+def _written(name: str, fd: Any, x: Any, y: Any, i: Any) -> Any:
+    """What is to be written for torch's name, on a definition."""
+    expression = INSTEAD[name].partition(", which")[0].partition(", with")[0]
+    numbers = {"n": 4, "dim": 0, "dims": [1], "low": -0.5, "high": 0.5}
+    return eval(expression, {"fd": fd, "mf": mf, "x": x, "y": y, "i": i} | numbers)
+
+
 @pytest.mark.parametrize("name", TORCH)
 def test_what_is_to_be_written_for_torchs_name_is_that(name: str) -> None:
-    expression = INSTEAD[name].partition(", which")[0].partition(", with")[0]
     with mf.FusionDefinition() as fd:
         x, y = (fd.define_tensor([4, 4], dtype=mf.DataType.Double) for _ in range(2))
-        given = {"i": fd.define_tensor([4], dtype=mf.DataType.Int), "x": x, "y": y, "fd": fd, "mf": mf}
-        fd.add_output(eval(expression, given | {"n": 4, "dim": 0, "dims": [1], "low": -0.5, "high": 0.5}))
+        fd.add_output(_written(name, fd, x, y, fd.define_tensor([4], dtype=mf.DataType.Int)))
     numbers = torch.randn(4, 4).double() * 3, torch.randn(4, 4).double(), torch.tensor([2, 0, 2, 1])
     (found,) = fd(*numbers)
     torch.testing.assert_close(found, TORCH[name](*numbers))
+
+
+# Zeros, equal numbers, the bounds of functions that have some, NaN and infinities.
+SPECIAL = [[0.0] * 4, [1.0] * 4, [-0.5, 0.5, 0.5, -2.0], [20.0, 30.0, -800.0, 0.0]]
+MORE_SPECIAL = [[NAN, 1.0, 0.0, -1.0], [INF, 0.0, 1.0, 2.0], [-INF, 0.0, 1.0, 2.0], [NAN, INF, -INF, 0.0]]
+# Of equal and unordered numbers, how a sort has them is its own matter; a one-hot tensor is made of no number.
+DIFFERENTIABLE = [name for name in TORCH if name not in ("zeros_like", "one_hot", "sort", "float")]
+
+
+@pytest.mark.parametrize("rows", [SPECIAL, MORE_SPECIAL], ids=["zeros and ties", "NaN and infinities"])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_what_is_to_be_written_has_torchs_gradient_too(name: str, rows: list[list[float]]) -> None:
+    operands = [torch.tensor(rows, dtype=torch.float64), torch.randn(4, 4).double(), torch.tensor([2, 0, 2, 1])]
+    first, _ = both(lambda fd, *t: [_written(name, fd, *t)], lambda *t: [TORCH[name](*t)], operands)
+    for found, wanted in first:
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", INSTEAD)

@@ -61,7 +61,7 @@ def kinds(t: torch.Tensor) -> torch.Tensor:
 
 def multiplies_infinity(fd: Fd, inputs: Sequence[object]) -> bool:
     """Whether a product of the program has an infinite factor."""
-    tensors = interpreted(fd, inputs, narrow)
+    tensors = interpreted(fd, inputs, as_type=narrow)
     return any(bool(torch.isinf(tensors[i]).any()) for node in fd.nodes if node.op.partial is Partial.EACH
                for i in node.inputs if tensors[i].is_floating_point())  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_random_programs_keep_what_is_finite(family: str) -> None:
             return
         inputs = with_special_values(fd, number)
         sure = interpret(fd, inputs), unsharded_copy(fd).simulate(inputs)
-        check(fd.simulate(inputs), interpret(fd, inputs, narrow), sure, multiplies_infinity(fd, inputs))
+        check(fd.simulate(inputs), interpret(fd, inputs, as_type=narrow), sure, multiplies_infinity(fd, inputs))
 
     run()
 
@@ -116,7 +116,7 @@ def test_what_reads_a_sum_over_ranks_with_an_empty_shard_gives_numbers_of_the_sa
     columns = torch.tensor([[1.0, 1.0, 0.0], [1.0, -1.0, -0.0], [1.0, math.inf, 0.0], [-3.0, 0.0, 1e-45]])
     inputs = [columns, torch.tensor(VALUES).reshape(-1, 1, 1)]
     sure = interpret(fd, inputs), unsharded_copy(fd).simulate(inputs)
-    check(fd.simulate(inputs), interpret(fd, inputs, narrow), sure, lost=False)
+    check(fd.simulate(inputs), interpret(fd, inputs, as_type=narrow), sure, lost=False)
 
 
 LARGE = torch.tensor([6e4, 6e4, -6e4, -6e4, 1, 2])

@@ -1,8 +1,12 @@
-"""The VJP of scaled dot product attention: `sdpfa_bwd`, or what that does not do written out."""
+"""The VJPs of scaled dot product attention: `sdpfa_bwd`, or what that does not do written out.
+
+The gradients of the backward ops themselves are those of what they compute, written out.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ..dtypes import DataType
@@ -27,11 +31,12 @@ class _WrittenOut:
     """Gradients of attention with a bias, a mask or a gradient of the log-sum-exp.
 
     The probabilities are computed again from the log-sum-exp. Scores are [.., h, s, s_k]; tensors that meet k and v are
-    [.., h_k, (h / h_k) s, n], since h / h_k consecutive heads of q share one of k and v.
+    [.., h_k, (h / h_k) s, n], since h / h_k consecutive heads of q share one of k and v. Rows and columns are in the
+    order of the sequence, or in that of its `chunks`.
     """
 
-    def __init__(self, b: Backward):
-        self.b, self.o = b, b.ops
+    def __init__(self, b: Backward, chunks: Sequence[int] = ()):
+        self.b, self.o, self.chunks = b, b.ops, chunks
         if b["dropout_p"] not in (None, 0, 0.0):
             raise user_error(
                 "sdpfa_fwd: no derivative here with dropout beside a bias, a mask or a use of its log-sum-exp", "", "",
@@ -81,14 +86,9 @@ class _WrittenOut:
         return found if _as_many_heads(left, right) else self.o.reshape(found, self.shape)
 
     def _probabilities(self) -> Tensor:
-        """exp(scores - logsumexp). In float64 they are divided by their sum, as the log-sum-exp is too coarse."""
+        """exp(scores - logsumexp); zero in rows that see nothing."""
         o, lse = self.o, self.b.results[1]
-        shift = self._per_row(o.where(o.isfinite(lse), lse, 0.0))
-        found = o.exp(o.sub(self._scores(), shift))
-        if self.q.dtype is not DataType.Double:
-            return found
-        total = o.sum(found, [-1], True)
-        return o.truediv(found, o.where(o.eq(total, 0.0), 1.0, total))
+        return o.exp(o.sub(self._scores(), self._per_row(o.where(o.isfinite(lse), lse, 0.0))))
 
     def _scores(self) -> Tensor:
         b, o = self.b, self.o
@@ -101,9 +101,14 @@ class _WrittenOut:
         return o.where(self._causal_mask(), scores, -math.inf) if b["is_causal"] else scores
 
     def _causal_mask(self) -> Tensor:
-        """Whether a row sees a column: row i sees the columns up to i."""
-        rows, columns = (self.o.iota(n) for n in self.shape[-2:])
+        """Whether a row sees a column: those that are not later in the sequence."""
+        rows, columns = map(self._places, self.shape[-2:])
         return self.o.ge(self._per_row(rows), columns)
+
+    def _places(self, n: Any) -> Tensor:
+        """The places in the sequence of so many rows or columns."""
+        found = self.o.iota(n)
+        return self.o.reorder_blocks(found, 0, list(self.chunks)) if self.chunks else found
 
     def _slopes(self) -> Tensor:
         """The factor that makes each score's gradient out of its probability."""
@@ -121,6 +126,35 @@ def _as_many_heads(x: Tensor, y: Tensor) -> bool:
     return x.type.shape[-3] == y.type.shape[-3] != -1
 
 
+def _second(b: Backward, chunks: Sequence[int] = ()) -> dict[str, Any]:
+    """The gradients of a backward op, by those of what it computes, written out on copies of its operands.
+
+    The copies cut off what the operands are made of, which has gradients of its own: the output and the log-sum-exp
+    depend on q, k and v.
+    """
+    names = ["query", "key", "value", "output", "logsumexp", "grad_output"]
+    last = "grad_logsumexp" if b.arguments.get("grad_logsumexp") is not None else None
+    copies = {name: b.ops.copy(b[name]) for name in (*names, *([last] if last else ()))}
+    options = {"bias": None, "mask": None, "dropout_p": None, "is_causal": b["is_causal"], "scale": b["scale"]}
+    saved = copies["output"], copies["logsumexp"]
+    grads = copies["grad_output"], copies[last] if last else None
+    used = Backward(b.name, b.ops, copies | options, saved, grads, {copies[name].id for name in names[:3]})
+    made = _WrittenOut(used, chunks).gradients()
+    asked = [(made[name], grad) for name, grad in zip(names, b.grads, strict=False) if grad is not None]
+    found = b.ops.gradients([y for y, _ in asked], list(copies.values()), [grad for _, grad in asked])
+    return dict(zip(copies, found, strict=True))
+
+
+def _attention_bwd(b: Backward) -> dict[str, Any]:
+    p = b["dropout_p"]
+    if p not in (None, 0, 0.0):
+        raise user_error(
+            "sdpfa_fwd: no second derivative here with dropout", f"dropout_p {p}", "0",
+            "Write the attention with matmul, softmax and dropout.",
+        )  # fmt: skip
+    return _second(b)
+
+
 def _ring(b: Backward) -> dict[str, Any]:
     """By `ring_attention_bwd`, from the output and the log-sum-exp."""
     grad = b.grad if b.grad is not None else b.ops.full(sizes(b.result), 0.0, b.result.dtype)
@@ -129,5 +163,13 @@ def _ring(b: Backward) -> dict[str, Any]:
     return dict(zip(("query", "key", "value"), made, strict=True))
 
 
+def _ring_bwd(b: Backward) -> dict[str, Any]:
+    ring = b["ring"]
+    chunks = [chunk for block in range(ring) for chunk in (block, 2 * ring - 1 - block)]
+    return _second(b, chunks if b["zigzag"] else ())
+
+
 SDPFA_FWD: Vjp = _attention
+SDPFA_BWD: Vjp = _attention_bwd
 RING_ATTENTION: Vjp = _ring
+RING_ATTENTION_BWD: Vjp = _ring_bwd

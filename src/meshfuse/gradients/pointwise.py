@@ -1,4 +1,7 @@
-"""VJPs of ops that work element by element."""
+"""VJPs of ops that work element by element.
+
+At kinks, ties, NaN and infinities they give what torch's derivatives give: no NaN of an operand gets lost.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,9 @@ from .context import Backward, Tensor, Vjp, each, elementwise, is_tensor, nothin
 # (ops, operand, result) -> the derivative of the result.
 _DERIVATIVES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "acos": lambda o, x, _: o.neg(o.rsqrt(o.sub(1.0, o.mul(x, x)))),
-    "acosh": lambda o, x, _: o.mul(o.rsqrt(o.sub(x, 1.0)), o.rsqrt(o.add(x, 1.0))),
+    "acosh": lambda o, x, _: _acosh(o, x),
     "asin": lambda o, x, _: o.rsqrt(o.sub(1.0, o.mul(x, x))),
     "asinh": lambda o, x, _: o.rsqrt(o.add(o.mul(x, x), 1.0)),
-    "atan": lambda o, x, _: o.reciprocal(o.add(o.mul(x, x), 1.0)),
-    "atanh": lambda o, x, _: o.reciprocal(o.sub(1.0, o.mul(x, x))),
     "cos": lambda o, x, _: o.neg(o.sin(x)),
     "cosh": lambda o, x, _: o.sinh(x),
     "erf": lambda o, x, _: o.mul(o.exp(o.neg(o.mul(x, x))), 2.0 / math.sqrt(math.pi)),
@@ -37,6 +38,8 @@ _DERIVATIVES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 # (ops, operand, result) -> what the gradient is divided by.
 _DIVISORS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "atan": lambda o, x, _: o.add(o.mul(x, x), 1.0),
+    "atanh": lambda o, x, _: o.sub(1.0, o.mul(x, x)),
     "log": lambda o, x, _: x,
     "log10": lambda o, x, _: o.mul(x, math.log(10.0)),
     "log1p": lambda o, x, _: o.add(x, 1.0),
@@ -44,6 +47,12 @@ _DIVISORS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "sqrt": lambda o, _, y: o.mul(y, 2.0),
 }
 _CONSTANT = ["ceil", "floor", "round", "sign", "trunc"]
+
+
+def _acosh(o: Any, x: Tensor) -> Tensor:
+    """1 / sqrt(x² - 1). The root is taken of both factors apart: near 1 that is exact, and complex numbers need it."""
+    size = x if x.dtype.category is Category.COMPLEX else o.abs(x)
+    return o.mul(o.rsqrt(o.sub(size, 1.0)), o.rsqrt(o.add(size, 1.0)))
 
 
 def _silu(o: Any, x: Tensor) -> Tensor:
@@ -73,11 +82,12 @@ def _subtracted(b: Backward) -> Tensor:
 
 def _abs(b: Backward) -> Tensor:
     """By sign(x), for complex numbers x / |x|; 0 at 0."""
-    x = b["x"]
+    o, x = b.ops, b["x"]
     if x.dtype.category < Category.COMPLEX:
-        return b.times(b.ops.sign(x))
-    unit = b.ops.where(b.ops.eq(b.result, 0.0), 0.0, b.ops.truediv(b.grad, b.result))
-    return b.ops.mul(x, unit)
+        return b.times(o.sign(x))
+    is_zero = o.eq(b.result, 0.0)
+    unit = o.where(is_zero, 0.0, o.truediv(x, o.where(is_zero, 1.0, b.result)))
+    return o.mul(unit, b.grad)
 
 
 def _real(b: Backward) -> Tensor:
@@ -106,20 +116,31 @@ def _divided_by(b: Backward) -> Tensor:
     return b.ops.neg(b.ops.truediv(total, b.conj(b["b"])))
 
 
-def _quotient(name: str) -> Callable[[Backward], Tensor]:
-    """The gradient of a remainder by its divisor: minus the quotient, rounded as in the remainder."""
-    return lambda b: b.ops.neg(b.times(getattr(b.ops, name)(b.ops.truediv(b["a"], b["b"]))))
+def _remainder_divisor(b: Backward) -> Tensor:
+    """Minus grad times the quotient rounded down.
+
+    The rounded quotient of floating point numbers may be the next whole number, so it is found from the remainder.
+    """
+    o, x, y = b.ops, b["a"], b["b"]
+    rest = o.fmod(x, y)
+    is_above = o.logical_and(o.ne(rest, 0), o.ne(o.lt(rest, 0), o.lt(y, 0)))
+    quotient = o.sub(o.truediv(o.sub(x, rest), y), o.where(is_above, 1.0, 0.0))
+    return o.neg(b.times(o.round(o.where(o.eq(y, 0), o.truediv(x, y), quotient))))
 
 
-def _chosen(first: str, second: str) -> Vjp:
-    """maximum and minimum: the larger (smaller) operand gets all, equal ones half each, as in torch."""
+def _fmod_divisor(b: Backward) -> Tensor:
+    """Minus grad times the quotient rounded towards 0."""
+    return b.ops.neg(b.times(b.ops.trunc(b.ops.truediv(b["a"], b["b"]))))
+
+
+def _chosen(other_is_taken: str) -> Vjp:
+    """maximum and minimum: the larger (smaller) operand gets all, equal ones half each, and NaN makes both get all."""
 
     def part(mine: str, other: str) -> Callable[[Backward], Tensor]:
         def grad(b: Backward) -> Tensor:
             x, y = b[mine], b[other]
-            taken = getattr(b.ops, first if mine == "a" else second)
-            shared = b.ops.where(b.ops.eq(x, y), b.ops.mul(b.grad, 0.5), 0.0)
-            return b.ops.where(taken(b["a"], b["b"]), b.grad, shared)
+            shared = b.ops.where(b.ops.eq(x, y), b.ops.mul(b.grad, 0.5), b.grad)
+            return b.ops.where(getattr(b.ops, other_is_taken)(x, y), 0.0, shared)
 
         return grad
 
@@ -135,21 +156,34 @@ def _base(b: Backward) -> Tensor:
         power = x if exponent == 2 else o.pow(x, exponent - 1)
         return b.times(o.mul(power, exponent))
     slope = o.mul(exponent, o.pow(x, o.sub(exponent, 1)))
-    return b.times(o.where(o.eq(exponent, 0), 0.0, slope))
+    return o.where(o.eq(exponent, 0), 0.0, b.times(slope))
 
 
 def _exponent(b: Backward) -> Tensor:
-    """grad * result * log(a), 0 where a is 0."""
+    """grad * result * log(a), 0 where a power of 0 is 0 or 1."""
     o, x = b.ops, b["a"]
-    if isinstance(x, (int, float)):
-        return b.times(o.mul(b.result, math.log(x) if x > 0 else 0.0 if x == 0 else math.nan))
-    return b.times(o.where(o.eq(x, 0), 0.0, o.mul(b.result, o.log(x))))
+    if isinstance(x, (int, float)) and x:
+        return b.times(o.mul(b.result, math.log(x) if x > 0 else math.nan))
+    log = o.log(x) if is_tensor(x) else -math.inf
+    is_flat = o.logical_and(o.eq(x, 0), _is_finite_power_of_0(b))
+    return b.times(o.where(is_flat, 0.0, o.mul(b.result, log)))
+
+
+def _is_finite_power_of_0(b: Backward) -> Tensor:
+    """Whether 0 to this power is a number: the exponent is real and not negative."""
+    o, exponent = b.ops, b["b"]
+    if not is_tensor(exponent) or exponent.dtype.category < Category.COMPLEX:
+        return o.ge(exponent, 0)
+    return o.logical_and(o.ge(o.real(exponent), 0), o.eq(o.imag(exponent), 0))
 
 
 def _angle(name: str, sign: float) -> Callable[[Backward], Tensor]:
+    """atan2: minus the other operand over the square of the distance; 0 at the origin, as in torch."""
+
     def grad(b: Backward) -> Tensor:
         o, x, y = b.ops, b["a"], b["b"]
-        return o.mul(b.grad, o.truediv(o.mul(b[name], sign), o.add(o.mul(x, x), o.mul(y, y))))
+        square = o.add(o.mul(x, x), o.mul(y, y))
+        return o.mul(b.grad, o.where(o.eq(square, 0.0), 0.0, o.truediv(o.mul(b[name], sign), square)))
 
     return grad
 
@@ -165,17 +199,22 @@ def _clamp(b: Backward) -> Tensor:
     """`grad` where the result is x, bounds included; 0 elsewhere, and everywhere if `min` is above `max`."""
     x, low, high = b["x"], b["min"], b["max"]
     kept = b.ops.eq(x, b.result)
-    if not (isinstance(low, (int, float)) and isinstance(high, (int, float)) and low <= high):
+    if not (low is None or high is None or _is_interval(low, high)):
         kept = b.ops.logical_and(kept, b.ops.ge(x, low))
     return b.ops.where(kept, b.grad, 0.0)
 
 
+def _is_interval(low: Any, high: Any) -> bool:
+    """Whether the bounds are numbers that are known to be in order."""
+    return isinstance(low, (int, float)) and isinstance(high, (int, float)) and low <= high
+
+
 def _relu(b: Backward) -> Tensor:
-    return b.ops.where(b.ops.gt(b.result, 0.0), b.grad, 0.0)
+    return b.ops.where(b.ops.le(b.result, 0.0), 0.0, b.grad)
 
 
 def _threshold(b: Backward) -> Tensor:
-    return b.ops.where(b.ops.gt(b["x"], b["threshold"]), b.grad, 0.0)
+    return b.ops.where(b.ops.le(b["x"], b["threshold"]), 0.0, b.grad)
 
 
 POINTWISE: dict[str, Vjp] = {
@@ -193,12 +232,12 @@ POINTWISE: dict[str, Vjp] = {
     "mul": _mul,
     "div": elementwise(a=lambda b: b.over(b["b"]), b=_divided_by),
     "truediv": elementwise(a=lambda b: b.over(b["b"]), b=_divided_by),
-    "maximum": _chosen("gt", "lt"),
-    "minimum": _chosen("lt", "gt"),
+    "maximum": _chosen("lt"),
+    "minimum": _chosen("gt"),
     "pow": elementwise(a=_base, b=_exponent),
-    "remainder": elementwise(a=_same, b=_quotient("floor")),
-    "fmod": elementwise(a=_same, b=_quotient("trunc")),
-    "mod": elementwise(a=_same, b=_quotient("trunc")),
+    "remainder": elementwise(a=_same, b=_remainder_divisor),
+    "fmod": elementwise(a=_same, b=_fmod_divisor),
+    "mod": elementwise(a=_same, b=_fmod_divisor),
     "atan2": elementwise(a=_angle("b", 1.0), b=_angle("a", -1.0)),
     "complex": elementwise(a=lambda b: b.ops.real(b.grad), b=lambda b: b.ops.imag(b.grad)),
     "where": elementwise(a=_where(True), b=_where(False)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..dtypes import DataType
 from .context import Backward, Tensor, Vjp, dim_of, each, kept, listed_dims, numel_along, restored, sizes
@@ -16,23 +16,49 @@ def _sum(b: Backward) -> Tensor:
     return restored(b, b.grad, b["arg"], _dims(b), b["keepdim"])
 
 
-def _prod(b: Backward) -> Tensor:
-    """By x the product of the other elements: result / x, or where x is the only 0 the product of all others."""
-    o, x, dims = b.ops, b["arg"], _dims(b)
+class _Factors(NamedTuple):
+    """The factors of a product, with the zeros apart, so that what is made of them can be differentiated again.
+
+    is_zero: which ones are 0.
+    zeros: those, and 0 for the others: their sum stands for their product where there is one of them.
+    rest: the others, and 1 for the zeros: these can be divided by.
+    """
+
+    is_zero: Tensor
+    zeros: Tensor
+    rest: Tensor
+
+
+def _factors(b: Backward) -> _Factors:
+    o, x = b.ops, b["arg"]
     is_zero = o.eq(x, 0)
-    others = o.prod(o.where(is_zero, 1.0, x), dims, True)
-    zeros = o.sum(is_zero, dims, True)
-    grad = o.mul(kept(b, b.grad, x, dims, b["keepdim"]), b.conj(others))
-    alone = o.where(is_zero, o.where(o.eq(zeros, 1), grad, 0.0), 0.0)
-    return o.where(o.eq(zeros, 0), o.truediv(grad, b.conj(x)), alone)
+    return _Factors(is_zero, b.conj(o.where(is_zero, x, 0.0)), o.where(is_zero, 1.0, x))
+
+
+def _product_without(o: Any, left_out: int, count: Tensor, total: Tensor) -> Tensor:
+    """The product of `count` zeros but for some that are left out; `total` is the sum of the others.
+
+    It is 1 where no other is left, that other where it is one, and else 0, as are then its derivatives.
+    """
+    return o.where(o.eq(count, left_out), 1.0, o.where(o.eq(count, left_out + 1), total, 0.0))
+
+
+def _prod(b: Backward) -> Tensor:
+    """By x the product of the other elements."""
+    o, dims = b.ops, _dims(b)
+    is_zero, zeros, rest = _factors(b)
+    count, total = o.sum(is_zero, dims, True), o.sum(zeros, dims, True)
+    grad = o.mul(kept(b, b.grad, b["arg"], dims, b["keepdim"]), b.conj(o.prod(rest, dims, True)))
+    by_rest = o.mul(o.truediv(grad, b.conj(rest)), _product_without(o, 0, count, total))
+    return o.where(is_zero, o.mul(grad, _product_without(o, 1, count, o.sub(total, zeros))), by_rest)
 
 
 def _extreme(b: Backward) -> Tensor:
-    """Equal extremes share the gradient, as in torch.amax."""
+    """Equal extremes share the gradient, as in torch.amax; a NaN equals nothing, and all get NaN."""
     o, x, dims = b.ops, b["arg"], _dims(b)
     is_top = o.eq(x, kept(b, b.result, x, dims, b["keepdim"]))
-    share = o.truediv(kept(b, b.grad, x, dims, b["keepdim"]), o.sum(is_top, dims, True))
-    return o.where(is_top, share, 0.0)
+    share = o.where(is_top, kept(b, b.grad, x, dims, b["keepdim"]), 0.0)
+    return o.truediv(share, o.sum(is_top, dims, True))
 
 
 def _over(b: Backward, grad: Tensor, numerator: float, n: Any) -> Tensor:
@@ -85,26 +111,28 @@ def _cumsum(b: Backward) -> Tensor:
 
 
 def _cumprod(b: Backward) -> Tensor:
-    """By x_i the sum of grad_j y_j / x_i over j >= i.
-
-    At the first 0 of a line y_j is computed without it; later are 0.
-    """
-    o, x, dim = b.ops, b["arg"], dim_of(b)
-    is_zero = o.eq(x, 0)
-    zeros = o.cumsum(o.cast(is_zero, DataType.Int), dim)
-    before = o.cumsum_bwd(b.times(b.result), dim)
-    first = o.logical_and(is_zero, o.eq(zeros, 1))
-    without = o.cumprod(o.where(first, 1.0, x), dim, b["init"])
-    at_first = o.where(first, o.cumsum_bwd(b.times(without), dim), 0.0)
-    return o.where(o.eq(zeros, 0), o.truediv(before, b.conj(x)), at_first)
+    """By x_i the sum of grad_j y_j / x_i over j >= i, with the zeros up to j apart from the other factors of y_j."""
+    o, dim = b.ops, dim_of(b)
+    is_zero, zeros, rest = _factors(b)
+    count, total = o.cumsum(o.cast(is_zero, DataType.Int), dim), o.cumsum(zeros, dim)
+    grad = b.times(o.cumprod(rest, dim, b["init"]))
+    by_rest = o.cumsum_bwd(o.mul(grad, _product_without(o, 0, count, total)), dim)
+    with_own = o.cumsum_bwd(o.mul(grad, _product_without(o, 1, count, total)), dim)
+    of_own = o.mul(zeros, o.cumsum_bwd(o.where(o.eq(count, 2), grad, 0.0), dim))
+    return o.where(is_zero, o.sub(with_own, of_own), o.truediv(by_rest, b.conj(rest)))
 
 
 def _cumulative_extreme(b: Backward) -> Tensor:
-    """The gradient goes to the last element that is the extreme so far, as in torch; to none where that is `init`."""
+    """The gradient goes to the last element that is the extreme so far, as in torch; to none where that is `init`.
+
+    From the first NaN on that is the last NaN.
+    """
     o, x, dim = b.ops, b["arg"], dim_of(b)
     index = o.broadcast(o.iota(sizes(x)[dim]), [d != dim for d in range(x.ndim)])
-    found = o.cummax(o.where(o.eq(x, b.result), index, -1), dim)
-    return o.take_along_axis_bwd(b.grad, found, dim, sizes(x)[dim])
+    is_extreme = o.logical_or(o.eq(x, b.result), o.isnan(x))
+    found = o.cummax(o.where(is_extreme, index, -1), dim)
+    grad = o.where(o.ge(found, 0), b.grad, 0.0)
+    return o.take_along_axis_bwd(grad, o.maximum(found, 0), dim, sizes(x)[dim])
 
 
 REDUCTIONS: dict[str, Vjp] = {

@@ -81,6 +81,16 @@ class _GradientOps:
         setattr(self, name, made)  # found there from now on
         return made
 
+    def copy(self, x: TensorView) -> TensorView:
+        """A tensor of its own that equals x."""
+        return self.fd.call_at(self.line, "set", (x,))
+
+    def gradients(
+        self, outputs: Sequence[TensorView], wrt: Sequence[TensorView], grads: Sequence[TensorView]
+    ) -> list[TensorView]:
+        """The gradients of what has been appended before."""
+        return gradients(self.fd, outputs, wrt, grads, (), self.line)
+
     def apply(self, op: OpDef, *args: Any) -> Any:
         """Apply an op that need not be registered."""
         return self._call(op, *args)

@@ -144,7 +144,12 @@ def sdpfa_fwd(
     """(output, log-sum-exp, seed [2], offset []): the last two let the backward pass drop the same."""
     options = _options(q, dropout_p, is_causal, scale)
     out, logsumexp = _attend(q, k, v, bias, mask, options, ScoreBlock(*place), stream)
-    return out.to(q.dtype), logsumexp.float(), *_state_tensors(stream, q.device)
+    return out.to(q.dtype), _statistic(logsumexp, q), *_state_tensors(stream, q.device)
+
+
+def _statistic(logsumexp: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The log-sum-exp as the op gives it: in float64 if q is that, as every gradient is made of it."""
+    return logsumexp.double() if q.dtype == torch.float64 else logsumexp.float()
 
 
 def ring_attention(
@@ -163,8 +168,7 @@ def ring_attention(
     options = _options(q, 0.0, is_causal, scale)
     q, k, v = (_in_sequence(x, chunks) for x in (q, k, v))
     out, logsumexp = _attend(q, k, v, None, None, options, ScoreBlock(*place), ())
-    logsumexp = logsumexp if q.dtype == torch.float64 else logsumexp.float()
-    return _in_zigzag(out.to(q.dtype), chunks, -2), _in_zigzag(logsumexp, chunks, -1)
+    return _in_zigzag(out.to(q.dtype), chunks, -2), _in_zigzag(_statistic(logsumexp, q), chunks, -1)
 
 
 def _in_sequence(x: torch.Tensor, chunks: int, dim: int = -2) -> torch.Tensor:
@@ -356,7 +360,7 @@ def _score_gradients(s: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of q kᵀ, probabilities after dropout), both grouped by the heads of k and v."""
     options, place = s.options, s.place
     scores = _masked(_scores(s.q, s.k, options.scale), None, None, options, place)
-    p = dropped = _probabilities(scores, _logsumexp(s, scores))
+    p = dropped = _probabilities(scores, s.logsumexp)
     grad_out = _widened(s.grad)
     grad_p = torch.matmul(_grouped(grad_out, s.k), _widened(s.v).transpose(-1, -2)).reshape(p.shape)
     if options.dropout_p > 0.0:
@@ -366,10 +370,3 @@ def _score_gradients(s: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
     if s.grad_logsumexp is not None:
         row_dot = row_dot - s.grad_logsumexp.unsqueeze(-1)
     return _grouped(p * (grad_p - row_dot), s.k) * options.scale, _grouped(dropped, s.k)
-
-
-def _logsumexp(s: _Saved, scores: torch.Tensor) -> torch.Tensor:
-    """The saved log-sum-exp; computed again for float64 from a float32 one, where this rank has all columns."""
-    coarse = s.q.dtype == torch.float64 and s.logsumexp.dtype != torch.float64
-    again = coarse and s.k.shape[-2] == s.place.shape[-1]
-    return torch.logsumexp(scores, -1) if again else s.logsumexp

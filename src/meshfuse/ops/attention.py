@@ -7,7 +7,7 @@ heads (grouped-query attention): each head of theirs then serves as many consecu
 from __future__ import annotations
 
 from ..dtypes import DataType
-from ..gradients.attention import SDPFA_FWD
+from ..gradients.attention import SDPFA_BWD, SDPFA_FWD
 from . import nvfuser_forms
 from .attention_blocks import (
     BACKWARD_PARAMS,
@@ -28,6 +28,7 @@ from .attention_rules import (
     scale_text,
     score_flops,
     scores_text,
+    statistic_dtype,
 )
 from .base import Call, Emit, FactorKind, OpDef, Rule, Sample, TensorType
 from .factories import stream_text
@@ -35,7 +36,8 @@ from .factories import stream_text
 
 def _fwd_infer(call: Call) -> tuple[TensorType, ...]:
     q, _, v = checked_types(call)
-    return (TensorType((*q.shape[:-1], v.shape[-1]), q.dtype), TensorType(q.shape[:-1], DataType.Float), *STATE)
+    out = TensorType((*q.shape[:-1], v.shape[-1]), q.dtype)
+    return (out, TensorType(q.shape[:-1], statistic_dtype(q.dtype)), *STATE)
 
 
 def _fwd_rule(call: Call) -> Rule:
@@ -99,6 +101,7 @@ OPS = (
         flops=lambda call: score_flops(call, 5),
         samples=backward_samples,
         nvfuser=nvfuser_forms.sdpfa_bwd,
+        vjp=SDPFA_BWD,
         about="the gradients of `sdpfa_fwd` by query, key and value",
     ),
 )

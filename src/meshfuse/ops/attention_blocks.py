@@ -15,6 +15,7 @@ from .attention_rules import (
     scale_text,
     score_flops,
     scores_text,
+    statistic_dtype,
     with_operands,
 )
 from .base import (
@@ -42,7 +43,7 @@ _NOT_NATIVE = "nvFuser's attention needs keys and values whole"
 def _block_infer(call: Call) -> tuple[TensorType, ...]:
     q, _, v = checked_types(call)
     check_positive(call.op.name, "blocks", call["blocks"])
-    dtype = DataType.Double if q.dtype is DataType.Double else DataType.Float
+    dtype = statistic_dtype(q.dtype)
     rows = (call["blocks"], *q.shape[:-1])
     return (TensorType((*rows, v.shape[-1]), dtype), TensorType(rows, dtype), *STATE)
 

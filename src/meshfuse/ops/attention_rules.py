@@ -40,6 +40,11 @@ def checked_types(call: Call) -> tuple[TensorType, TensorType, TensorType]:
     return q, k, v
 
 
+def statistic_dtype(dtype: DataType) -> DataType:
+    """The type of a log-sum-exp, and of outputs while they are merged: Double for Double operands, else Float."""
+    return DataType.Double if dtype is DataType.Double else DataType.Float
+
+
 def _check_added(name: str, what: str, t: TensorType, scores: Sequence[int]) -> None:
     """Raises DefinitionError unless what is added to the scores broadcasts to them."""
     if not broadcasts_to(t.shape, scores):

@@ -1,6 +1,7 @@
 """torch's and numpy's names for what is called otherwise here: used in errors for unknown names, and in docs/ops.md.
 
-In the texts x, y, q, k and v are tensors, i is a tensor of indices and n a number.
+They have torch's derivatives, too, also at 0 and at NaN: with `relu` a root has the gradient 0 at 0. In the texts x, y,
+q, k and v are tensors, i is a tensor of indices and n a number.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ _ROWS = {
     "fd.ops.index_select(x, fd.ops.iota(n, n - 1, -1), dim)": "flip",
     "fd.ops.triu(x.T).T": "tril",
     "x * x": "square",
-    "fd.ops.sqrt(fd.ops.sum(x * x, dims))": "norm",
-    "fd.ops.sqrt(fd.ops.var(x, dims))": "std",
+    "fd.ops.sqrt(fd.ops.relu(fd.ops.sum(x * x, dims)))": "norm",
+    "fd.ops.sqrt(fd.ops.relu(fd.ops.var(x, dims)))": "std",
     "fd.ops.max(x, dims)": "amax",
     "fd.ops.min(x, dims)": "amin",
     "fd.ops.clamp(x, low, high)": "clip clamp_min clamp_max",
     "fd.ops.silu(x)": "swish",
     "fd.ops.where(fd.ops.gt(x, 0.0), x, 0.01 * x)": "leaky_relu",
-    "fd.ops.where(fd.ops.gt(x, 0.0), x, fd.ops.expm1(fd.ops.minimum(x, 0.0)))": "elu",
-    "fd.ops.maximum(x, 0.0) + fd.ops.log1p(fd.ops.exp(-fd.ops.abs(x)))": "softplus",
+    "fd.ops.where(fd.ops.lt(x, 0.0), fd.ops.expm1(fd.ops.clamp(x, None, 0.0)), x)": "elu",
+    "fd.ops.where(fd.ops.gt(x, 20.0), x, fd.ops.log1p(fd.ops.exp(fd.ops.where(fd.ops.gt(x, 20.0), 0.0, x))))": (
+        "softplus"
+    ),
     "fd.ops.mean((x - y) * (x - y))": "mse_loss",
     "fd.ops.sdpfa_fwd(q, k, v, is_causal=True)[0]": "scaled_dot_product_attention attention",
     "fd.ops.var_mean over the dims of the statistic, after fd.ops.reshape for groups": "batch_norm group_norm "

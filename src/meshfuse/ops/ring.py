@@ -6,9 +6,9 @@ from typing import Any
 
 from ..dtypes import Category, DataType
 from ..errors import user_error
-from ..gradients.attention import RING_ATTENTION
+from ..gradients.attention import RING_ATTENTION, RING_ATTENTION_BWD
 from .attention_blocks import QKV, qkv_types
-from .attention_rules import AttentionDims, checked_types, scale_text, score_flops, scores_text
+from .attention_rules import AttentionDims, checked_types, scale_text, score_flops, scores_text, statistic_dtype
 from .base import (
     Call,
     Emit,
@@ -24,7 +24,7 @@ from .base import (
     TensorType,
 )
 from .nvfuser_lowering import NvfuserEmit, sliced
-from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag, state_type
+from .ring_rounds import attention_rounds, gradient_rounds, is_zigzag
 from .shape_arithmetic import UNKNOWN, agree, check_ndim
 
 K = ParamKind
@@ -53,7 +53,7 @@ def _checked(call: Call) -> tuple[TensorType, TensorType, TensorType]:
 
 def _infer(call: Call) -> tuple[TensorType, ...]:
     q, _, v = _checked(call)
-    return TensorType((*q.shape[:-1], v.shape[-1]), q.dtype), TensorType(q.shape[:-1], state_type(q.dtype))
+    return TensorType((*q.shape[:-1], v.shape[-1]), q.dtype), TensorType(q.shape[:-1], statistic_dtype(q.dtype))
 
 
 def _rows_kind(call: Call) -> FactorKind:
@@ -264,7 +264,7 @@ OPS = (
           (Param("grad_output", K.TENSOR), *QKV, Param("output", K.TENSOR), Param("logsumexp", K.TENSOR), *_OPTIONS,
            Param("grad_logsumexp", K.OPTIONAL_TENSOR, None)),
           _bwd_infer, _bwd_rule, _bwd_emit, flops=lambda call: score_flops(call, 5), samples=_bwd_samples,
-          nvfuser=_NOT_NATIVE, rounds=Rounds(_bwd_round_rule, gradient_rounds),
+          nvfuser=_NOT_NATIVE, vjp=RING_ATTENTION_BWD, rounds=Rounds(_bwd_round_rule, gradient_rounds),
           about="the gradients of `ring_attention` by query, key and value"),
     OpDef("block_pick", (Param("early", K.TENSOR_OR_SCALAR), Param("late", K.TENSOR_OR_SCALAR), Param("first", K.INT)),
           _pick_infer, _pick_rule, _pick_emit, flops=lambda call: 0.0, samples=_pick_samples,

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..dtypes import DataType
+from .attention_rules import statistic_dtype
 from .base import Call, TensorRef, Writing, cast_to
 
 Refs = tuple[TensorRef, ...]
@@ -32,11 +33,6 @@ Refs = tuple[TensorRef, ...]
 def is_zigzag(call: Call) -> bool:
     """Whether the rows are in zig-zag order and that matters, as it does under a causal mask only."""
     return call["zigzag"] and call["is_causal"]
-
-
-def state_type(dtype: DataType) -> DataType:
-    """The type of outputs while they are merged, and of log-sum-exps."""
-    return DataType.Double if dtype is DataType.Double else DataType.Float
 
 
 class _RingOps:
@@ -89,7 +85,7 @@ class _RingOps:
         return self.r.call("cat", self.wide((low, high)), 3)
 
     def wide(self, tensors: Sequence[TensorRef]) -> Refs:
-        return tuple(self.cast(x, state_type(self.r.type(x).dtype)) for x in tensors)
+        return tuple(self.cast(x, statistic_dtype(self.r.type(x).dtype)) for x in tensors)
 
 
 # forward ----------------------------------------------------------------------------------------------------------
@@ -150,12 +146,8 @@ class _RingForward(_RingOps):
         return _State(*(self.joined(*pair) for pair in zip(low, high, strict=True)))
 
     def attend(self, q: TensorRef, k: TensorRef, v: TensorRef, causal: bool) -> _State:
-        """Attention of each block's rows to the columns that are with it. For Double the log-sum-exp is Double, too."""
-        options = (None, None, None, causal, self.scale)
-        if self.r.type(q).dtype is not DataType.Double:
-            return _State(*self.r.call("sdpfa_fwd", q, k, v, *options)[:2])
-        made = self.r.call("block_attention", q, k, v, *options, 1)
-        return _State(*(self.r.call("squeeze", x, (0,)) for x in made[:2]))
+        """Attention of each block's rows to the columns that are with it."""
+        return _State(*self.r.call("sdpfa_fwd", q, k, v, None, None, None, causal, self.scale)[:2])
 
     def merge(self, state: _State | None, made: _State) -> _State:
         return made if state is None else _State(*self.r.call("attention_merge", *state, *made))
