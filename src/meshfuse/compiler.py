@@ -147,7 +147,7 @@ def _with_ends(graph: Graph, compiled: CompiledProgram, ends: Ends) -> Graph:
     free = {i: home for i, home in left.items() if i in made and i not in graph.annotations}
     told = {layout for i in graph.input_tensors if i in graph.annotations for layout in graph.annotations[i].dims}
     asked = {i: ends(home, graph.shape(i), told) for i, home in free.items()}
-    return graph if asked == free else graph.annotated(asked)
+    return graph if asked == free else graph.annotated(asked, "an output, laid out as DTensors can be")
 
 
 def decided_without(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from ..compiler import CompiledProgram
 from ..resharding.resharded import Set
 from .alternatives import Alternative, Alternatives, Total, wire_bytes
-from .causes import Cause, Causes, quoted
+from .causes import Cause, Causes, said_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,7 @@ def _op(compiled: CompiledProgram, cause: Cause) -> str:
 
 
 def _said(causes: Causes, tensors: tuple[int, ...]) -> tuple[str, ...]:
-    found = ((causes.graph.tensors[i].label, causes.line(i)) for i in tensors)
-    return tuple(f"{label}, annotated at {quoted(line)}" for label, line in found)
+    return tuple(f"{causes.graph.tensors[i].label}, {said_of(causes.graph, i)}" for i in tensors)
 
 
 def _instead(causes: Causes, other: Alternative) -> Instead:

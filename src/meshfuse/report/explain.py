@@ -13,7 +13,7 @@ from ..propagation.votes import Source
 from ..resharding.resharded import Set
 from .alternatives import wire_bytes
 from .bill import micro, number, table
-from .causes import Causes, quoted
+from .causes import Causes, quoted, said_of
 from .provenance import Origin, Provenance
 
 _SHOWN = 6  # A longer chain of reasons is shown with so many tensors.
@@ -87,7 +87,7 @@ class Explainer:
     def in_short(self, tensor: int) -> str:
         """Why a tensor is sharded as it is, in a cell of a table."""
         if tensor in self.graph.annotations:
-            return f"annotated at {self.graph.annotation_lines[tensor]}"
+            return self.graph.implied.get(tensor) or f"annotated at {self.graph.annotation_lines[tensor]}"
         if self.provenance.producer(tensor) is None:
             return "never annotated: replicated"
         origins = self.provenance.origins(tensor)
@@ -112,7 +112,7 @@ class Explainer:
 
     def _why(self, tensor: int) -> Iterator[str]:
         if tensor in self.graph.annotations:
-            yield f"annotated so at {quoted(self.graph.annotation_lines[tensor])}"
+            yield self.graph.implied.get(tensor) or f"annotated so at {quoted(self.graph.annotation_lines[tensor])}"
             made = self.provenance.made_as(tensor)
             if made != self.compiled.sharded.homes[tensor]:
                 yield f"its op makes it as {made}, because:"
@@ -137,11 +137,7 @@ class Explainer:
         if origin.way is None:
             return f"{what}: no annotation asks for it; it was the cheapest"
         end = origin.way.end
-        said = (
-            f", annotated at {quoted(self.graph.annotation_lines[end])}"
-            if origin.annotated
-            else ", where it was cheapest"
-        )
+        said = f", {said_of(self.graph, end)}" if origin.annotated else ", where it was cheapest"
         through = self._through(origin.chain[:-1])
         if origin.backward:
             return f"{what}: wanted by {self._label(end)}{through}{said}"
@@ -231,7 +227,7 @@ class Explainer:
         tensor = self.compiled.resharded.values[step.source].tensor
         for other in self.causes.of(step).needed:
             if other != tensor:
-                yield f"  for {self._label(other)}, annotated at {quoted(self.causes.line(other))}"
+                yield f"  for {self._label(other)}, {said_of(self.graph, other)}"
 
     def _asker(self, why: str) -> str:
         return re.sub(r"\bt(\d+)\b", lambda found: self._label(int(found.group(1))), why)
