@@ -9,10 +9,12 @@ from ..compiler import CompiledProgram
 from ..errors import user_error
 from ..graph import Graph, Node
 from ..moves.move import MoveKind
+from ..propagation.sharded import Choice, RunnerUp
 from ..propagation.votes import Source
+from ..readable import duration, figures, number
 from ..resharding.resharded import Set
 from .alternatives import wire_bytes
-from .bill import micro, number, table
+from .bill import table
 from .causes import Causes, quoted, said_of
 from .provenance import Origin, Provenance
 
@@ -157,14 +159,27 @@ class Explainer:
         if node is None:
             return
         choice = self.compiled.sharded.choices[node.id]
-        cost = f"{_time(choice.seconds)} modelled, what happens to its result not counted"
+        cost = f"{duration(choice.seconds)} modelled, what happens to its result not counted"
         yield f"{node.name} is computed {self._source(node, choice.source)}: {cost}"
-        if choice.runner_up is None:
+        other = choice.runner_up
+        if other is None:
             yield self._no_other()
             return
-        source, seconds = choice.runner_up
-        verdict = _verdict(choice.seconds, seconds)
-        yield f"the alternative, {self._source(node, source)}: {_time(seconds)} modelled{verdict}"
+        verdict = _verdict(choice.seconds, other.seconds)
+        yield f"the alternative, {self._other(node, choice, other)}: {duration(other.seconds)} modelled{verdict}"
+
+    def _other(self, node: Node, choice: Choice, other: RunnerUp) -> str:
+        """What the runner-up follows; where that is what the op follows, too, also in what it differs."""
+        told = self._source(node, other.source)
+        return told if told != self._source(node, choice.source) else f"{told}, {self._unlike(node, choice, other)}"
+
+    def _unlike(self, node: Node, choice: Choice, other: RunnerUp) -> str:
+        pairs = [
+            *zip(node.outputs, choice.placement.results, other.results, strict=True),
+            *zip(node.inputs, choice.placement.operands, other.operands, strict=True),
+        ]
+        unlike = [f"{self._label(tensor)} as {theirs}" for tensor, mine, theirs in pairs if theirs != mine]
+        return f"with {', '.join(dict.fromkeys(unlike))}" if unlike else "in another order"
 
     def _no_other(self) -> str:
         near = self.compiled.taken_from
@@ -208,8 +223,8 @@ class Explainer:
                 yield f"each rank takes its part, no bytes: {moved}, {asked}"
             else:
                 count = number(wire_bytes(self.graph, tensor, step.move))
-                seconds = micro(self.compiled.resharded.seconds(step))
-                yield f"{_collective(step)}, {count} bytes per rank, {seconds} us: {moved}, {asked}"
+                took = duration(self.compiled.resharded.seconds(step))
+                yield f"{_collective(step)}, {count} bytes per rank, {took}: {moved}, {asked}"
                 yield from self._needed(step)
 
     def _moves_of(self) -> dict[int, list[Set]]:
@@ -238,11 +253,9 @@ def _collective(step: Set) -> str:
     return f"{step.move.kind.value}{over}"
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us"
-
-
 def _verdict(taken: float, other: float) -> str:
     if other < taken:
         return ", cheaper here but dearer for the ops after it"
-    return f" ({other / taken:.3g} times)" if taken > 0 and other / taken > 1.005 else ", no cheaper"
+    if duration(other) == duration(taken):
+        return ", as long: the first of equals was taken"
+    return f" ({figures(other / taken)} times)" if taken > 0 else ""
