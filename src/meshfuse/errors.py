@@ -104,6 +104,15 @@ class DefinitionError(MeshfuseError, ValueError, RuntimeError):
     """A wrong op argument or annotation, found while a program is defined or compiled."""
 
 
+class DtypeError(DefinitionError):
+    """An op does not take operands of these dtypes. A definition adds where its operands have them from.
+
+    told: whether that has been added.
+    """
+
+    told = False
+
+
 class ArgumentError(MeshfuseError, ValueError, RuntimeError):
     """A wrong tensor or scalar given to a program when it is called."""
 
