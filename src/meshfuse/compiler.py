@@ -87,7 +87,7 @@ class CompiledProgram:
         """The verified program of a rank. Raises DefinitionError for a rank that the program does not have."""
         number = as_int(rank)
         if number is None or number not in self.ranks:
-            needed = f"one of {list(self.ranks)}"
+            needed = f"one of {shown(list(self.ranks))}"
             raise user_error("host_program: no such rank", shown(rank), needed, "", caller_line())
         if number not in self._programs:
             with no_collection():

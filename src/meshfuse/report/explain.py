@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..compiler import CompiledProgram
-from ..errors import user_error
+from ..errors import shown, user_error
 from ..graph import Graph, Node
 from ..moves.move import MoveKind
 from ..propagation.sharded import Choice, RunnerUp
@@ -56,7 +56,7 @@ def tensor_named(compiled: CompiledProgram, name: str) -> int:
         if name in (tensor.name, tensor.label, tensor.label.split(" ")[0]):
             return tensor.id
     raise user_error(
-        "no such tensor", repr(name), f"one of {', '.join(t.label for t in tensors)}", "Name one of these."
+        "no such tensor", shown(name), f"one of {', '.join(t.label for t in tensors)}", "Name one of these."
     )
 
 
