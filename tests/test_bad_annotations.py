@@ -171,7 +171,22 @@ MESHES: list[tuple[str, Callable[[], Any]]] = [
             f"many numbers as names are a shape, others the ranks themselves",
             lambda given=given, names=names: mf.DeviceMesh(given, names),
         )
-        for given, names in (((2, 4, 2), ("dp", "tp")), ([2, 4], ("dp", "tp", "pp")), ((2, 4), ()))
+        for given, names in (([2, 4, 2], ("dp", "tp")), ([2, 4], ("dp", "tp", "pp")))
+    ],
+    *[
+        (
+            f"found names {shown} for the shape {shape}, needed {len(shape)} names. Name every axis, or pass the ranks "
+            f"in a list: {list(shape)}.",
+            lambda given=given, names=names: mf.DeviceMesh(given, names),
+        )
+        for given, names, shown, shape in (
+            ((2, 4), ("dp",), "('dp',)", (2, 4)),
+            ((2, 4), "dp", "('dp',)", (2, 4)),
+            ((2, 4), (), "()", (2, 4)),
+            ((2, 4, 2), ["dp", "tp"], "['dp', 'tp']", (2, 4, 2)),
+            ((np.int64(0), 1), ("dp",), "('dp',)", (0, 1)),
+            (torch.Size([3, 1]), ("dp",), "('dp',)", (3, 1)),
+        )
     ],
     ("one name per axis", lambda: mf.DeviceMesh((2, 4), ("dp", "dp"))),
     ("one name per axis", lambda: mf.DeviceMesh((2, 4), (1, 2))),  # type: ignore[arg-type]

@@ -372,6 +372,22 @@ def test_shard_tensor(tensor: Any, view: Any) -> None:
     raises("shard_tensor", lambda: mf.shard_tensor(tensor, x if view is None else view), mf.ArgumentError)
 
 
+@pytest.mark.parametrize(
+    ("hint", "tensor", "view"),
+    [
+        ("Pass the global tensor, and the view of the input or output that it is", X[0], None),
+        ("Pass the TensorView that was annotated, or one of fd.output_shardings()", X, MESH),
+        ("Pass the TensorView that was annotated, or one of fd.output_shardings()", X, ["dp", None]),
+        ("pass the sharding's reduced()", X, mf.Sharding(MESH, ((), ()), (mf.Split(2, "dp"),), "sum")),
+        ("Pass the tensor first", mf.Sharding.replicated(MESH, 2), X),
+    ],
+)
+def test_shard_tensor_hints_at_what_is_wrong(hint: str, tensor: Any, view: Any) -> None:
+    fd, x = define()
+    fd.mesh_split(x, MESH, ["dp", None])
+    raises(hint, lambda: mf.shard_tensor(tensor, x if view is None else view), mf.ArgumentError)
+
+
 def test_numbers_of_numpy_and_sizes_of_torch_are_fine() -> None:
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor(torch.Size([8, 16]))

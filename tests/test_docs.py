@@ -51,6 +51,25 @@ def test_the_readme_s_links_lead_somewhere() -> None:
             assert (page.parent / target).exists() or target.startswith("http"), f"{page.name}: {target}"
 
 
+NAMED = re.compile(r"\b(?:meshfuse|mf)((?:\.[A-Za-z_]\w*)+)")
+NAMES = """
+import functools, sys
+import meshfuse
+for path in sys.argv[1:]:
+    functools.reduce(getattr, path.split("."), meshfuse)
+"""
+
+
+def test_what_pages_and_docstrings_name_is_there_after_a_plain_import_of_meshfuse() -> None:
+    """Modules come first, before a class loads them by the way."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    found = {name[1:] for page in pages for name in NAMED.findall(page.read_text())}
+    quoted = re.compile(r"`(?:meshfuse|mf)((?:\.[A-Za-z_]\w*)+)")
+    found |= {name[1:] for path in (ROOT / "src").rglob("*.py") for name in quoted.findall(path.read_text())}
+    assert {"FusionDefinition", "nvfuser_direct", "testing.check_op", "costs.MACHINES"} <= found
+    run("-c", NAMES, *sorted(found, key=str.swapcase))
+
+
 def test_files_and_folders_that_pages_name_are_there() -> None:
     found = [path for path in ROOT.rglob("*") if path.suffix == ".py" or path.is_dir()]
     there = [f"/{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}" for path in found]

@@ -29,7 +29,7 @@ NAMES = {
     "ReductionParams MatmulParams CacheOp LoadStoreOpType",
     "multidevice": "Communicator DeviceMesh MultiDeviceExecutor MultiDeviceExecutorParams Sharding shard_tensor",
     "pytorch_utils": "torch_dtype_to_nvfuser_dtype DEVICE_PROPERTIES get_device_properties retry_on_oom_or_skip_test",
-    "benchmark_utils": "get_benchmark_fns",
+    "benchmark_utils": "get_benchmark_fns Timer FusionProfileTimer CuptiTimer CuptiProfiler",
     "nvfuser_direct_version": "Version",
     "ParallelType": "serial mesh_x mesh_y mesh_z stream grid_x block_x vectorize unroll unswitch mma tma",
     "DataType": "Index Float4_e2m1fn_x2 Float8_e8m0fnu UInt64 Null",
@@ -250,7 +250,7 @@ def test_properties_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["gpu_name"], found["gpu_l2_bytes"], found["gpu_sm_count"]) == ("G", 50, 0)
     assert found["gpu_peak_bandwidth_gbps"] == pytest.approx(3352.32)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pytorch_utils.DEVICE_PROPERTIES is None
+    assert not pytorch_utils.DEVICE_PROPERTIES
     with pytest.raises(OSError, match=r"there is no CUDA device.*\(at test_nvfuser_surface\.py:\d+\)"):
         pytorch_utils.get_device_properties()
 

@@ -43,6 +43,8 @@ _HOME = {
     "save": "checkpoint",
     "load": "checkpoint",
 }
+# Modules that users name in full. They are no part of `from meshfuse import *`, which would load them.
+_MODULES = ("costs", "nvfuser_direct", "testing")
 __all__ = [
     "ArgumentError",
     "CheckpointError",
@@ -77,6 +79,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from . import costs as costs
+    from . import nvfuser_direct as nvfuser_direct
+    from . import testing as testing
     from .checkpoint import load, save
     from .costs import Link, Machine
     from .definition.tensor_view import TensorView, Val
@@ -108,6 +113,8 @@ if "MESHFUSE_FOLLOWER_CODE" in os.environ:  # A rank of `meshfuse run`; exits sa
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'meshfuse' has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
@@ -116,4 +123,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

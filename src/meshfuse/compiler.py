@@ -89,7 +89,7 @@ class CompiledProgram:
         """The verified program of a rank. Raises DefinitionError for a rank that the program does not have."""
         number = as_int(rank)
         if number is None or number not in self.ranks:
-            needed = f"one of {list(self.ranks)}"
+            needed = f"one of {shown(list(self.ranks))}"
             raise user_error("host_program: no such rank", shown(rank), needed, "", caller_line())
         if number not in self._programs:
             with no_collection():
@@ -150,7 +150,7 @@ def _with_ends(graph: Graph, compiled: CompiledProgram, ends: Ends) -> Graph:
     free = {i: home for i, home in left.items() if i in made and i not in graph.annotations}
     told = {layout for i in graph.input_tensors if i in graph.annotations for layout in graph.annotations[i].dims}
     asked = {i: ends(home, graph.shape(i), told) for i, home in free.items()}
-    return graph if asked == free else graph.annotated(asked)
+    return graph if asked == free else graph.annotated(asked, "an output, laid out as DTensors can be")
 
 
 def decided_without(

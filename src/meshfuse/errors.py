@@ -15,12 +15,15 @@ import sys
 from collections.abc import Container
 from dataclasses import dataclass
 from types import FrameType, TracebackType
+from typing import Any
 
 from .frozen import quickly_made
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GENERATED = "<meshfuse"
 _LONGEST = 400  # characters of a value in an error text
+_LONGEST_OF_LINES = 100  # of one whose repr has several lines, such as a module of torch
+_LONGEST_PART = 1000  # of what is wrong, what was found and what is needed, each
 # Its frame stands between two of meshfuse's own where one reads a cached property; it is no line of the user's.
 _CACHES = functools.__file__
 _ASSIGNED = re.compile(r"^(?:\w+\.)?(\w+)\s*(?::[^=]+)?=(?!=)")
@@ -104,6 +107,15 @@ class DefinitionError(MeshfuseError, ValueError, RuntimeError):
     """A wrong op argument or annotation, found while a program is defined or compiled."""
 
 
+class DtypeError(DefinitionError):
+    """An op does not take operands of these dtypes. A definition adds where its operands have them from.
+
+    told: whether that has been added.
+    """
+
+    told = False
+
+
 class ArgumentError(MeshfuseError, ValueError, RuntimeError):
     """A wrong tensor or scalar given to a program when it is called."""
 
@@ -157,17 +169,28 @@ class located:
 
 
 def shown(value: object) -> str:
-    """A user's value in an error text: its repr in one line, shortened where it is long; its type if it has no repr."""
+    """A user's value in an error text: its repr in one line, shortened where it is long; its type if it has no repr.
+
+    Of tensors, modules and others whose repr takes several lines a long one is left out.
+    """
+    kind = type(value).__name__
     try:
-        text = _in_one_line(value, repr(value))
+        text = repr(value)
+        if "\n" not in text:
+            return _cut(text, _LONGEST)
+        # After the first line of an error comes the user's own: the rest would be lost below it.
+        line = f"a {kind}: {' '.join(text.split())}"
+        return line if len(line) <= _LONGEST_OF_LINES else f"a {kind}{_shape(value)}"
     except Exception:  # lists nested too deep, ints of too many digits, classes with a repr that fails
-        return f"a {type(value).__name__} that cannot be printed"
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+        return f"a {kind} that cannot be printed"
 
 
-def _in_one_line(value: object, text: str) -> str:
-    # After the first line of an error comes the user's own: of tensors and definitions the rest would be lost below it.
-    return f"a {type(value).__name__}: {' '.join(text.split())}" if "\n" in text else text
+def _shape(value: Any) -> str:
+    return f" of shape {list(value.shape)}" if hasattr(value, "__array__") else ""
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 4]} ..."
 
 
 def told(error: BaseException) -> str:
@@ -182,7 +205,7 @@ def told(error: BaseException) -> str:
         return f"{kind}, which cannot be printed"
     ours = isinstance(error, MeshfuseError)
     first = (text if ours else text[: 4 * _LONGEST]).strip().partition("\n")[0]
-    first = first if ours or len(first) <= _LONGEST else f"{first[: _LONGEST - 4]} ..."
+    first = first if ours else _cut(first, _LONGEST)
     return f"{kind}: {first.encode(errors='backslashreplace').decode()}"
 
 
@@ -196,10 +219,11 @@ def user_error(
 ) -> MeshfuseError:
     """An error with the text `{wrong}: found {found}, needed {needed}.
 
-    {do} (at file:line)`; empty parts are left out.
+    {do} (at file:line)`; empty parts are left out, and of long ones the ends.
     """
-    facts = [f"found {found}"] if found else []
-    facts += [f"needed {needed}"] if needed else []
-    sentence = f"{wrong}: {', '.join(facts)}" if facts else wrong
+    facts = [f"found {_cut(found, _LONGEST_PART)}"] if found else []
+    facts += [f"needed {_cut(needed, _LONGEST_PART)}"] if needed else []
+    what = _cut(wrong, _LONGEST_PART)
+    sentence = f"{what}: {', '.join(facts)}" if facts else what
     sentence = sentence.rstrip(".") + "."
     return cls(f"{sentence} {do}".rstrip(), where)

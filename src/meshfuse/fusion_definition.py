@@ -78,7 +78,7 @@ class FusionDefinition(PlannedDefinition):
         search: str | None = None,
     ) -> None:  # fmt: skip
         if as_int(seed) is None:
-            needed, do = "an int", "Pass the seed of its random numbers."
+            needed, do = "an int", "Pass the seed of its random numbers; its ops are defined by calls of fd.ops."
             raise user_error("FusionDefinition: seed", shown(seed), needed, do, caller_line())
         super().__init__(max_wire, max_memory, search)
         self._seed = seed

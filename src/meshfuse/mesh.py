@@ -56,6 +56,7 @@ class DeviceMesh:
         DeviceMesh((2, 4), ("dp", "tp"))  # ranks 0 to 7 in that shape
         DeviceMesh([[0, 1], [4, 5]])  # these ranks, from lists, a range or a tensor; axes are called y and x
         DeviceMesh((2, 4))  # the ranks 2 and 4
+        DeviceMesh([2, 4], ("dp",))  # these too; a tuple with names is a shape, and needs one for each of its axes
         DeviceMesh((1,), ("s",), ranks=[1])  # a shape, and its ranks: rank 1 alone
 
     As many numbers as names are a shape, in a list too. Unnamed axes are called x (the last), y, z. A name is a word

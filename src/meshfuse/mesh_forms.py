@@ -25,6 +25,8 @@ def read_devices(
     nested = list(nested) if _is_list(nested) else nested if as_int(nested) is None else [nested]
     if ranks is not None:
         return _shape(nested), _flatten(_listed(ranks))[1]
+    if names is not None and isinstance(devices, tuple):
+        _check_names(nested, names)
     if names is None or _holds_ranks(devices) or not _is_list(nested) or len(names) != len(nested):
         return _flatten(nested)
     # A list of rank 0 alone is a world of one; a shape of no ranks is none.
@@ -32,6 +34,16 @@ def read_devices(
         return _flatten(nested)
     shape = _shape(nested)
     return shape, tuple(range(_bounded(math.prod(shape))))
+
+
+def _check_names(sizes: Sequence[Any], names: Sequence[str]) -> None:
+    """Raises DefinitionError for a tuple of ints, which is a shape, with fewer names than that has axes."""
+    shape = [as_int(size) for size in sizes]
+    if len(names) < len(shape) and None not in shape:
+        raise user_error(
+            "a mesh needs one name per axis", f"names {shown(names)} for the shape {shown(tuple(shape))}",
+            f"{len(shape)} names", f"Name every axis, or pass the ranks in a list: {shown(shape)}.",
+        )  # fmt: skip
 
 
 def _holds_ranks(devices: Any) -> bool:
@@ -145,7 +157,10 @@ def _links_by_axis(axes: Mapping[str, int], links: Any) -> tuple[Link, ...]:
     idle = {name: DEFAULT_LINK for name, size in axes.items() if size == 1}
     if not set(links) <= set(axes) or not set(axes) <= {*links, *idle}:
         raise user_error(
-            "a mesh's links", f"links of {tuple(links)}", f"one for each axis {tuple(axes)}", "Give each axis a link."
+            "a mesh's links",
+            f"links of {shown(tuple(links))}",
+            f"one for each axis {tuple(axes)}",
+            "Give each axis a link.",
         )
     found = {**idle, **links}
     return tuple(found[name] for name in axes)

@@ -92,10 +92,12 @@ class AnnotatedDefinition:
             raise contradiction(tensor.label, f"mesh {mesh}", f"mesh {found.mesh} at {found.line}", line)
         found.mesh, found.line = mesh, line
 
-    def _annotate(self, tensor: TensorView, mesh: DeviceMesh, dims: Sequence[Any], line: SourceLine) -> None:
+    def _annotate(
+        self, tensor: TensorView, mesh: DeviceMesh, dims: Sequence[Any], line: SourceLine, implied: str = ""
+    ) -> None:
         old = self._annotations.get(tensor.id)
         domain = LoopDomain.of_layouts(dims, self.reduction_flags(tensor.id))
-        new = Annotation(line, domain, tensor.label, mesh, stated=True)
+        new = Annotation(line, domain, tensor.label, mesh, stated=True, implied=implied)
         if old is not None:
             check_agreement(old, new)
             new.allocation, new.memory = old.allocation, old.memory

@@ -24,6 +24,7 @@ class Annotation:
     """What is said of one tensor: a mesh and a loop domain; nvFuser's calls edit it while the definition is written.
 
     `stated`: a mesh_split or a sharding said all of it. A mesh alone leaves the splits to be said later.
+    `implied`: where the user said nothing of the tensor, in words why it lies so all the same.
     """
 
     line: SourceLine
@@ -33,6 +34,7 @@ class Annotation:
     allocation: tuple[int, ...] | None = None
     memory: str | None = None
     stated: bool = False
+    implied: str = ""
 
     def sharding(self, name: str, shape: Sequence[int]) -> Sharding:
         """The sharding of a tensor of this shape.

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from ..dtypes import DataType, scalar_dtype
-from ..errors import SourceLine, caller_line, line_in_script, located, shown, user_error
+from ..errors import DtypeError, SourceLine, caller_line, line_in_script, located, shown, user_error
 from ..ops import COMPOSITES
 from ..ops.argument_keys import keys_of
 from ..ops.base import Call, OpDef, ScalarRef, TensorRef, TensorType, tensor_refs
@@ -27,6 +27,7 @@ from .checks import (
     composite_call,
     plain_number,
 )
+from .dtype_origins import add_origins
 from .namespaces import Fusion, OpNamespace, find_op
 from .records import OpForm, OpNode, TensorDef
 from .scalar_calls import is_scalar_call, scalar_arguments
@@ -222,10 +223,17 @@ class DefinitionBuilder(AnnotatedDefinition):
         form = OpForm(op, keys_of(bound), tuple([tensors[i].type for i in inputs]))
         found = self._forms.get(form)
         if found is None:
-            types = op.infer(Call(op, bound, form.types))
+            types = self._inferred(Call(op, bound, form.types), inputs)
             check_results(op.name, types)
             found = self._forms[form] = form, types
         return found
+
+    def _inferred(self, call: Call, inputs: Sequence[int]) -> tuple[TensorType, ...]:
+        try:
+            return call.op.infer(call)
+        except DtypeError as error:
+            add_origins(self, error, inputs)
+            raise
 
     def _scalar_op(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Val:
         refs = tuple(map(self._resolve, scalar_arguments(op, args, kwargs)))

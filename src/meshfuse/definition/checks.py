@@ -161,7 +161,7 @@ def checked_number(what: str, value: Any, dtype: DataType | None, line: SourceLi
         raise user_error(what, f"{shown(value)} ({type(value).__name__})", "a number", "Pass a Python number.", line)
     if not number_fits(number, dtype):
         assert dtype is not None
-        raise user_error(what, repr(number), f"a number that {dtype.name} holds", "Pass a wider dtype.", line)
+        raise user_error(what, shown(number), f"a number that {dtype.name} holds", "Pass a wider dtype.", line)
     return number if dtype is None else python_cast(number, dtype)
 
 

@@ -26,15 +26,23 @@ def of_gradients(fd: AnnotatedDefinition, given: Mapping[int, Annotation]) -> di
         primal = fd.primals[grad]
         said = given.get(primal)
         if said is not None and not said.is_streamed:
-            found[grad] = _like(fd, grad, said.mesh, said.named(), said.line)
+            found[grad] = _like(
+                fd, grad, said.mesh, said.named(), said.line, f"{_as(fd, primal)} annotated at {said.line}"
+            )
         elif said is None and len(meshes) == 1 and primal in inputs:
             made = fd.tensors[grad]
-            found[grad] = _like(fd, grad, next(iter(meshes)), [WHOLE] * made.type.ndim, made.line)
+            whole = [WHOLE] * made.type.ndim
+            found[grad] = _like(fd, grad, next(iter(meshes)), whole, made.line, f"{_as(fd, primal)} never annotated")
     return found
 
 
+def _as(fd: AnnotatedDefinition, primal: int) -> str:
+    return f"laid out as {fd.tensors[primal].label}, whose gradient it is,"
+
+
 def _like(
-    fd: AnnotatedDefinition, tensor: int, mesh: DeviceMesh | None, dims: Sequence[Layout], line: SourceLine
-) -> Annotation:
+    fd: AnnotatedDefinition, tensor: int, mesh: DeviceMesh | None, dims: Sequence[Layout], line: SourceLine,
+    implied: str,
+) -> Annotation:  # fmt: skip
     domain = LoopDomain.of_layouts(dims, fd.reduction_flags(tensor))
-    return Annotation(line, domain, fd.tensors[tensor].line.label(f"t{tensor}"), mesh, stated=True)
+    return Annotation(line, domain, fd.tensors[tensor].line.label(f"t{tensor}"), mesh, stated=True, implied=implied)

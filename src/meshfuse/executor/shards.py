@@ -58,7 +58,18 @@ def _check_whole(tensor: Any, tv: Any, line: SourceLine) -> None:
         return
     found = f"shape {list(tensor.shape)}" if dense else type(tensor).__name__
     found = f"a {tensor.layout} tensor" if whole and not dense and not hasattr(tensor, "placements") else found
-    raise user_error("shard_tensor", f"{found}, {shown(tv)}", needed, "Pass the global tensor.", line, ArgumentError)
+    raise user_error("shard_tensor", f"{found}, {shown(tv)}", needed, _hint(tensor, tv), line, ArgumentError)
+
+
+def _hint(tensor: Any, tv: Any) -> str:
+    """What to do, by which of the two is wrong."""
+    if isinstance(tensor, (TensorView, Sharding)):
+        return "Pass the tensor first."
+    if isinstance(tv, Sharding) and tv.partial:
+        return "Its terms are no shards of one tensor: pass the sharding's reduced()."
+    if not isinstance(tv, (TensorView, Sharding)):
+        return "Pass the TensorView that was annotated, or one of fd.output_shardings()."
+    return "Pass the global tensor, and the view of the input or output that it is."
 
 
 def _wanted(tv: Any) -> tuple[Sequence[int] | None, str]:

@@ -69,11 +69,12 @@ def concretize(
     # What is said of tensors that no output needs is checked, too, and then dropped with them.
     shardings = _shardings(noted, tensors)
     annotations = {i: found.placement(types[i].shape) for i, found in shardings.items() if i in there}
-    lines = {i: noted[i].line for i in annotations}
+    implied = {i: noted[i].implied for i in annotations if noted[i].implied}
+    lines = {i: tensors[i].line if i in implied else noted[i].line for i in annotations}
     streams = _streams(fd, said, {i: types[i].shape for i in there.intersection((*said, *fd.overlaps))})
     return Graph(
         tensors, nodes, tuple(fd.inputs), tuple(fd.outputs), annotations, _reductions(noted, producer), lines,
-        fd.scalars, streams,
+        fd.scalars, streams, implied=implied,
     )  # fmt: skip
 
 

@@ -87,6 +87,8 @@ class Rewriting(Protocol):
 class Graph:
     """Ops, each after those whose results it reads, and the user's annotations.
 
+    annotation_lines: of tensors in `implied`, the lines that make them.
+    implied: by annotated tensor that the user said nothing of, in words why it lies so.
     reductions: by node the layouts that the user gave the reduction dims of its result, in the rule's order.
     streams: the tensors to be worked on in chunks.
     rewritings: those that made this graph of the definition's own ops, first one first.
@@ -102,6 +104,7 @@ class Graph:
     scalars: Mapping[int, ScalarDef]
     streams: Mapping[int, Stream] = field(default_factory=dict)
     rewritings: tuple[Rewriting, ...] = ()
+    implied: Mapping[int, str] = field(default_factory=dict)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].type.shape
@@ -110,12 +113,17 @@ class Graph:
         """The tensors that the user cuts into chunks of a size, by a stream's own factor."""
         return frozenset([i for i, stream in self.streams.items() if stream.layout is not None])
 
-    def annotated(self, places: Mapping[int, Sharding]) -> Graph:
-        """The graph with these tensors annotated as well, as if in the lines that make them."""
+    def annotated(self, places: Mapping[int, Sharding], why: str = "held there") -> Graph:
+        """The graph with these tensors annotated as well, as if in the lines that make them; `why` says what for."""
         lines = {i: self.tensors[i].line for i in places}
         return replace(
-            self, annotations={**self.annotations, **places}, annotation_lines={**self.annotation_lines, **lines}
-        )
+            self, annotations={**self.annotations, **places}, annotation_lines={**self.annotation_lines, **lines},
+            implied={**self.implied, **dict.fromkeys(places, why)},
+        )  # fmt: skip
+
+    def brought_for(self, tensor: int) -> str:
+        """In words what an annotated tensor is brought to its place for."""
+        return "output" if tensor in self.implied else "its annotation"
 
     def noting(self, rewriting: Rewriting) -> Graph:
         """The graph, with a note that this rewriting made it."""

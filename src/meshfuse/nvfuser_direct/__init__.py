@@ -20,7 +20,7 @@ from .cache import LRUCache, LruFusionCache
 from .definition import Fusion, FusionDefinition
 from .descriptors import compute_tensor_descriptor
 from .dtensors import execute_with_dtensors
-from .enums import CommunicatorBackend, MemoryType, SchedulerType
+from .enums import CommunicatorBackend, MemoryType, SchedulerType, add_entries
 from .executors import FusionExecutorCache, KernelExecutor
 from .exprs import BroadcastOp, Expr, Merge, ReshapeOp, Split, SqueezeOp, Statement
 from .kernel_params import (
@@ -53,6 +53,7 @@ from .repro import get_val_tolerances, validate_with_auto_inferred_outputs
 dtensor_execute = execute_with_dtensors
 ops = ActiveOps()
 aliased.install()
+add_entries(list(globals().values()))
 
 
 def translate_fusion(fusion: Fusion) -> str:

@@ -353,28 +353,32 @@ class FusionDefinition(core.FusionDefinition):
     def _compile_sizes(self, given: Any, shapes: Any, world: Any, line: Any, near_factor: float) -> CompiledProgram:
         """As in meshfuse; before the first compilation, annotate other outputs as nvFuser would leave them."""
         if not self._compiled:
-            self._annotate_aliases(line)
+            self._annotate_aliases()
         if not self._compiled and (mesh := common_mesh(self)) is not None:
             scalars = {i: given.scalars[i] for i in self.sized_by() if i in given.scalars}
             for tensor, bound in zip(self.outputs, followed_outputs(self, mesh, shapes, scalars), strict=True):
                 if bound is not None and tensor not in self.annotations:
-                    self._annotate_output(tensor, mesh, bound, line)
+                    self._annotate_output(tensor, mesh, bound)
         return super()._compile_sizes(given, shapes, world, line, near_factor)
 
-    def _annotate_aliases(self, line: Any) -> None:
+    def _annotate_aliases(self) -> None:
         """Annotate outputs that are written into arguments as those arguments are."""
         for place, alias in self.aliases.items():
             tensor, given = self.outputs[place], self.annotations.get(alias)
             mesh = given.mesh if given is not None else common_mesh(self)
             if tensor not in self.annotations and mesh is not None:
                 dims = given.named() if given is not None else [()] * self.tensors[tensor].type.ndim
-                self._annotate(TensorView(self, TensorRef(tensor)), mesh, dims, line)
+                self._imply(tensor, mesh, dims, f"written into {self.tensors[alias].label}, and laid out as that is")
 
-    def _annotate_output(self, tensor: int, mesh: Any, bound: Mapping[str, int], line: Any) -> None:
+    def _annotate_output(self, tensor: int, mesh: Any, bound: Mapping[str, int]) -> None:
         dims: list[tuple[Split, ...]] = [()] * self.tensors[tensor].type.ndim
         for axis, dim in bound.items():
             dims[dim] = (*dims[dim], Split(mesh.axis_size(axis), axis))
-        self._annotate(TensorView(self, TensorRef(tensor)), mesh, dims, line)
+        self._imply(tensor, mesh, dims, "an output, left where nvFuser would leave it")
+
+    def _imply(self, tensor: int, mesh: Any, dims: Sequence[Any], why: str) -> None:
+        """Annotate a tensor that the script says nothing of."""
+        self._annotate(TensorView(self, TensorRef(tensor)), mesh, dims, self.tensors[tensor].line, why)
 
     def bound_outputs(self, compiled: CompiledProgram) -> list[dict[str, int]]:
         """For every output, by mesh axis of one rank the dim that is bound to it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 # Made from names, as one of them is a keyword of Python.
 MemoryType = enum.Enum("MemoryType", ["local", "shared", "global", "tensor", "symmetric"])
@@ -31,3 +32,14 @@ class SchedulerType(enum.Enum):
     transpose = 8
     expr_eval = 9
     resize = 10
+
+
+def add_entries(values: Iterable[object]) -> None:
+    """Give the enumerations among `values` their `__entries`, (member, description) by name, as those of nvFuser have.
+
+    nvFuser's are pybind11's, over which no script can iterate otherwise.
+    """
+    name = "__entries"  # In a class it would be written with the name of that class.
+    for kind in values:
+        if isinstance(kind, enum.EnumMeta):
+            setattr(kind, name, {member: (value, None) for member, value in kind.__members__.items()})

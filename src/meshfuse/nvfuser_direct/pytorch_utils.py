@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..dtypes import DataType, from_torch, scalar_dtype
-from ..errors import DefinitionError, caller_line, shown, user_error
+from ..errors import DefinitionError, SourceLine, caller_line, shown, user_error
 
 _SCALARS = {bool: DataType.Bool, int: DataType.Int, float: DataType.Double, complex: DataType.ComplexDouble}
 
@@ -49,10 +50,30 @@ _PROPERTIES: Mapping[str, str] = {
     "gpu_mem_clock_khz": "memory_clock_rate",
     "gpu_mem_bus_width": "memory_bus_width",
 }
+_PEAK = "gpu_peak_bandwidth_gbps"
 
 
 class DeviceError(DefinitionError, OSError):
     """There is no CUDA device to ask."""
+
+
+class NoDeviceProperties(dict[str, Any]):
+    """What `DEVICE_PROPERTIES` is without a CUDA device: false, with a value for every key.
+
+    nvFuser has None there, and its benchmarks read entries as they are imported; with these they can be.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({**dict.fromkeys(_PROPERTIES, 0), "gpu_name": "no CUDA device", _PEAK: math.nan})
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def check_device(what: str, do: str, line: SourceLine) -> None:
+    """Raises DeviceError without a CUDA device."""
+    if not torch.cuda.is_available():
+        raise user_error(f"{what}: there is no CUDA device", do=do, where=line, cls=DeviceError)
 
 
 def get_device_properties() -> dict[str, Any]:
@@ -60,29 +81,25 @@ def get_device_properties() -> dict[str, Any]:
 
     Raises DeviceError without a device.
     """
-    if not torch.cuda.is_available():
-        raise user_error(
-            "get_device_properties: there is no CUDA device", do="pytorch_utils.DEVICE_PROPERTIES is None then.",
-            where=caller_line(), cls=DeviceError,
-        )  # fmt: skip
+    check_device("get_device_properties", "pytorch_utils.DEVICE_PROPERTIES is false then.", caller_line())
     return _in_nvfusers_words(torch.cuda.get_device_properties(torch.cuda.current_device()))
 
 
 def _in_nvfusers_words(device: Any) -> dict[str, Any]:
     found = {name: getattr(device, own, 0) for name, own in _PROPERTIES.items()}
-    # Two transfers per clock; kHz and bits to GB/s.
+    # Two transfers per clock; kHz and bits to GB/s. Where torch does not tell them, a share of nan is nan.
     peak = 2 * found["gpu_mem_bus_width"] * found["gpu_mem_clock_khz"] / 8e6
-    return found | {"gpu_peak_bandwidth_gbps": peak}
+    return found | {_PEAK: peak or math.nan}
 
 
 def __getattr__(name: str) -> Any:
-    """`DEVICE_PROPERTIES`: None without a CUDA device.
+    """`DEVICE_PROPERTIES`: false without a CUDA device.
 
     It is looked up when it is used, so that an import starts no CUDA.
     """
     if name != "DEVICE_PROPERTIES":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return get_device_properties() if torch.cuda.is_available() else None
+    return get_device_properties() if torch.cuda.is_available() else NoDeviceProperties()
 
 
 def retry_on_oom_or_skip_test(func: Callable[..., Any]) -> Callable[..., Any]:

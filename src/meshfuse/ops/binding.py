@@ -52,7 +52,9 @@ def _by_name(op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     for key, value in kwargs.items():
         if key not in names or names[key] in given:
             what = "is not a parameter" if key not in names else "is given twice"
-            raise user_error(f"{op.name}: {key!r} {what}", f"keywords {sorted(kwargs)}", signature(op), "Fix the call.")
+            raise user_error(
+                f"{op.name}: {key!r} {what}", f"keywords {shown(sorted(kwargs))}", signature(op), "Fix the call."
+            )
         given[names[key]] = value
     return given
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..dtypes import Category, DataType, scalar_dtype
-from ..errors import user_error
+from ..errors import DtypeError, user_error
 from ..gradients.context import nothing
 from ..gradients.shapes import TRIU
 from . import nvfuser_forms
@@ -59,7 +59,8 @@ def _iota_emit(e: Emit) -> str:
 
 def _check_real(call: Call, dtype: DataType) -> DataType:
     if dtype.category is not Category.FLOAT:
-        raise user_error(f"{call.op.name}: dtype", dtype.name, "a floating point type", "Cast the result.")
+        raise user_error(f"{call.op.name}: dtype", dtype.name, "a floating point type", "Cast the result.",
+                         cls=DtypeError)  # fmt: skip
     return dtype
 
 

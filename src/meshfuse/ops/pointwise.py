@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import Category, DataType
-from ..errors import user_error
+from ..errors import DtypeError, user_error
 from ..gradients.pointwise import POINTWISE
 from . import nvfuser_pointwise
 from .base import Call, Emit, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
@@ -55,12 +55,17 @@ class _Infer:
         condition = call.type_of("condition") if "condition" in call.op.places else None
         if condition is not None and condition.dtype is not DataType.Bool:
             raise user_error(
-                "where: condition", str(condition), "a Bool tensor", "Compare it: fd.ops.ne(condition, 0)."
+                "where: condition",
+                str(condition),
+                "a Bool tensor",
+                "Compare it: fd.ops.ne(condition, 0).",
+                cls=DtypeError,
             )
         wrong = [d for d in found if d.category not in self.accepts]
         if wrong:
             kinds = " or ".join(("Bool", "integer", "floating point", "complex")[c] for c in self.accepts)
-            raise user_error(f"{call.op.name}: operand type", wrong[0].name, f"{kinds} operands", "Cast the operand.")
+            raise user_error(f"{call.op.name}: operand type", wrong[0].name, f"{kinds} operands", "Cast the operand.",
+                             cls=DtypeError)  # fmt: skip
 
 
 def pointwise_rule(call: Call) -> Rule:

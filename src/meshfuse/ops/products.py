@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from ..dtypes import DataType
-from ..errors import user_error
+from ..errors import DtypeError, user_error
 from ..gradients.products import GROUPED_MM
 from . import nvfuser_forms
 from .base import (
@@ -264,7 +264,8 @@ def _quantize_infer(call: Call) -> tuple[TensorType, ...]:
     check_ndim(call.op.name, "the input", x, 1)
     check_positive(call.op.name, "block_size", call["block_size"])
     if x.dtype not in (DataType.Float, DataType.Half, DataType.BFloat16):
-        raise user_error(f"{call.op.name}: the input", str(x), "Float, Half or BFloat16", "Cast it to Float.")
+        raise user_error(f"{call.op.name}: the input", str(x), "Float, Half or BFloat16", "Cast it to Float.",
+                         cls=DtypeError)  # fmt: skip
     scales = (*x.shape[:-1], _blocks(x.shape[-1], call["block_size"]))
     return (TensorType(x.shape, call["dtype"]), TensorType(scales, DataType.Float8_e4m3fn))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..dtypes import Category, DataType, promote, scalar_dtype
-from ..errors import user_error
+from ..errors import DtypeError, user_error
 from .base import Call, OpDef, ParamKind, ScalarRef, TensorRef
 
 K = ParamKind
@@ -49,7 +49,8 @@ def single_or_double(dtypes: Sequence[DataType]) -> DataType:
     """The promoted type, Float or Double. Raises DefinitionError for others, for which torch has no next number."""
     dtype = promoted(dtypes)
     if dtype not in (DataType.Float, DataType.Double):
-        raise user_error("nextafter: operand type", dtype.name, "Float or Double", "Cast the operands.")
+        raise user_error("nextafter: operand type", dtype.name, "Float or Double", "Cast the operands.",
+                         cls=DtypeError)  # fmt: skip
     return dtype
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dtypes import Category, DataType
-from ..errors import user_error
+from ..errors import DtypeError, user_error
 from ..gradients.attention import RING_ATTENTION, RING_ATTENTION_BWD
 from .attention_blocks import QKV, qkv_types
 from .attention_rules import AttentionDims, checked_types, scale_text, score_flops, scores_text, statistic_dtype
@@ -124,7 +124,8 @@ def _merge_infer(call: Call) -> tuple[TensorType, ...]:
     for t, wanted in zip(call.types, (out.shape, out.shape[:-1]) * 2, strict=True):
         if t.dtype.category is not Category.FLOAT or not agree(t.shape, wanted):
             raise user_error("attention_merge: operands", " and ".join(map(str, call.types)),
-                             "two outputs [.., e] and their log-sum-exps [..], floating point", "")  # fmt: skip
+                             "two outputs [.., e] and their log-sum-exps [..], floating point", "",
+                             cls=DtypeError)  # fmt: skip
         wide = DataType.Double if t.dtype is DataType.Double else wide
     return TensorType(out.shape, wide), TensorType(out.shape[:-1], wide)
 
@@ -155,7 +156,7 @@ def _pick_infer(call: Call) -> tuple[TensorType, ...]:
     _keep_infer(call)
     if len(call.types) == 2 and call.types[0] != call.types[1]:
         raise user_error("block_pick: operands", f"{call.types[0]} and {call.types[1]}", "one type",
-                         "Cast or reshape one of them.")  # fmt: skip
+                         "Cast or reshape one of them.", cls=DtypeError)  # fmt: skip
     return call.types[:1]
 
 

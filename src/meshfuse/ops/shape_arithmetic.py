@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ..dtypes import Category, DataType
-from ..errors import user_error
+from ..errors import DtypeError, user_error
 from .base import Call, DimFactors, FactorKind, Rule, RuleBuilder, ScalarRef, TensorRef, TensorType
 
 UNKNOWN = -1
@@ -121,7 +121,7 @@ def check_reduced(op: str, dims: int | Iterable[int] | None, ndim: int) -> tuple
 def check_order(op: str, tensor: TensorType) -> None:
     """Raises DefinitionError for a type whose elements have no order."""
     if tensor.dtype.category is Category.COMPLEX:
-        raise user_error(f"{op}: complex numbers have no order", str(tensor), "a real type", "")
+        raise user_error(f"{op}: complex numbers have no order", str(tensor), "a real type", "", cls=DtypeError)
 
 
 def check_ndim(op: str, name: str, tensor: TensorType, low: int, high: int | None = None) -> None:
@@ -146,7 +146,7 @@ def check_dtypes(call: Call) -> DataType:
     if len(found) > 1:
         raise user_error(
             f"{call.op.name}: operands of different dtypes", ", ".join(t.dtype.name for t in call.types), "one dtype",
-            "Cast the operands with fd.ops.cast.",
+            "Cast the operands with fd.ops.cast.", cls=DtypeError,
         )  # fmt: skip
     return call.types[0].dtype
 
@@ -183,7 +183,8 @@ def _held(value: float, dtype: DataType) -> bool:
 def check_index(call: Call, index: TensorType) -> None:
     """Raises DefinitionError for an index tensor of other than integers."""
     if index.dtype.category is not Category.INTEGER:
-        raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.")
+        raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.",
+                         cls=DtypeError)  # fmt: skip
 
 
 def check_positive(op: str, what: str, n: int) -> None:

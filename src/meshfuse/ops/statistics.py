@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..dtypes import Category, DataType
-from ..errors import user_error
+from ..errors import DtypeError, user_error
 from ..gradients.reductions import STATISTICS
 from . import nvfuser_forms
 from .base import (
@@ -50,6 +50,7 @@ def _floating_only(call: Call) -> DataType:
             str(call.types[0]),
             "a floating point type",
             "Cast the operand with fd.ops.cast.",
+            cls=DtypeError,
         )
     return dtype
 
@@ -58,7 +59,11 @@ def _var_mean_infer(call: Call) -> tuple[TensorType, ...]:
     dtype = _floating_only(call)
     if dtype.is_reduced_float:
         raise user_error(
-            "var_mean: half precision", str(call.types[0]), "Float or Double", "Cast the operand to Float."
+            "var_mean: half precision",
+            str(call.types[0]),
+            "Float or Double",
+            "Cast the operand to Float.",
+            cls=DtypeError,
         )
     return (TensorType(reduced_shape(call), dtype.real), TensorType(reduced_shape(call), dtype))
 

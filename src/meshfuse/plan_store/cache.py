@@ -28,7 +28,8 @@ from ..graph import Graph, rewritten
 from ..mesh import DeviceMesh
 from ..ops import OPS
 from ..ops.base import Call, Rule
-from ..propagation.sharded import Choice, ShardedDefinition
+from ..propagation.factors import Placement
+from ..propagation.sharded import Choice, RunnerUp, ShardedDefinition
 from ..propagation.votes import Source
 from ..runtime.world import World
 from ..sharding.value import Sharding
@@ -160,9 +161,19 @@ def _may_be_left(made: Sharding, home: Sharding, shape: tuple[int, ...]) -> bool
 
 
 def _is_told(choice: Choice) -> bool:
-    """Whether the source and the seconds of a choice are of the types that `explain` prints."""
-    told = [(choice.source, choice.seconds), choice.runner_up or (choice.source, choice.seconds)]
-    return all(isinstance(source, Source) and isinstance(seconds, float) for source, seconds in told)
+    """Whether the parts of a choice that `explain` alone reads are of the types that it prints."""
+    other = choice.runner_up
+    return _is_costed(choice) and (other is None or (isinstance(other, RunnerUp) and _lies(other, choice.placement)))
+
+
+def _is_costed(option: Choice | RunnerUp) -> bool:
+    return isinstance(option.source, Source) and isinstance(option.seconds, float)
+
+
+def _lies(other: RunnerUp, placement: Placement) -> bool:
+    """Whether a runner-up has a sharding for each operand and result."""
+    fits = len(other.operands) == len(placement.operands) and len(other.results) == len(placement.results)
+    return fits and _is_costed(other) and all(isinstance(s, Sharding) for s in (*other.operands, *other.results))
 
 
 # the key ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..mesh import DeviceMesh
 from ..moves.move import Move, MoveKind, Reordering, Window
 from ..ops.base import ScalarRef, TensorRef
 from ..propagation.factors import Carry, Placement
-from ..propagation.sharded import Choice
+from ..propagation.sharded import Choice, RunnerUp
 from ..propagation.votes import Source
 from ..rewriting.distribution import Blocked, Distributed
 from ..rewriting.in_place import DimSpan, DimSpans, Placed
@@ -32,8 +32,8 @@ from ..sharding.value import Sharding
 
 _CLASSES: tuple[type, ...] = (
     Blocked, Carry, Choice, DeviceMesh, Distributed, Joined, Link, Merged, Moments, Move, Parted, Picked, Placed,
-    Placement, Regrouped, Reordering, ScalarRef, Sharding, Shifted, Source, DimSpan, DimSpans, Split, Surrounded,
-    TensorRef, Term, Window,
+    Placement, Regrouped, Reordering, RunnerUp, ScalarRef, Sharding, Shifted, Source, DimSpan, DimSpans, Split,
+    Surrounded, TensorRef, Term, Window,
 )  # fmt: skip
 _ENUMS: tuple[type[enum.Enum], ...] = (DataType, MoveKind)
 _BY_NAME: dict[str, type] = {kind.__name__: kind for kind in (*_CLASSES, *_ENUMS)}

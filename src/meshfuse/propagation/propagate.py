@@ -16,12 +16,12 @@ from ..graph import Graph, depth_first, reordered
 from ..mesh import DeviceMesh
 from ..sharding.value import Sharding
 from .beam import Beam, BeamSettings, Decision, greedy
-from .choose import cheapest
+from .choose import Option, cheapest
 from .folding import folded
 from .growth import Roles
 from .meshes import node_meshes
 from .outputs import all_followed, ends
-from .sharded import Choice, ShardedDefinition
+from .sharded import Choice, RunnerUp, ShardedDefinition
 from .votes import Available
 from .wishes import wishes
 
@@ -69,7 +69,11 @@ def total_seconds(done: ShardedDefinition) -> float:
 
 def _choice(decision: Decision) -> Choice:
     option, other = decision
-    return Choice(option.placement, option.source, option.seconds, (other.source, other.seconds) if other else None)
+    return Choice(option.placement, option.source, option.seconds, _runner_up(other) if other is not None else None)
+
+
+def _runner_up(other: Option) -> RunnerUp:
+    return RunnerUp(other.source, other.seconds, other.placement.operands, other.placement.results)
 
 
 class Propagation:

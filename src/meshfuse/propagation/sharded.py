@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..frozen import quickly_made
 from ..graph import Graph
 from ..sharding.value import Sharding
 from .factors import Placement
 from .votes import Source
+
+
+class RunnerUp(NamedTuple):
+    """The next best option at an op: what it follows, its modelled seconds, and where its operands and results lie."""
+
+    source: Source
+    seconds: float
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
 
 
 @quickly_made
@@ -20,7 +30,7 @@ class Choice:
     placement: Placement
     source: Source
     seconds: float
-    runner_up: tuple[Source, float] | None = None
+    runner_up: RunnerUp | None = None
 
 
 @dataclass(frozen=True, slots=True)

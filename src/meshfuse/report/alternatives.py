@@ -97,7 +97,7 @@ class Alternatives:
 
     def _others(self, tensor: int) -> Iterator[Sharding | None]:
         old, shape = self.graph.annotations[tensor], self.graph.shape(tensor)
-        if tensor not in self.graph.input_tensors:
+        if tensor not in self.graph.input_tensors and tensor not in self.graph.implied:
             yield None
         for dims in sorted(set(_placed(old.dims, shape)), key=str):
             cut = [_recut(layout, n) or WHOLE for layout, n in zip(dims, shape, strict=True)]

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..compiler import CompiledProgram
+from ..readable import duration, micro, number
 from ..resharding.resharded import Set
 from .alternatives import Alternative, Alternatives, Total, wire_bytes
-from .causes import Cause, Causes, quoted
+from .causes import Cause, Causes, said_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Instead:
     total_seconds: float
 
     def __str__(self) -> str:
-        cost = f"{number(self.total_wire)} bytes and {micro(self.total_seconds)} us in all"
+        cost = f"{number(self.total_wire)} bytes and {duration(self.total_seconds)} in all"
         return f"{self.tensor} as {self.change} at {self.line}: {cost}"
 
 
@@ -94,12 +95,12 @@ class Bill:
     def _details(self, entry: BillEntry) -> list[str]:
         over = f" over {entry.axes}" if entry.axes else ""
         for_op = f" ({entry.op})" if entry.op else ""
-        lines = [f"{entry.collective}{over} of {entry.tensor}, {number(entry.wire)} bytes, {micro(entry.seconds)} us"]
+        lines = [f"{entry.collective}{over} of {entry.tensor}, {number(entry.wire)} bytes, {duration(entry.seconds)}"]
         lines.append(f"  asked for by {entry.why}{for_op} at {entry.line}: {entry.source} -> {entry.target}")
         lines += [f"  {entry.source} follows {text}" for text in entry.held_by]
         lines += [f"  {entry.target} follows {text}" for text in entry.needed_by]
         if entry.instead is not None:
-            lines.append(f"  runner-up: {entry.instead}; now {number(self.total)} bytes and {micro(self.seconds)} us")
+            lines.append(f"  runner-up: {entry.instead}; now {number(self.total)} bytes and {duration(self.seconds)}")
         return lines
 
 
@@ -113,17 +114,6 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def number(count: float) -> str:
-    """A count as text, with its thousands set apart."""
-    return f"{count:,.0f}"
-
-
-def micro(seconds: float) -> str:
-    """Seconds as text in microseconds, with three figures."""
-    found = seconds * 1e6
-    return f"{found:,.0f}" if found >= 100 else f"{found:.3g}"
 
 
 def bill_of(compiled: CompiledProgram, alternatives: bool = False) -> Bill:
@@ -157,8 +147,7 @@ def _op(compiled: CompiledProgram, cause: Cause) -> str:
 
 
 def _said(causes: Causes, tensors: tuple[int, ...]) -> tuple[str, ...]:
-    found = ((causes.graph.tensors[i].label, causes.line(i)) for i in tensors)
-    return tuple(f"{label}, annotated at {quoted(line)}" for label, line in found)
+    return tuple(f"{causes.graph.tensors[i].label}, {said_of(causes.graph, i)}" for i in tensors)
 
 
 def _instead(causes: Causes, other: Alternative) -> Instead:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..compiler import CompiledProgram
 from ..errors import SourceLine
-from ..graph import Node
+from ..graph import Graph, Node
 from ..resharding.resharded import Compute, Set, Step
 from ..sharding.value import Sharding, conflicting
 from .provenance import Provenance
@@ -103,8 +103,13 @@ class Causes:
                 yield other
 
     def line(self, tensor: int) -> SourceLine:
-        """The line of a tensor's annotation."""
+        """The line of a tensor's annotation; that which makes the tensor where the user gave it none."""
         return self.graph.annotation_lines[tensor]
+
+
+def said_of(graph: Graph, tensor: int) -> str:
+    """Of an annotated tensor in words who annotated it: the user, with the line's text, or what it follows from."""
+    return graph.implied.get(tensor) or f"annotated at {quoted(graph.annotation_lines[tensor])}"
 
 
 def _readers(steps: Iterable[Step]) -> dict[int, list[Step]]:

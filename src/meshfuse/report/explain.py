@@ -6,16 +6,17 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..compiler import CompiledProgram
-from ..errors import user_error
+from ..errors import shown, user_error
 from ..graph import Graph, Node, users
 from ..moves.move import MoveKind
 from ..propagation.meshes import MeshSearch
-from ..propagation.sharded import ShardedDefinition
+from ..propagation.sharded import Choice, RunnerUp, ShardedDefinition
 from ..propagation.votes import Source
+from ..readable import duration, figures, number
 from ..resharding.resharded import Set
 from .alternatives import wire_bytes
-from .bill import micro, number, table
-from .causes import Causes, quoted
+from .bill import table
+from .causes import Causes, quoted, said_of
 from .provenance import Origin, Provenance
 
 _SHOWN = 6  # A longer chain of reasons is shown with so many tensors.
@@ -56,7 +57,7 @@ def tensor_named(compiled: CompiledProgram, name: str) -> int:
         if name in (tensor.name, tensor.label, tensor.label.split(" ")[0]):
             return tensor.id
     raise user_error(
-        "no such tensor", repr(name), f"one of {', '.join(t.label for t in tensors)}", "Name one of these."
+        "no such tensor", shown(name), f"one of {', '.join(t.label for t in tensors)}", "Name one of these."
     )
 
 
@@ -90,7 +91,7 @@ class Explainer:
     def in_short(self, tensor: int) -> str:
         """Why a tensor is sharded as it is, in a cell of a table."""
         if tensor in self.graph.annotations:
-            return f"annotated at {self.graph.annotation_lines[tensor]}"
+            return self.graph.implied.get(tensor) or f"annotated at {self.graph.annotation_lines[tensor]}"
         if self.provenance.producer(tensor) is None:
             return "never annotated: replicated"
         origins = self.provenance.origins(tensor)
@@ -115,7 +116,7 @@ class Explainer:
 
     def _why(self, tensor: int) -> Iterator[str]:
         if tensor in self.graph.annotations:
-            yield f"annotated so at {quoted(self.graph.annotation_lines[tensor])}"
+            yield self.graph.implied.get(tensor) or f"annotated so at {quoted(self.graph.annotation_lines[tensor])}"
             made = self.provenance.made_as(tensor)
             if made != self.compiled.sharded.homes[tensor]:
                 yield f"its op makes it as {made}, because:"
@@ -140,11 +141,7 @@ class Explainer:
         if origin.way is None:
             return f"{what}: no annotation asks for it; it was the cheapest"
         end = origin.way.end
-        said = (
-            f", annotated at {quoted(self.graph.annotation_lines[end])}"
-            if origin.annotated
-            else ", where it was cheapest"
-        )
+        said = f", {said_of(self.graph, end)}" if origin.annotated else ", where it was cheapest"
         through = self._through(origin.chain[:-1])
         if origin.backward:
             return f"{what}: wanted by {self._label(end)}{through}{said}"
@@ -164,14 +161,27 @@ class Explainer:
         if node is None:
             return
         choice = self.compiled.sharded.choices[node.id]
-        cost = f"{_time(choice.seconds)} modelled, what happens to its result not counted"
+        cost = f"{duration(choice.seconds)} modelled, what happens to its result not counted"
         yield f"{node.name} is computed {self._source(node, choice.source)}: {cost}"
-        if choice.runner_up is None:
+        other = choice.runner_up
+        if other is None:
             yield self._no_other()
             return
-        source, seconds = choice.runner_up
-        verdict = _verdict(choice.seconds, seconds)
-        yield f"the alternative, {self._source(node, source)}: {_time(seconds)} modelled{verdict}"
+        verdict = _verdict(choice.seconds, other.seconds)
+        yield f"the alternative, {self._other(node, choice, other)}: {duration(other.seconds)} modelled{verdict}"
+
+    def _other(self, node: Node, choice: Choice, other: RunnerUp) -> str:
+        """What the runner-up follows; where that is what the op follows, too, also in what it differs."""
+        told = self._source(node, other.source)
+        return told if told != self._source(node, choice.source) else f"{told}, {self._unlike(node, choice, other)}"
+
+    def _unlike(self, node: Node, choice: Choice, other: RunnerUp) -> str:
+        pairs = [
+            *zip(node.outputs, choice.placement.results, other.results, strict=True),
+            *zip(node.inputs, choice.placement.operands, other.operands, strict=True),
+        ]
+        unlike = [f"{self._label(tensor)} as {theirs}" for tensor, mine, theirs in pairs if theirs != mine]
+        return f"with {', '.join(dict.fromkeys(unlike))}" if unlike else "in another order"
 
     def _meshes(self, tensor: int) -> Iterator[str]:
         """Why its op runs on its mesh, where it could have run on others."""
@@ -229,8 +239,8 @@ class Explainer:
                 yield f"each rank takes its part, no bytes: {moved}, {asked}"
             else:
                 count = number(wire_bytes(self.graph, tensor, step.move))
-                seconds = micro(self.compiled.resharded.seconds(step))
-                yield f"{_collective(step)}, {count} bytes per rank, {seconds} us: {moved}, {asked}"
+                took = duration(self.compiled.resharded.seconds(step))
+                yield f"{_collective(step)}, {count} bytes per rank, {took}: {moved}, {asked}"
                 yield from self._needed(step)
 
     def _moves_of(self) -> dict[int, list[Set]]:
@@ -248,7 +258,7 @@ class Explainer:
         tensor = self.compiled.resharded.values[step.source].tensor
         for other in self.causes.of(step).needed:
             if other != tensor:
-                yield f"  for {self._label(other)}, annotated at {quoted(self.causes.line(other))}"
+                yield f"  for {self._label(other)}, {said_of(self.graph, other)}"
 
     def _asker(self, why: str) -> str:
         return re.sub(r"\bt(\d+)\b", lambda found: self._label(int(found.group(1))), why)
@@ -268,11 +278,9 @@ def _collective(step: Set) -> str:
     return f"{step.move.kind.value}{over}"
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us"
-
-
 def _verdict(taken: float, other: float) -> str:
     if other < taken:
         return ", cheaper here but dearer for the ops after it"
-    return f" ({other / taken:.3g} times)" if taken > 0 and other / taken > 1.005 else ", no cheaper"
+    if duration(other) == duration(taken):
+        return ", as long: the first of equals was taken"
+    return f" ({figures(other / taken)} times)" if taken > 0 else ""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from ..compiler import CompiledProgram
 from ..errors import SourceLine
+from ..readable import number
 from ..resharding.memory import peak
 from ..resharding.resharded import Compute, ReshardedDefinition
-from .bill import number, table
+from .bill import table
 from .plan_warning import PlanWarning
 
 # How many of the values at the peak are shown.

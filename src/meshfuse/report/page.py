@@ -16,10 +16,11 @@ from typing import Any
 from ..compiler import CompiledProgram
 from ..errors import user_error
 from ..graph import Node
+from ..readable import micro, number
 from ..resharding.resharded import Compute
 from ..sharding import layout as lay
 from ..sharding.value import Sharding
-from .bill import Bill, bill_of, micro, number
+from .bill import Bill, bill_of
 from .causes import quoted
 from .explain import Explainer
 from .page_timeline import Lane, lanes

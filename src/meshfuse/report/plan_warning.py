@@ -10,9 +10,9 @@ from typing import Any
 
 from ..compiler import CompiledProgram
 from ..errors import SourceLine, shown, user_error
+from ..readable import number
 from ..resharding.resharded import Set
 from .alternatives import Alternative, Alternatives, Total, total, wire_bytes
-from .bill import number
 from .causes import Causes
 
 # Of the bytes on the wire, and of those that a rank holds.

@@ -62,10 +62,10 @@ class _Inserter:
             self.steps.append(Set(inputs[0], outputs[0], placement.move, why, node.line, node.id))
         else:
             self.steps.append(Compute(node.id, placement, inputs, outputs))
-        said = self.sharded.graph.annotations
+        graph = self.sharded.graph
         for i in node.outputs:
-            if i in said and i not in self.unread:
-                self.need(i, said[i], "its annotation", self.sharded.graph.annotation_lines[i])
+            if i in graph.annotations and i not in self.unread:
+                self.need(i, graph.annotations[i], graph.brought_for(i), graph.annotation_lines[i])
 
     def _operand(self, node: Node, place: int, sharding: Sharding) -> int:
         there = self._there(node.inputs[place], sharding)

@@ -58,7 +58,7 @@ def _asked(sharded: ShardedDefinition, ends: Mapping[int, Sharding]) -> tuple[di
         for i, made in zip(node.outputs, placement.results, strict=True):
             origins[i] = made
             if i in said and said[i] is not made:
-                asked.setdefault(i, {})[said[i]] = Asked(said[i], "its annotation", graph.annotation_lines[i])
+                asked.setdefault(i, {})[said[i]] = Asked(said[i], graph.brought_for(i), graph.annotation_lines[i])
     for i, end in ends.items():
         if end is not origins[i]:
             asked.setdefault(i, {}).setdefault(end, Asked(end, "output", graph.tensors[i].line))

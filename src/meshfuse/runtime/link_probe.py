@@ -20,6 +20,7 @@ import torch
 from ..costs import Link
 from ..errors import ArgumentError, DefinitionError, shown, user_error
 from ..mesh import DeviceMesh, mesh_of_text
+from ..readable import figures, micro
 from .group import Group
 from .world import World
 
@@ -178,11 +179,11 @@ def report(measured: Sequence[Measured], device: str, crossover: tuple[int, int]
 
 
 def _latency(link: Link) -> str:
-    return f"{link.latency * 1e6:.3g} us"
+    return f"{micro(link.latency)} us"
 
 
 def _bandwidth(link: Link) -> str:
-    return f"{link.bandwidth / 1e9:.3g} GB/s"
+    return f"{figures(link.bandwidth / 1e9)} GB/s"
 
 
 # the command ----------------------------------------------------------------------------------------------------
