@@ -104,7 +104,8 @@ def _cumulative_extreme(b: Backward) -> Tensor:
     o, x, dim = b.ops, b["arg"], dim_of(b)
     index = o.broadcast(o.iota(sizes(x)[dim]), [d != dim for d in range(x.ndim)])
     found = o.cummax(o.where(o.eq(x, b.result), index, -1), dim)
-    return o.take_along_axis_bwd(b.grad, found, dim, sizes(x)[dim])
+    grad = o.where(o.ge(found, 0), b.grad, 0.0)
+    return o.take_along_axis_bwd(grad, o.maximum(found, 0), dim, sizes(x)[dim])
 
 
 REDUCTIONS: dict[str, Vjp] = {

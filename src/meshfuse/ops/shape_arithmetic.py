@@ -186,6 +186,12 @@ def check_index(call: Call, index: TensorType) -> None:
         raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.")
 
 
+def check_place(call: Call, index: object, n: int, dim: str) -> None:
+    """Raises DefinitionError for a number that is no index of a dim of size n; a negative one counts from the end."""
+    if isinstance(index, int) and n != UNKNOWN and not -n <= index < n:
+        raise user_error(f"{call.op.name}: index", str(index), f"{-n} to {n - 1} in {dim}", "Pass an existing index.")
+
+
 def check_positive(op: str, what: str, n: int) -> None:
     """Raises DefinitionError for a number below 1."""
     if n < 1:
