@@ -65,7 +65,7 @@ def test_seed_offset_and_place_each_give_other_numbers() -> None:
 
 
 @pytest.mark.parametrize("drawn", [0.0, 0.5, 1.0 - 2.0**-24])
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (1.0, 2.0), (2.0, 3.3), (-1.0, 0.0), (-3.0, -2.0), (-0.5, 1000.0)])
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (1.0, 2.0), (2.0, 3.3), (-1.0, 0.0), (-3.0, -2.0), (-0.5, 1000.0), (-1.5, 3.7)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_upper_bound_is_never_drawn(
     dtype: torch.dtype, low: float, high: float, drawn: float, monkeypatch: pytest.MonkeyPatch
@@ -74,15 +74,17 @@ def test_the_upper_bound_is_never_drawn(
     monkeypatch.setattr(random, "fractions", lambda index, stream, wide: torch.full((1,), drawn, dtype=wide))
     found = uniform(low, high, [((0, 1),)], [1], (0, 0, 0), dtype, "cpu")
     assert found.dtype == dtype and low <= found.item() < high
+    assert found < torch.tensor(high, dtype=dtype), "the bound as the type has it"
     assert abs(found.item() - (low + drawn * (high - low))) <= 2 * torch.finfo(dtype).eps * max(abs(low), abs(high))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("end", [1.0, -1.0, 0.3, -0.3, 3.0, 1024.0, -1024.0, 1e-7])
+@pytest.mark.parametrize("end", [1.0, -1.0, 0.3, -0.3, 3.0, 3.7, 1024.0, -1024.0, 1e-7])
 def test_the_number_before_another(end: float, dtype: torch.dtype) -> None:
+    """Also where the type's nearest number is less than the bound that was given: it is that bound to its readers."""
     near = torch.tensor(end, dtype=dtype)
-    wanted = near if near.double() < end else torch.nextafter(near, torch.tensor(-torch.inf, dtype=dtype))
-    assert random._last_before(end, dtype) == wanted.item()
+    wanted = torch.nextafter(near, torch.tensor(-torch.inf, dtype=dtype))
+    assert random._last_before(end, dtype) == wanted.item() < end
 
 
 @pytest.mark.parametrize("dtype", [mf.DataType.BFloat16, mf.DataType.Half])
