@@ -67,12 +67,12 @@ def _max(fd: Any, x: Any, dims: DimsArgument) -> Any:
     The result does not depend on it, so gradients leave it out. If it is infinite, x minus it is NaN, as a softmax of
     such numbers is.
     """
-    return fd.stop_gradient(fd.ops.max(x, dims, True))
+    return fd.stop_gradient(fd.ops.max(x, dims, True, empty=True))
 
 
 def _finite_max(fd: Any, x: Any, dims: DimsArgument) -> Any:
     """The maximum, but 0 where it is infinite: the logarithm of a sum of exp is then infinite there, and not NaN."""
-    top = fd.ops.max(x, dims, True)
+    top = fd.ops.max(x, dims, True, empty=True)
     return fd.stop_gradient(fd.ops.where(fd.ops.isfinite(top), top, 0.0))
 
 
