@@ -268,9 +268,14 @@ def _contract(a: torch.Tensor, b: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def _take_bwd(grad: torch.Tensor, index: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """By a one-hot product; an index that there is not adds nothing."""
+    """By a one-hot product."""
     hot = (index.movedim(dim, -1)[..., None] == torch.arange(size)).to(grad.dtype)
     return torch.einsum("...m,...mn->...n", grad.movedim(dim, -1), hot).movedim(-1, dim)
+
+
+def _select_bwd(grad: torch.Tensor, index: int, dim: int, size: int) -> torch.Tensor:
+    hot = (torch.arange(size) == index % size).to(grad.dtype)
+    return (grad[..., None] * hot).movedim(-1, dim)
 
 
 def _embedding_bwd(grad: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
@@ -319,6 +324,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "contract": _contract,
     "take_along_axis_bwd": _take_bwd,
     "embedding_bwd": _embedding_bwd,
+    "select_bwd": _select_bwd,
     "sum_to": lambda x, shape: x.sum_to_size(tuple(shape)),
     "sized": lambda x, shape: x.expand(tuple(shape)),
     "reshape": lambda x, shape: x.reshape(tuple(shape)),

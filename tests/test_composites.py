@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -53,13 +54,18 @@ SPECS = {
 
 
 def _run(build: Build, spec: str, inputs: list[torch.Tensor]) -> torch.Tensor:
-    shape, names, dims = SPECS[spec]
-    fd = mf.FusionDefinition()
-    x, *rest = (fd.define_tensor(list(t.shape), dtype=mf.DataType[_name(t)]) for t in inputs)
-    fd.add_output(build(fd, x, *rest))
-    fd.mesh_split(x, mf.DeviceMesh(shape, names), dims)
-    (out,) = fd.simulate(inputs)
+    (out,) = _run_all(lambda fd, *given: [build(fd, *given)], spec, inputs)
     return out
+
+
+def _run_all(build: Callable[..., list[Any]], spec: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    shape, names, dims = SPECS[spec]
+    fd = mf.FusionDefinition(seed=1)
+    x, *rest = (fd.define_tensor(list(t.shape), dtype=mf.DataType[_name(t)]) for t in inputs)
+    for out in build(fd, x, *rest):
+        fd.add_output(out)
+    fd.mesh_split(x, mf.DeviceMesh(shape, names), dims[-x.ndim :])
+    return list(fd.simulate(inputs))
 
 
 def _name(t: torch.Tensor) -> str:
@@ -91,13 +97,60 @@ def test_cross_entropy_with_the_vocabulary_sharded(reduction: str, spec: str) ->
     torch.testing.assert_close(found, wanted.float(), rtol=2e-5, atol=2e-6)
 
 
+# Which targets are the one that is ignored: some, those of whole rows, all, none.
+IGNORED: dict[str, Any] = {
+    "some": (0, slice(3)), "rows": slice(1, 4), "all": slice(None), "none": slice(0),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("spec", SPECS)
-def test_cross_entropy_leaves_ignored_targets_out(spec: str) -> None:
+@pytest.mark.parametrize("which", IGNORED)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignore", [None, 3])
+def test_cross_entropy_leaves_ignored_targets_out(spec: str, which: str, reduction: str, ignore: int | None) -> None:
+    """-100 unless another is named, which may be a class. As in torch the mean of no rows is NaN, with gradient 0."""
+    targets, given = TARGETS.clone(), {} if ignore is None else {"ignore_index": ignore}
+    targets[IGNORED[which]] = given.get("ignore_index", -100)
+    seed = torch.randn(() if reduction != "none" else (4, 6), generator=torch.Generator().manual_seed(2)).double()
+
+    def build(fd: Any, x: Any, t: Any, dy: Any) -> list[Any]:
+        loss = fd.ops.cross_entropy(x, t, reduction, **given)
+        return [loss, fd.grad(loss, x, dy)]
+
+    found = _run_all(build, spec, [X.double(), targets, seed])
+    x = X.double().requires_grad_()
+    wanted = F.cross_entropy(x.movedim(-1, 1), targets, reduction=reduction, **given)
+    (by_x,) = torch.autograd.grad(wanted, [x], seed)
+    torch.testing.assert_close(found, [wanted.detach(), by_x], rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("target", [2, -100])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_of_one_row_without_a_batch(target: int, reduction: str) -> None:
+    fd = mf.FusionDefinition()
+    x, t = fd.define_tensor([10]), fd.define_tensor([], dtype=mf.DataType.Int)
+    fd.add_output(fd.ops.cross_entropy(x, t, reduction))
+    fd.mesh_split(x, mf.DeviceMesh((2,), ("x",)), ["x"])
+    (found,) = fd.simulate([X[0, 0], torch.tensor(target)])
+    wanted = F.cross_entropy(X[0, 0], torch.tensor(target), reduction=reduction)
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_a_target_is_not_ignored_for_the_bits_of_the_ignored_one(dtype: torch.dtype) -> None:
+    """-100 as an unsigned byte would be 156, which may be a class."""
+    x, targets = X.reshape(1, 240), torch.tensor([156 if dtype == torch.uint8 else 100]).to(dtype)
+    found = _run_all(lambda fd, x, t: [fd.ops.cross_entropy(x, t)], "last dim", [x, targets])
+    torch.testing.assert_close(found[0], F.cross_entropy(x, targets.long()), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("ignore", [-100, 3])
+@pytest.mark.parametrize("wrong", [10, -1, -100])
+def test_other_targets_that_are_no_class_are_errors(ignore: int, wrong: int) -> None:
     targets = TARGETS.clone()
-    targets[0, :3] = -100
-    found = _run(lambda fd, x, t: fd.ops.cross_entropy(x, t, ignore_index=-100), spec, [X, targets])
-    wanted = F.cross_entropy(X.double().movedim(-1, 1), targets)
-    torch.testing.assert_close(found, wanted.float(), rtol=2e-5, atol=2e-6)
+    targets[2, 1] = wrong
+    with contextlib.nullcontext() if wrong == ignore else pytest.raises(mf.KernelError, match=f"found {wrong} in "):
+        _run(lambda fd, x, t: fd.grad(fd.ops.cross_entropy(x, t, "mean", ignore), x), "last dim", [X, targets])
 
 
 @pytest.mark.parametrize("name", ["mean", "logsumexp"])

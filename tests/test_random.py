@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 import meshfuse as mf
+from meshfuse.definition import seeds
 from meshfuse.kernels import random
 from meshfuse.kernels.random import RandomStream, fractions, normals, philox, uniform
 from meshfuse.ops import OPS
 from meshfuse.ops.binding import make_call
 from meshfuse.ops.local import LocalCall
 from meshfuse.sharding.value import Sharding
+from meshfuse.testing import assert_same_as_unsharded
 from meshfuse.testing.calls import names_of
 
 MESH = mf.DeviceMesh((1,), ("x",))
@@ -65,7 +68,9 @@ def test_seed_offset_and_place_each_give_other_numbers() -> None:
 
 
 @pytest.mark.parametrize("drawn", [0.0, 0.5, 1.0 - 2.0**-24])
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (1.0, 2.0), (2.0, 3.3), (-1.0, 0.0), (-3.0, -2.0), (-0.5, 1000.0)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (1.0, 2.0), (2.0, 3.3), (-1.0, 0.0), (-3.0, -2.0), (-0.5, 1000.0), (-1.5, 3.7)]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_upper_bound_is_never_drawn(
     dtype: torch.dtype, low: float, high: float, drawn: float, monkeypatch: pytest.MonkeyPatch
@@ -74,15 +79,17 @@ def test_the_upper_bound_is_never_drawn(
     monkeypatch.setattr(random, "fractions", lambda index, stream, wide: torch.full((1,), drawn, dtype=wide))
     found = uniform(low, high, [((0, 1),)], [1], (0, 0, 0), dtype, "cpu")
     assert found.dtype == dtype and low <= found.item() < high
+    assert found < torch.tensor(high, dtype=dtype), "the bound as the type has it"
     assert abs(found.item() - (low + drawn * (high - low))) <= 2 * torch.finfo(dtype).eps * max(abs(low), abs(high))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("end", [1.0, -1.0, 0.3, -0.3, 3.0, 1024.0, -1024.0, 1e-7])
+@pytest.mark.parametrize("end", [1.0, -1.0, 0.3, -0.3, 3.0, 3.7, 1024.0, -1024.0, 1e-7])
 def test_the_number_before_another(end: float, dtype: torch.dtype) -> None:
+    """Also where the type's nearest number is less than the bound that was given: it is that bound to its readers."""
     near = torch.tensor(end, dtype=dtype)
-    wanted = near if near.double() < end else torch.nextafter(near, torch.tensor(-torch.inf, dtype=dtype))
-    assert random._last_before(end, dtype) == wanted.item()
+    wanted = torch.nextafter(near, torch.tensor(-torch.inf, dtype=dtype))
+    assert random._last_before(end, dtype) == wanted.item() < end
 
 
 @pytest.mark.parametrize("dtype", [mf.DataType.BFloat16, mf.DataType.Half])
@@ -99,12 +106,52 @@ def test_narrow_types_draw_no_upper_bound_in_a_program(dtype: mf.DataType) -> No
 def test_numbers_are_the_same_on_every_mesh(name: str) -> None:
     found = []
     for ranks, dims in ((1, [None, None]), (4, ["x", None]), (5, [None, "x"]), (9, ["x", None])):
-        fd = mf.FusionDefinition()
+        fd = mf.FusionDefinition(seed=3)
         x = fd.define_tensor([6, 8])
         fd.add_output(getattr(fd.ops, name)(x))
         fd.mesh_split(x, mf.DeviceMesh((ranks,), ("x",)), dims)
         found.append(fd.simulate([torch.zeros(6, 8)])[0])
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def drawing(seed: int | None = None, ranks: list[int] | None = None) -> mf.FusionDefinition:
+    """Dropout of ones, the same program each time; `ranks` are those of its mesh."""
+    with mf.FusionDefinition() if seed is None else mf.FusionDefinition(seed) as fd:
+        x = fd.define_tensor([200])
+        fd.add_output(fd.ops.dropout(x, 0.5))
+        if ranks is not None:
+            fd.mesh_split(x, mf.DeviceMesh(ranks, ("x",)), ["x"])
+    return fd
+
+
+def masks(definitions: list[mf.FusionDefinition]) -> list[tuple[float, ...]]:
+    return [tuple(fd.simulate([torch.ones(200)])[0].tolist()) for fd in definitions]
+
+
+def test_no_two_definitions_without_a_seed_draw_alike() -> None:
+    """Nor does one as those with a small seed do."""
+    found = masks([*(drawing() for _ in range(6)), *(drawing(seed) for seed in range(-2, 8))])
+    assert len(set(found)) == len(found)
+
+
+def test_a_seed_is_all_that_two_definitions_need_to_draw_alike() -> None:
+    assert len(set(masks([drawing(0), drawing(0), drawing(0, [0, 1]), drawing(0, [2, 3, 4])]))) == 1
+    assert "mf.FusionDefinition(seed=0)" in repr(drawing(0)) and "mf.FusionDefinition()" in repr(drawing())
+
+
+def test_definitions_that_share_no_rank_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is the first one in the processes of its ranks, as stages of a pipeline are."""
+    made = []
+    for ranks in ([0, 1], [2, 3], [4, 5]):
+        monkeypatch.setattr(seeds, "_numbers", itertools.count(1))
+        made.append(drawing(None, ranks))
+    assert len(set(masks(made))) == 3
+
+
+def test_a_definition_draws_what_its_unsharded_copy_does() -> None:
+    fd = drawing(None, [3, 4])
+    assert_same_as_unsharded(fd, [torch.ones(200)])
+    assert_same_as_unsharded(fd, [torch.ones(200)])
 
 
 def test_two_calls_of_one_op_draw_different_numbers_and_a_given_seed_the_same() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import meshfuse as mf
+from meshfuse.ops import OPS as TABLE
 
 # Arguments of the ops, x and y being tensors of one dtype.
 OPS: dict[str, tuple[Any, ...]] = {
@@ -84,27 +85,77 @@ LOOKUPS: dict[str, Any] = {
     "gather": lambda ops, table, ids, number: ops.gather(table, ops.broadcast_in_dim(ids, [5, 3], [0]), 0),
     "select": lambda ops, table, ids, number: ops.select(table, number, 0),
     "scatter": lambda ops, table, ids, number: ops.scatter(table, ops.broadcast_in_dim(ids, [5, 4], [0]), 1.5, 0),
+    "embedding_bwd": lambda ops, table, ids, number: ops.embedding_bwd(_five(ops, table), ids, 6),
+    "take_along_axis_bwd": lambda ops, table, ids, number: ops.take_along_axis_bwd(
+        _five(ops, table), ops.broadcast(ids, [False, True]), 0, 6
+    ),
+    "select_bwd": lambda ops, table, ids, number: ops.select_bwd(ops.sum(table, [0]), number, 0, 6),
 }
+# Other calls of theirs, whose gradients are other ops.
+OTHER_LOOKUPS: dict[str, Any] = {
+    "a padded table": lambda ops, table, ids, number: ops.embedding_fwd(ids, table, 2),
+    "a table by counts": lambda ops, table, ids, number: ops.embedding_fwd(ids, table, None, None, None, True),
+    "a source": lambda ops, table, ids, number: ops.scatter(
+        ops.full([6, 4], 0.0, mf.DataType.Double), ops.broadcast_in_dim(ids, [5, 4], [0]), _five(ops, table), 0
+    ),
+    "one index": lambda ops, table, ids, number: ops.index_select(table, ops.squeeze(ops.slice(ids, [2], [3]), [0]), 0),
+    "an index for all": lambda ops, table, ids, number: ops.take_along_axis(
+        table, ops.broadcast_in_dim(ids, [5, 1], [0]), 0
+    ),
+    "the classes of a loss": lambda ops, table, ids, number: ops.cross_entropy(
+        ops.broadcast_in_dim(ops.permute(table, [1, 0]), [5, 4, 6], [1, 2]), ops.broadcast_in_dim(ids, [5, 4], [0])
+    ),
+}
+
+
+def _five(ops: Any, table: Any) -> Any:
+    return ops.slice(table, [0, 0], [5, 4])
+
+
 SPECS: dict[str, list[Any] | None] = {
     "no mesh": None, "whole": [None, None], "rows": ["tp", None], "columns": [None, "tp"],
 }  # fmt: skip
 
 
-def lookup(name: str, spec: list[Any] | None) -> mf.FusionDefinition:
+def lookup(build: Any, spec: list[Any] | None) -> mf.FusionDefinition:
+    """A definition of one look-up in a table that lies so on four ranks."""
     with mf.FusionDefinition() as fd:
         table = fd.define_tensor([6, 4], dtype=mf.DataType.Double)
         ids, number = fd.define_tensor([5], dtype=mf.DataType.Int), fd.define_scalar(dtype=mf.DataType.Int)
-        found = LOOKUPS[name](fd.ops, table, ids, number)
-        fd.add_output(found)
+        fd.add_output(build(fd, table, ids, number))
         if spec is not None:
             fd.mesh_split(table, mf.DeviceMesh((4,), ("tp",)), spec)
     return fd
 
 
+def forward(name: str) -> Any:
+    return lambda fd, *given: LOOKUPS[name](fd.ops, *given)
+
+
+def gradient(name: str) -> Any:
+    """The gradient by the table, when the look-up itself is no output: it reads the indices and not the look-up."""
+
+    def build(fd: Any, table: Any, *given: Any) -> Any:
+        return fd.grad({**LOOKUPS, **OTHER_LOOKUPS}[name](fd.ops, table, *given), [table])[0]
+
+    return build
+
+
+def second_gradient(name: str) -> Any:
+    """The gradient of that by what it was seeded with: a look-up again."""
+
+    def build(fd: Any, table: Any, *given: Any) -> Any:
+        made = {**LOOKUPS, **OTHER_LOOKUPS}[name](fd.ops, table, *given)
+        seed = fd.ops.full(list(made.type.shape), 1.0, made.dtype)
+        return fd.grad(fd.grad(made, [table], [seed])[0], [seed])[0]
+
+    return build
+
+
 def wrong(name: str, place: int) -> tuple[list[Any], str]:
     """Arguments with one index that the table does not have, and what the error says of it."""
     ids = torch.tensor([0, 3, 5, 2, 1])
-    if name == "select":
+    if name.startswith("select"):
         return [torch.ones(6, 4, dtype=torch.float64), ids, place], f"found {place}, needed -6 to 5"
     ids[2] = place
     return [torch.ones(6, 4, dtype=torch.float64), ids, 0], rf"found {place} in v\d+: int64\[[\d, ]+\], needed 0 to 5"
@@ -115,7 +166,7 @@ def wrong(name: str, place: int) -> tuple[list[Any], str]:
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_an_index_that_the_dim_does_not_have_is_an_error_on_every_mesh(name: str, spec: str, place: int) -> None:
     """The same error, whether a rank holds the whole dim, a part of it or none."""
-    fd = lookup(name, SPECS[spec])
+    fd = lookup(forward(name), SPECS[spec])
     arguments, said = wrong(name, place)
     with pytest.raises(mf.KernelError, match=f"{said}, as the dim has size 6.*at test_refusals.py") as caught:
         fd.simulate(arguments)
@@ -126,17 +177,52 @@ def test_an_index_that_the_dim_does_not_have_is_an_error_on_every_mesh(name: str
             fd.execute(arguments)
 
 
+@pytest.mark.parametrize("place", [-7, 6])
+@pytest.mark.parametrize("spec", ["no mesh", "rows"])
+@pytest.mark.parametrize("name", [*LOOKUPS, *OTHER_LOOKUPS])
+@pytest.mark.parametrize("build", [gradient, second_gradient])
+def test_gradients_find_such_an_index_though_nothing_reads_the_look_up(
+    build: Any, name: str, spec: str, place: int
+) -> None:
+    """As the forward would: what is added where nothing was read is no gradient."""
+    fd = lookup(build(name), SPECS[spec])
+    arguments, said = wrong(name, place)
+    with pytest.raises(mf.KernelError, match=f"an index is out of range on rank .*{said}.*at test_refusals.py"):
+        fd.simulate(arguments)
+    fd.simulate(wrong(name, 5)[0])
+
+
+def test_an_index_of_rows_that_are_all_the_same_is_read() -> None:
+    """Picked before the sum, rows that are one row repeated would need no index."""
+    mesh = mf.DeviceMesh((4,), ("tp",))
+    with mf.FusionDefinition() as fd:
+        row, ids = fd.define_tensor([1, 4096, 8]), fd.define_tensor([3], dtype=mf.DataType.Int)
+        found = fd.ops.index_select(fd.ops.tanh(fd.ops.sum(fd.ops.expand(row, [6, 4096, 8]), [2])), ids, 0)
+        fd.add_output(found)
+        fd.mesh_split(row, mesh, [None, None, "tp"])
+        fd.mesh_split(found, mesh, [None, None])
+    for place in (5, 6, -1):
+        with contextlib.nullcontext() if place == 5 else pytest.raises(mf.KernelError, match=f"found {place} in "):
+            fd.simulate([torch.ones(1, 4096, 8), torch.tensor([0, place, 1])])
+
+
+def test_the_look_ups_here_are_all_that_there_are() -> None:
+    indexed = {op.name for op in TABLE.values() if any(p.name in ("index", "padding_idx") for p in op.params)}
+    assert indexed == set(LOOKUPS)
+
+
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_compiled_segments_tell_it_as_eager_ones_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHFUSE_BACKEND", "inductor")
-    fd = lookup(name, SPECS["rows"])
+    fd = lookup(forward(name), SPECS["rows"])
     for place in (5, 6):
         arguments, said = wrong(name, place)
         with contextlib.nullcontext() if place == 5 else pytest.raises(mf.KernelError, match=said):
             fd.simulate(arguments)
     (made,) = fd._simulated.values()
     chosen = [c for segments in made.simulation.segments for c in segments.chosen.values()]
-    assert any(c.backend == "inductor" for c in chosen), chosen
+    # How many rows a rank adds is known at run time only, so that this one stays eager.
+    assert any(c.backend == "inductor" for c in chosen) or name == "embedding_bwd", chosen
 
 
 def test_no_indices_at_all_are_fine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 
 from .errors import shown, user_error
 
@@ -128,6 +129,11 @@ def scalar_dtype(value: object) -> DataType:
     if isinstance(value, int):
         return DataType.Int
     return DataType.ComplexDouble if isinstance(value, complex) else DataType.Double
+
+
+def is_negative_zero(value: complex) -> bool:
+    """Whether a Python number is -0.0, or a complex 0 with such a part."""
+    return value == 0 and -1.0 in (math.copysign(1.0, value.real), math.copysign(1.0, value.imag))
 
 
 def from_torch(dtype: object) -> DataType:

@@ -13,6 +13,7 @@ from .backends.assignment import assigned, requested
 from .collector import no_collection
 from .compiler import CompiledProgram
 from .definition.attributes import calling_ours, check_attribute
+from .definition.seeds import Seed
 from .definition.tensor_view import TensorView
 from .errors import RankError, SourceLine, caller_line, shown, user_error
 from .executor.arguments import (
@@ -31,7 +32,7 @@ from .executor.simulate import Simulation
 from .executor.simulated_program import SimulatedProgram
 from .executor.spmd import RankProgram, check_same_arguments, check_world, named_ranks, scalar_lines
 from .gradients.reverse import gradients
-from .host_ir.program import HostProgram
+from .host_ir.program import HostProgram, digest_of
 from .kernels import in_stride_order
 from .mesh import DeviceMesh
 from .ops.base import TensorRef
@@ -56,7 +57,8 @@ class FusionDefinition(PlannedDefinition):
     tensors, `execute` it on this process' rank (shards in, shards out) or `simulate` all ranks here (global tensors in
     and out). The first call with a new set of shapes compiles; later calls with the same shapes plan nothing.
 
-    seed: of the program's random numbers, which are the same on every mesh.
+    seed: of the program's random numbers, which are the same on every mesh (None: one that no other definition has,
+        which follows from how many were made before).
     max_wire: bytes that a rank may send (None: MESHFUSE_MAX_WIRE, else no bound). A plan that sends more gives a
         PlanWarning that names the annotation to change. Without a bound there is one only for a very large collective,
         where another annotation would halve what the whole plan sends.
@@ -74,14 +76,15 @@ class FusionDefinition(PlannedDefinition):
     _state: frozenset[str] = frozenset()  # The names of a made definition's own attributes.
 
     def __init__(
-        self, seed: int = 0, *, max_wire: float | None = None, max_memory: float | None = None,
+        self, seed: int | None = None, *, max_wire: float | None = None, max_memory: float | None = None,
         search: str | None = None,
     ) -> None:  # fmt: skip
-        if as_int(seed) is None:
-            needed, do = "an int", "Pass the seed of its random numbers; its ops are defined by calls of fd.ops."
+        if seed is not None and as_int(seed) is None:
+            needed = "an int or None"
+            do = "Pass the seed of its random numbers; its ops are defined by calls of fd.ops."
             raise user_error("FusionDefinition: seed", shown(seed), needed, do, caller_line())
         super().__init__(max_wire, max_memory, search)
-        self._seed = seed
+        self._seed = Seed(seed)
         self._constants: set[int] = set()  # Tensors that no gradient passes.
         # Runs so far, counted apart: a simulation on one rank must not change that rank's random numbers.
         self._steps = {"ranks": 0, "simulated": 0}
@@ -169,7 +172,7 @@ class FusionDefinition(PlannedDefinition):
 
     def _like(self) -> FusionDefinition:
         bounds = {"max_wire": self.max_wire, "max_memory": self.max_memory}
-        return FusionDefinition(self._seed, **bounds, search=self.effort.value)
+        return FusionDefinition(self._seed.given, **bounds, search=self.effort.value)
 
     # running --------------------------------------------------------------------------------------------------
 
@@ -269,7 +272,9 @@ class FusionDefinition(PlannedDefinition):
         made = self._latest = self._simulated[key]
         with torch.no_grad():
             arguments = made.arguments(self, given)
-            return self._laid_out(made.run(arguments, self._seed, self._next_step("simulated"), check_replicas))
+            return self._laid_out(
+                made.run(arguments, self._seed.of(self), self._next_step("simulated"), check_replicas)
+            )
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
         """Global tensors in and out, on the ranks that a launcher started; on simulated ones where it started none.
@@ -331,7 +336,7 @@ class FusionDefinition(PlannedDefinition):
 
     def random_state(self, device: torch.device, step: int) -> tuple[int, int]:
         """The seed and the offset by which step number `step` on this device draws random numbers."""
-        return self._seed, step
+        return self._seed.of(self), step
 
     def _next_step(self, where: str) -> int:
         step = self._steps[where]
@@ -364,7 +369,14 @@ class FusionDefinition(PlannedDefinition):
         shapes = dict(known) if whole else global_shapes(self, given, world.rank, known, line)
         mesh = DeviceMesh(list(range(world.size)))
         sizes = Inputs({}, given.scalars, given.device, dtensors=bool(known) and not whole)
-        compiled = self._compile(sizes, shapes, mesh, line, nearness(line))
+        near = nearness(line)
+        # Whole arguments are compared, numbers among them, once the program has been.
+        source = "\n".join([repr(self), *self._settings(near), *([] if whole else scalar_lines(given))])
+        named = named_ranks(self, world.size)
+        # Before the plan: ranks that differ then need not wait for each other's plans to be told so.
+        together = named if world.rank in named else ()
+        world.meetings.check_same(digest_of(source), "the program", together, lambda: source)
+        compiled = self._compile(sizes, shapes, mesh, line, near)
 
         def renewed() -> CompiledProgram:
             return self._renewed(compiled, sizes, shapes, mesh)
@@ -375,10 +387,16 @@ class FusionDefinition(PlannedDefinition):
             return Captured(main, lambda: check_groups(groups, line), watched(world, groups))
 
         capture = captured if cuda_graph else None
-        # Whole arguments are compared, numbers among them, once the program has been.
-        source = "\n".join([repr(self), *([] if whole else scalar_lines(given))])
-        name, ranks = requested(backend, line), named_ranks(self, world.size)
-        return RankProgram(compiled, world, given.device, source, name, ranks, renewed, capture)
+        made = RankProgram(compiled, world, given.device, source, requested(backend, line), named, renewed, capture)
+        self._seed.agree(self, world)
+        return made
+
+    def _settings(self, near: float) -> list[str]:
+        """A line of text for each setting that plans depend on, to compare over ranks."""
+        return [
+            f"search={self.effort.value!r} (its own, or MESHFUSE_SEARCH)", f"MESHFUSE_NEAR={near:g}",
+            f"max_memory={self.max_memory} (its own, or MESHFUSE_MAX_MEMORY)",
+        ]  # fmt: skip
 
     def backends(self, *shapes: Sequence[int]) -> str:
         """A table of what computes each segment, and why, for the latest (or the given) shapes.

@@ -22,7 +22,7 @@ from ..runtime.world import World
 from ..user_values import is_text
 from . import folder as files
 from .apart import read_apart
-from .entries import CheckpointEntry, check_local, global_shape, is_plain, to_load, to_save, wrong
+from .entries import CheckpointEntry, as_python, check_local, global_shape, is_plain, to_load, to_save, wrong
 from .hyperslabs import Shard, boxes
 from .transfer import write
 
@@ -156,6 +156,7 @@ def _read_state(state: Mapping[str, Any]) -> tuple[dict[str, CheckpointEntry], d
     for name in state:
         if not isinstance(name, str) or not is_text(name):
             raise wrong(repr(name), type(name).__name__, "a text as the name, of whole letters")
+    state = {name: as_python(value) for name, value in state.items()}
     values = {name: value for name, value in state.items() if is_plain(value)}
     given = {name: to_save(name, value) for name, value in state.items() if name not in values}
     # Memory is compared and stored, and the memory of torch's lazy views has other numbers.
@@ -218,6 +219,8 @@ def _shards(
         sharding = entry.placed(shape)
         if entry.local is None:
             return Shard(torch.empty(0), shape, ())
+        if 0 in shape:  # torch finds a tensor by its boxes alone: one box, which each rank that holds it has.
+            return Shard(entry.local.new_empty(shape), shape, boxes(None, shape, rank))
         return Shard(entry.local, shape, boxes(sharding, shape, rank))
 
     return {name: shard(entry, shapes[name]) for name, entry in entries.items()}
@@ -245,7 +248,7 @@ def _save(
 
         data = team.all("making the folder", begin)[0]
         try:
-            stored = write(path / data, {n: s for n, s in shards.items() if s.numel}, rank, team.all)
+            stored = write(path / data, shards, rank, team.all)
 
             def complete() -> None:
                 tensors = {name: (dtypes[name], tuple(s.shape)) for name, s in shards.items()}
@@ -302,7 +305,7 @@ def _targets(index: files.Index, names: Mapping[str, Any], rank: int) -> dict[st
             "all names that are asked for", "Ask for what is there, or leave these out.", cls=ArgumentError,
         )  # fmt: skip
     for name in names:
-        if name in index.values and not is_plain(names[name]):
+        if name in index.values and not is_plain(as_python(names[name])):
             raise wrong(name, f"the plain value {json.dumps(index.values[name])}", "a tensor, as is asked for")
     tensors = {name: entry for name, entry in index.tensors.items() if name in names}
     entries = {

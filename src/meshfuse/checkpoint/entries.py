@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,12 @@ class CheckpointEntry:
 def wrong(name: str, found: str, needed: str, do: str = "") -> MeshfuseError:
     """The error of an entry that cannot be saved or loaded."""
     return user_error(f"checkpoint: {name!r}", found, needed, do, cls=ArgumentError)
+
+
+def as_python(value: Any) -> Any:
+    """Python's number for one of numpy's; any other value as it is."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) and is_plain(value.item()) else value
 
 
 def is_plain(value: Any) -> bool:

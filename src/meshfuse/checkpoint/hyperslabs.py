@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..sharding.layout import Runs, everything
+from ..sharding.layout import Runs
 from ..sharding.value import Sharding
 
 
@@ -30,12 +30,12 @@ class Hyperslab:
 
 
 def boxes(sharding: Sharding | None, shape: Sequence[int], rank: int) -> tuple[Hyperslab, ...]:
-    """The rank's shard as boxes, none of them empty; without a sharding, the whole tensor.
+    """The rank's shard as boxes; without a sharding, the whole tensor. None is empty, unless the tensor is.
 
     A dim that is split inside has several runs of indices, and each combination of runs is a box.
     """
     if sharding is None:
-        runs: tuple[Runs, ...] = tuple(map(everything, shape))
+        runs: tuple[Runs, ...] = tuple(((0, n),) for n in shape)
     elif rank not in sharding.mesh:
         return ()
     else:

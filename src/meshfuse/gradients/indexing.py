@@ -46,22 +46,13 @@ def _from_front(b: Backward, index: Any, n: Any) -> Any:
 
 
 def _select(b: Backward) -> Tensor | WindowGradient:
-    """Zeros around what was selected; for an index that is a scalar, found by comparison."""
+    """Zeros around what was selected."""
     x, dim, index = b["arg"], dim_of(b), b["index"]
     n = sizes(x)[dim]
-    grad = b.ops.broadcast(b.grad, [d == dim for d in range(x.ndim)])
     if isinstance(index, int) and isinstance(n, int):
+        grad = b.ops.broadcast(b.grad, [d == dim for d in range(x.ndim)])
         return WindowGradient(grad, tuple(index % n if d == dim else 0 for d in range(x.ndim)))
-    place = _from_front(b, index, n)
-    here = b.ops.broadcast(b.ops.eq(b.ops.iota(n), place), [d != dim for d in range(x.ndim)])
-    return b.ops.where(here, grad, 0.0)
-
-
-def _take_along_axis_bwd(b: Backward) -> Tensor:
-    """Look up what was added. An index that names no place has added nothing."""
-    index = b["index"]
-    found = b.ops.take_along_axis(b.grad, b.ops.maximum(index, 0), b["dim"])
-    return b.ops.where(b.ops.ge(index, 0), found, 0.0)
+    return b.ops.select_bwd(b.grad, index, dim, n)
 
 
 def _embedding_weight(b: Backward) -> Tensor:
@@ -111,6 +102,7 @@ INDEXING: dict[str, Vjp] = {
     "embedding_fwd": each(weight=_embedding_weight),
     "scatter": each(arg=_scattered_into, src=_scattered),
     "topk": each(arg=_topk),
-    "take_along_axis_bwd": each(grad=_take_along_axis_bwd),
+    "take_along_axis_bwd": each(grad=lambda b: b.ops.take_along_axis(b.grad, b["index"], b["dim"])),
+    "select_bwd": each(grad=lambda b: b.ops.select(b.grad, b["index"], b["dim"])),
     "embedding_bwd": each(grad=lambda b: b.ops.embedding_fwd(b["index"], b.grad)),
 }

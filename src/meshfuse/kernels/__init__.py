@@ -4,7 +4,7 @@
 """
 
 # ruff: noqa: F401
-from .adjoints import contract, embedding_bwd, take_bwd
+from .adjoints import contract, embedding_bwd, select_bwd, take_bwd
 from .attention import (
     attention_merge,
     block_attention,

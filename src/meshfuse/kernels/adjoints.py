@@ -38,6 +38,14 @@ def take_bwd(grad: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> t
     return out.to(grad.dtype)
 
 
+def select_bwd(grad: torch.Tensor, index: int, dim: int, runs: Runs) -> torch.Tensor:
+    """Zeros with a new dim, of which the rank has the indices in `runs`, and with `grad` at one index of it."""
+    places, inside = local_places(torch.tensor(index), runs)
+    size = sum(stop - start for start, stop in runs)
+    out = grad.new_zeros([*grad.shape[:dim], size, *grad.shape[dim:]])
+    return out.select_scatter(grad, dim, int(places)) if bool(inside) else out
+
+
 def embedding_bwd(grad: torch.Tensor, index: torch.Tensor, runs: Runs) -> torch.Tensor:
     """Add the rows of `grad` [.., D] to the rows that `index` [..] names; the rank has the rows in `runs`."""
     places, inside = local_places(index.reshape(-1), runs)

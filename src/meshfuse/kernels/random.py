@@ -86,14 +86,23 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _last_before(end: float, dtype: torch.dtype) -> float:
-    """The largest number of a type below `end`; an infinite `end` as it is."""
+    """The number of a type before the one that `end` is in it: as it is for an infinite `end`, finite for others."""
     if not math.isfinite(end):
         return end
     info = torch.finfo(dtype)
-    mantissa, exponent = math.frexp(end)
+    near = round(end / _spacing(end, info)) * _spacing(end, info)
+    if not near:
+        return -info.tiny
+    if abs(near) > info.max:
+        return math.copysign(info.max, near)
     # Below a power of two, numbers are twice as close together as above it.
-    spacing = max(info.eps * 2.0 ** (exponent - (2 if mantissa == 0.5 else 1)), info.tiny * info.eps)
-    return (math.ceil(end / spacing) - 1) * spacing if end else -info.tiny
+    closer = near > 0.0 and math.frexp(near)[0] == 0.5
+    return near - max(_spacing(near, info) * (0.5 if closer else 1.0), info.tiny * info.eps)
+
+
+def _spacing(number: float, info: torch.finfo) -> float:
+    """How far from it the next number of a type is, away from 0."""
+    return max(info.eps * 2.0 ** (math.frexp(number)[1] - 1), info.tiny * info.eps)
 
 
 def uniform(
@@ -107,7 +116,8 @@ def uniform(
 ) -> torch.Tensor:
     """The rank's part of a tensor of this shape, with numbers from [low, high).
 
-    A number that rounding takes to `high`, here or in the result's type, becomes the number before it.
+    A number that rounding takes to `high`, here or in the result's type, becomes the one before what `high` is in that
+    type.
     """
     drawn = fractions(linear_index(runs, shape, device), RandomStream(*stream), _compute_dtype(dtype))
     found = drawn * (high - low) + low

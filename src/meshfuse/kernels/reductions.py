@@ -119,4 +119,4 @@ def welford(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tenso
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     var, mean = torch.var_mean(wide, dims, correction=0)
     count = math.prod(x.shape[d] for d in dims)
-    return mean.to(x.dtype), (var * count).to(x.dtype), torch.full(mean.shape, count, device=x.device)
+    return mean.to(x.dtype), (var * count).to(x.real.dtype), torch.full(mean.shape, count, device=x.device)

@@ -98,7 +98,7 @@ class FusionDefinition(core.FusionDefinition):
     script has called it.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int | None = None) -> None:
         super().__init__(seed)
         self.ops = Ops(self)
         self._fusion = Fusion(self)
@@ -109,7 +109,7 @@ class FusionDefinition(core.FusionDefinition):
         self._ke: KernelExecutor | None = None
         self._repro: list[str] | None = None
         self.ran: CompiledProgram | None = None  # by the last execution, whichever way
-        self.drawn = (seed, 0)  # what it drew random numbers by
+        self.drawn = (seed or 0, 0)  # what it drew random numbers by
         self._entries: list[Any] = []
         self._entered = False
         self._methods = Methods()
@@ -272,7 +272,7 @@ class FusionDefinition(core.FusionDefinition):
         With a seed of the definition's own, and on several ranks, whose generators may differ, the definition's seed
         counts.
         """
-        by_torch = self._drawing > 0 and self._seed == 0 and World.current().size == 1
+        by_torch = self._drawing > 0 and self._seed.given is None and World.current().size == 1
         self.drawn = next_draws(device, self._drawing) if by_torch else super().random_state(device, step)
         return self.drawn
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..definition.builder import DefinitionBuilder
 from ..definition.records import OpNode
+from ..definition.seeds import given_seed
 from ..dtypes import DataType
 from ..ops import COMPOSITES
 from ..ops.base import REQUIRED, Param, ParamKind, ScalarRef, TensorRef
@@ -29,7 +30,7 @@ def function_text(fd: DefinitionBuilder, aliases: Mapping[int, int], declared: M
     A definition with annotations imports meshfuse for its meshes. Definitions with equal texts are equal.
     """
     meshes = meshes_of(fd)
-    lines = [f"# seed={seed}"] if (seed := getattr(fd, "_seed", 0)) else []
+    lines = [f"# seed={seed}"] if (seed := given_seed(fd)) is not None else []
     lines += ["import meshfuse as mf"] if meshes else []
     lines += [f"{name} = mf.{mesh!r}" for mesh, name in meshes.items()]
     lines += _Writer(fd, declared).lines()

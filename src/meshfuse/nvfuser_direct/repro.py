@@ -9,6 +9,7 @@ import torch
 from torch.testing._comparison import default_tolerances
 
 from ..compiler import CompiledProgram
+from ..definition.seeds import Seed
 from ..errors import ArgumentError, caller_line, user_error
 from ..executor.spmd import gather_output
 from ..kernels.pointwise import in_stride_order
@@ -63,7 +64,7 @@ def unsharded_outputs(fd: FusionDefinition, inputs: Sequence[Any]) -> list[torch
     plain = object.__new__(type(fd))
     plain.__dict__.update(vars(fd))
     plain._annotations, plain._compiled, plain._simulated = {}, {}, {}
-    plain._seed, plain._steps = fd.drawn[0], {"simulated": fd.drawn[1]}
+    plain._seed, plain._steps = Seed(fd.drawn[0]), {"simulated": fd.drawn[1]}
     results = plain.simulate([_gathered(fd, place, value) for place, value in enumerate(inputs)])
     shardings = compiled.output_shardings()
     return [

@@ -1,7 +1,8 @@
-"""Ops that gradients need beside those of nvFuser: contract, take_along_axis_bwd, embedding_bwd, sum_to, sized.
+"""Ops that gradients need beside those of nvFuser: contract, those of look-ups, sum_to, sized.
 
 They are written so that a gradient is sharded like its primal without communication, or is an unreduced sum:
-batch dims are reductions, the dim that was looked up in is free and each rank adds up its own part.
+batch dims are reductions, the dim that was looked up in is free and each rank adds up its own part. An index that
+the dim does not have is the error that the look-up gives.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from ..dtypes import Category, DataType
 from ..errors import user_error
 from ..gradients import indexing, products, shapes
+from . import lookups
 from .base import Call, Emit, FactorKind, OpDef, Param, ParamKind, Partial, Rule, RuleBuilder, Sample, TensorType
 from .nvfuser_lowering import NvfuserEmit, cast
 from .promotion import dtype_text, widen
@@ -24,6 +26,7 @@ from .shape_arithmetic import (
     check_dtypes,
     check_index,
     check_ndim,
+    check_place,
     check_same_size,
     known_size,
 )
@@ -90,7 +93,29 @@ def _take_bwd_rule(call: Call) -> Rule:
 
 def _take_bwd_emit(e: Emit) -> str:
     dim = e.call["dim"] % e.call.types[0].ndim
-    return f"K.take_bwd({e.operands[0]}, {e.operands[1]}, {dim}, {e.result_runs(0)[dim]})"
+    index = lookups.checked_index(e, 1, e.call.results[0].shape[dim])
+    return f"K.take_bwd({e.operands[0]}, {index}, {dim}, {e.result_runs(0)[dim]})"
+
+
+def _select_bwd_infer(call: Call) -> tuple[TensorType, ...]:
+    (grad,), size = call.types, known_size(call["size"])
+    dim = check_dim(call.op.name, call["dim"], grad.ndim + 1)
+    check_place(call, call["index"], size, f"a dim of size {size}")
+    return (TensorType((*grad.shape[:dim], size, *grad.shape[dim:]), grad.dtype),)
+
+
+def _select_bwd_rule(call: Call) -> Rule:
+    """b* -> b* n; n is free."""
+    builder = RuleBuilder()
+    dims, dim = builder.dims(call.types[0].shape), call["dim"] % call.results[0].ndim
+    return builder.build([dims], [(*dims[:dim], builder.factor(call.results[0].shape[dim]), *dims[dim:])])
+
+
+def _select_bwd_emit(e: Emit) -> str:
+    made = e.call.results[0]
+    dim = e.call["dim"] % made.ndim
+    index = lookups.checked_place(e, "index", made.shape[dim])
+    return f"K.select_bwd({e.operands[0]}, {index}, {dim}, {e.result_runs(0)[dim]})"
 
 
 def _embedding_bwd_infer(call: Call) -> tuple[TensorType, ...]:
@@ -111,7 +136,8 @@ def _embedding_bwd_rule(call: Call) -> Rule:
 
 
 def _embedding_bwd_emit(e: Emit) -> str:
-    return f"K.embedding_bwd({e.operands[0]}, {e.operands[1]}, {e.result_runs(0)[0]})"
+    index = lookups.checked_index(e, 1, e.call.results[0].shape[0])
+    return f"K.embedding_bwd({e.operands[0]}, {index}, {e.result_runs(0)[0]})"
 
 
 def _sum_to_infer(call: Call) -> tuple[TensorType, ...]:
@@ -181,8 +207,12 @@ def _take_bwd_samples() -> list[Sample]:
     return [
         sample((6, 3), (6, 3), 1, 8, 0, 7, 3, 3, 2),
         sample((6, 8), (6, 1), -2, 5, 4, 0, 4, 1),
-        sample((4, 6), (1, 6), 1, 3, 2, 0, -1),
+        sample((4, 6), (1, 6), 1, 3, 2, 0, 1),
     ]
+
+
+def _select_bwd_samples() -> list[Sample]:
+    return [Sample((_t(6, 3), 5, 1, 8)), Sample((_t(6, 8), -1, 0, 4)), Sample((_t(), 2, 0, 3))]
 
 
 def _embedding_bwd_samples() -> list[Sample]:
@@ -203,6 +233,10 @@ OPS = (
           _take_bwd_infer, _take_bwd_rule, _take_bwd_emit, Partial.FIRST, samples=_take_bwd_samples,
           nvfuser=_ADDS, vjp=indexing.INDEXING["take_along_axis_bwd"],
           about="zeros with `grad` added along `dim` at the places that `index` names"),
+    OpDef("select_bwd", (_GRAD, Param("index", K.SCALAR), Param("dim", K.DIM), Param("size", K.SIZE)),
+          _select_bwd_infer, _select_bwd_rule, _select_bwd_emit, Partial.FIRST, samples=_select_bwd_samples,
+          nvfuser="an index that is known at run time only", vjp=indexing.INDEXING["select_bwd"],
+          about="zeros with `grad` at one place of a new dim `dim`: the gradient of `select`"),
     OpDef("embedding_bwd", (_GRAD, _INDEX, Param("rows", K.SIZE)),
           _embedding_bwd_infer, _embedding_bwd_rule, _embedding_bwd_emit, Partial.FIRST,
           samples=_embedding_bwd_samples, nvfuser=_ADDS, vjp=indexing.INDEXING["embedding_bwd"],

@@ -13,7 +13,7 @@ from typing import Any
 from ..dtypes import Category, DataType
 from ..errors import shown, user_error
 from ..user_values import as_int
-from .shape_arithmetic import check_dim, check_order, check_reduced
+from .shape_arithmetic import check_dim, check_order, check_reduced, is_in_range
 
 DimsArgument = int | Sequence[int] | None
 # The annotations of parameters say what is checked of a call: definition/checks.py.
@@ -67,12 +67,12 @@ def _max(fd: Any, x: Any, dims: DimsArgument) -> Any:
     The result does not depend on it, so gradients leave it out. If it is infinite, x minus it is NaN, as a softmax of
     such numbers is.
     """
-    return fd.stop_gradient(fd.ops.max(x, dims, True))
+    return fd.stop_gradient(fd.ops.max(x, dims, True, empty=True))
 
 
 def _finite_max(fd: Any, x: Any, dims: DimsArgument) -> Any:
     """The maximum, but 0 where it is infinite: the logarithm of a sum of exp is then infinite there, and not NaN."""
-    top = fd.ops.max(x, dims, True)
+    top = fd.ops.max(x, dims, True, empty=True)
     return fd.stop_gradient(fd.ops.where(fd.ops.isfinite(top), top, 0.0))
 
 
@@ -174,13 +174,14 @@ def rms_norm(
 
 
 def cross_entropy(
-    fd: Any, logits: Any, targets: Tensor, reduction: str = "mean", ignore_index: int | None = None
+    fd: Any, logits: Any, targets: Tensor, reduction: str = "mean", ignore_index: int | None = -100
 ) -> Any:
     """-log softmax(logits)[target], reduced by "mean", "sum" or "none"; logits [.., V] and integer targets [..].
 
     With V sharded: a maximum, a sum of exp and a masked look-up, each reduced at the size of the targets (the
     vocabulary-parallel loss of Megatron-LM). Targets equal to `ignore_index` count neither in the loss nor in the
-    mean's count.
+    mean's count: -100, as in torch, unless another is named; for None there is none, and a mean over a sharded batch
+    sends no count.
     """
     if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise user_error("cross_entropy: reduction", shown(reduction), "'mean', 'sum' or 'none'", "")
@@ -190,7 +191,7 @@ def cross_entropy(
                          "Permute the logits where their classes are another dim; targets that are probabilities p "
                          "have the loss -fd.ops.sum(p * fd.ops.log_softmax(logits), -1).")  # fmt: skip
     ops, wide, last = fd.ops, _wide(fd, logits), logits.ndim - 1
-    valid = None if ignore_index is None else ops.ne(targets, ignore_index)
+    valid = _counted(fd, targets, ignore_index)
     index = targets if valid is None else ops.where(valid, targets, 0)
     top = _max(fd, wide, last)
     total = ops.sum(ops.exp(ops.sub(wide, top)), last, True)
@@ -199,14 +200,24 @@ def cross_entropy(
     return _back(fd, _reduced_loss(fd, loss, valid, reduction), logits)
 
 
+def _counted(fd: Any, targets: Any, ignored: int | None) -> Any:
+    """Which targets count, as a tensor of bools; None for all, as where their type does not have the ignored one."""
+    return fd.ops.ne(targets, ignored) if ignored is not None and is_in_range(ignored, targets.dtype) else None
+
+
 def _reduced_loss(fd: Any, loss: Any, valid: Any, reduction: str) -> Any:
     loss = loss if valid is None else fd.ops.where(valid, loss, 0.0)
-    if reduction == "none" or loss.ndim == 0:
+    if reduction == "none":
         return loss
-    total = fd.ops.sum(loss)
+    total = _total(fd, loss)
     if reduction == "sum":
         return total
-    return fd.ops.truediv(total, _count(loss, range(loss.ndim)) if valid is None else fd.ops.sum(valid))
+    return fd.ops.truediv(total, _count(loss, range(loss.ndim)) if valid is None else _total(fd, valid))
+
+
+def _total(fd: Any, x: Any) -> Any:
+    """The sum over all dims, if there are any: of one bool it is the bool as a number."""
+    return fd.ops.sum(x) if x.ndim else fd.ops.cast(x, DataType.Int) if x.dtype is DataType.Bool else x
 
 
 def dropout(fd: Any, x: Any, p: float = 0.5, training: bool = True) -> Any:

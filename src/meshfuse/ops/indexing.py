@@ -14,7 +14,7 @@ from ..dtypes import DataType
 from ..errors import user_error
 from ..gradients.indexing import INDEXING
 from ..user_values import as_int
-from . import nvfuser_forms
+from . import lookups, nvfuser_forms
 from .base import (
     Call,
     DimFactors,
@@ -33,7 +33,16 @@ from .base import (
     Writing,
     picked,
 )
-from .shape_arithmetic import UNKNOWN, aligned_dims, broadcast_shapes, check_index, check_ndim, dim_of, with_size
+from .shape_arithmetic import (
+    UNKNOWN,
+    aligned_dims,
+    broadcast_shapes,
+    check_index,
+    check_ndim,
+    check_place,
+    dim_of,
+    with_size,
+)
 
 K = ParamKind
 
@@ -72,14 +81,9 @@ def _take_rule(call: Call) -> Rule:
     return builder.build([tuple(looked_up), aligned_dims(index.shape, result, factors)], [factors])
 
 
-def _checked(e: Emit, index: int, n: int) -> str:
-    """Text of an operand as checked indices of a dim of size n."""
-    return f"K.checked({e.operands[index]}, {n})"
-
-
 def _take_emit(e: Emit) -> str:
     dim = dim_of(e.call)
-    index = _checked(e, 1, e.call.types[0].shape[dim])
+    index = lookups.checked_index(e, 1, e.call.types[0].shape[dim])
     if _is_whole(e, 0, dim):
         return f"torch.take_along_dim({e.operands[0]}, {index}, {dim})"
     return f"K.take({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]})"
@@ -118,7 +122,7 @@ def _gather_emit(e: Emit) -> str:
     for d, (n, m) in enumerate(zip(arg.shape, index.shape, strict=True)):
         if d != dim and n != m:
             text = f"K.take_rows({text}, {d}, {e.operand_runs(1)[d]})"
-    checked = _checked(e, 1, arg.shape[dim])
+    checked = lookups.checked_index(e, 1, arg.shape[dim])
     if _is_whole(e, 0, dim):
         return f"{text}.gather({dim}, {checked})"
     return f"K.take({text}, {checked}, {dim}, {e.operand_runs(0)[dim]})"
@@ -143,7 +147,7 @@ def _index_select_rule(call: Call) -> Rule:
 
 def _index_select_emit(e: Emit) -> str:
     dim = dim_of(e.call)
-    index = _checked(e, 1, e.call.types[0].shape[dim])
+    index = lookups.checked_index(e, 1, e.call.types[0].shape[dim])
     if _is_whole(e, 0, dim):
         return f"{e.operands[0]}.index_select({dim}, {index})"
     return f"K.index_select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]})"
@@ -151,11 +155,7 @@ def _index_select_emit(e: Emit) -> str:
 
 def _select_infer(call: Call) -> tuple[TensorType, ...]:
     (arg,), dim = call.types, dim_of(call)
-    index, n = call["index"], arg.shape[dim]
-    if isinstance(index, int) and n != UNKNOWN and not -n <= index < n:
-        raise user_error(
-            "select: index", str(index), f"{-n} to {n - 1} in dim {dim} of {arg}", "Pass an existing index."
-        )
+    check_place(call, call["index"], arg.shape[dim], f"dim {dim} of {arg}")
     return (TensorType((*arg.shape[:dim], *arg.shape[dim + 1 :]), arg.dtype),)
 
 
@@ -167,7 +167,7 @@ def _select_rule(call: Call) -> Rule:
 
 def _select_emit(e: Emit) -> str:
     dim = dim_of(e.call)
-    index = f"K.checked_place({e.scalar('index')}, {e.call.types[0].shape[dim]})"
+    index = lookups.checked_place(e, "index", e.call.types[0].shape[dim])
     if _is_whole(e, 0, dim):
         return f"{e.operands[0]}.select({dim}, {index})"
     return f"K.select({e.operands[0]}, {index}, {dim}, {e.operand_runs(0)[dim]})"
@@ -223,7 +223,7 @@ def _embedding_rule(call: Call) -> Rule:
 
 def _embedding_emit(e: Emit) -> str:
     """Text of the call; padding_idx, scale_grad_by_freq and sparse matter for gradients only."""
-    weight, index = e.operands[1], _checked(e, 0, e.call.types[1].shape[0])
+    weight, index = e.operands[1], lookups.checked_index(e, 0, e.call.types[1].shape[0])
     text = f"F.embedding({index}, {weight})"
     if not _is_whole(e, 1, 0):
         text = f"K.embedding({index}, {weight}, {e.operand_runs(1)[0]})"
@@ -265,7 +265,7 @@ def _scatter_rule(call: Call) -> Rule:
 
 def _scatter_emit(e: Emit) -> str:
     dim, source = dim_of(e.call), e.operand("src") or e.scalar("src")
-    arg, index = e.call.types[0], _checked(e, 1, e.call.types[0].shape[dim])
+    arg, index = e.call.types[0], lookups.checked_index(e, 1, e.call.types[0].shape[dim])
     if not _is_whole(e, 0, dim):
         return f"K.scatter({e.operands[0]}, {index}, {source}, {dim}, {e.operand_runs(0)[dim]})"
     if isinstance(e.call["src"], TensorRef) and e.call.types[2].dtype is not arg.dtype:

@@ -51,19 +51,29 @@ def _accumulated(op: str, dtype: DataType) -> DataType:
 
 def _infer(call: Call) -> tuple[TensorType, ...]:
     asked = call["dtype"]
-    _check_order(call, asked)
+    if call.op.name in _DOMAINS:
+        _check_order(call, asked)
+        _check_elements(call)
     dtype = asked if asked is not DataType.Null else _accumulated(call.op.name, call.types[0].dtype)
     return (TensorType(reduced_shape(call), dtype),)
 
 
 def _check_order(call: Call, asked: DataType) -> None:
     """Raises DefinitionError unless max and min keep the operand's type, and it has an order."""
-    if call.op.name not in ("max", "min"):
-        return
     if asked not in (DataType.Null, call.types[0].dtype):
         needed = f"{call.types[0].dtype.name}, the operand's"
         raise user_error(f"{call.op.name}: a result type", asked.name, needed, "Cast the result with fd.ops.cast.")
     check_order(call.op.name, call.types[0])
+
+
+def _check_elements(call: Call) -> None:
+    """Raises DefinitionError where max or min has no element to take, unless the user has asked for its neutral one."""
+    shape = call.types[0].shape
+    empty = next((d for d in reduced_dims(call) if shape[d] == 0), None)
+    if empty is not None and not call["empty"]:
+        raise user_error(f"{call.op.name} of no elements", f"dim {empty} of {call.types[0]}", "an element at least",
+                         "Leave it out where the tensor is empty, or pass empty=True for the number that changes no "
+                         f"{call.op.name}.")  # fmt: skip
 
 
 def reduction_rule(call: Call, reduce: str) -> Rule:
@@ -102,9 +112,9 @@ def _nvfuser(n: NvfuserEmit) -> Any:
     if not dims:
         return n.ops.cast(n.operands[0], n.dtype(result))
     if not (found.is_reduced_float or result.is_reduced_float):
-        return n.plain(dims=dims)
+        return n.plain(dims=dims, empty=None)
     wide = DataType.Float if result.is_reduced_float else result
-    made = n.plain(arg=cast(n, n.operands[0], found, wide), dims=dims, dtype=n.dtype(DataType.Null))
+    made = n.plain(arg=cast(n, n.operands[0], found, wide), dims=dims, dtype=n.dtype(DataType.Null), empty=None)
     return n.ops.cast(made, n.dtype(result))
 
 
@@ -114,6 +124,7 @@ REDUCTION_PARAMS = (
     Param("keepdim", K.BOOL, False, "keep_dim"),
     Param("dtype", K.DTYPE, DataType.Null),
 )
+_EMPTY = Param("empty", K.BOOL, False)  # Of max and min: whether they may be of no elements.
 _EXAMPLE = TensorType((4, 6, 5), DataType.Float)
 
 
@@ -131,14 +142,14 @@ _DOMAINS = {"max": (-4.0, -1.0), "min": (1.0, 4.0)}
 _ABOUT = {
     "sum": "the sum over `dims` (all of them for None); integers and bools are summed as Int",
     "prod": "the product over `dims`",
-    "max": "the greatest element over `dims`",
-    "min": "the least element over `dims`",
+    "max": "the greatest element over `dims`; of none an error, or with `empty` the type's lowest number",
+    "min": "the least element over `dims`; of none an error, or with `empty` the type's highest number",
 }
 _CARRIED = {"sum": Partial.FIRST, "max": Partial.MAX, "min": Partial.MIN}
 OPS = tuple(
     OpDef(
         name,
-        REDUCTION_PARAMS,
+        (*REDUCTION_PARAMS, _EMPTY) if name in _DOMAINS else REDUCTION_PARAMS,
         _infer,
         _rule,
         _emit_sum if name == "sum" else _emit_reduce,

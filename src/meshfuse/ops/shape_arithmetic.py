@@ -174,10 +174,21 @@ def check_number(op: str, value: object, dtype: DataType) -> None:
 def _held(value: float, dtype: DataType) -> bool:
     """Whether a tensor of this dtype can hold a finite number; unsigned ones take negative numbers too, as in torch."""
     if dtype.category is Category.INTEGER:
-        bits, unsigned = 8 * dtype.itemsize, dtype in _UNSIGNED
-        largest = 2 ** (bits if unsigned else bits - 1) - 1
-        return -largest - (not unsigned) <= value <= largest
+        low, high = _integer_range(dtype)
+        return (low or -high) <= value <= high
     return abs(value) <= _LARGEST_FLOAT if dtype.real is DataType.Float else True
+
+
+def _integer_range(dtype: DataType) -> tuple[int, int]:
+    """The least and the greatest number of an integer type."""
+    bits, unsigned = 8 * dtype.itemsize, dtype in _UNSIGNED
+    return (0, 2**bits - 1) if unsigned else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def is_in_range(value: int, dtype: DataType) -> bool:
+    """Whether an element of a tensor of this integer type may be the number."""
+    low, high = _integer_range(dtype)
+    return low <= value <= high
 
 
 def check_index(call: Call, index: TensorType) -> None:
@@ -185,6 +196,12 @@ def check_index(call: Call, index: TensorType) -> None:
     if index.dtype.category is not Category.INTEGER:
         raise user_error(f"{call.op.name}: index", str(index), "integers", "Cast the index to DataType.Int.",
                          cls=DtypeError)  # fmt: skip
+
+
+def check_place(call: Call, index: object, n: int, dim: str) -> None:
+    """Raises DefinitionError for a number that is no index of a dim of size n; a negative one counts from the end."""
+    if isinstance(index, int) and n != UNKNOWN and not -n <= index < n:
+        raise user_error(f"{call.op.name}: index", str(index), f"{-n} to {n - 1} in {dim}", "Pass an existing index.")
 
 
 def check_positive(op: str, what: str, n: int) -> None:

@@ -34,8 +34,8 @@ K = ParamKind
 
 
 def _variance_dtype(dtype: DataType) -> DataType:
-    """The type of a variance: at least float32, and for integers float64, as in nvFuser."""
-    return DataType.Double if dtype.category < Category.FLOAT else widen(dtype)
+    """The type of a variance: real and at least float32; for integers float64, as in nvFuser."""
+    return DataType.Double if dtype.category < Category.FLOAT else widen(dtype).real
 
 
 def _var_infer(call: Call) -> tuple[TensorType, ...]:
@@ -69,8 +69,8 @@ def _var_mean_infer(call: Call) -> tuple[TensorType, ...]:
 
 
 def _welford_infer(call: Call) -> tuple[TensorType, ...]:
-    moment = TensorType(reduced_shape(call), _floating_only(call))
-    return (moment, moment, TensorType(moment.shape, DataType.Int))
+    shape, dtype = reduced_shape(call), _floating_only(call)
+    return (TensorType(shape, dtype), TensorType(shape, dtype.real), TensorType(shape, DataType.Int))
 
 
 def _rule(call: Call) -> Rule:
@@ -135,9 +135,9 @@ def _unless_empty(emit: Lowering) -> Lowering:
 
 
 def _var_emit(e: Emit) -> str:
-    wanted = e.call.results[0].dtype
-    text = f"torch.var({cast_text(e.operands[0], e.call.types[0].dtype, wanted)}, {_options(e.call)})"
-    return cast_text(text, wanted.real, wanted)
+    found, made = e.call.types[0].dtype, e.call.results[0].dtype
+    wide = found if found.category is Category.COMPLEX else made
+    return f"torch.var({cast_text(e.operands[0], found, wide)}, {_options(e.call)})"
 
 
 def _var_mean_emit(e: Emit) -> str:

@@ -245,8 +245,8 @@ def _pad_rule(call: Call) -> Rule:
 
 
 def _pad_window(call: Call) -> tuple[tuple[int, ...], Any] | None:
-    widths = pad_widths(call)
-    return tuple(-widths.get(d, (0, 0))[0] for d in range(call.types[0].ndim)), call["value"] or 0
+    widths, value = pad_widths(call), call["value"]
+    return tuple(-widths.get(d, (0, 0))[0] for d in range(call.types[0].ndim)), 0 if value is None else value
 
 
 def local_widths(call: Call, local: tuple[int, ...]) -> list[int]:

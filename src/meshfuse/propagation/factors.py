@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..dtypes import Category, DataType
+from ..dtypes import Category, DataType, is_negative_zero
 from ..frozen import quickly_made
 from ..mesh import DeviceMesh
 from ..moves.move import Move, group_size
@@ -370,12 +370,20 @@ def _divides_safely(divisor: object) -> bool:
 
 
 def _picked_from(call: Call) -> tuple[int, ...] | None:
-    """The places of the operands that an op picks elements from; None where it may also pick a number that is not 0."""
+    """The places of the operands that an op picks elements from; None where it may also pick a number that is not 0.
+
+    -0.0 is one: the terms of a sum of it would have to be -0.0 on every rank.
+    """
     args = {param.name: arg for param, arg in zip(call.op.params, call.args, strict=True)}
     condition = isinstance(args.pop("condition", None), TensorRef)
-    fills = any(isinstance(arg, ScalarRef) or (isinstance(arg, int | float | complex) and arg != 0)
-                for arg in args.values())  # fmt: skip
-    return None if fills else tuple(range(condition, len(call.types)))
+    return None if any(map(_is_no_zero, args.values())) else tuple(range(condition, len(call.types)))
+
+
+def _is_no_zero(arg: object) -> bool:
+    """Whether an argument is a scalar, or a number other than 0."""
+    return isinstance(arg, ScalarRef) or (
+        isinstance(arg, int | float | complex) and (arg != 0 or is_negative_zero(arg))
+    )
 
 
 def _is_pure(call: Call) -> bool:

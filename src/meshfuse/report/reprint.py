@@ -9,6 +9,7 @@ from ..definition.annotation import Annotation
 from ..definition.builder import DefinitionBuilder
 from ..definition.loop import KIND_OF_NAME, Leaf, LoopDomain
 from ..definition.records import OpNode
+from ..definition.seeds import given_seed
 from ..dtypes import DataType
 from ..mesh import STREAM, DeviceMesh, ParallelType
 from ..ops import COMPOSITES
@@ -22,8 +23,8 @@ def definition_source(fd: DefinitionBuilder) -> str:
     meshes = meshes_of(fd)
     lines = ["import meshfuse as mf", ""]
     lines += [f"{name} = mf.{mesh!r}" for mesh, name in meshes.items()]
-    seed = getattr(fd, "_seed", 0)
-    lines.append(f"with mf.FusionDefinition({f'seed={seed}' if seed else ''}) as fd:")
+    seed = given_seed(fd)
+    lines.append(f"with mf.FusionDefinition({'' if seed is None else f'seed={seed}'}) as fd:")
     body = [_step(fd, step) for step in fd.history]
     body += [f"fd.add_output(t{i})" for i in fd.outputs]
     body += annotation_lines(fd, meshes)

@@ -76,11 +76,20 @@ class _PickedWriter(GraphWriter):
         self._narrow: dict[tuple[int, tuple[int, ...]], TensorRef] = {}
 
     def is_of_sums(self, node: Node) -> bool:
-        """Whether a node picks rows of what follows from a sum that they may be picked before."""
+        """Whether a node picks rows of what follows from a sum that they may be picked before.
+
+        An index must be read somewhere: of rows that are one row repeated it would be lost, and with it the error where
+        it names none of them.
+        """
         found = self._pick_of(node)
-        return found is not None and any(
+        if found is None:
+            return False
+        order = self._order(found[0])
+        above = [place for place in order if self._above(place) is not None]
+        is_read = found[1].bounds is not None or len(above) < len(order)
+        return is_read and any(
             any(factor.kind is FactorKind.REDUCE for factor in self._makers[place.tensor].rule.factors)
-            for place in self._order(found[0]) if self._above(place) is not None
+            for place in above
         )  # fmt: skip
 
     def form(self, node: Node) -> Sequence[TensorRef]:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import kernels
+from ..dtypes import is_negative_zero
 from ..graph import CallTable, Graph, Node, users
 from ..mesh import DeviceMesh
 from ..ops.base import Call, FactorKind, ParamKind, Partial, ScalarRef, TensorRef
@@ -305,4 +306,4 @@ def _value(call: Call, fills: Sequence[Number]) -> Number | None:
 
 def _is_plain(value: Any) -> bool:
     """Whether adding zero to a number, or filling it in, gives the very same number."""
-    return isinstance(value, int | float) and math.isfinite(value) and (value != 0 or math.copysign(1, value) > 0)
+    return isinstance(value, int | float) and math.isfinite(value) and not is_negative_zero(value)

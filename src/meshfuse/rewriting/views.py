@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ..dtypes import is_negative_zero
 from ..graph import Graph, Node, users
 from ..ops.shape_arithmetic import with_size
 from ..ops.windows import slice_bounds
@@ -90,9 +91,12 @@ def view_of(node: Node) -> OpWindow | None:
 
 
 def own_window(node: Node) -> tuple[Offsets, Number | None] | None:
-    """(offsets, fill) of a slice without steps, or of a pad with a number; None for other ops."""
+    """(offsets, fill) of a slice without steps, or of a pad with a number; None for other ops.
+
+    A pad with -0.0 is none: sums of windows, and windows of pads with 0, would make 0.0 of it.
+    """
     window = node.call.op.window(node.call) if node.call.op.window is not None else None
-    if type(window) is not tuple or not isinstance(window[1], int | float):
+    if type(window) is not tuple or not isinstance(window[1], int | float) or is_negative_zero(window[1]):
         return None
     source, target = node.call.types[0].shape, node.call.results[0].shape
     outside = any(o < 0 or m + o > n for o, n, m in zip(window[0], source, target, strict=True))

@@ -80,7 +80,7 @@ def _index_limits(fd: DefinitionBuilder) -> Iterator[tuple[int, int]]:
 
 def unsharded_copy(fd: FusionDefinition) -> FusionDefinition:
     """The same definition without annotations."""
-    copy = FusionDefinition(fd._seed)
+    copy = FusionDefinition(fd._seed.of(fd))
     copy.tensors, copy.scalars, copy.nodes = fd.tensors, fd.scalars, fd.nodes
     copy.inputs, copy.outputs = fd.inputs, fd.outputs
     copy._steps = dict(fd._steps)  # the same random numbers
