@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,9 @@ from .planning.effort import Effort
 from .planning.search import searched, searched_far
 from .planning.spending import better, spent
 from .propagation.growth import EPSILON
+from .propagation.outputs import ends
 from .propagation.sharded import ShardedDefinition
+from .resharding.borders import Borders
 from .resharding.early import early
 from .resharding.insert import insert_resharding
 from .resharding.memory import fitted, peak
@@ -53,13 +55,9 @@ from .rewriting.surrounds import Surrounded
 from .rewriting.wide_sums import widen_sums
 from .runtime.world import World
 from .segmentation import SegmentedDefinition, segment
-from .sharding.layout import Layout
 from .sharding.value import Sharding
 from .streams.chunking import overlap
 from .user_values import as_int
-
-# Where a free output is to be: told from where a plan leaves it, its shape, and the layouts that inputs' dims have.
-Ends = Callable[[Sharding, tuple[int, ...], Collection[Layout]], Sharding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class CompiledProgram:
 def compile_definition(
     fd: DefinitionBuilder, shapes: Mapping[int, tuple[int, ...]], scalars: Mapping[int, Any], world: DeviceMesh,
     max_memory: float | None = None, near_factor: float = 1.0, effort: Effort = Effort.AUTO,
-    ends: Ends | None = None,
+    borders: Borders | None = None,
 ) -> CompiledProgram:  # fmt: skip
     """Compile for inputs of these global shapes and scalars of these values, by number.
 
@@ -119,37 +117,39 @@ def compile_definition(
     near_factor: above 1, the plan of other sizes is taken over if all of them are within this factor
         (`plan_store.nearby`).
 
-    ends: where a free output is to be, told from where the best plan leaves it; None to leave it there.
+    borders: how inputs are passed and outputs returned; None for as they are annotated and as the plan leaves them.
 
     A plan that took long is kept on disk (`plan_store.cache`).
     """
     with no_collection():
         graph = _graph(fd, shapes, scalars)
         with World.planning(graph.in_words()):
-            found = _compiled(graph, world, max_memory, near_factor, effort)
-            asked = _with_ends(graph, found, ends) if ends is not None else graph
-            return found if asked is graph else _compiled(asked, world, max_memory, 1.0, effort)
+            found = _compiled(graph, world, max_memory, near_factor, effort, borders)
+            asked = _with_ends(graph, found, borders) if borders is not None else graph
+            return found if asked is graph else _compiled(asked, world, max_memory, 1.0, effort, borders)
 
 
 def _compiled(
-    graph: Graph, world: DeviceMesh, max_memory: float | None, near_factor: float, effort: Effort
-) -> CompiledProgram:
+    graph: Graph, world: DeviceMesh, max_memory: float | None, near_factor: float, effort: Effort,
+    borders: Borders | None,
+) -> CompiledProgram:  # fmt: skip
     taken = PLANS.near(graph, world, near_factor) if near_factor > 1 else None
     if taken is not None:
-        return compile_sharded(taken.plan, max_memory, taken.source)
+        return compile_sharded(taken.plan, max_memory, taken.source, borders)
     sharded = planned(graph, world, lambda: decided(graph, world, effort), effort.value)
     if near_factor > 1:
         PLANS.keep(graph, world, sharded)
-    return compile_sharded(sharded, max_memory)
+    return compile_sharded(sharded, max_memory, borders=borders)
 
 
-def _with_ends(graph: Graph, compiled: CompiledProgram, ends: Ends) -> Graph:
-    """The graph with all free outputs annotated, where `ends` wants one elsewhere than the program leaves it."""
-    left = dict(zip(graph.outputs, compiled.output_shardings(), strict=True))
+def _with_ends(graph: Graph, compiled: CompiledProgram, borders: Borders) -> Graph:
+    """The graph with all free outputs annotated, where one is to be elsewhere than the program leaves it."""
+    targets = ends(compiled.sharded)
+    left = {i: targets[end] for i, end in zip(graph.outputs, compiled.graph.outputs, strict=True)}
     made = {i for node in graph.nodes for i in node.outputs}
     free = {i: home for i, home in left.items() if i in made and i not in graph.annotations}
     told = {layout for i in graph.input_tensors if i in graph.annotations for layout in graph.annotations[i].dims}
-    asked = {i: ends(home, graph.shape(i), told) for i, home in free.items()}
+    asked = {i: borders.placed(home, graph.shape(i), told) for i, home in free.items()}
     return graph if asked == free else graph.annotated(asked, "an output, laid out as DTensors can be")
 
 
@@ -205,11 +205,12 @@ def _forms(graph: Graph, world: DeviceMesh, effort: Effort) -> tuple[ShardedDefi
 
 
 def compile_sharded(
-    planned: ShardedDefinition, max_memory: float | None = None, taken_from: Graph | None = None
-) -> CompiledProgram:
+    planned: ShardedDefinition, max_memory: float | None = None, taken_from: Graph | None = None,
+    borders: Borders | None = None,
+) -> CompiledProgram:  # fmt: skip
     """The stages after propagation; `taken_from` is the graph of other sizes that the plan was made for."""
     sharded = widen_sums(written(planned))
-    resharded = early(insert_resharding(sharded))
+    resharded = early(insert_resharding(sharded, borders))
     resharded.verify()
     resharded, in_flight = _in_order(resharded, max_memory)
     overlapped = overlap(resharded)

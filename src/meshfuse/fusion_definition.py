@@ -24,7 +24,7 @@ from .executor.arguments import (
     global_shapes,
     split_arguments,
 )
-from .executor.dtensor import dtensor_shapes, local_parts, output_homes, wrap_outputs
+from .executor.dtensor import GivenDTensor, dtensors_of, local_parts, output_homes, wrap_outputs
 from .executor.familiar import Familiar, Options
 from .executor.graphs import Captured, check_capturable, check_groups, watched
 from .executor.segments import Segments
@@ -220,12 +220,12 @@ class FusionDefinition(PlannedDefinition):
         check_flags(line, idle_ranks=idle_ranks, cuda_graph=cuda_graph)
         check_count(self, inputs, line)
         name = requested(backend, line)
-        locals_, dtensors = local_parts(inputs), dtensor_shapes(self, inputs, line)
+        locals_, dtensors = local_parts(inputs), dtensors_of(self, inputs, line)
         given = split_arguments(self, locals_, line)
         key = self._key(given, idle_ranks, name, cuda_graph, *dtensors.items())
         program = self._bound.get(key)
         if program is None:
-            program = self._bound[key] = self._bind_rank(given, dtensors, idle_ranks, line, False, name, cuda_graph)
+            program = self._bound[key] = self._bind_rank(given, dtensors, idle_ranks, line, None, name, cuda_graph)
         if not any(self.tensors[i].stride_order for i in given.tensors):
             self._familiar.learn(inputs, options, program)
         homes = output_homes(program.compiled, inputs, line) if dtensors else None
@@ -307,7 +307,7 @@ class FusionDefinition(PlannedDefinition):
             args = [self._local(ref, value, shardings, world.rank) for ref, value in values]
         key = (self._key(given), "global")
         if key not in self._bound:
-            program = self._bind_rank(given, shapes, False, line, whole=True)
+            program = self._bind_rank(given, {}, False, line, whole=shapes)
             check_same_arguments(self, given, world)
             self._bound[key] = program
         return self._bound[key], args
@@ -350,28 +350,30 @@ class FusionDefinition(PlannedDefinition):
     def _bind_rank(
         self,
         given: Inputs,
-        known: Mapping[int, tuple[int, ...]],
+        known: Mapping[int, GivenDTensor],
         idle_ranks: bool,
         line: SourceLine,
-        whole: bool = False,
+        whole: Mapping[int, tuple[int, ...]] | None = None,
         backend: str | None = None,
         cuda_graph: bool = False,
     ) -> RankProgram:
         """The program for these arguments, compiled and bound to this rank.
 
-        `known` are global shapes by input tensor: all of them if the arguments are `whole`, else those of DTensors. The
-        shapes of plain shards are completed from the ranks' local shapes.
+        `known` is what DTensors tell. The shapes of plain shards are completed from the ranks' local shapes; `whole`
+        are the global shapes, if the arguments were whole.
         """
         world = World.current()
         check_world(self, world.size, idle_ranks, line)
         if world.size > 1:
             check_numbers(self, given, "on several ranks", line)
-        shapes = dict(known) if whole else global_shapes(self, given, world.rank, known, line)
+        cut = {i: found.cut for i, found in known.items() if found.cut is not None}
+        told = {i: found.shape for i, found in known.items()}
+        shapes = global_shapes(self, given, world.rank, told, cut, line) if whole is None else dict(whole)
         mesh = DeviceMesh(list(range(world.size)))
-        sizes = Inputs({}, given.scalars, given.device, dtensors=bool(known) and not whole)
+        sizes = Inputs({}, given.scalars, given.device, tuple(cut.items()) if known else None)
         near = nearness(line)
         # Whole arguments are compared, numbers among them, once the program has been.
-        source = "\n".join([repr(self), *self._settings(near), *([] if whole else scalar_lines(given))])
+        source = "\n".join([repr(self), *self._settings(near), *([] if whole is not None else scalar_lines(given))])
         named = named_ranks(self, world.size)
         # Before the plan: ranks that differ then need not wait for each other's plans to be told so.
         together = named if world.rank in named else ()

@@ -12,7 +12,7 @@ from .definition.builder import DefinitionBuilder
 from .definition.tensor_view import TensorView
 from .errors import DefinitionError, SourceLine, caller_line, located, user_error
 from .executor.arguments import Inputs, compile_shapes, scalar_values, with_open_sizes
-from .executor.dtensor import placeable
+from .executor.dtensor import as_dtensor, placeable
 from .graph import shape_scalars
 from .host_ir.program import HostProgram
 from .mesh import DeviceMesh
@@ -21,6 +21,8 @@ from .report.bill import Bill, bill_of
 from .report.explain import explain_all, explain_tensor
 from .report.memory import Memory, modelled_memory, watch_memory
 from .report.plan_warning import MAX_MEMORY, MAX_WIRE, bound, watch
+from .resharding.borders import Borders
+from .sharding.layout import Layout
 from .sharding.value import Sharding
 from .user_values import check_flags
 
@@ -38,13 +40,13 @@ class ProgramKey(NamedTuple):
     shapes: global shapes by input tensor, in order.
     scalars: by number the scalars that sizes depend on, in order.
     world: the mesh where no annotation names one.
-    dtensors: whether outputs are to become DTensors.
+    dtensors: as in `Inputs`.
     """
 
     shapes: tuple[tuple[int, tuple[int, ...]], ...]
     scalars: tuple[tuple[int, Any], ...]
     world: DeviceMesh
-    dtensors: bool
+    dtensors: tuple[tuple[int, tuple[Layout, ...]], ...] | None
 
 
 class PlannedDefinition(DefinitionBuilder):
@@ -108,8 +110,9 @@ class PlannedDefinition(DefinitionBuilder):
         return self._compiled[key]
 
     def _planned(self, key: ProgramKey, near_factor: float = 1.0) -> CompiledProgram:
-        shapes, scalars, ends = dict(key.shapes), dict(key.scalars), placeable if key.dtensors else None
-        return compile_definition(self, shapes, scalars, key.world, self.max_memory, near_factor, self.effort, ends)
+        shapes, scalars = dict(key.shapes), dict(key.scalars)
+        borders = None if key.dtensors is None else Borders(placeable, as_dtensor, dict(key.dtensors))
+        return compile_definition(self, shapes, scalars, key.world, self.max_memory, near_factor, self.effort, borders)
 
     def _program_key(self, given: Inputs, shapes: Mapping[int, tuple[int, ...]], world: DeviceMesh) -> ProgramKey:
         scalars = {i: given.scalars[i] for i in self.sized_by()}

@@ -126,8 +126,10 @@ def test_placements_follow_the_dims(ranks4):
         assert letters == "10" and torch.equal(whole, numbers(6, 8).T)
 
 
-def annotated(spec: list[Any], out_spec: list[Any] | None = None) -> mf.FusionDefinition:
-    mesh = mf.DeviceMesh((2, 2), ("dp", "tp"))
+def annotated(spec: Any, out_spec: list[Any] | None = None) -> mf.FusionDefinition:
+    """With x as `spec` says on two axes of two, or its rows over the one axis of four that `spec` names."""
+    mesh = mf.DeviceMesh((4,), (spec,)) if isinstance(spec, str) else mf.DeviceMesh((2, 2), ("dp", "tp"))
+    spec = [spec, None] if isinstance(spec, str) else spec
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([8, -1], dtype=DOUBLE)
         y = fd.ops.relu(x)
@@ -152,6 +154,7 @@ def on_rank_mismatch() -> dict[str, str]:
         "partial": error_of(lambda: fd.execute([partial])),
         "line": error_of(lambda: fd.execute([row])),
         "uneven": error_of(lambda: annotated([None, ("dp", "tp")]).execute([uneven])),
+        "order": error_of(lambda: annotated([None, ("tp", "dp")]).execute([uneven])),
         "size": error_of(lambda: fd.execute([distributed(numbers(10, 6), mesh, "0R")])),
         "replicated": error_of(
             lambda: fd.execute([DTensor.from_local(numbers(8, 6), mesh, [Replicate()] * 2, run_check=False)])
@@ -163,39 +166,43 @@ def test_other_placements_than_annotated(ranks4):
     found = ranks4.run(on_rank_mismatch)
     assert all(errors == found[0] for errors in found)
     errors = found[0]
-    assert errors.pop("as annotated") == "no error"
+    assert errors.pop("as annotated") == errors.pop("uneven") == "no error"
     assert "has the wrong global shape: found [10, 6], needed [8, -1]. Pass" in errors.pop("size")
     given = {
         "other": "(Replicate(), Shard(dim=0)) of shape [8, 6] on DeviceMesh((2, 2), ('y', 'x'))",
         "partial": "(Shard(dim=0), Partial(sum)) of shape [8, 6] on DeviceMesh((2, 2), ('y', 'x'))",
         "line": "(Shard(dim=0),) of shape [8, 6] on DeviceMesh((4,), ('x',))",
-        "uneven": "(Shard(dim=1), Shard(dim=1)) of shape [8, 6] on DeviceMesh((2, 2), ('y', 'x'))",
+        "order": "(Shard(dim=1), Shard(dim=1)) of shape [8, 6] on DeviceMesh((2, 2), ('y', 'x'))",
         "replicated": "(Replicate(), Replicate()) of shape [8, 6] on DeviceMesh((2, 2), ('y', 'x'))",
     }
     for name, placements in given.items():
         assert "is passed with other placements: found " + placements in errors[name]
-        wanted = "[-, (dp, tp)]" if name == "uneven" else "[dp, -]"
+        wanted = "[-, (tp, dp)]" if name == "order" else "[dp, -]"
         assert f", needed {wanted} on DeviceMesh((2, 2), ('dp', 'tp')). Redistribute" in errors[name]
         assert "(at test_dtensor.py:" in errors[name]
 
 
 def on_rank_unsayable() -> dict[str, str]:
-    x = distributed(numbers(8, 6), torch_mesh((2, 2), None), "0R")
+    x = distributed(numbers(8, 6), torch_mesh((4,), None), "0")
     outputs = {
-        "inner": [[mf.Split(2), mf.Split(2, "tp")], None],
-        "uneven": [None, ("tp", "dp")],
-        "fine": [("dp", "tp"), None],
+        "major part": [None, mf.Split(2, "tp")],
+        "minor part": [None, mf.Split(2, "tp", 2)],
+        "turned": [[mf.Split(2, "tp", 2), mf.Split(2, "tp")], None],
+        "inner": [[mf.Split(2), mf.Split(4, "tp")], None],
+        "uneven": [None, [mf.Split(None), mf.Split(4, "tp")]],
     }
-    return {name: error_of(lambda s=spec: annotated(["dp", None], s).execute([x])) for name, spec in outputs.items()}
+    return {name: error_of(lambda s=spec: annotated("tp", s).execute([x])) for name, spec in outputs.items()}
 
 
 def test_outputs_that_no_dtensor_can_be(ranks4):
+    """Those over parts of an axis."""
     found = ranks4.run(on_rank_unsayable)
     assert all(errors == found[0] for errors in found)
-    assert found[0].pop("fine") == "no error"
+    assert found[0].pop("inner") == found[0].pop("uneven") == "no error"
+    assert len(found[0]) == 3
     for error in found[0].values():
         assert error.startswith("output y (t1) (made at test_dtensor.py:")
-        assert ") cannot be a DTensor: found [" in error and "of shape [8, 6] on DeviceMesh((2, 2)" in error
+        assert ") cannot be a DTensor: found [" in error and "of shape [8, 6] on DeviceMesh((4,)" in error
         assert "needed placements that DTensor has. Annotate the output otherwise, or pass plain shards." in error
 
 

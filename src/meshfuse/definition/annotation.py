@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import MeshfuseError, SourceLine, located, shown, user_error
 from ..mesh import STREAM, DeviceMesh
 from ..sharding.layout import MOST_RUNS, Layout, Split, canonical, pieces, resolve, stream_count, text
-from ..sharding.strided import Cut, cut_of, layout_of_cuts
+from ..sharding.strided import Cut, cut_of, factors_of, layout_of_cuts
 from ..sharding.value import Sharding, conflicting, intersecting
 from ..user_values import as_int
 from .loop import KIND_OF_NAME, WHOLE_AXIS, LoopDomain
@@ -252,7 +252,7 @@ def _split_of(mesh: DeviceMesh, part: Any, what: str, line: SourceLine) -> Split
         return Split(mesh.shape[number], mesh.names[number])
     if isinstance(part, str):
         return _sized(Split(None, part), mesh, what, line)
-    if isinstance(part, tuple) and 1 <= len(part) <= 3:
+    if isinstance(part, Split) or (isinstance(part, tuple) and 1 <= len(part) <= 3):
         return _sized(_checked_split(part, what, line), mesh, what, line)
     raise _no_entry(what, part, line)
 
@@ -263,7 +263,7 @@ def _checked_split(part: tuple[Any, ...], what: str, line: SourceLine) -> Split:
     pre = part[2] if len(part) > 2 else 1
     found = Split(None if size is None else as_int(size), axis, as_int(pre) or 0)
     wrong_size = size is not None and (found.size is None or found.size < 1)
-    if wrong_size or found.pre < 1 or not isinstance(axis, (str, type(None))):
+    if wrong_size or getattr(part, "chunks", 0) or found.pre < 1 or not isinstance(axis, (str, type(None))):
         raise _no_entry(what, part, line)
     return found
 
@@ -279,7 +279,7 @@ def _no_entry(what: str, part: Any, line: SourceLine) -> Exception:
 
 
 def layouts_of_sharding(name: str, sharding: Sharding, ndim: int, line: SourceLine) -> tuple[Layout, ...]:
-    """The layouts of a `Sharding`.
+    """The layouts of a `Sharding`, with factors in the place of cuts in turn.
 
     Raises DefinitionError where it is partial or of another number of dims.
     """
@@ -296,7 +296,8 @@ def layouts_of_sharding(name: str, sharding: Sharding, ndim: int, line: SourceLi
             "Give a layout for every dim.",
             line,
         )
-    return layouts_of_spec(name, sharding.mesh, [list(layout) for layout in sharding.dims], ndim, line)
+    dims = [list(factors_of(layout) or layout) for layout in sharding.dims]
+    return layouts_of_spec(name, sharding.mesh, dims, ndim, line)
 
 
 def layouts_of_placements(

@@ -28,13 +28,14 @@ from .familiar import PLAIN, dispatch_modes
 class Inputs:
     """A call's arguments split into tensors and scalars, by their numbers in the definition.
 
-    dtensors: whether outputs are to become DTensors.
+    dtensors: None where no argument is a DTensor. Else outputs are to become DTensors, and these are the inputs that
+        torch has cut otherwise than they are annotated, by number, with the layouts of their dims.
     """
 
     tensors: Mapping[int, torch.Tensor]
     scalars: Mapping[int, Any]
     device: torch.device
-    dtensors: bool = False
+    dtensors: tuple[tuple[int, tuple[Layout, ...]], ...] | None = None
 
     def in_order(self, inputs: Sequence[TensorRef | ScalarRef]) -> list[Any]:
         """The values of a definition's inputs: plain tensors and Python's numbers."""
@@ -363,11 +364,13 @@ def global_shapes(
     inputs: Inputs,
     rank: int,
     globals_: Mapping[int, tuple[int, ...]],
+    cut: Mapping[int, tuple[Layout, ...]],
     line: SourceLine | None = None,
 ) -> dict[int, tuple[int, ...]]:
     """The global shapes that local arguments mean: fixed sizes as defined, open ones as even shards make them up.
 
-    `globals_` are shapes that are known already, of DTensors. Raises ArgumentError where a shard does not have its
+    `globals_` are shapes that are known already, of DTensors, and `cut` the layouts of those that are not cut as
+    annotated. Raises ArgumentError where a shard does not have its
     shape.
     """
     out: dict[int, tuple[int, ...]] = {}
@@ -383,7 +386,7 @@ def global_shapes(
         else:
             sizes = zip(wanted, tensor.shape, annotation.named(), strict=True)
             out[i] = tuple(n if n >= 0 else local * _ways(layout) for n, local, layout in sizes)
-        _check_shard(fd, i, tensor, out[i], rank, line)
+        _check_shard(fd, i, tensor, out[i], rank, cut.get(i), line)
     return out
 
 
@@ -397,6 +400,7 @@ def _check_shard(
     tensor: torch.Tensor,
     shape: tuple[int, ...],
     rank: int,
+    cut: tuple[Layout, ...] | None,
     line: SourceLine | None,
 ) -> None:
     wanted, annotation = fd.tensors[i].type.shape, fd.placed(i)
@@ -405,6 +409,7 @@ def _check_shard(
     if annotation is None or annotation.mesh is None or rank not in annotation.mesh:
         return
     sharding: Sharding = annotation.sharding(fd.tensors[i].label, shape).placement(shape)
+    sharding = sharding if cut is None else sharding.with_dims(cut)
     local = sharding.local_shape(shape, rank)
     if tuple(tensor.shape) != local:
         whole = ", the global shape" if tuple(tensor.shape) == shape else ""

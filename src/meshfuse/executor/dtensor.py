@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +19,7 @@ from ..moves.planner import plan
 from ..ops.base import TensorRef
 from ..runtime.world import World
 from ..sharding.layout import Layout, Split
-from ..sharding.strided import Cut, chunks_cut, cut_of, layout_of_cuts
+from ..sharding.strided import Cut, cut_of, cuts_of_layout, factors_of, in_factors, layout_as_cut
 from ..sharding.value import Sharding
 
 
@@ -31,6 +30,13 @@ class OutputHome:
     mesh: Any
     placements: tuple[Any, ...]
     shape: tuple[int, ...]
+
+
+class GivenDTensor(NamedTuple):
+    """What a DTensor tells of an input: its global shape, and how its dims are cut, if not as they are annotated."""
+
+    shape: tuple[int, ...]
+    cut: tuple[Layout, ...] | None
 
 
 def is_dtensor(value: Any) -> bool:
@@ -49,26 +55,26 @@ def _settled(local: torch.Tensor) -> torch.Tensor:
     return local if wait is None else wait()
 
 
-def dtensor_shapes(fd: DefinitionBuilder, inputs: Sequence[Any], line: SourceLine) -> dict[int, tuple[int, ...]]:
-    """The global shapes of DTensor inputs.
+def dtensors_of(fd: DefinitionBuilder, inputs: Sequence[Any], line: SourceLine) -> dict[int, GivenDTensor]:
+    """What the DTensors among the inputs tell, by tensor.
 
     Raises ArgumentError where placements are not as annotated, or torch numbers the ranks otherwise.
     """
-    found = {}
+    found = dict[int, GivenDTensor]()
     for ref, value in zip(fd.inputs, inputs, strict=False):
         if isinstance(ref, TensorRef) and is_dtensor(value):
-            found[ref.id] = tuple(value.shape)
-            _check_placements(fd, ref.id, value, line)
+            found[ref.id] = GivenDTensor(tuple(value.shape), _checked_cut(fd, ref.id, value, line))
     if found:
         World.current().check_number(line)
     return found
 
 
-def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any, line: SourceLine) -> None:
+def _checked_cut(fd: DefinitionBuilder, tensor: int, value: Any, line: SourceLine) -> tuple[Layout, ...] | None:
+    """How torch has cut the dims; None where that is as annotated."""
     made, annotation = fd.tensors[tensor], fd.placed(tensor)
     shape = tuple(value.shape)
     if len(shape) != made.type.ndim:
-        return  # The check of all arguments has a better error.
+        return None  # The check of all arguments has a better error.
     if any(n not in (-1, m) for n, m in zip(made.type.shape, shape, strict=True)):
         raise user_error(
             f"tensor {made.label} (defined at {made.line}) has the wrong global shape", str(list(shape)),
@@ -80,20 +86,33 @@ def _check_placements(fd: DefinitionBuilder, tensor: int, value: Any, line: Sour
     else:
         wanted = annotation.sharding(made.name, shape).placement(shape)
     given = sharding_of(mesh, tuple(value.placements), shape)
-    if given is None or not same_elements(given, wanted, shape):
+    if given is not None and same_elements(given, wanted, shape):
+        return None
+    if given is None or not _same_axes(given, wanted, shape):
         raise user_error(
             f"tensor {made.label} (defined at {made.line}) is passed with other placements",
             f"{tuple(value.placements)} of shape {list(shape)} on {mesh}", f"{wanted} on {wanted.mesh}",
             "Redistribute the DTensor, or annotate the tensor so (fd.from_pytorch(dtensor) does).", line,
             ArgumentError,
         )  # fmt: skip
+    return _renamed(given, wanted.mesh)
+
+
+def _same_axes(given: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether the same axes cut the same dims in the same order, so that chunks differ by their edges alone."""
+    if _grid(given.mesh) != _grid(wanted.mesh) or None in map(factors_of, given.dims):
+        return False
+    return same_elements(in_factors(given, shape), wanted, shape)
+
+
+def _renamed(given: Sharding, mesh: DeviceMesh) -> tuple[Layout, ...]:
+    """The layouts by the names that another mesh of the same grid has for the axes."""
+    names = dict(zip(given.mesh.names, mesh.names, strict=True))
+    return tuple([tuple([s._replace(axis=names.get(s.axis or "", s.axis)) for s in layout]) for layout in given.dims])
 
 
 def sharding_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Sharding | None:
-    """The sharding that placements mean; None for uneven dims that are cut twice, and for any other kind of placement.
-
-    torch cuts each chunk of an uneven dim by itself again, which no layout of factors does.
-    """
+    """The sharding that placements mean; None for any but Replicate, Shard and _StridedShard."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -104,9 +123,7 @@ def sharding_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int,
         cut = cut_of(Split(size, axis), placement)
         if cut is not None:
             dims[placement.dim % len(shape)].append(cut)
-    layouts = [layout_of_cuts(cuts) for cuts in dims]
-    found = [layout for layout, n in zip(layouts, shape, strict=True) if layout is not None and _cut_evenly(layout, n)]
-    return Sharding.make(mesh, found, shape) if len(found) == len(shape) else None
+    return Sharding(mesh, [layout_as_cut(tuple(cuts), n) for cuts, n in zip(dims, shape, strict=True)])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -119,7 +136,7 @@ def same_elements(a: Sharding, b: Sharding, shape: tuple[int, ...]) -> bool:
 def placements_of(
     sharding: Sharding, shape: Sequence[int], strided: Collection[Layout] | None = None
 ) -> tuple[Any, ...] | None:
-    """torch's placements, one per mesh axis; None for inner splits and sub-axes.
+    """torch's placements, one per mesh axis; None for sub-axes and what is unreduced.
 
     `strided`: the layouts whose axes may be in another order than the mesh's (`_StridedShard`); None for any.
     """
@@ -128,13 +145,11 @@ def placements_of(
     names = sharding.mesh.names
     placements: list[Any] = [Replicate() for _ in names]
     for dim, layout in enumerate(sharding.dims):
-        if not _says_chunks(sharding, layout, shape[dim]):
+        cuts = _whole_cuts(sharding.mesh, layout)
+        if cuts is None or (strided is not None and layout not in strided and any(cut.chunks > 1 for cut in cuts)):
             return None
-        for place, split in enumerate(layout):
-            chunks = chunks_cut(layout, place, names)
-            if chunks > 1 and strided is not None and layout not in strided:
-                return None
-            placements[names.index(split.axis or "")] = _shard(dim, chunks)
+        for cut in cuts:
+            placements[names.index(cut.split.axis or "")] = _shard(dim, cut.chunks)
     return tuple(placements) if not sharding.partial else None
 
 
@@ -166,16 +181,18 @@ def placeable(sharding: Sharding, shape: tuple[int, ...], told: Collection[Layou
     return min(found, key=lambda way: way[:2])[2]
 
 
-def _says_chunks(sharding: Sharding, layout: Layout, n: int) -> bool:
-    """Whether the layout is whole axes, outermost, and cut as `torch.chunk` cuts."""
-    whole = all(s.bound and s.size == sharding.mesh.axis_size(s.axis or "") for s in layout)
-    return whole and _cut_evenly(layout, n)
+def as_dtensor(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """The sharding as a DTensor with its placements has it; itself where no placements say it."""
+    found = [_whole_cuts(sharding.mesh, layout) for layout in sharding.dims]
+    if None in found:
+        return sharding
+    return sharding.with_dims([layout_as_cut(cuts or (), n) for cuts, n in zip(found, shape, strict=True)])
 
 
-def _cut_evenly(layout: Sequence[Split], n: int) -> bool:
-    """Whether chunks of chunks are the same as a layout's digits: one of the cuts may be uneven, several may not."""
-    sizes = [split.size or 1 for split in layout if split.size != 1]
-    return len(sizes) < 2 or n % math.prod(sizes) == 0
+def _whole_cuts(mesh: DeviceMesh, layout: Layout) -> tuple[Cut, ...] | None:
+    """The cuts that a layout of whole axes means; None for others."""
+    whole = all(split.size == mesh.axis_size(split.axis or "") for split in layout if split.bound)
+    return cuts_of_layout(layout, mesh.names) if whole else None
 
 
 def output_homes(compiled: CompiledProgram, inputs: Sequence[Any], line: SourceLine) -> list[OutputHome]:
@@ -186,6 +203,7 @@ def output_homes(compiled: CompiledProgram, inputs: Sequence[Any], line: SourceL
         made, shape = graph.tensors[tensor], graph.shape(tensor)
         sharding = home if graph.annotations else _whole_beside(inputs, home)
         placements, mesh = placements_of(sharding, shape), meshes.get(_grid(sharding.mesh))
+        assert placements is None or as_dtensor(sharding, shape) == sharding
         if placements is None or mesh is None:
             needed = "placements that DTensor has" if mesh else f"one of {[*meshes.values()]}"
             raise user_error(

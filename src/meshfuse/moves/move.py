@@ -189,7 +189,7 @@ def group_size(axes: Sequence[Split]) -> int:
 def is_even(src: Sharding, dst: Sharding, shape: Sequence[int]) -> bool:
     """Whether all ranks hold equally much, before as well as after."""
     layouts = zip((*src.dims, *dst.dims), (*shape, *shape), strict=True)
-    return all(n % lay.extent(layout) == 0 for layout, n in layouts)
+    return all(lay.is_even(layout, n) for layout, n in layouts)
 
 
 def axis_keys(axes: Sequence[Split]) -> tuple[tuple[str, int, int], ...]:

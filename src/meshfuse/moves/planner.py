@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..sharding import layout as lay
 from ..sharding.layout import Layout, Split
+from ..sharding.strided import in_factors
 from ..sharding.value import Sharding, canonical_partial, conflicting, disjoint, nested
 from .atoms import Atoms, atoms, cut, cuts_of, growing, keeping, moved
 from .bounds import bound_of, is_possible
@@ -54,6 +55,9 @@ def plan(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) ->
         return _between_meshes(src, dst, shape, itemsize)
     if not is_possible(src, dst):
         return None
+    ends = in_factors(src, shape), in_factors(dst, shape)
+    if ends != (src, dst):
+        return _over_factors(src, dst, ends, shape, itemsize)
     if not all(map(nested, cuts_of((src, dst)).by_axis.values())):
         return _at_once(src, dst, shape, itemsize)
     sizes = _alike(src, dst, shape, itemsize)
@@ -129,6 +133,29 @@ def _between_meshes(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsi
     first = plan(src, src.reduced(), shape, itemsize)
     assert first is not None
     return _priced((*first.moves, Move(MoveKind.TRANSFER, (), src.reduced(), dst)), shape, itemsize)
+
+
+def _over_factors(
+    src: Sharding, dst: Sharding, ends: tuple[Sharding, Sharding], shape: tuple[int, ...], itemsize: int
+) -> Path | None:
+    """The path where dims are cut in turn: by way of `ends`, which have factors there, or in one exchange.
+
+    Little has to move between the two, as chunks differ by their edges.
+    """
+    inner = plan(*ends, shape, itemsize)
+    if inner is None:
+        return None
+    first, last = (_exchanged(a, b) for a, b in ((src, ends[0]), (ends[1], dst)))
+    ways = [(*first, *inner.moves, *last)]
+    if src.partial == dst.partial:
+        ways.append(_exchanged(src, dst))
+    return min((_priced(way, shape, itemsize) for way in ways), key=lambda path: path.seconds)
+
+
+def _exchanged(src: Sharding, dst: Sharding) -> tuple[Move, ...]:
+    """One exchange from one sharding to another, or nothing."""
+    axes = disjoint([*src.splits, *dst.splits])
+    return (Move(MoveKind.EXCHANGE, axes, src, dst),) if src != dst else ()
 
 
 def _at_once(src: Sharding, dst: Sharding, shape: tuple[int, ...], itemsize: int) -> Path:

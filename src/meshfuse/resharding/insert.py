@@ -12,6 +12,7 @@ from ..propagation.factors import Placement
 from ..propagation.outputs import ends
 from ..propagation.sharded import ShardedDefinition
 from ..sharding.value import Sharding
+from .borders import Borders
 from .order import Before, before
 from .resharded import Compute, ReshardedDefinition, Set, Step, Value
 
@@ -25,6 +26,7 @@ class _Inserter:
     """
 
     sharded: ShardedDefinition
+    borders: Borders | None = None
     unread: frozenset[int] = frozenset()
     values: list[Value] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -36,7 +38,8 @@ class _Inserter:
         graph, targets = self.sharded.graph, ends(self.sharded)
         self.before = before(self.sharded, targets)
         for i in graph.input_tensors:
-            self.inputs.append(self._new(i, self.sharded.homes[i]))
+            home = self.sharded.homes[i]
+            self.inputs.append(self._new(i, home if self.borders is None else self.borders.passed(i, home)))
         for node, choice in zip(graph.nodes, self.sharded.choices, strict=True):
             self._compute(node, choice.placement)
         outputs = [self._output(i, targets[i]) for i in graph.outputs]
@@ -74,7 +77,9 @@ class _Inserter:
         return self._brought(node.inputs[place], sharding, f"operand {place} of {node.name}", node.line)
 
     def _output(self, tensor: int, target: Sharding) -> int:
-        return self.need(tensor, target, "output", self.sharded.graph.tensors[tensor].line)
+        made, borders = self.sharded.graph.tensors[tensor], self.borders
+        end = target if borders is None else borders.left(target, made.type.shape)
+        return self.need(tensor, end, "output", made.line)
 
     def need(self, tensor: int, sharding: Sharding, why: str, line: SourceLine) -> int:
         """The number of the value of a tensor in a sharding; made from the nearest one if it is not there."""
@@ -123,14 +128,15 @@ class _Inserter:
         self.inputs.append(self._new(tensor, Sharding.replicated(mesh, len(self.sharded.graph.shape(tensor)))))
 
 
-def insert_resharding(sharded: ShardedDefinition) -> ReshardedDefinition:
+def insert_resharding(sharded: ShardedDefinition, borders: Borders | None = None) -> ReshardedDefinition:
     """Put in the moves that the placements need: each reshard by its cheapest path, equal moves once.
 
-    A tensor is not brought to its annotation if all its readers take it from where its op makes it.
+    `borders` tells how inputs are passed and outputs returned, where they are DTensors. A tensor is not brought to its
+    annotation if all its readers take it from where its op makes it.
     """
-    found = _Inserter(sharded).run()
+    found = _Inserter(sharded, borders).run()
     unread = _unread(found)
-    return _Inserter(sharded, unread).run() if unread else found
+    return _Inserter(sharded, borders, unread).run() if unread else found
 
 
 def _unread(found: ReshardedDefinition) -> frozenset[int]:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..mesh import STREAM, DeviceMesh
+from .cutting import Runs, cut_in_turn
 
 
 class Split(NamedTuple):
@@ -26,11 +27,15 @@ class Split(NamedTuple):
     `pre` tells which part of the axis: the product of the sizes of its more major parts, 1 for the first part or the
     whole axis (Shardy's sub-axes). Of an axis tp of 4 ranks, `Split(2, "tp")` is the major half and `Split(2, "tp", 2)`
     the minor one. A size of None is whatever the dim's size leaves; only annotations hold it.
+
+    `chunks` is 0 but where a dim of a DTensor is cut in turn, as no factors cut it (`is_cut_in_turn`): the axis then
+    cuts each of so many chunks of what the splits before it leave. Only inputs and outputs of programs lie so.
     """
 
     size: int | None
     axis: str | None = None
     pre: int = 1
+    chunks: int = 0
 
     @property
     def bound(self) -> bool:
@@ -41,11 +46,22 @@ class Split(NamedTuple):
         if self.axis is None:
             return str(self.size if self.size is not None else "?")
         part = f":({self.pre}){self.size}" if self.pre != 1 else ""
-        return f"{self.axis}{part}" if self.axis != STREAM else f"stream:{self.size}"
+        chunks = f"/{self.chunks}" if self.chunks else ""
+        return f"{self.axis}{part}{chunks}" if self.axis != STREAM else f"stream:{self.size}"
 
 
 Layout = tuple[Split, ...]
 WHOLE: Layout = ()
+
+
+def is_cut_in_turn(layout: Layout) -> bool:
+    """Whether each split cuts what those before it leave, as torch's placements do, instead of being a factor."""
+    return any([split.chunks for split in layout])
+
+
+def is_even(layout: Layout, n: int) -> bool:
+    """Whether all ranks hold equally many indices of a dim of size n."""
+    return not is_cut_in_turn(layout) and n % extent(layout) == 0
 
 
 def extent(layout: Layout) -> int:
@@ -139,13 +155,12 @@ def is_prefix(coarse: Layout, fine: Layout) -> bool:
     return len(coarse) <= len(fine) and fine[: len(coarse)] == coarse
 
 
-# A run is a half-open interval of indices; the index set of a rank is an ascending tuple of runs.
-Runs = tuple[tuple[int, int], ...]
-
-
+# A run is a half-open interval of indices; the index set of a rank is an ascending tuple of runs (`cutting.Runs`).
 @functools.lru_cache(maxsize=1 << 16)
 def runs(layout: Layout, n: int, digits: tuple[int, ...]) -> Runs:
     """The indices of a dim of size n that the rank with these digits (one per bound split) holds."""
+    if is_cut_in_turn(layout):
+        return cut_in_turn(n, [(split.size or 1, split.chunks) for split in layout], digits)
     intervals: list[tuple[int, int]] = [(0, 1)]
     remaining, layout = list(digits), padded(layout, n)
     rest = extent(layout)
@@ -211,7 +226,10 @@ def count(intervals: Runs) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def largest(layout: Layout, n: int) -> int:
-    """The number of indices of a dim of size n that the rank with the most holds: the first rank."""
+    """The number of indices of a dim of size n that the rank with the most holds: the first rank, of equal factors."""
+    if is_cut_in_turn(layout):
+        every = itertools.product(*[range(split.size or 1) for split in layout])
+        return max([count(runs(layout, n, digits)) for digits in every])
     first = (0,) * len(axes(layout))
     return shared(layout, first, layout, first, n)
 
@@ -253,6 +271,8 @@ def shared(a: Layout, a_digits: Sequence[int], b: Layout, b_digits: Sequence[int
 def _common_places(a: Layout, b: Layout, n: int) -> tuple[int, ...] | None:
     """The place values, from 1 to n, at which both layouts' digits can be cut; None where there are none."""
     found = {1, n}
+    if is_cut_in_turn(a) or is_cut_in_turn(b):
+        return None
     for layout in (a, b):
         splits = padded(layout, n)
         if n == 0 or extent(splits) != n:
