@@ -10,12 +10,15 @@ PYTEST = $(PY) -m pytest -q
 # Two tests at a time; those that start ranks one after another (tests/conftest.py).
 PARALLEL = -n 2 --dist loadscope
 
-.PHONY: help env run test test-nvfuser faults fuzz lint gpu-check bench bench-bills bench-compile bench-runtime
+.PHONY: help env run test test-nvfuser ledger ledger-check faults fuzz lint gpu-check
+.PHONY: bench bench-bills bench-compile bench-runtime
 
 help:
 	@echo "make run        environment and main job: a GPT on simulated ranks, then on 4 real ones"
 	@echo "make test       nvFuser's tests in their own environment, then the main suite"
 	@echo "make lint       ruff and pyright"
+	@echo "make ledger     plans the ledger's programs anew, prints what changed and writes tests/ledger/ledger.json;"
+	@echo "                make ledger-check prints only; NAMES='random/ bills/d' for those whose names start so"
 	@echo "make faults     kills, stops and misleads ranks, REPEAT=20 times each, and looks at what is left"
 	@echo "make fuzz       random programs until one fails or Ctrl-C"
 	@echo "make bench      the benchmarks: bench-bills (bytes on the wire), bench-compile (time to compile)"
@@ -39,6 +42,13 @@ test-nvfuser:
 	@python=$$($(ENV) nvfuser); status=$$?; \
 	if [ $$status -eq 0 ]; then $$python -m pytest -q $(PARALLEL) -m nvfuser tests/nvfuser; \
 	elif [ $$status -ne 3 ] || [ -n "$$CI" ]; then exit $$status; fi
+
+# Of plans that are meant to change: the file's diff belongs to the same commit.
+ledger: env
+	@$(PY) tests/ledger/write.py $(NAMES)
+
+ledger-check: env
+	@$(PY) tests/ledger/write.py --check $(NAMES)
 
 faults: env
 	@$(PY) tests/ranks/faults.py --repeat $(or $(REPEAT),20) $(FAULTS)

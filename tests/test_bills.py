@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 from pathlib import Path
 
@@ -11,8 +10,10 @@ import pytest
 import torch
 
 import meshfuse as mf
-from bill_known import check_run
+from bill_classes.known import check_run
 from defining import taken_over
+from ledger.book import assert_unchanged
+from ledger.known_programs import ON_LINKS, on_links, table
 from meshfuse.moves.prices import price
 from meshfuse.sharding import Sharding
 
@@ -48,33 +49,28 @@ def test_every_program_of_the_table_is_built() -> None:
 def test_the_bill_is_at_its_best_and_what_ranks_send(name: str) -> None:
     """By a plan that small sizes take over, of which all differ but the batch, and that twice as large a batch does."""
     define, small = programs.PROGRAMS[name].define, programs.SMALL
-    fd = define()
+    fd = table(name)
     billed = fd.bill().total / 1e6
     assert billed <= BEST[name] + 1e-4
     assert (name in MISSES) == bool(FIGURES[name].exceeded(billed)), MISSES.get(name)
     for twin in (define(small), define(dataclasses.replace(small, batch=2 * small.batch))):
         assert taken_over(twin, fd) or name == "k1"  # The layout of its rows is of so many samples.
         check_run(twin)
+    assert_unchanged(f"bills/{name}", fd)
 
 
-LINKS = mf.Link(450e9, 1e-9), mf.Link(5e9, 1e-9)
-
-
-@pytest.mark.parametrize(("name", "fast"), itertools.product(("f1", "j4", "m1"), (0, 1)))
-def test_programs_on_axes_of_unequal_speed(name: str, fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "fast"), ON_LINKS)
+def test_programs_on_axes_of_unequal_speed(name: str, fast: int) -> None:
     """The plan for the links is no slower on them than the one that counts bytes, sends what it says, and is right."""
     plain = programs.PROGRAMS[name].define(programs.SMALL)
-    for mesh in ("DP2_TP4", "X4_Y2"):
-        old = getattr(programs, mesh)
-        links = dict(zip(old.names, LINKS if fast == 0 else LINKS[::-1], strict=True))
-        monkeypatch.setattr(programs, mesh, mf.DeviceMesh(old.shape, old.names, links=links))
-    linked = programs.PROGRAMS[name].define(programs.SMALL)
+    linked = on_links(name, fast)
     inputs = counting.random_inputs(plain)
     assert counting.executed_bytes(linked, inputs) == linked.bill().total
     for ours, theirs in zip(linked.simulate(inputs, check_replicas=True), plain.simulate(inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     mesh = linked.compile().resharded.values[0].sharding.mesh
     assert linked.bill().seconds <= seconds_on(plain, mesh) * 1.0001
+    assert_unchanged(f"links/{name}-{fast}", linked)
 
 
 def seconds_on(fd: mf.FusionDefinition, mesh: mf.DeviceMesh) -> float:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from layers import SMALL
 
 import meshfuse as mf
+from bill_classes.grids import CLASSES
 from defining import graph_of
 from meshfuse.planning.grids import MOST_WAYS, Grid, grids
 from meshfuse.planning.search import GRID_OPS
@@ -19,7 +20,6 @@ from meshfuse.propagation.propagate import THOROUGH, Propagation
 from meshfuse.sharding import layout as lay
 from meshfuse.sharding.layout import Split
 from meshfuse.sharding.value import Sharding
-from test_bill_grids import CLASSES
 
 RANKS = (5, 3, 0, 1, 2, 4, 7, 6, 8, 9, 10, 11)
 SHAPE = (24, 7)

@@ -11,9 +11,8 @@ import pytest
 from layers import SMALL
 
 import meshfuse as mf
-import test_bill_backward
-import test_bill_classes
-from bill_known import Known
+from bill_classes import CLASSES
+from bill_classes.known import Known
 from defining import graph_of
 from interrupts import interrupted, places
 from laws import renaming_axes_commutes
@@ -221,8 +220,8 @@ def test_a_sum_that_is_needed_in_parts_is_scattered(body: Any, spec: Any, wire: 
 @pytest.mark.parametrize(
     "program",
     [
-        test_bill_classes.CLASSES["rows_over_both_axes_and_a_vocabulary_over_one_of_them"],
-        test_bill_backward.CLASSES["clipped_gradients_of_an_mlp_on_two_axes"],
+        CLASSES["general/rows_over_both_axes_and_a_vocabulary_over_one_of_them"],
+        CLASSES["backward/clipped_gradients_of_an_mlp_on_two_axes"],
     ],
 )
 def test_a_plan_is_dropped_only_if_one_that_is_kept_reaches_it(program: Known, monkeypatch: pytest.MonkeyPatch) -> None:

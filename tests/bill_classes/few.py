@@ -1,11 +1,11 @@
-"""Classes of programs with fewer experts, heads or nets than ranks, which share one; figures as in bill_classes."""
+"""Classes of programs with fewer experts, heads or nets than ranks, which share one; figures as in `general`."""
 
 from __future__ import annotations
 
 from layers import Sizes, Tensor, floats
 from programs import EP8, TP8, Fd, Spec, gradients, outputs, split
 
-from bill_known import Classes, by_hand
+from .known import Classes, by_hand
 
 CLASSES = Classes()
 known = CLASSES.known
@@ -87,6 +87,3 @@ def attention_by_hand_of_six_heads_backward(fd: Fd, s: Sizes) -> None:
     """As above, in products, with two ranks idle."""
     qkv = few_heads(fd, s, 6)
     gradients(fd, by_hand(fd, *qkv), qkv)
-
-
-test_no_more_than_xla_and_a_plan_by_hand = CLASSES.test()

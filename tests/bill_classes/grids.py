@@ -1,5 +1,5 @@
 """Classes of programs one axis of which does best as a grid: rows in groups of ranks, columns over the ranks of each;
-figures as in test_bill_classes.
+figures as in `general`.
 
 Of x (X bytes) over k groups of m ranks, rows come together or go apart in X / k (m - 1) / m bytes, and W bytes of
 weights in W / m (k - 1) / k. Here X is 16.78 MB, the weights of an MLP 33.55 MB, and two groups of four do best.
@@ -13,7 +13,7 @@ import layers
 from layers import Sizes, Tensor, floats
 from programs import DP2_TP4, DP8, TP8, Fd, Spec, gradients, outputs, split
 
-from bill_known import Classes, by_hand, loss_of_a_head
+from .known import Classes, by_hand, loss_of_a_head
 
 CLASSES = Classes()
 known = CLASSES.known
@@ -143,6 +143,3 @@ def a_loss_whose_rows_lie_over_one_axis(fd: Fd, s: Sizes) -> None:
     index, rows, heads = loss_of_a_head(fd, s, 2 * s.hidden)
     split(fd, TP8, (index, ["tp", None]), *((t, ["tp", None, None]) for t in rows))
     split(fd, TP8, *((t, [None, None]) for t in heads))
-
-
-test_no_more_than_xla_and_a_plan_by_hand = CLASSES.test()

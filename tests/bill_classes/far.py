@@ -1,4 +1,4 @@
-"""Classes of programs whose best plan is several changes away from what ops ask for; figures as in bill_classes."""
+"""Classes of programs whose best plan is several changes away from what ops ask for; figures as in `general`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from layers import Sizes, Tensor, floats, mlp, one_hot
 from programs import TP8, X4_Y2, Fd, gradients, outputs, split
 
 import meshfuse as mf
-from bill_known import Classes, by_hand, loss_of_a_head
+
+from .known import Classes, by_hand, loss_of_a_head
 
 CLASSES = Classes()
 known = CLASSES.known
@@ -172,6 +173,3 @@ def gradients_of_a_contrastive_loss(fd: Fd, s: Sizes) -> None:
         most = fd.ops.max(scores, [dim], keepdim=True)
         loss = loss + fd.ops.sum(fd.ops.log(fd.ops.sum(fd.ops.exp(scores - most), [dim], keepdim=True)) + most)
     outputs(fd, loss, *fd.grad(loss, weights))
-
-
-test_no_more_than_xla_and_a_plan_by_hand = CLASSES.test()

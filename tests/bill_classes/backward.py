@@ -1,4 +1,4 @@
-"""Classes of backward programs in which weights alone are split; figures as in test_bill_classes."""
+"""Classes of backward programs in which weights alone are split; figures as in `general`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from layers import Sizes, Tensor, floats
 from programs import TP8, Fd, gradients, outputs, split
 
 import meshfuse as mf
-from bill_known import Classes, by_hand
+
+from .known import Classes, by_hand
 
 CLASSES = Classes()
 known = CLASSES.known
@@ -138,6 +139,3 @@ def clipped_gradients_of_an_mlp_on_two_axes(fd: Fd, s: Sizes) -> None:
     square = ops.sum(grads[0] * grads[0], [0, 1]) + ops.sum(grads[1] * grads[1], [0, 1])
     outputs(fd, *(g * ops.rsqrt(square + 1e-6) for g in grads))
     split(fd, mesh, (x, ["dp", None, None]), (w1, [None, "tp"]), (w2, ["tp", None]))
-
-
-test_no_more_than_xla_and_a_plan_by_hand = CLASSES.test()

@@ -1,11 +1,11 @@
-"""Classes of programs in which what a split sequence costs comes long after it is read; figures as in bill_classes."""
+"""Classes of programs in which what a split sequence costs comes long after it is read; figures as in `general`."""
 
 from __future__ import annotations
 
 from layers import Sizes, Tensor, floats
 from programs import TP8, Fd, outputs, split
 
-from bill_known import Classes
+from .known import Classes
 
 CLASSES = Classes()
 known = CLASSES.known
@@ -52,6 +52,3 @@ def state_space_block_of_a_split_sequence(fd: Fd, s: Sizes) -> None:
     y = scanned(fd, u, step, rates, into, out) * ops.silu(part(fd, both, wide, 2 * wide))
     outputs(fd, ops.matmul(y, floats(fd, wide, s.width)))
     split(fd, TP8, (x, [None, "tp", None]))
-
-
-test_no_more_than_xla_and_a_plan_by_hand = CLASSES.test()
