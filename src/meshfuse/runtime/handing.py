@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -45,7 +45,7 @@ class Handing:
         self._made: deque[str] = deque()
 
     @contextlib.contextmanager
-    def text(self, key: str, ranks: Sequence[int], what: str) -> Iterator[Handed]:
+    def text(self, key: str, ranks: Collection[int], what: str) -> Iterator[Handed]:
         """A context with the text of this key, which says all that it follows from; `what` is for errors.
 
         Where this rank is the first to come, it makes the text in the context, and hands it over at its end. Raises
@@ -82,7 +82,7 @@ class Handing:
             if old not in self._made:
                 within(_STORE, lambda old=old: [self._store.delete_key(key) for key in (f"{old}/by", old)])
 
-    def _awaited(self, place: str, maker: int, ranks: Sequence[int], what: str) -> str:
+    def _awaited(self, place: str, maker: int, ranks: Collection[int], what: str) -> str:
         """The text that another rank makes; "" where it makes none any more."""
         what = f"waiting for rank {maker}'s plan of {what}"
         start = asked = time.monotonic()
@@ -99,7 +99,7 @@ class Handing:
     def _is_there(self, place: str, maker: int, what: str) -> bool:
         return not self._asked(what, maker, lambda: await_keys(self._store, [place], _LOOK, lambda: None))
 
-    def _is_given_up(self, place: str, maker: int, ranks: Sequence[int], what: str) -> bool:
+    def _is_given_up(self, place: str, maker: int, ranks: Collection[int], what: str) -> bool:
         """Whether nobody makes the text any more. RankError where a peer has failed, or a maker that is needed."""
         self.world.raise_if_failed(what)
         scene = self.world.scene()
