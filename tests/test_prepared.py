@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from defining import collectives, random_inputs
 from interpreter import has_reference, interpret
 from meshfuse import fusion_definition
 from meshfuse.graph import shape_scalars
-from meshfuse.ops.base import TensorRef
+from meshfuse.ops.base import TensorRef, TensorType
 from meshfuse.testing import annotations, definitions, inputs_for, shapes_for
 from meshfuse.testing.check import assert_close, tolerance_of
 
@@ -41,8 +42,10 @@ def run(halves: Halves, inputs: Sequence[Any], kept: Sequence[int]) -> list[torc
 
 @pytest.mark.fuzz
 @settings(max_examples=50)
-@given(definitions(open_sizes=True).flatmap(annotations), st.integers(0, 99), st.data())
-def test_random_programs_in_two_are_what_torch_computes(fd: mf.FusionDefinition, number: int, data: Any) -> None:
+@given(definitions(open_sizes=True).flatmap(annotations), st.integers(0, 99), st.booleans(), st.data())
+def test_random_programs_in_two_are_what_torch_computes(
+    fd: mf.FusionDefinition, number: int, gathered: bool, data: Any
+) -> None:
     assume(has_reference(fd) and not shape_scalars(fd))
     read = {i for node in fd.nodes for i in node.inputs}.union(fd.outputs)
     places = [place for place, ref in enumerate(fd.inputs) if isinstance(ref, TensorRef) and ref.id in read]
@@ -50,13 +53,32 @@ def test_random_programs_in_two_are_what_torch_computes(fd: mf.FusionDefinition,
     kept = data.draw(st.lists(st.sampled_from(places), min_size=1, unique=True))
     inputs = inputs_for(fd, number)
     try:
-        halves = fd.prepared(views(fd, kept), *shapes_for(fd))
+        halves = fd.prepared(views(fd, kept), *shapes_for(fd), gathered=gathered)
     except mf.DefinitionError as error:  # what reads them no output follows from
         assert "nothing follows" in str(error)
         return
     for got, wanted in zip(run(halves, inputs, kept), interpret(fd, inputs), strict=True):
         assert_close(got, wanted, tolerance_of(fd), "an output")
-    assert halves[1].bill().total <= fd.bill().total + 1e-6
+    rest, whole = halves[1].bill(), fd.bill()
+    assert rest.total <= whole.total + 1e-6 or rest.seconds < whole.seconds
+    assert gathered or kept_bytes(halves[0]) <= given_bytes(halves[0])
+
+
+def given_bytes(once: mf.FusionDefinition) -> int:
+    """Bytes of the inputs on the rank with most of each."""
+    compiled = once.compile()
+    return sum(most_bytes(compiled.sharded.homes[i], once.tensors[i].type) for i in once.input_tensors())
+
+
+def kept_bytes(once: mf.FusionDefinition) -> int:
+    """The same of the outputs."""
+    types = [once.tensors[i].type for i in once.outputs]
+    return sum(map(most_bytes, once.compile().output_shardings(), types))
+
+
+def most_bytes(sharding: mf.Sharding, kind: TensorType) -> int:
+    held = [sharding.local_shape(kind.shape, rank) for rank in sharding.mesh.ranks]
+    return max(map(math.prod, held)) * kind.dtype.itemsize
 
 
 def fused(rows: int, max_wire: float | None = None) -> tuple[mf.FusionDefinition, mf.TensorView]:
@@ -87,7 +109,7 @@ def test_a_weight_is_laid_out_once(rows: int) -> None:
     assert once.compile().output_shardings()[0].max_local_numel((96, 32)) == 96 * 32 // 4
 
 
-def gathered() -> tuple[mf.FusionDefinition, list[mf.TensorView]]:
+def cast() -> tuple[mf.FusionDefinition, list[mf.TensorView]]:
     """A weight in shards, cast and used, and a bias that is broadcast."""
     with mf.FusionDefinition() as fd:
         x = fd.define_tensor([64, 32], dtype=mf.DataType.BFloat16)
@@ -100,14 +122,98 @@ def gathered() -> tuple[mf.FusionDefinition, list[mf.TensorView]]:
 
 
 def test_casts_and_gathers_are_done_once_and_what_grows_is_not() -> None:
-    fd, weights = gathered()
-    once, each = fd.prepared(weights)
+    fd, weights = cast()
+    once, each = fd.prepared(weights, gathered=True)
     shapes = [each.tensors[i].type for i in each.input_tensors()]
     assert [(kind.shape, kind.dtype) for kind in shapes] == [
         ((64, 32), mf.DataType.BFloat16), ((32, 32), mf.DataType.BFloat16), ((32,), mf.DataType.BFloat16),
     ]  # fmt: skip
     assert [node.op.name for node in each.nodes] == ["matmul", "broadcast_in_dim", "add"]
     assert once.bill().total == fd.bill().total == 2 * 32 * 32 * 3 / 4 and each.bill().total == 0
+
+
+def test_what_is_gathered_is_kept_where_that_is_asked_for_alone() -> None:
+    """Else the cast is kept, in shards, and gathered at each call: four times the shard is more than was given."""
+    fd, weights = cast()
+    once, each = fd.prepared(weights)
+    assert [node.op.name for node in once.nodes if node.op.name != "set"] == ["cast"]
+    assert once.bill().total == 0 and each.bill().total == fd.bill().total
+    assert kept_bytes(once) == 32 * 32 // 4 * 2 + 32 * 2 < given_bytes(once)
+    assert kept_bytes(fd.prepared(weights, gathered=True)[0]) == 32 * 32 * 2 + 32 * 2
+
+
+def layers(count: int, max_memory: float | None = None) -> tuple[mf.FusionDefinition, list[mf.TensorView]]:
+    """Products by weights in shards, which ranks need whole for their rows."""
+    with mf.FusionDefinition(max_memory=max_memory) as fd:
+        x = fd.define_tensor([1024, 64])
+        fd.mesh_split(x, TP, ["tp", None])
+        weights = [fd.define_tensor([64, 64]) for _ in range(count)]
+        for w in weights:
+            fd.mesh_split(w, TP, ["tp", None])
+            x = fd.ops.relu(fd.ops.linear(x, w))
+        fd.add_output(x)
+    return fd, weights
+
+
+WEIGHT = 64 * 64 * 4
+
+
+def peaks(halves: Halves) -> int:
+    return max(half.memory().peak for half in halves)
+
+
+@pytest.mark.parametrize("kept_weights", [0, 1, 3, 5, 6])
+def test_no_more_is_gathered_than_the_memory_holds(kept_weights: int) -> None:
+    fd, weights = layers(6)
+    free = fd.prepared(weights, gathered=True)
+    assert kept_bytes(free[0]) == 6 * WEIGHT and free[1].bill().total == 0
+    more = WEIGHT * 3 // 4  # that a gathered one takes than its shard
+    # The shards, three rows' parts and one weight gathered: what the program takes in any case.
+    limit = 6 * WEIGHT // 4 + 3 * 1024 * 64 + WEIGHT + kept_weights * more
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of more than the bound
+        fd, weights = layers(6, max_memory=limit)
+        halves = fd.prepared(weights, gathered=True)
+        assert peaks(halves) <= limit
+    assert halves[1].bill().total <= 2 * (6 - kept_weights) * more
+    assert kept_bytes(halves[0]) <= limit - 3 * 1024 * 64
+    inputs = [torch.randn(1024, 64), *(torch.randn(64, 64) / 8 for _ in weights)]
+    wanted = inputs[0].double()
+    for w in inputs[1:]:
+        wanted = (wanted @ w.double().T).relu()
+    assert_close(run(halves, inputs, range(1, 7))[0], wanted, 1e-5, "y")
+
+
+def test_two_uses_of_a_weight_in_two_places_are_kept_once() -> None:
+    """Of the same size each, but together twice what was given."""
+    fd = mf.FusionDefinition()
+    x, z, w = fd.define_tensor([4096, 32]), fd.define_tensor([4096, 32]), fd.define_tensor([32, 32])
+    for made in (fd.ops.linear(x, w), fd.ops.matmul(z, w)):
+        fd.add_output(made)
+        fd.mesh_split(made, TP, [None, "tp"])
+    fd.mesh_split(w, TP, ["tp", None])
+    assert kept_bytes(fd.prepared(w, gathered=True)[0]) == 2 * 32 * 32 * 4 // 4
+    halves = fd.prepared(w)
+    assert kept_bytes(halves[0]) == 32 * 32 * 4 // 4
+    inputs = random_inputs(fd)
+    a, b, c = (t.double() for t in inputs)
+    for got, wanted in zip(run(halves, inputs, [2]), (a @ c.T, b @ c), strict=True):
+        assert_close(got, wanted, 1e-5, "a product")
+
+
+def test_what_grows_is_left_to_the_rest_even_where_it_moves() -> None:
+    """An outer product that is read elsewhere than it is made."""
+    with mf.FusionDefinition() as fd:
+        x, a, b = fd.define_tensor([4096, 64]), fd.define_tensor([64, 2]), fd.define_tensor([2, 64])
+        y = fd.ops.matmul(x, fd.ops.matmul(a, b))
+        fd.add_output(y)
+        fd.mesh_split(y, TP, [None, "tp"])
+        fd.mesh_split(a, TP, ["tp", None])
+    halves = fd.prepared([a, b])
+    assert kept_bytes(halves[0]) <= given_bytes(halves[0])
+    inputs = random_inputs(fd)
+    wanted = inputs[0].double() @ (inputs[1].double() @ inputs[2].double())
+    assert_close(run(halves, inputs, [1, 2])[0], wanted, 1e-5, "y")
 
 
 def test_products_of_weights_alone_are_done_once() -> None:

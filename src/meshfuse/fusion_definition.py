@@ -151,16 +151,23 @@ class FusionDefinition(PlannedDefinition):
 
     # what is done once ------------------------------------------------------------------------------------------
 
-    def prepared(self, inputs: Any, *shapes: Sequence[int]) -> tuple[FusionDefinition, FusionDefinition]:
+    def prepared(
+        self, inputs: Any, *shapes: Sequence[int], gathered: bool = False
+    ) -> tuple[FusionDefinition, FusionDefinition]:
         """Cut this program in two definitions: what follows from `inputs` alone, and everything else.
 
         For weights that keep their values over many calls, as in inference. The first definition brings them to where
-        they are read (a reshard, a gather, a cast, a product of two). The second takes the inputs that are left, in
-        their order, and then what the first returned::
+        they are read (a reshard, a cast, a product of two). The second takes the inputs that are left, in their order,
+        and then what the first returned::
 
             once, each = fd.prepared([w])
             kept = once.execute([w_shard])
             out = each.execute([x_shard, *kept])
+
+        gathered: also keep what is more of a tensor than the rank was given, such as a weight gathered from its shards.
+            Without it the second definition does what would take more memory (a gather, a broadcast) at every call.
+
+        Neither definition holds more than `max_memory`, as far as leaving more to the second helps.
 
         Both are for one set of global shapes: `shapes`, one per input tensor, or those of the latest call. The second
         draws other random numbers than this definition. Raises DefinitionError for anything in `inputs` that is no
@@ -168,7 +175,8 @@ class FusionDefinition(PlannedDefinition):
         """
         line = caller_line()
         given = [self._own(t, "prepared", line).id for t in _listed(inputs)]
-        return prepared(self, given, shapes, self._like, line)
+        check_flags(line, gathered=gathered)
+        return prepared(self, given, shapes, self._like, gathered, line)
 
     def _like(self) -> FusionDefinition:
         bounds = {"max_wire": self.max_wire, "max_memory": self.max_memory}

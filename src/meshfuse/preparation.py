@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from .compiler import CompiledProgram, compile_definition, decided_without
@@ -10,18 +11,25 @@ from .definition.builder import DefinitionBuilder
 from .errors import SourceLine, user_error
 from .mesh import DeviceMesh
 from .planned_definition import PlannedDefinition
-from .planning.binding_times import HalvedPlan, halved
+from .planning.binding_times import HalvedPlan
 from .planning.halves import write_halves
+from .planning.keeping import Keeping
 from .planning.spending import Spent, spent
+from .propagation.sharded import ShardedDefinition
+from .resharding.memory import peak
+from .sharding.value import Sharding
 
 Definition = TypeVar("Definition", bound=PlannedDefinition)
 
 
 def prepared(
     fd: PlannedDefinition, inputs: Sequence[int], shapes: Sequence[Sequence[int]], make: Callable[[], Definition],
-    line: SourceLine,
+    gathered: bool, line: SourceLine,
 ) -> tuple[Definition, Definition]:  # fmt: skip
     """The two definitions for the latest (or the given) shapes; `make` gives empty definitions of `fd`'s kind.
+
+    A rank keeps no more of what follows from an input than it was given of it, unless what is `gathered` is to be kept;
+    and no more than `fd.max_memory` leaves room for.
 
     There are two plans to cut: `fd`'s own, and the one in which these inputs have no annotations. The one whose second
     definition takes less time is cut; but the latter only if a rank then keeps no more than by the former, or than the
@@ -29,13 +37,18 @@ def prepared(
     """
     _check(fd, inputs, line)
     compiled = fd.latest(shapes)
-    found = halved(compiled.planned, tuple(inputs))
+    given = {i: compiled.planned.homes[i] for i in inputs}
+    keeping, found = _cut(compiled.planned, given, gathered)
     if not found.handed_on:
         read = ", ".join(fd.tensors[i].label for i in inputs)
         raise user_error("prepared: nothing follows", f"no reader of {read}", "inputs that are read", "", line)
-    other = _freed(fd, compiled, found)
-    if other is not None and other.kept <= max(found.kept, found.given):
-        found = other if _each(fd, other).beats(_each(fd, found)) else found
+    free = _freed(fd, compiled, inputs)
+    if free is not None:
+        others, other = _cut(free, given, gathered)
+        if other.kept <= max(found.kept, found.taken) and _each(fd, other).beats(_each(fd, found)):
+            keeping, found = others, other
+    if fd.max_memory is not None:
+        found = keeping.within(fd.max_memory, lambda cut: _peak(fd, cut))
     first, rest = make(), make()
     write_halves(fd, found, first, rest)
     return first, rest
@@ -52,17 +65,36 @@ def _check(fd: PlannedDefinition, inputs: Sequence[int], line: SourceLine) -> No
         raise user_error("prepared: sizes are fixed", f"some that follow {sized}", needed, "Pass ints.", line)
 
 
-def _freed(fd: PlannedDefinition, compiled: CompiledProgram, found: HalvedPlan) -> HalvedPlan | None:
-    """The cut of the plan in which these inputs have no annotations; None where no annotation is left then."""
+def _cut(plan: ShardedDefinition, given: Mapping[int, Sharding], gathered: bool) -> tuple[Keeping, HalvedPlan]:
+    """A plan cut in two, and what leaves more of it to the second half."""
+    keeping = Keeping(plan, given)
+    return keeping, keeping.cut() if gathered else keeping.within_given()
+
+
+def _freed(fd: PlannedDefinition, compiled: CompiledProgram, inputs: Sequence[int]) -> ShardedDefinition | None:
+    """The plan in which these inputs have no annotations; None where no annotation is left then."""
     shapes = {i: compiled.graph.shape(i) for i in fd.input_tensors()}
     world = compiled.resharded.values[0].sharding.mesh
-    free = decided_without(fd, shapes, world, found.inputs, fd.effort)
-    return None if free is None else halved(free, found.inputs)
+    return decided_without(fd, shapes, world, inputs, fd.effort)
 
 
 def _each(fd: PlannedDefinition, found: HalvedPlan) -> Spent:
-    """What the second definition takes, written as a plain DefinitionBuilder, which `observers` do not see."""
-    first, rest = DefinitionBuilder(), DefinitionBuilder()
-    write_halves(fd, found, first, rest)
-    shapes = {i: rest.tensors[i].type.shape for i in rest.input_tensors()}
-    return spent(compile_definition(rest, shapes, {}, DeviceMesh([0]), effort=fd.effort).planned)
+    """What the second definition takes."""
+    return spent(_halves(fd, found)[1]().planned)
+
+
+def _peak(fd: PlannedDefinition, found: HalvedPlan) -> float:
+    """The most bytes that a rank holds in either definition."""
+    return max([peak(compile_half().resharded).nbytes for compile_half in _halves(fd, found)])
+
+
+def _halves(fd: PlannedDefinition, found: HalvedPlan) -> list[Callable[[], CompiledProgram]]:
+    """What compiles the two definitions, written as plain DefinitionBuilders, which `observers` do not see."""
+    halves = DefinitionBuilder(), DefinitionBuilder()
+    write_halves(fd, found, *halves)
+    return [functools.partial(_compiled, fd, half) for half in halves]
+
+
+def _compiled(fd: PlannedDefinition, half: DefinitionBuilder) -> CompiledProgram:
+    shapes = {i: half.tensors[i].type.shape for i in half.input_tensors()}
+    return compile_definition(half, shapes, {}, DeviceMesh([0]), fd.max_memory, effort=fd.effort)

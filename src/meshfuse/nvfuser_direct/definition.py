@@ -160,13 +160,15 @@ class FusionDefinition(core.FusionDefinition):
         if alias_input is not None:
             self.aliases[len(self.outputs) - 1] = alias_input.id
 
-    def prepared(self, inputs: Any, *shapes: Sequence[int]) -> tuple[core.FusionDefinition, core.FusionDefinition]:
+    def prepared(
+        self, inputs: Any, *shapes: Sequence[int], gathered: bool = False
+    ) -> tuple[core.FusionDefinition, core.FusionDefinition]:
         """As in meshfuse. Raises DefinitionError where an output is written into an argument."""
         if self.aliases:
             written = ", ".join(self.tensors[i].label for i in self.aliases.values())
             raise user_error("prepared: arguments are written", written, "outputs that are returned",
                              "Return them, and copy them into arguments.", caller_line())  # fmt: skip
-        return super().prepared(inputs, *shapes)
+        return super().prepared(inputs, *shapes, gathered=gathered)
 
     def _apply(self, op: OpDef, args: Sequence[Any], kwargs: Mapping[str, Any], line: SourceLine) -> Any:
         """As in meshfuse. Expanded operands of elementwise ops take the sizes of real ones, as in nvFuser."""

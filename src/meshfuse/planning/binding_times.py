@@ -27,18 +27,30 @@ class Need(NamedTuple):
 class HalvedPlan:
     """A plan cut in two: what is done once, and the rest.
 
+    given: how the inputs are passed that the first part takes.
     before: the numbers of the ops that are done once.
     free: those of ops that depend on no input; both parts may do them.
     needs: by node of the rest and place, the operands that come from the first part.
     ends: by output that the first part makes, where it is left.
+    made: by tensor of the first part, how its op makes it (reduced), or how it is passed.
+    makers: by tensor of the first part, the number of its op.
+    follows: by tensor of the first part, the inputs that it follows from.
     """
 
     plan: ShardedDefinition
-    inputs: tuple[int, ...]
+    given: Mapping[int, Sharding]
     before: frozenset[int]
     free: frozenset[int]
     needs: Mapping[int, Mapping[int, Need]]
     ends: Mapping[int, Need]
+    made: Mapping[int, Need]
+    makers: Mapping[int, int]
+    follows: Mapping[int, frozenset[int]]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The inputs that the first part takes."""
+        return tuple(self.given)
 
     @property
     def handed_on(self) -> tuple[Need, ...]:
@@ -49,39 +61,52 @@ class HalvedPlan:
     @property
     def kept(self) -> int:
         """Bytes on a rank of what is handed on."""
-        return sum(map(self._nbytes, self.handed_on))
+        return sum(map(self.nbytes, self.handed_on))
 
     @property
-    def given(self) -> int:
+    def taken(self) -> int:
         """Bytes on a rank of the inputs."""
-        return sum(self._nbytes(Need(i, self.plan.homes[i])) for i in self.inputs)
+        return sum([self.nbytes(Need(i, sharding)) for i, sharding in self.given.items()])
 
-    def _nbytes(self, need: Need) -> int:
+    def nbytes(self, need: Need) -> int:
+        """Bytes of a tensor on the rank that has most of it."""
         return shard_bytes(need.sharding, self.plan.graph.tensors[need.tensor].type)
 
 
-def halved(plan: ShardedDefinition, inputs: tuple[int, ...]) -> HalvedPlan:
-    """The plan cut in two: what follows from these inputs alone, and the rest.
+def halved(
+    plan: ShardedDefinition, given: Mapping[int, Sharding], late: frozenset[int] = frozenset(),
+    handed: Mapping[Need, Need] | None = None,
+) -> HalvedPlan:  # fmt: skip
+    """The plan cut in two: what follows from these inputs alone, and the rest, to which the ops in `late` are left.
+
+    `given` is how the inputs are passed, and `handed` what is handed on in the place of what the rest reads.
 
     (Partial evaluation by binding times, as in Jones, Gomard and Sestoft's book. But results that are larger than what
     they are made of, such as a bias that is broadcast, are left to the rest.)
     """
-    found = _Following(plan, inputs)
+    found, handed = _Following(plan, given, late), handed or {}
     graph, there = plan.graph, found.there
     needs: dict[int, dict[int, Need]] = {}
     for node in graph.nodes:
-        operands = {place: need for place, need in found.operands[node.id].items() if need.tensor in there}
+        read = found.operands[node.id].items()
+        operands = {place: handed.get(need, need) for place, need in read if need.tensor in there}
         if operands and node.id not in found.before:
             needs[node.id] = operands
-    left = {i: need for i, need in found.ends.items() if i in there}
-    return HalvedPlan(plan, inputs, frozenset(found.before), frozenset(found.free), needs, left)
+    # An input that is an output, too, stays as it is passed, whatever a plan without its annotation makes of it.
+    left = {i: Need(i, given[i]) if i in given else need for i, need in found.ends.items() if i in there}
+    made = {i: Need(i, sharding) for i, sharding in given.items()}
+    made |= {i: Need(i, need.sharding.reduced()) for n in found.before for i, need in found.results[n].items()}
+    makers = {i: n for n in found.before for i in found.results[n]}
+    before, free = frozenset(found.before), frozenset(found.free)
+    return HalvedPlan(plan, given, before, free, needs, left, made, makers, found.follows)
 
 
 class _Following:
     """The ops that follow from some inputs alone (`before`), and the tensors that are then `there`."""
 
-    def __init__(self, plan: ShardedDefinition, inputs: tuple[int, ...]):
-        self.graph, self.there = plan.graph, set(inputs)
+    def __init__(self, plan: ShardedDefinition, inputs: Collection[int], late: frozenset[int]):
+        self.graph, self.there, self.late = plan.graph, set(inputs), late
+        self.follows = {i: frozenset((i,)) for i in inputs}
         self.before, self.free = set[int](), set[int]()
         self.ends = {i: Need(i, end.reduced()) for i, end in ends(plan).items()}
         self.operands, self.results = dict[int, dict[int, Need]](), dict[int, dict[int, Need]]()
@@ -105,10 +130,12 @@ class _Following:
         made_of_nothing = set[int]()
         for node, choice in zip(plan.graph.nodes, plan.choices, strict=True):
             known = all(i in self.there or i in made_of_nothing for i in node.inputs)
-            if known and _is_fixed(node, choice.placement):
+            if known and node.id not in self.late and _is_fixed(node, choice.placement):
                 follows = not self.there.isdisjoint(node.inputs)
                 (self.before if follows else self.free).add(node.id)
                 (self.there if follows else made_of_nothing).update(node.outputs)
+                sources = frozenset[int]().union(*(self.follows.get(i, ()) for i in node.inputs))
+                self.follows.update(dict.fromkeys(node.outputs, sources))
 
     def _is_left(self, node: Node) -> bool:
         """Whether the rest does an op better: it alone reads the result, as it is made, and the result is larger."""
