@@ -36,7 +36,7 @@ def _dims(x: torch.Tensor, dims: Any) -> list[int]:
 def _reduce(step: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     """A reduction over many dims from one over a single dim."""
 
-    def reduce(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any) -> torch.Tensor:
+    def reduce(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any, _: bool = False) -> torch.Tensor:
         found = sorted((d % x.ndim for d in _dims(x, dims)), reverse=True)
         for d in found:
             x = step(x, d)

@@ -41,7 +41,7 @@ def test_shards_without_elements(tmp_path: Path) -> None:
     state = {name: (t, Sharding.replicated(mesh, t.ndim)) for name, t in EMPTY.items()}
     mf.save(tmp_path, state)
     (data,) = tmp_path.glob("data-*")
-    stored = dcp.FileSystemReader(data).read_metadata().state_dict_metadata
+    stored: dict[str, Any] = dcp.FileSystemReader(data).read_metadata().state_dict_metadata
     assert {name: (entry.size, entry.properties.dtype) for name, entry in stored.items()} == {
         name: (t.shape, t.dtype) for name, t in EMPTY.items()
     }

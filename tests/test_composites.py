@@ -14,7 +14,7 @@ import meshfuse as mf
 from meshfuse.ops.base import REQUIRED, ParamKind
 from meshfuse.ops.binding import of_kind
 
-Build = Callable[[Any, Any], Any]
+Build = Callable[..., Any]
 X = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.tensor([[9, 0, 4, 3, 3, 7]] * 4)
 CASES: dict[str, tuple[Build, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -109,7 +109,8 @@ IGNORED: dict[str, Any] = {
 @pytest.mark.parametrize("ignore", [None, 3])
 def test_cross_entropy_leaves_ignored_targets_out(spec: str, which: str, reduction: str, ignore: int | None) -> None:
     """-100 unless another is named, which may be a class. As in torch the mean of no rows is NaN, with gradient 0."""
-    targets, given = TARGETS.clone(), {} if ignore is None else {"ignore_index": ignore}
+    given: dict[str, Any] = {} if ignore is None else {"ignore_index": ignore}
+    targets = TARGETS.clone()
     targets[IGNORED[which]] = given.get("ignore_index", -100)
     seed = torch.randn(() if reduction != "none" else (4, 6), generator=torch.Generator().manual_seed(2)).double()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .indices import Runs, local_places
+from .indices import Runs, local_place, local_places
 
 
 def _accumulating(x: torch.Tensor) -> torch.Tensor:
@@ -40,10 +40,10 @@ def take_bwd(grad: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> t
 
 def select_bwd(grad: torch.Tensor, index: int, dim: int, runs: Runs) -> torch.Tensor:
     """Zeros with a new dim, of which the rank has the indices in `runs`, and with `grad` at one index of it."""
-    places, inside = local_places(torch.tensor(index), runs)
     size = sum(stop - start for start, stop in runs)
     out = grad.new_zeros([*grad.shape[:dim], size, *grad.shape[dim:]])
-    return out.select_scatter(grad, dim, int(places)) if bool(inside) else out
+    place = local_place(index, runs)
+    return out if place is None else out.select_scatter(grad, dim, place)
 
 
 def embedding_bwd(grad: torch.Tensor, index: torch.Tensor, runs: Runs) -> torch.Tensor:

@@ -44,6 +44,16 @@ def local_places(index: torch.Tensor, runs: Runs) -> tuple[torch.Tensor, torch.T
     return torch.where(inside, offsets[run] + index - starts[run], 0), inside
 
 
+def local_place(index: int, runs: Runs) -> int | None:
+    """Where one global index lies in a shard with these runs; None where it is not there."""
+    place = 0
+    for start, stop in runs:
+        if start <= index < stop:
+            return place + index - start
+        place += stop - start
+    return None
+
+
 def _columns(runs: Runs) -> tuple[list[int], list[int], list[int]]:
     """The runs as columns: starts, stops, and how many indices come before each run."""
     sizes = itertools.accumulate((b - a for a, b in runs), initial=0)

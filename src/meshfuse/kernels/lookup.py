@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .indices import Runs, global_index, local_places
+from .indices import Runs, global_index, local_place, local_places
 
 # The error text of compiled code, which cannot say which index it is.
 OUT_OF_RANGE = "meshfuse: an index is out of range"
@@ -73,12 +73,8 @@ def index_select(x: torch.Tensor, index: torch.Tensor, dim: int, runs: Runs) -> 
 
 def select(x: torch.Tensor, index: int, dim: int, runs: Runs) -> torch.Tensor:
     """`torch.select` where the rank holds the index, zeros elsewhere."""
-    place = 0
-    for start, stop in runs:
-        if start <= index < stop:
-            return x.select(dim, place + index - start)
-        place += stop - start
-    return x.new_zeros([n for d, n in enumerate(x.shape) if d != dim])
+    place = local_place(index, runs)
+    return x.new_zeros([n for d, n in enumerate(x.shape) if d != dim]) if place is None else x.select(dim, place)
 
 
 def embedding(index: torch.Tensor, weight: torch.Tensor, runs: Runs) -> torch.Tensor:
