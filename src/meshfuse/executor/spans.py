@@ -49,10 +49,11 @@ class RankTime:
     @classmethod
     def of(cls, rank: int, spans: Sequence[Span]) -> RankTime:
         """The sums of a rank's spans."""
-        sums = [sum(s.seconds for s in spans if s.kind == kind) for kind in KINDS]
+        computing, communicating, exposed = (sum(s.seconds for s in spans if s.kind == kind) for kind in KINDS)
         run = _kernel_seconds(spans)
         hidden = sum(run(s.end) - run(s.start) for s in spans if s.kind == "communication")
-        return cls(rank, max((s.end for s in spans), default=0.0), *sums, hidden)
+        end = max((s.end for s in spans), default=0.0)
+        return cls(rank, end, computing, communicating, exposed, hidden)
 
 
 def _kernel_seconds(spans: Sequence[Span]) -> Callable[[float], float]:
